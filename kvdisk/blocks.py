@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nouns that every floor shares: keys, tiers, slots, segments, jobs."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple, NewType
+
+BlockKey = NewType("BlockKey", bytes)
+"""vLLM's block hash followed by the KV-cache group index as two big-endian bytes."""
+
+SegmentId = NewType("SegmentId", int)
+JobId = NewType("JobId", int)
+
+GROUP_BYTES = 2
+MAX_KEY_BYTES = 128
+"""Longest key a slot header and an index record can hold (sha256 hashes give 34)."""
+
+
+class Tier(IntEnum):
+    """Where a copy of a block can be."""
+
+    GPU = 0
+    CPU = 1
+    NVME = 2
+
+
+class Slot(NamedTuple):
+    """A numbered fixed-size place in a tier; the same number names the same place on every rank.
+
+    On NVMe ``segment`` is a segment id. In the CPU tier it is the size class of the arena region
+    (see ``geometry.Geometry.size_class``).
+    """
+
+    segment: int
+    index: int
+
+
+def make_block_key(block_hash: bytes, group: int) -> BlockKey:
+    """Return the key of the block with this vLLM hash in KV-cache group ``group`` (0 <= group < 65536)."""
+    return BlockKey(block_hash + group.to_bytes(GROUP_BYTES, "big"))
+
+
+def group_of(key: BlockKey) -> int:
+    """Return the KV-cache group index that a key was made with."""
+    return int.from_bytes(key[-GROUP_BYTES:], "big")

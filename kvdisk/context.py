@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the manager sees the engine's GPU block pool: two protocols, implemented by the connector (and by fakes in tests)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+
+class KVCacheBlockView(Protocol):
+    """One GPU block as the engine's pool holds it; read only, valid within one scheduler step."""
+
+    @property
+    def block_id(self) -> int:
+        """Position in the KV-cache tensors; 0 is the null block."""
+
+    @property
+    def ref_cnt(self) -> int:
+        """Requests and touches that hold the block."""
+
+
+class SchedulerContext(Protocol):
+    """The engine's block pool. All calls from the scheduler's thread only."""
+
+    @property
+    def block_count(self) -> int:
+        """GPU blocks of the pool, the null block included."""
+
+    def get_block(self, block_id: int) -> KVCacheBlockView:
+        """Return the block with this id."""
+
+    def touch(self, block_ids: Sequence[int]) -> None:
+        """Take one reference on each block, so that it is neither freed nor given away."""
+
+    def free_blocks(self, block_ids: Iterable[int]) -> None:
+        """Give back one reference on each block, in this order (the first becomes the first to be reused)."""
+
+    def iter_free_blocks(self) -> Iterator[KVCacheBlockView]:
+        """Yield the blocks of the free queue, the next to be reused first."""

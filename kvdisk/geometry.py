@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes that stay fixed for a namespace's life, and the arithmetic from slots to bytes. Pure; no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+FORMAT_VERSION = 1
+ALIGNMENT = 4096
+"""O_DIRECT alignment, in bytes, of memory, offsets and lengths."""
+HEADER_BYTES = 4096
+"""Bytes of the header in front of each slot's payload, on the drive and in the arena alike."""
+SEGMENT_HEADER_BYTES = 4096
+FINGERPRINT_BYTES = 32
+FILE_EPOCH = 0
+"""The epoch of KV computed with the weights as the files have them; any other is private to one engine."""
+
+
+class Namespace(NamedTuple):
+    """All blocks whose bytes mean the same: a fingerprint (32 bytes) and an epoch (0 <= epoch < 2**63)."""
+
+    fingerprint: bytes
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupGeometry:
+    """One KV-cache group.
+
+    ``block_tokens``: tokens of a block. ``payload_bytes``: one block's KV on one rank, all layers
+    of the group. ``window_tokens``: sliding window, or None for full attention.
+    """
+
+    group: int
+    block_tokens: int
+    payload_bytes: int
+    window_tokens: int | None = None
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot: header plus payload, a multiple of ``ALIGNMENT``."""
+        return HEADER_BYTES + round_up(self.payload_bytes, ALIGNMENT)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of one engine's blocks.
+
+    ``groups``: in order of their index, 0, 1, ... ``rank_count``: workers that each hold their own
+    part of a block. ``hash_tokens``: tokens that one of vLLM's block hashes stands for; each
+    group's ``block_tokens`` is a multiple.
+    """
+
+    groups: tuple[GroupGeometry, ...]
+    rank_count: int
+    hash_tokens: int
+
+    def __post_init__(self) -> None:
+        assert self.groups and self.rank_count > 0 and self.hash_tokens > 0
+        for position, group in enumerate(self.groups):
+            assert group.group == position, "groups must be numbered 0, 1, ..."
+            assert group.block_tokens % self.hash_tokens == 0 and group.payload_bytes > 0
+
+    @cached_property
+    def slot_sizes(self) -> tuple[int, ...]:
+        """Distinct slot sizes in bytes, ascending; the position of one is its size class."""
+        return tuple(sorted({group.slot_bytes for group in self.groups}))
+
+    @cached_property
+    def size_classes(self) -> tuple[int, ...]:
+        """Size class of each group, by group index."""
+        return tuple(self.slot_sizes.index(group.slot_bytes) for group in self.groups)
+
+    @cached_property
+    def shares(self) -> tuple[float, ...]:
+        """Share of a tier's bytes for each size class: the bytes its groups need per token, normalised.
+
+        A sliding-window group counts like a full one, so that no group starves another.
+        """
+        per_class = [0.0] * len(self.slot_sizes)
+        for group, size_class in zip(self.groups, self.size_classes, strict=True):
+            per_class[size_class] += group.slot_bytes / group.block_tokens
+        total = sum(per_class)
+        return tuple(weight / total for weight in per_class)
+
+    def cpu_slots(self, cpu_bytes: int) -> tuple[int, ...]:
+        """Slots of the CPU tier by size class, the same on each rank, for ``cpu_bytes`` over all ranks."""
+        per_rank = cpu_bytes / self.rank_count
+        return tuple(int(per_rank * share) // size for share, size in zip(self.shares, self.slot_sizes, strict=True))
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the least multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
+def slots_per_segment(segment_bytes: int, slot_bytes: int) -> int:
+    """Slots of one rank's file of ``segment_bytes`` (at least one, even where that needs a larger file)."""
+    return max(1, (segment_bytes - SEGMENT_HEADER_BYTES) // slot_bytes)
+
+
+def segment_file_bytes(slot_bytes: int, slot_count: int) -> int:
+    """Length in bytes of one rank's segment file."""
+    return SEGMENT_HEADER_BYTES + slot_bytes * slot_count
+
+
+def slot_offset(slot_bytes: int, index: int) -> int:
+    """Byte offset of slot ``index`` in a segment file."""
+    return SEGMENT_HEADER_BYTES + slot_bytes * index
+
+
+def contiguous_runs(indices: Sequence[int], longest: int) -> list[tuple[int, int]]:
+    """Cut positions of ``indices`` into runs of consecutive numbers: pairs (first position, count), count <= longest.
+
+    ``contiguous_runs([4, 5, 9], 8) == [(0, 2), (2, 1)]``.
+    """
+    runs: list[tuple[int, int]] = []
+    start = 0
+    for position in range(1, len(indices) + 1):
+        if (
+            position == len(indices)
+            or indices[position] != indices[position - 1] + 1
+            or position - start >= longest
+        ):
+            runs.append((start, position - start))
+            start = position
+    return runs

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``Index`` protocol: where blocks are on NVMe, durably. One index belongs to one home and one owner process.
+
+Writes are queued and committed in batches by the implementation; no call but ``flush`` and ``close``
+waits for a disk, a commit, or a lock that either can hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+from kvdisk.blocks import BlockKey, Slot
+
+
+class BlockRecord(NamedTuple):
+    """A committed block: where it is, and what its slot headers say on every rank.
+
+    ``parent``: key of the block before it in its chain, or None. ``stored_s``: seconds since the
+    Unix epoch, whole.
+    """
+
+    epoch: int
+    key: BlockKey
+    slot: Slot
+    generation: int
+    parent: BlockKey | None = None
+    stored_s: int = 0
+
+
+class SegmentRecord(NamedTuple):
+    """A segment whose files exist on every rank. ``drive``: position in ``store_dirs``."""
+
+    segment: int
+    slot_bytes: int
+    slot_count: int
+    drive: int = 0
+
+
+class IndexState(IntEnum):
+    """WRITABLE: puts are committed. REFUSING: the last batch failed (map or disk full, write error);
+    its puts were dropped, deletions are retried with back-off, and the state returns by itself."""
+
+    WRITABLE = 1
+    REFUSING = 2
+
+
+class Progress(NamedTuple):
+    """``committed``: every operation with a ticket up to this one has been dealt with: deletions and
+    segment operations are durable against a crash of the process, puts are too or have been dropped.
+    ``dropped_puts``: puts lost since the index was opened."""
+
+    committed: int
+    state: IndexState
+    dropped_puts: int
+
+
+class Index(Protocol):
+    """See the module. One scheduler thread calls everything; an implementation may have a writer thread of its own."""
+
+    def segments(self) -> Iterator[SegmentRecord]:
+        """Yield every committed segment, ascending. Raises CorruptRecord where one does not decode."""
+
+    def blocks(self) -> Iterator[BlockRecord]:
+        """Yield every committed block of every epoch. Raises CorruptRecord where one does not decode."""
+
+    def put(self, records: Sequence[BlockRecord]) -> int | None:
+        """Queue records (replacing those of the same epoch and key); return a ticket, or None when the queue is full
+        and nothing was queued."""
+
+    def delete(self, keys: Sequence[tuple[int, BlockKey]]) -> int:
+        """Queue the deletion of records by (epoch, key), absent ones included; return a ticket. Never refused:
+        the caller bounds deletions by the slots it has."""
+
+    def put_segment(self, record: SegmentRecord) -> int:
+        """Queue a segment record; return a ticket. Committed after all that was queued before it."""
+
+    def delete_segment(self, segment: int) -> int:
+        """Queue the deletion of a segment record; return a ticket. Committed after all that was queued before it."""
+
+    def poll(self) -> Progress:
+        """Return how far commits have come. Never waits."""
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all that is queued has been dealt with; False when the time ran out. For shutdown and tools."""
+
+    def close(self) -> None:
+        """Commit what is queued (bounded wait), stop the writer and close. Idempotent."""

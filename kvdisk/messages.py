@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole wire between the manager (scheduler process) and the workers: plain values.
+
+A ``Plan`` goes down each engine step, a ``Report`` comes back. Nothing in them is a path or an
+address, and none of their fields is of a foreign class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+from kvdisk.blocks import BlockKey, JobId, Slot
+from kvdisk.stats import Stats
+
+
+class JobKind(IntEnum):
+    """The routes. Each is one job, reported once by each rank.
+
+    STORE: GPU block to CPU slot; without a CPU slot, through staging to the NVMe slot.
+    LOAD: CPU slot, or NVMe slot (into the CPU slot where one is named, else into staging), verified,
+    then to the GPU block.
+    DEMOTE: CPU slot to NVMe slot. PROMOTE: NVMe slot to CPU slot, verified.
+    OPEN_HOME, OPEN_SEGMENT, DROP_SEGMENT: files; every rank runs them before later jobs of the plan.
+    """
+
+    STORE = 1
+    LOAD = 2
+    DEMOTE = 3
+    PROMOTE = 4
+    OPEN_HOME = 5
+    OPEN_SEGMENT = 6
+    DROP_SEGMENT = 7
+
+
+class Reason(IntEnum):
+    """Why a move failed; a closed list."""
+
+    ABSENT = 1
+    """No source was named: the copy was gone when the job was planned."""
+    HEADER = 2
+    """The slot's header is not that of this key, generation, namespace and length."""
+    CHECKSUM = 3
+    """The header is right and the payload is not."""
+    IO_ERROR = 4
+    """The device failed, or moved fewer bytes than asked."""
+    NO_SPACE = 5
+    """The drive is full (ENOSPC, EDQUOT)."""
+    DEADLINE = 6
+    """The leg had not started when its time was over."""
+    CANCELLED = 7
+    """The worker shut down first."""
+
+
+class Move(NamedTuple):
+    """One block of a job. Fields that the route does not use are None (``block``: -1).
+
+    ``cpu`` and ``nvme`` are the slots of those tiers, ``block`` the GPU block id, ``parent`` the key
+    of the block before this one in its chain, where known.
+    """
+
+    key: BlockKey
+    generation: int
+    block: int = -1
+    cpu: Slot | None = None
+    nvme: Slot | None = None
+    parent: BlockKey | None = None
+
+
+class HomeSpec(NamedTuple):
+    """Names the home that ranks shall open: its id (32 hex digits) and namespace fingerprint."""
+
+    home_id: str
+    fingerprint: bytes
+
+
+class SegmentSpec(NamedTuple):
+    """A segment to open or drop. ``create``: make the files; False: they must exist."""
+
+    segment: int
+    slot_bytes: int
+    slot_count: int
+    drive: int = 0
+    create: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Work for every rank. ``epoch`` is part of each slot header; ``request_id`` only for LOAD."""
+
+    id: JobId
+    kind: JobKind
+    moves: tuple[Move, ...] = ()
+    epoch: int = 0
+    request_id: str | None = None
+    home: HomeSpec | None = None
+    segment: SegmentSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step's work. ``flush``: jobs already sent whose GPU-reading legs are to be finished first.
+
+    ``idle``: no model runs in this step, so a worker may wait a moment for its transfers.
+    """
+
+    jobs: tuple[Job, ...] = ()
+    flush: tuple[JobId, ...] = ()
+    idle: bool = False
+
+
+@dataclass(slots=True)
+class JobResult:
+    """How a job ended: ranks that answered, and the failed moves (position in ``Job.moves``) of any of them.
+
+    A job without moves that failed has position -1.
+    """
+
+    ranks: int = 1
+    failed: dict[int, Reason] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Report:
+    """What one rank, or after ``merge`` several, finished since the last report."""
+
+    results: dict[JobId, JobResult] = field(default_factory=dict)
+    stats: Stats = field(default_factory=Stats)
+
+    def merge(self, other: Report) -> Report:
+        """Add another rank's report of the same step to this one; a move failed if any rank failed it."""
+        for job_id, result in other.results.items():
+            mine = self.results.get(job_id)
+            if mine is None:
+                self.results[job_id] = JobResult(result.ranks, dict(result.failed))
+            else:
+                mine.ranks += result.ranks
+                for position, reason in result.failed.items():
+                    mine.failed.setdefault(position, reason)
+        self.stats.merge(other.stats)
+        return self
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to send."""
+        return not self.results and self.stats.empty
