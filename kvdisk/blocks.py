@@ -33,7 +33,7 @@ class Slot(NamedTuple):
     """
 
     segment: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which no slot needs
 
 
 def make_block_key(block_hash: bytes, group: int) -> BlockKey:

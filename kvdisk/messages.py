@@ -69,10 +69,14 @@ class Move(NamedTuple):
 
 
 class HomeSpec(NamedTuple):
-    """Names the home that ranks shall open: its id (32 hex digits) and namespace fingerprint."""
+    """Names the home that ranks shall open: its id (32 hex digits) and namespace fingerprint.
+
+    ``known_segments``: what the index knows; files of other segments were left by a crash and go.
+    """
 
     home_id: str
     fingerprint: bytes
+    known_segments: tuple[int, ...] = ()
 
 
 class SegmentSpec(NamedTuple):
@@ -102,11 +106,13 @@ class Job:
 class Plan:
     """One step's work. ``flush``: jobs already sent whose GPU-reading legs are to be finished first.
 
+    ``void``: loads already sent whose bytes stopped being right (a reset): they end as failed whatever they read.
     ``idle``: no model runs in this step, so a worker may wait a moment for its transfers.
     """
 
     jobs: tuple[Job, ...] = ()
     flush: tuple[JobId, ...] = ()
+    void: tuple[JobId, ...] = ()
     idle: bool = False
 
 

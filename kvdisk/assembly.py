@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only place that picks concrete classes and puts the wings together."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvdisk.config import Config
+from kvdisk.context import SchedulerContext
+from kvdisk.device.home import Home, Store
+from kvdisk.device.posix import PosixDevice
+from kvdisk.errors import ConfigError, CorruptRecord
+from kvdisk.geometry import Geometry
+from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
+from kvdisk.manager.admission import make_admission
+from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.cpu_space import CpuSpace
+from kvdisk.manager.eviction import EvictionPolicy, make_eviction
+from kvdisk.manager.manager import TierManager
+from kvdisk.manager.segments import NvmeLayout, NvmeSpace
+from kvdisk.manager.store_policy import make_store_policy
+from kvdisk.manager.transfers import Transfers
+from kvdisk.stats import Stats
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvdisk.worker.mover import Mover
+
+logger = logging.getLogger("kvdisk")
+
+_DEFAULT_STAGING_BYTES = 64 << 20
+_GPU_SCRATCH_BYTES = 64 << 20
+_CLOSE_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerParts:
+    """The manager and what it stands on. ``close`` commits and releases the home."""
+
+    manager: TierManager
+    index: LmdbIndex | None
+    home: Home | None
+
+    def close(self) -> None:
+        """Commit what is queued, note a clean end, and release the home. The workers are gone already."""
+        committed = True
+        if self.index is not None:
+            committed = self.index.flush(_CLOSE_TIMEOUT_S)
+            self.index.close()
+        if self.home is not None:
+            self.home.close(clean=committed)
+
+
+def assemble_scheduler(
+    config: Config,
+    geometry: Geometry,
+    context: SchedulerContext,
+    fingerprint: bytes | None,
+    description: dict[str, Any],
+) -> SchedulerParts:
+    """Build the scheduler's wing; with ``store_dirs``, take a home and fill the catalog from its index.
+
+    ``fingerprint``: of the namespace, None without an NVMe tier. Waits for the disk: for start only.
+    Raises ConfigError, StoreLocked, DeviceError.
+    """
+    catalog, stats, transfers = Catalog(), Stats(), Transfers(geometry.rank_count)
+
+    def make_policy() -> EvictionPolicy:
+        return make_eviction(config.eviction)
+
+    cpu_slots = geometry.cpu_slots(config.cpu_bytes)
+    if config.cpu_bytes and not all(cpu_slots):
+        largest = max(geometry.slot_sizes) * geometry.rank_count
+        raise ConfigError(f"cpu_bytes {config.cpu_bytes} holds no block of each kind; one needs up to {largest} bytes.")
+    cpu = CpuSpace(geometry, cpu_slots, catalog, stats, make_policy) if config.cpu_bytes else None
+    nvme = index = home = None
+    if config.store_dirs:
+        assert config.nvme_bytes is not None
+        assert fingerprint is not None
+        store = Store.open(config.store_dirs[0])
+        while nvme is None:
+            home = store.acquire_home(fingerprint, description | describe_geometry(geometry), config.nvme_bytes)
+            try:
+                layout = NvmeLayout.make(home.budget_bytes, config.segment_bytes, geometry, map_bytes_for)
+                index = LmdbIndex(home.index_path, map_bytes=layout.index_bytes, commit_s=config.index_commit_s)
+                nvme = NvmeSpace(geometry, layout, index, catalog, transfers, stats, make_policy)
+                nvme.restore(home.id, fingerprint)
+            except CorruptRecord as error:
+                nvme = _discard(home, index, error)
+            except BaseException:
+                home.close(clean=False)
+                raise
+    manager = TierManager(
+        config,
+        geometry,
+        context,
+        catalog,
+        transfers,
+        stats,
+        cpu,
+        nvme,
+        make_store_policy(config.store_policy),
+        make_admission(config.cpu_admission),
+        make_admission(config.nvme_admission),
+        first_generation=time.time_ns(),
+    )
+    _log_start(config, geometry, catalog, home)
+    return SchedulerParts(manager, index, home)
+
+
+def _discard(home: Home, index: LmdbIndex | None, error: CorruptRecord) -> None:
+    """Give up a home whose index cannot be read. Rebuilding it from the slot headers comes later."""
+    if home.fresh:
+        raise error
+    logger.warning("kvdisk gives up home %s, whose index cannot be read: %s", home.id, error)
+    if index is not None:
+        index.close()
+    home.discard()
+
+
+def describe_geometry(geometry: Geometry) -> dict[str, Any]:
+    """Return a geometry as plain values, as HOME keeps it for people and the inspector."""
+    return {
+        "ranks": geometry.rank_count,
+        "hash_tokens": geometry.hash_tokens,
+        "groups": [
+            {
+                "block_tokens": group.block_tokens,
+                "payload_bytes": group.payload_bytes,
+                "slot_bytes": group.slot_bytes,
+                "window_tokens": group.window_tokens,
+            }
+            for group in geometry.groups
+        ],
+    }
+
+
+def _log_start(config: Config, geometry: Geometry, catalog: Catalog, home: Home | None) -> None:
+    per_token = sum(group.payload_bytes / group.block_tokens for group in geometry.groups) * geometry.rank_count
+    where = "no NVMe tier" if home is None else f"NVMe {config.nvme_bytes} bytes in {home.path} ({len(catalog)} blocks)"
+    logger.info("kvdisk keeps %.0f bytes of KV a token: CPU %d bytes, %s.", per_token, config.cpu_bytes, where)
+
+
+def assemble_worker(config: Config, geometry: Geometry, rank: int, layers: Sequence[Sequence[torch.Tensor]]) -> Mover:
+    """Build one rank's wing over vLLM's KV tensors, and start its thread.
+
+    ``layers``: for each group, its layers as uint8 tensors (num_blocks, layer bytes), all on one device.
+    """
+    from kvdisk.worker.arena import Arena  # noqa: PLC0415 - torch is needed in workers only
+    from kvdisk.worker.copier import CudaCopier, CudaLanes, HostCopier, LayerBlocks  # noqa: PLC0415
+    from kvdisk.worker.files import HomeFiles  # noqa: PLC0415
+    from kvdisk.worker.mover import Mover  # noqa: PLC0415
+
+    device = layers[0][0].device
+    groups = [LayerBlocks(group) for group in layers]
+    on_gpu = device.type == "cuda"
+    copier = CudaCopier(groups, CudaLanes(device.index), _GPU_SCRATCH_BYTES) if on_gpu else HostCopier(groups)
+    cpu_slots = geometry.cpu_slots(config.cpu_bytes)
+    arena = Arena(geometry.slot_sizes, cpu_slots, pin=on_gpu) if config.cpu_bytes else None
+    staging_bytes = config.staging_bytes if config.staging_bytes is not None else _DEFAULT_STAGING_BYTES
+    staging_slots = [
+        max(8, int(staging_bytes * share) // size)
+        for share, size in zip(geometry.shares, geometry.slot_sizes, strict=True)
+    ]
+    staging = Arena(geometry.slot_sizes, staging_slots, pin=on_gpu)
+    store_dir = config.store_dirs[0] if config.store_dirs else None
+    files = HomeFiles(store_dir, rank, geometry.rank_count)
+    return Mover(geometry, rank, arena, staging, copier, PosixDevice(), files, io_deadline_s=config.io_deadline_s)

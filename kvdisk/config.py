@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One frozen ``Config``, read once from ``kv_connector_extra_config``. Wrong values are one clear sentence at start."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from kvdisk.errors import ConfigError
+
+_UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_UNITS |= {f"{prefix}b": factor for prefix, factor in list(_UNITS.items()) if prefix in {"k", "m", "g", "t"}}
+_UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate(("k", "m", "g", "t"), start=1)}
+
+STORE_POLICIES = ("on_compute",)
+DEVICES = ("posix",)
+EVICTIONS = ("lru",)
+ON_RESET = ("epoch", "keep")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything a user can set; see the table in the README. Sizes are bytes, times are seconds.
+
+    ``store_dirs``: directories of the NVMe tier, at most one today; empty: CPU tier only.
+    ``nvme_bytes``: cap of this engine over all ranks, index included. ``cpu_bytes``: host memory of
+    the CPU tier over all ranks; 0: no CPU tier. ``staging_bytes``: per worker; None: by block size.
+    ``max_pinned_gpu_blocks``: GPU blocks that stores may hold at once; None: a quarter of the pool.
+    """
+
+    store_dirs: tuple[Path, ...] = ()
+    nvme_bytes: int | None = None
+    cpu_bytes: int = 4 << 30
+    staging_bytes: int | None = None
+    store_policy: str = "on_compute"
+    store_decode: bool = False
+    cpu_admission: str = "all"
+    nvme_admission: str = "all"
+    eviction: str = "lru"
+    device: str = "posix"
+    lookup_wait_s: float = 2.0
+    io_deadline_s: float = 30.0
+    index_commit_s: float = 0.05
+    min_load_tokens: int = 0
+    max_pinned_gpu_blocks: int | None = None
+    on_reset: str = "epoch"
+    segment_bytes: int = 1 << 30
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Config:
+        """Build a Config from user values. Raises ConfigError, which names the key and the nearest known one."""
+        known = {field.name for field in fields(cls)}
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+                raise ConfigError(f"kvdisk does not know the setting {key!r}; the nearest it knows is {near[0]!r}.")
+        config = cls(**{key: _PARSERS[key](key, value) for key, value in values.items() if value is not None})
+        config._check_together()
+        return config
+
+    def _check_together(self) -> None:
+        if self.store_dirs and self.nvme_bytes is None:
+            raise ConfigError(
+                "store_dirs needs nvme_bytes, the most that this engine may keep there, such as '500GiB'."
+            )
+        if self.nvme_bytes is not None and not self.store_dirs:
+            raise ConfigError("nvme_bytes needs store_dirs, the directory on the drive where blocks shall be kept.")
+        if not self.store_dirs and self.cpu_bytes == 0:
+            raise ConfigError("With cpu_bytes 0 and no store_dirs there is no tier to keep anything in.")
+
+
+def parse_bytes(key: str, value: Any) -> int:
+    """Read a size: an integer of bytes or text such as ``"500GiB"`` or ``"1.5TB"``. Raises ConfigError."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
+    if match is None or match[2].lower() not in _UNITS:
+        raise ConfigError(f"{key} must be a size in bytes such as 1073741824 or '500GiB', not {value!r}.")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def _parse_dirs(key: str, value: Any) -> tuple[Path, ...]:
+    listed = [value] if isinstance(value, str | Path) else value
+    if not isinstance(listed, list | tuple) or not listed or not all(isinstance(d, str | Path) and d for d in listed):
+        raise ConfigError(f"{key} must be a directory, or a list of directories, not {value!r}.")
+    if len(listed) > 1:
+        raise ConfigError(f"{key} names {len(listed)} directories, and kvdisk serves only one drive yet.")
+    path = Path(listed[0])
+    if not path.is_absolute():
+        raise ConfigError(f"{key} must be an absolute path, not {str(path)!r}.")
+    return (path,)
+
+
+def _parse_seconds(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ConfigError(f"{key} must be a number of seconds, not {value!r}.")
+    return float(value)
+
+
+def _parse_count(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"{key} must be a whole number that is not negative, not {value!r}.")
+    return value
+
+
+def _parse_flag(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key} must be true or false, not {value!r}.")
+    return value
+
+
+def _one_of(choices: tuple[str, ...]) -> Callable[[str, Any], str]:
+    def parse(key: str, value: Any) -> str:
+        if value not in choices:
+            listed = ", ".join(repr(choice) for choice in choices)
+            raise ConfigError(f"{key} must be one of {listed}, not {value!r}.")
+        return str(value)
+
+    return parse
+
+
+def _parse_admission(key: str, value: Any) -> str:
+    if value == "all" or (isinstance(value, str) and re.fullmatch(r"reuse\([1-9]\d{0,2}\)", value)):
+        return str(value)
+    raise ConfigError(f"{key} must be 'all' or 'reuse(n)' such as 'reuse(2)', not {value!r}.")
+
+
+_PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
+    "store_dirs": _parse_dirs,
+    "nvme_bytes": parse_bytes,
+    "cpu_bytes": parse_bytes,
+    "staging_bytes": parse_bytes,
+    "store_policy": _one_of(STORE_POLICIES),
+    "store_decode": _parse_flag,
+    "cpu_admission": _parse_admission,
+    "nvme_admission": _parse_admission,
+    "eviction": _one_of(EVICTIONS),
+    "device": _one_of(DEVICES),
+    "lookup_wait_s": _parse_seconds,
+    "io_deadline_s": _parse_seconds,
+    "index_commit_s": _parse_seconds,
+    "min_load_tokens": _parse_count,
+    "max_pinned_gpu_blocks": _parse_count,
+    "on_reset": _one_of(ON_RESET),
+    "segment_bytes": parse_bytes,
+}

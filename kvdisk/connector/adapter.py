@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that kvdisk knows of vLLM's insides, and all that differs between the versions it supports.
+
+vLLM's connector API calls itself experimental. Whatever is read from its objects beyond a hook's own
+arguments is read here, so that a new version means a change in this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    group_kernel_blocks,
+)
+
+from kvdisk.context import KVCacheBlockView
+from kvdisk.errors import ConfigError
+from kvdisk.geometry import Geometry, GroupGeometry
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+SUPPORTED_VERSIONS = ((0, 32), (0, 33))
+"""0.32 is what the tests run on; 0.33 adds ``supports_sleep_mode`` and keeps no reference count on null blocks."""
+
+_SUPPORTED_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
+"""Exact classes: a subclass may keep its KV in another way."""
+
+
+def vllm_minor_version() -> tuple[int, int]:
+    """Return vLLM's version as (major, minor)."""
+    major, minor = vllm.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raise ConfigError, in one sentence that names it, for the first thing that kvdisk does not support."""
+    refused = next(_unsupported(vllm_config, kv_cache_config), None)
+    if refused is not None:
+        raise ConfigError(f"kvdisk does not support {refused}.")
+
+
+def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
+    if vllm_minor_version() not in SUPPORTED_VERSIONS:
+        listed = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED_VERSIONS)
+        yield f"vLLM {vllm.__version__} (it supports {listed})"
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    if model.is_encoder_decoder:
+        yield "encoder-decoder models"
+    if parallel.pipeline_parallel_size > 1:
+        yield "pipeline parallelism"
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        yield "context parallelism"
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in {"ngram", "suffix"}:
+        yield f"speculative decoding with a drafter that has KV of its own ({speculative.method})"
+    if vllm_config.kv_transfer_config.kv_role != "kv_both":
+        yield f"the role {vllm_config.kv_transfer_config.kv_role}; set kv_role to kv_both"
+    if vllm_config.cache_config.prefix_cache_retention_interval is not None:
+        yield "prefix_cache_retention_interval"
+    for group in kv_cache_config.kv_cache_groups:
+        if group.host_resident or not group.enable_kv_transfer or group.is_eagle_group:
+            yield "KV-cache groups that live on the host, are rebuilt locally, or belong to a drafter"
+        for spec in _layer_specs(group.kv_cache_spec, group.layer_names).values():
+            if type(spec) not in _SUPPORTED_SPECS:
+                yield f"KV-cache groups of the kind {type(spec).__name__}"
+            if getattr(spec, "extra_retained_tokens", 0):
+                yield "sliding windows that retain extra tokens"
+
+
+def _layer_specs(spec: KVCacheSpec, layer_names: Sequence[str]) -> dict[str, KVCacheSpec]:
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return {name: spec.kv_cache_specs[name] for name in layer_names}
+    return dict.fromkeys(layer_names, spec)
+
+
+def geometry_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometry:
+    """Return the sizes of this engine's blocks; the same on the scheduler's side and every worker's."""
+    groups = []
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        specs = _layer_specs(group.kv_cache_spec, group.layer_names)
+        windows = {getattr(spec, "sliding_window", None) for spec in specs.values() if type(spec) is SlidingWindowSpec}
+        if len(windows) > 1 or (windows and any(type(spec) is not SlidingWindowSpec for spec in specs.values())):
+            raise ConfigError("kvdisk does not support KV-cache groups whose layers have different windows.")
+        payload_bytes = sum(spec.unpadded_page_size_bytes for spec in specs.values())
+        window = windows.pop() if windows else None
+        groups.append(GroupGeometry(index, group.kv_cache_spec.block_size, payload_bytes, window))
+    hash_tokens = kv_cache_config.hash_block_size or min(group.block_tokens for group in groups)
+    return Geometry(tuple(groups), vllm_config.parallel_config.tensor_parallel_size, hash_tokens)
+
+
+def group_descriptions(kv_cache_config: KVCacheConfig) -> list[dict[str, Any]]:
+    """Return what decides the bytes of each group's blocks, for the fingerprint."""
+    return [
+        {
+            "layers": list(group.layer_names),
+            "specs": sorted({repr(spec) for spec in _layer_specs(group.kv_cache_spec, group.layer_names).values()}),
+        }
+        for group in kv_cache_config.kv_cache_groups
+    ]
+
+
+def layer_blocks(
+    kv_cache_config: KVCacheConfig, geometry: Geometry, kv_caches: dict[str, torch.Tensor]
+) -> list[list[torch.Tensor]]:
+    """Return, for each group, its layers as uint8 views of shape (num_blocks, layer bytes) on vLLM's own memory.
+
+    Raises ConfigError where a layer's block is not one contiguous range of bytes.
+    """
+    groups = []
+    for group, sizes in zip(kv_cache_config.kv_cache_groups, geometry.groups, strict=True):
+        views = [_block_view(name, kv_caches[name], kv_cache_config.num_blocks) for name in group.layer_names]
+        total = sum(view.shape[1] for view in views)
+        if total != sizes.payload_bytes:
+            raise ConfigError(
+                f"kvdisk expected blocks of {sizes.payload_bytes} bytes in KV-cache group {group.layer_names[0]}..., "
+                f"and the engine's tensors have {total}: this attention layout is not supported."
+            )
+        groups.append(views)
+    return groups
+
+
+def _block_view(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    blocks = group_kernel_blocks(cache, num_blocks)
+    size = blocks.element_size()
+    expected = 1
+    for length, stride in sorted(zip(blocks.shape[1:], blocks.stride()[1:], strict=True), key=lambda pair: pair[1]):
+        if length > 1 and stride != expected:
+            raise ConfigError(f"kvdisk does not support the attention layout of {name}: its blocks are not contiguous.")
+        expected *= length
+    return torch.empty(0, dtype=torch.uint8, device=blocks.device).set_(
+        blocks.untyped_storage(),
+        blocks.storage_offset() * size,
+        (num_blocks, expected * size),
+        (blocks.stride(0) * size, 1),
+    )
+
+
+class BlockPoolContext:
+    """``SchedulerContext`` over vLLM's ``BlockPool``. Scheduler thread only."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        for name in ("blocks", "touch", "free_blocks", "free_block_queue"):
+            if not hasattr(pool, name):
+                raise ConfigError(f"kvdisk needs the engine's block pool, and this one has no {name!r}.")
+        self._pool = pool
+
+    @property
+    def block_count(self) -> int:
+        """GPU blocks of the pool, the null block included."""
+        return len(self._pool.blocks)
+
+    def get_block(self, block_id: int) -> KVCacheBlockView:
+        """Return the block with this id."""
+        return self._pool.blocks[block_id]  # type: ignore[no-any-return]
+
+    def touch(self, block_ids: Sequence[int]) -> None:
+        """Take one reference on each block."""
+        assert 0 not in block_ids, "the null block is nobody's"
+        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
+
+    def free_blocks(self, block_ids: Iterable[int]) -> None:
+        """Give back one reference on each block, in order."""
+        self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
+
+    def iter_free_blocks(self) -> Iterator[KVCacheBlockView]:
+        """Yield the blocks of the free queue, the next to be reused first."""
+        block = self._pool.free_block_queue.fake_free_list_head.next_free_block
+        while block is not None and block.next_free_block is not None:
+            yield block
+            block = block.next_free_block

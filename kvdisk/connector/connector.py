@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``KVDiskConnector``: every hook of vLLM's KV connector contract, each in a few lines.
+
+One object lives in the scheduler (role SCHEDULER) and one in each worker (role WORKER); what they do
+is in ``scheduler_side`` and ``worker_side``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.request import RequestStatus
+
+from kvdisk.config import Config
+from kvdisk.connector.adapter import refuse_unsupported
+from kvdisk.connector.metrics import KVDiskStats
+from kvdisk.connector.scheduler_side import SchedulerSide
+from kvdisk.connector.worker_side import WorkerSide
+from kvdisk.messages import Plan, Report
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.config.kv_transfer import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+@dataclass
+class KVDiskMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
+    """One step's plan on its way to the workers."""
+
+    plan: Plan
+
+
+@dataclass
+class KVDiskWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is untyped here
+    """One step's reports on their way to the scheduler."""
+
+    report: Report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVDiskWorkerMetadata:
+        """Merge another rank's report of the same step into this one."""
+        assert isinstance(other, KVDiskWorkerMetadata)
+        self.report.merge(other.report)
+        return self
+
+
+class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is untyped here
+    """The connector. Hooks of the other role are never called by vLLM and fail by assertion."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        refuse_unsupported(vllm_config, kv_cache_config)
+        config = Config.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        sides = (config, vllm_config, kv_cache_config)
+        self._scheduler = SchedulerSide(*sides) if role == KVConnectorRole.SCHEDULER else None
+        self._worker = WorkerSide(*sides) if role == KVConnectorRole.WORKER else None
+
+    @property
+    def scheduler(self) -> SchedulerSide:
+        """The scheduler's half."""
+        assert self._scheduler is not None
+        return self._scheduler
+
+    @property
+    def worker(self) -> WorkerSide:
+        """The worker's half."""
+        assert self._worker is not None
+        return self._worker
+
+    # -- what the engine asks about the class ---------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No: a store that is lost is a future miss."""
+        return False
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:  # noqa: ARG003 - vLLM's signature
+        """Return False: sleep remaps the KV cache under the copies. Asked by vLLM 0.33 and later."""
+        return False
+
+    # -- worker ---------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Start the worker's half over the KV tensors."""
+        self.worker.register(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Finish the victims' copies first."""
+        assert isinstance(kv_connector_metadata, KVDiskMetadata)
+        self.worker.flush(kv_connector_metadata.plan)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take the step's plan, and start what does not wait for its forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        self.worker.before_forward(self._plan())
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing is left to do: loads were started with the plan."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: a request runs when all its blocks are loaded."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Nothing to do by layer: blocks are stored whole, after the step."""
+
+    def wait_for_save(self) -> None:
+        """Start the step's stores; their source blocks are touched until they settle."""
+        self.worker.after_forward(self._plan())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
+        """Return the loads that ended on this rank."""
+        plan = self._plan() if self.has_connector_metadata() else None
+        finished, failed = self.worker.collect(plan)
+        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the failed blocks of the loads in the same snapshot."""
+        return self.worker.failed_blocks
+
+    def build_connector_worker_meta(self) -> KVDiskWorkerMetadata | None:
+        """Return this rank's report."""
+        report = self.worker.take_report()
+        return KVDiskWorkerMetadata(report) if report is not None else None
+
+    def _plan(self) -> Plan:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, KVDiskMetadata)
+        return metadata.plan
+
+    # -- scheduler ------------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Build the manager over the engine's block pool."""
+        self.scheduler.bind_pool(gpu_block_pool)
+
+    def on_new_request(self, request: Request) -> None:
+        """Follow a request."""
+        self.scheduler.new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Look the request up; loads are asynchronous."""
+        return self.scheduler.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Plan the load of a hit that the engine took."""
+        self.scheduler.allocated(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """Split a hit by tier."""
+        return self.scheduler.hit_sources(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVDiskMetadata:
+        """Plan the step."""
+        return KVDiskMetadata(self.scheduler.plan(scheduler_output))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Settle what the workers finished."""
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, KVDiskWorkerMetadata):
+            self.scheduler.settle(metadata.report)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Offer the tail; the blocks may be freed at once."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Offer the tail; the blocks may be freed at once."""
+        aborted = request.status == RequestStatus.FINISHED_ABORTED
+        return self.scheduler.finished(request, block_ids, aborted), None
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether a block comes free in a moment."""
+        return self.scheduler.has_imminent_frees()
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must go on stepping for transfers and commits."""
+        return self.scheduler.has_pending_work()
+
+    def reset_cache(self) -> bool:
+        """Serve nothing from before again."""
+        return self.scheduler.reset()
+
+    # -- both -----------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Return the counters since the last call; a worker's travel in its report."""
+        if self._scheduler is None:
+            return None
+        return KVDiskStats.of(self._scheduler.take_stats())
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """Wrap counters that came to the logging process."""
+        return KVDiskStats(data=data or {})
+
+    def counters(self) -> dict[str, int]:
+        """Return the totals of the counters since the start (scheduler only)."""
+        return self.scheduler.counters()
+
+    def shutdown(self) -> None:
+        """Stop the worker's half, or commit and release the home."""
+        for side in (self._worker, self._scheduler):
+            if side is not None:
+                side.shutdown()

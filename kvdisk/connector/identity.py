@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The namespace fingerprint: everything that decides what the bytes of a block mean.
+
+Two engines share stored blocks exactly when their fingerprints are equal, so whatever could change a
+byte of KV for the same block hash is in it: a doubt costs a miss, an omission a wrong token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.platforms import current_platform
+
+from kvdisk.connector.adapter import group_descriptions, vllm_minor_version
+from kvdisk.errors import ConfigError
+from kvdisk.geometry import FORMAT_VERSION
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_SAMPLE_BYTES = 4096
+_UNSTABLE_HASHES = ("xxhash", "builtin")
+_NO_IDENTITY = frozenset({"dummy", "runai_streamer", "runai_streamer_sharded", "tensorizer"})
+
+
+def fingerprint_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[bytes, dict[str, Any]]:
+    """Return the fingerprint (32 bytes) and a description for people and the inspector.
+
+    Raises ConfigError where the weights have no identity (dummy, streamed), or where the hashes of
+    blocks are not the same in the next process: then nothing on NVMe could be found, or trusted.
+    """
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    algorithm = str(cache.prefix_caching_hash_algo)
+    if algorithm.startswith(_UNSTABLE_HASHES):
+        raise ConfigError(
+            f"The NVMe tier needs block hashes that are the same in every process, and {algorithm} is not: set "
+            "prefix_caching_hash_algo to sha256."
+        )
+    final_config = model.hf_config.to_dict()
+    final_config.pop("_name_or_path", None)
+    facts: dict[str, Any] = {
+        "format": FORMAT_VERSION,
+        "vllm": vllm_minor_version(),
+        "model_config": final_config,
+        "weights": weights_digest(vllm_config),
+        "quantization": model.quantization,
+        "dtype": str(model.dtype),
+        "kv_dtype": cache.cache_dtype,
+        "groups": group_descriptions(kv_cache_config),
+        "kv_layout": kv_cache_config.kv_cache_layout,
+        "hash_tokens": kv_cache_config.hash_block_size,
+        "tensor_parallel": parallel.tensor_parallel_size,
+        "hash": [algorithm, os.environ.get("PYTHONHASHSEED")],
+        "platform": _platform_facts(vllm_config),
+    }
+    if any(kind in json.dumps(final_config, default=str) for kind in ("longrope", "dynamic")):
+        # These rotary embeddings depend on the longest context the server was started for.
+        facts["max_model_len"] = model.max_model_len
+    text = json.dumps(facts, sort_keys=True, default=str)
+    description = {
+        "model": str(model.model),
+        "dtype": str(model.dtype),
+        "kv_dtype": str(cache.cache_dtype),
+        "tensor_parallel": parallel.tensor_parallel_size,
+    }
+    return hashlib.sha256(text.encode()).digest(), description
+
+
+def _platform_facts(vllm_config: VllmConfig) -> list[str]:
+    """Return what chooses the attention kernel, and with it the order of bytes within a block."""
+    facts = [current_platform.device_name, platform.machine(), str(vllm_config.attention_config.backend)]
+    if current_platform.is_cpu():
+        # vLLM's CPU attention packs keys for the instruction set that it finds.
+        facts.append(",".join(sorted(flag for flag in _cpu_flags() if flag.startswith(("avx", "amx", "asimd", "sve")))))
+    else:
+        facts.append(str(current_platform.get_device_capability()))
+    return facts
+
+
+def _cpu_flags() -> list[str]:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith(("flags", "Features")):
+            return line.split(":", 1)[1].split()
+    return []
+
+
+def weights_digest(vllm_config: VllmConfig) -> str:
+    """Return a digest of the weight files: names, sizes, headers, and 4 KiB of every tensor.
+
+    Weights replaced under the same path are another model; reading them all would cost minutes.
+    Raises ConfigError where there are no files to read.
+    """
+    load_format = str(vllm_config.load_config.load_format)
+    if load_format in _NO_IDENTITY:
+        raise ConfigError(
+            f"The NVMe tier needs weights that come from files, and load_format is {load_format!r}: leave out "
+            "store_dirs."
+        )
+    folder = _model_folder(vllm_config)
+    digest = hashlib.sha256()
+    files = sorted(folder.glob("*.safetensors"))
+    files = files or sorted(file for kind in ("*.bin", "*.pt", "*.gguf") for file in folder.glob(kind))
+    if not files:
+        raise ConfigError(
+            f"The NVMe tier needs the model's weight files, and there are none in {folder}: leave out store_dirs."
+        )
+    for file in files:
+        digest.update(f"{file.name}:{file.stat().st_size}:".encode())
+        if file.suffix == ".safetensors":
+            _digest_safetensors(file, digest)
+        else:
+            _digest_samples(file, digest)
+    return digest.hexdigest()
+
+
+def _model_folder(vllm_config: VllmConfig) -> Path:
+    model = vllm_config.model_config
+    folder = Path(model.model_weights or model.model)
+    if folder.is_file():
+        return folder.parent
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for models named by a hub id
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        return Path(snapshot_download(str(folder), revision=model.revision, local_files_only=True))
+    except (HfHubHTTPError, LocalEntryNotFoundError, ValueError) as error:
+        raise ConfigError(
+            f"The NVMe tier needs the weight files of {folder} on this machine, and they are not found: leave out "
+            "store_dirs."
+        ) from error
+
+
+def _digest_safetensors(file: Path, digest: Any) -> None:
+    """Add the header, and the start of each tensor: layout per the safetensors format (u64 length, JSON, data)."""
+    with file.open("rb") as stream:
+        (header_bytes,) = struct.unpack("<Q", stream.read(8))
+        header = stream.read(header_bytes)
+        digest.update(header)
+        for name, tensor in sorted(json.loads(header).items()):
+            if name != "__metadata__":
+                start, end = tensor["data_offsets"]
+                stream.seek(8 + header_bytes + start)
+                digest.update(stream.read(min(_SAMPLE_BYTES, end - start)))
+
+
+def _digest_samples(file: Path, digest: Any) -> None:
+    """Add 4 KiB of every MiB of a file whose tensors cannot be told apart without unpickling it."""
+    with file.open("rb") as stream:
+        for offset in range(0, file.stat().st_size, 1 << 20):
+            stream.seek(offset)
+            digest.update(stream.read(_SAMPLE_BYTES))

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For engines that run in the caller's process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``): tests, the demo, notebooks.
+
+There nothing steps the engine after ``generate`` returns, so transfers would not settle.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+def scheduler_connector(llm: LLM) -> Any:
+    """Return the scheduler's connector of an in-process engine."""
+    return llm.llm_engine.engine_core.engine_core.scheduler.connector
+
+
+def drain(llm: LLM, timeout_s: float = 60.0) -> bool:
+    """Step the engine until no transfer is out and every record is committed; False when the time ran out.
+
+    Call it between ``generate`` calls, from the thread that calls them.
+    """
+    connector = scheduler_connector(llm)
+    end_s = time.monotonic() + timeout_s
+    while connector.has_pending_push_work():
+        if time.monotonic() > end_s:
+            return False
+        llm.llm_engine.step()
+    return True
+
+
+def counters(llm: LLM) -> dict[str, int]:
+    """Return the totals of kvdisk's counters since the engine started, see ``kvdisk.stats.COUNTERS``."""
+    return dict(scheduler_connector(llm).counters())

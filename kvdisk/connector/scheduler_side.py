@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's half of the connector: hooks of vLLM's scheduler in, plans out. Scheduler thread only."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvdisk.assembly import SchedulerParts, assemble_scheduler
+from kvdisk.blocks import Tier
+from kvdisk.config import Config
+from kvdisk.connector.adapter import BlockPoolContext, geometry_of
+from kvdisk.connector.identity import fingerprint_of
+from kvdisk.errors import ConfigError
+from kvdisk.messages import Plan, Report
+from kvdisk.stats import Stats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+    from kvdisk.manager.manager import TierManager
+
+logger = logging.getLogger("kvdisk.connector")
+
+_SOURCES = {Tier.CPU: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
+
+
+class SchedulerSide:
+    """Translates between vLLM's requests and blocks and the ``TierManager``, which exists once the pool is bound."""
+
+    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        self._config = config
+        self._geometry = geometry_of(vllm_config, kv_cache_config)
+        self._namespace = fingerprint_of(vllm_config, kv_cache_config) if config.store_dirs else (None, {})
+        self._parts: SchedulerParts | None = None
+        self._requests: dict[str, Request] = {}
+        self._local_tokens: dict[str, int] = {}
+        self._reported = Stats()
+        transfer = vllm_config.kv_transfer_config
+        if transfer.kv_load_failure_policy == "fail":
+            # The scheduler reads the policy after it has built its connector.
+            transfer.kv_load_failure_policy = "recompute"
+            logger.warning("kvdisk sets kv_load_failure_policy to recompute: a block that fails to load is computed.")
+
+    @property
+    def _manager(self) -> TierManager:
+        if self._parts is None:
+            raise ConfigError("kvdisk needs the engine's block pool, and this engine has not given it.")
+        return self._parts.manager
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        """Build the manager over the engine's block pool."""
+        assert self._parts is None, "the block pool was bound twice"
+        context = BlockPoolContext(pool)
+        self._parts = assemble_scheduler(self._config, self._geometry, context, *self._namespace)
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def new_request(self, request: Request) -> None:
+        """Follow a request, except with a LoRA adapter: vLLM's hash names the adapter, not its content."""
+        if request.lora_request is not None:
+            return
+        self._requests[request.request_id] = request
+        self._manager.new_request(request.request_id, request.block_hashes, request.num_prompt_tokens)
+
+    def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        """Answer ``get_num_new_matched_tokens``."""
+        if request.request_id not in self._requests or request.skip_reading_prefix_cache:
+            return 0, False
+        self._local_tokens[request.request_id] = local_tokens
+        tokens = self._manager.lookup(request.request_id, local_tokens, request.num_tokens, time.monotonic())
+        return tokens, bool(tokens)
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """Answer ``update_state_after_alloc``: plan the load of a hit that the engine took."""
+        if external_tokens == 0 or request.request_id not in self._requests:
+            return
+        # A block that has a hash already is somebody's: its KV is there and must not be written.
+        block_ids = [
+            [0 if block.is_null or block.block_hash is not None else block.block_id for block in group]
+            for group in blocks.blocks
+        ]
+        local_tokens = self._local_tokens[request.request_id]
+        self._manager.plan_load(request.request_id, local_tokens, external_tokens, block_ids)
+
+    def hit_sources(self, request: Request, external_tokens: int) -> dict[CacheHitSource, int]:
+        """Answer ``get_external_cache_hit_sources``."""
+        served = self._manager.served_tokens(request.request_id)
+        sources = {_SOURCES[tier]: tokens for tier, tokens in served.items() if tokens}
+        return sources if sum(sources.values()) == external_tokens else {}
+
+    def finished(self, request: Request, block_ids: Sequence[Sequence[int]], aborted: bool) -> bool:
+        """Offer the tail of a finished request; return whether its blocks must be kept: never, copies touch theirs."""
+        self._local_tokens.pop(request.request_id, None)
+        if self._requests.pop(request.request_id, None) is None:
+            return False
+        if not aborted:
+            # The last sampled token has no KV.
+            computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+            if self._manager.may_offer(request.request_id, computed_tokens):
+                self._manager.plan_store(request.request_id, computed_tokens, block_ids, time.monotonic())
+        return not self._manager.request_finished(request.request_id)
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def plan(self, output: SchedulerOutput) -> Plan:
+        """Offer what this step computes, and return its plan."""
+        now = time.monotonic()
+        manager = self._manager
+        manager.preempt(output.preempted_req_ids or ())
+        state = output.kv_connector_block_state
+        for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            # Of the tokens computed when this step is over, only those whose ids are known are final.
+            computed_tokens = min(request.num_computed_tokens + scheduled_tokens, request.num_tokens)
+            if manager.may_offer(request_id, computed_tokens):
+                block_ids = state.get_block_ids(request_id)
+                if block_ids is not None:
+                    manager.plan_store(request_id, computed_tokens, block_ids, now)
+        return manager.take_plan(now, idle=not output.num_scheduled_tokens)
+
+    def settle(self, report: Report) -> None:
+        """Take in what the workers finished."""
+        self._manager.settle(report, time.monotonic(), int(time.time()))
+
+    def reset(self) -> bool:
+        """Answer ``reset_cache``: nothing stored so far is served again, unless the user said that weights stay."""
+        if self._config.on_reset == "epoch":
+            self._manager.reset(1 + secrets.randbits(62))
+        return True
+
+    def has_pending_work(self) -> bool:
+        """Answer ``has_pending_push_work``."""
+        manager = self._manager
+        manager.commit()
+        return manager.has_pending_work(time.monotonic())
+
+    def has_imminent_frees(self) -> bool:
+        """Answer ``has_pending_block_frees``."""
+        return self._manager.has_imminent_frees()
+
+    # -- counters and end ----------------------------------------------------------------------
+
+    def take_stats(self) -> Stats:
+        """Return what was counted since the last call."""
+        current = self._manager.stats.counts
+        fresh = {name: count - self._reported.counts.get(name, 0) for name, count in current.items()}
+        self._reported = Stats(dict(current))
+        return Stats({name: count for name, count in fresh.items() if count})
+
+    def counters(self) -> dict[str, int]:
+        """Return the totals since the start."""
+        return dict(self._manager.stats.counts)
+
+    def shutdown(self) -> None:
+        """Commit and release the home. Idempotent."""
+        if self._parts is not None:
+            self._parts.close()

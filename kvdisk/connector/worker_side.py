@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's half of the connector: plans in, reports out. The model runner's thread only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvdisk.assembly import assemble_worker
+from kvdisk.blocks import JobId
+from kvdisk.config import Config
+from kvdisk.connector.adapter import geometry_of, layer_blocks
+from kvdisk.messages import Job, JobKind, Plan, Report
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvdisk.worker.mover import Mover
+
+_IDLE_WAIT_S = 0.002
+"""How long a step without a forward pass waits for a transfer: instead of spinning, and no longer than a step."""
+
+
+class WorkerSide:
+    """Hands each step's plan to the ``Mover`` and turns its results into vLLM's terms."""
+
+    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        self._config = config
+        self._kv_cache_config = kv_cache_config
+        self._geometry = geometry_of(vllm_config, kv_cache_config)
+        self._rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
+        self._mover: Mover | None = None
+        self._loads: dict[JobId, Job] = {}
+        self._void: set[JobId] = set()
+        self._report = Report()
+        self.failed_blocks: set[int] = set()
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Start the mover over vLLM's KV tensors."""
+        assert self._mover is None, "the KV caches were registered twice"
+        layers = layer_blocks(self._kv_cache_config, self._geometry, kv_caches)
+        self._mover = assemble_worker(self._config, self._geometry, self._rank, layers)
+
+    @property
+    def mover(self) -> Mover:
+        """The running mover."""
+        assert self._mover is not None, "no KV caches were registered"
+        return self._mover
+
+    def flush(self, plan: Plan) -> None:
+        """Move the victims' copies from the GPU to the front."""
+        if plan.flush:
+            self.mover.flush(plan.flush)
+
+    def before_forward(self, plan: Plan) -> None:
+        """Start all that does not read what this step computes: loads go on beside the forward pass."""
+        for job in plan.jobs:
+            if job.kind is JobKind.LOAD:
+                self._loads[job.id] = job
+        self._void.update(plan.void)
+        early = tuple(job for job in plan.jobs if job.kind is not JobKind.STORE)
+        if early:
+            self.mover.submit(replace(plan, jobs=early), self.mover.compute_done())
+
+    def after_forward(self, plan: Plan) -> None:
+        """Start the stores, which read what the forward pass computes."""
+        stores = tuple(job for job in plan.jobs if job.kind is JobKind.STORE)
+        if stores:
+            self.mover.submit(replace(plan, jobs=stores), self.mover.compute_done())
+
+    def collect(self, plan: Plan | None) -> tuple[set[str], set[str]]:
+        """Take the mover's results; return the requests whose load ended, and those among them that failed.
+
+        With one KV-cache group ``failed_blocks`` names the blocks instead, and no request is among
+        the failed: vLLM recomputes from the first of them.
+        """
+        if plan is not None and plan.idle:
+            self.mover.wait_any(_IDLE_WAIT_S)
+        report = self.mover.poll()
+        finished: set[str] = set()
+        failed: set[str] = set()
+        self.failed_blocks = set()
+        for job_id, result in report.results.items():
+            job = self._loads.pop(job_id, None)
+            if job is None:
+                continue
+            assert job.request_id is not None
+            finished.add(job.request_id)
+            bad = range(len(job.moves)) if job_id in self._void else result.failed
+            self._void.discard(job_id)
+            if len(self._geometry.groups) == 1:
+                self.failed_blocks.update(job.moves[position].block for position in bad)
+            elif bad:
+                failed.add(job.request_id)
+        self._report.merge(report)
+        return finished, failed
+
+    def take_report(self) -> Report | None:
+        """Return what goes to the scheduler with this step, None where there is nothing."""
+        if self._report.empty:
+            return None
+        report, self._report = self._report, Report()
+        return report
+
+    def shutdown(self) -> None:
+        """Finish what the device has started and stop the mover. Idempotent."""
+        if self._mover is not None:
+            self._mover.close()
+            self._mover = None

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The 4 KiB header in front of each slot's payload: which block the slot holds. Pure, no I/O.
+
+Layout, little-endian::
+
+      0  magic 8, format version u16, checksum kind u8, 0 u8, rank u16, rank count u16, key length u16, 6 zeros
+     24  generation u64, epoch u64, payload bytes u64, fingerprint 32, key 128 (zero padded)
+    208  payload checksum 16, parent length u16 (0: none), 6 zeros, parent key 128 (zero padded)
+    360  zeros
+   4088  xxh3_64 of the 4088 bytes before it, u64
+
+Magic, version and the last field keep their place in every format version. What a reader knows
+beforehand lies together at the front, so that ``check_slot`` compares it in one go.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
+
+from kvdisk.blocks import MAX_KEY_BYTES, BlockKey
+from kvdisk.errors import CorruptRecord, GeometryMismatch
+from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION, HEADER_BYTES, Namespace
+from kvdisk.messages import Reason
+
+XXH3_128 = 1
+"""The checksum kind written today; every other number is reserved."""
+CHECKSUM_BYTES = 16
+
+_MAGIC = b"KVDSLOT\0"
+_IDENTITY = struct.Struct(f"<8sHBxHHH6xQQQ{FINGERPRINT_BYTES}s{MAX_KEY_BYTES}s")
+_REST = struct.Struct(f"<{CHECKSUM_BYTES}sH6x{MAX_KEY_BYTES}s")
+_HEADER_SUM = struct.Struct("<Q")
+_REST_OFFSET = _IDENTITY.size
+_CHECKSUM_END = _REST_OFFSET + CHECKSUM_BYTES
+_ZEROS_OFFSET = _REST_OFFSET + _REST.size
+_SUM_OFFSET = HEADER_BYTES - _HEADER_SUM.size
+_ZEROS = bytes(_SUM_OFFSET - _ZEROS_OFFSET)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotHeader:
+    """What a slot says about itself. ``checksum``: of exactly ``payload_bytes`` bytes, 16 bytes long."""
+
+    namespace: Namespace
+    key: BlockKey
+    generation: int
+    parent: BlockKey | None
+    payload_bytes: int
+    rank: int
+    rank_count: int
+    checksum: bytes
+    checksum_kind: int = XXH3_128
+
+
+def payload_checksum(payload: memoryview) -> bytes:
+    """Return the xxh3_128 of a payload, 16 bytes."""
+    return xxh3_128_digest(payload)
+
+
+def write_header(view: memoryview, header: SlotHeader) -> None:
+    """Fill the first ``HEADER_BYTES`` of ``view``, all of them. Any thread that owns the bytes."""
+    assert header.checksum_kind == XXH3_128, "other checksum kinds are reserved"
+    assert len(header.checksum) == CHECKSUM_BYTES
+    identity = _identity(
+        header.namespace, header.key, header.generation, header.payload_bytes, header.rank, header.rank_count
+    )
+    _fill(view, identity, header.checksum, header.parent)
+
+
+def seal_slot(
+    slot_view: memoryview,
+    *,
+    namespace: Namespace,
+    key: BlockKey,
+    generation: int,
+    parent: BlockKey | None,
+    payload_bytes: int,
+    rank: int,
+    rank_count: int,
+) -> None:
+    """Write the header of a slot whose payload, ``payload_bytes`` behind the header, is already in place."""
+    assert len(slot_view) >= HEADER_BYTES + payload_bytes
+    checksum = xxh3_128_digest(slot_view[HEADER_BYTES : HEADER_BYTES + payload_bytes])
+    _fill(slot_view, _identity(namespace, key, generation, payload_bytes, rank, rank_count), checksum, parent)
+
+
+def check_slot(
+    slot_view: memoryview,
+    *,
+    namespace: Namespace,
+    key: BlockKey,
+    generation: int,
+    payload_bytes: int,
+    rank: int,
+    rank_count: int,
+) -> Reason | None:
+    """Verify a slot in memory, before any byte of it is served. Any thread that owns the bytes.
+
+    Returns ``Reason.HEADER`` unless the header is sound and is that of this block, else ``Reason.CHECKSUM``
+    unless the ``payload_bytes`` behind it have their checksum, else None.
+    """
+    assert len(slot_view) >= HEADER_BYTES + payload_bytes
+    expected = _identity(namespace, key, generation, payload_bytes, rank, rank_count)
+    head = bytes(slot_view[:HEADER_BYTES])
+    if (
+        not head.startswith(expected)
+        or xxh3_64_intdigest(head[:_SUM_OFFSET]) != _HEADER_SUM.unpack_from(head, _SUM_OFFSET)[0]
+    ):
+        return Reason.HEADER
+    if xxh3_128_digest(slot_view[HEADER_BYTES : HEADER_BYTES + payload_bytes]) != head[_REST_OFFSET:_CHECKSUM_END]:
+        return Reason.CHECKSUM
+    return None
+
+
+def read_header(view: memoryview) -> SlotHeader:
+    """Decode the first ``HEADER_BYTES`` of ``view``.
+
+    Raises CorruptRecord where they are no sound header, GeometryMismatch where another format version
+    wrote them. The payload is not looked at.
+    """
+    assert len(view) >= HEADER_BYTES
+    head = bytes(view[:HEADER_BYTES])
+    if not head.startswith(_MAGIC):
+        raise CorruptRecord("slot header: no magic")
+    if xxh3_64_intdigest(head[:_SUM_OFFSET]) != _HEADER_SUM.unpack_from(head, _SUM_OFFSET)[0]:
+        raise CorruptRecord("slot header: checksum of the header does not match")
+    (_, version, kind, rank, rank_count, key_length, generation, epoch, payload_bytes, fingerprint, key) = (
+        _IDENTITY.unpack_from(head, 0)
+    )
+    if version != FORMAT_VERSION:
+        raise GeometryMismatch(f"slot header: format version {version}, this kvdisk reads {FORMAT_VERSION}")
+    checksum, parent_length, parent = _REST.unpack_from(head, _REST_OFFSET)
+    if kind != XXH3_128 or not 0 < key_length <= MAX_KEY_BYTES or parent_length > MAX_KEY_BYTES:
+        raise CorruptRecord(f"slot header: checksum kind {kind}, key length {key_length}, parent {parent_length}")
+    return SlotHeader(
+        namespace=Namespace(fingerprint, epoch),
+        key=BlockKey(key[:key_length]),
+        generation=generation,
+        parent=BlockKey(parent[:parent_length]) if parent_length else None,
+        payload_bytes=payload_bytes,
+        rank=rank,
+        rank_count=rank_count,
+        checksum=checksum,
+        checksum_kind=kind,
+    )
+
+
+def _identity(  # noqa: PLR0917 - called for every slot of a load
+    namespace: Namespace, key: BlockKey, generation: int, payload_bytes: int, rank: int, rank_count: int
+) -> bytes:
+    """Return the bytes of a header before its payload checksum."""
+    assert 0 < len(key) <= MAX_KEY_BYTES  # struct would cut a longer string silently
+    assert len(namespace.fingerprint) == FINGERPRINT_BYTES
+    return _IDENTITY.pack(
+        _MAGIC,
+        FORMAT_VERSION,
+        XXH3_128,
+        rank,
+        rank_count,
+        len(key),
+        generation,
+        namespace.epoch,
+        payload_bytes,
+        namespace.fingerprint,
+        key,
+    )
+
+
+def _fill(view: memoryview, identity: bytes, checksum: bytes, parent: BlockKey | None) -> None:
+    parent = parent or BlockKey(b"")
+    assert len(parent) <= MAX_KEY_BYTES
+    view[:_REST_OFFSET] = identity
+    view[_REST_OFFSET:_ZEROS_OFFSET] = _REST.pack(checksum, len(parent), parent)
+    view[_ZEROS_OFFSET:_SUM_OFFSET] = _ZEROS
+    _HEADER_SUM.pack_into(view, _SUM_OFFSET, xxh3_64_intdigest(view[:_SUM_OFFSET]))

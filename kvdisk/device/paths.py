@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""File-system calls that ``home`` and ``segment`` share: modes, control files, locks, removal."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from kvdisk.errors import CorruptRecord, DeviceError, StoreLocked
+
+DIRECTORY_MODE = 0o700
+FILE_MODE = 0o600
+STAT_BLOCK_BYTES = 512
+LOCK_POLL_S = 0.02
+_LONGEST_CONTROL_FILE_BYTES = 1 << 20
+
+
+@contextmanager
+def device_errors(what: str) -> Iterator[None]:
+    """Turn an OSError inside into a DeviceError with its errno."""
+    try:
+        yield
+    except OSError as error:
+        raise DeviceError(error.errno or errno.EIO, f"{what}: {error.strerror}") from error
+
+
+def make_directory(path: Path, *, exist_ok: bool = False) -> None:
+    """Make one directory of mode 0700, whatever the umask. Raises OSError; NotADirectoryError for a symlink."""
+    try:
+        path.mkdir(DIRECTORY_MODE)
+    except FileExistsError:
+        if not exist_ok:
+            raise
+        if not is_directory(path):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
+        return
+    path.chmod(DIRECTORY_MODE)
+
+
+def is_directory(path: Path) -> bool:
+    """Return whether there is a directory, itself no symlink."""
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def create_file(path: Path) -> int:
+    """Create a file of mode 0600, whatever the umask, that must not exist; return a descriptor to read and write it."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, FILE_MODE)
+    os.fchmod(fd, FILE_MODE)
+    return fd
+
+
+def write_control(path: Path, value: dict[str, Any], *, durable: bool) -> None:
+    """Replace a JSON file in one step. ``durable``: it survives a loss of power from here on. Raises OSError."""
+    temporary = path.with_name(path.name + ".tmp")
+    with suppress(FileNotFoundError):
+        temporary.unlink()
+    fd = create_file(temporary)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2, sort_keys=True)
+        file.write("\n")
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
+    temporary.replace(path)
+    if durable:
+        sync(path.parent)
+
+
+def read_control(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises CorruptRecord, or OSError (FileNotFoundError where there is none)."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    with os.fdopen(fd, "rb") as file:
+        text = file.read(_LONGEST_CONTROL_FILE_BYTES)
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise CorruptRecord(f"{path} does not decode") from error
+    if not isinstance(value, dict):
+        raise CorruptRecord(f"{path} does not hold an object")
+    return value
+
+
+def try_lock(fd: int, kind: int) -> bool:
+    """Take a flock of ``kind`` (LOCK_SH or LOCK_EX) if that needs no wait; return whether it was taken."""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def wait_lock(fd: int, kind: int, timeout_s: float, what: str) -> None:
+    """Take a flock, waiting up to ``timeout_s``. Raises StoreLocked, which names ``what``."""
+    deadline = time.monotonic() + timeout_s
+    while not try_lock(fd, kind):
+        if time.monotonic() >= deadline:
+            raise StoreLocked(f"{what} has been locked by another process for {timeout_s:g} s")
+        time.sleep(LOCK_POLL_S)
+
+
+def same_file(fd: int, path: Path) -> bool:
+    """Return whether ``path`` names the file that ``fd`` is open on: a lock on a removed file protects nothing."""
+    try:
+        now = path.lstat()
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(os.fstat(fd), now)
+
+
+def sync(path: Path) -> None:
+    """Make a file's bytes, or a directory's names, survive a loss of power. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_tree(directory: Path) -> None:
+    """``sync`` every file and directory below ``directory``, and itself. Follows no symlink."""
+    with os.scandir(directory) as found:
+        for item in found:
+            if item.is_dir(follow_symlinks=False):
+                sync_tree(directory / item.name)
+            elif item.is_file(follow_symlinks=False):
+                sync(directory / item.name)
+    sync(directory)
+
+
+def allocated_bytes(path: Path) -> int:
+    """Return the bytes that the file system holds for ``path`` and all below it; what vanishes meanwhile counts 0."""
+    try:
+        status = path.lstat()
+        total = status.st_blocks * STAT_BLOCK_BYTES
+        if stat.S_ISDIR(status.st_mode):
+            with os.scandir(path) as found:
+                total += sum(allocated_bytes(path / item.name) for item in found)
+    except FileNotFoundError:
+        return 0
+    return total
+
+
+def remove_directory(homes: Path, *names: str, first: str | None = None) -> None:
+    """Remove the directory ``homes/names[0]/names[1]/...``: the one way in which kvdisk deletes directories.
+
+    With ``first`` it goes with all its contents, the file of that name before the rest; without, only
+    if it is empty (else OSError ENOTEMPTY). No symlink is followed, neither on the way nor below.
+    """
+    assert names
+    assert all(name not in {"", ".", ".."} and "/" not in name for name in names)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    opened = [os.open(homes, flags)]
+    try:
+        opened.extend(os.open(name, flags, dir_fd=opened[-1]) for name in names[:-1])
+        if first is None:
+            os.rmdir(names[-1], dir_fd=opened[-1])
+            return
+        assert shutil.rmtree.avoids_symlink_attacks
+        target = os.open(names[-1], flags, dir_fd=opened[-1])
+        opened.append(target)
+        with suppress(FileNotFoundError):
+            os.unlink(first, dir_fd=target)
+        shutil.rmtree(names[-1], dir_fd=opened[-2])
+    finally:
+        for fd in opened:
+            os.close(fd)

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's segment file, ``segments/<n>/rank<r>.kv``: a 4 KiB header, then slots.
+
+Segment header, little-endian: magic 8, format version u16, rank u16, rank count u16, 2 zeros, segment u64,
+slot bytes u64, slot count u64, fingerprint 32, zeros; the last 8 of the 4096 bytes are the xxh3_64 of
+those before them.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+import struct
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from xxhash import xxh3_64_intdigest
+
+from kvdisk.device.paths import STAT_BLOCK_BYTES, create_file, device_errors, make_directory, remove_directory
+from kvdisk.errors import CorruptRecord, DeviceError, GeometryMismatch
+from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION, SEGMENT_HEADER_BYTES, segment_file_bytes
+from kvdisk.messages import SegmentSpec
+
+_MAGIC = b"KVDSEGM\0"
+_FIELDS = struct.Struct(f"<8sHHH2xQQQ{FINGERPRINT_BYTES}s")
+_SUM = struct.Struct("<Q")
+_SUM_OFFSET = SEGMENT_HEADER_BYTES - _SUM.size
+_FILE_NAME = re.compile(r"rank(0|[1-9][0-9]*)\.kv")
+_SEGMENT_NAME = re.compile(r"0|[1-9][0-9]*")
+_NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+
+
+class HasSegments(Protocol):
+    """A home as this room needs it: one joined, one's own, or the summary of any."""
+
+    @property
+    def segments_path(self) -> Path:
+        """``<store_dir>/homes/<id>/segments``."""
+
+
+class SegmentHeader(NamedTuple):
+    """What a segment file says about itself."""
+
+    segment: int
+    rank: int
+    rank_count: int
+    slot_bytes: int
+    slot_count: int
+    fingerprint: bytes
+
+
+class SegmentFileSummary(NamedTuple):
+    """A segment file as found; ``allocated_bytes`` is what the file system holds for it."""
+
+    segment: int
+    rank: int
+    length_bytes: int
+    allocated_bytes: int
+
+
+class SegmentFile:
+    """An open segment file; ``fd`` is its own until ``close``.
+
+    ``direct``: transfers bypass the kernel's cache (O_DIRECT); False where the file system refused that.
+    Slot ``i`` begins at ``geometry.slot_offset(slot_bytes, i)``.
+    """
+
+    __slots__ = ("direct", "fd", "rank", "segment", "slot_bytes", "slot_count")
+
+    def __init__(self, fd: int, header: SegmentHeader, direct: bool) -> None:
+        self.fd = fd
+        self.segment = header.segment
+        self.rank = header.rank
+        self.slot_bytes = header.slot_bytes
+        self.slot_count = header.slot_count
+        self.direct = direct
+
+    def close(self) -> None:
+        """Close the file; ``fd`` becomes -1. The caller detached it from its device before. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def create_segment(home: HasSegments, spec: SegmentSpec, rank: int, rank_count: int, fingerprint: bytes) -> SegmentFile:
+    """Make this rank's file of a segment, all its bytes allocated, and open it.
+
+    The file appears under its name only when it is complete. Raises DeviceError, with nothing left behind:
+    ENOSPC, EDQUOT or EFBIG where there is no room, EEXIST where the segment has a file already, and whatever
+    else the system calls give. Blocks on the disk.
+    """
+    header = SegmentHeader(spec.segment, rank, rank_count, spec.slot_bytes, spec.slot_count, fingerprint)
+    final = _file_path(home, spec.segment, rank)
+    temporary = _temporary(final)
+    with device_errors(f"making segment {spec.segment} for rank {rank}"):
+        make_directory(final.parent, exist_ok=True)
+        try:
+            if os.path.lexists(final):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
+            with suppress(FileNotFoundError):
+                temporary.unlink()
+            _allocate(temporary, segment_file_bytes(spec.slot_bytes, spec.slot_count))
+            encoded = _encode(header)
+            fd, direct = _open_direct(temporary, os.O_RDWR, lambda fd: _write_header(fd, encoded))
+        except BaseException:
+            _discard(temporary)
+            _remove_if_empty(home, spec.segment)
+            raise
+        try:
+            temporary.rename(final)
+        except BaseException:
+            os.close(fd)
+            _discard(temporary)
+            raise
+    return SegmentFile(fd, header, direct)
+
+
+def open_segment(
+    home: HasSegments, spec: SegmentSpec, rank: int, rank_count: int, fingerprint: bytes, *, writable: bool = True
+) -> SegmentFile:
+    """Open this rank's file of a segment that exists.
+
+    Raises DeviceError (ENOENT where there is none), CorruptRecord where its header does not decode or the file
+    is shorter than it says, GeometryMismatch where it was made for something else. Blocks on the disk.
+    """
+    path = _file_path(home, spec.segment, rank)
+    with device_errors(f"opening segment {spec.segment} of rank {rank}"):
+        header, fd, direct = _open_existing(path, os.O_RDWR if writable else os.O_RDONLY)
+        try:
+            expected = SegmentHeader(spec.segment, rank, rank_count, spec.slot_bytes, spec.slot_count, fingerprint)
+            for name, found, wanted in zip(header._fields, header, expected, strict=True):
+                if found != wanted:
+                    raise GeometryMismatch(
+                        f"segment {spec.segment} of rank {rank}: {name} is {found!r}, not {wanted!r}"
+                    )
+        except BaseException:
+            os.close(fd)
+            raise
+    return SegmentFile(fd, header, direct)
+
+
+def read_segment_header(home: HasSegments, segment: int, rank: int) -> SegmentHeader:
+    """Return what a segment file says about itself, for tools that know nothing yet. Raises as ``open_segment``."""
+    with device_errors(f"reading segment {segment} of rank {rank}"):
+        header, fd, _ = _open_existing(_file_path(home, segment, rank), os.O_RDONLY)
+        os.close(fd)
+    return header
+
+
+def drop_segment(home: HasSegments, segment: int, rank: int) -> None:
+    """Remove this rank's file of a segment, and the segment's directory with the last rank's.
+
+    What is gone already is no error. The caller closed its ``SegmentFile`` before. Raises DeviceError.
+    """
+    path = _file_path(home, segment, rank)
+    with device_errors(f"dropping segment {segment} of rank {rank}"):
+        for name in (_temporary(path), path):
+            with suppress(FileNotFoundError):
+                name.unlink()
+        _remove_if_empty(home, segment)
+
+
+def remove_unknown_segments(home: HasSegments, rank: int, known: Collection[int]) -> list[int]:
+    """Remove what a crash left of this rank: files of segments not in ``known``, and files never completed.
+
+    Returns the segments not in ``known`` whose file was removed, ascending. Raises DeviceError.
+    """
+    removed = []
+    with device_errors(f"removing unknown segments of rank {rank}"):
+        for segment in _segment_numbers(home.segments_path):
+            path = _file_path(home, segment, rank)
+            with suppress(FileNotFoundError):
+                _temporary(path).unlink()
+            if segment not in known:
+                with suppress(FileNotFoundError):
+                    path.unlink()
+                    removed.append(segment)
+                _remove_if_empty(home, segment)
+    return removed
+
+
+def scan_segments(segments_path: Path) -> tuple[SegmentFileSummary, ...]:
+    """List the segment files below a home's ``segments`` directory, by segment and rank. Raises OSError."""
+    found = []
+    for segment in _segment_numbers(segments_path):
+        with suppress(FileNotFoundError), os.scandir(segments_path / str(segment)) as files:
+            for file in files:
+                match = _FILE_NAME.fullmatch(file.name)
+                if match and file.is_file(follow_symlinks=False):
+                    status = file.stat(follow_symlinks=False)
+                    allocated = status.st_blocks * STAT_BLOCK_BYTES
+                    found.append(SegmentFileSummary(segment, int(match[1]), status.st_size, allocated))
+    return tuple(sorted(found))
+
+
+def _segment_numbers(segments_path: Path) -> list[int]:
+    try:
+        with os.scandir(segments_path) as found:
+            names = [item.name for item in found if item.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+    return sorted(int(name) for name in names if _SEGMENT_NAME.fullmatch(name))
+
+
+def _file_path(home: HasSegments, segment: int, rank: int) -> Path:
+    assert segment >= 0
+    assert rank >= 0
+    return home.segments_path / str(segment) / f"rank{rank}.kv"
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
+
+
+def _remove_if_empty(home: HasSegments, segment: int) -> None:
+    home_path = home.segments_path.parent
+    # Other ranks may still have files in it, or may have removed it first.
+    with suppress(OSError):
+        remove_directory(home_path.parent, home_path.name, home.segments_path.name, str(segment))
+
+
+def _allocate(path: Path, length_bytes: int) -> None:
+    # Not through an O_DIRECT descriptor: where a file system cannot allocate, libc writes single bytes instead.
+    fd = create_file(path)
+    try:
+        os.posix_fallocate(fd, 0, length_bytes)
+    finally:
+        os.close(fd)
+
+
+def _discard(path: Path) -> None:
+    # A failed posix_fallocate leaves the space taken, and a descriptor elsewhere would keep it from the unlinked file.
+    with suppress(OSError):
+        os.truncate(path, 0)
+    with suppress(OSError):
+        path.unlink()
+
+
+def _open_direct(path: Path, flags: int, probe: Callable[[int], None]) -> tuple[int, bool]:
+    """Open with O_DIRECT, or without where opening or the first transfer, ``probe``, says that it cannot be."""
+    for direct in (os.O_DIRECT, 0):
+        fd = -1
+        try:
+            fd = os.open(path, flags | direct | os.O_NOFOLLOW)
+            probe(fd)
+            return fd, bool(direct)
+        except BaseException as error:
+            if fd >= 0:
+                os.close(fd)
+            if not direct or not isinstance(error, OSError) or error.errno not in _NOT_DIRECT:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _open_existing(path: Path, flags: int) -> tuple[SegmentHeader, int, bool]:
+    block = mmap.mmap(-1, SEGMENT_HEADER_BYTES)
+
+    def read_first(fd: int) -> None:
+        if os.preadv(fd, [block], 0) != SEGMENT_HEADER_BYTES:
+            raise CorruptRecord(f"{path} ends within its header")
+
+    fd, direct = _open_direct(path, flags, read_first)
+    try:
+        header = _decode(block[:])
+        length_bytes = os.fstat(fd).st_size
+        if length_bytes < segment_file_bytes(header.slot_bytes, header.slot_count):
+            raise CorruptRecord(f"{path} has {length_bytes} bytes, too few for its {header.slot_count} slots")
+    except BaseException:
+        os.close(fd)
+        raise
+    return header, fd, direct
+
+
+def _write_header(fd: int, encoded: bytes) -> None:
+    block = mmap.mmap(-1, SEGMENT_HEADER_BYTES)  # anonymous maps have the alignment that O_DIRECT needs
+    block[:] = encoded
+    if os.pwritev(fd, [block], 0) != SEGMENT_HEADER_BYTES:
+        raise DeviceError(errno.EIO, "the segment header was written in part")
+
+
+def _encode(header: SegmentHeader) -> bytes:
+    assert len(header.fingerprint) == FINGERPRINT_BYTES
+    fields = _FIELDS.pack(
+        _MAGIC,
+        FORMAT_VERSION,
+        header.rank,
+        header.rank_count,
+        header.segment,
+        header.slot_bytes,
+        header.slot_count,
+        header.fingerprint,
+    )
+    padded = fields.ljust(_SUM_OFFSET, b"\0")
+    return padded + _SUM.pack(xxh3_64_intdigest(padded))
+
+
+def _decode(encoded: bytes) -> SegmentHeader:
+    magic, version, rank, rank_count, segment, slot_bytes, slot_count, fingerprint = _FIELDS.unpack_from(encoded)
+    if magic != _MAGIC or xxh3_64_intdigest(encoded[:_SUM_OFFSET]) != _SUM.unpack_from(encoded, _SUM_OFFSET)[0]:
+        raise CorruptRecord("segment header: no magic, or its checksum does not match")
+    if version != FORMAT_VERSION:
+        raise GeometryMismatch(f"segment header: format version {version}, this kvdisk reads {FORMAT_VERSION}")
+    return SegmentHeader(segment, rank, rank_count, slot_bytes, slot_count, fingerprint)

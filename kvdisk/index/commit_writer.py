@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The queue between an index and its transactions: the writer thread, and what it does when a commit fails."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+from kvdisk.errors import KvdiskError
+from kvdisk.index.base import IndexState, Progress
+
+logger = logging.getLogger(__name__)
+
+MAX_TRANSACTION = 1000
+"""Operations of one transaction; larger ones leave a larger LMDB file for ever."""
+SMALL_TRANSACTION = 16
+"""Operations of one transaction after a failure, so that a small reserve of space is enough."""
+FIRST_BACK_OFF_S = 0.1
+LAST_BACK_OFF_S = 5.0
+WARNING_INTERVAL_S = 60.0
+
+
+class Table(IntEnum):
+    """What a record is of."""
+
+    BLOCKS = 0
+    SEGMENTS = 1
+
+
+class Operation(NamedTuple):
+    """One record to put, or to delete where ``value`` is None.
+
+    ``ticket``: that of the call that it belongs to, on the last operation of the call; 0 on the others.
+    """
+
+    ticket: int
+    table: Table
+    key: bytes
+    value: bytes | None
+
+    @property
+    def droppable(self) -> bool:
+        """Whether a failed commit may drop it: puts of blocks only."""
+        return self.value is not None and self.table is Table.BLOCKS
+
+
+class Tables(Protocol):
+    """Where transactions go. The writer's thread calls both methods."""
+
+    def commit(self, operations: Sequence[Operation]) -> bool:
+        """Apply all in order in one transaction, or nothing and raise a KvdiskError.
+
+        Return whether there is room for more puts.
+        """
+
+    def recover(self) -> None:
+        """After a failed commit, do what makes a retry promising. Raises KvdiskError where that fails too."""
+
+
+class CommitWriter:
+    """Commits operations in the order of their submission, on a thread of its own, which starts at once.
+
+    A batch is committed ``commit_s`` seconds after its first operation, or when MAX_TRANSACTION have gathered. When
+    a commit fails, the state is REFUSING, the droppable operations of the batch are turned into deletions of their keys
+    (a put may have been meant to replace a record whose slot is then reused), and all is tried again in small
+    transactions. What fails again is held and retried with back-off, before anything else.
+
+    REFUSING ends when puts have been committed, or anything has after the end of the back-off and there is room.
+    For the case that nothing but puts would come, ``admits_put`` lets one call of them through after each back-off.
+
+    One lock guards the queue and the conditions of waiting; it is never held during a transaction. ``progress`` is
+    replaced as a whole and read without the lock.
+    """
+
+    def __init__(self, tables: Tables, commit_s: float) -> None:
+        self.progress = Progress(0, IndexState.WRITABLE, 0)
+        self._tables = tables
+        self._commit_s = commit_s
+        self._changed = threading.Condition()
+        self._queue: deque[Operation] = deque()
+        self._submitted_count = 0  # written by the caller's thread only
+        self._dealt_count = 0  # written by the writer's thread only
+        self._flush_ticket = 0
+        self._retry_now = False
+        self._stopping = False
+        self._held: list[Operation] = []
+        self._back_off_s = 0.0
+        self._retry_at_s = 0.0
+        self._probe_at_s = math.inf
+        self._warn_at_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="kvdisk-index", daemon=True)
+        self._thread.start()
+
+    # The caller's thread.
+
+    @property
+    def waiting(self) -> int:
+        """Operations not yet dealt with."""
+        return self._submitted_count - self._dealt_count
+
+    def admits_put(self) -> bool:
+        """Whether puts are taken now. True while REFUSING means a probe: the caller must submit one call of puts."""
+        if self.progress.state is IndexState.WRITABLE:
+            return True
+        if time.monotonic() < self._probe_at_s:
+            return False
+        self._probe_at_s = math.inf
+        return True
+
+    def submit(self, operations: Sequence[Operation]) -> None:
+        """Queue operations, all of one call."""
+        self._submitted_count += len(operations)
+        with self._changed:
+            queued = len(self._queue)
+            self._queue.extend(operations)
+            # The writer waits for the first of a batch and for a full batch; waking it in between costs the caller.
+            if queued == 0 or queued < MAX_TRANSACTION <= len(self._queue):
+                self._changed.notify_all()
+
+    def flush(self, ticket: int, timeout_s: float) -> bool:
+        """Wait until the call with this ticket, and all before it, have been dealt with; False after the time.
+
+        Wakes the writer at once, once out of a back-off too.
+        """
+        with self._changed:
+            self._flush_ticket = ticket
+            self._retry_now = True
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: self.progress.committed >= ticket, timeout_s)
+
+    def stop(self, ticket: int, timeout_s: float) -> bool:
+        """Flush, and end the thread. False when it hangs in a commit: then the tables must not be closed."""
+        if not self.flush(ticket, timeout_s):
+            logger.warning("index: stopped with %d operations not committed", self.waiting)
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # The writer's thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                operations = self._held or self._take()
+                if operations:
+                    self._deal(operations)
+                if self._held:
+                    self._back_off()
+        finally:
+            # Also when a bug has ended the loop: nothing more will be committed, so nothing more may be stored.
+            self._probe_at_s = math.inf
+            self._publish(self.progress._replace(state=IndexState.REFUSING))
+
+    def _take(self) -> list[Operation]:
+        """Wait for a batch and return it; an empty one when the thread is to stop."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._stopping)
+            self._changed.wait_for(self._batch_is_due, self._commit_s)
+            return [self._queue.popleft() for _ in range(min(len(self._queue), MAX_TRANSACTION))]
+
+    def _batch_is_due(self) -> bool:
+        flushing = self._flush_ticket > self.progress.committed
+        return len(self._queue) >= MAX_TRANSACTION or flushing or self._stopping
+
+    def _back_off(self) -> None:
+        with self._changed:
+            wait_s = max(0.0, self._retry_at_s - time.monotonic())
+            self._changed.wait_for(lambda: self._retry_now or self._stopping, wait_s)
+            self._retry_now = False
+
+    def _deal(self, operations: list[Operation]) -> None:
+        try:
+            has_room = self._tables.commit(operations)
+        except KvdiskError as error:
+            self._deal_without_puts(operations, error)
+        else:
+            self._held = []
+            self._return_to_writable(has_room, any(operation.droppable for operation in operations))
+            self._advance(operations)
+        if self.progress.state is IndexState.REFUSING:
+            self._probe_at_s = math.inf if self._held else self._retry_at_s
+
+    def _deal_without_puts(self, operations: list[Operation], error: KvdiskError) -> None:
+        self._refuse(error, sum(operation.droppable for operation in operations))
+        self._held = [operation._replace(value=None) if operation.droppable else operation for operation in operations]
+        try:
+            self._tables.recover()
+            while self._held:
+                part = self._held[:SMALL_TRANSACTION]
+                self._tables.commit(part)
+                del self._held[:SMALL_TRANSACTION]
+                self._advance(part)
+        except KvdiskError as again:
+            logger.debug("index: %d operations wait for a retry: %s", len(self._held), again)
+
+    def _refuse(self, error: KvdiskError, dropped_count: int) -> None:
+        now = time.monotonic()
+        if now >= self._retry_at_s:  # what was queued before the failure must not lengthen the back-off
+            self._back_off_s = min(max(2 * self._back_off_s, FIRST_BACK_OFF_S), LAST_BACK_OFF_S)
+            self._retry_at_s = now + self._back_off_s
+        if self.progress.state is IndexState.WRITABLE and now >= self._warn_at_s:
+            self._warn_at_s = now + WARNING_INTERVAL_S
+            logger.warning("index takes no new blocks until a commit succeeds again: %s", error)
+        dropped_puts = self.progress.dropped_puts + dropped_count
+        self._publish(self.progress._replace(state=IndexState.REFUSING, dropped_puts=dropped_puts))
+
+    def _return_to_writable(self, has_room: bool, puts_succeeded: bool) -> None:
+        if puts_succeeded:
+            self._back_off_s = 0.0
+        promising = puts_succeeded or (has_room and time.monotonic() >= self._retry_at_s)
+        if self.progress.state is IndexState.REFUSING and promising:
+            self.progress = self.progress._replace(state=IndexState.WRITABLE)
+
+    def _advance(self, operations: Sequence[Operation]) -> None:
+        self._dealt_count += len(operations)
+        committed = max(self.progress.committed, *(operation.ticket for operation in operations))
+        self._publish(self.progress._replace(committed=committed))
+
+    def _publish(self, progress: Progress) -> None:
+        with self._changed:
+            self.progress = progress
+            self._changed.notify_all()

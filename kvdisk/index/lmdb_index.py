@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``Index`` in LMDB, with batched commits on one writer thread (``commit_writer``).
+
+The environment runs with ``sync=False``: a commit is in the operating system's cache when it returns. A crash of the
+process does not lose it; a crash of the machine may, and then the home rebuilds the index from the slot headers.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import lmdb
+
+from kvdisk.blocks import BlockKey
+from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError, StoreLocked
+from kvdisk.index.base import BlockRecord, IndexState, Progress, SegmentRecord
+from kvdisk.index.commit_writer import MAX_TRANSACTION, CommitWriter, Operation, Table
+from kvdisk.index.records import (
+    decode_block,
+    decode_segment,
+    encode_block,
+    encode_block_key,
+    encode_segment,
+    encode_segment_key,
+)
+
+MIN_MAP_BYTES = 1 << 20
+CLOSE_TIMEOUT_S = 10.0
+
+_UNIT_BYTES = 4096
+"""What LMDB allocates in, on machines with memory in units of 4 KiB."""
+_RESERVE_UNITS = 128
+_BLOCK_RECORD_BYTES = 256
+"""Map bytes to plan for a record with sha256 keys: 118-188 are in use (measured), the rest is for changes."""
+_TABLE_NAMES = {Table.BLOCKS: b"blocks", Table.SEGMENTS: b"segments"}
+
+
+def map_bytes_for(block_count: int) -> int:
+    """Return a map size in bytes that holds the records of ``block_count`` blocks and what is kept for deletions."""
+    kept_units = 2 * (MAX_TRANSACTION + _RESERVE_UNITS)
+    return MIN_MAP_BYTES + _UNIT_BYTES * kept_units + _BLOCK_RECORD_BYTES * block_count
+
+
+class LmdbIndex:
+    """See ``Index``. One environment in directory ``path``, which is made where it is missing (mode 0700, files 0600).
+
+    ``map_bytes``: what the data file may grow to, at least MIN_MAP_BYTES. A part of it is kept for deletions, so that
+    a full index can always delete (``map_bytes_for`` says how much is enough). ``commit_s``: longest time in seconds
+    from a call to the start of its commit. ``max_queued``: ``put`` is refused while that many operations or more wait.
+
+    ``readonly``: for the tools and for other engines: only ``segments``, ``blocks``, ``poll``, ``flush`` and
+    ``close``; ``map_bytes`` and ``commit_s`` mean nothing. Where the lock file cannot be opened (a copy in a read-only
+    directory) it reads without a lock, which is safe only while nobody writes.
+
+    A put that is dropped takes the record that it was to replace with it: that one may name a slot of another block.
+
+    One thread calls everything; the writer's thread is inside. ``put``, ``delete``, ``put_segment``,
+    ``delete_segment`` and ``poll`` take at most a lock that is never held during I/O. Not to be carried over a fork.
+
+    Raises StoreLocked where this process has the environment open already, CorruptRecord where the files are no index
+    (opening, ``segments`` and ``blocks``), DeviceError where the system refuses.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        map_bytes: int = 0,
+        commit_s: float = 0.05,
+        readonly: bool = False,
+        max_queued: int = 65536,
+    ) -> None:
+        assert readonly or map_bytes >= MIN_MAP_BYTES, map_bytes
+        assert commit_s >= 0 and max_queued > 0
+        self._max_queued = max_queued
+        self._last_ticket = 0
+        self._closed = False
+        self._tables = _LmdbTables(Path(path), map_bytes, readonly)
+        self._writer = None if readonly else CommitWriter(self._tables, commit_s)
+
+    def segments(self) -> Iterator[SegmentRecord]:
+        """See ``Index.segments``. One read transaction, which ends with the iterator."""
+        assert not self._closed
+        for key, value in self._tables.scan(Table.SEGMENTS):
+            yield decode_segment(key, value)
+
+    def blocks(self) -> Iterator[BlockRecord]:
+        """See ``Index.blocks``. One read transaction, which ends with the iterator: open, it makes the file grow."""
+        assert not self._closed
+        for key, value in self._tables.scan(Table.BLOCKS):
+            yield decode_block(key, value)
+
+    def put(self, records: Sequence[BlockRecord]) -> int | None:
+        """See ``Index.put``."""
+        items = [encode_block(record) for record in records]
+        writer = self._open_writer()
+        if not items:
+            return self._last_ticket
+        if writer.waiting >= self._max_queued or not writer.admits_put():
+            return None
+        return self._submit(Table.BLOCKS, items)
+
+    def delete(self, keys: Sequence[tuple[int, BlockKey]]) -> int:
+        """See ``Index.delete``."""
+        return self._submit(Table.BLOCKS, [(encode_block_key(epoch, key), None) for epoch, key in keys])
+
+    def put_segment(self, record: SegmentRecord) -> int:
+        """See ``Index.put_segment``. Never dropped: retried until it is committed."""
+        return self._submit(Table.SEGMENTS, [encode_segment(record)])
+
+    def delete_segment(self, segment: int) -> int:
+        """See ``Index.delete_segment``."""
+        return self._submit(Table.SEGMENTS, [(encode_segment_key(segment), None)])
+
+    def poll(self) -> Progress:
+        """See ``Index.poll``. A read-only index is REFUSING."""
+        return self._writer.progress if self._writer else Progress(0, IndexState.REFUSING, 0)
+
+    def flush(self, timeout_s: float) -> bool:
+        """See ``Index.flush``. Wakes the writer at once, out of a back-off too (once)."""
+        return self._writer.flush(self._last_ticket, timeout_s) if self._writer else True
+
+    def close(self) -> None:
+        """See ``Index.close``; at the end the files are synced.
+
+        Raises DeviceError when the sync failed or a commit hangs; then the caller must not set a clean flag.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._writer and not self._writer.stop(self._last_ticket, CLOSE_TIMEOUT_S):
+            raise DeviceError(errno.ETIMEDOUT, "index: the last commit has not ended, the environment stays open")
+        self._tables.close()
+
+    def _open_writer(self) -> CommitWriter:
+        assert self._writer and not self._closed, "the index is closed or read-only"
+        return self._writer
+
+    def _submit(self, table: Table, items: Sequence[tuple[bytes, bytes | None]]) -> int:
+        writer = self._open_writer()
+        if items:
+            self._last_ticket += 1
+            operations = [Operation(0, table, key, value) for key, value in items]
+            operations[-1] = operations[-1]._replace(ticket=self._last_ticket)
+            writer.submit(operations)
+        return self._last_ticket
+
+
+class _LmdbTables:
+    """The environment and its two named databases; the only class that does I/O. LMDB's errors end here.
+
+    The thread that opens it scans and closes; ``commit`` and ``recover`` are for the writer's thread.
+    """
+
+    def __init__(self, path: Path, map_bytes: int, readonly: bool) -> None:
+        self._path = path
+        self._map_bytes = map_bytes
+        self._readonly = readonly
+        self._last_error: lmdb.Error | None = None
+        try:
+            if not readonly:
+                path.mkdir(mode=0o700, exist_ok=True)
+            self._open()
+        except (lmdb.Error, OSError) as error:
+            raise _translated(error, path) from error
+
+    def scan(self, table: Table) -> Iterator[tuple[bytes, bytes]]:
+        """Yield keys and values, ascending, in one read transaction."""
+        try:
+            with self._begin_reading() as txn:
+                if self._databases:
+                    yield from txn.cursor(self._databases[table])
+        except lmdb.Error as error:
+            raise _translated(error, self._path) from error
+
+    def commit(self, operations: Sequence[Operation]) -> bool:
+        """See ``Tables.commit``."""
+        try:
+            with self._environment.begin(write=True) as txn:
+                for operation in operations:
+                    database = self._databases[operation.table]
+                    if operation.value is None:
+                        txn.delete(operation.key, db=database)
+                    else:
+                        txn.put(operation.key, operation.value, db=database)
+                has_room = self._has_room(txn)
+                if not has_room and any(operation.droppable for operation in operations):
+                    raise lmdb.MapFullError("map full, but for what is kept for deletions")
+        except lmdb.Error as error:
+            if not isinstance(self._last_error, lmdb.PanicError):
+                self._last_error = error
+            raise _translated(error, self._path) from error
+        return has_room
+
+    def recover(self) -> None:
+        """See ``Tables.recover``."""
+        error = self._last_error
+        try:
+            if isinstance(error, lmdb.MapFullError):
+                self._environment.reader_check()  # the slot of a killed reader holds freed space back
+            elif isinstance(error, lmdb.PanicError):
+                # A failed write of the meta block ends an environment. Until a new one can be had, the error stays.
+                self._environment.close()
+                self._open()
+        except (lmdb.Error, OSError) as again:
+            raise _translated(again, self._path) from again
+        self._last_error = None
+
+    def close(self) -> None:
+        """Sync and close; closed even where the sync raises."""
+        try:
+            if not self._readonly:
+                self._environment.sync(True)
+        except lmdb.Error as error:
+            raise _translated(error, self._path) from error
+        finally:
+            self._environment.close()
+
+    def _open(self) -> None:
+        self._environment = _open_environment(self._path, self._map_bytes, self._readonly)
+        try:
+            self._map_units = self._environment.info()["map_size"] // self._environment.stat()["psize"]
+            if not self._readonly:
+                self._environment.reader_check()
+                self._extend_file()
+            self._databases = {
+                table: self._environment.open_db(name, create=not self._readonly)
+                for table, name in _TABLE_NAMES.items()
+            }
+        except lmdb.NotFoundError:
+            self._databases = {}  # read-only, and the owner has just begun: there is nothing yet
+        except BaseException:
+            self._environment.close()
+            raise
+
+    def _extend_file(self) -> None:
+        """Make the file as long as its meta block says it is.
+
+        Reading a map beyond the end of a file that someone cut short kills the process (SIGBUS); zeros are only an
+        error. A sound file may be some units short too, so its length proves nothing.
+        """
+        length = (self._environment.info()["last_pgno"] + 1) * self._environment.stat()["psize"]
+        data_file = self._path / "data.mdb"
+        if data_file.stat().st_size < length:
+            os.truncate(data_file, length)
+
+    def _begin_reading(self) -> lmdb.Transaction[bytes]:
+        try:
+            return self._environment.begin()
+        except lmdb.MapResizedError:  # the owner has opened it anew with a larger map
+            self._environment.set_mapsize(0)
+            return self._environment.begin()
+
+    def _has_room(self, txn: lmdb.Transaction) -> bool:
+        """Whether deletions will still find free units after this transaction, and after one more of puts.
+
+        LMDB copies what it changes, and units that a transaction frees can be taken by the next but one. So besides
+        the live units there must be place for those that one transaction of full size frees, for the list of free
+        units, and a reserve for two small transactions of deletions; the third lives on what the first has freed.
+        An open read transaction of another process holds freed units back: then deletions can fail and are retried.
+        """
+        stats = [txn.stat(database) for database in self._databases.values()]
+        leaves = sum(stat["leaf_pages"] for stat in stats)
+        branches = sum(stat["branch_pages"] for stat in stats)
+        freed = min(MAX_TRANSACTION, leaves) + branches
+        listed = self._map_units // 256
+        return bool(leaves + branches + freed + listed + _RESERVE_UNITS <= self._map_units)
+
+
+def _open_environment(path: Path, map_bytes: int, readonly: bool) -> lmdb.Environment:
+    def opened(map_size: int, **how: bool) -> lmdb.Environment:
+        return lmdb.Environment(
+            str(path), map_size=map_size, create=False, mode=0o600, max_dbs=len(_TABLE_NAMES), lib_version=0, **how
+        )
+
+    if not readonly:
+        return opened(map_bytes, sync=False)
+    if not (path / "data.mdb").exists():  # LMDB would leave a lock file
+        raise FileNotFoundError(errno.ENOENT, "no index", str(path))
+    as_the_owner_made_it = 0
+    try:
+        return opened(as_the_owner_made_it, readonly=True)
+    except lmdb.Error:
+        return opened(as_the_owner_made_it, readonly=True, lock=False)
+
+
+def _translated(error: lmdb.Error | OSError, path: Path) -> KvdiskError:
+    """Return what leaves the room in place of LMDB's or the system's error."""
+    what = f"index {path}: {error}"
+    if isinstance(error, OSError):
+        return DeviceError(error.errno or errno.EIO, what)
+    if "already open in this process" in str(error):
+        return StoreLocked(what)
+    if isinstance(error, lmdb.InvalidError | lmdb.CorruptedError | lmdb.VersionMismatchError | lmdb.PageNotFoundError):
+        return CorruptRecord(what)
+    if isinstance(error, lmdb.MapFullError):
+        return DeviceError(errno.ENOSPC, what)
+    code = getattr(error, "code", 0)
+    return DeviceError(code if code > 0 else errno.EIO, what)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which copies this engine has, by key: arrays with a row per block, not an object. Scheduler thread only.
+
+A row lives while its block has a copy in any tier. Each copy's life follows ``TRANSITIONS``; pins
+count the jobs that use it. A copy is READY only when every rank's slot holds the key's bytes
+(invariant 3); a WRITING or pinned copy is never dropped (invariant 4).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from enum import IntEnum
+
+from kvdisk.blocks import BlockKey, Slot, Tier
+
+
+class CopyState(IntEnum):
+    """State of one copy. DOOMED: not served any more, waits for its last pin."""
+
+    ABSENT = 0
+    WRITING = 1
+    READY = 2
+    DOOMED = 3
+
+
+class Change(IntEnum):
+    """What can happen to a copy."""
+
+    BEGIN = 0
+    READY = 1
+    DOOM = 2
+    DROP = 3
+
+
+TRANSITIONS: dict[tuple[CopyState, Change], CopyState] = {
+    (CopyState.ABSENT, Change.BEGIN): CopyState.WRITING,
+    (CopyState.WRITING, Change.READY): CopyState.READY,
+    (CopyState.WRITING, Change.DOOM): CopyState.DOOMED,
+    (CopyState.WRITING, Change.DROP): CopyState.ABSENT,
+    (CopyState.READY, Change.DOOM): CopyState.DOOMED,
+    (CopyState.READY, Change.DROP): CopyState.ABSENT,
+    (CopyState.DOOMED, Change.DROP): CopyState.ABSENT,
+}
+"""The whole life cycle of a copy. DROP asks for zero pins."""
+
+_TIERS = (Tier.CPU, Tier.NVME)
+
+
+class Catalog:
+    """Rows of blocks. Row numbers are reused; hold one only while a pin or a copy keeps the row alive."""
+
+    def __init__(self) -> None:
+        self._rows: dict[BlockKey, int] = {}
+        self._vacant: list[int] = []
+        self.keys: list[BlockKey] = []
+        self.parents: list[BlockKey | None] = []
+        self.generations = array("Q")
+        self.epochs = array("Q")
+        self._states = {tier: bytearray() for tier in _TIERS}
+        self._pins = {tier: array("l") for tier in _TIERS}
+        self._segments = {tier: array("l") for tier in _TIERS}
+        self._indices = {tier: array("l") for tier in _TIERS}
+
+    def __len__(self) -> int:
+        return len(self.keys) - len(self._vacant)
+
+    def find(self, key: BlockKey) -> int:
+        """Return the row of a block of the current epoch, or -1."""
+        return self._rows.get(key, -1)
+
+    def add(self, key: BlockKey, generation: int, epoch: int, parent: BlockKey | None) -> int:
+        """Make a row without copies for a key that has none. The caller begins a copy at once."""
+        assert key not in self._rows
+        row = self._make_row(key, generation, epoch, parent)
+        self._rows[key] = row
+        return row
+
+    def _make_row(self, key: BlockKey, generation: int, epoch: int, parent: BlockKey | None) -> int:
+        if self._vacant:
+            row = self._vacant.pop()
+            self.keys[row] = key
+            self.parents[row] = parent
+            self.generations[row] = generation
+            self.epochs[row] = epoch
+            return row
+        self.keys.append(key)
+        self.parents.append(parent)
+        self.generations.append(generation)
+        self.epochs.append(epoch)
+        for tier in _TIERS:
+            self._states[tier].append(CopyState.ABSENT)
+            self._pins[tier].append(0)
+            self._segments[tier].append(0)
+            self._indices[tier].append(0)
+        return len(self.keys) - 1
+
+    def state(self, row: int, tier: Tier) -> int:
+        """Return the ``CopyState`` of a row's copy in a tier, as a plain int."""
+        return self._states[tier][row]
+
+    def slot(self, row: int, tier: Tier) -> Slot:
+        """Return the slot of a copy that is not ABSENT."""
+        assert self._states[tier][row] != CopyState.ABSENT
+        return Slot(self._segments[tier][row], self._indices[tier][row])
+
+    def pins(self, row: int, tier: Tier) -> int:
+        """Return how many jobs use a copy; its writer counts."""
+        return self._pins[tier][row]
+
+    def begin(self, row: int, tier: Tier, slot: Slot) -> None:
+        """Start writing a copy into ``slot``; the writer holds one pin."""
+        self._change(row, tier, Change.BEGIN)
+        self._segments[tier][row], self._indices[tier][row] = slot
+        self._pins[tier][row] = 1
+
+    def finish(self, row: int, tier: Tier) -> None:
+        """The writer is done on every rank: READY, its pin is gone."""
+        self._change(row, tier, Change.READY)
+        self.unpin(row, tier)
+
+    def adopt(self, row: int, tier: Tier, slot: Slot) -> None:
+        """Take over a copy that a committed record names: READY without a writer."""
+        self.begin(row, tier, slot)
+        self.finish(row, tier)
+
+    def doom(self, row: int, tier: Tier) -> None:
+        """Serve this copy to nobody any more. The caller drops it when its pins are gone."""
+        self._change(row, tier, Change.DOOM)
+
+    def drop(self, row: int, tier: Tier) -> Slot:
+        """End an unpinned copy and return its slot; the row goes with its last copy."""
+        slot = self.slot(row, tier)
+        assert self._pins[tier][row] == 0, "a pinned copy cannot be dropped"
+        self._change(row, tier, Change.DROP)
+        if all(self._states[other][row] == CopyState.ABSENT for other in _TIERS):
+            if self._rows.get(self.keys[row]) == row:
+                del self._rows[self.keys[row]]
+            self.parents[row] = None
+            self._vacant.append(row)
+        return slot
+
+    def pin(self, row: int, tier: Tier) -> None:
+        """Hold a READY copy for one job."""
+        assert self._states[tier][row] == CopyState.READY
+        self._pins[tier][row] += 1
+
+    def unpin(self, row: int, tier: Tier) -> None:
+        """Give one pin back."""
+        assert self._pins[tier][row] > 0
+        self._pins[tier][row] -= 1
+
+    def evictable(self, row: int, tier: Tier) -> bool:
+        """Whether a copy may be dropped for room: READY and unpinned."""
+        return self._states[tier][row] == CopyState.READY and self._pins[tier][row] == 0
+
+    def hide_all(self) -> None:
+        """Forget every key, for a new epoch: rows stay for their slots' sake, and are found by nobody."""
+        self._rows.clear()
+
+    def rows(self) -> Iterator[int]:
+        """Yield every live row, hidden ones included."""
+        for row in range(len(self.keys)):
+            if any(self._states[tier][row] != CopyState.ABSENT for tier in _TIERS):
+                yield row
+
+    def _change(self, row: int, tier: Tier, change: Change) -> None:
+        states = self._states[tier]
+        target = TRANSITIONS.get((CopyState(states[row]), change))
+        assert target is not None, f"{change!r} of a copy that is {CopyState(states[row])!r}"
+        states[row] = target

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU tier's room: slots, eviction, and the backlog of copies that wait to be demoted. Scheduler thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvdisk.blocks import Slot, Tier, group_of
+from kvdisk.geometry import Geometry
+from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.eviction import EvictionPolicy
+from kvdisk.manager.pool import SlotPool
+from kvdisk.stats import Stats
+
+
+class CpuSpace:
+    """Slots of the arena that every rank has. A slot's segment is its size class.
+
+    A copy in the backlog is not evicted: it is about to be written to NVMe. The backlog holds at
+    most half of the slots, so that the other half always serves new blocks (invariant 8).
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        slot_counts: tuple[int, ...],
+        catalog: Catalog,
+        stats: Stats,
+        make_policy: Callable[[], EvictionPolicy],
+    ) -> None:
+        self._geometry = geometry
+        self._catalog = catalog
+        self._stats = stats
+        self._policies = [make_policy() for _ in slot_counts]
+        self.pool = SlotPool(len(slot_counts))
+        self._limits = [count // 2 for count in slot_counts]
+        self._backlogs: list[dict[int, None]] = [{} for _ in slot_counts]
+        for size_class, count in enumerate(slot_counts):
+            if count:
+                self.pool.add_segment(size_class, size_class, count)
+
+    def allocate(self, size_class: int, count: int) -> list[Slot]:
+        """Take up to ``count`` slots, evicting where none is free; fewer where the rest is pinned or to be demoted."""
+        short = count - self.pool.free[size_class]
+        if short > 0:
+            backlog = self._backlogs[size_class]
+            rows = self._policies[size_class].victims(
+                short, lambda row: row not in backlog and self._catalog.evictable(row, Tier.CPU)
+            )
+            self._stats.add("evicted_blocks_cpu", len(rows))
+            for row in rows:
+                self.drop(row)
+        return self.pool.allocate(size_class, count)
+
+    def allocate_free(self, size_class: int, count: int) -> list[Slot]:
+        """Take up to ``count`` slots that are free anyway; nothing is evicted for them."""
+        return self.pool.allocate(size_class, count)
+
+    def inserted(self, row: int) -> None:
+        """A copy became READY on every rank."""
+        self._policies[self.class_of(row)].insert(row)
+
+    def accessed(self, row: int) -> None:
+        """A copy served a load."""
+        self._policies[self.class_of(row)].access(row)
+
+    def drop(self, row: int) -> None:
+        """End an unpinned copy; its slot is free at once."""
+        size_class = self.class_of(row)
+        self._policies[size_class].remove(row)
+        self._backlogs[size_class].pop(row, None)
+        self.pool.release((self._catalog.drop(row, Tier.CPU),))
+
+    def discard(self, row: int) -> None:
+        """Serve a READY or WRITING copy to nobody any more, and end it as soon as no job uses it."""
+        size_class = self.class_of(row)
+        self._policies[size_class].remove(row)
+        self._backlogs[size_class].pop(row, None)
+        self._catalog.doom(row, Tier.CPU)
+        self._end_doomed(row)
+
+    def unpin(self, row: int) -> None:
+        """Give back one pin; the last one of a doomed copy ends it."""
+        self._catalog.unpin(row, Tier.CPU)
+        self._end_doomed(row)
+
+    def _end_doomed(self, row: int) -> None:
+        if self._catalog.state(row, Tier.CPU) == CopyState.DOOMED and self._catalog.pins(row, Tier.CPU) == 0:
+            self.drop(row)
+
+    # -- waiting for NVMe ----------------------------------------------------------------------
+
+    def enqueue(self, row: int) -> bool:
+        """Put a READY copy in the backlog; False where it is full or the copy is there already."""
+        backlog = self._backlogs[self.class_of(row)]
+        if row in backlog or len(backlog) >= self._limits[self.class_of(row)]:
+            return False
+        backlog[row] = None
+        return True
+
+    def backlog_count(self, size_class: int) -> int:
+        """Return how many copies of a size class wait to be demoted."""
+        return len(self._backlogs[size_class])
+
+    def take_backlog(self, size_class: int, count: int) -> list[int]:
+        """Take the first ``count`` rows out of the backlog."""
+        backlog = self._backlogs[size_class]
+        rows = list(backlog)[:count] if count < len(backlog) else list(backlog)
+        for row in rows:
+            del backlog[row]
+        return rows
+
+    def clear_backlog(self) -> None:
+        """Forget who waits: there will be no demotion."""
+        for backlog in self._backlogs:
+            backlog.clear()
+
+    def class_of(self, row: int) -> int:
+        """Return the size class of a row's block."""
+        return self._geometry.size_classes[group_of(self._catalog.keys[row])]

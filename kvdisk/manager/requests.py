@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the manager keeps of a live request. Store watermarks are not here: they are the store policy's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvdisk.blocks import BlockKey, JobId, Tier, make_block_key
+from kvdisk.geometry import Geometry
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request between ``new_request`` and ``request_finished``.
+
+    ``hashes``: the engine's own growing list of block hashes, one per ``hash_tokens``; read only.
+    ``load_limit_tokens``: no external hit reaches beyond this any more, because a load failed there.
+    ``offered_blocks``: how far the store policy was asked, in the smallest group's blocks.
+    ``served``: tokens of the last planned load by the tier they come from.
+    """
+
+    request_id: str
+    hashes: Sequence[bytes]
+    prompt_tokens: int
+    keys: tuple[list[BlockKey], ...]
+    load_limit_tokens: int | None = None
+    wait_started_s: float | None = None
+    gave_up_waiting: bool = False
+    looked_up: bool = False
+    loading: bool = False
+    offered_blocks: int = 0
+    served: dict[Tier, int] = field(default_factory=dict)
+    store_jobs: set[JobId] = field(default_factory=set)
+
+    @classmethod
+    def make(cls, request_id: str, hashes: Sequence[bytes], prompt_tokens: int, geometry: Geometry) -> RequestState:
+        """Return the state of a new request."""
+        return cls(request_id, hashes, prompt_tokens, tuple([] for _ in geometry.groups))
+
+    def update_keys(self, geometry: Geometry) -> None:
+        """Extend ``keys`` to what the engine has hashed by now: one key per full block and group."""
+        for group, keys in zip(geometry.groups, self.keys, strict=True):
+            # Each hash covers its whole prefix, so the last one inside a block names the block.
+            scale = group.block_tokens // geometry.hash_tokens
+            hashes = self.hashes
+            for position in range(len(keys), len(hashes) // scale):
+                keys.append(make_block_key(hashes[(position + 1) * scale - 1], group.group))

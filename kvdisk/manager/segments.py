@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The NVMe tier's room: segments, slots, eviction, limbo, and the index. Scheduler thread only.
+
+A slot of an evicted copy waits in limbo until its record's deletion is committed, so a committed
+record never names a slot that holds other bytes (invariant 2). Segments are made one at a time per
+size class as room is needed, up to the budget, and by jobs that every rank runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvdisk.blocks import BlockKey, Slot, Tier, group_of
+from kvdisk.errors import ConfigError
+from kvdisk.geometry import FILE_EPOCH, Geometry, segment_file_bytes, slots_per_segment
+from kvdisk.index.base import BlockRecord, Index, SegmentRecord
+from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.eviction import EvictionPolicy
+from kvdisk.manager.pool import SlotPool
+from kvdisk.manager.transfers import JobRecord, Transfers
+from kvdisk.messages import HomeSpec, JobKind, SegmentSpec
+from kvdisk.stats import Stats
+
+logger = logging.getLogger("kvdisk.manager")
+
+_FIRST_BACK_OFF_S = 1.0
+_LAST_BACK_OFF_S = 60.0
+_MAX_EVICTED_PER_STEP = 256
+
+
+@dataclass(frozen=True)
+class NvmeLayout:
+    """How a budget is cut: bytes of one rank's segment file and cap of segment bytes (all ranks) by size class."""
+
+    index_bytes: int
+    slot_counts: tuple[int, ...]
+    class_bytes: tuple[int, ...]
+
+    @classmethod
+    def make(
+        cls, budget_bytes: int, segment_bytes: int, geometry: Geometry, index_bytes_for: Callable[[int], int]
+    ) -> NvmeLayout:
+        """Divide ``budget_bytes`` (all ranks) between index and size classes.
+
+        ``index_bytes_for``: bytes of an index of so many blocks. Raises ConfigError where nothing fits.
+        """
+        ranks = geometry.rank_count
+        slots = budget_bytes // (min(geometry.slot_sizes) * ranks)
+        index_bytes = index_bytes_for(slots)
+        class_bytes = tuple(int((budget_bytes - index_bytes) * share) for share in geometry.shares)
+        slot_counts = []
+        for size, cap in zip(geometry.slot_sizes, class_bytes, strict=True):
+            # Four segments or more per class, so that dropping or refusing one does not take the tier away.
+            count = slots_per_segment(min(segment_bytes, cap // (4 * ranks)), size)
+            if segment_file_bytes(size, count) * ranks > cap:
+                raise ConfigError(
+                    f"nvme_bytes leaves {max(cap, 0)} bytes for blocks that need {size * ranks} bytes each on the "
+                    "drive; give it more."
+                )
+            slot_counts.append(count)
+        return cls(index_bytes, tuple(slot_counts), class_bytes)
+
+
+class NvmeSpace:
+    """Slots of this engine's home. ``writable`` is False while a failed write's back-off runs."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        layout: NvmeLayout,
+        index: Index,
+        catalog: Catalog,
+        transfers: Transfers,
+        stats: Stats,
+        make_policy: Callable[[], EvictionPolicy],
+    ) -> None:
+        self._geometry = geometry
+        self._layout = layout
+        self._index = index
+        self._catalog = catalog
+        self._transfers = transfers
+        self._stats = stats
+        self._policies = [make_policy() for _ in geometry.slot_sizes]
+        self.pool = SlotPool(len(geometry.slot_sizes))
+        self._segments: dict[int, SegmentSpec] = {}
+        self._attaching: set[int] = set()
+        self._drops: list[tuple[int, SegmentSpec]] = []
+        self._next_segment = 0
+        self._ticket = 0
+        self._committed = 0
+        self._paused_until_s = 0.0
+        self._back_off_s = _FIRST_BACK_OFF_S
+        self._home_open = True
+
+    # -- start ---------------------------------------------------------------------------------
+
+    def restore(self, home_id: str, fingerprint: bytes) -> None:
+        """Fill the catalog from the index and plan the jobs that open the home and its segments on every rank."""
+        records = sorted(self._index.segments())
+        self._next_segment = max((record.segment for record in records), default=-1) + 1
+        used = self._restore_blocks({record.segment: record for record in records})
+        for record in records:
+            self._segments[record.segment] = spec = SegmentSpec(
+                record.segment, record.slot_bytes, record.slot_count, record.drive, create=False
+            )
+            size_class = self._geometry.slot_sizes.index(spec.slot_bytes)
+            self.pool.add_segment(spec.segment, size_class, spec.slot_count, used.get(spec.segment, ()))
+        home = HomeSpec(home_id, fingerprint, tuple(self._segments))
+        self._transfers.add(JobKind.OPEN_HOME, [], [], home=home)
+        for spec in self._segments.values():
+            self._attaching.add(spec.segment)
+            self._transfers.add(JobKind.OPEN_SEGMENT, [], [], segment=spec)
+        self._shrink()
+
+    def _restore_blocks(self, segments: dict[int, SegmentRecord]) -> dict[int, set[int]]:
+        used: dict[int, set[int]] = {}
+        stale: list[tuple[int, BlockKey]] = []
+        kept: list[BlockRecord] = []
+        for record in self._index.blocks():
+            segment = segments.get(record.slot.segment)
+            taken = used.setdefault(record.slot.segment, set())
+            if record.epoch != FILE_EPOCH or not self._fits(record, segment) or record.slot.index in taken:
+                stale.append((record.epoch, record.key))
+                continue
+            taken.add(record.slot.index)
+            kept.append(record)
+        # The last stored leaves last; within a second, a chain's tail (larger generation) leaves first.
+        kept.sort(key=lambda record: (record.stored_s, -record.generation))
+        for record in kept:
+            row = self._catalog.add(record.key, record.generation, record.epoch, record.parent)
+            self._catalog.adopt(row, Tier.NVME, record.slot)
+            self._policies[self._class_of(row)].insert(row)
+        if stale:
+            self._ticket = self._index.delete(stale)
+        return used
+
+    def _fits(self, record: BlockRecord, segment: SegmentRecord | None) -> bool:
+        group = group_of(record.key)
+        return (
+            segment is not None
+            and segment.slot_bytes in self._geometry.slot_sizes
+            and record.slot.index < segment.slot_count
+            and group < len(self._geometry.groups)
+            and self._geometry.groups[group].slot_bytes == segment.slot_bytes
+        )
+
+    def _shrink(self) -> None:
+        """Drop segments, the newest first, where the cap has become smaller than what the home holds."""
+        for size_class, cap in enumerate(self._layout.class_bytes):
+            mine = [spec for spec in self._segments.values() if self._class_of_spec(spec) == size_class]
+            held = sum(self._bytes_of(spec) for spec in mine)
+            while mine and held > cap:
+                spec = mine.pop()
+                held -= self._bytes_of(spec)
+                self._drop_segment(spec)
+
+    # -- slots ---------------------------------------------------------------------------------
+
+    def allocate(self, size_class: int, count: int) -> list[Slot]:
+        """Take up to ``count`` free slots, in runs; fewer, or none, where there is no room now."""
+        return self.pool.allocate(size_class, count)
+
+    def has_room(self, size_class: int) -> bool:
+        """Whether a slot is free now."""
+        return self.pool.free[size_class] > 0
+
+    def room_expected(self, size_class: int) -> bool:
+        """Whether room will come by itself: a segment is on its way, or slots wait in limbo."""
+        return self.pool.limbo[size_class] > 0 or bool(self._attaching) or self._transfers.count(JobKind.OPEN_HOME) > 0
+
+    def inserted(self, row: int) -> None:
+        """A copy became READY on every rank: order it, and write its record."""
+        size_class = self._class_of(row)
+        self._policies[size_class].insert(row)
+
+    def record(self, rows: Iterable[int], now_s: int) -> None:
+        """Queue the records of READY copies for the index. A full queue costs only their life after a restart."""
+        records = [
+            BlockRecord(
+                self._catalog.epochs[row],
+                self._catalog.keys[row],
+                self._catalog.slot(row, Tier.NVME),
+                self._catalog.generations[row],
+                self._catalog.parents[row],
+                now_s,
+            )
+            for row in rows
+        ]
+        ticket = self._index.put(records) if records else None
+        if ticket is not None:
+            self._ticket = ticket
+
+    def accessed(self, row: int) -> None:
+        """A copy served a load."""
+        self._policies[self._class_of(row)].access(row)
+
+    def drop(self, rows: list[int]) -> None:
+        """End READY or DOOMED, unpinned copies: their records are deleted, their slots go to limbo."""
+        if not rows:
+            return
+        keys = [(self._catalog.epochs[row], self._catalog.keys[row]) for row in rows]
+        for row in rows:
+            self._policies[self._class_of(row)].remove(row)
+        slots = [self._catalog.drop(row, Tier.NVME) for row in rows]
+        self._ticket = self._index.delete(keys)
+        self.pool.retain(slots, self._ticket)
+
+    def discard(self, row: int) -> None:
+        """Serve a READY copy to nobody any more, and end it as soon as no job uses it."""
+        self._policies[self._class_of(row)].remove(row)
+        self._catalog.doom(row, Tier.NVME)
+        self._end_doomed(row)
+
+    def unpin(self, row: int) -> None:
+        """Give back one pin; the last one of a doomed copy ends it."""
+        self._catalog.unpin(row, Tier.NVME)
+        self._end_doomed(row)
+
+    def _end_doomed(self, row: int) -> None:
+        if self._catalog.state(row, Tier.NVME) == CopyState.DOOMED and self._catalog.pins(row, Tier.NVME) == 0:
+            self.drop([row])
+
+    def make_room(self, now: float, wanted: list[int]) -> None:
+        """Open a segment where the cap allows, else evict, so that ``wanted`` slots by size class can be had soon."""
+        for size_class, count in enumerate(wanted):
+            low_slots = min(64, self.pool.total[size_class] // 8)
+            short = max(count, low_slots) - self.pool.free[size_class] - self.pool.limbo[size_class]
+            if short <= 0 or self._attaching or not self.may_write(now):
+                continue
+            if not self._open_segment(size_class, now) and self.pool.total[size_class]:
+                self._evict(size_class, min(short, _MAX_EVICTED_PER_STEP))
+
+    def _evict(self, size_class: int, count: int) -> None:
+        rows = self._policies[size_class].victims(count, lambda row: self._catalog.evictable(row, Tier.NVME))
+        self._stats.add("evicted_blocks_nvme", len(rows))
+        self.drop(rows)
+
+    # -- segments ------------------------------------------------------------------------------
+
+    def _open_segment(self, size_class: int, now: float) -> bool:
+        """Plan a new segment; False where the cap, or the back-off after a failure, forbids it."""
+        size = self._geometry.slot_sizes[size_class]
+        spec = SegmentSpec(self._next_segment, size, self._layout.slot_counts[size_class], create=True)
+        held = sum(self._bytes_of(other) for other in self._segments.values() if other.slot_bytes == size)
+        if held + self._bytes_of(spec) > self._layout.class_bytes[size_class] or now < self._paused_until_s:
+            return False
+        self._next_segment += 1
+        self._segments[spec.segment] = spec
+        self._attaching.add(spec.segment)
+        self._transfers.add(JobKind.OPEN_SEGMENT, [], [], segment=spec)
+        return True
+
+    def settle_files(self, record: JobRecord, now: float) -> None:
+        """Settle a job of files: slots enter the pool when all ranks have reported, one failure undoes all."""
+        job = record.job
+        if job.kind is JobKind.OPEN_HOME:
+            if record.failed:
+                self._home_open = False
+                logger.warning("kvdisk could not open its home on every rank; the NVMe tier is off until a restart.")
+            return
+        spec = job.segment
+        assert spec is not None
+        if job.kind is JobKind.DROP_SEGMENT:
+            if spec.segment in self._segments:
+                del self._segments[spec.segment]
+                self._ticket = self._index.delete_segment(spec.segment)
+            return
+        self._attaching.discard(spec.segment)
+        if spec.segment not in self._segments:
+            return  # it was dropped while it was being opened
+        if record.failed:
+            self.write_failed(now, f"segment {spec.segment} could not be opened on every rank")
+            self._drop_segment(spec)
+        elif spec.create:
+            self._ticket = self._index.put_segment(
+                SegmentRecord(spec.segment, spec.slot_bytes, spec.slot_count, spec.drive)
+            )
+            self.pool.add_segment(spec.segment, self._class_of_spec(spec), spec.slot_count)
+
+    def _drop_segment(self, spec: SegmentSpec) -> None:
+        """Take a segment out of service; its files go when the deletion of its records is committed."""
+        rows = [
+            row
+            for row in self._catalog.rows()
+            if self._catalog.state(row, Tier.NVME) != CopyState.ABSENT
+            and self._catalog.slot(row, Tier.NVME).segment == spec.segment
+        ]
+        for row in rows:
+            if self._catalog.state(row, Tier.NVME) != CopyState.DOOMED:
+                self._policies[self._class_of(row)].remove(row)
+                self._catalog.doom(row, Tier.NVME)
+        self.drop([row for row in rows if self._catalog.pins(row, Tier.NVME) == 0])
+        if self.pool.has_segment(spec.segment):
+            self.pool.retire_segment(spec.segment)
+        self._drops.append((self._ticket, spec))
+
+    # -- commits and failures ------------------------------------------------------------------
+
+    def commit(self) -> bool:
+        """Learn how far the index has come: slots leave limbo, and dropped segments lose their files.
+
+        Returns whether room came free.
+        """
+        self._committed = self._index.poll().committed
+        free = sum(self.pool.free)
+        self.pool.settle_limbo(self._committed)
+        waiting = []
+        for ticket, spec in self._drops:
+            if ticket <= self._committed:
+                self._transfers.add(JobKind.DROP_SEGMENT, [], [], segment=spec)
+            else:
+                waiting.append((ticket, spec))
+        self._drops = waiting
+        return sum(self.pool.free) > free
+
+    @property
+    def uncommitted(self) -> bool:
+        """Whether something queued for the index is not committed, or a segment waits to be dropped."""
+        return self._ticket > self._committed or bool(self._drops)
+
+    def may_write(self, now: float) -> bool:
+        """Whether demotions may be planned: the home is open and no back-off runs."""
+        return self._home_open and now >= self._paused_until_s
+
+    @property
+    def home_open(self) -> bool:
+        """False once a rank could not open the home."""
+        return self._home_open
+
+    def write_failed(self, now: float, what: str) -> None:
+        """Stop writing for a while, longer each time; reads go on."""
+        if now >= self._paused_until_s:
+            logger.warning("kvdisk: %s; no writes to NVMe for %.0f s, reads go on.", what, self._back_off_s)
+            self._paused_until_s = now + self._back_off_s
+            self._back_off_s = min(self._back_off_s * 2, _LAST_BACK_OFF_S)
+
+    def write_succeeded(self) -> None:
+        """A write worked: the next failure starts with a short back-off again."""
+        self._back_off_s = _FIRST_BACK_OFF_S
+
+    def _class_of(self, row: int) -> int:
+        return self._geometry.size_classes[group_of(self._catalog.keys[row])]
+
+    def _class_of_spec(self, spec: SegmentSpec) -> int:
+        return self._geometry.slot_sizes.index(spec.slot_bytes)
+
+    def _bytes_of(self, spec: SegmentSpec) -> int:
+        return segment_file_bytes(spec.slot_bytes, spec.slot_count) * self._geometry.rank_count

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of copies, pins and touched blocks when a job is settled. Scheduler thread only."""
+
+from __future__ import annotations
+
+from kvdisk.blocks import Tier
+from kvdisk.context import SchedulerContext
+from kvdisk.geometry import Geometry
+from kvdisk.manager.admission import AdmissionPolicy
+from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.cpu_space import CpuSpace
+from kvdisk.manager.requests import RequestState
+from kvdisk.manager.segments import NvmeSpace
+from kvdisk.manager.store_policy import Refusal, StorePolicy
+from kvdisk.manager.transfers import JobRecord
+from kvdisk.messages import JobKind, Reason
+from kvdisk.stats import Stats
+
+_SOURCE_IS_BAD = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
+"""Failures of a load after which its source copy is dropped. A deadline says nothing about the copy."""
+
+
+class Settlement:
+    """Ends jobs. ``pinned_blocks``: GPU blocks touched for stores. ``room`` rises when room may have come free."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        context: SchedulerContext,
+        catalog: Catalog,
+        stats: Stats,
+        cpu: CpuSpace | None,
+        nvme: NvmeSpace | None,
+        store_policy: StorePolicy,
+        nvme_admission: AdmissionPolicy,
+        requests: dict[str, RequestState],
+    ) -> None:
+        self._geometry = geometry
+        self._context = context
+        self._catalog = catalog
+        self._stats = stats
+        self._cpu = cpu
+        self._nvme = nvme
+        self._store_policy = store_policy
+        self._nvme_admission = nvme_admission
+        self._requests = requests
+        self.pinned_blocks = 0
+        self.room = 0
+
+    def settle(self, record: JobRecord, now: float, now_s: int) -> None:
+        """End a job that every rank has answered. ``now_s``: seconds since the Unix epoch."""
+        self.room += 1
+        kind = record.job.kind
+        if kind is JobKind.STORE:
+            self._settle_store(record, now, now_s)
+        elif kind is JobKind.LOAD:
+            self._settle_load(record)
+        elif kind is JobKind.DEMOTE:
+            self._settle_demote(record, now, now_s)
+        else:
+            assert kind in {JobKind.OPEN_HOME, JobKind.OPEN_SEGMENT, JobKind.DROP_SEGMENT} and self._nvme is not None
+            self._nvme.settle_files(record, now)
+
+    def cancel(self, record: JobRecord) -> None:
+        """End a job that no worker has seen: as if every move had failed, with no consequence for the tiers."""
+        record.failed = dict.fromkeys(range(len(record.details)), Reason.CANCELLED)
+        if record.job.kind is JobKind.STORE:
+            self._settle_store(record, 0.0, 0)
+        else:
+            self._settle_demote(record, 0.0, 0)
+
+    # -- stores --------------------------------------------------------------------------------
+
+    def _settle_store(self, record: JobRecord, now: float, now_s: int) -> None:
+        # The tail of a chain is given back first, as the engine does, so that it is reused first.
+        self._context.free_blocks([detail.block for detail in reversed(record.details)])
+        self.pinned_blocks -= len(record.details)
+        request = self._requests.get(record.request_id or "")
+        if request is not None:
+            request.store_jobs.discard(record.job.id)
+        stored: list[int] = []
+        full = False
+        for at in reversed(range(len(record.details))):
+            detail, move = record.details[at], record.job.moves[at]
+            tier = Tier.CPU if move.cpu is not None else Tier.NVME
+            reason = record.failed.get(at)
+            if reason is None:
+                self._finish(detail.row, tier, stored)
+                continue
+            full = full or (tier is Tier.NVME and reason in {Reason.NO_SPACE, Reason.IO_ERROR})
+            self._abandon(detail.row, tier)
+            if reason is not Reason.CANCELLED:
+                self._stats.add("failed_stores")
+            if record.request_id is not None:
+                self._store_policy.refuse(
+                    record.request_id, detail.group, detail.position, Refusal.NO_ROOM, self.room, now
+                )
+        self._stats.add("stored_blocks", len(record.details) - len(record.failed))
+        if self._nvme is not None:
+            if self._cpu is None:
+                self._nvme.record(stored, now_s)
+                self._note_write(full, now)
+            else:
+                for row in reversed(stored):
+                    self.offer_to_nvme(row, record.request_id)
+
+    def _finish(self, row: int, tier: Tier, finished: list[int]) -> None:
+        """A copy was written on every rank: READY, unless it was doomed on the way."""
+        if self._catalog.state(row, tier) == CopyState.DOOMED:
+            self._abandon(row, tier)
+            return
+        self._catalog.finish(row, tier)
+        (self._cpu if tier is Tier.CPU else self._nvme).inserted(row)  # type: ignore[union-attr]
+        finished.append(row)
+
+    def _abandon(self, row: int, tier: Tier) -> None:
+        """A copy was not written, or is not wanted any more: give back its writer's pin and its slot."""
+        if tier is Tier.CPU:
+            assert self._cpu is not None
+            self._catalog.unpin(row, tier)
+            self._cpu.drop(row)
+        else:
+            assert self._nvme is not None
+            self._catalog.unpin(row, tier)
+            self._nvme.drop([row])
+
+    def offer_to_nvme(self, row: int, request_id: str | None) -> None:
+        """Ask the NVMe tier's admission for a READY CPU copy that is not on NVMe; admitted ones wait in the backlog."""
+        if (
+            self._nvme is None
+            or self._cpu is None
+            or not self._nvme.home_open
+            or self._catalog.state(row, Tier.CPU) != CopyState.READY
+            or self._catalog.state(row, Tier.NVME) != CopyState.ABSENT
+        ):
+            return
+        key = self._catalog.keys[row]
+        if request_id is not None:
+            self._nvme_admission.want(key, request_id)
+        if self._nvme_admission.admits(key):
+            self._cpu.enqueue(row)
+
+    # -- demotions -----------------------------------------------------------------------------
+
+    def _settle_demote(self, record: JobRecord, now: float, now_s: int) -> None:
+        assert self._cpu is not None and self._nvme is not None
+        written: list[int] = []
+        full = False
+        for at in reversed(range(len(record.details))):
+            row = record.details[at].row
+            reason = record.failed.get(at)
+            if reason is None:
+                self._finish(row, Tier.NVME, written)
+            else:
+                full = full or reason in {Reason.NO_SPACE, Reason.IO_ERROR}
+                if reason is not Reason.CANCELLED:
+                    self._stats.add("failed_stores")
+                self._abandon(row, Tier.NVME)
+            self._cpu.unpin(row)
+        self._stats.add("demoted_blocks", len(written))
+        self._nvme.record(written, now_s)
+        self._note_write(full, now)
+
+    def _note_write(self, full: bool, now: float) -> None:
+        assert self._nvme is not None
+        if full:
+            self._nvme.write_failed(now, "a write to NVMe failed on some rank")
+        elif now > 0.0:
+            self._nvme.write_succeeded()
+
+    # -- loads ---------------------------------------------------------------------------------
+
+    def _settle_load(self, record: JobRecord) -> None:
+        """Unpin sources, keep or drop CPU copies, drop bad sources, and never promise a failed position again."""
+        request = self._requests.get(record.request_id or "")
+        if request is not None:
+            request.loading = False
+        kept: list[int] = []
+        # Tail first, so that the head of the chain ends as the most recently used.
+        for at in reversed(range(len(record.details))):
+            detail, move = record.details[at], record.job.moves[at]
+            reason = record.failed.get(at)
+            if reason is not None:
+                self._stats.add("failed_loads")
+                limit = detail.position * self._geometry.groups[detail.group].block_tokens
+                if request is not None:
+                    if request.load_limit_tokens is None or limit < request.load_limit_tokens:
+                        request.load_limit_tokens = limit
+                    self._store_policy.refuse(
+                        request.request_id, detail.group, detail.position, Refusal.NO_ROOM, -1, 0.0
+                    )
+            if detail.row >= 0:
+                self._settle_source(detail.row, Tier.CPU if move.nvme is None else Tier.NVME, reason)
+            if move.nvme is not None and move.cpu is not None:
+                if reason is None:
+                    self._finish(detail.row, Tier.CPU, kept)
+                else:
+                    self._abandon(detail.row, Tier.CPU)
+        self._stats.add("loaded_blocks", len(record.details) - len(record.failed))
+
+    def _settle_source(self, row: int, tier: Tier, reason: Reason | None) -> None:
+        space = self._cpu if tier is Tier.CPU else self._nvme
+        assert space is not None
+        if self._catalog.state(row, tier) == CopyState.READY:
+            if reason in _SOURCE_IS_BAD:
+                space.discard(row)
+            elif reason is None:
+                space.accessed(row)
+                if tier is Tier.CPU:
+                    self.offer_to_nvme(row, None)
+        space.unpin(row)

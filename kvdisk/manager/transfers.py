@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs from plan to settlement: each is settled exactly once, when every rank has answered (invariant 5).
+
+Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvdisk.blocks import JobId
+from kvdisk.messages import HomeSpec, Job, JobKind, Move, Reason, Report, SegmentSpec
+
+
+@dataclass(slots=True)
+class MoveDetail:
+    """What the manager has to undo or finish for one move of a job.
+
+    ``row``: of the catalog, pinned until the job is settled; -1: none. ``block``: a touched GPU
+    block of a store. ``group`` and ``position``: the block's place in its request.
+    """
+
+    row: int
+    block: int = -1
+    group: int = -1
+    position: int = -1
+
+
+@dataclass(slots=True)
+class JobRecord:
+    """A job on its way, or settled: ``failed`` is the union over ranks, by position of the move."""
+
+    job: Job
+    details: list[MoveDetail]
+    request_id: str | None
+    ranks: int = 0
+    failed: dict[int, Reason] = field(default_factory=dict)
+
+
+class Transfers:
+    """The table of jobs. ``rank_count`` answers settle a job."""
+
+    def __init__(self, rank_count: int) -> None:
+        self._rank_count = rank_count
+        self._next_id = 1
+        self._queued: list[Job] = []
+        self._records: dict[JobId, JobRecord] = {}
+        self._counts = dict.fromkeys(JobKind, 0)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def count(self, kind: JobKind) -> int:
+        """Return the jobs of a kind that are queued or out."""
+        return self._counts[kind]
+
+    def add(
+        self,
+        kind: JobKind,
+        moves: list[Move],
+        details: list[MoveDetail],
+        *,
+        epoch: int = 0,
+        request_id: str | None = None,
+        home: HomeSpec | None = None,
+        segment: SegmentSpec | None = None,
+    ) -> JobRecord:
+        """Queue a job for the next plan."""
+        assert len(moves) == len(details)
+        job_id = JobId(self._next_id)
+        self._next_id += 1
+        job = Job(job_id, kind, tuple(moves), epoch, request_id if kind is JobKind.LOAD else None, home, segment)
+        record = JobRecord(job, details, request_id)
+        self._records[job_id] = record
+        self._counts[kind] += 1
+        self._queued.append(job)
+        return record
+
+    def take_queued(self) -> tuple[Job, ...]:
+        """Return the jobs that no plan has carried yet, in order."""
+        queued = tuple(self._queued)
+        self._queued = []
+        return queued
+
+    def cancel_queued(self) -> list[JobRecord]:
+        """Take back the jobs that no plan has carried yet; those of files and loads stay: somebody waits for them."""
+        cancelled = [self._remove(job.id) for job in self._queued if _cancellable(job)]
+        self._queued = [job for job in self._queued if not _cancellable(job)]
+        return cancelled
+
+    def sent_loads(self) -> tuple[JobId, ...]:
+        """Return the loads that are queued or out."""
+        return tuple(job_id for job_id, record in self._records.items() if record.job.kind is JobKind.LOAD)
+
+    def touched_blocks(self) -> Iterator[int]:
+        """Yield the GPU blocks that stores on their way hold."""
+        for record in self._records.values():
+            if record.job.kind is JobKind.STORE:
+                for detail in record.details:
+                    yield detail.block
+
+    def absorb(self, report: Report) -> list[JobRecord]:
+        """Count a report's answers; return the jobs that are settled by it."""
+        settled = []
+        for job_id, result in report.results.items():
+            record = self._records.get(job_id)
+            assert record is not None, f"job {job_id} answered more than once per rank, or never planned"
+            record.ranks += result.ranks
+            assert record.ranks <= self._rank_count
+            for position, reason in result.failed.items():
+                record.failed.setdefault(position, reason)
+            if record.ranks == self._rank_count:
+                settled.append(self._remove(job_id))
+        return settled
+
+    def _remove(self, job_id: JobId) -> JobRecord:
+        record = self._records.pop(job_id)
+        self._counts[record.job.kind] -= 1
+        return record
+
+
+def _cancellable(job: Job) -> bool:
+    return job.kind in {JobKind.STORE, JobKind.DEMOTE, JobKind.PROMOTE}

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A device that misbehaves on request, around any other."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvdisk.device.base import Buffer, Device, Op, Outcome, Transfer
+
+
+@dataclass(slots=True)
+class FaultPlan:
+    """What shall go wrong; may be changed at any time, and holds from the next ``submit`` on.
+
+    ``fail``: errno by number of the transfer, reads and writes counted together from 1 in order of submission.
+    ``corrupt``: by number of the read, counted from 1, the byte of the transfer (modulo its length) in which one
+    bit is flipped after it was read. ``full``: every write fails with ENOSPC. ``hold``: batches are kept back, not
+    a byte of them moves, until ``FaultyDevice.release``.
+    A transfer that is to fail moves nothing.
+    """
+
+    fail: dict[int, int] = field(default_factory=dict)
+    corrupt: dict[int, int] = field(default_factory=dict)
+    full: bool = False
+    hold: bool = False
+
+
+@dataclass(slots=True)
+class _Batch:
+    """A batch between us and the inner device. ``positions``: of the passed-on transfers in the caller's batch."""
+
+    ticket: int
+    op: Op
+    passed: list[Transfer]
+    positions: list[int]
+    errors: dict[int, int]
+    corrupt: list[tuple[int, int]]
+    """Position in ``passed`` of the reads to corrupt, and the byte."""
+
+
+class FaultyDevice:
+    """``Device`` that passes batches on to ``inner``, and breaks them as ``plan`` says; an empty plan changes nothing.
+
+    While batches are held, ``poll`` does not wait for them; ``drain`` and ``close`` release them first.
+    ``submitted`` lists what was asked for, in order: op and the batch's transfers.
+    """
+
+    def __init__(self, inner: Device, plan: FaultPlan | None = None) -> None:
+        self.inner = inner
+        self.plan = plan if plan is not None else FaultPlan()
+        self.submitted: list[tuple[Op, tuple[tuple[int, int, int], ...]]] = []
+        """Each transfer as (fd, offset, bytes)."""
+        self._tickets = 0
+        self._transfers = 0
+        self._reads = 0
+        self._held: list[_Batch] = []
+        self._passed: dict[int, _Batch] = {}
+        self._ended: list[Outcome] = []
+
+    @property
+    def name(self) -> str:
+        """The inner device's name."""
+        return f"faulty({self.inner.name})"
+
+    @property
+    def held(self) -> int:
+        """Number of batches kept back."""
+        return len(self._held)
+
+    def attach_memory(self, memory: Buffer) -> None:
+        """See ``Device``."""
+        self.inner.attach_memory(memory)
+
+    def attach_file(self, fd: int) -> None:
+        """See ``Device``."""
+        self.inner.attach_file(fd)
+
+    def detach_file(self, fd: int) -> None:
+        """See ``Device``."""
+        self.inner.detach_file(fd)
+
+    def submit(self, op: Op, batch: Sequence[Transfer]) -> int:
+        """See ``Device``."""
+        assert batch
+        self._tickets += 1
+        broken = _Batch(self._tickets, op, [], [], {}, [])
+        for position, transfer in enumerate(batch):
+            self._transfers += 1
+            self._reads += op is Op.READ
+            number = self.plan.fail.get(self._transfers, 0)
+            if not number and op is Op.WRITE and self.plan.full:
+                number = errno.ENOSPC
+            if number:
+                broken.errors[position] = number
+                continue
+            if op is Op.READ and self._reads in self.plan.corrupt:
+                broken.corrupt.append((len(broken.passed), self.plan.corrupt[self._reads]))
+            broken.passed.append(transfer)
+            broken.positions.append(position)
+        sizes = (sum(buffer.nbytes for buffer in transfer.buffers) for transfer in batch)
+        self.submitted.append(
+            (op, tuple((transfer.fd, transfer.offset, size) for transfer, size in zip(batch, sizes, strict=True)))
+        )
+        if self.plan.hold:
+            self._held.append(broken)
+        else:
+            self._pass_on(broken)
+        return broken.ticket
+
+    def release(self, count: int | None = None) -> None:
+        """Pass on the ``count`` oldest held batches (all of them by default); ``plan.hold`` stays as it is."""
+        released = self._held[:count]
+        self._held = self._held[len(released) :]
+        for batch in released:
+            self._pass_on(batch)
+
+    def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
+        """See ``Device`` and the class."""
+        found = self.inner.poll(0.0 if self._ended else timeout_s)
+        return self._take_ended() + [self._finish(outcome) for outcome in found]
+
+    def drain(self) -> list[Outcome]:
+        """See ``Device`` and the class."""
+        self.release()
+        found = self.inner.drain()
+        return self._take_ended() + [self._finish(outcome) for outcome in found]
+
+    def close(self) -> None:
+        """See ``Device`` and the class; closes the inner device, too."""
+        self.drain()
+        self.inner.close()
+
+    def _pass_on(self, batch: _Batch) -> None:
+        if batch.passed:
+            self._passed[self.inner.submit(batch.op, batch.passed)] = batch
+        else:
+            self._ended.append(Outcome(batch.ticket, batch.errors))
+
+    def _take_ended(self) -> list[Outcome]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _finish(self, outcome: Outcome) -> Outcome:
+        batch = self._passed.pop(outcome.ticket)
+        for place, number in outcome.errors.items():
+            batch.errors[batch.positions[place]] = number
+        for place, byte in batch.corrupt:
+            if place not in outcome.errors:
+                _flip(batch.passed[place].buffers, byte)
+        return Outcome(batch.ticket, batch.errors)
+
+
+def _flip(buffers: Sequence[Buffer], byte: int) -> None:
+    byte %= sum(buffer.nbytes for buffer in buffers)
+    for buffer in buffers:
+        if byte < buffer.nbytes:
+            buffer[byte] ^= 1
+            return
+        byte -= buffer.nbytes

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random-weight models and a tokenizer trained on local text, so that the real engine runs without a model hub.
+
+The weights are scaled so that greedy decoding depends on the whole prompt: attention is peaked
+(one wrong block of KV changes the tokens), and what the layers add outweighs the embedding of the
+last token. ``python -m kvdisk.testing.tiny_models KIND DIR [TEXT ...]`` builds one model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+SEED = 20260
+VOCABULARY = 4096
+TINY_VOCABULARY = 512
+ATTENTION_SPREAD = 3.0
+"""Standard deviation of the attention logits; e**-9 of a prompt's tokens then share the weight."""
+BOS, EOS = "<bos>", "<eos>"
+STAMP = "kvdisk_model.json"
+"""Written last, so that a directory without it is a build that did not finish."""
+
+
+def train_tokenizer(texts: Iterable[str], directory: Path, vocabulary: int) -> None:
+    """Train a byte-level BPE tokenizer on ``texts`` and save it for transformers in ``directory``."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS).save_pretrained(directory)
+
+
+def demo_llama() -> Any:
+    """Return the configuration of the demo's model: 8 layers, hidden 512, grouped-query attention."""
+    return _llama(VOCABULARY, layers=8, hidden=512, intermediate=1408, heads=8, kv_heads=2, positions=8192)
+
+
+def tiny_llama() -> Any:
+    """Return the configuration of the smallest full-attention model of the tests (two KV heads, so TP=2 splits it)."""
+    return _llama(TINY_VOCABULARY, layers=2, hidden=128, intermediate=256, heads=4, kv_heads=2, positions=2048)
+
+
+def tiny_gemma3() -> Any:
+    """Return the configuration of a hybrid model: four layers with a window of 64 tokens and two with full attention,
+    which vLLM puts into three KV-cache groups."""
+    from transformers import Gemma3TextConfig
+
+    return Gemma3TextConfig(
+        architectures=["Gemma3ForCausalLM"],
+        vocab_size=TINY_VOCABULARY,
+        num_hidden_layers=6,
+        hidden_size=128,
+        intermediate_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=64,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        dtype="float32",
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "demo-llama": demo_llama,
+    "tiny-llama": tiny_llama,
+    "tiny-gemma3": tiny_gemma3,
+}
+
+
+def build(kind: str, directory: Path, texts: Sequence[str]) -> Path:
+    """Write the model ``kind`` (a key of ``KINDS``) with its tokenizer to ``directory`` and return the directory.
+
+    Does nothing where the same kind, seed and configuration have been built there before; the
+    tokenizer is then the one of that time.
+    """
+    import transformers
+
+    config = KINDS[kind]()
+    stamp = {"kind": kind, "seed": SEED, "spread": ATTENTION_SPREAD, "config": config.to_diff_dict()}
+    wanted = json.loads(json.dumps(stamp, default=str))
+    stamp_file = directory / STAMP
+    if stamp_file.exists() and json.loads(stamp_file.read_text()) == wanted:
+        return directory
+    stamp_file.unlink(missing_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    train_tokenizer(texts, directory, config.vocab_size)
+    transformers.set_seed(SEED)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    _spread(model, config)
+    model.save_pretrained(directory, safe_serialization=True)
+    transformers.GenerationConfig(bos_token_id=0, eos_token_id=1).save_pretrained(directory)
+    stamp_file.write_text(json.dumps(wanted, indent=1))
+    return directory
+
+
+def _llama(
+    vocabulary: int, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, positions: int
+) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=vocabulary,
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        max_position_embeddings=positions,
+        tie_word_embeddings=False,
+        dtype="float32",
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+
+
+def _spread(model: Any, config: Any) -> None:
+    """Scale the random weights: unit gain everywhere, attention logits of ``ATTENTION_SPREAD``, a faint embedding."""
+    for name, tensor in model.state_dict().items():
+        if tensor.dim() != 2:
+            # Norms keep their neutral initial value; Gemma's query and key norms would undo a scaled projection.
+            if name.endswith("q_norm.weight"):
+                tensor.fill_(ATTENTION_SPREAD - 1.0)
+            continue
+        gain = 1.0 / math.sqrt(tensor.shape[1])
+        if "embed_tokens" in name:
+            gain = 0.1
+        elif name.endswith("q_proj.weight"):
+            gain *= ATTENTION_SPREAD
+        tensor.normal_(0.0, gain)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Build one model from the command line; further arguments are text files for the tokenizer."""
+    kind, directory, *files = arguments
+    build(kind, Path(directory), [Path(name).read_text() for name in files])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slots in host memory: the CPU tier of one rank, and the staging of its worker, are an ``Arena`` each.
+
+A slot lies here as it lies on the drive, 4 KiB header and payload together, so that neighbours
+move in one transfer. ``torch`` is imported only where a tensor or pinning is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvdisk.errors import ConfigError
+from kvdisk.geometry import ALIGNMENT, HEADER_BYTES
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Arena:
+    """One private anonymous mapping with a region of slots for each size class.
+
+    ``slot_sizes``: bytes of a slot by size class, multiples of 4096. ``slot_counts``: slots of each
+    class; 0 is allowed. ``pin``: register the mapping with CUDA, which touches all of it; otherwise
+    memory is taken as slots are first written.
+
+    The arena owns the memory until ``close``; a view or tensor that outlives it keeps the mapping
+    alive, never dangling. What lies in a slot belongs to the mover, and to the device while a batch
+    names it. Any thread may ask for views. Raises ConfigError when the memory cannot be had, or
+    ``pin`` is asked for and CUDA is absent or refuses.
+    """
+
+    def __init__(self, slot_sizes: Sequence[int], slot_counts: Sequence[int], pin: bool) -> None:
+        assert len(slot_sizes) == len(slot_counts) > 0
+        assert all(size > HEADER_BYTES and size % ALIGNMENT == 0 for size in slot_sizes)
+        assert all(count >= 0 for count in slot_counts)
+        self.slot_sizes = tuple(slot_sizes)
+        self.slot_counts = tuple(slot_counts)
+        self._offsets: list[int] = []
+        total_bytes = 0
+        for size, count in zip(slot_sizes, slot_counts, strict=True):
+            self._offsets.append(total_bytes)
+            total_bytes += size * count
+        # An empty mapping is an error to the kernel, an empty tier is not one to us.
+        self.total_bytes = max(total_bytes, ALIGNMENT)
+        # mmap's default for fd -1 is MAP_SHARED, which gets no huge pages.
+        try:
+            mapping = mmap.mmap(-1, self.total_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"cannot map {self.total_bytes} bytes of host memory: {error}") from error
+        with contextlib.suppress(OSError):  # a kernel without huge pages serves as well, only slower
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        self._mapping: mmap.mmap | None = mapping
+        self._memory: memoryview | None = memoryview(mapping)
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._pinned_address = 0
+        if pin:
+            self._pin()
+
+    @property
+    def memory(self) -> memoryview:
+        """The whole mapping, for ``Device.attach_memory``."""
+        assert self._memory is not None, "the arena is closed"
+        return self._memory
+
+    def view(self, size_class: int, index: int) -> memoryview:
+        """Return slot ``index`` of a size class: ``slot_sizes[size_class]`` writable bytes, 4 KiB-aligned."""
+        return self.run_view(size_class, index, 1)
+
+    def run_view(self, size_class: int, index: int, count: int) -> memoryview:
+        """Return ``count`` neighbouring slots from ``index`` on, as one view."""
+        assert self._memory is not None, "the arena is closed"
+        assert 0 <= index <= self.slot_counts[size_class] - count, (size_class, index, count)
+        slot_bytes = self.slot_sizes[size_class]
+        start = self._offsets[size_class] + index * slot_bytes
+        return self._memory[start : start + count * slot_bytes]
+
+    def tensor(self, size_class: int) -> torch.Tensor:
+        """Return all slots of a size class as uint8, shape (slot_count, slot_bytes), sharing the memory."""
+        assert self._mapping is not None, "the arena is closed"
+        if size_class not in self._tensors:
+            import torch  # noqa: PLC0415 - the arena is of use without torch
+
+            size, count = self.slot_sizes[size_class], self.slot_counts[size_class]
+            # Through numpy, whose array holds the mapping open; torch.frombuffer would not.
+            array = np.frombuffer(self._mapping, np.uint8, size * count, self._offsets[size_class])
+            self._tensors[size_class] = torch.from_numpy(array.reshape(count, size))
+        return self._tensors[size_class]
+
+    def close(self) -> None:
+        """Unregister from CUDA and give the memory back, once the last view of it is gone. Idempotent.
+
+        The caller makes sure that no copy and no batch is in flight.
+        """
+        if self._mapping is None:
+            return
+        if self._pinned_address:
+            import torch  # noqa: PLC0415
+
+            torch.cuda.cudart().cudaHostUnregister(self._pinned_address)
+            self._pinned_address = 0
+        mapping, self._mapping = self._mapping, None
+        self._memory = None
+        self._tensors.clear()
+        with contextlib.suppress(BufferError):  # someone still holds a view: the last one frees the mapping
+            mapping.close()
+
+    def _pin(self) -> None:
+        assert self._mapping is not None
+        try:
+            import torch  # noqa: PLC0415
+        except ImportError as error:
+            raise ConfigError("pinned host memory needs torch with CUDA") from error
+        if not torch.cuda.is_available():
+            raise ConfigError("pinned host memory needs CUDA, and torch finds no CUDA device")
+        address = np.frombuffer(self._mapping, np.uint8).ctypes.data
+        status = int(torch.cuda.cudart().cudaHostRegister(address, self.total_bytes, 0))
+        if status != 0:
+            raise ConfigError(f"CUDA cannot pin {self.total_bytes} bytes of host memory (error {status})")
+        self._pinned_address = address

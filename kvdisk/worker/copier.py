@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies between vLLM's blocks and arena slots.
+
+vLLM lays the layers of a group at a regular distance in one allocation, so that all layers of many
+blocks are one strided view, and one index operation copies them all: ``LayerBlocks`` finds such
+stacks. Layers that do not fit a stack become stacks of their own, one operation each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from enum import Enum
+from typing import Any, NamedTuple, Protocol, cast
+
+import numpy as np
+import torch
+
+from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, contiguous_runs, round_up
+from kvdisk.worker.arena import Arena
+
+Mark = object
+"""A point in the model's work, made by ``compute_done``; None: nothing to wait for."""
+
+
+class Event(Protocol):
+    """A point in a stream of device work (``torch.cuda.Event`` is one)."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+
+
+class CopyTicket:
+    """One gather or scatter under way; ``event`` is None when it ended before it was returned."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, event: Event | None = None) -> None:
+        self.event = event
+
+
+class Copier(Protocol):
+    """Moves whole blocks between vLLM's tensors and slots of an arena.
+
+    ``group``: KV-cache group. ``blocks``: GPU block ids. ``indices``: slots of ``size_class``, one for
+    each block; only their payload takes part, though a gather may overwrite their headers. From the
+    call until ``done`` or ``wait`` say that the copy ended, the copier owns the slots and blocks.
+    ``compute_done`` is called on the model's thread, all else on the mover's.
+    """
+
+    def compute_done(self) -> Mark:
+        """Note the model's work launched so far; a copy given the mark begins after that work has ended."""
+
+    def gather(
+        self,
+        group: int,
+        blocks: Sequence[int],
+        arena: Arena,
+        size_class: int,
+        indices: Sequence[int],
+        *,
+        after: Mark = None,
+    ) -> CopyTicket:
+        """Start copying blocks to slots."""
+
+    def scatter(
+        self,
+        group: int,
+        arena: Arena,
+        size_class: int,
+        indices: Sequence[int],
+        blocks: Sequence[int],
+        *,
+        after: Mark = None,
+    ) -> CopyTicket:
+        """Start copying slots to blocks. A forward pass launched once the copy is done sees them."""
+
+    def done(self, ticket: CopyTicket) -> bool:
+        """Whether a copy has ended. Does not wait."""
+
+    def wait(self, ticket: CopyTicket) -> None:
+        """Return when a copy has ended."""
+
+
+class Stack(NamedTuple):
+    """Layers at a regular distance: uint8 (num_blocks, layer count, layer_bytes); ``offset`` bytes into the payload."""
+
+    blocks: torch.Tensor
+    offset: int
+
+
+class LayerBlocks:
+    """The blocks of one KV-cache group.
+
+    ``layers``: per layer a uint8 tensor of shape (num_blocks, layer_bytes), contiguous in the second
+    dimension, with any stride in the first. A payload is the layers' bytes one after the other, in
+    this order. The tensors are vLLM's; they must live as long as copies are asked for.
+    """
+
+    def __init__(self, layers: Sequence[torch.Tensor]) -> None:
+        assert layers
+        for layer in layers:
+            assert layer.dtype == torch.uint8, layer.dtype
+            assert layer.dim() == 2 and layer.stride(1) == 1, (layer.shape, layer.stride())
+            assert layer.shape[0] == layers[0].shape[0], "layers of one group have the same blocks"
+            assert layer.device == layers[0].device
+        self.num_blocks = int(layers[0].shape[0])
+        self.payload_bytes = sum(int(layer.shape[1]) for layer in layers)
+        self.stacks: list[Stack] = []
+        start = offset = 0
+        while start < len(layers):
+            count = _regular_count(layers[start:])
+            first = layers[start]
+            layer_bytes = int(first.shape[1])
+            distance = layers[start + 1].storage_offset() - first.storage_offset() if count > 1 else layer_bytes
+            shape, strides = (self.num_blocks, count, layer_bytes), (first.stride(0), distance, 1)
+            self.stacks.append(Stack(first.as_strided(shape, strides, first.storage_offset()), offset))
+            start += count
+            offset += count * layer_bytes
+        self._word = _widest_word(self.stacks)
+
+    def widened(self, part: torch.Tensor) -> torch.Tensor:
+        """Return a stack, or what it fills in slots, as the largest integers that divide it: GPUs copy them faster."""
+        return part.view(self._word)
+
+
+def _widest_word(stacks: Sequence[Stack]) -> torch.dtype:
+    for word in (torch.int64, torch.int32, torch.int16):
+        sizes = [
+            size
+            for stack in stacks
+            for size in (stack.blocks.shape[2], stack.blocks.storage_offset(), *stack.blocks.stride()[:2])
+        ]
+        if all(size % word.itemsize == 0 for size in sizes):
+            return word
+    return torch.uint8
+
+
+def _regular_count(layers: Sequence[torch.Tensor]) -> int:
+    """Return how many of the first layers form one strided view (at least 1)."""
+    first = layers[0]
+    distance = 0
+    for count, layer in enumerate(layers):
+        step = layer.storage_offset() - layers[count - 1].storage_offset() if count else 0
+        distance = step if count == 1 else distance
+        if (
+            layer.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+            or (layer.shape, layer.stride()) != (first.shape, first.stride())
+            or (count and (step != distance or step <= 0))
+        ):
+            return count
+    return len(layers)
+
+
+def _payload_part(slots: torch.Tensor, stack: Stack) -> torch.Tensor:
+    """Return what a stack's layers fill in slots (n, slot_bytes), as uint8 (n, layer count, layer_bytes)."""
+    _, count, layer_bytes = stack.blocks.shape
+    start = HEADER_BYTES + stack.offset
+    return slots[:, start : start + count * layer_bytes].unflatten(1, (count, layer_bytes))
+
+
+class HostCopier:
+    """The copier of the CPU platform: copies at once, on the mover's thread.
+
+    ``groups``: the blocks of each KV-cache group, in order of their index, in host memory.
+    """
+
+    def __init__(self, groups: Sequence[LayerBlocks]) -> None:
+        self._groups = tuple(groups)
+
+    def compute_done(self) -> Mark:
+        """See ``Copier``. The CPU platform's forward pass has ended when it returns."""
+        return None
+
+    def gather(
+        self,
+        group: int,
+        blocks: Sequence[int],
+        arena: Arena,
+        size_class: int,
+        indices: Sequence[int],
+        *,
+        after: Mark = None,  # noqa: ARG002 - there is nothing to wait for
+    ) -> CopyTicket:
+        """See ``Copier``."""
+        stacks = self._groups[group].stacks
+        slots = arena.tensor(size_class)
+        runs = contiguous_runs(indices, len(indices))
+        at = torch.tensor(blocks)
+        with torch.inference_mode():
+            for stack in stacks:
+                target = _payload_part(slots, stack)
+                if _run_by_run(runs, stacks):
+                    for start, count in runs:
+                        first = indices[start]
+                        torch.index_select(
+                            stack.blocks, 0, at[start : start + count], out=target[first : first + count]
+                        )
+                else:
+                    target.numpy()[np.array(indices)] = stack.blocks.numpy()[at.numpy()]
+        return CopyTicket()
+
+    def scatter(
+        self,
+        group: int,
+        arena: Arena,
+        size_class: int,
+        indices: Sequence[int],
+        blocks: Sequence[int],
+        *,
+        after: Mark = None,  # noqa: ARG002
+    ) -> CopyTicket:
+        """See ``Copier``."""
+        stacks = self._groups[group].stacks
+        slots = arena.tensor(size_class)
+        runs = contiguous_runs(indices, len(indices))
+        at = np.array(blocks)
+        for stack in stacks:
+            source, target = _payload_part(slots, stack).numpy(), stack.blocks.numpy()
+            if _run_by_run(runs, stacks):
+                for start, count in runs:
+                    first = indices[start]
+                    target[at[start : start + count]] = source[first : first + count]
+            else:
+                target[at] = source[np.array(indices)]
+        return CopyTicket()
+
+    def done(self, ticket: CopyTicket) -> bool:
+        """See ``Copier``."""
+        return ticket.event is None
+
+    def wait(self, ticket: CopyTicket) -> None:
+        """See ``Copier``."""
+        assert ticket.event is None
+
+
+def _run_by_run(runs: Sequence[tuple[int, int]], stacks: Sequence[Stack]) -> bool:
+    # Neighbouring slots need no temporary, which makes them 1.3 to 2 times as fast; but runs times
+    # layers operations would cost more than that saves.
+    return len(runs) == 1 or len(stacks) == 1
+
+
+class Lane(Enum):
+    """The two streams of device work: what a lane is given runs in that order, beside the other's."""
+
+    STORE = "store"
+    LOAD = "load"
+
+
+class Lanes(Protocol):
+    """What ``CudaCopier`` needs of the accelerator's runtime: ``CudaLanes``, or a synchronous one in tests."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where vLLM's blocks and the scratch are."""
+
+    def on(self, lane: Lane) -> AbstractContextManager[Any]:
+        """Return a context in which operations of this thread go to the lane."""
+
+    def record(self, lane: Lane | None) -> Event:
+        """Return an event after all that a lane (None: the calling thread's current stream) was given so far."""
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        """Let what the lane is given from now on wait, on the device, for an event."""
+
+    def numbers(self, values: Sequence[int]) -> torch.Tensor:
+        """Return int64 values on the device, for use in the lane whose context is entered; does not wait for it."""
+
+
+class CudaLanes:
+    """``Lanes`` on a CUDA device (None: the calling thread's current one)."""
+
+    def __init__(self, device: int | None = None) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device() if device is None else device)
+        self._streams = {lane: torch.cuda.Stream(self.device) for lane in Lane}
+
+    def on(self, lane: Lane) -> AbstractContextManager[Any]:
+        """See ``Lanes``."""
+        context: AbstractContextManager[Any] = torch.cuda.stream(self._streams[lane])
+        return context
+
+    def record(self, lane: Lane | None) -> Event:
+        """See ``Lanes``."""
+        event = torch.cuda.Event(blocking=True)  # a wait sleeps, and leaves the core to the model's thread
+        event.record(self._streams[lane] if lane else torch.cuda.current_stream(self.device))
+        recorded: Event = event
+        return recorded
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        """See ``Lanes``."""
+        self._streams[lane].wait_event(event)
+
+    def numbers(self, values: Sequence[int]) -> torch.Tensor:
+        """See ``Lanes``."""
+        # From pageable memory the copy would first wait for all that the lane has to do.
+        return torch.tensor(values, pin_memory=True).to(self.device, non_blocking=True)
+
+
+class CudaCopier:
+    """The copier of an accelerator: a pinned arena on one side, vLLM's blocks on the other, scratch between.
+
+    ``groups``: as for ``HostCopier``, on ``lanes.device``. ``gpu_scratch_bytes``: device memory for
+    scratch, half for each lane, though never less than one slot of the largest group. The scratch
+    holds whole slots, so that neighbours in the arena move in one copy. A request larger than the
+    scratch goes in parts: a lane keeps their order, so that no part overwrites one still in use.
+    """
+
+    def __init__(self, groups: Sequence[LayerBlocks], lanes: Lanes, gpu_scratch_bytes: int) -> None:
+        self._groups = tuple(groups)
+        self._lanes = lanes
+        largest = max(HEADER_BYTES + round_up(group.payload_bytes, ALIGNMENT) for group in groups)
+        self.scratch_bytes = max(gpu_scratch_bytes // 2, largest)
+        # Zeros, so that headers and padding that a gather copies out hold no stale bytes.
+        self._scratch = {lane: torch.zeros(self.scratch_bytes, dtype=torch.uint8, device=lanes.device) for lane in Lane}
+        zeroed = lanes.record(None)
+        for lane in Lane:
+            lanes.wait(lane, zeroed)
+
+    def compute_done(self) -> Mark:
+        """See ``Copier``."""
+        return self._lanes.record(None)
+
+    def gather(
+        self,
+        group: int,
+        blocks: Sequence[int],
+        arena: Arena,
+        size_class: int,
+        indices: Sequence[int],
+        *,
+        after: Mark = None,
+    ) -> CopyTicket:
+        """See ``Copier``."""
+        layers, slots = self._groups[group], arena.tensor(size_class)
+        with torch.inference_mode(), self._lanes.on(Lane.STORE):
+            if after is not None:
+                self._lanes.wait(Lane.STORE, cast(Event, after))
+            at = self._lanes.numbers(blocks)
+            for start, count, scratch in self._parts(Lane.STORE, slots, len(blocks)):
+                for stack in layers.stacks:
+                    torch.index_select(
+                        layers.widened(stack.blocks),
+                        0,
+                        at[start : start + count],
+                        out=layers.widened(_payload_part(scratch, stack)),
+                    )
+                for run_start, run in contiguous_runs(indices[start : start + count], count):
+                    first = indices[start + run_start]
+                    slots[first : first + run].copy_(scratch[run_start : run_start + run], non_blocking=True)
+            return CopyTicket(self._lanes.record(Lane.STORE))
+
+    def scatter(
+        self,
+        group: int,
+        arena: Arena,
+        size_class: int,
+        indices: Sequence[int],
+        blocks: Sequence[int],
+        *,
+        after: Mark = None,
+    ) -> CopyTicket:
+        """See ``Copier``. What an earlier owner of the blocks still does to them has ended with ``after``."""
+        layers, slots = self._groups[group], arena.tensor(size_class)
+        with torch.inference_mode(), self._lanes.on(Lane.LOAD):
+            at = self._lanes.numbers(blocks)
+            for start, count, scratch in self._parts(Lane.LOAD, slots, len(blocks)):
+                for run_start, run in contiguous_runs(indices[start : start + count], count):
+                    first = indices[start + run_start]
+                    scratch[run_start : run_start + run].copy_(slots[first : first + run], non_blocking=True)
+                if after is not None and start == 0:
+                    self._lanes.wait(Lane.LOAD, cast(Event, after))
+                for stack in layers.stacks:
+                    target = layers.widened(stack.blocks)
+                    target.index_copy_(0, at[start : start + count], layers.widened(_payload_part(scratch, stack)))
+            return CopyTicket(self._lanes.record(Lane.LOAD))
+
+    def done(self, ticket: CopyTicket) -> bool:
+        """See ``Copier``."""
+        return ticket.event is None or ticket.event.query()
+
+    def wait(self, ticket: CopyTicket) -> None:
+        """See ``Copier``."""
+        if ticket.event is not None:
+            ticket.event.synchronize()
+
+    def _parts(self, lane: Lane, slots: torch.Tensor, total: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield (first position, count, scratch of shape (count, slot_bytes)) for parts that fit the scratch."""
+        slot_bytes = int(slots.shape[1])
+        most = self.scratch_bytes // slot_bytes
+        for start in range(0, total, most):
+            count = min(most, total - start)
+            yield start, count, self._scratch[lane][: count * slot_bytes].view(count, slot_bytes)

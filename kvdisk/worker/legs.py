@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a job is made of: lots of moves that go the same way, taken in parts, each part leg by leg. Pure; no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from typing import NamedTuple
+
+from kvdisk.blocks import group_of
+from kvdisk.device.base import Buffer, Transfer
+from kvdisk.geometry import Geometry, contiguous_runs, slot_offset
+from kvdisk.messages import Job, JobKind, JobResult, Move, Reason
+from kvdisk.worker.arena import Arena
+
+
+class Leg(IntEnum):
+    """A stretch of a route. GATHER and SCATTER run on the copier, READ and WRITE on the device."""
+
+    GATHER = 1
+    SEAL = 2
+    WRITE = 3
+    READ = 4
+    CHECK = 5
+    SCATTER = 6
+
+
+class Route(Enum):
+    """The ways of a move, first the most urgent. ``staged``: its slot in memory is one of staging, not of the tier."""
+
+    LOAD_STAGED = ((Leg.READ, Leg.CHECK, Leg.SCATTER), True)
+    LOAD_KEPT = ((Leg.READ, Leg.CHECK, Leg.SCATTER), False)
+    LOAD_CPU = ((Leg.CHECK, Leg.SCATTER), False)
+    STORE_CPU = ((Leg.GATHER, Leg.SEAL), False)
+    STORE_STAGED = ((Leg.GATHER, Leg.SEAL, Leg.WRITE), True)
+    PROMOTE = ((Leg.READ, Leg.CHECK), False)
+    DEMOTE = ((Leg.WRITE,), False)
+
+    def __init__(self, legs: tuple[Leg, ...], staged: bool) -> None:
+        self.legs = legs
+        self.staged = staged
+        self.gathers = Leg.GATHER in legs
+        self.scatters = Leg.SCATTER in legs
+        self.reads = Leg.READ in legs
+        self.writes = Leg.WRITE in legs
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """A job under way. ``left``: moves that have not ended. ``mark``: the model's work to wait for.
+
+    ``deadline_s``: on the mover's clock; what has not started then fails. ``void``: ends as failed.
+    """
+
+    job: Job
+    mark: object
+    deadline_s: float
+    left: int = 0
+    failed: dict[int, Reason] = field(default_factory=dict)
+    void: bool = False
+
+    def result(self) -> JobResult:
+        """Return this rank's answer."""
+        if self.void:
+            return JobResult(1, dict.fromkeys(range(len(self.job.moves)), Reason.CANCELLED))
+        return JobResult(1, self.failed)
+
+
+@dataclass(slots=True, eq=False)
+class Lot:
+    """Moves of one job that share route and group, in the order of their slots; those before ``taken`` have started."""
+
+    work: Work
+    route: Route
+    group: int
+    positions: list[int]
+    taken: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """What of a lot is under way together. ``positions`` of moves that have not failed; ``slots``: where they lie in
+    ``arena``; ``leg``: position in the route. ``staging``: slots to give back at the end.
+    """
+
+    work: Work
+    route: Route
+    group: int
+    size_class: int
+    arena: Arena
+    positions: list[int]
+    slots: list[int]
+    staging: list[int]
+    leg: int = 0
+    retried: bool = False
+    batch: list[list[int]] = field(default_factory=list)
+    """Positions of the moves in each transfer of the batch at the device."""
+
+    def drop(self, gone: Mapping[int, Reason]) -> None:
+        """Take out moves that failed."""
+        kept = [(position, slot) for position, slot in zip(self.positions, self.slots, strict=True) if position not in gone]
+        self.positions = [position for position, _ in kept]
+        self.slots = [slot for _, slot in kept]
+
+
+class OpenFile(NamedTuple):
+    """An open segment file."""
+
+    fd: int
+    slot_bytes: int
+    slot_count: int
+
+
+def lots_of(work: Work, geometry: Geometry) -> list[Lot]:
+    """Sort a job's moves into lots; moves without a source fail with ABSENT. Sets ``work.left``."""
+    moves, kind = work.job.moves, work.job.kind
+    one_group = len(geometry.groups) == 1
+    found: dict[tuple[Route, int], list[int]] = {}
+    for position, move in enumerate(moves):
+        route = _route_of(kind, move)
+        if route is None:
+            work.failed[position] = Reason.ABSENT
+        else:
+            found.setdefault((route, 0 if one_group else group_of(move.key)), []).append(position)
+    work.left = len(moves) - len(work.failed)
+    lots = []
+    for (route, group), positions in found.items():
+        on_drive = route.reads or route.writes
+        positions.sort(key=lambda at: moves[at].nvme if on_drive else moves[at].cpu)  # type: ignore[arg-type, return-value]
+        lots.append(Lot(work, route, group, positions))
+    return lots
+
+
+def _route_of(kind: JobKind, move: Move) -> Route | None:
+    if kind is JobKind.LOAD:
+        if move.nvme is not None:
+            return Route.LOAD_STAGED if move.cpu is None else Route.LOAD_KEPT
+        return None if move.cpu is None else Route.LOAD_CPU
+    if kind is JobKind.STORE:
+        assert move.cpu is not None or move.nvme is not None, "a store without a target"
+        return Route.STORE_STAGED if move.cpu is None else Route.STORE_CPU
+    if kind is JobKind.PROMOTE:
+        assert move.cpu is not None, "a promotion without a target"
+        return None if move.nvme is None else Route.PROMOTE
+    assert kind is JobKind.DEMOTE, kind
+    assert move.nvme is not None, "a demotion without a target"
+    return None if move.cpu is None else Route.DEMOTE
+
+
+def transfers_of(part: Part, files: Mapping[int, OpenFile]) -> tuple[list[Transfer], list[list[int]], list[int]]:
+    """Merge neighbouring slots of a part into transfers, one transfer for each run within a segment.
+
+    Returns the transfers, for each of them the positions of its moves, and the positions of moves
+    whose segment is not open.
+    """
+    moves, positions, slots = part.work.job.moves, part.positions, part.slots
+    places = [moves[position].nvme for position in positions]
+    transfers: list[Transfer] = []
+    members: list[list[int]] = []
+    unopened: list[int] = []
+    start, total = 0, len(positions)
+    while start < total:
+        place = places[start]
+        assert place is not None
+        segment, first = place
+        end = start + 1
+        while end < total and places[end] == (segment, first + end - start):
+            end += 1
+        file = files.get(segment)
+        if file is None:
+            unopened += positions[start:end]
+        else:
+            assert file.slot_bytes == part.arena.slot_sizes[part.size_class], "slots of another size"
+            assert first + end - start <= file.slot_count, "a slot behind the segment's last"
+            buffers = _buffers(part, slots[start:end])
+            transfers.append(Transfer(file.fd, slot_offset(file.slot_bytes, first), buffers))
+            members.append(positions[start:end])
+        start = end
+    return transfers, members, unopened
+
+
+def split_transfer(transfer: Transfer, slot_bytes: int, count: int) -> list[Transfer]:
+    """Cut a transfer of ``count`` slots into one for each slot."""
+    views = [
+        buffer[start : start + slot_bytes]
+        for buffer in transfer.buffers
+        for start in range(0, buffer.nbytes, slot_bytes)
+    ]
+    assert len(views) == count
+    return [Transfer(transfer.fd, transfer.offset + at * slot_bytes, (view,)) for at, view in enumerate(views)]
+
+
+def _buffers(part: Part, slots: Sequence[int]) -> tuple[Buffer, ...]:
+    return tuple(
+        part.arena.run_view(part.size_class, slots[start], count) for start, count in contiguous_runs(slots, len(slots))
+    )

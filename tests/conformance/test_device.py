@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device suite over every device, and what only some devices promise."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from kvdisk.device.base import Device, Op, Transfer
+from kvdisk.device.memory import MemoryDevice
+from kvdisk.device.posix import PosixDevice
+from kvdisk.geometry import ALIGNMENT
+from kvdisk.testing.device_conformance import WAIT_S, DeviceConformance, fill, make_memory
+from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
+
+
+class PosixFiles(DeviceConformance):
+    flags = 0
+
+    def setup_method(self, _method) -> None:
+        self.directory = tempfile.TemporaryDirectory()
+        self.fds: dict[int, Path] = {}
+        super().setup_method(_method)
+
+    def make_device(self) -> Device:
+        return PosixDevice(threads=3)
+
+    def open_file(self) -> int:
+        path = Path(self.directory.name) / str(len(self.fds))
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | self.flags, 0o600)
+        self.fds[fd] = path
+        return fd
+
+    def close_files(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        self.directory.cleanup()
+
+    def stored(self, fd: int, byte_count: int) -> bytes:
+        return self.fds[fd].read_bytes()[:byte_count]
+
+
+class TestPosix(PosixFiles):
+    pass
+
+
+class TestPosixDirect(PosixFiles):
+    flags = os.O_DIRECT
+
+
+class TestPosixOneThreadShortCalls(PosixFiles):
+    """Everything is cut, and every cut falls between buffers of one transfer."""
+
+    def make_device(self) -> Device:
+        return PosixDevice(threads=1, longest_bytes=ALIGNMENT)
+
+
+class TestMemory(DeviceConformance):
+    def setup_method(self, _method) -> None:
+        self.reference = MemoryDevice()
+        self.last_fd = 100
+        super().setup_method(_method)
+
+    def make_device(self) -> Device:
+        return self.reference
+
+    def open_file(self) -> int:
+        self.last_fd += 1
+        return self.last_fd
+
+    def stored(self, fd: int, byte_count: int) -> bytes:
+        return self.reference.contents(fd)[:byte_count]
+
+
+class TestFaultyMemory(TestMemory):
+    def make_device(self) -> Device:
+        return FaultyDevice(self.reference)
+
+
+class TestFaultyPosix(PosixFiles):
+    def make_device(self) -> Device:
+        return FaultyDevice(PosixDevice(threads=2))
+
+
+@pytest.fixture
+def memory_file():
+    """A reference device with one file of four blocks, and the bytes in it."""
+    device = MemoryDevice()
+    device.attach_file(7)
+    memory = make_memory(4 * ALIGNMENT)
+    data = fill(memory, 1)
+    device.submit(Op.WRITE, [Transfer(7, 0, (memory,))])
+    device.drain()
+    return device, data
+
+
+def blocks(memory, count):
+    return [memory[at * ALIGNMENT : (at + 1) * ALIGNMENT] for at in range(count)]
+
+
+def test_the_reference_moves_nothing_before_it_is_polled(memory_file):
+    device, data = memory_file
+    memory = make_memory(ALIGNMENT)
+    device.submit(Op.READ, [Transfer(7, 0, (memory,))])
+    assert not any(memory)
+    device.poll()
+    assert memory == data[:ALIGNMENT]
+
+
+def test_a_file_of_the_reference_can_begin_with_zeros():
+    device = MemoryDevice(file_bytes=4 * ALIGNMENT)
+    device.attach_file(7)
+    memory = make_memory(ALIGNMENT)
+    fill(memory, 2)
+    device.submit(Op.READ, [Transfer(7, 3 * ALIGNMENT, (memory,)), Transfer(7, 4 * ALIGNMENT, (memory,))])
+    assert device.poll()[0].errors == {1: errno.EIO}
+    assert memory == bytes(ALIGNMENT)
+    assert device.contents(7) == bytes(4 * ALIGNMENT)
+
+
+def test_the_nth_transfer_fails_with_its_errno_and_moves_nothing(memory_file):
+    inner, data = memory_file
+    device = FaultyDevice(inner, FaultPlan(fail={2: errno.ENXIO, 4: errno.EIO}))
+    memory = make_memory(4 * ALIGNMENT)
+    views = blocks(memory, 4)
+    device.submit(Op.READ, [Transfer(7, at * ALIGNMENT, (view,)) for at, view in enumerate(views[:3])])
+    assert device.drain()[0].errors == {1: errno.ENXIO}
+    assert memory == data[:ALIGNMENT] + bytes(ALIGNMENT) + data[2 * ALIGNMENT : 3 * ALIGNMENT] + bytes(ALIGNMENT)
+    ticket = device.submit(Op.WRITE, [Transfer(7, 0, (views[3],))])
+    assert device.poll(WAIT_S) == [(ticket, {0: errno.EIO})]
+    assert inner.contents(7) == data
+    device.submit(Op.WRITE, [Transfer(7, 0, (views[3],))])
+    assert device.drain()[0].errors == {}
+    assert inner.contents(7)[:ALIGNMENT] == bytes(ALIGNMENT)
+
+
+def test_inner_errors_keep_their_place_beside_planned_ones(memory_file):
+    inner, _ = memory_file
+    device = FaultyDevice(inner, FaultPlan(fail={1: errno.ENXIO}))
+    views = blocks(make_memory(3 * ALIGNMENT), 3)
+    device.submit(Op.READ, [Transfer(7, 0, (views[0],)), Transfer(7, 0, (views[1],)), Transfer(8, 0, (views[2],))])
+    assert device.drain()[0].errors == {0: errno.ENXIO, 2: errno.EBADF}
+
+
+def test_a_full_drive_refuses_writes_and_serves_reads_until_told_otherwise(memory_file):
+    inner, data = memory_file
+    device = FaultyDevice(inner, FaultPlan(full=True))
+    memory = make_memory(4 * ALIGNMENT)
+    device.submit(Op.WRITE, [Transfer(7, 0, (memory,))])
+    device.submit(Op.READ, [Transfer(7, 0, (memory,))])
+    assert sorted(outcome.errors.get(0, 0) for outcome in device.drain()) == [0, errno.ENOSPC]
+    assert memory == data
+    device.plan.full = False
+    fill(memory, 3)
+    device.submit(Op.WRITE, [Transfer(7, 0, (memory,))])
+    assert device.drain()[0].errors == {}
+    assert inner.contents(7) == memory
+
+
+@pytest.mark.parametrize("byte", [0, ALIGNMENT + 5, 4 * ALIGNMENT + 9])
+def test_one_bit_of_the_nth_read_is_flipped(memory_file, byte):
+    inner, data = memory_file
+    device = FaultyDevice(inner, FaultPlan(corrupt={2: byte}))
+    memories = [make_memory(4 * ALIGNMENT) for _ in range(3)]
+    device.submit(Op.WRITE, [Transfer(7, 4 * ALIGNMENT, (memories[0],))])
+    device.submit(Op.READ, [Transfer(7, 0, tuple(blocks(memory, 4))) for memory in memories])
+    assert not any(outcome.errors for outcome in device.drain())
+    assert memories[0] == data
+    assert memories[2] == data
+    changed = {at: memories[1][at] ^ data[at] for at in range(len(data)) if memories[1][at] != data[at]}
+    assert changed == {byte % len(data): 1}
+    assert inner.contents(7)[: len(data)] == data
+
+
+def test_held_batches_run_when_released_oldest_first(memory_file):
+    inner, data = memory_file
+    device = FaultyDevice(inner, FaultPlan(hold=True))
+    memory = make_memory(2 * ALIGNMENT)
+    first, second = blocks(memory, 2)
+    tickets = [device.submit(Op.READ, [Transfer(7, 0, (view,))]) for view in (first, second)]
+    assert device.poll(3600.0) == []
+    assert device.held == 2
+    device.release(1)
+    assert device.poll(WAIT_S) == [(tickets[0], {})]
+    assert first == data[:ALIGNMENT]
+    assert not any(second)
+    device.plan.hold = False
+    later = device.submit(Op.READ, [Transfer(7, 0, (first,))])
+    assert device.poll(WAIT_S) == [(later, {})]
+    assert device.drain() == [(tickets[1], {})]
+    assert second == data[:ALIGNMENT]
+    assert [op for op, _ in device.submitted] == [Op.READ] * 3
+    assert device.submitted[0][1] == ((7, 0, ALIGNMENT),)

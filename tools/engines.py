@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real vLLM engines on the CPU, each in a child process that is driven act by act.
+
+``EngineChild`` starts one and talks to it in JSON lines; the demo, the throughput measurement and the
+engine tests all run on it. Started as a script, this file is that child. It must stay cheap to import
+and keep its ``__main__`` guard, because vLLM's own processes import it again (spawn).
+
+Layouts: ``inproc`` (scheduler, worker and connector in one process), ``own`` (the engine and its
+worker in processes of their own), ``tp2`` (``own`` with two workers, tensor parallel).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+LAYOUTS = ("inproc", "own", "tp2")
+START_S = 180.0
+ACT_S = 180.0
+CONNECTOR = "KVDiskConnector"
+DEFAULTS: dict[str, Any] = {
+    "dtype": "float32",
+    "block_size": 32,
+    "enforce_eager": True,
+    "enable_prefix_caching": True,
+    "disable_log_stats": False,
+    "seed": 0,
+}
+"""Arguments of ``vllm.LLM`` unless a caller says otherwise. The CPU attention takes blocks of multiples of 32 tokens."""
+
+
+class EngineFailed(Exception):
+    """The child ended or did not answer in time; the text ends with the last lines of its log."""
+
+
+class Answer(NamedTuple):
+    """What one request got. ``cached``: prompt tokens not computed, from the GPU prefix cache and from the connector
+    together. ``ttft_s``: from the request's arrival to its first token."""
+
+    tokens: list[int]
+    cached: int
+    ttft_s: float
+
+
+def environment(layout: str, kv_gib: int) -> dict[str, str]:
+    """Return the environment of a child: this process's own, without settings that would change a run."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("VLLM_", "OMP_", "KMP_")) and name != "PYTHONHASHSEED"
+    }
+    kept |= {
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if layout == "inproc" else "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if layout == "tp2":
+        # One core for each rank; where only one is to be had, they share it.
+        cores = sorted(os.sched_getaffinity(0))
+        kept["VLLM_CPU_OMP_THREADS_BIND"] = f"{cores[0]}|{cores[1 % len(cores)]}"
+    else:
+        # More threads than one fight over two cores: twenty times slower, measured.
+        kept["OMP_NUM_THREADS"] = "1"
+    return kept
+
+
+class EngineChild:
+    """One engine in a child process. Use it from one thread; as a context manager it is closed, or killed on an error.
+
+    ``extra_config``: the connector's configuration, or None for vLLM without kvdisk. ``log``: a file that
+    takes everything the engine prints. Further keywords go to ``vllm.LLM``. The constructor returns
+    when the engine is ready, or at once with ``wait=False`` (then call ``ready``).
+    """
+
+    def __init__(
+        self,
+        model: Path | str,
+        log: Path,
+        *,
+        extra_config: Mapping[str, Any] | None = None,
+        layout: str = "inproc",
+        env: Mapping[str, str] | None = None,
+        kv_gib: int = 1,
+        wait: bool = True,
+        **llm: Any,
+    ) -> None:
+        assert layout in LAYOUTS, layout
+        self.log = log
+        self.layout = layout
+        self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        arguments = DEFAULTS | {"model": str(model)} | llm
+        if layout == "tp2":
+            arguments["tensor_parallel_size"] = 2
+        if extra_config is not None:
+            arguments["kv_transfer_config"] = {
+                "kv_connector": CONNECTOR,
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": dict(extra_config),
+            }
+        with log.open("ab") as log_file:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log_file,
+                env=environment(layout, kv_gib) | dict(env or {}),
+                # A session of its own, so that kill() reaches the engine's and the workers' processes too.
+                start_new_session=True,
+            )
+        threading.Thread(target=self._read, daemon=True).start()
+        self._send({"layout": layout, "llm": arguments})
+        if wait:
+            self.ready()
+
+    def ready(self) -> None:
+        """Wait until the engine takes requests. Raises EngineFailed."""
+        self._receive(START_S, None)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 8,
+        *,
+        together: bool = True,
+        salt: str | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> list[Answer]:
+        """Decode greedily, past any end token, and return one answer per prompt (token ids), in order.
+
+        ``together``: all requests at once, else one after the other. ``salt``: vLLM's cache salt.
+        ``progress`` is called with the number of finished requests (only one after the other).
+        """
+        act = {
+            "act": "generate",
+            "prompts": [list(map(int, prompt)) for prompt in prompts],
+            "max_tokens": max_tokens,
+            "together": together,
+            "salt": salt,
+        }
+        return [Answer(*answer) for answer in self.ask(act, progress=progress)]
+
+    def reset(self) -> None:
+        """Forget the GPU prefix cache, and nothing else. Drains first: blocks that a store reads would refuse it."""
+        self.drain()
+        assert self.ask({"act": "reset"}), "blocks are still held after a drain"
+
+    def drain(self) -> None:
+        """Step until no request and no store is in flight; what was stored is committed then."""
+        self.ask({"act": "drain"})
+
+    def counters(self) -> dict[str, int]:
+        """Return kvdisk's counters since the start, by the names of ``kvdisk.stats`` (in-process layout only)."""
+        return dict(self.ask({"act": "counters"}))
+
+    def metrics(self) -> dict[str, float]:
+        """Return every Prometheus counter and gauge of the engine, summed over labels, without the prefix ``vllm:``.
+
+        In the layouts with processes, figures of idle steps travel with the next request, so a
+        request of one token is made first.
+        """
+        return dict(self.ask({"act": "metrics"}))
+
+    def call(self, target: str, *arguments: Any) -> Any:
+        """Call ``module:function`` in the child with the LLM and JSON arguments; return its JSON result."""
+        return self.ask({"act": "call", "target": target, "arguments": list(arguments)})
+
+    def ask(self, act: Mapping[str, Any], timeout_s: float = ACT_S, progress: Callable[[int], None] | None = None) -> Any:
+        """Run one act and return its result. Raises EngineFailed when the child fails or stays silent too long."""
+        self._send(act)
+        return self._receive(timeout_s, progress)
+
+    def close(self) -> None:
+        """End the engine the orderly way and wait for it. Raises EngineFailed unless it ends with exit code 0."""
+        if self._process.poll() is None:
+            self._send({"act": "close"})
+            self._receive(ACT_S, None)
+        try:
+            code = self._process.wait(ACT_S)
+        except subprocess.TimeoutExpired:
+            raise self._failed("the engine did not end") from None
+        if code != 0:
+            raise self._failed(f"the engine ended with code {code}")
+
+    def kill(self) -> None:
+        """Kill the child and all its processes (signal 9) and wait for it. Does nothing after its end."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def __enter__(self) -> EngineChild:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.kill()
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failed("the engine is gone") from None
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._answers.put(json.loads(line))
+        self._answers.put(None)
+
+    def _receive(self, timeout_s: float, progress: Callable[[int], None] | None) -> Any:
+        while True:
+            try:
+                answer = self._answers.get(timeout=timeout_s)
+            except queue.Empty:
+                raise self._failed(f"no answer in {timeout_s:.0f} s") from None
+            if answer is None:
+                raise self._failed("the engine ended")
+            if "failure" in answer:
+                raise self._failed(answer["failure"])
+            if "result" in answer:
+                return answer["result"]
+            if progress is not None:
+                progress(answer["progress"])
+
+    def _failed(self, what: str) -> EngineFailed:
+        self.kill()
+        last = self.log.read_text(errors="replace").splitlines()[-40:]
+        return EngineFailed("\n".join([f"{what}; its log is {self.log}, which ends:", *last]))
+
+
+class _Child:
+    """The acts, in the child. Each method takes the act's fields and returns what is sent back."""
+
+    def __init__(self, llm: Any, layout: str, send: Callable[[dict[str, Any]], None]) -> None:
+        self.llm = llm
+        self.layout = layout
+        self.send = send
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, together: bool, salt: str | None) -> list[Answer]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        salted = {} if salt is None else {"cache_salt": salt}
+        requests = [{"prompt_token_ids": prompt, **salted} for prompt in prompts]
+        answers: list[Answer] = []
+        for batch in [requests] if together else [[request] for request in requests]:
+            for output in self.llm.generate(batch, sampling, use_tqdm=False):
+                ttft_s = output.metrics.first_token_latency
+                answers.append(Answer(list(output.outputs[0].token_ids), output.num_cached_tokens, ttft_s))
+            self.send({"progress": len(answers)})
+        return answers
+
+    def reset(self) -> bool:
+        return bool(self.llm.reset_prefix_cache())
+
+    def drain(self) -> None:
+        if self.layout != "inproc":
+            # "wait" answers when the engine is idle, and it is not while a connector has work.
+            core = self.llm.llm_engine.engine_core
+            core.call_utility("pause_scheduler", "wait", False)
+            core.call_utility("resume_scheduler")
+        elif self.llm.llm_engine.vllm_config.kv_transfer_config is not None:
+            importlib.import_module("kvdisk.connector").drain(self.llm)
+
+    def counters(self) -> dict[str, int]:
+        assert self.layout == "inproc", "the connector lives in another process; read metrics()"
+        counters: dict[str, int] = importlib.import_module("kvdisk.connector").counters(self.llm)
+        return counters
+
+    def metrics(self) -> dict[str, float]:
+        if self.layout != "inproc":
+            self.generate([[2]], 1, True, None)
+        totals: dict[str, float] = {}
+        for metric in self.llm.get_metrics():
+            if hasattr(metric, "value"):
+                name = metric.name.removeprefix("vllm:")
+                totals[name] = totals.get(name, 0) + metric.value
+        return totals
+
+    def call(self, target: str, arguments: list[Any]) -> Any:
+        module, _, function = target.partition(":")
+        return getattr(importlib.import_module(module), function)(self.llm, *arguments)
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def child_main() -> None:
+    """Serve acts from stdin until ``close`` or the end of the input. The first line describes the engine."""
+    # Only this copy reaches the parent; whatever the engine prints goes to the log.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def send(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    try:
+        start = json.loads(sys.stdin.readline())
+        child = _Child(_start_llm(start["llm"]), start["layout"], send)
+        send({"result": None})
+        for line in sys.stdin:
+            act = json.loads(line)
+            name = act.pop("act")
+            print(f"--- {time.strftime('%H:%M:%S')} {name}", file=sys.stderr, flush=True)
+            send({"result": getattr(child, name)(**act)})
+            if name == "close":
+                return
+        child.close()
+    except Exception as error:
+        send({"failure": f"{type(error).__name__}: {error}"})
+        raise
+
+
+def _start_llm(arguments: dict[str, Any]) -> Any:
+    from vllm import LLM
+
+    transfer = arguments.pop("kv_transfer_config", None)
+    if transfer is not None:
+        from vllm.config import KVTransferConfig
+
+        arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
+    return LLM(**arguments)
+
+
+if __name__ == "__main__":
+    child_main()
