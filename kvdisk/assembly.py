@@ -29,12 +29,14 @@ from kvdisk.stats import Stats
 if TYPE_CHECKING:
     import torch
 
+    from kvdisk.worker.arena import Arena
     from kvdisk.worker.mover import Mover
 
 logger = logging.getLogger("kvdisk")
 
 _DEFAULT_STAGING_BYTES = 64 << 20
 _GPU_SCRATCH_BYTES = 64 << 20
+_LEAST_STAGING_SLOTS = 8
 _CLOSE_TIMEOUT_S = 30.0
 
 
@@ -91,7 +93,8 @@ def assemble_scheduler(
                 nvme = NvmeSpace(geometry, layout, index, catalog, transfers, stats, make_policy)
                 nvme.restore(home.id, fingerprint)
             except CorruptRecord as error:
-                nvme = _discard(home, index, error)
+                _discard(home, index, error)
+                nvme = None
             except BaseException:
                 home.close(clean=False)
                 raise
@@ -146,7 +149,23 @@ def _log_start(config: Config, geometry: Geometry, catalog: Catalog, home: Home 
     logger.info("kvdisk keeps %.0f bytes of KV a token: CPU %d bytes, %s.", per_token, config.cpu_bytes, where)
 
 
-def assemble_worker(config: Config, geometry: Geometry, rank: int, layers: Sequence[Sequence[torch.Tensor]]) -> Mover:
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """One rank's mover and the memory it works in."""
+
+    mover: Mover
+    memory: tuple[Arena, ...]
+
+    def close(self) -> None:
+        """Finish what the device has started, then give the memory back."""
+        self.mover.close()
+        for arena in self.memory:
+            arena.close()
+
+
+def assemble_worker(
+    config: Config, geometry: Geometry, rank: int, layers: Sequence[Sequence[torch.Tensor]]
+) -> WorkerParts:
     """Build one rank's wing over vLLM's KV tensors, and start its thread.
 
     ``layers``: for each group, its layers as uint8 tensors (num_blocks, layer bytes), all on one device.
@@ -157,17 +176,16 @@ def assemble_worker(config: Config, geometry: Geometry, rank: int, layers: Seque
     from kvdisk.worker.mover import Mover  # noqa: PLC0415
 
     device = layers[0][0].device
-    groups = [LayerBlocks(group) for group in layers]
     on_gpu = device.type == "cuda"
+    groups = [LayerBlocks(group) for group in layers]
     copier = CudaCopier(groups, CudaLanes(device.index), _GPU_SCRATCH_BYTES) if on_gpu else HostCopier(groups)
-    cpu_slots = geometry.cpu_slots(config.cpu_bytes)
-    arena = Arena(geometry.slot_sizes, cpu_slots, pin=on_gpu) if config.cpu_bytes else None
+    arena = Arena(geometry.slot_sizes, geometry.cpu_slots(config.cpu_bytes), pin=on_gpu) if config.cpu_bytes else None
     staging_bytes = config.staging_bytes if config.staging_bytes is not None else _DEFAULT_STAGING_BYTES
     staging_slots = [
-        max(8, int(staging_bytes * share) // size)
+        max(_LEAST_STAGING_SLOTS, int(staging_bytes * share) // size)
         for share, size in zip(geometry.shares, geometry.slot_sizes, strict=True)
     ]
     staging = Arena(geometry.slot_sizes, staging_slots, pin=on_gpu)
-    store_dir = config.store_dirs[0] if config.store_dirs else None
-    files = HomeFiles(store_dir, rank, geometry.rank_count)
-    return Mover(geometry, rank, arena, staging, copier, PosixDevice(), files, io_deadline_s=config.io_deadline_s)
+    files = HomeFiles(config.store_dirs[0] if config.store_dirs else None, rank, geometry.rank_count)
+    mover = Mover(geometry, rank, arena, staging, copier, PosixDevice(), files, io_deadline_s=config.io_deadline_s)
+    return WorkerParts(mover, (staging,) if arena is None else (arena, staging))

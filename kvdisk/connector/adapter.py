@@ -65,8 +65,6 @@ def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ite
         yield f"speculative decoding with a drafter that has KV of its own ({speculative.method})"
     if vllm_config.kv_transfer_config.kv_role != "kv_both":
         yield f"the role {vllm_config.kv_transfer_config.kv_role}; set kv_role to kv_both"
-    if vllm_config.cache_config.prefix_cache_retention_interval is not None:
-        yield "prefix_cache_retention_interval"
     for group in kv_cache_config.kv_cache_groups:
         if group.host_resident or not group.enable_kv_transfer or group.is_eagle_group:
             yield "KV-cache groups that live on the host, are rebuilt locally, or belong to a drafter"

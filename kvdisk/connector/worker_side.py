@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvdisk.assembly import assemble_worker
+from kvdisk.assembly import WorkerParts, assemble_worker
 from kvdisk.blocks import JobId
 from kvdisk.config import Config
 from kvdisk.connector.adapter import geometry_of, layer_blocks
@@ -31,7 +31,7 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._geometry = geometry_of(vllm_config, kv_cache_config)
         self._rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
-        self._mover: Mover | None = None
+        self._parts: WorkerParts | None = None
         self._loads: dict[JobId, Job] = {}
         self._void: set[JobId] = set()
         self._report = Report()
@@ -39,15 +39,15 @@ class WorkerSide:
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Start the mover over vLLM's KV tensors."""
-        assert self._mover is None, "the KV caches were registered twice"
+        assert self._parts is None, "the KV caches were registered twice"
         layers = layer_blocks(self._kv_cache_config, self._geometry, kv_caches)
-        self._mover = assemble_worker(self._config, self._geometry, self._rank, layers)
+        self._parts = assemble_worker(self._config, self._geometry, self._rank, layers)
 
     @property
     def mover(self) -> Mover:
         """The running mover."""
-        assert self._mover is not None, "no KV caches were registered"
-        return self._mover
+        assert self._parts is not None, "no KV caches were registered"
+        return self._parts.mover
 
     def flush(self, plan: Plan) -> None:
         """Move the victims' copies from the GPU to the front."""
@@ -106,6 +106,6 @@ class WorkerSide:
 
     def shutdown(self) -> None:
         """Finish what the device has started and stop the mover. Idempotent."""
-        if self._mover is not None:
-            self._mover.close()
-            self._mover = None
+        if self._parts is not None:
+            self._parts.close()
+            self._parts = None

@@ -148,7 +148,7 @@ def read_header(view: memoryview) -> SlotHeader:
     )
 
 
-def _identity(  # noqa: PLR0917 - called for every slot of a load
+def _identity(
     namespace: Namespace, key: BlockKey, generation: int, payload_bytes: int, rank: int, rank_count: int
 ) -> bytes:
     """Return the bytes of a header before its payload checksum."""

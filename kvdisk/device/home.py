@@ -258,10 +258,13 @@ class Store:
         return int(self._clock())
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the store lock. Raises StoreLocked where another process keeps it; an OSError becomes a DeviceError."""
+    def locked(self, *, readonly: bool = False) -> Iterator[None]:
+        """Hold the store lock. Raises StoreLocked where another process keeps it; an OSError becomes a DeviceError.
+
+        ``readonly``: for a caller that may not write here, such as a reader of a copy on a read-only file system.
+        """
         with paths.device_errors(f"store {self.path}"):
-            fd = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)
+            fd = os.open(self.path / LOCK_FILE, (os.O_RDONLY if readonly else os.O_RDWR) | os.O_NOFOLLOW)
             try:
                 paths.wait_lock(fd, fcntl.LOCK_EX, STORE_LOCK_TIMEOUT_S, f"the store {self.path}")
                 yield
@@ -358,7 +361,7 @@ def list_homes(path: str | os.PathLike[str]) -> list[HomeSummary]:
     Holds the store lock while it tries the homes' locks, not while it measures. Raises as ``Store.open``.
     """
     store = Store.open(path, create=False)
-    with store.locked():
+    with store.locked(readonly=True):
         alive = {home_id: _is_owned(store.home_path(home_id)) for home_id in home_ids(store.path)}
     homes = []
     for home_id in sorted(alive):

@@ -237,8 +237,8 @@ def _run(op: Op, call: _Call) -> int:
             buffers = _without(buffers, moved)
     except OSError as error:
         return error.errno or errno.EIO
-    except (ValueError, TypeError, BufferError):
-        return errno.EFAULT  # the caller released the memory: a thread that died of it would never report
+    except Exception:
+        return errno.EFAULT  # Python refused the buffers; a thread that died of it would never report
     return 0
 
 

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -67,21 +67,23 @@ class CommitWriter:
     """Commits operations in the order of their submission, on a thread of its own, which starts at once.
 
     A batch is committed ``commit_s`` seconds after its first operation, or when MAX_TRANSACTION have gathered. When
-    a commit fails, the state is REFUSING, the droppable operations of the batch are turned into deletions of their keys
-    (a put may have been meant to replace a record whose slot is then reused), and all is tried again in small
-    transactions. What fails again is held and retried with back-off, before anything else.
+    a commit fails, the droppable operations of the batch are turned into deletions of their keys (a put may have been
+    meant to replace a record whose slot is then reused), and all is tried again in small transactions. What fails
+    again is held and retried with back-off, before anything else. Where puts were dropped, or something is held, the
+    state is REFUSING.
 
     REFUSING ends when puts have been committed, or anything has after the end of the back-off and there is room.
     For the case that nothing but puts would come, ``admits_put`` lets one call of them through after each back-off.
 
     One lock guards the queue and the conditions of waiting; it is never held during a transaction. ``progress`` is
-    replaced as a whole and read without the lock.
+    replaced as a whole and read without the lock. ``clock`` gives seconds; only tests need another.
     """
 
-    def __init__(self, tables: Tables, commit_s: float) -> None:
+    def __init__(self, tables: Tables, commit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.progress = Progress(0, IndexState.WRITABLE, 0)
         self._tables = tables
         self._commit_s = commit_s
+        self._clock = clock
         self._changed = threading.Condition()
         self._queue: deque[Operation] = deque()
         self._submitted_count = 0  # written by the caller's thread only
@@ -108,7 +110,7 @@ class CommitWriter:
         """Whether puts are taken now. True while REFUSING means a probe: the caller must submit one call of puts."""
         if self.progress.state is IndexState.WRITABLE:
             return True
-        if time.monotonic() < self._probe_at_s:
+        if self._clock() < self._probe_at_s:
             return False
         self._probe_at_s = math.inf
         return True
@@ -172,7 +174,7 @@ class CommitWriter:
 
     def _back_off(self) -> None:
         with self._changed:
-            wait_s = max(0.0, self._retry_at_s - time.monotonic())
+            wait_s = max(0.0, self._retry_at_s - self._clock())
             self._changed.wait_for(lambda: self._retry_now or self._stopping, wait_s)
             self._retry_now = False
 
@@ -189,7 +191,9 @@ class CommitWriter:
             self._probe_at_s = math.inf if self._held else self._retry_at_s
 
     def _deal_without_puts(self, operations: list[Operation], error: KvdiskError) -> None:
-        self._refuse(error, sum(operation.droppable for operation in operations))
+        dropped_count = sum(operation.droppable for operation in operations)
+        if dropped_count:
+            self._refuse(error, dropped_count)
         self._held = [operation._replace(value=None) if operation.droppable else operation for operation in operations]
         try:
             self._tables.recover()
@@ -199,23 +203,25 @@ class CommitWriter:
                 del self._held[:SMALL_TRANSACTION]
                 self._advance(part)
         except KvdiskError as again:
-            logger.debug("index: %d operations wait for a retry: %s", len(self._held), again)
+            if not dropped_count:
+                self._refuse(again, 0)
 
     def _refuse(self, error: KvdiskError, dropped_count: int) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if now >= self._retry_at_s:  # what was queued before the failure must not lengthen the back-off
             self._back_off_s = min(max(2 * self._back_off_s, FIRST_BACK_OFF_S), LAST_BACK_OFF_S)
             self._retry_at_s = now + self._back_off_s
         if self.progress.state is IndexState.WRITABLE and now >= self._warn_at_s:
             self._warn_at_s = now + WARNING_INTERVAL_S
             logger.warning("index takes no new blocks until a commit succeeds again: %s", error)
+        self._probe_at_s = math.inf
         dropped_puts = self.progress.dropped_puts + dropped_count
         self._publish(self.progress._replace(state=IndexState.REFUSING, dropped_puts=dropped_puts))
 
     def _return_to_writable(self, has_room: bool, puts_succeeded: bool) -> None:
         if puts_succeeded:
             self._back_off_s = 0.0
-        promising = puts_succeeded or (has_room and time.monotonic() >= self._retry_at_s)
+        promising = puts_succeeded or (has_room and self._clock() >= self._retry_at_s)
         if self.progress.state is IndexState.REFUSING and promising:
             self.progress = self.progress._replace(state=IndexState.WRITABLE)
 

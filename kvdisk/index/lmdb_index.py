@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import lmdb
@@ -52,8 +53,8 @@ class LmdbIndex:
     from a call to the start of its commit. ``max_queued``: ``put`` is refused while that many operations or more wait.
 
     ``readonly``: for the tools and for other engines: only ``segments``, ``blocks``, ``poll``, ``flush`` and
-    ``close``; ``map_bytes`` and ``commit_s`` mean nothing. Where the lock file cannot be opened (a copy in a read-only
-    directory) it reads without a lock, which is safe only while nobody writes.
+    ``close``; ``map_bytes`` and ``commit_s`` mean nothing. Where there is no lock file, or it cannot be opened (a copy
+    in a read-only directory), it reads without a lock, which is safe only while nobody writes. It makes no file.
 
     A put that is dropped takes the record that it was to replace with it: that one may name a slot of another block.
 
@@ -281,10 +282,10 @@ def _open_environment(path: Path, map_bytes: int, readonly: bool) -> lmdb.Enviro
     if not (path / "data.mdb").exists():  # LMDB would leave a lock file
         raise FileNotFoundError(errno.ENOENT, "no index", str(path))
     as_the_owner_made_it = 0
-    try:
-        return opened(as_the_owner_made_it, readonly=True)
-    except lmdb.Error:
-        return opened(as_the_owner_made_it, readonly=True, lock=False)
+    if (path / "lock.mdb").exists():  # LMDB would make one; an owner's is there before its data file
+        with suppress(lmdb.Error):
+            return opened(as_the_owner_made_it, readonly=True)
+    return opened(as_the_owner_made_it, readonly=True, lock=False)
 
 
 def _translated(error: lmdb.Error | OSError, path: Path) -> KvdiskError:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: D102 - a test says in its name what it shows
 """What every ``Device`` does, as one suite of tests. Needs no pytest to be imported.
 
 A test module subclasses ``DeviceConformance`` under a name that begins with ``Test`` and says how a device and a

@@ -36,10 +36,10 @@ class SegmentFiles(Protocol):
         """Close all files and leave the home. Idempotent."""
 
 
-class StoreFiles:
-    """``SegmentFiles`` in one store directory, which the scheduler has made."""
+class HomeFiles:
+    """``SegmentFiles`` of the home that the scheduler has acquired in ``store_dir``; None: there is no NVMe tier."""
 
-    def __init__(self, store_dir: str | os.PathLike[str], rank: int, rank_count: int) -> None:
+    def __init__(self, store_dir: str | os.PathLike[str] | None, rank: int, rank_count: int) -> None:
         assert 0 <= rank < rank_count
         self._store_dir = store_dir
         self._rank = rank
@@ -50,6 +50,7 @@ class StoreFiles:
     def open_home(self, spec: HomeSpec) -> None:
         """See ``SegmentFiles``."""
         assert self._home is None, "a rank joins one home"
+        assert self._store_dir is not None, "a home was named, and there is no NVMe tier"
         home = Store.open(self._store_dir, create=False).join_home(spec.home_id, spec.fingerprint)
         try:
             segments.remove_unknown_segments(home, self._rank, spec.known_segments)

@@ -80,8 +80,10 @@ class Lot:
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """What of a lot is under way together. ``positions`` of moves that have not failed; ``slots``: where they lie in
-    ``arena``; ``leg``: position in the route. ``staging``: slots to give back at the end.
+    """What of a lot is under way together.
+
+    ``positions``: moves that have not failed, and ``slots``: where in ``arena`` each of them lies. ``staging``:
+    slots to give back at the end. ``leg``: legs begun.
     """
 
     work: Work
@@ -93,13 +95,17 @@ class Part:
     slots: list[int]
     staging: list[int]
     leg: int = 0
-    retried: bool = False
-    batch: list[list[int]] = field(default_factory=list)
-    """Positions of the moves in each transfer of the batch at the device."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one of its slots."""
+        return self.arena.slot_sizes[self.size_class]
 
     def drop(self, gone: Mapping[int, Reason]) -> None:
         """Take out moves that failed."""
-        kept = [(position, slot) for position, slot in zip(self.positions, self.slots, strict=True) if position not in gone]
+        kept = [
+            (position, slot) for position, slot in zip(self.positions, self.slots, strict=True) if position not in gone
+        ]
         self.positions = [position for position, _ in kept]
         self.slots = [slot for _, slot in kept]
 
@@ -171,7 +177,7 @@ def transfers_of(part: Part, files: Mapping[int, OpenFile]) -> tuple[list[Transf
         if file is None:
             unopened += positions[start:end]
         else:
-            assert file.slot_bytes == part.arena.slot_sizes[part.size_class], "slots of another size"
+            assert file.slot_bytes == part.slot_bytes, "slots of another size"
             assert first + end - start <= file.slot_count, "a slot behind the segment's last"
             buffers = _buffers(part, slots[start:end])
             transfers.append(Transfer(file.fd, slot_offset(file.slot_bytes, first), buffers))

@@ -66,6 +66,8 @@ def environment(layout: str, kv_gib: int) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # Tensor parallelism would compile one small function with a C++ compiler at its first request, 3-17 s.
+        "TORCHDYNAMO_DISABLE": "1",
     }
     if layout == "tp2":
         # One core for each rank; where only one is to be had, they share it.

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's door: plans go in on the model's thread, reports come out, and one thread of its own moves the bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvdisk.blocks import JobId
+from kvdisk.device.base import Device
+from kvdisk.geometry import FINGERPRINT_BYTES, Geometry
+from kvdisk.messages import JobResult, Plan, Reason, Report
+from kvdisk.worker.arena import Arena
+from kvdisk.worker.files import SegmentFiles
+from kvdisk.worker.runner import PART_BYTES, Gear, Runner
+
+if TYPE_CHECKING:
+    from kvdisk.worker.copier import Copier, Mark
+
+_DEVICE_WAIT_S = 0.001
+"""Longest look at the device before new plans are looked for."""
+_COPY_WAIT_S = 0.0002
+
+
+class Mover:
+    """Runs every plan of one rank.
+
+    ``arena``: the CPU tier, or None; ``staging``: at least one slot of each size class where there is
+    an NVMe tier. Both stay the caller's, who closes them after ``close``. ``device`` and ``files``
+    become the mover's, which closes them. ``fingerprint``: of the namespace while no home is open;
+    without an NVMe tier any will do. ``io_deadline_s``: what has not started so long after ``submit`` fails.
+    ``threaded``: False for simulations, which call ``turn`` themselves.
+
+    The model's thread calls everything but ``turn``; no call waits for a transfer but ``wait_any``
+    and ``close``. An exception on the mover's thread is an error of ours: it ends all work, and
+    ``poll`` raises it once.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        rank: int,
+        arena: Arena | None,
+        staging: Arena,
+        copier: Copier,
+        device: Device,
+        files: SegmentFiles,
+        *,
+        io_deadline_s: float,
+        fingerprint: bytes = bytes(FINGERPRINT_BYTES),
+        clock: Callable[[], float] = time.monotonic,
+        part_bytes: int = PART_BYTES,
+        threaded: bool = True,
+    ) -> None:
+        assert 0 <= rank < geometry.rank_count
+        assert all(memory is None or memory.slot_sizes == geometry.slot_sizes for memory in (arena, staging))
+        self._copier = copier
+        self._io_deadline_s = io_deadline_s
+        self._clock = clock
+        gear = Gear(geometry, rank, arena, staging, copier, device, files)
+        self._runner = Runner(gear, fingerprint=fingerprint, clock=clock, part_bytes=part_bytes)
+        self._changed = threading.Condition()
+        # Under the condition's lock, which nobody holds while waiting for anything:
+        self._inbox: list[tuple[Plan, Mark, float]] = []
+        self._out: dict[JobId, int] = {}
+        """Moves of each job that was submitted and not yet polled for."""
+        self._void: set[JobId] = set()
+        self._report = Report()
+        self._error: BaseException | None = None
+        self._raised = False
+        self._closing = False
+        self._ended = False
+        self._attached = False
+        self._thread = threading.Thread(target=self._run, name="kvdisk-mover", daemon=True) if threaded else None
+        if self._thread is not None:
+            self._thread.start()
+
+    # -- the model's thread --------------------------------------------------------------------
+
+    def compute_done(self) -> Mark:
+        """Note the model's work launched so far, for ``submit``."""
+        return self._copier.compute_done()
+
+    def submit(self, plan: Plan, after: Mark = None) -> None:
+        """Take over a plan. Each of its jobs is reported exactly once. Not after ``close``.
+
+        ``after``: copies from and to the GPU's blocks begin when this work of the model has ended.
+        """
+        assert not self._closing, "the mover is closed"
+        with self._changed:
+            for job in plan.jobs:
+                assert job.id not in self._out, f"job {job.id} was submitted twice"
+                self._out[job.id] = len(job.moves)
+            for job_id in plan.void:
+                if job_id in self._out:
+                    self._void.add(job_id)
+                    if job_id in self._report.results:  # it has ended, but nobody was told
+                        self._report.results[job_id] = self._cancelled(job_id)
+            if self._ended:
+                self._cancel_rest()
+            else:
+                self._inbox.append((plan, after, self._clock() + self._io_deadline_s))
+            self._changed.notify_all()
+
+    def flush(self, job_ids: tuple[JobId, ...]) -> None:
+        """Finish the GPU-reading legs of these stores before those of all others; as ``Plan.flush`` does."""
+        self.submit(Plan(flush=job_ids))
+
+    def poll(self) -> Report:
+        """Return what was finished since the last call. Raises, once, what ended the mover's thread."""
+        with self._changed:
+            if self._error is not None and not self._raised:
+                self._raised = True
+                raise self._error
+            report, self._report = self._report, Report()
+            for job_id in report.results:
+                del self._out[job_id]
+            self._void.difference_update(report.results)
+            return report
+
+    def wait_any(self, timeout_s: float) -> bool:
+        """Wait until ``poll`` has a result or nothing is out; return whether it has one. For idle steps."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._report.results or self._error or not self._out, timeout_s)
+            return bool(self._report.results)
+
+    def close(self) -> None:
+        """End what has started, fail the rest with CANCELLED, close device and files. Idempotent.
+
+        Waits for the legs under way, however long they take: nothing writes to a slot afterwards. The
+        results of all jobs can be polled for then.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        else:
+            self._finish()
+
+    # -- the mover's thread --------------------------------------------------------------------
+
+    def turn(self, wait_s: float = 0.0) -> bool:
+        """Take in plans, go one step on, and publish results. Return whether anything happened.
+
+        Without a thread (``threaded=False``) the caller takes the place of the mover's; what this raises
+        is an error of ours. ``wait_s``: longest wait for the device where there is nothing else to do.
+        """
+        if not self._attached:
+            self._attached = True
+            self._runner.attach()
+        with self._changed:
+            inbox, self._inbox = self._inbox, []
+        for plan, mark, deadline_s in inbox:
+            for job in plan.jobs:
+                self._runner.add(job, mark, deadline_s)
+            self._runner.flush(plan.flush)
+            self._runner.void(plan.void)
+        happened = self._runner.turn(self._clock(), wait_s) or bool(inbox)
+        self._publish()
+        return happened
+
+    def _run(self) -> None:
+        happened = True
+        try:
+            while not self._closing:
+                if happened or self._runner.at_device:
+                    wait_s = _COPY_WAIT_S if self._runner.copying else _DEVICE_WAIT_S
+                    happened = self.turn(0.0 if happened else wait_s)
+                    continue
+                with self._changed:
+                    if not self._inbox and not self._closing:
+                        self._changed.wait(None if self._runner.idle else _COPY_WAIT_S)
+                happened = True
+        except BaseException as error:  # whatever it is, the model's thread shall hear of it
+            self._error = error
+        self._finish()
+
+    def _finish(self) -> None:
+        """End the runner's work, in order if it can be, and answer for all jobs."""
+        if self._ended:
+            return
+        if self._error is None:
+            try:
+                self._runner.stop()
+            except BaseException as error:
+                self._error = error
+        if self._error is not None:
+            with contextlib.suppress(Exception):
+                self._runner.abandon()
+        try:
+            self._runner.close()
+        except BaseException as error:
+            self._error = self._error or error
+        self._publish()
+        with self._changed:
+            self._ended = True
+            self._inbox.clear()
+            self._cancel_rest()
+            self._changed.notify_all()
+
+    def _publish(self) -> None:
+        runner = self._runner
+        if not runner.finished and runner.stats.empty:
+            return
+        with self._changed:
+            for job_id, result in runner.finished:
+                self._report.results[job_id] = self._cancelled(job_id) if job_id in self._void else result
+            self._report.stats.merge(runner.stats.take())
+            if runner.finished:
+                runner.finished = []
+                self._changed.notify_all()
+
+    def _cancel_rest(self) -> None:
+        for job_id in self._out:
+            if job_id not in self._report.results:
+                self._report.results[job_id] = self._cancelled(job_id)
+
+    def _cancelled(self, job_id: JobId) -> JobResult:
+        moves = self._out[job_id]
+        return JobResult(1, dict.fromkeys(range(moves) if moves else (-1,), Reason.CANCELLED))

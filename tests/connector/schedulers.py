@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real vLLM scheduler with a real connector, and workers that answer plans when a test says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvdisk.blocks import JobId
+from kvdisk.connector.connector import KVDiskWorkerMetadata
+from kvdisk.connector.plugin import register
+from kvdisk.messages import Job, JobKind, JobResult, Plan, Reason, Report
+
+BLOCK_TOKENS = 32
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 256,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "float32",
+    "head_dim": 32,
+}
+
+
+class Bench:
+    """One scheduler. ``step`` schedules, lets the fake workers answer, and hands the output back.
+
+    Loads and stores are answered at once, with success, unless ``hold`` names their kind; held jobs
+    wait in ``held`` until ``release``. ``fail`` maps a kind to the move positions that shall fail.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_blocks: int = 64,
+        window_tokens: int | None = None,
+        max_batched_tokens: int = 512,
+        ranks: int = 1,
+        extra: Mapping[str, Any] | None = None,
+        connector: bool = True,
+    ) -> None:
+        register()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(MODEL))
+        config = _vllm_config(folder, num_blocks, max_batched_tokens, extra, connector)
+        sizes = {"block_size": BLOCK_TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+        groups = [KVCacheGroupSpec(["full.0"], FullAttentionSpec(**sizes))]
+        if window_tokens is not None:
+            spec = SlidingWindowSpec(**sizes, sliding_window=window_tokens)
+            groups.append(KVCacheGroupSpec(["window.0"], spec))
+        cache = KVCacheConfig(num_blocks, [], groups, hash_block_size=BLOCK_TOKENS)
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+        self.scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=cache,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_TOKENS,
+            hash_block_size=BLOCK_TOKENS,
+            log_stats=True,
+        )
+        self.ranks = ranks
+        self.hold: set[JobKind] = set()
+        self.held: list[Job] = []
+        self.fail: dict[JobKind, tuple[int, ...]] = {}
+        self.jobs: list[Job] = []
+        self.tokens: dict[str, list[int]] = {}
+        self.group_count = len(groups)
+
+    @property
+    def connector(self) -> Any:
+        return self.scheduler.connector
+
+    @property
+    def pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    def counters(self) -> dict[str, int]:
+        return dict(self.connector.counters())
+
+    def add(self, request_id: str, prompt: Iterable[int], max_tokens: int = 2) -> Request:
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            pooling_params=None,
+            block_hasher=self._hasher,
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def release(self, kind: JobKind | None = None) -> None:
+        """Let held jobs be answered in the next step."""
+        self.hold -= {kind} if kind is not None else set(JobKind)
+
+    def step(self) -> SchedulerOutput:
+        output = self.scheduler.schedule()
+        transfer = self._work(output.kv_connector_metadata.plan) if self.connector is not None else None
+        self.scheduler.update_from_output(output, self._model_output(output, transfer))
+        return output
+
+    def run(self, steps: int = 60) -> None:
+        """Step until nothing is left to do."""
+        for _ in range(steps):
+            if not self.scheduler.has_requests():
+                return
+            self.step()
+        raise AssertionError(f"still busy after {steps} steps")
+
+    def _work(self, plan: Plan) -> KVConnectorOutput:
+        self.jobs.extend(plan.jobs)
+        waiting = self.held + list(plan.jobs)
+        self.held = [job for job in waiting if job.kind in self.hold]
+        output = KVConnectorOutput(finished_recving=set(), invalid_block_ids=set(), failed_recving=set())
+        results: dict[JobId, JobResult] = {}
+        for job in waiting:
+            if job.kind in self.hold:
+                continue
+            failed = {at: Reason.CHECKSUM for at in self.fail.get(job.kind, ()) if at < len(job.moves)}
+            failed |= {at: Reason.ABSENT for at, move in enumerate(job.moves) if _has_no_source(job, at)}
+            results[job.id] = JobResult(self.ranks, failed)
+            if job.kind is JobKind.LOAD:
+                output.finished_recving.add(job.request_id)
+                if failed and self.group_count > 1:
+                    output.failed_recving.add(job.request_id)
+                elif failed:
+                    output.invalid_block_ids |= {job.moves[at].block for at in failed}
+        if results:
+            output.kv_connector_worker_meta = KVDiskWorkerMetadata(Report(results))
+        return output
+
+    def _model_output(self, output: SchedulerOutput, transfer: KVConnectorOutput | None) -> ModelRunnerOutput:
+        sampled, index = [], {}
+        for at, request_id in enumerate(output.num_scheduled_tokens):
+            request = self.scheduler.requests[request_id]
+            done = request.num_computed_tokens >= request.num_tokens
+            token = (request.num_tokens * 7) % 500
+            sampled.append([token] if done else [])
+            if done:
+                self.tokens.setdefault(request_id, []).append(token)
+            index[request_id] = at
+        return ModelRunnerOutput(
+            req_ids=list(index),
+            req_id_to_index=index,
+            sampled_token_ids=sampled,
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+            kv_connector_output=transfer,
+        )
+
+
+def _has_no_source(job: Job, at: int) -> bool:
+    return job.kind is JobKind.LOAD and job.moves[at].cpu is None and job.moves[at].nvme is None
+
+
+def _vllm_config(
+    folder: Path, num_blocks: int, max_batched_tokens: int, extra: Mapping[str, Any] | None, connector: bool
+) -> VllmConfig:
+    transfer = KVTransferConfig(
+        kv_connector="KVDiskConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"cpu_bytes": "16MiB", "lookup_wait_s": 5.0, **(extra or {})},
+    )
+    config = VllmConfig(
+        model_config=ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=2048),
+        cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=8,
+            max_num_batched_tokens=max_batched_tokens,
+            max_model_len=2048,
+            is_encoder_decoder=False,
+            enable_chunked_prefill=True,
+            async_scheduling=False,
+        ),
+        parallel_config=ParallelConfig(),
+        kv_transfer_config=transfer if connector else None,
+        device_config=DeviceConfig("cpu"),
+    )
+    config.cache_config.num_gpu_blocks = num_blocks
+    return config

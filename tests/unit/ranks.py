@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's wing over small tensors, for the mover's tests: two groups whose payloads differ."""
+
+from __future__ import annotations
+
+import errno
+
+import torch
+
+from kvdisk.blocks import BlockKey, JobId, Slot, make_block_key
+from kvdisk.device.memory import MemoryDevice
+from kvdisk.errors import DeviceError
+from kvdisk.geometry import Geometry, GroupGeometry, slot_offset
+from kvdisk.messages import HomeSpec, Job, JobKind, JobResult, Move, Plan, SegmentSpec
+from kvdisk.stats import Stats
+from kvdisk.testing.faulty_device import FaultyDevice
+from kvdisk.worker.arena import Arena
+from kvdisk.worker.copier import HostCopier, LayerBlocks
+from kvdisk.worker.mover import Mover
+
+GPU_BLOCKS = 48
+LAYERS = (3, 1)
+LAYER_BYTES = (2048, 1000)
+GROUPS = tuple(
+    GroupGeometry(group, 16, count * size) for group, (count, size) in enumerate(zip(LAYERS, LAYER_BYTES, strict=True))
+)
+FINGERPRINT = bytes(range(32))
+
+
+def geometry(rank_count: int = 1) -> Geometry:
+    return Geometry(GROUPS, rank_count, 16)
+
+
+def segment_of(group: int) -> SegmentSpec:
+    """The segment that the tests keep a group's blocks in: its number is the group's."""
+    return SegmentSpec(group, GROUPS[group].slot_bytes, GPU_BLOCKS)
+
+
+class NamedFiles:
+    """``SegmentFiles`` for a device whose descriptors are only names. ``broken``: segments that cannot be made."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.broken: set[int] = set()
+        self.closed = False
+
+    def open_home(self, spec: HomeSpec) -> None:
+        self.calls.append(f"home {spec.home_id[:4]}")
+
+    def open_segment(self, spec: SegmentSpec) -> int:
+        if spec.segment in self.broken:
+            raise DeviceError(errno.ENOSPC, f"segment {spec.segment}")
+        self.calls.append(f"open {spec.segment}")
+        return 100 + spec.segment
+
+    def drop_segment(self, spec: SegmentSpec) -> None:
+        self.calls.append(f"drop {spec.segment}")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Rank:
+    """A mover that ``run`` turns, over random KV. ``device``: faulty, over bytes in RAM, unless given."""
+
+    def __init__(
+        self,
+        *,
+        rank: int = 0,
+        rank_count: int = 1,
+        cpu_slots: int = GPU_BLOCKS,
+        staging_slots: int = 8,
+        device=None,
+        files=None,
+        copier=None,
+        part_bytes: int = 4 * max(geometry().slot_sizes),
+        threaded: bool = False,
+        home: HomeSpec | None = None,
+    ) -> None:
+        shape = geometry(rank_count)
+        generator = torch.Generator().manual_seed(100 + rank)
+        self.layers = [
+            [torch.randint(0, 256, (GPU_BLOCKS, size), dtype=torch.uint8, generator=generator) for _ in range(count)]
+            for count, size in zip(LAYERS, LAYER_BYTES, strict=True)
+        ]
+        self.now_s = 0.0
+        self.memory = MemoryDevice()
+        self.device = device or FaultyDevice(self.memory)
+        self.files = files or NamedFiles()
+        classes = len(shape.slot_sizes)
+        self.arena = Arena(shape.slot_sizes, [cpu_slots] * classes, pin=False) if cpu_slots else None
+        self.staging = Arena(shape.slot_sizes, [staging_slots] * classes, pin=False)
+        self.classes = shape.size_classes
+        self.mover = Mover(
+            shape,
+            rank,
+            self.arena,
+            self.staging,
+            copier or HostCopier([LayerBlocks(layers) for layers in self.layers]),
+            self.device,
+            self.files,
+            io_deadline_s=10.0,
+            clock=lambda: self.now_s,
+            part_bytes=part_bytes,
+            threaded=threaded,
+        )
+        self.last_job = 0
+        self.results: dict[int, JobResult] = {}
+        self.stats = Stats()
+        home = home or HomeSpec("ab" * 16, FINGERPRINT)
+        opened = [self.job(JobKind.OPEN_HOME, home=home)]
+        opened += [self.job(JobKind.OPEN_SEGMENT, segment=segment_of(group)) for group in range(len(GROUPS))]
+        self.opening = [int(job.id) for job in opened]
+        self.mover.submit(Plan(tuple(opened)))
+
+    def job(self, kind: JobKind, moves=(), **fields) -> Job:
+        self.last_job += 1
+        return Job(JobId(self.last_job), kind, tuple(moves), **fields)
+
+    def submit(self, kind: JobKind, moves=(), **fields) -> int:
+        job = self.job(kind, moves, **fields)
+        self.mover.submit(Plan((job,)), self.mover.compute_done())
+        return int(job.id)
+
+    def run(self) -> dict[int, JobResult]:
+        """Turn until nothing happens; return all results so far, each job's once."""
+        while self.mover.turn():
+            pass
+        return self.poll()
+
+    def poll(self) -> dict[int, JobResult]:
+        report = self.mover.poll()
+        for job_id, result in report.results.items():
+            assert job_id not in self.results, f"job {job_id} was reported twice"
+            self.results[job_id] = result
+        self.stats.merge(report.stats)
+        return self.results
+
+    def do(self, kind: JobKind, moves=(), **fields) -> dict[int, int]:
+        """Run one job to its end; return its failed moves."""
+        job_id = self.submit(kind, moves, **fields)
+        return self.run()[job_id].failed
+
+    def cpu(self, group: int, index: int) -> Slot:
+        return Slot(self.classes[group], index)
+
+    def payload(self, group: int, block: int) -> bytes:
+        return b"".join(bytes(layer[block].numpy()) for layer in self.layers[group])
+
+    def erase(self, group: int | None = None) -> None:
+        """Overwrite the blocks, as a model that goes on does."""
+        for at, layers in enumerate(self.layers):
+            for layer in layers if group in {None, at} else ():
+                layer.fill_(0xEE)
+
+    def is_erased(self, group: int, block: int) -> bool:
+        return set(self.payload(group, block)) == {0xEE}
+
+    def flip(self, group: int, index: int, byte: int) -> None:
+        """Change one byte of slot ``index`` of a group's segment on the drive."""
+        spec = segment_of(group)
+        self.memory._files[100 + group][slot_offset(spec.slot_bytes, index) + byte] ^= 0x40
+
+
+def key_of(number: int, group: int = 0) -> BlockKey:
+    return make_block_key(number.to_bytes(32, "big"), group)
+
+
+def move(number: int, group: int = 0, block: int = -1, cpu=None, nvme: int | None = None, **fields) -> Move:
+    """Block ``number`` of a group; ``nvme``: index in the group's segment."""
+    place = None if nvme is None else Slot(group, nvme)
+    return Move(key_of(number, group), fields.pop("generation", 7), block, cpu, place, **fields)

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from kvdisk.errors import DeviceError
+from kvdisk.index.base import IndexState, Progress
+from kvdisk.index.commit_writer import MAX_TRANSACTION, SMALL_TRANSACTION, CommitWriter, Operation, Table
+
+ONLY_WHEN_TOLD_S = 3600.0
+WAIT_S = 30.0
+
+
+class FakeTables:
+    """Transactions on a dictionary. ``fails`` says for each transaction whether it fails."""
+
+    def __init__(self) -> None:
+        self.content: dict[tuple[Table, bytes], bytes] = {}
+        self.sizes: list[int] = []
+        self.recoveries = 0
+        self.fails: Callable[[Sequence[Operation]], bool] = lambda operations: False
+        self.has_room = True
+        self.gate = threading.Event()
+        self.entered = threading.Event()
+        self.gate.set()
+
+    def commit(self, operations: Sequence[Operation]) -> bool:
+        self.entered.set()
+        assert self.gate.wait(WAIT_S)
+        if self.fails(operations):
+            raise DeviceError(errno.ENOSPC, "full")
+        self.sizes.append(len(operations))
+        for operation in operations:
+            if operation.value is None:
+                self.content.pop((operation.table, operation.key), None)
+            else:
+                self.content[operation.table, operation.key] = operation.value
+        return self.has_room
+
+    def recover(self) -> None:
+        self.recoveries += 1
+
+
+@contextmanager
+def running(commit_s: float = ONLY_WHEN_TOLD_S) -> Iterator[tuple[CommitWriter, FakeTables]]:
+    tables = FakeTables()
+    writer = CommitWriter(tables, commit_s)
+    try:
+        yield writer, tables
+    finally:
+        tables.gate.set()
+        assert writer.stop(0, WAIT_S)
+
+
+def put(ticket: int, key: bytes, value: bytes = b"value") -> Operation:
+    return Operation(ticket, Table.BLOCKS, key, value)
+
+
+def deletion(ticket: int, key: bytes) -> Operation:
+    return Operation(ticket, Table.BLOCKS, key, None)
+
+
+def segment(ticket: int, key: bytes, value: bytes | None = b"value") -> Operation:
+    return Operation(ticket, Table.SEGMENTS, key, value)
+
+
+def has_puts(operations: Sequence[Operation]) -> bool:
+    return any(operation.droppable for operation in operations)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited in vain"
+        time.sleep(0.001)
+
+
+def test_a_batch_is_committed_after_its_time_without_being_told() -> None:
+    with running(commit_s=0.01) as (writer, tables):
+        writer.submit([put(1, b"a")])
+        until(lambda: writer.progress.committed == 1)
+        writer.submit([put(2, b"b")])
+        until(lambda: writer.progress.committed == 2)
+        assert tables.sizes == [1, 1]
+
+
+def test_a_full_batch_does_not_wait_and_the_rest_does() -> None:
+    with running() as (writer, tables):
+        writer.submit([put(0, b"%d" % number) for number in range(MAX_TRANSACTION - 1)])
+        assert tables.sizes == []
+        writer.submit([put(0, b"x"), put(1, b"y")])
+        until(lambda: writer.waiting == 1)
+        assert tables.sizes == [MAX_TRANSACTION]
+        assert writer.progress.committed == 0, "a call is dealt with when its last operation is"
+        assert writer.flush(1, WAIT_S)
+        assert tables.sizes == [MAX_TRANSACTION, 1]
+
+
+def test_callers_do_not_wait_for_a_commit_in_progress() -> None:
+    with running() as (writer, tables):
+        tables.gate.clear()
+        writer.submit([put(1, b"a")])
+        assert not writer.flush(1, 0.0)
+        assert tables.entered.wait(WAIT_S)
+        for number in range(2, 3 * MAX_TRANSACTION):
+            writer.submit([put(number, b"%d" % number)])
+            assert writer.admits_put()
+        assert writer.progress.committed == 0
+        assert writer.waiting == 3 * MAX_TRANSACTION - 1
+        tables.gate.set()
+        assert writer.flush(3 * MAX_TRANSACTION - 1, WAIT_S)
+        assert writer.waiting == 0
+        assert len(tables.content) == 3 * MAX_TRANSACTION - 1
+
+
+def test_failed_puts_are_dropped_and_the_rest_of_the_batch_is_committed() -> None:
+    with running() as (writer, tables):
+        tables.content[Table.BLOCKS, b"old"] = b"old"
+        tables.fails = has_puts
+        writer.submit([put(1, b"new"), deletion(2, b"old"), segment(3, b"s"), put(4, b"new 2")])
+        assert writer.flush(4, WAIT_S)
+        assert tables.content == {(Table.SEGMENTS, b"s"): b"value"}
+        assert writer.progress == Progress(4, IndexState.REFUSING, 2)
+        assert tables.recoveries == 1
+
+
+def test_a_dropped_put_takes_the_record_that_it_was_to_replace() -> None:
+    with running() as (writer, tables):
+        tables.content[Table.BLOCKS, b"key"] = b"names a slot that is reused when this call is dealt with"
+        tables.fails = has_puts
+        writer.submit([put(1, b"key", b"names another slot")])
+        assert writer.flush(1, WAIT_S)
+        assert tables.content == {}
+
+
+def test_after_a_failure_transactions_are_small() -> None:
+    with running() as (writer, tables):
+        tables.fails = lambda operations: len(operations) > SMALL_TRANSACTION
+        tables.content = {(Table.BLOCKS, b"%d" % number): b"" for number in range(100)}
+        writer.submit([deletion(number + 1, b"%d" % number) for number in range(100)])
+        assert writer.flush(100, WAIT_S)
+        assert tables.content == {}
+        assert max(tables.sizes) == SMALL_TRANSACTION
+        assert writer.progress == Progress(100, IndexState.WRITABLE, 0), "nothing was lost and nothing waits"
+
+
+def test_deletions_and_segments_that_fail_again_are_held_in_order_until_they_succeed() -> None:
+    with running() as (writer, tables):
+        tables.fails = lambda operations: True
+        writer.submit([put(1, b"p"), segment(2, b"s", b"first"), deletion(3, b"d")])
+        assert not writer.flush(3, 0.0)
+        until(lambda: writer.progress.state is IndexState.REFUSING)
+        writer.submit([segment(4, b"s", b"second")])
+        until(lambda: tables.recoveries >= 2)  # a back-off has passed
+        assert writer.progress == Progress(0, IndexState.REFUSING, 1)
+        assert writer.waiting == 4
+        assert not writer.admits_put(), "no probe while deletions are held"
+        tables.fails = lambda operations: False
+        assert writer.flush(4, WAIT_S)
+        assert tables.content == {(Table.SEGMENTS, b"s"): b"second"}
+
+
+def test_what_succeeded_before_the_second_failure_is_acknowledged() -> None:
+    with running() as (writer, tables):
+        tables.fails = lambda operations: len(operations) > SMALL_TRANSACTION or operations[0].key == b"16"
+        writer.submit([deletion(number + 1, b"%d" % number) for number in range(40)])
+        assert not writer.flush(40, 0.0)
+        until(lambda: writer.progress.committed == SMALL_TRANSACTION)
+        until(lambda: tables.recoveries >= 2)
+        assert writer.progress.committed == SMALL_TRANSACTION
+        assert writer.waiting == 40 - SMALL_TRANSACTION
+
+
+def test_a_probe_brings_the_state_back_when_nothing_but_puts_would_come() -> None:
+    with running(commit_s=0.001) as (writer, tables):
+        tables.fails = has_puts
+        writer.submit([put(1, b"a")])
+        assert writer.flush(1, WAIT_S)
+        assert writer.progress.state is IndexState.REFUSING
+        until(writer.admits_put)
+        assert not writer.admits_put(), "one probe at a time"
+        writer.submit([put(2, b"b")])
+        until(lambda: writer.progress == Progress(2, IndexState.REFUSING, 2))
+        until(writer.admits_put)
+        tables.fails = lambda operations: False
+        writer.submit([put(3, b"c")])
+        until(lambda: writer.progress == Progress(3, IndexState.WRITABLE, 2))
+        assert writer.admits_put()
+        assert tables.content == {(Table.BLOCKS, b"c"): b"value"}
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_deletions_bring_the_state_back_when_there_is_room(has_room: bool) -> None:
+    with running(commit_s=0.001) as (writer, tables):
+        tables.fails = has_puts
+        tables.has_room = has_room
+        writer.submit([put(1, b"a")])
+        assert writer.flush(1, WAIT_S)
+        until(writer.admits_put)  # the back-off is over; the probe is never sent
+        writer.submit([deletion(2, b"a")])
+        assert writer.flush(2, WAIT_S)
+        expected = IndexState.WRITABLE if has_room else IndexState.REFUSING
+        assert writer.progress == Progress(2, expected, 1)
+
+
+def test_the_back_off_doubles_to_its_limit_and_starts_anew_after_puts() -> None:
+    now_s = 1000.0
+    tables = FakeTables()
+    tables.has_room = False
+    writer = CommitWriter(tables, ONLY_WHEN_TOLD_S, clock=lambda: now_s)
+    ticket = 0
+
+    def flush(make: Callable[[int, bytes], Operation]) -> None:
+        nonlocal ticket
+        ticket += 1
+        writer.submit([make(ticket, b"key")])
+        assert writer.flush(ticket, WAIT_S)
+
+    for expected_s in [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, "puts succeed", 0.1, 0.2]:
+        if isinstance(expected_s, str):
+            tables.fails = lambda operations: False
+            flush(put)
+            assert writer.progress.state is IndexState.WRITABLE
+            continue
+        tables.fails = has_puts
+        flush(put)
+        flush(put)  # what was queued before the failure fails too, and must not lengthen the back-off
+        flush(deletion)  # by now the writer has done with both
+        failed_s = now_s
+        now_s = failed_s + expected_s - 0.001
+        assert not writer.admits_put()
+        now_s = failed_s + expected_s
+        until(writer.admits_put)
+        now_s += 1.0
+    assert writer.stop(ticket, WAIT_S)
+
+
+def test_a_bug_that_ends_the_thread_stops_new_puts() -> None:
+    tables = FakeTables()
+    tables.commit = lambda operations: 1 // 0  # type: ignore[method-assign]
+    died: list[object] = []
+    previous, threading.excepthook = threading.excepthook, died.append
+    try:
+        writer = CommitWriter(tables, ONLY_WHEN_TOLD_S)
+        writer.submit([put(1, b"a")])
+        assert not writer.flush(1, 0.0)
+        until(lambda: bool(died))
+    finally:
+        threading.excepthook = previous
+    assert writer.progress == Progress(0, IndexState.REFUSING, 0)
+    assert not writer.admits_put()
+    assert writer.stop(0, WAIT_S)
+
+
+def test_stopping_while_operations_are_held_gives_up_in_time() -> None:
+    tables = FakeTables()
+    tables.fails = lambda operations: True
+    writer = CommitWriter(tables, ONLY_WHEN_TOLD_S)
+    writer.submit([deletion(1, b"a")])
+    assert writer.stop(1, 0.3)
+    assert writer.progress == Progress(0, IndexState.REFUSING, 0)
+
+
+def test_a_commit_that_hangs_is_reported_by_stop() -> None:
+    tables = FakeTables()
+    tables.gate.clear()
+    writer = CommitWriter(tables, 0.0)
+    writer.submit([put(1, b"a")])
+    assert tables.entered.wait(WAIT_S)
+    assert not writer.stop(1, 0.01)
+    tables.gate.set()
+    assert writer.stop(1, WAIT_S)

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which directory may be a store, how one is made, and the modes of all that is in it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from kvdisk.device import home as home_room
+from kvdisk.device.home import Store, list_homes
+from kvdisk.errors import ConfigError, CorruptRecord, StoreLocked
+
+MINE = bytes(range(32))
+CAP = 64 << 20
+
+
+@pytest.mark.parametrize("umask", [0, 0o377])
+def test_directories_are_0700_and_files_0600_whatever_the_umask(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        home = Store.open(tmp_path / "store").acquire_home(MINE, {}, CAP)
+        home.mark_used()
+    finally:
+        os.umask(before)
+    found = {path.relative_to(tmp_path): path for path in (tmp_path / "store").rglob("*")}
+    inside = Path("store/homes", home.id)
+    expected = {inside, inside / "HOME", inside / "lock", inside / "index", inside / "segments"}
+    assert set(found) == expected | {Path("store", name) for name in ("STORE", "lock", "homes")}
+    for path in [tmp_path / "store", *found.values()]:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+    home.close(clean=True)
+
+
+def test_a_store_says_what_it_is_and_is_the_same_when_opened_again(tmp_path):
+    store = Store.open(tmp_path / "store", clock=lambda: 1_000_000.5)
+    said = json.loads((store.path / "STORE").read_text())
+    assert said.keys() == {"format_version", "store_id", "created_s"}
+    assert (said["format_version"], said["created_s"]) == (1, 1_000_000)
+    Store.open(store.path)
+    Store.open(store.path, create=False)
+    assert json.loads((store.path / "STORE").read_text()) == said
+
+
+def _symlink(path, patch):
+    path.with_name("real").mkdir(0o700)
+    path.symlink_to(path.with_name("real"))
+
+
+def _foreign(path, patch):
+    path.mkdir(0o700)
+    patch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+
+
+def _writable(bits):
+    def make(path, patch):
+        path.mkdir()
+        path.chmod(0o700 | bits)
+
+    return make
+
+
+def _occupied(path, patch):
+    path.mkdir(0o700)
+    (path / "thesis.txt").write_text("mine")
+
+
+def _homes_alone(path, patch):
+    (path / "homes" / ("a" * 32)).mkdir(parents=True)
+
+
+def _newer(path, patch):
+    Store.open(path)
+    (path / "STORE").write_text(json.dumps({"format_version": 2}))
+
+
+def _file(path, patch):
+    path.write_text("a file")
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (_symlink, "symbolic link"),
+        (_foreign, "belongs to user"),
+        (_writable(0o020), "can be written by others"),
+        (_writable(0o002), "can be written by others"),
+        (_occupied, "thesis.txt"),
+        (_homes_alone, "is not a kvdisk store"),
+        (_newer, "newer"),
+        (_file, "is not a directory"),
+    ],
+)
+def test_what_is_not_fit_is_refused_in_one_sentence_and_left_alone(tmp_path, monkeypatch, make, why):
+    path = tmp_path / "store"
+    make(path, monkeypatch)
+    before = sorted(tmp_path.rglob("*"))
+    for create in (True, False):
+        with pytest.raises(ConfigError, match=why) as caught:
+            Store.open(path, create=create)
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_store_is_made_only_when_asked_and_only_where_there_is_a_place(tmp_path):
+    with pytest.raises(ConfigError, match="not a directory"):
+        Store.open(tmp_path / "absent", create=False)
+    with pytest.raises(ConfigError, match=str(tmp_path / "absent")):
+        Store.open(tmp_path / "absent" / "store")
+    (tmp_path / "empty").mkdir(0o755)
+    with pytest.raises(ConfigError, match="not a kvdisk store"):
+        Store.open(tmp_path / "empty", create=False)
+    assert not list((tmp_path / "empty").iterdir())
+    Store.open(tmp_path / "empty")
+    assert stat.S_IMODE((tmp_path / "empty").stat().st_mode) == 0o700
+
+
+def test_a_store_left_half_made_is_finished_and_lost_and_found_is_nobodys(tmp_path):
+    path = tmp_path / "store"
+    (path / "homes").mkdir(parents=True)
+    (path / "lost+found").mkdir()
+    for name in ("lock", "STORE.tmp"):
+        (path / name).write_text("")
+    path.chmod(0o700)
+    home = Store.open(path).acquire_home(MINE, {}, CAP)
+    assert [summary.id for summary in list_homes(path)] == [home.id]
+    home.close(clean=True)
+
+
+def test_a_store_file_that_does_not_decode_is_corrupt(tmp_path):
+    store = Store.open(tmp_path / "store")
+    for text in ("{", "[]", "{}"):
+        (store.path / "STORE").write_text(text)
+        with pytest.raises(CorruptRecord, match="STORE"):
+            Store.open(store.path)
+
+
+def test_a_store_lock_that_is_kept_is_reported(tmp_path, monkeypatch):
+    store = Store.open(tmp_path / "store")
+    monkeypatch.setattr(home_room, "STORE_LOCK_TIMEOUT_S", 0.05)
+    with (store.path / "lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for call in (lambda: store.acquire_home(MINE, {}, CAP), lambda: list_homes(store.path)):
+            with pytest.raises(StoreLocked, match=str(store.path)):
+                call()
+    assert not list((store.path / "homes").iterdir())
+
+
+def test_where_boots_cannot_be_told_apart_each_start_counts_as_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(home_room, "BOOT_ID_PATH", tmp_path / "absent")
+    for _ in range(2):
+        home = Store.open(tmp_path / "store").acquire_home(MINE, {}, CAP)
+        assert home.fresh
+        home.close(clean=False)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import dataclasses
+import struct
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvdisk.blocks import MAX_KEY_BYTES
+from kvdisk.device.header import (
+    SlotHeader,
+    check_slot,
+    payload_checksum,
+    read_header,
+    seal_slot,
+    write_header,
+)
+from kvdisk.errors import CorruptRecord, GeometryMismatch
+from kvdisk.geometry import FORMAT_VERSION, HEADER_BYTES, Namespace
+from kvdisk.messages import Reason
+
+PAYLOAD_BYTES = 6000
+WHO = {
+    "namespace": Namespace(bytes(range(32)), 3),
+    "key": b"k" * 34,
+    "generation": 7,
+    "payload_bytes": PAYLOAD_BYTES,
+    "rank": 1,
+    "rank_count": 2,
+}
+
+
+def make_slot(parent=b"p" * 34, **changes) -> memoryview:
+    """A sealed slot in memory that was dirty before, with bytes behind the payload that do not count."""
+    slot = memoryview(bytearray(b"\xaa" * (HEADER_BYTES + 8192)))
+    slot[HEADER_BYTES:] = bytes(at * 7 % 251 for at in range(8192))
+    seal_slot(slot, parent=parent, **(WHO | changes))
+    return slot
+
+
+def resum(slot: memoryview) -> None:
+    """Make the header's own checksum right again after a change."""
+    slot[HEADER_BYTES - 8 : HEADER_BYTES] = struct.pack("<Q", xxhash.xxh3_64_intdigest(slot[: HEADER_BYTES - 8]))
+
+
+u64 = st.integers(0, 2**64 - 1)
+u16 = st.integers(0, 2**16 - 1)
+keys = st.binary(min_size=1, max_size=MAX_KEY_BYTES)
+
+
+@given(
+    header=st.builds(
+        SlotHeader,
+        namespace=st.builds(Namespace, st.binary(min_size=32, max_size=32), st.integers(0, 2**63 - 1)),
+        key=keys,
+        generation=u64,
+        parent=st.none() | keys,
+        payload_bytes=u64,
+        rank=u16,
+        rank_count=u16,
+        checksum=st.binary(min_size=16, max_size=16),
+        checksum_kind=st.just(1),
+    )
+)
+def test_what_is_written_is_read(header):
+    view = memoryview(bytearray(b"\xaa" * (HEADER_BYTES + 16)))
+    write_header(view, header)
+    assert read_header(view) == header
+    assert view[HEADER_BYTES:] == b"\xaa" * 16, "wrote beyond the header"
+
+
+def test_no_old_byte_stays_in_a_header():
+    clean = memoryview(bytearray(HEADER_BYTES))
+    dirty = memoryview(bytearray(b"\xff" * HEADER_BYTES))
+    header = SlotHeader(WHO["namespace"], b"key", 1, None, 9, 0, 1, b"c" * 16)
+    write_header(clean, header)
+    write_header(dirty, header)
+    assert clean == dirty
+    assert clean[:8] == b"KVDSLOT\0"
+
+
+def test_seal_writes_what_write_header_writes():
+    slot = make_slot()
+    payload = slot[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES]
+    assert payload_checksum(payload) == xxhash.xxh3_128(payload).digest()
+    header = SlotHeader(**WHO, parent=b"p" * 34, checksum=payload_checksum(payload))
+    other = memoryview(bytearray(HEADER_BYTES))
+    write_header(other, header)
+    assert slot[:HEADER_BYTES] == other
+    assert read_header(slot) == header
+
+
+def test_a_sealed_slot_passes():
+    assert check_slot(make_slot(), **WHO) is None
+    assert check_slot(make_slot(parent=None), **WHO) is None
+    assert check_slot(make_slot(key=b"k" * MAX_KEY_BYTES), **(WHO | {"key": b"k" * MAX_KEY_BYTES})) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"namespace": Namespace(bytes(32), 3)},
+        {"namespace": Namespace(bytes(range(32)), 4)},
+        {"key": b"k" * 33 + b"l"},
+        {"key": b"k" * 33},
+        {"key": b"k" * 34 + b"\0"},
+        {"generation": 8},
+        {"payload_bytes": PAYLOAD_BYTES - 1},
+        {"rank": 0},
+        {"rank_count": 3},
+    ],
+)
+def test_another_block_is_refused(change):
+    assert check_slot(make_slot(**change), **WHO) is Reason.HEADER
+    assert check_slot(make_slot(), **(WHO | change)) is Reason.HEADER
+
+
+def test_a_flipped_bit_anywhere_in_the_header_is_refused():
+    slot = make_slot()
+    for at in range(HEADER_BYTES):
+        slot[at] ^= 1 << at % 8
+        assert check_slot(slot, **WHO) is Reason.HEADER, at
+        with pytest.raises((CorruptRecord, GeometryMismatch)):
+            read_header(slot)
+        slot[at] ^= 1 << at % 8
+    assert check_slot(slot, **WHO) is None
+
+
+def test_the_checksum_covers_exactly_the_payload():
+    slot = make_slot()
+    for at in (0, 1, 63, 64, 4095, 4096, PAYLOAD_BYTES - 1):
+        slot[HEADER_BYTES + at] ^= 1
+        assert check_slot(slot, **WHO) is Reason.CHECKSUM, at
+        slot[HEADER_BYTES + at] ^= 1
+    slot[HEADER_BYTES + PAYLOAD_BYTES] ^= 1
+    assert check_slot(slot, **WHO) is None
+
+
+def test_the_header_is_judged_before_the_payload():
+    slot = make_slot()
+    slot[HEADER_BYTES] ^= 1
+    assert check_slot(slot, **(WHO | {"generation": 8})) is Reason.HEADER
+
+
+def test_another_payload_checksum_in_a_sound_header_is_a_checksum_failure():
+    slot = make_slot()
+    write_header(slot, dataclasses.replace(read_header(slot), checksum=b"x" * 16))
+    assert check_slot(slot, **WHO) is Reason.CHECKSUM
+
+
+def test_another_format_version_is_told_apart_from_damage():
+    slot = make_slot()
+    slot[8:10] = struct.pack("<H", FORMAT_VERSION + 1)
+    with pytest.raises(CorruptRecord):
+        read_header(slot)
+    resum(slot)
+    with pytest.raises(GeometryMismatch, match=str(FORMAT_VERSION + 1)):
+        read_header(slot)
+    assert check_slot(slot, **WHO) is Reason.HEADER
+
+
+@pytest.mark.parametrize(
+    ("at", "packed"),
+    [
+        (10, b"\x02"),  # a reserved checksum kind
+        (16, struct.pack("<H", MAX_KEY_BYTES + 1)),  # key length
+        (16, struct.pack("<H", 0)),
+        (208 + 16, struct.pack("<H", MAX_KEY_BYTES + 1)),  # parent length
+    ],
+)
+def test_impossible_fields_in_a_sound_header_are_corrupt(at, packed):
+    slot = make_slot()
+    slot[at : at + len(packed)] = packed
+    resum(slot)
+    with pytest.raises(CorruptRecord, match="slot header"):
+        read_header(slot)
+
+
+@pytest.mark.parametrize("block", [bytes(HEADER_BYTES), b"\xff" * HEADER_BYTES, b"KVDSLOT\0" + bytes(HEADER_BYTES - 8)])
+def test_a_slot_that_was_never_sealed_is_corrupt(block):
+    with pytest.raises(CorruptRecord):
+        read_header(memoryview(block))
+
+
+@pytest.mark.parametrize("change", [{"key": b""}, {"key": b"k" * 129}, {"parent": b"p" * 129}])
+def test_keys_that_do_not_fit_are_a_programmers_error(change):
+    with pytest.raises(AssertionError):
+        make_slot(**change)
+
+
+def test_reserved_checksum_kinds_are_not_written():
+    header = SlotHeader(WHO["namespace"], b"key", 1, None, 9, 0, 1, b"c" * 16, checksum_kind=2)
+    with pytest.raises(AssertionError):
+        write_header(memoryview(bytearray(HEADER_BYTES)), header)

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owners in processes of their own: who lives, who was killed, and who comes after."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from kvdisk.device.home import Store, list_homes
+from kvdisk.errors import DeviceError
+
+MINE = bytes(range(32))
+CAP = 64 << 20
+GEOMETRY = {"geometry": {"ranks": 2}}
+
+OWNER = """
+import json, sys
+from kvdisk.device.home import Store
+path, fingerprint = sys.argv[1:]
+home = Store.open(path).acquire_home(bytes.fromhex(fingerprint), {"geometry": {"ranks": 2}}, 64 << 20)
+print(json.dumps({"id": home.id, "fresh": home.fresh}), flush=True)
+for line in sys.stdin:
+    if line == "mark\\n":
+        (home.index_path / "mark").write_text(home.id)
+    elif line == "child\\n":
+        import subprocess
+        child = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, close_fds=False)
+        print(child.pid, flush=True)
+        continue
+    else:
+        home.close(clean=True)
+    print("done", flush=True)
+"""
+
+RANK = """
+import sys
+from kvdisk.device.home import Store
+path, home_id, fingerprint = sys.argv[1:]
+home = Store.open(path, create=False).join_home(home_id, bytes.fromhex(fingerprint))
+print("joined", flush=True)
+sys.stdin.read()
+"""
+
+
+class Process:
+    """A Python process that answers in lines."""
+
+    def __init__(self, script: str, *arguments: str) -> None:
+        command = [sys.executable, "-c", script, *arguments]
+        self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def answer(self) -> str:
+        line = self.child.stdout.readline().strip()
+        assert line, "the process died"
+        return line
+
+    def ask(self, line: str) -> str:
+        self.child.stdin.write(line + "\n")
+        self.child.stdin.flush()
+        return self.answer()
+
+    def kill(self) -> None:
+        """Kill -9 and wait until the kernel has taken its locks away."""
+        self.child.kill()
+        self.child.wait()
+        self.child.stdin.close()
+        self.child.stdout.close()
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(tmp_path / "store")
+
+
+@pytest.fixture
+def start():
+    started = []
+
+    def run(script, *arguments) -> Process:
+        started.append(Process(script, *arguments))
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+
+
+def owner(start, path) -> tuple[Process, dict]:
+    process = start(OWNER, path, MINE.hex())
+    return process, json.loads(process.answer())
+
+
+def alive(path) -> dict[str, bool]:
+    return {summary.id: summary.alive for summary in list_homes(path)}
+
+
+def test_a_living_owner_is_left_alone_and_a_killed_ones_home_is_taken_over(path, start):
+    first, said = owner(start, path)
+    first.ask("mark")
+    store = Store.open(path)
+    beside = store.acquire_home(MINE, GEOMETRY, CAP)
+    assert beside.fresh
+    assert alive(path) == {said["id"]: True, beside.id: True}
+    first.kill()
+    assert alive(path) == {said["id"]: False, beside.id: True}
+    after = store.acquire_home(MINE, GEOMETRY, CAP)
+    assert not after.fresh
+    assert (after.index_path / "mark").read_text() == said["id"]
+    assert alive(path) == {after.id: True, beside.id: True}
+    for home in (after, beside):
+        home.close(clean=True)
+
+
+def test_a_rank_that_outlives_its_scheduler_keeps_the_home_from_others(path, start):
+    scheduler, said = owner(start, path)
+    rank = start(RANK, path, said["id"], MINE.hex())
+    assert rank.answer() == "joined"
+    scheduler.kill()
+    assert alive(path) == {said["id"]: True}
+    store = Store.open(path)
+    beside = store.acquire_home(MINE, GEOMETRY, CAP)
+    assert beside.fresh
+    beside.close(clean=True)
+    rank.kill()
+    assert alive(path)[said["id"]] is False
+
+
+def test_a_rank_of_the_owner_before_finds_no_home_after_the_takeover(path, start):
+    scheduler, said = owner(start, path)
+    scheduler.kill()
+    home = Store.open(path).acquire_home(MINE, GEOMETRY, CAP)
+    with pytest.raises(DeviceError):
+        Store.open(path, create=False).join_home(said["id"], MINE)
+    rank = start(RANK, path, home.id, MINE.hex())
+    assert rank.answer() == "joined"
+    home.close(clean=True)
+
+
+def test_what_an_owner_starts_does_not_hold_its_home(path, start):
+    process, said = owner(start, path)
+    child = int(process.ask("child"))
+    process.kill()
+    try:
+        assert alive(path) == {said["id"]: False}
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_home_that_was_closed_in_order_is_free_while_its_process_lives(path, start):
+    process, said = owner(start, path)
+    assert process.ask("close") == "done"
+    assert alive(path) == {said["id"]: False}
+    home = Store.open(path).acquire_home(MINE, GEOMETRY, CAP)
+    assert not home.fresh
+    home.close(clean=True)
+
+
+def test_engines_that_start_at_once_get_homes_of_their_own(path, start):
+    first, _ = owner(start, path)
+    first.ask("mark")
+    first.kill()
+    started = [start(OWNER, path, MINE.hex()) for _ in range(4)]
+    answers = [json.loads(process.answer()) for process in started]
+    assert sorted(answer["fresh"] for answer in answers) == [False, True, True, True], "one took the orphan over"
+    assert alive(path) == {answer["id"]: True for answer in answers}
+    assert len(alive(path)) == 4
+
+
+def test_engines_that_start_at_once_make_one_store(path, start):
+    started = [start(OWNER, path, MINE.hex()) for _ in range(4)]
+    answers = [json.loads(process.answer()) for process in started]
+    assert all(answer["fresh"] for answer in answers)
+    assert alive(path) == {answer["id"]: True for answer in answers}

@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import pytest
+
+from kvdisk.errors import CorruptRecord, DeviceError, StoreLocked
+from kvdisk.index.base import BlockRecord, IndexState, SegmentRecord
+from kvdisk.index.commit_writer import CommitWriter
+from kvdisk.index.lmdb_index import MIN_MAP_BYTES, LmdbIndex, map_bytes_for
+from kvdisk.testing.index_conformance import found_blocks, key_of, put_all, record_of
+
+WAIT_S = 30.0
+ONLY_WHEN_TOLD_S = 3600.0
+
+
+@contextmanager
+def opened(path: Path, map_bytes: int = 8 << 20, commit_s: float = ONLY_WHEN_TOLD_S) -> Iterator[LmdbIndex]:
+    index = LmdbIndex(path, map_bytes=map_bytes, commit_s=commit_s)
+    try:
+        yield index
+    finally:
+        index.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited in vain"
+        time.sleep(0.001)
+
+
+def fill(index: LmdbIndex, rng: random.Random, batch: int) -> None:
+    """Put records until the map refuses some."""
+    dropped_puts = index.poll().dropped_puts
+    while index.poll().dropped_puts == dropped_puts:
+        put_all(index, [record_of(rng.randrange(2**200)) for _ in range(batch)])
+        assert index.flush(WAIT_S)
+
+
+def write_records(path: Path, count: int) -> list[BlockRecord]:
+    records = [record_of(number) for number in range(count)]
+    with opened(path) as index:
+        put_all(index, records)
+        index.put_segment(SegmentRecord(1, 8192, 4))
+    return records
+
+
+# A full map.
+
+
+def test_a_full_map_drops_puts_deletes_and_comes_back(tmp_path: Path) -> None:
+    with opened(tmp_path / "index", MIN_MAP_BYTES, commit_s=0.001) as index:
+        fill(index, random.Random(1), batch=20)
+        progress = index.poll()
+        assert progress.state is IndexState.REFUSING
+        assert progress.dropped_puts == 20
+        assert index.put([record_of(1)]) is None
+        kept = sorted(found_blocks(index))
+        assert len(kept) > 500
+        segment_ticket = index.put_segment(SegmentRecord(9, 8192, 4))
+        assert index.delete(kept[:400]) > segment_ticket
+        assert index.flush(WAIT_S)
+        assert sorted(found_blocks(index)) == kept[400:]
+        assert list(index.segments()) == [SegmentRecord(9, 8192, 4)]
+
+        until(lambda: index.put([record_of(1)]) is not None)
+        until(lambda: index.poll().state is IndexState.WRITABLE)
+        put_all(index, [record_of(2)])
+        assert index.flush(WAIT_S)
+        assert found_blocks(index).keys() == {*kept[400:], (0, key_of(1)), (0, key_of(2))}
+        assert index.poll().dropped_puts == 20
+
+
+@pytest.mark.parametrize("order", ["sorted", "shuffled"])
+@pytest.mark.parametrize(("batch", "deletions"), [(1000, 1000), (40, 1000), (40, 3)])
+def test_a_full_index_can_always_delete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, batch: int, deletions: int
+) -> None:
+    back_offs: list[CommitWriter] = []  # one begins when deletions have failed, alone and in small transactions
+    monkeypatch.setattr(CommitWriter, "_back_off", back_offs.append)
+    rng = random.Random(f"{order} {batch} {deletions}")
+    with opened(tmp_path / "index", 2 << 20) as index:
+        for _ in range(2):
+            until(lambda: index.put([record_of(0)]) is not None)  # in the second round, the probe
+            assert index.flush(WAIT_S)
+            fill(index, rng, batch)
+            names = sorted(found_blocks(index))
+            if order == "shuffled":
+                rng.shuffle(names)
+            for start in range(0, len(names), deletions):
+                index.delete(names[start : start + deletions])
+                assert index.flush(WAIT_S)
+            assert list(index.blocks()) == []
+    assert back_offs == []
+
+
+def test_a_planned_map_holds_its_records_through_changes(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    count = 20_000
+    with opened(tmp_path / "index", map_bytes_for(count)) as index:
+        live = [record_of(rng.randrange(2**200)) for _ in range(count)]
+        put_all(index, live)
+        for _ in range(20):
+            rng.shuffle(live)
+            fresh = [record_of(rng.randrange(2**200)) for _ in range(1000)]
+            index.delete([(record.epoch, record.key) for record in live[:1000]])
+            put_all(index, fresh)
+            live[:1000] = fresh
+        assert index.flush(WAIT_S)
+        assert index.poll().dropped_puts == 0
+        assert found_blocks(index) == {(record.epoch, record.key): record for record in live}
+
+
+def test_deletions_wait_for_a_foreign_reader_and_go_on_when_it_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    with opened(path, MIN_MAP_BYTES) as index:
+        fill(index, random.Random(4), batch=20)
+        names = sorted(found_blocks(index))
+        program = (
+            "import sys; from kvdisk.index.lmdb_index import LmdbIndex\n"
+            "blocks = LmdbIndex(sys.argv[1], readonly=True).blocks()\n"
+            "next(blocks); print('reading', flush=True); sys.stdin.read()"
+        )
+        command = [sys.executable, "-c", program, str(path)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
+            assert reader.stdout
+            assert reader.stdout.readline() == b"reading\n"
+            left = list(names)
+            ticket = 0
+            while index.poll().state is not IndexState.REFUSING or index.flush(0.0):
+                index.put_segment(SegmentRecord(1, 4096, len(left)))
+                ticket = index.delete([left.pop()])
+                index.flush(0.05)
+            assert index.poll().committed < ticket
+            assert index.put([record_of(1)]) is None
+            reader.kill()
+        assert index.flush(WAIT_S)
+        assert sorted(found_blocks(index)) == left
+
+
+# Errors of the system.
+
+
+def test_a_write_error_stops_puts_and_the_state_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    with opened(path, commit_s=0.001) as index:
+        records = [record_of(number) for number in range(1000)]
+        put_all(index, records)
+        assert index.flush(WAIT_S)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((path / "data.mdb").stat().st_size, hard))
+        try:
+            put_all(index, [record_of(number) for number in range(1000, 2000)])
+            until(lambda: index.poll().state is IndexState.REFUSING)
+            assert index.put([record_of(5000)]) is None
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert index.flush(WAIT_S)
+        assert index.poll().dropped_puts == 1000
+        until(lambda: index.put([record_of(5000)]) is not None)
+        until(lambda: index.poll().state is IndexState.WRITABLE)
+        expected = {(0, record.key): record for record in [*records, record_of(5000)]}
+        assert found_blocks(index) == expected
+
+
+class _Failing:
+    """An environment of which one method raises, until it is replaced."""
+
+    def __init__(self, environment: Any, method: str, error: Exception) -> None:
+        self._environment = environment
+        self._method = method
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        return self._raise if name == self._method else getattr(self._environment, name)
+
+    def _raise(self, *args: object, **kwargs: object) -> None:
+        raise self._error
+
+
+def test_an_environment_that_has_panicked_is_opened_anew(tmp_path: Path) -> None:
+    with opened(tmp_path / "index") as index:
+        put_all(index, [record_of(1)])
+        assert index.flush(WAIT_S)
+        tables = index._tables
+        tables._environment = _Failing(tables._environment, "begin", lmdb.PanicError("meta block"))  # type: ignore[assignment]
+        put_all(index, [record_of(2)])
+        index.delete([(0, key_of(1))])
+        put_all(index, [record_of(3)])
+        assert index.flush(WAIT_S)
+        assert list(index.blocks()) == []
+        assert index.poll().dropped_puts == 2
+        until(lambda: index.put([record_of(4)]) is not None)
+        assert index.flush(WAIT_S)
+        assert list(index.blocks()) == [record_of(4)]
+
+
+def test_a_sync_that_fails_at_the_end_is_told(tmp_path: Path) -> None:
+    index = LmdbIndex(tmp_path / "index", map_bytes=MIN_MAP_BYTES)
+    tables = index._tables
+    tables._environment = _Failing(tables._environment, "sync", lmdb.Error("sync"))  # type: ignore[assignment]
+    with pytest.raises(DeviceError) as caught:
+        index.close()
+    assert caught.value.errno == errno.EIO
+    index.close()
+    with opened(tmp_path / "index"):
+        pass
+
+
+# Opening.
+
+
+def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    with opened(path):
+        modes = {name: stat.S_IMODE(os.stat(path / name).st_mode) for name in (".", "data.mdb", "lock.mdb")}
+    assert modes == {".": 0o700, "data.mdb": 0o600, "lock.mdb": 0o600}
+
+
+def test_one_process_cannot_open_it_twice(tmp_path: Path) -> None:
+    with opened(tmp_path / "index") as index:
+        put_all(index, [record_of(1)])
+        for readonly in (False, True):
+            with pytest.raises(StoreLocked):
+                LmdbIndex(tmp_path / "index", map_bytes=MIN_MAP_BYTES, readonly=readonly)
+        assert index.flush(WAIT_S)
+        assert list(index.blocks()) == [record_of(1)]
+
+
+def test_what_is_no_directory_is_a_device_error(tmp_path: Path) -> None:
+    (tmp_path / "index").write_bytes(b"")
+    with pytest.raises(DeviceError):
+        LmdbIndex(tmp_path / "index", map_bytes=MIN_MAP_BYTES)
+
+
+def test_a_file_that_is_no_index_is_corrupt(tmp_path: Path) -> None:
+    (tmp_path / "data.mdb").write_bytes(random.Random(5).randbytes(20_000))
+    for readonly in (False, True):
+        with pytest.raises(CorruptRecord):
+            LmdbIndex(tmp_path, map_bytes=MIN_MAP_BYTES, readonly=readonly)
+
+
+def test_a_file_that_was_cut_short_is_corrupt(tmp_path: Path) -> None:
+    write_records(tmp_path / "index", 3000)
+    data_file = tmp_path / "index" / "data.mdb"
+    os.truncate(data_file, data_file.stat().st_size // 2)
+    with pytest.raises(CorruptRecord), opened(tmp_path / "index") as index:
+        list(index.blocks())
+
+
+@pytest.mark.parametrize("table", ["blocks", "segments"])
+def test_a_record_that_does_not_decode_is_corrupt(tmp_path: Path, table: str) -> None:
+    write_records(tmp_path, 3)
+    with lmdb.open(str(tmp_path), max_dbs=2, lib_version=0) as environment, environment.begin(write=True) as txn:
+        txn.put(b"\0" * 4, b"nonsense", db=environment.open_db(table.encode(), txn=txn))
+    with opened(tmp_path) as index:
+        with pytest.raises(CorruptRecord):
+            list(index.blocks() if table == "blocks" else index.segments())
+        index.blocks().close()  # type: ignore[attr-defined]
+
+
+def test_an_abandoned_scan_leaves_no_transaction_open(tmp_path: Path) -> None:
+    write_records(tmp_path, 100)
+    with opened(tmp_path) as index:
+        blocks = index.blocks()
+        next(blocks)
+        assert index._tables._environment.readers().count("\n") > 1
+        blocks.close()  # type: ignore[attr-defined]
+        assert index._tables._environment.readers() == "(no active readers)\n"
+
+
+def test_a_smaller_map_than_before_loses_nothing(tmp_path: Path) -> None:
+    records = write_records(tmp_path, 5000)
+    with opened(tmp_path, MIN_MAP_BYTES) as index:
+        assert found_blocks(index) == {(0, record.key): record for record in records}
+        put_all(index, [record_of(6000)])
+        index.delete([(0, records[0].key)])
+        assert index.flush(WAIT_S)
+        assert index.poll().dropped_puts == 1
+        assert len(found_blocks(index)) == 4999
+
+
+# Read-only.
+
+
+def test_a_reader_reads_and_does_nothing_else(tmp_path: Path) -> None:
+    records = write_records(tmp_path, 100)
+    before = (tmp_path / "data.mdb").read_bytes()
+    index = LmdbIndex(tmp_path, readonly=True)
+    assert found_blocks(index) == {(0, record.key): record for record in records}
+    assert list(index.segments()) == [SegmentRecord(1, 8192, 4)]
+    assert index.poll().state is IndexState.REFUSING
+    assert index.flush(0.0)
+    for call in (
+        lambda: index.put([record_of(1)]),
+        lambda: index.delete([]),
+        lambda: index.put_segment(SegmentRecord(1, 1, 1)),
+        lambda: index.delete_segment(1),
+    ):
+        with pytest.raises(AssertionError):
+            call()
+    index.close()
+    index.close()
+    assert (tmp_path / "data.mdb").read_bytes() == before
+
+
+def test_a_reader_does_without_a_lock_file_that_it_cannot_open(tmp_path: Path) -> None:
+    records = write_records(tmp_path, 100)
+    (tmp_path / "lock.mdb").unlink()
+    (tmp_path / "lock.mdb").mkdir()  # fails to open for root too, as in a directory that is read-only
+    index = LmdbIndex(tmp_path, readonly=True)
+    assert len(found_blocks(index)) == len(records)
+    index.close()
+
+
+def test_a_reader_of_nothing_leaves_nothing_behind(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent", tmp_path):
+        with pytest.raises(DeviceError) as caught:
+            LmdbIndex(path, readonly=True)
+        assert caught.value.errno == errno.ENOENT
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_finds_nothing_in_an_environment_without_tables(tmp_path: Path) -> None:
+    lmdb.open(str(tmp_path), max_dbs=2, lib_version=0).close()
+    index = LmdbIndex(tmp_path, readonly=True)
+    assert list(index.blocks()) == []
+    assert list(index.segments()) == []
+    index.close()
+
+
+def test_a_reader_in_another_process_follows_the_owner_and_its_larger_map(tmp_path: Path) -> None:
+    program = (
+        "import sys; from kvdisk.index.lmdb_index import LmdbIndex\n"
+        "index = LmdbIndex(sys.argv[1], readonly=True)\n"
+        "for line in sys.stdin: print(len(list(index.blocks())), len(list(index.segments())), flush=True)"
+    )
+    with opened(tmp_path, MIN_MAP_BYTES) as index:
+        put_all(index, [record_of(1)])
+        assert index.flush(WAIT_S)
+        command = [sys.executable, "-c", program, str(tmp_path)]
+        reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+        def counts() -> list[int]:
+            assert reader.stdin
+            assert reader.stdout
+            reader.stdin.write("\n")
+            reader.stdin.flush()
+            return [int(count) for count in reader.stdout.readline().split()]
+
+        with reader:
+            assert counts() == [1, 0]
+            index.put_segment(SegmentRecord(1, 8192, 4))
+            put_all(index, [record_of(2)])
+            assert index.flush(WAIT_S)
+            assert counts() == [2, 1]
+            index.close()
+            with opened(tmp_path, 16 * MIN_MAP_BYTES) as larger:
+                put_all(larger, [record_of(number) for number in range(20_000)])
+                assert larger.flush(WAIT_S)
+                assert larger.poll().dropped_puts == 0
+                assert counts() == [20_000, 1]

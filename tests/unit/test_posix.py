@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the conformance suite cannot ask of every device: system calls that stop short, and how batches are cut."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+
+import pytest
+
+from kvdisk.device.base import Op, Transfer
+from kvdisk.device.posix import SHORTEST_BYTES, PosixDevice
+from kvdisk.geometry import ALIGNMENT
+from kvdisk.testing.device_conformance import WAIT_S, fill, make_memory
+
+
+@pytest.fixture
+def fd(tmp_path):
+    number = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600)
+    yield number
+    os.close(number)
+
+
+@pytest.fixture
+def device(fd):
+    made = PosixDevice(threads=4)
+    made.attach_file(fd)
+    yield made
+    made.close()
+
+
+def run(device, op, *batch):
+    device.submit(op, batch)
+    (outcome,) = device.drain()
+    return outcome.errors
+
+
+def short(real, most_bytes):
+    """A system call that moves at most so many bytes."""
+
+    def call(fd, buffers, offset):
+        taken, room = [], most_bytes
+        for buffer in buffers:
+            taken.append(buffer[:room])
+            room -= taken[-1].nbytes
+            if not room:
+                break
+        return real(fd, taken, offset)
+
+    return call
+
+
+@pytest.mark.parametrize("most_bytes", [ALIGNMENT, 2 * ALIGNMENT, 3 * ALIGNMENT])
+def test_a_call_that_stops_short_is_continued(device, fd, monkeypatch, most_bytes):
+    monkeypatch.setattr(os, "preadv", short(os.preadv, most_bytes))
+    monkeypatch.setattr(os, "pwritev", short(os.pwritev, most_bytes))
+    memory = make_memory(7 * ALIGNMENT)
+    data = fill(memory, 1)
+    views = tuple(memory[start * ALIGNMENT : end * ALIGNMENT] for start, end in [(0, 2), (2, 3), (3, 7)])
+    assert run(device, Op.WRITE, Transfer(fd, ALIGNMENT, views)) == {}
+    assert os.pread(fd, 8 * ALIGNMENT, 0) == bytes(ALIGNMENT) + data
+    memory[:] = bytes(len(memory))
+    assert run(device, Op.READ, Transfer(fd, ALIGNMENT, views)) == {}
+    assert memory == data
+
+
+@pytest.mark.parametrize("most_bytes", [1000, ALIGNMENT + 512])
+def test_a_call_that_stops_between_blocks_is_an_io_error(device, fd, monkeypatch, most_bytes):
+    monkeypatch.setattr(os, "pwritev", short(os.pwritev, most_bytes))
+    assert run(device, Op.WRITE, Transfer(fd, 0, (make_memory(2 * ALIGNMENT),))) == {0: errno.EIO}
+
+
+def test_an_interrupted_call_is_made_again(device, fd, monkeypatch):
+    real, calls = os.pwritev, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) < 3:
+            raise InterruptedError(errno.EINTR, "interrupted")
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "pwritev", interrupted)
+    memory = make_memory(ALIGNMENT)
+    data = fill(memory, 2)
+    assert run(device, Op.WRITE, Transfer(fd, 0, (memory,))) == {}
+    assert os.pread(fd, ALIGNMENT, 0) == data
+    assert len(calls) == 3
+
+
+def test_a_full_drive_is_its_errno(device, fd):
+    full = os.open("/dev/full", os.O_RDWR)
+    try:
+        device.attach_file(full)
+        memory = make_memory(2 * ALIGNMENT)
+        batch = [Transfer(full, 0, (memory[:ALIGNMENT],)), Transfer(fd, 0, (memory[ALIGNMENT:],))]
+        assert run(device, Op.WRITE, *batch) == {0: errno.ENOSPC}
+    finally:
+        os.close(full)
+
+
+def test_a_file_that_was_closed_underneath_is_ebadf(device, tmp_path):
+    gone = os.open(tmp_path / "gone", os.O_RDWR | os.O_CREAT, 0o600)
+    device.attach_file(gone)
+    os.close(gone)
+    assert run(device, Op.READ, Transfer(gone, 0, (make_memory(ALIGNMENT),))) == {0: errno.EBADF}
+
+
+def test_memory_cannot_go_away_under_a_batch(device, fd, monkeypatch):
+    started, go = threading.Event(), threading.Event()
+    real = os.pwritev
+
+    def late(*arguments):
+        started.set()
+        assert go.wait(WAIT_S)
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "pwritev", late)
+    mapping = mmap.mmap(-1, ALIGNMENT)
+    with memoryview(mapping) as memory:
+        data = fill(memory, 4)
+        device.submit(Op.WRITE, [Transfer(fd, 0, (memory,))])
+    assert started.wait(WAIT_S)
+    with pytest.raises(BufferError):
+        mapping.close()
+    go.set()
+    assert device.drain()[0].errors == {}
+    assert os.pread(fd, ALIGNMENT, 0) == data
+    mapping.close()
+
+
+def test_a_call_that_python_refuses_is_an_error_and_the_threads_live_on(device, fd, monkeypatch):
+    def refuse(*arguments):
+        raise ValueError("operation forbidden on released memoryview object")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", refuse)
+        batch = [Transfer(fd, 0, (make_memory(ALIGNMENT),))] * 8
+        assert run(device, Op.WRITE, *batch) == dict.fromkeys(range(8), errno.EFAULT)
+    assert run(device, Op.WRITE, *batch) == {}
+
+
+def test_a_batch_is_spread_over_all_threads(device, fd, monkeypatch):
+    meeting = threading.Barrier(4)
+    real = os.pwritev
+
+    def together(*arguments):
+        meeting.wait(WAIT_S)  # breaks, and fails the call, unless four threads are here at once
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "pwritev", together)
+    memory = make_memory(4 * SHORTEST_BYTES)
+    data = fill(memory, 3)
+    assert run(device, Op.WRITE, Transfer(fd, 0, (memory,))) == {}
+    assert os.pread(fd, len(data), 0) == data
+
+
+def test_small_transfers_share_a_task_and_long_ones_are_cut(fd, monkeypatch):
+    real, calls, lock = os.pwritev, [], threading.Lock()
+
+    def recorded(number, buffers, offset):
+        with lock:
+            calls.append((threading.get_ident(), offset, len(buffers), sum(buffer.nbytes for buffer in buffers)))
+        return real(number, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", recorded)
+    device = PosixDevice(threads=2, longest_bytes=2 * SHORTEST_BYTES)
+    device.attach_file(fd)
+    memory = make_memory(8 * SHORTEST_BYTES)
+    small = [Transfer(fd, 2 * at * ALIGNMENT, (memory[at * ALIGNMENT : (at + 1) * ALIGNMENT],)) for at in range(64)]
+    assert run(device, Op.WRITE, *small) == {}
+    assert len({thread for thread, *_ in calls}) == 1, "256 KiB are not worth a second thread"
+    assert [offset for _, offset, _, _ in calls] == [transfer.offset for transfer in small]
+    calls.clear()
+    assert run(device, Op.WRITE, Transfer(fd, 0, (memory,))) == {}
+    assert sorted(call[1:] for call in calls) == [(at * 2 * SHORTEST_BYTES, 1, 2 * SHORTEST_BYTES) for at in range(4)]
+    calls.clear()
+    many = tuple(memory[at * ALIGNMENT : (at + 1) * ALIGNMENT] for at in range(2048))
+    device.close()
+    device = PosixDevice(threads=1)
+    device.attach_file(fd)
+    assert run(device, Op.WRITE, Transfer(fd, 0, many)) == {}
+    device.close()
+    assert [call[1:] for call in calls] == [(0, 1024, 1024 * ALIGNMENT), (1024 * ALIGNMENT, 1024, 1024 * ALIGNMENT)]
+
+
+def test_poll_comes_back_empty_while_a_batch_runs_and_with_it_when_it_has_ended(device, fd, monkeypatch):
+    go = threading.Event()
+    real = os.preadv
+
+    def late(*arguments):
+        assert go.wait(WAIT_S)
+        return real(*arguments)
+
+    os.pwrite(fd, bytes(ALIGNMENT), 0)
+    monkeypatch.setattr(os, "preadv", late)
+    ticket = device.submit(Op.READ, [Transfer(fd, 0, (make_memory(ALIGNMENT),))])
+    assert device.poll() == []
+    assert device.poll(0.01) == []
+    go.set()
+    assert device.poll(WAIT_S) == [(ticket, {})]
+
+
+@pytest.mark.parametrize(
+    ("offset", "size"),
+    [(512, ALIGNMENT), (0, ALIGNMENT + 512), (-ALIGNMENT, ALIGNMENT)],
+    ids=["offset", "size", "sign"],
+)
+def test_what_is_not_aligned_is_a_programmers_error(device, fd, offset, size):
+    with pytest.raises(AssertionError):
+        device.submit(Op.READ, [Transfer(fd, offset, (make_memory(2 * ALIGNMENT)[:size],))])
+    assert device.drain() == []
+
+
+def test_a_closed_device_takes_nothing(fd):
+    device = PosixDevice(threads=1)
+    device.attach_file(fd)
+    device.close()
+    with pytest.raises(AssertionError):
+        device.submit(Op.READ, [Transfer(fd, 0, (make_memory(ALIGNMENT),))])
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvdisk-posix")]

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import resource
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvdisk.device.segment import (
+    create_segment,
+    drop_segment,
+    open_segment,
+    read_segment_header,
+    remove_unknown_segments,
+    scan_segments,
+)
+from kvdisk.errors import CorruptRecord, DeviceError, GeometryMismatch
+from kvdisk.geometry import SEGMENT_HEADER_BYTES, segment_file_bytes, slot_offset
+from kvdisk.messages import SegmentSpec
+
+FINGERPRINT = bytes(range(32))
+SPEC = SegmentSpec(segment=5, slot_bytes=12288, slot_count=3)
+FILE_BYTES = segment_file_bytes(SPEC.slot_bytes, SPEC.slot_count)
+
+
+@pytest.fixture
+def home(tmp_path):
+    path = tmp_path / "homes" / ("a" * 32) / "segments"
+    path.mkdir(parents=True)
+    return SimpleNamespace(segments_path=path)
+
+
+def create(home, spec=SPEC, rank=0, rank_count=2):
+    return create_segment(home, spec, rank, rank_count, FINGERPRINT)
+
+
+def path_of(home, rank=0, segment=5) -> Path:
+    return home.segments_path / str(segment) / f"rank{rank}.kv"
+
+
+def names(home) -> list[str]:
+    return sorted(str(path.relative_to(home.segments_path)) for path in home.segments_path.rglob("*"))
+
+
+@pytest.fixture
+def no_direct_open(monkeypatch):
+    """A file system that refuses O_DIRECT when a file is opened."""
+    real = os.open
+
+    def refuse(path, flags, *rest, **options):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument", path)
+        return real(path, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+@pytest.fixture
+def no_direct_transfer(monkeypatch):
+    """A file system that takes O_DIRECT and refuses the transfers."""
+
+    def wrap(real):
+        def refuse(fd, *rest):
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return real(fd, *rest)
+
+        return refuse
+
+    monkeypatch.setattr(os, "preadv", wrap(os.preadv))
+    monkeypatch.setattr(os, "pwritev", wrap(os.pwritev))
+
+
+@pytest.mark.parametrize("umask", [0, 0o377])
+def test_a_segment_is_made_whole_allocated_and_private(home, umask):
+    before = os.umask(umask)
+    try:
+        made = create(home)
+    finally:
+        os.umask(before)
+    assert (made.segment, made.rank, made.slot_bytes, made.slot_count) == (5, 0, 12288, 3)
+    status = os.fstat(made.fd)
+    assert status.st_size == FILE_BYTES == slot_offset(SPEC.slot_bytes, SPEC.slot_count)
+    assert status.st_blocks * 512 >= FILE_BYTES
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert stat.S_IMODE(path_of(home).parent.stat().st_mode) == 0o700
+    assert os.path.samestat(status, path_of(home).stat())
+    assert not os.get_inheritable(made.fd)
+    made.close()
+    made.close()
+    assert made.fd == -1
+    assert names(home) == ["5", "5/rank0.kv"]
+
+
+def test_what_was_made_can_be_opened_and_holds_its_bytes(home):
+    made = create(home)
+    written = os.open(path_of(home), os.O_RDWR)
+    os.pwrite(written, b"slot", slot_offset(SPEC.slot_bytes, 2))
+    os.close(written)
+    made.close()
+    opened = open_segment(home, SPEC, 0, 2, FINGERPRINT)
+    assert (opened.segment, opened.rank, opened.slot_bytes, opened.slot_count) == (5, 0, 12288, 3)
+    assert opened.direct == made.direct == bool(fcntl.fcntl(opened.fd, fcntl.F_GETFL) & os.O_DIRECT)
+    opened.close()
+    assert path_of(home).read_bytes()[slot_offset(SPEC.slot_bytes, 2) :].startswith(b"slot")
+    readable = open_segment(home, SPEC, 0, 2, FINGERPRINT, writable=False)
+    assert fcntl.fcntl(readable.fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+    readable.close()
+    assert read_segment_header(home, 5, 0) == (5, 0, 2, 12288, 3, FINGERPRINT)
+
+
+@pytest.mark.parametrize("how", ["no_direct_open", "no_direct_transfer"])
+def test_without_o_direct_the_file_is_buffered_and_says_so(home, request, how):
+    request.getfixturevalue(how)
+    made = create(home)
+    assert made.direct is False
+    assert not fcntl.fcntl(made.fd, fcntl.F_GETFL) & os.O_DIRECT
+    os.pwritev(made.fd, [b"x"], slot_offset(SPEC.slot_bytes, 0))
+    made.close()
+    opened = open_segment(home, SPEC, 0, 2, FINGERPRINT)
+    assert opened.direct is False
+    opened.close()
+
+
+@pytest.mark.parametrize(
+    ("spec", "rank_count", "fingerprint", "what"),
+    [
+        (SPEC._replace(slot_bytes=8192), 2, FINGERPRINT, "slot_bytes"),
+        (SPEC._replace(slot_count=2), 2, FINGERPRINT, "slot_count"),
+        (SPEC, 4, FINGERPRINT, "rank_count"),
+        (SPEC, 2, bytes(32), "fingerprint"),
+    ],
+)
+def test_a_segment_made_for_something_else_is_refused(home, spec, rank_count, fingerprint, what):
+    create(home).close()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(GeometryMismatch, match=what):
+        open_segment(home, spec, 0, rank_count, fingerprint)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_file_under_another_name_is_refused(home):
+    create(home, rank=0).close()
+    path_of(home, 0).rename(path_of(home, 1))
+    with pytest.raises(GeometryMismatch, match="rank"):
+        open_segment(home, SPEC, 1, 2, FINGERPRINT)
+
+
+@pytest.mark.parametrize("at", [0, 8, 16, 40, 3000, SEGMENT_HEADER_BYTES - 1])
+def test_a_damaged_header_is_refused(home, at):
+    create(home).close()
+    with path_of(home).open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(CorruptRecord):
+        open_segment(home, SPEC, 0, 2, FINGERPRINT)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.parametrize("length", [0, 100, SEGMENT_HEADER_BYTES, FILE_BYTES - 1])
+def test_a_file_cut_short_is_refused(home, length):
+    create(home).close()
+    os.truncate(path_of(home), length)
+    with pytest.raises(CorruptRecord):
+        open_segment(home, SPEC, 0, 2, FINGERPRINT)
+
+
+def test_a_segment_that_is_not_there_is_enoent_and_a_symlink_is_none(home, tmp_path):
+    with pytest.raises(DeviceError) as caught:
+        open_segment(home, SPEC, 0, 2, FINGERPRINT)
+    assert caught.value.errno == errno.ENOENT
+    create(home).close()
+    path_of(home).rename(tmp_path / "elsewhere")
+    path_of(home).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DeviceError) as caught:
+        open_segment(home, SPEC, 0, 2, FINGERPRINT)
+    assert caught.value.errno == errno.ELOOP
+
+
+def test_a_segment_is_never_made_over_another(home):
+    create(home).close()
+    before = path_of(home).stat().st_ino
+    with pytest.raises(DeviceError) as caught:
+        create(home)
+    assert caught.value.errno == errno.EEXIST
+    assert path_of(home).stat().st_ino == before
+    assert names(home) == ["5", "5/rank0.kv"]
+
+
+def test_a_full_drive_gives_everything_back(home, monkeypatch):
+    real = os.posix_fallocate
+    kept = []
+
+    def runs_out(fd, offset, length):
+        real(fd, offset, length // 2)  # as the real one does, it leaves what it took
+        kept.append(os.dup(fd))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", runs_out)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(DeviceError) as caught:
+        create(home)
+    assert caught.value.errno == errno.ENOSPC
+    assert names(home) == []
+    # Unlinking alone would leave the space to whoever has the file open.
+    assert os.fstat(kept[0]).st_blocks == 0
+    os.close(kept[0])
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_file_larger_than_allowed_is_efbig_and_leaves_nothing(home):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES - 4096, limits[1]))
+    try:
+        with pytest.raises(DeviceError) as caught:
+            create(home)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.errno == errno.EFBIG
+    assert names(home) == []
+
+
+def test_a_failed_rank_does_not_take_the_others_file(home, monkeypatch):
+    create(home, rank=0).close()
+
+    def fails(fd, buffers, offset):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pwritev", fails)
+    with pytest.raises(DeviceError) as caught:
+        create(home, rank=1)
+    assert caught.value.errno == errno.EIO
+    assert names(home) == ["5", "5/rank0.kv"]
+
+
+def test_until_it_is_complete_a_segment_has_no_name(home, monkeypatch):
+    seen = []
+    real_allocate, real_write = os.posix_fallocate, os.pwritev
+
+    def allocate(*arguments):
+        seen.append(names(home))
+        real_allocate(*arguments)
+
+    def write(*arguments):
+        seen.append(names(home))
+        return real_write(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    monkeypatch.setattr(os, "pwritev", write)
+    create(home).close()
+    assert seen == [["5", "5/rank0.kv.tmp"]] * 2
+    assert names(home) == ["5", "5/rank0.kv"]
+
+
+def test_what_a_crash_left_under_the_temporary_name_is_no_obstacle(home):
+    path_of(home).parent.mkdir()
+    path_of(home).with_name("rank0.kv.tmp").write_bytes(b"x" * 10 * FILE_BYTES)
+    create(home).close()
+    assert path_of(home).stat().st_size == FILE_BYTES
+    assert names(home) == ["5", "5/rank0.kv"]
+
+
+def test_drop_removes_one_ranks_file_and_the_directory_with_the_last(home):
+    create(home, rank=0).close()
+    create(home, rank=1).close()
+    create(home, SPEC._replace(segment=6)).close()
+    drop_segment(home, 5, 0)
+    assert names(home) == ["5", "5/rank1.kv", "6", "6/rank0.kv"]
+    drop_segment(home, 5, 1)
+    drop_segment(home, 5, 1)
+    assert names(home) == ["6", "6/rank0.kv"]
+
+
+def test_drop_that_fails_says_how(home, monkeypatch):
+    create(home).close()
+
+    def fails(self):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", fails)
+    with pytest.raises(DeviceError) as caught:
+        drop_segment(home, 5, 0)
+    assert caught.value.errno == errno.EROFS
+
+
+def test_unknown_segments_and_unfinished_files_of_this_rank_go(home):
+    for segment in (1, 2, 10):
+        for rank in (0, 1):
+            create(home, SPEC._replace(segment=segment), rank=rank).close()
+    for name in ("2/rank0.kv.tmp", "2/rank1.kv.tmp", "10/rank0.kv.tmp"):
+        (home.segments_path / name).write_bytes(b"unfinished")
+    (home.segments_path / "notes").mkdir()
+    (home.segments_path / "notes" / "rank0.kv").write_bytes(b"not a segment")
+    assert remove_unknown_segments(home, 0, {2, 3}) == [1, 10]
+    rest = ["1", "1/rank1.kv", "10", "10/rank1.kv", "2", "2/rank0.kv", "2/rank1.kv", "2/rank1.kv.tmp"]
+    assert names(home) == [*rest, "notes", "notes/rank0.kv"]
+    assert remove_unknown_segments(home, 1, {2, 3}) == [1, 10]
+    assert names(home) == ["2", "2/rank0.kv", "2/rank1.kv", "notes", "notes/rank0.kv"]
+
+
+def test_a_scan_lists_complete_files_with_what_they_take(home):
+    create(home, SPEC._replace(segment=10)).close()
+    create(home, rank=0).close()
+    create(home, rank=1).close()
+    (home.segments_path / "5" / "rank2.kv.tmp").write_bytes(b"unfinished")
+    sparse = home.segments_path / "5" / "rank3.kv"
+    sparse.touch()
+    os.truncate(sparse, 1 << 20)
+    found = scan_segments(home.segments_path)
+    assert [(file.segment, file.rank, file.length_bytes) for file in found] == [
+        (5, 0, FILE_BYTES),
+        (5, 1, FILE_BYTES),
+        (5, 3, 1 << 20),
+        (10, 0, FILE_BYTES),
+    ]
+    assert [file.allocated_bytes >= FILE_BYTES for file in found] == [True, True, False, True]
+    assert scan_segments(home.segments_path / "absent") == ()
