@@ -86,7 +86,7 @@ def assemble_scheduler(
         assert fingerprint is not None
         store = Store.open(config.store_dirs[0])
         while nvme is None:
-            home = store.acquire_home(fingerprint, description | describe_geometry(geometry), config.nvme_bytes)
+            home = store.acquire_home(fingerprint, description | {"geometry": describe_geometry(geometry)}, config.nvme_bytes)
             try:
                 layout = NvmeLayout.make(home.budget_bytes, config.segment_bytes, geometry, map_bytes_for)
                 index = LmdbIndex(home.index_path, map_bytes=layout.index_bytes, commit_s=config.index_commit_s)

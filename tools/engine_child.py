@@ -102,6 +102,7 @@ class EngineChild:
         assert layout in LAYOUTS, layout
         self.log = log
         self.layout = layout
+        self.connected = extra_config is not None
         self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         arguments = DEFAULTS | {"model": str(model)} | llm
         if layout == "tp2":
@@ -179,7 +180,9 @@ class EngineChild:
         """Call ``module:function`` in the child with the LLM and JSON arguments; return its JSON result."""
         return self.ask({"act": "call", "target": target, "arguments": list(arguments)})
 
-    def ask(self, act: Mapping[str, Any], timeout_s: float = ACT_S, progress: Callable[[int], None] | None = None) -> Any:
+    def ask(
+        self, act: Mapping[str, Any], timeout_s: float = ACT_S, progress: Callable[[int], None] | None = None
+    ) -> Any:
         """Run one act and return its result. Raises EngineFailed when the child fails or stays silent too long."""
         self._send(act)
         return self._receive(timeout_s, progress)
@@ -279,7 +282,8 @@ class _Child:
             core.call_utility("pause_scheduler", "wait", False)
             core.call_utility("resume_scheduler")
         elif self.llm.llm_engine.vllm_config.kv_transfer_config is not None:
-            importlib.import_module("kvdisk.connector").drain(self.llm)
+            done = importlib.import_module("kvdisk.connector").drain(self.llm)
+            assert done, "transfers are still out after kvdisk.connector.drain"
 
     def counters(self) -> dict[str, int]:
         assert self.layout == "inproc", "the connector lives in another process; read metrics()"

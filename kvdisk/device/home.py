@@ -68,7 +68,7 @@ class JoinedHome(HomePaths):
 
     def close(self) -> None:
         """Release the home. The caller closed its segment files before. Idempotent."""
-        self._lock_fd = _unlock(self._lock_fd)
+        self._lock_fd = paths.unlock(self._lock_fd)
 
 
 class Home(HomePaths):
@@ -120,6 +120,13 @@ class Home(HomePaths):
         assert self._lock_fd >= 0, "the home is closed"
         self._write(replace(self._record, last_use_s=self._store.now_s()), durable=False)
 
+    def discard(self) -> None:
+        """Release the home and delete it: for an owner that cannot read it. No rank has joined. Raises StoreLocked,
+        DeviceError; what cannot be deleted stays as an orphan that nobody takes over."""
+        with self._store.locked():
+            self._store.delete_home(self.id)
+            self._lock_fd = paths.unlock(self._lock_fd)
+
     def close(self, clean: bool) -> None:
         """Release the home. The owner's index and segment files are closed, its ranks have left. Idempotent.
 
@@ -134,7 +141,7 @@ class Home(HomePaths):
                     paths.sync_tree(self.path)
             self._write(replace(self._record, last_use_s=self._store.now_s(), clean=clean), durable=True)
         finally:
-            self._lock_fd = _unlock(self._lock_fd)
+            self._lock_fd = paths.unlock(self._lock_fd)
 
     def _write(self, record: HomeRecord, *, durable: bool) -> None:
         with paths.device_errors(f"writing HOME of {self.id}"):
@@ -259,17 +266,14 @@ class Store:
 
     @contextmanager
     def locked(self, *, readonly: bool = False) -> Iterator[None]:
-        """Hold the store lock. Raises StoreLocked where another process keeps it; an OSError becomes a DeviceError.
-
-        ``readonly``: for a caller that may not write here, such as a reader of a copy on a read-only file system.
-        """
+        """Hold the store lock; ``readonly``: of a store that cannot be written. Raises StoreLocked, DeviceError."""
         with paths.device_errors(f"store {self.path}"):
             fd = os.open(self.path / LOCK_FILE, (os.O_RDONLY if readonly else os.O_RDWR) | os.O_NOFOLLOW)
             try:
                 paths.wait_lock(fd, fcntl.LOCK_EX, STORE_LOCK_TIMEOUT_S, f"the store {self.path}")
                 yield
             finally:
-                _unlock(fd)
+                paths.unlock(fd)
 
     def find_orphans(self, stack: ExitStack) -> list[_Orphan]:
         """Lock every orphan exclusively until ``stack`` ends, oldest use first. The caller holds the store lock."""
@@ -295,7 +299,7 @@ class Store:
         for orphan in orphans:
             if total <= most_bytes:
                 break
-            if self._delete(orphan):
+            if self.delete_home(orphan.id):
                 total -= orphan.allocated_bytes
         return total
 
@@ -306,15 +310,16 @@ class Store:
             trusted = record is not None and (
                 record.fingerprint != fingerprint or record.clean or record.boot_id == self._boot_id
             )
-            if trusted or not self._delete(orphan):
+            if trusted or not self.delete_home(orphan.id):
                 # What should go and cannot still takes room, but nobody may take it over.
                 kept.append(orphan if trusted else orphan._replace(record=None))
         return kept
 
-    def _delete(self, orphan: _Orphan) -> bool:
+    def delete_home(self, home_id: str) -> bool:
+        """Delete a home and return whether all of it is gone. The caller holds the store lock and the home's."""
         # HOME goes first: what a crash leaves of the rest is then not a complete home.
         with suppress(OSError):
-            paths.remove_directory(self.path / HOMES, orphan.id, first=HOME_FILE)
+            paths.remove_directory(self.path / HOMES, home_id, first=HOME_FILE)
             return True
         return False
 
@@ -392,10 +397,3 @@ def _boot_id() -> str:
         return BOOT_ID_PATH.read_text("ascii").strip()
     except OSError:
         return uuid.uuid4().hex  # where nothing tells boots apart, each start counts as one
-
-
-def _unlock(fd: int) -> int:
-    if fd >= 0:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # closing alone would leave it to a child that a fork gave the descriptor
-        os.close(fd)
-    return -1

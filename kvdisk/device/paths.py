@@ -110,6 +110,14 @@ def wait_lock(fd: int, kind: int, timeout_s: float, what: str) -> None:
         time.sleep(LOCK_POLL_S)
 
 
+def unlock(fd: int) -> int:
+    """Release a lock, close its descriptor (-1: there is none) and return -1."""
+    if fd >= 0:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # closing alone would leave it to a child that a fork gave the descriptor
+        os.close(fd)
+    return -1
+
+
 def same_file(fd: int, path: Path) -> bool:
     """Return whether ``path`` names the file that ``fd`` is open on: a lock on a removed file protects nothing."""
     try:

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvdisk.blocks import BlockKey, JobId, Tier
+from kvdisk.blocks import JobId, Tier
 from kvdisk.config import Config
 from kvdisk.context import SchedulerContext
 from kvdisk.geometry import FILE_EPOCH, Geometry
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.cpu_space import CpuSpace
-from kvdisk.manager.lookup import first_needed, is_ready, longest_hit
+from kvdisk.manager.load_planner import LoadPlanner
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.segments import NvmeSpace
 from kvdisk.manager.settlement import Settlement
-from kvdisk.manager.store_policy import Refusal, StorePolicy
+from kvdisk.manager.store_planner import StorePlanner
+from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.transfers import MoveDetail, Transfers
 from kvdisk.messages import JobKind, Move, Plan, Report
 from kvdisk.stats import Stats
@@ -50,7 +51,6 @@ class TierManager:
         first_generation: int,
     ) -> None:
         assert cpu is not None or nvme is not None
-        self._config = config
         self._geometry = geometry
         self._context = context
         self._catalog = catalog
@@ -60,18 +60,29 @@ class TierManager:
         self._store_policy = store_policy
         self._cpu_admission = cpu_admission
         self._nvme_admission = nvme_admission
-        self._generation = first_generation
         self._epoch = FILE_EPOCH
         self._requests: dict[str, RequestState] = {}
         self._flush: list[JobId] = []
         self._void: list[JobId] = []
         self._imminent_answers = 0
-        limit = config.max_pinned_gpu_blocks
-        self._max_pinned = max(1, context.block_count // 4) if limit is None else limit
-        self._min_block_tokens = min(group.block_tokens for group in geometry.groups)
         self.stats = stats
         self._settlement = Settlement(
             geometry, context, catalog, stats, cpu, nvme, store_policy, nvme_admission, self._requests
+        )
+        self._loads = LoadPlanner(config, geometry, catalog, transfers, stats, cpu, cpu_admission, nvme_admission)
+        self._stores = StorePlanner(
+            config,
+            geometry,
+            context,
+            catalog,
+            transfers,
+            stats,
+            cpu,
+            nvme,
+            store_policy,
+            cpu_admission,
+            self._settlement,
+            first_generation,
         )
 
     # -- requests ------------------------------------------------------------------------------
@@ -106,29 +117,7 @@ class TierManager:
         is left to compute, because the engine needs its logits. None is answered for at most
         ``lookup_wait_s`` in a request's life, per wait.
         """
-        request = self._requests[request_id]
-        request.looked_up = True
-        request.update_keys(self._geometry)
-        limit = total_tokens - 1
-        if request.load_limit_tokens is not None:
-            limit = min(limit, request.load_limit_tokens)
-        hit = longest_hit(self._catalog, self._geometry, request.keys, local_tokens, limit, coming=False)
-        if not request.gave_up_waiting:
-            coming = longest_hit(self._catalog, self._geometry, request.keys, local_tokens, limit, coming=True)
-            if coming > hit and self._may_wait(request, now):
-                self.stats.add("lookup_waits")
-                return None
-        tokens = hit - local_tokens
-        return tokens if tokens >= max(1, self._config.min_load_tokens) else 0
-
-    def _may_wait(self, request: RequestState, now: float) -> bool:
-        if request.wait_started_s is None:
-            request.wait_started_s = now
-        if now - request.wait_started_s < self._config.lookup_wait_s:
-            return True
-        request.gave_up_waiting = True
-        self.stats.add("wait_timeouts")
-        return False
+        return self._loads.lookup(self._requests[request_id], local_tokens, total_tokens, now)
 
     def plan_load(
         self, request_id: str, local_tokens: int, external_tokens: int, block_ids: Sequence[Sequence[int]]
@@ -138,78 +127,7 @@ class TierManager:
         ``block_ids``: the request's block table by group; 0 means that the engine needs no block
         there. A block that is gone by now becomes a failed move, which the engine recomputes.
         """
-        request = self._requests[request_id]
-        end_tokens = local_tokens + external_tokens
-        moves: list[Move] = []
-        details: list[MoveDetail] = []
-        from_nvme: list[int] = []
-        for group in self._geometry.groups:
-            keys, blocks = request.keys[group.group], block_ids[group.group]
-            first = first_needed(group, local_tokens, end_tokens)
-            for position in range(first, end_tokens // group.block_tokens):
-                if blocks[position] == 0:
-                    continue
-                move, row = self._source_of(keys[position], blocks[position], request_id)
-                if move.nvme is not None:
-                    from_nvme.append(len(moves))
-                moves.append(move)
-                details.append(MoveDetail(row, group=group.group, position=position))
-        self._leave_cpu_copies(moves, details, from_nvme)
-        request.loading = True
-        request.wait_started_s = None
-        self._count_served(request, local_tokens, external_tokens, moves, details)
-        self._transfers.add(JobKind.LOAD, moves, details, epoch=self._epoch, request_id=request_id)
-
-    def _source_of(self, key: BlockKey, block: int, request_id: str) -> tuple[Move, int]:
-        """Pin the best copy of a key: a move without slots where there is none."""
-        catalog = self._catalog
-        row = catalog.find(key)
-        if not is_ready(catalog, row):
-            return Move(key, 0, block), -1
-        self._cpu_admission.want(key, request_id)
-        self._nvme_admission.want(key, request_id)
-        tier = Tier.CPU if catalog.state(row, Tier.CPU) == CopyState.READY else Tier.NVME
-        catalog.pin(row, tier)
-        slot = catalog.slot(row, tier)
-        parent = catalog.parents[row]
-        if tier is Tier.CPU:
-            return Move(key, catalog.generations[row], block, slot, None, parent), row
-        return Move(key, catalog.generations[row], block, None, slot, parent), row
-
-    def _leave_cpu_copies(self, moves: list[Move], details: list[MoveDetail], from_nvme: list[int]) -> None:
-        """Let blocks read from NVMe land in CPU slots where admission and room allow; the rest goes through staging."""
-        if self._cpu is None:
-            return
-        wanted: dict[int, list[int]] = {}
-        for at in from_nvme:
-            row = details[at].row
-            if self._catalog.state(row, Tier.CPU) == CopyState.ABSENT and self._cpu_admission.admits(moves[at].key):
-                wanted.setdefault(self._cpu.class_of(row), []).append(at)
-        for size_class, positions in wanted.items():
-            for at, slot in zip(positions, self._cpu.allocate(size_class, len(positions)), strict=False):
-                self._catalog.begin(details[at].row, Tier.CPU, slot)
-                moves[at] = moves[at]._replace(cpu=slot)
-
-    def _count_served(
-        self,
-        request: RequestState,
-        local_tokens: int,
-        external_tokens: int,
-        moves: list[Move],
-        details: list[MoveDetail],
-    ) -> None:
-        """Split the hit by tier: a token counts as NVMe where any of its groups' blocks comes from there."""
-        step = min(group.block_tokens for group in self._geometry.groups)
-        on_nvme: set[int] = set()
-        for move, detail in zip(moves, details, strict=True):
-            if move.nvme is not None:
-                start = detail.position * self._geometry.groups[detail.group].block_tokens
-                on_nvme.update(range(start, start + self._geometry.groups[detail.group].block_tokens, step))
-        nvme_tokens = min(len(on_nvme) * step, external_tokens)
-        request.served = {Tier.CPU: external_tokens - nvme_tokens, Tier.NVME: nvme_tokens}
-        self.stats.add("hit_tokens_cpu", external_tokens - nvme_tokens)
-        self.stats.add("hit_tokens_nvme", nvme_tokens)
-        self.stats.add("lookup_tokens", local_tokens + external_tokens)
+        self._loads.plan(self._requests[request_id], local_tokens, external_tokens, block_ids, self._epoch)
 
     def served_tokens(self, request_id: str) -> dict[Tier, int]:
         """Return how the last planned load of a request divides between the tiers, in tokens."""
@@ -221,13 +139,7 @@ class TierManager:
     def may_offer(self, request_id: str, computed_tokens: int) -> bool:
         """Whether ``plan_store`` could have something to do: cheap, for every request of every step."""
         request = self._requests.get(request_id)
-        if request is None or request.loading:
-            return False
-        if not self._config.store_decode:
-            computed_tokens = min(computed_tokens, request.prompt_tokens)
-        return computed_tokens // self._min_block_tokens > request.offered_blocks or self._store_policy.waits(
-            request_id
-        )
+        return request is not None and self._stores.may_offer(request, computed_tokens)
 
     def plan_store(self, request_id: str, computed_tokens: int, block_ids: Sequence[Sequence[int]], now: float) -> None:
         """Offer a request's full, computed blocks of confirmed tokens to the tiers, and plan a job for those taken.
@@ -236,83 +148,8 @@ class TierManager:
         whose ids are final. ``block_ids``: the block table by group; a block with id 0 is skipped.
         """
         request = self._requests.get(request_id)
-        if request is None or request.loading:
-            return
-        if not self._config.store_decode:
-            computed_tokens = min(computed_tokens, request.prompt_tokens)
-        request.update_keys(self._geometry)
-        request.offered_blocks = computed_tokens // self._min_block_tokens
-        moves: list[Move] = []
-        details: list[MoveDetail] = []
-        for group in self._geometry.groups:
-            keys, blocks = request.keys[group.group], block_ids[group.group]
-            storable = min(computed_tokens // group.block_tokens, len(keys), len(blocks))
-            offers = self._store_policy.offers(
-                request_id,
-                group.group,
-                storable,
-                self._settlement.room,
-                now,
-                lambda position, keys=keys: self._cpu_admission.count(keys[position]),  # type: ignore[misc]
-            )
-            if offers:
-                self._admit(request, group.group, offers, blocks, now, moves, details)
-        if moves:
-            self._context.touch([detail.block for detail in details])
-            self._settlement.pinned_blocks += len(moves)
-            record = self._transfers.add(JobKind.STORE, moves, details, epoch=self._epoch, request_id=request_id)
-            request.store_jobs.add(record.job.id)
-
-    def _admit(
-        self,
-        request: RequestState,
-        group: int,
-        offers: list[int],
-        blocks: Sequence[int],
-        now: float,
-        moves: list[Move],
-        details: list[MoveDetail],
-    ) -> None:
-        """Answer every offer of one group: accepted (there already, or no block), taken into a slot, or refused."""
-        policy, catalog, keys = self._store_policy, self._catalog, request.keys[group]
-        taken: list[int] = []
-        for position in offers:
-            key = keys[position]
-            row = catalog.find(key)
-            self._cpu_admission.want(key, request.request_id)
-            if blocks[position] == 0 or self._is_held(row):
-                policy.accept(request.request_id, group, position)
-            elif not self._cpu_admission.admits(key):
-                self.stats.add("refused_blocks")
-                mark = self._cpu_admission.count(key)
-                policy.refuse(request.request_id, group, position, Refusal.NOT_REUSED, mark, now)
-            else:
-                taken.append(position)
-        allowed = max(0, self._max_pinned - self._settlement.pinned_blocks - len(moves))
-        space = self._cpu if self._cpu is not None else self._nvme
-        assert space is not None
-        may_store = self._cpu is not None or (self._nvme is not None and self._nvme.may_write(now))
-        size_class = self._geometry.size_classes[group]
-        slots = space.allocate(size_class, min(allowed, len(taken))) if taken and may_store else []
-        tier = Tier.CPU if self._cpu is not None else Tier.NVME
-        for position, slot in zip(taken, slots, strict=False):
-            policy.accept(request.request_id, group, position)
-            parent = keys[position - 1] if position else None
-            row = catalog.find(keys[position])
-            if row < 0:
-                self._generation += 1
-                row = catalog.add(keys[position], self._generation, self._epoch, parent)
-            catalog.begin(row, tier, slot)
-            cpu, nvme = (slot, None) if tier is Tier.CPU else (None, slot)
-            moves.append(Move(keys[position], catalog.generations[row], blocks[position], cpu, nvme, parent))
-            details.append(MoveDetail(row, blocks[position], group, position))
-        for position in taken[len(slots) :]:
-            self.stats.add("refused_blocks")
-            policy.refuse(request.request_id, group, position, Refusal.NO_ROOM, self._settlement.room, now)
-
-    def _is_held(self, row: int) -> bool:
-        """Whether some tier has or gets the block, or a doomed copy still blocks its place."""
-        return row >= 0 and any(self._catalog.state(row, tier) != CopyState.ABSENT for tier in (Tier.CPU, Tier.NVME))
+        if request is not None:
+            self._stores.plan(request, computed_tokens, block_ids, now, self._epoch)
 
     # -- steps ---------------------------------------------------------------------------------
 

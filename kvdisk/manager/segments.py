@@ -168,7 +168,11 @@ class NvmeSpace:
 
     def room_expected(self, size_class: int) -> bool:
         """Whether room will come by itself: a segment is on its way, or slots wait in limbo."""
-        return self.pool.limbo[size_class] > 0 or bool(self._attaching) or self._transfers.count(JobKind.OPEN_HOME) > 0
+        return self.pool.limbo[size_class] > 0 or self._is_opening()
+
+    def _is_opening(self) -> bool:
+        # No new segment before every rank has joined the home: joining removes what the index does not know.
+        return bool(self._attaching) or self._transfers.count(JobKind.OPEN_HOME) > 0
 
     def inserted(self, row: int) -> None:
         """A copy became READY on every rank: order it, and write its record."""
@@ -227,7 +231,7 @@ class NvmeSpace:
         for size_class, count in enumerate(wanted):
             low_slots = min(64, self.pool.total[size_class] // 8)
             short = max(count, low_slots) - self.pool.free[size_class] - self.pool.limbo[size_class]
-            if short <= 0 or self._attaching or not self.may_write(now):
+            if short <= 0 or self._is_opening() or not self.may_write(now):
                 continue
             if not self._open_segment(size_class, now) and self.pool.total[size_class]:
                 self._evict(size_class, min(short, _MAX_EVICTED_PER_STEP))

@@ -9,12 +9,12 @@ verified and scattered, the next one's read is in flight. The bounds below are n
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvdisk.blocks import JobId
-from kvdisk.device.base import Device, Op
+from kvdisk.device.base import Device, Op, Outcome
 from kvdisk.geometry import Geometry
 from kvdisk.messages import Job, JobKind, JobResult, Reason
 from kvdisk.stats import Stats
@@ -180,11 +180,9 @@ class Runner:
 
         ``wait_s``: how long to wait for the device, where something is at it and nothing has ended.
         """
-        happened = False
-        for part, failed in self._shuttle.poll(wait_s):
-            happened = True
-            self._drop(part, failed)
-            self._advance(part)
+        outcomes = self._shuttle.poll(wait_s)
+        self._reap(outcomes)
+        happened = bool(outcomes)
         happened |= self._reap_copies()
         happened |= self._release_held()
         happened |= self._expire(now_s)
@@ -199,9 +197,7 @@ class Runner:
         while self._held:
             self._finish(_cancelled(self._held.popleft()))
         while self._shuttle.busy:
-            for part, failed in self._shuttle.drain():
-                self._drop(part, failed)
-                self._advance(part)
+            self._reap(self._shuttle.drain())
         for copies in self._copies:
             while copies:
                 part, ticket = copies.popleft()
@@ -323,6 +319,11 @@ class Runner:
             return True
         copies.append((part, ticket))
         return False
+
+    def _reap(self, outcomes: Sequence[Outcome]) -> None:
+        for part, failed in self._shuttle.ended(outcomes):
+            self._drop(part, failed)
+            self._advance(part)
 
     def _reap_copies(self) -> bool:
         ended = False

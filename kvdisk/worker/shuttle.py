@@ -105,7 +105,7 @@ class Shuttle:
     def send(self, part: Part, op: Op) -> dict[int, Reason]:
         """Start a part's batch. Returns the moves that fail at once, by position; the caller drops them.
 
-        With at least one move left, ``poll`` will return the part; until then the device owns its slots.
+        With at least one move left, ``ended`` will yield the part; until then the device owns its slots.
         """
         transfers, members, unopened = transfers_of(part, self._open)
         if unopened:
@@ -114,24 +114,16 @@ class Shuttle:
             self._submit(_Flight(part, op, transfers, members))
         return dict.fromkeys(unopened, Reason.IO_ERROR)
 
-    def poll(self, wait_s: float) -> Iterator[tuple[Part, dict[int, Reason]]]:
-        """Yield the parts whose batch has ended, with the moves that failed; wait for the first up to ``wait_s``."""
-        return self._ended(self._device.poll(wait_s) if self._flights else ())
+    def poll(self, wait_s: float) -> list[Outcome]:
+        """Return the batches that have ended, for ``ended``; wait for the first up to ``wait_s``."""
+        return self._device.poll(wait_s) if self._flights else []
 
-    def drain(self) -> Iterator[tuple[Part, dict[int, Reason]]]:
-        """As ``poll``, waiting for all batches; a second try may be under way afterwards."""
-        return self._ended(self._device.drain())
+    def drain(self) -> list[Outcome]:
+        """As ``poll``, waiting for all."""
+        return self._device.drain()
 
-    def abandon(self) -> None:
-        """Wait until nothing is under way, and forget the parts."""
-        self._device.drain()
-        self._flights.clear()
-
-    def _submit(self, flight: _Flight) -> None:
-        self._flights[self._device.submit(flight.op, flight.transfers)] = flight
-        self.reads += flight.op is Op.READ
-
-    def _ended(self, outcomes: Sequence[Outcome]) -> Iterator[tuple[Part, dict[int, Reason]]]:
+    def ended(self, outcomes: Sequence[Outcome]) -> Iterator[tuple[Part, dict[int, Reason]]]:
+        """Yield the parts that are through, with the moves that failed; others are on their second try."""
         for outcome in outcomes:
             flight = self._flights.pop(outcome.ticket)
             part = flight.part
@@ -141,6 +133,15 @@ class Shuttle:
             moved = (len(part.positions) - len(flight.failed)) * part.slot_bytes
             self._stats.add("rank_bytes_read" if flight.op is Op.READ else "rank_bytes_written", moved)
             yield part, flight.failed
+
+    def abandon(self) -> None:
+        """Wait until nothing is under way, and forget the parts."""
+        self._device.drain()
+        self._flights.clear()
+
+    def _submit(self, flight: _Flight) -> None:
+        self._flights[self._device.submit(flight.op, flight.transfers)] = flight
+        self.reads += flight.op is Op.READ
 
     def _try_again(self, flight: _Flight, errors: dict[int, int]) -> bool:
         """Note the failed transfers; send the slots of merged ones alone, and return whether there were any."""

@@ -17,7 +17,7 @@ from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex
 
 MAP_BYTES = 8 << 20
-ROUNDS = 8
+ROUNDS = 6
 KEYS = [make_block_key(number.to_bytes(32, "big"), number % 2) for number in range(300)]
 SEGMENTS = range(20)
 
@@ -96,7 +96,7 @@ def test_what_was_acknowledged_outlives_a_kill(tmp_path: Path) -> None:
     path = tmp_path / "index"
     expected: dict[Name, BlockRecord | SegmentRecord] = {}
     for seed in range(ROUNDS):
-        committed = killed_after(path, seed, line_count=rng.randrange(1, 120))
+        committed = killed_after(path, seed, line_count=rng.randrange(1, 60))
         after = found(path)
         differing = {name for name in expected.keys() | after.keys() if expected.get(name) != after.get(name)}
         # What is there is the outcome of some beginning of the sequence, no shorter than what was acknowledged.

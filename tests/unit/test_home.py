@@ -178,7 +178,7 @@ def test_room_is_made_from_orphans_and_never_from_live_owners(store, clock):
     new = leave(store, b"b" * 32, 10 * MIB)
     home = store.acquire_home(MINE, GEOMETRY, CAP)
     put(home, 30 * MIB)
-    assert {old, new} < ids(store)
+    os.truncate(home.segments_path / "0" / "rank0.kv", 2 * CAP)  # a length that takes no room
     assert 13 * MIB <= home.make_room(13 * MIB) < 14 * MIB, "both orphans fit beside that"
     assert {old, new} < ids(store)
     more = home.make_room(20 * MIB)
@@ -276,7 +276,9 @@ def test_deletion_follows_no_symlink(store, tmp_path):
 
 
 def test_a_deletion_that_breaks_off_leaves_no_home_to_take_over(store, monkeypatch):
+    leave(store, MINE, MIB, description=GEOMETRY, clean=False)
     left = leave(store, OTHER, 40 * MIB, description=GEOMETRY)
+    store = Store.open(store.path, boot_id="boot-2")
 
     def breaks_off(name, *, dir_fd):
         raise OSError(errno.EIO, "Input/output error")
@@ -285,7 +287,8 @@ def test_a_deletion_that_breaks_off_leaves_no_home_to_take_over(store, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", breaks_off)
         home = store.acquire_home(MINE, GEOMETRY, CAP)
-        assert CAP - 41 * MIB < home.budget_bytes < CAP - 40 * MIB, "what could not go is still charged"
+        assert home.fresh, "took over what could not be deleted"
+        assert CAP - 42 * MIB < home.budget_bytes < CAP - 41 * MIB, "what could not go is still charged"
         home.close(clean=True)
     assert not (store.home_path(left) / "HOME").exists()
     home = store.acquire_home(OTHER, GEOMETRY, CAP)
@@ -392,3 +395,14 @@ def test_listing_says_everything_and_writes_nothing(store):
     assert summaries[left].record.fingerprint == OTHER
     assert summaries[home.id].segments_path == home.segments_path
     home.close(clean=True)
+
+
+def test_a_discarded_home_is_gone_and_never_taken_over(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "store")
+    home = store.acquire_home(b"f" * 32, {"geometry": {}}, 1 << 20)
+    home.discard()
+    assert not home.path.exists()
+    assert list_homes(tmp_path / "store") == []
+    again = store.acquire_home(b"f" * 32, {"geometry": {}}, 1 << 20)
+    assert again.fresh
+    again.close(clean=True)

@@ -117,6 +117,7 @@ def test_what_was_made_can_be_opened_and_holds_its_bytes(home):
 @pytest.mark.parametrize("how", ["no_direct_open", "no_direct_transfer"])
 def test_without_o_direct_the_file_is_buffered_and_says_so(home, request, how):
     request.getfixturevalue(how)
+    descriptors = len(os.listdir("/proc/self/fd"))
     made = create(home)
     assert made.direct is False
     assert not fcntl.fcntl(made.fd, fcntl.F_GETFL) & os.O_DIRECT
@@ -125,6 +126,7 @@ def test_without_o_direct_the_file_is_buffered_and_says_so(home, request, how):
     opened = open_segment(home, SPEC, 0, 2, FINGERPRINT)
     assert opened.direct is False
     opened.close()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 @pytest.mark.parametrize(

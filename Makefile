@@ -1,0 +1,47 @@
+# The commands of a checkout. Everything is installed into .venv; nothing outside this directory is written.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# PyTorch's CPU wheel index, for where pip does not find PyTorch's CPU build by itself; see the README.
+TORCH_INDEX ?=
+# The demo: a local model directory instead of the one it builds, where its store lies, tokens of a prompt.
+MODEL ?=
+STORE ?= .demo/store
+PROMPT_TOKENS ?= 4000
+
+BIN := .venv/bin
+INSTALL := $(PYTHON) tools/install.py --torch-index "$(TORCH_INDEX)"
+# Runs a check; says nothing when it passes and everything when it does not.
+quiet = @output=$$($(1) 2>&1) || { printf '%s\n' "$$output"; exit 1; }
+
+.PHONY: help install install-dev check test torture demo clean
+
+help: ## list these commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+
+install: ## install what the demo needs, pinned, into .venv
+	@test -n "$(PYTHON)" || { echo "kvdisk: no python3.11 here; name one with PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(INSTALL)
+
+install-dev: ## install also what the checks and tests need
+	@test -n "$(PYTHON)" || { echo "kvdisk: no python3.11 here; name one with PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(INSTALL) --dev
+
+check: install-dev ## format, lint, types and imports
+	$(call quiet,$(BIN)/ruff format --check .)
+	$(call quiet,$(BIN)/ruff check .)
+	$(call quiet,$(BIN)/mypy)
+	$(call quiet,$(BIN)/lint-imports)
+	@echo "kvdisk: format, lint, types and imports are in order"
+
+test: check ## the checks and every test that needs no GPU
+	@$(BIN)/python -m pytest -m "not gpu and not torture"; code=$$?; \
+	[ -z "$(PYTEST_CODE_FILE)" ] || echo $$code >"$(PYTEST_CODE_FILE)"; exit $$code
+
+torture: install-dev ## the long tests
+	@$(BIN)/python -m pytest -m torture
+
+demo: install ## run the main job on real vLLM: cold, warm from memory, warm from NVMe after a restart
+	@$(BIN)/python tools/demo.py --store "$(STORE)" --prompt-tokens "$(PROMPT_TOKENS)" $(if $(MODEL),--model "$(MODEL)")
+
+clean: ## remove .venv, the demo's files and all caches
+	rm -rf .venv .demo build kvdisk.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find kvdisk tests tools -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvdisk inspect``: from arguments to output and exit code."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import pwd
+import sys
+from enum import IntEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvdisk.cli.inspect_json import store_as_json
+from kvdisk.cli.inspect_tables import print_store
+from kvdisk.cli.survey import survey_store
+from kvdisk.device.control import STORE_FILE
+from kvdisk.errors import DeviceError, KvdiskError
+
+
+class Exit(IntEnum):
+    """Exit codes. WRONG: there is a report, and it names problems. NO_REPORT: there is none, one sentence says why."""
+
+    FINE = 0
+    WRONG = 1
+    NO_REPORT = 2
+
+
+def inspect(
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR", help="The store: the directory that store_dirs names.", file_okay=False, readable=False
+        ),
+    ],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, with bytes and times as integers.")
+    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="List every segment and every problem.")] = False,
+) -> None:
+    """Show what a store holds: namespaces, homes, segments, their fill and their cap.
+
+    Only reads, so it may look into a store that engines are using, or into a copy. Needs neither a GPU nor vLLM.
+
+    [bold]Exit codes[/bold]
+
+    [cyan]0[/cyan]  all is fine
+
+    [cyan]1[/cyan]  something in the store is wrong, such as an index that cannot be read; the report says what
+
+    [cyan]2[/cyan]  no report: not a store, no permission, a newer format, or wrong usage
+    """
+    path = Path(os.path.realpath(directory))
+    try:
+        facts = survey_store(path)
+    except KvdiskError as error:
+        typer.echo(f"kvdisk: {_sentence(error, path)}", err=True)
+        raise typer.Exit(Exit.NO_REPORT) from None
+    if as_json:
+        typer.echo(json.dumps(store_as_json(facts), indent=2))
+    else:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # bars and ellipses, where the locale has none
+        print_store(facts, Console(markup=False, highlight=False, emoji=False), everything=everything)
+    raise typer.Exit(Exit.WRONG if facts.problems else Exit.FINE)
+
+
+def _sentence(error: KvdiskError, path: Path) -> str:
+    """Say in one sentence why there is no report, and what would help."""
+    if isinstance(error, DeviceError) and error.errno in {errno.EACCES, errno.EPERM}:
+        return f"no permission to read {path}; run this as the user whose engine made it{_owner(path)}."
+    if not os.path.lexists(path):
+        return f"{path} does not exist."
+    if not os.path.lexists(path / STORE_FILE):
+        around = next((parent for parent in path.parents if os.path.lexists(parent / STORE_FILE)), None)
+        return f"{path} is not a kvdisk store{f', but a part of {around}' if around else ''}."
+    return str(error).removeprefix("store_dirs: ") + "."
+
+
+def _owner(path: Path) -> str:
+    try:
+        return f" ({pwd.getpwuid(path.stat().st_uid).pw_name})"
+    except (OSError, KeyError):
+        return ""

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``kvdisk`` command: one module for each of its commands, put together here. Loads neither vLLM nor torch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvdisk import __version__
+from kvdisk.cli.inspect_command import inspect
+
+app = typer.Typer(
+    name="kvdisk",
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_show_locals=False,
+)
+app.command()(inspect)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvdisk {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def kvdisk(
+    context: typer.Context,
+    version: Annotated[  # noqa: ARG001 - its callback does it all
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Look into the stores in which kvdisk keeps a vLLM server's KV cache."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a request's prefix can be loaded, and the jobs that load it. Scheduler thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvdisk.blocks import BlockKey, Tier
+from kvdisk.config import Config
+from kvdisk.geometry import Geometry
+from kvdisk.manager.admission import AdmissionPolicy
+from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.cpu_space import CpuSpace
+from kvdisk.manager.lookup import first_needed, is_ready, longest_hit
+from kvdisk.manager.requests import RequestState
+from kvdisk.manager.transfers import MoveDetail, Transfers
+from kvdisk.messages import JobKind, Move
+from kvdisk.stats import Stats
+
+
+class LoadPlanner:
+    """Answers lookups and plans loads. ``cpu`` is None where that tier does not exist."""
+
+    def __init__(
+        self,
+        config: Config,
+        geometry: Geometry,
+        catalog: Catalog,
+        transfers: Transfers,
+        stats: Stats,
+        cpu: CpuSpace | None,
+        cpu_admission: AdmissionPolicy,
+        nvme_admission: AdmissionPolicy,
+    ) -> None:
+        self._config = config
+        self._geometry = geometry
+        self._catalog = catalog
+        self._transfers = transfers
+        self._stats = stats
+        self._cpu = cpu
+        self._cpu_admission = cpu_admission
+        self._nvme_admission = nvme_admission
+
+    def lookup(self, request: RequestState, local_tokens: int, total_tokens: int, now: float) -> int | None:
+        """See ``TierManager.lookup``."""
+        request.looked_up = True
+        request.update_keys(self._geometry)
+        limit = total_tokens - 1
+        if request.load_limit_tokens is not None:
+            limit = min(limit, request.load_limit_tokens)
+        hit = longest_hit(self._catalog, self._geometry, request.keys, local_tokens, limit, coming=False)
+        if not request.gave_up_waiting:
+            coming = longest_hit(self._catalog, self._geometry, request.keys, local_tokens, limit, coming=True)
+            if coming > hit and self._may_wait(request, now):
+                self._stats.add("lookup_waits")
+                return None
+        tokens = hit - local_tokens
+        return tokens if tokens >= max(1, self._config.min_load_tokens) else 0
+
+    def _may_wait(self, request: RequestState, now: float) -> bool:
+        if request.wait_started_s is None:
+            request.wait_started_s = now
+        if now - request.wait_started_s < self._config.lookup_wait_s:
+            return True
+        request.gave_up_waiting = True
+        self._stats.add("wait_timeouts")
+        return False
+
+    def plan(
+        self,
+        request: RequestState,
+        local_tokens: int,
+        external_tokens: int,
+        block_ids: Sequence[Sequence[int]],
+        epoch: int,
+    ) -> None:
+        """See ``TierManager.plan_load``. ``epoch``: the current one."""
+        end_tokens = local_tokens + external_tokens
+        moves: list[Move] = []
+        details: list[MoveDetail] = []
+        from_nvme: list[int] = []
+        for group in self._geometry.groups:
+            keys, blocks = request.keys[group.group], block_ids[group.group]
+            first = first_needed(group, local_tokens, end_tokens)
+            for position in range(first, end_tokens // group.block_tokens):
+                if blocks[position] == 0:
+                    continue
+                move, row = self._source_of(keys[position], blocks[position], request.request_id)
+                if move.nvme is not None:
+                    from_nvme.append(len(moves))
+                moves.append(move)
+                details.append(MoveDetail(row, group=group.group, position=position))
+        self._leave_cpu_copies(moves, details, from_nvme)
+        request.loading = True
+        request.wait_started_s = None
+        self._count_served(request, local_tokens, external_tokens, moves, details)
+        self._transfers.add(JobKind.LOAD, moves, details, epoch=epoch, request_id=request.request_id)
+
+    def _source_of(self, key: BlockKey, block: int, request_id: str) -> tuple[Move, int]:
+        """Pin the best copy of a key: a move without slots where there is none."""
+        catalog = self._catalog
+        row = catalog.find(key)
+        if not is_ready(catalog, row):
+            return Move(key, 0, block), -1
+        self._cpu_admission.want(key, request_id)
+        self._nvme_admission.want(key, request_id)
+        tier = Tier.CPU if catalog.state(row, Tier.CPU) == CopyState.READY else Tier.NVME
+        catalog.pin(row, tier)
+        slot = catalog.slot(row, tier)
+        parent = catalog.parents[row]
+        if tier is Tier.CPU:
+            return Move(key, catalog.generations[row], block, slot, None, parent), row
+        return Move(key, catalog.generations[row], block, None, slot, parent), row
+
+    def _leave_cpu_copies(self, moves: list[Move], details: list[MoveDetail], from_nvme: list[int]) -> None:
+        """Let blocks read from NVMe land in CPU slots where admission and room allow; the rest goes through staging."""
+        if self._cpu is None:
+            return
+        wanted: dict[int, list[int]] = {}
+        for at in from_nvme:
+            row = details[at].row
+            if self._catalog.state(row, Tier.CPU) == CopyState.ABSENT and self._cpu_admission.admits(moves[at].key):
+                wanted.setdefault(self._cpu.class_of(row), []).append(at)
+        for size_class, positions in wanted.items():
+            for at, slot in zip(positions, self._cpu.allocate(size_class, len(positions)), strict=False):
+                self._catalog.begin(details[at].row, Tier.CPU, slot)
+                moves[at] = moves[at]._replace(cpu=slot)
+
+    def _count_served(
+        self,
+        request: RequestState,
+        local_tokens: int,
+        external_tokens: int,
+        moves: list[Move],
+        details: list[MoveDetail],
+    ) -> None:
+        """Split the hit by tier: a token counts as NVMe where any of its groups' blocks comes from there."""
+        step = min(group.block_tokens for group in self._geometry.groups)
+        on_nvme: set[int] = set()
+        for move, detail in zip(moves, details, strict=True):
+            if move.nvme is not None:
+                start = detail.position * self._geometry.groups[detail.group].block_tokens
+                on_nvme.update(range(start, start + self._geometry.groups[detail.group].block_tokens, step))
+        nvme_tokens = min(len(on_nvme) * step, external_tokens)
+        request.served = {Tier.CPU: external_tokens - nvme_tokens, Tier.NVME: nvme_tokens}
+        self._stats.add("hit_tokens_cpu", external_tokens - nvme_tokens)
+        self._stats.add("hit_tokens_nvme", nvme_tokens)
+        self._stats.add("lookup_tokens", local_tokens + external_tokens)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a request is stored: offers of the store policy, answered, and the jobs for those taken. Scheduler thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvdisk.blocks import Tier
+from kvdisk.config import Config
+from kvdisk.context import SchedulerContext
+from kvdisk.geometry import Geometry
+from kvdisk.manager.admission import AdmissionPolicy
+from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.cpu_space import CpuSpace
+from kvdisk.manager.requests import RequestState
+from kvdisk.manager.segments import NvmeSpace
+from kvdisk.manager.settlement import Settlement
+from kvdisk.manager.store_policy import Refusal, StorePolicy
+from kvdisk.manager.transfers import MoveDetail, Transfers
+from kvdisk.messages import JobKind, Move
+from kvdisk.stats import Stats
+
+
+class StorePlanner:
+    """Takes offers into slots and touches their GPU blocks. ``cpu`` or ``nvme`` is None where the tier does not exist.
+
+    ``first_generation``: larger than any that this home has seen.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        geometry: Geometry,
+        context: SchedulerContext,
+        catalog: Catalog,
+        transfers: Transfers,
+        stats: Stats,
+        cpu: CpuSpace | None,
+        nvme: NvmeSpace | None,
+        store_policy: StorePolicy,
+        cpu_admission: AdmissionPolicy,
+        settlement: Settlement,
+        first_generation: int,
+    ) -> None:
+        self._config = config
+        self._geometry = geometry
+        self._context = context
+        self._catalog = catalog
+        self._transfers = transfers
+        self._stats = stats
+        self._cpu = cpu
+        self._nvme = nvme
+        self._store_policy = store_policy
+        self._cpu_admission = cpu_admission
+        self._settlement = settlement
+        self._generation = first_generation
+        limit = config.max_pinned_gpu_blocks
+        self._max_pinned = max(1, context.block_count // 4) if limit is None else limit
+        self._min_block_tokens = min(group.block_tokens for group in geometry.groups)
+
+    def may_offer(self, request: RequestState, computed_tokens: int) -> bool:
+        """See ``TierManager.may_offer``."""
+        if request.loading:
+            return False
+        computed_tokens = self._storable_tokens(request, computed_tokens)
+        return computed_tokens // self._min_block_tokens > request.offered_blocks or self._store_policy.waits(
+            request.request_id
+        )
+
+    def plan(
+        self,
+        request: RequestState,
+        computed_tokens: int,
+        block_ids: Sequence[Sequence[int]],
+        now: float,
+        epoch: int,
+    ) -> None:
+        """See ``TierManager.plan_store``. ``epoch``: the current one."""
+        if request.loading:
+            return
+        computed_tokens = self._storable_tokens(request, computed_tokens)
+        request.update_keys(self._geometry)
+        request.offered_blocks = computed_tokens // self._min_block_tokens
+        moves: list[Move] = []
+        details: list[MoveDetail] = []
+        for group in self._geometry.groups:
+            keys, blocks = request.keys[group.group], block_ids[group.group]
+            storable = min(computed_tokens // group.block_tokens, len(keys), len(blocks))
+            offers = self._store_policy.offers(
+                request.request_id,
+                group.group,
+                storable,
+                self._settlement.room,
+                now,
+                lambda position, keys=keys: self._cpu_admission.count(keys[position]),  # type: ignore[misc]
+            )
+            if offers:
+                taken = self._answer(request, group.group, offers, blocks, now)
+                self._take(request, group.group, taken, blocks, now, epoch, moves, details)
+        if moves:
+            self._context.touch([detail.block for detail in details])
+            self._settlement.pinned_blocks += len(moves)
+            record = self._transfers.add(JobKind.STORE, moves, details, epoch=epoch, request_id=request.request_id)
+            request.store_jobs.add(record.job.id)
+
+    def _storable_tokens(self, request: RequestState, computed_tokens: int) -> int:
+        return computed_tokens if self._config.store_decode else min(computed_tokens, request.prompt_tokens)
+
+    def _answer(
+        self, request: RequestState, group: int, offers: list[int], blocks: Sequence[int], now: float
+    ) -> list[int]:
+        """Answer the offers of one group that need no slot: accept (there already, or no block) or refuse; return the rest."""
+        policy, keys = self._store_policy, request.keys[group]
+        taken: list[int] = []
+        for position in offers:
+            key = keys[position]
+            row = self._catalog.find(key)
+            self._cpu_admission.want(key, request.request_id)
+            if blocks[position] == 0 or self._is_held(row):
+                policy.accept(request.request_id, group, position)
+            elif not self._cpu_admission.admits(key):
+                self._stats.add("refused_blocks")
+                mark = self._cpu_admission.count(key)
+                policy.refuse(request.request_id, group, position, Refusal.NOT_REUSED, mark, now)
+            else:
+                taken.append(position)
+        return taken
+
+    def _take(
+        self,
+        request: RequestState,
+        group: int,
+        taken: list[int],
+        blocks: Sequence[int],
+        now: float,
+        epoch: int,
+        moves: list[Move],
+        details: list[MoveDetail],
+    ) -> None:
+        """Begin copies of as many blocks as there are slots for; refuse the rest."""
+        policy, catalog, keys = self._store_policy, self._catalog, request.keys[group]
+        allowed = max(0, self._max_pinned - self._settlement.pinned_blocks - len(moves))
+        space = self._cpu if self._cpu is not None else self._nvme
+        assert space is not None
+        may_store = self._cpu is not None or (self._nvme is not None and self._nvme.may_write(now))
+        size_class = self._geometry.size_classes[group]
+        slots = space.allocate(size_class, min(allowed, len(taken))) if taken and may_store else []
+        tier = Tier.CPU if self._cpu is not None else Tier.NVME
+        for position, slot in zip(taken, slots, strict=False):
+            policy.accept(request.request_id, group, position)
+            parent = keys[position - 1] if position else None
+            row = catalog.find(keys[position])
+            if row < 0:
+                self._generation += 1
+                row = catalog.add(keys[position], self._generation, epoch, parent)
+            catalog.begin(row, tier, slot)
+            cpu, nvme = (slot, None) if tier is Tier.CPU else (None, slot)
+            moves.append(Move(keys[position], catalog.generations[row], blocks[position], cpu, nvme, parent))
+            details.append(MoveDetail(row, blocks[position], group, position))
+        for position in taken[len(slots) :]:
+            self._stats.add("refused_blocks")
+            policy.refuse(request.request_id, group, position, Refusal.NO_ROOM, self._settlement.room, now)
+
+    def _is_held(self, row: int) -> bool:
+        """Whether some tier has or gets the block, or a doomed copy still blocks its place."""
+        return row >= 0 and any(self._catalog.state(row, tier) != CopyState.ABSENT for tier in (Tier.CPU, Tier.NVME))

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine without a model: schedules requests over a small block pool and calls the ``TierManager`` as vLLM would.
+
+A token is a letter, a block's hash is the text of all tokens up to its end, and the KV of a block is
+that text with the weights' number, the rank and the group. So it is known at any time what a block
+must hold. A step has three phases, between which a test may let other things happen: ``schedule``
+(lookups, allocation, preemption, the plan), ``forward`` and ``update`` (reports, sampling, endings).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+from kvdisk.blocks import BlockKey
+from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.manager.manager import TierManager
+from kvdisk.messages import Plan, Report
+from kvdisk.testing.fake_pool import FakePool
+from kvdisk.testing.fake_ranks import FakeRank, run_plan
+from kvdisk.testing.fake_requests import BlockTables, FakeRequest, Status, key_of, value_of
+
+
+class Phase(Enum):
+    """What the current step has behind it."""
+
+    IDLE = "idle"
+    SCHEDULED = "scheduled"
+    COMPUTED = "computed"
+
+
+class Watch(Protocol):
+    """What a test wants to see of an engine's dealings with the manager."""
+
+    def answered(self, request: FakeRequest, local_tokens: int, answer: int | None, now: float) -> None:
+        """A lookup was answered."""
+
+    def offered(self, request: FakeRequest, computed_tokens: int) -> None:
+        """A request's blocks were, or could have been, offered."""
+
+    def planned(self, plan: Plan, preempted: Sequence[str]) -> None:
+        """The step's plan is made."""
+
+    def settled(self, report: Report) -> None:
+        """A merged report is about to be settled."""
+
+
+class FakeEngine:
+    """See the module. ``now``: the clock, set by the test. ``weights``: number of the weights in memory."""
+
+    def __init__(self, geometry: Geometry, block_count: int, ranks: Sequence[FakeRank]) -> None:
+        self._geometry = geometry
+        self._ranks = ranks
+        self.pool = FakePool(block_count, self._check_reuse)
+        self._tables = BlockTables(geometry, self.pool)
+        self.manager: TierManager
+        self.watch: Watch
+        self.now = 0.0
+        self.weights = 0
+        self.phase = Phase.IDLE
+        self.requests: dict[str, FakeRequest] = {}
+        self.running: list[FakeRequest] = []
+        self.waiting: list[FakeRequest] = []
+        self._loaded: dict[str, tuple[int, list[tuple[int, BlockKey]]]] = {}
+        """By request under load: the weights at its start, and the blocks to be written with their keys."""
+        self._scheduled: dict[FakeRequest, int] = {}
+        self._preempted: list[str] = []
+        """By a reset since the last step."""
+        self._plan = Plan()
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def add(self, request_id: str, prompt: str, most_outputs: int) -> FakeRequest:
+        """Take a request in."""
+        table: list[list[int]] = [[] for _ in self._geometry.groups]
+        request = FakeRequest(request_id, prompt, len(prompt), len(prompt) + most_outputs, table)
+        request.extend_hashes(self._geometry.hash_tokens)
+        self.requests[request_id] = request
+        self.waiting.append(request)
+        self.manager.new_request(request_id, request.hashes, request.prompt_tokens)
+        return request
+
+    def abort(self, request: FakeRequest) -> None:
+        """End a request where it is. The blocks of a load under way stay held until it is reported."""
+        assert self.phase is not Phase.SCHEDULED
+        self._scheduled.pop(request, None)
+        under_way = request.status is Status.LOADING and request.recved < len(self._ranks)
+        assert self.manager.request_finished(request.id)
+        self._leave(request)
+        if not under_way:
+            self._forget(request)
+
+    def reset(self, epoch: int) -> None:
+        """Change the weights: running requests start again, what the GPU holds is forgotten, the manager is told."""
+        assert self.phase is Phase.IDLE
+        while self.running:
+            self._preempted.append(self.running[-1].id)
+            self._preempt(self.running.pop())
+        for request in [request for request in self.waiting if request.computed]:
+            if request.status is Status.LOADING and self._will_fail_whole(request):
+                continue
+            self.abort(request)
+        self.pool.forget_all()
+        self.weights += 1
+        self.manager.reset(epoch)
+
+    def _will_fail_whole(self, request: FakeRequest) -> bool:
+        """Whether a load under way leaves nothing of the old weights: it has not ended, and there was no local hit."""
+        written = {block for block, _ in self._loaded[request.id][1]}
+        held = {block for table in request.table for block in table if block}
+        return request.recved < len(self._ranks) and held == written
+
+    def _leave(self, request: FakeRequest) -> None:
+        request.status = Status.GONE
+        for queue in (self.running, self.waiting):
+            if request in queue:
+                queue.remove(request)
+
+    def _forget(self, request: FakeRequest) -> None:
+        self._loaded.pop(request.id, None)
+        self._tables.free(request)
+        del self.requests[request.id]
+
+    # -- scheduling ----------------------------------------------------------------------------
+
+    def schedule(self, budget_tokens: int) -> None:
+        """Begin a step that computes at most ``budget_tokens`` of each request."""
+        assert self.phase is Phase.IDLE and budget_tokens > 0
+        self.phase = Phase.SCHEDULED
+        self._scheduled = {}
+        preempted: list[str] = []
+        self._schedule_running(budget_tokens, preempted)
+        if not preempted:
+            self._schedule_waiting(budget_tokens)
+        preempted += self._preempted
+        self._preempted = []
+        self.manager.preempt(preempted)
+        for request, new_tokens in self._scheduled.items():
+            computed_tokens = min(request.computed + new_tokens, len(request.tokens))
+            if self.manager.may_offer(request.id, computed_tokens):
+                self.manager.plan_store(request.id, computed_tokens, request.table, self.now)
+            self.watch.offered(request, computed_tokens)
+        self._plan = self.manager.take_plan(self.now, idle=not any(self._scheduled.values()))
+        self.watch.planned(self._plan, preempted)
+        run_plan(self._ranks, self._plan, computed=False)
+        for request, new_tokens in self._scheduled.items():
+            request.computed += new_tokens
+
+    def _schedule_running(self, budget_tokens: int, preempted: list[str]) -> None:
+        for request in list(self.running):
+            if request not in self.running:
+                continue  # preempted for one before it
+            new_tokens = min(budget_tokens, len(request.tokens) - request.computed)
+            while not self._tables.allocate(request, request.computed + new_tokens):
+                if self.manager.has_imminent_frees():
+                    return
+                victim = self.running.pop()
+                self._preempt(victim)
+                preempted.append(victim.id)
+                if victim is request:
+                    return
+            self._scheduled[request] = new_tokens
+            self._tables.cache(request, request.computed + new_tokens)
+
+    def _schedule_waiting(self, budget_tokens: int) -> None:
+        for request in list(self.waiting):
+            if request.status is Status.LOADING and not self._finish_load(request):
+                continue
+            local: list[list[int]] = [[] for _ in self._geometry.groups]
+            if request.computed == 0 and not any(request.table):
+                local, local_tokens = self._tables.local_hit(request)
+                answer = self.manager.lookup(request.id, local_tokens, len(request.tokens), self.now)
+                self.watch.answered(request, local_tokens, answer, self.now)
+                if answer is None:
+                    continue
+                if answer:
+                    if not self._start_load(request, local, local_tokens, answer):
+                        return
+                    continue
+                computed = local_tokens
+            else:
+                computed = request.computed
+            new_tokens = min(budget_tokens, len(request.tokens) - computed)
+            if not self._tables.allocate(request, computed + new_tokens, local, computed):
+                return
+            request.computed = computed
+            request.status = Status.RUNNING
+            self.waiting.remove(request)
+            self.running.append(request)
+            self._scheduled[request] = new_tokens
+            self._tables.cache(request, computed + new_tokens)
+
+    def _start_load(self, request: FakeRequest, local: list[list[int]], local_tokens: int, tokens: int) -> bool:
+        """Allocate and plan a load; False where it does not fit beside what is in flight."""
+        end = local_tokens + tokens
+        assert tokens > 0 and end % self._tables.step_tokens == 0 and end < len(request.tokens)
+        reserved = sum(
+            self._tables.missing_blocks(other)
+            for other in self.waiting
+            if other is not request and (other.status is Status.LOADING or other.computed)
+        )
+        if self.pool.free_count < self._tables.missing_blocks(request) + reserved:
+            return False
+        if not self._tables.allocate(request, end, local, end):
+            return False
+        blocks = [
+            [0 if not block or self.pool.get_block(block).key is not None else block for block in table]
+            for table in request.table
+        ]
+        self.manager.plan_load(request.id, local_tokens, tokens, blocks)
+        written = [
+            (block, key_of(request, group, position))
+            for group, table in zip(self._geometry.groups, blocks, strict=True)
+            for position, block in enumerate(table)
+            if block
+        ]
+        self._loaded[request.id] = (self.weights, written)
+        request.computed = end
+        request.status = Status.LOADING
+        request.recved = 0
+        request.load_failed = False
+        return True
+
+    def _finish_load(self, request: FakeRequest) -> bool:
+        """Let a request whose load has ended on every rank go on; False where it has not."""
+        if request.recved < len(self._ranks):
+            return False
+        del self._loaded[request.id]
+        request.status = Status.WAITING
+        if request.load_failed and request.computed == 0:
+            self._tables.free(request)
+        else:
+            self._tables.cache(request, request.computed)
+        return True
+
+    def _preempt(self, request: FakeRequest) -> None:
+        self._tables.free(request)
+        request.computed = 0
+        request.status = Status.WAITING
+        self.waiting.insert(0, request)
+
+    def _check_reuse(self, block: int) -> None:
+        for rank in self._ranks:
+            assert not rank.readers_of(block), f"block {block} is given away while rank {rank.rank} still reads it"
+            assert not rank.writers_of(block), f"block {block} is given away while rank {rank.rank} still writes it"
+
+    # -- the model -----------------------------------------------------------------------------
+
+    def forward(self) -> None:
+        """Run the model: write what the step computes, and check all that it reads."""
+        assert self.phase is Phase.SCHEDULED
+        self.phase = Phase.COMPUTED
+        for rank in self._ranks:
+            for request, new_tokens in self._scheduled.items():
+                self._compute(rank, request, request.computed - new_tokens)
+            for request in self._scheduled:
+                self._check_read(rank, request)
+        run_plan(self._ranks, self._plan, computed=True)
+
+    def _compute(self, rank: FakeRank, request: FakeRequest, start: int) -> None:
+        for group, table in zip(self._geometry.groups, request.table, strict=True):
+            for position in range(start // group.block_tokens, math.ceil(request.computed / group.block_tokens)):
+                block = table[position]
+                assert block, "a token is computed into the null block"
+                assert not rank.readers_of(block), "a block is overwritten while a store reads it"
+                assert not rank.writers_of(block), "a block is computed while a load writes it"
+                rank.gpu[block] = self._content(request, group, position, rank.rank)
+
+    def _check_read(self, rank: FakeRank, request: FakeRequest) -> None:
+        for group, table in zip(self._geometry.groups, request.table, strict=True):
+            for position in range(math.ceil(request.computed / group.block_tokens)):
+                if table[position]:
+                    found, right = rank.gpu.get(table[position]), self._content(request, group, position, rank.rank)
+                    assert found == right, f"{request.id} reads {found!r} where {right!r} should be"
+
+    def _content(self, request: FakeRequest, group: GroupGeometry, position: int, rank: int) -> str:
+        return value_of(key_of(request, group, position, request.computed), self.weights, rank)
+
+    # -- the end of a step ---------------------------------------------------------------------
+
+    def update(self) -> None:
+        """End a step: failed loads, sampled tokens, endings, settlement, finished loads: in vLLM's order."""
+        assert self.phase is Phase.COMPUTED
+        self.phase = Phase.IDLE
+        report = Report()
+        ended: list[str] = []
+        for rank in self._ranks:
+            mine, loads = rank.take_report()
+            report.merge(mine)
+            for request_id, bad in loads.items():
+                self._check_loaded(rank, request_id, bad)
+                ended.append(request_id)
+                if bad:
+                    self._fail_load(self.requests[request_id], bad)
+        for request in self._scheduled:
+            if request.computed == len(request.tokens):
+                self._sample(request)
+        self._scheduled = {}
+        self.watch.settled(report)
+        self.manager.settle(report, self.now, int(self.now))
+        for request_id in ended:
+            self._note_recved(self.requests[request_id])
+
+    def _check_loaded(self, rank: FakeRank, request_id: str, bad: Sequence[int]) -> None:
+        weights, written = self._loaded[request_id]
+        for block, key in written:
+            if block not in bad:
+                assert weights == self.weights, "a load from before the weights changed is reported as good"
+                found, right = rank.gpu.get(block), value_of(key, weights, rank.rank)
+                assert found == right, f"rank {rank.rank} loaded {found!r} where {right!r} should be"
+
+    def _fail_load(self, request: FakeRequest, bad: Sequence[int]) -> None:
+        if request.status is Status.GONE:
+            return
+        request.load_failed = True
+        if len(self._geometry.groups) > 1:
+            request.computed = 0
+            return
+        block_tokens = self._geometry.groups[0].block_tokens
+        for position, block in enumerate(request.table[0][: math.ceil(request.computed / block_tokens)]):
+            if block in bad:
+                request.computed = position * block_tokens
+                return
+
+    def _sample(self, request: FakeRequest) -> None:
+        if request.finishing:
+            # The token sampled last has no KV, and is not among ``tokens``.
+            if self.manager.may_offer(request.id, request.computed):
+                self.manager.plan_store(request.id, request.computed, request.table, self.now)
+            assert self.manager.request_finished(request.id)
+            self._leave(request)
+            self._forget(request)
+        elif len(request.tokens) < request.most_tokens:
+            request.tokens += "z"
+            request.extend_hashes(self._geometry.hash_tokens)
+
+    def _note_recved(self, request: FakeRequest) -> None:
+        request.recved += 1
+        if request.status is Status.GONE and request.recved == len(self._ranks):
+            self._forget(request)
+
+    # -- questions -----------------------------------------------------------------------------
+
+    def holders(self, block_id: int) -> int:
+        """Return how many requests hold a block."""
+        return sum(table.count(block_id) for request in self.requests.values() for table in request.table)

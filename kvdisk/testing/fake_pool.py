@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GPU block pool without a GPU: reference counts, a free queue and a prefix cache, as in vLLM's ``BlockPool``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvdisk.blocks import BlockKey
+
+
+@dataclass(slots=True)
+class FakeBlock:
+    """``KVCacheBlockView``. ``key``: what the prefix cache knows the block by, or None."""
+
+    block_id: int
+    ref_cnt: int = 0
+    key: BlockKey | None = None
+
+
+class FakePool:
+    """``SchedulerContext`` with the engine's side of it: ``take`` and the prefix cache.
+
+    ``block_count``: the null block, number 0, included. ``before_reuse(block_id)`` is called when a
+    block is given away, so that a test can see who still uses it. Misuse fails by assertion.
+    """
+
+    def __init__(self, block_count: int, before_reuse: Callable[[int], None]) -> None:
+        self._blocks = [FakeBlock(block_id) for block_id in range(block_count)]
+        self._free = dict.fromkeys(range(1, block_count))
+        self._cached: dict[BlockKey, dict[int, None]] = {}
+        self._before_reuse = before_reuse
+
+    # -- SchedulerContext ----------------------------------------------------------------------
+
+    @property
+    def block_count(self) -> int:
+        """See ``SchedulerContext``."""
+        return len(self._blocks)
+
+    def get_block(self, block_id: int) -> FakeBlock:
+        """See ``SchedulerContext``."""
+        return self._blocks[block_id]
+
+    def touch(self, block_ids: Sequence[int]) -> None:
+        """See ``SchedulerContext``."""
+        for block_id in block_ids:
+            assert block_id > 0, "the null block is nobody's"
+            block = self._blocks[block_id]
+            if block.ref_cnt == 0:
+                del self._free[block_id]
+            block.ref_cnt += 1
+
+    def free_blocks(self, block_ids: Iterable[int]) -> None:
+        """See ``SchedulerContext``."""
+        for block_id in block_ids:
+            assert block_id > 0, "the null block is nobody's"
+            block = self._blocks[block_id]
+            assert block.ref_cnt > 0, f"block {block_id} is freed more often than it was taken"
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                self._free[block_id] = None
+
+    def iter_free_blocks(self) -> Iterator[FakeBlock]:
+        """See ``SchedulerContext``."""
+        for block_id in self._free:
+            yield self._blocks[block_id]
+
+    # -- the engine's side ---------------------------------------------------------------------
+
+    @property
+    def free_count(self) -> int:
+        """Blocks that ``take`` can give."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Give away the first ``count`` blocks of the free queue; the prefix cache forgets them."""
+        assert count <= len(self._free)
+        taken = list(self._free)[:count]
+        for block_id in taken:
+            self._before_reuse(block_id)
+            del self._free[block_id]
+            self.forget(block_id)
+            self._blocks[block_id].ref_cnt = 1
+        return taken
+
+    def cache(self, key: BlockKey, block_id: int) -> None:
+        """Make a full block known to the prefix cache; one that is known already stays as it is."""
+        block = self._blocks[block_id]
+        if block.key is None:
+            block.key = key
+            self._cached.setdefault(key, {})[block_id] = None
+
+    def find(self, key: BlockKey) -> int | None:
+        """Return a block that the prefix cache knows by this key."""
+        return next(iter(self._cached.get(key, ())), None)
+
+    def forget(self, block_id: int) -> None:
+        """Take a block out of the prefix cache."""
+        block = self._blocks[block_id]
+        if block.key is not None:
+            del self._cached[block.key][block_id]
+            block.key = None
+
+    def forget_all(self) -> None:
+        """Empty the prefix cache."""
+        for block in self._blocks:
+            self.forget(block.block_id)

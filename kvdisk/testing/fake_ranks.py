@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker without memory or drive: what its slots and GPU blocks hold is symbolic, and jobs run leg by leg when told.
+
+It does what a mover does and checks what a mover checks, and no more: whatever the manager lets
+happen to a slot or a block between two legs happens here, too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+from kvdisk.blocks import BlockKey, JobId, Slot
+from kvdisk.messages import Job, JobKind, JobResult, Move, Plan, Reason, Report, SegmentSpec
+
+EMPTY = ""
+TORN = "torn"
+"""What a write that failed leaves."""
+ROTTEN = "rotten"
+"""What a drive that lost a block leaves."""
+
+
+class Leg(IntEnum):
+    """A stretch of a route, as in the worker wing."""
+
+    GATHER = 1
+    SEAL = 2
+    WRITE = 3
+    READ = 4
+    CHECK = 5
+    SCATTER = 6
+
+
+class Content(NamedTuple):
+    """A slot: its header, with the payload that the header's checksum was made from, and its payload."""
+
+    epoch: int = -1
+    key: BlockKey | None = None
+    generation: int = -1
+    summed: str = EMPTY
+    payload: str = EMPTY
+
+    def holds(self, epoch: int, key: BlockKey, generation: int, value: str) -> bool:
+        """Whether this is the record asked for, as far as the drive has kept it."""
+        return self[:4] == (epoch, key, generation, value) and self.payload in {value, ROTTEN}
+
+
+@dataclass(slots=True)
+class _Work:
+    """A job under way. ``legs``: those not run yet, by move; ``staging``: what staging holds for each move."""
+
+    job: Job
+    legs: list[deque[Leg]]
+    staging: list[Content]
+    failed: dict[int, Reason] = field(default_factory=dict)
+
+    @property
+    def open_moves(self) -> list[int]:
+        return [at for at, legs in enumerate(self.legs) if legs]
+
+
+class FakeRank:
+    """One rank. ``gpu``: contents of GPU blocks by id; ``arena`` and ``drive``: of slots.
+
+    ``segments``: files that exist on the drive, with their slot counts. A crash is ``survivor``.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.gpu: dict[int, str] = {}
+        self.arena: dict[Slot, Content] = {}
+        self.drive: dict[Slot, Content] = {}
+        self.segments: dict[int, int] = {}
+        self._open: set[int] = set()
+        self._joined = False
+        self._works: dict[JobId, _Work] = {}
+        self._report = Report()
+        self._loads: dict[JobId, Job] = {}
+        self._void: set[JobId] = set()
+
+    def survivor(self) -> FakeRank:
+        """Return this rank after its process was killed: only the drive is left."""
+        survivor = FakeRank(self.rank)
+        survivor.drive = dict(self.drive)
+        survivor.segments = dict(self.segments)
+        return survivor
+
+    # -- plans and reports ---------------------------------------------------------------------
+
+    def submit(self, jobs: Sequence[Job], void: Sequence[JobId] = ()) -> None:
+        """Take jobs in. A store is handed in when the model has computed its blocks."""
+        for job in jobs:
+            if job.kind is JobKind.LOAD:
+                self._loads[job.id] = job
+            legs = [deque(_legs_of(job.kind, move)) for move in job.moves]
+            failed = {at: Reason.ABSENT for at, left in enumerate(legs) if not left}
+            work = _Work(job, legs, [Content()] * len(legs), failed)
+            self._works[job.id] = work
+            if job.moves:
+                self._finish_if_done(work)
+        for job_id in void:
+            if job_id in self._loads:
+                self._void.add(job_id)
+
+    def take_report(self) -> tuple[Report, dict[str, list[int]]]:
+        """Return what ended since the last call, and for each load among it its request and the blocks that failed."""
+        report, self._report = self._report, Report()
+        ended: dict[str, list[int]] = {}
+        for job_id, result in report.results.items():
+            job = self._loads.pop(job_id, None)
+            if job is not None:
+                assert job.request_id is not None and job.request_id not in ended
+                bad = range(len(job.moves)) if job_id in self._void else sorted(result.failed)
+                self._void.discard(job_id)
+                ended[job.request_id] = [job.moves[at].block for at in bad]
+        return report, ended
+
+    # -- progress ------------------------------------------------------------------------------
+
+    @property
+    def runnable(self) -> list[JobId]:
+        """The jobs that can go on, in the order of their plans: none that needs the drive behind a job of files."""
+        found: list[JobId] = []
+        blocked = False
+        for job_id, work in self._works.items():
+            needs_files = not work.job.moves or any(move.nvme is not None for move in work.job.moves)
+            if blocked and needs_files:
+                continue
+            blocked = blocked or not work.job.moves
+            found.append(job_id)
+        return found
+
+    def run_leg(self, job_id: JobId, pick: int = 0, failure: Reason | None = None) -> None:
+        """Run one leg of one move (or a job of files), picked by ``pick`` modulo their number, or let it fail."""
+        work = self._works[job_id]
+        if not work.job.moves:
+            self._run_file_job(work, failure)
+            return
+        at = work.open_moves[pick % len(work.open_moves)]
+        move = work.job.moves[at]
+        leg = work.legs[at].popleft()
+        reason = self._void_reason(work, leg) or failure
+        if reason is None:
+            reason = self._run(work, at, move, leg)
+        elif leg is Leg.WRITE:
+            self._tear(work, at, move)
+        if reason is not None:
+            work.failed[at] = reason
+            work.legs[at].clear()
+        self._finish_if_done(work)
+
+    def run_job(self, job_id: JobId) -> None:
+        """Run all that is left of a job."""
+        while job_id in self._works:
+            self.run_leg(job_id)
+
+    def fail_job(self, job_id: JobId, reason: Reason) -> None:
+        """Let the job's moves that have not started fail, as a deadline does, and run the others to their end."""
+        work = self._works[job_id]
+        for at, move in enumerate(work.job.moves):
+            if len(work.legs[at]) == len(_legs_of(work.job.kind, move)):
+                work.legs[at].clear()
+                work.failed.setdefault(at, reason)
+        if work.job.moves:
+            self._finish_if_done(work)
+        self.run_job(job_id)
+
+    def rot(self, slot: Slot) -> None:
+        """Let the drive lose the payload in a slot."""
+        self.drive[slot] = self.drive[slot]._replace(payload=ROTTEN)
+
+    def readers_of(self, block_id: int) -> list[JobId]:
+        """Return the jobs that have still to read a GPU block."""
+        return self._users(block_id, Leg.GATHER)
+
+    def writers_of(self, block_id: int) -> list[JobId]:
+        """Return the jobs that have still to write a GPU block."""
+        return self._users(block_id, Leg.SCATTER)
+
+    def _users(self, block_id: int, leg: Leg) -> list[JobId]:
+        return [
+            job_id
+            for job_id, work in self._works.items()
+            for move, legs in zip(work.job.moves, work.legs, strict=True)
+            if move.block == block_id and leg in legs
+        ]
+
+    # -- legs ----------------------------------------------------------------------------------
+
+    def _run(self, work: _Work, at: int, move: Move, leg: Leg) -> Reason | None:  # noqa: PLR0911 - one for each leg
+        if leg is Leg.GATHER:
+            self._put(work, at, move, self._get(work, at, move)._replace(payload=self.gpu[move.block]))
+            return None
+        if leg is Leg.SEAL:
+            payload = self._get(work, at, move).payload
+            self._put(work, at, move, Content(work.job.epoch, move.key, move.generation, payload, payload))
+            return None
+        if leg is Leg.WRITE:
+            assert move.nvme is not None
+            if move.nvme.segment not in self._open:
+                return Reason.IO_ERROR
+            assert move.nvme.index < self.segments[move.nvme.segment], "a slot behind the segment's last"
+            self.drive[move.nvme] = self._get(work, at, move)
+            return None
+        if leg is Leg.READ:
+            assert move.nvme is not None
+            if move.nvme.segment not in self._open:
+                return Reason.IO_ERROR
+            self._put(work, at, move, self.drive.get(move.nvme, Content()))
+            return None
+        content = self._get(work, at, move)
+        if leg is Leg.CHECK:
+            if content[:3] != (work.job.epoch, move.key, move.generation):
+                return Reason.HEADER
+            return None if content.summed == content.payload else Reason.CHECKSUM
+        assert leg is Leg.SCATTER
+        self.gpu[move.block] = content.payload
+        return None
+
+    def _get(self, work: _Work, at: int, move: Move) -> Content:
+        return work.staging[at] if move.cpu is None else self.arena.get(move.cpu, Content())
+
+    def _put(self, work: _Work, at: int, move: Move, content: Content) -> None:
+        if move.cpu is None:
+            work.staging[at] = content
+        else:
+            self.arena[move.cpu] = content
+
+    def _tear(self, work: _Work, at: int, move: Move) -> None:
+        assert move.nvme is not None
+        if move.nvme.segment in self._open:
+            self.drive[move.nvme] = self._get(work, at, move)._replace(payload=TORN)
+
+    def _void_reason(self, work: _Work, leg: Leg) -> Reason | None:
+        """What has begun goes on to the next leg that would write the GPU; nothing reaches a block of a void load."""
+        void = work.job.id in self._void and leg in {Leg.READ, Leg.SCATTER}
+        return Reason.CANCELLED if void else None
+
+    def _finish_if_done(self, work: _Work) -> None:
+        if not work.open_moves:
+            failed = work.failed
+            if work.job.id in self._void:
+                failed = dict.fromkeys(range(len(work.job.moves)), Reason.CANCELLED)
+            self._end(work, failed)
+
+    def _end(self, work: _Work, failed: dict[int, Reason]) -> None:
+        del self._works[work.job.id]
+        self._report.results[work.job.id] = JobResult(1, failed)
+
+    # -- files ---------------------------------------------------------------------------------
+
+    def _run_file_job(self, work: _Work, failure: Reason | None) -> None:
+        job = work.job
+        reason = failure
+        if reason is None and job.kind is JobKind.OPEN_HOME:
+            assert job.home is not None and not self._joined
+            for segment in [segment for segment in self.segments if segment not in job.home.known_segments]:
+                self._remove(segment)
+            self._joined = True
+        elif reason is None:
+            assert job.segment is not None
+            reason = self._run_segment_job(job.kind, job.segment)
+        self._end(work, {} if reason is None else {-1: reason})
+
+    def _run_segment_job(self, kind: JobKind, spec: SegmentSpec) -> Reason | None:
+        if not self._joined:
+            return Reason.IO_ERROR
+        if kind is JobKind.DROP_SEGMENT:
+            self._remove(spec.segment)
+            return None
+        assert kind is JobKind.OPEN_SEGMENT and spec.segment not in self._open
+        if spec.create:
+            self._remove(spec.segment)  # preallocation truncates what a crash left
+            self.segments[spec.segment] = spec.slot_count
+        elif self.segments.get(spec.segment) != spec.slot_count:
+            return Reason.IO_ERROR
+        self._open.add(spec.segment)
+        return None
+
+    def _remove(self, segment: int) -> None:
+        self.segments.pop(segment, None)
+        self._open.discard(segment)
+        for slot in [slot for slot in self.drive if slot.segment == segment]:
+            del self.drive[slot]
+
+
+_STORES = {True: (Leg.GATHER, Leg.SEAL), False: (Leg.GATHER, Leg.SEAL, Leg.WRITE)}
+"""By whether the move names a CPU slot."""
+
+
+def _legs_of(kind: JobKind, move: Move) -> tuple[Leg, ...]:
+    """Return a move's route; empty where it has no source."""
+    if kind is JobKind.STORE:
+        assert (move.cpu is None) != (move.nvme is None), "a store has one target"
+        return _STORES[move.cpu is not None]
+    if kind is JobKind.LOAD:
+        if move.nvme is not None:
+            return Leg.READ, Leg.CHECK, Leg.SCATTER
+        return () if move.cpu is None else (Leg.CHECK, Leg.SCATTER)
+    assert kind is JobKind.DEMOTE and move.cpu is not None and move.nvme is not None
+    return (Leg.WRITE,)
+
+
+def run_plan(ranks: Sequence[FakeRank], plan: Plan, *, computed: bool) -> None:
+    """Hand a plan to every rank: what does not wait for the model's work, or the stores, which do."""
+    jobs = [job for job in plan.jobs if (job.kind is JobKind.STORE) == computed]
+    for rank in ranks:
+        rank.submit(jobs, () if computed else plan.void)

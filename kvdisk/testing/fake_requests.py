@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests of the fake engine, and their block tables: allocation, windows and prefix hits, as vLLM does them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvdisk.blocks import BlockKey, group_of, make_block_key
+from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.testing.fake_pool import FakePool
+
+
+class Status(Enum):
+    """What a request does. WAITING ones may hold blocks, loaded and not yet computed upon."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    GONE = "gone"
+
+
+@dataclass(eq=False, slots=True)
+class FakeRequest:
+    """One request. ``computed``: tokens whose KV is there, or will be after this step. ``table``: block ids by group.
+
+    ``most_tokens``: it samples up to there, and then waits for somebody to set ``finishing``.
+    ``recved``: ranks that have reported the load under way.
+    """
+
+    id: str
+    tokens: str
+    prompt_tokens: int
+    most_tokens: int
+    table: list[list[int]]
+    hashes: list[bytes] = field(default_factory=list)
+    status: Status = Status.WAITING
+    computed: int = 0
+    load_failed: bool = False
+    finishing: bool = False
+    recved: int = 0
+
+    def extend_hashes(self, hash_tokens: int) -> None:
+        """Hash what has become full."""
+        for end in range((len(self.hashes) + 1) * hash_tokens, len(self.tokens) + 1, hash_tokens):
+            self.hashes.append(self.tokens[:end].encode())
+
+
+def key_of(request: FakeRequest, group: GroupGeometry, position: int, tokens: int | None = None) -> BlockKey:
+    """Return the key of a request's block; of its beginning, where only ``tokens`` of the request are there."""
+    end = (position + 1) * group.block_tokens
+    return make_block_key(request.tokens[: end if tokens is None else min(end, tokens)].encode(), group.group)
+
+
+def value_of(key: BlockKey, weights: int, rank: int) -> str:
+    """Return what the block of a key holds on a rank."""
+    return f"w{weights} r{rank} g{group_of(key)} {key[:-2].decode()}"
+
+
+class BlockTables:
+    """Gives requests blocks of a pool and takes them back."""
+
+    def __init__(self, geometry: Geometry, pool: FakePool) -> None:
+        self._groups = geometry.groups
+        self._pool = pool
+        self.step_tokens = math.lcm(*(group.block_tokens for group in geometry.groups))
+        """A hit is a multiple of this."""
+
+    def local_hit(self, request: FakeRequest) -> tuple[list[list[int]], int]:
+        """Return the blocks and tokens of the longest prefix that the GPU holds, short of the last token."""
+        end = (len(request.tokens) - 1) // self.step_tokens * self.step_tokens
+        while end > 0:
+            tables: list[list[int | None]] = []
+            for group in self._groups:
+                skipped = _skipped(group, end)
+                positions = range(skipped, end // group.block_tokens)
+                found = [self._pool.find(key_of(request, group, position)) for position in positions]
+                tables.append([*[0] * skipped, *found])
+            if all(None not in table for table in tables):
+                return [[block or 0 for block in table] for table in tables], end
+            end -= self.step_tokens
+        return [[] for _ in self._groups], 0
+
+    def missing_blocks(self, request: FakeRequest) -> int:
+        """Return how many blocks a request may still need until its end."""
+        return sum(
+            math.ceil(request.most_tokens / group.block_tokens) - len(table)
+            for group, table in zip(self._groups, request.table, strict=True)
+        )
+
+    def allocate(
+        self, request: FakeRequest, tokens: int, local: list[list[int]] | None = None, computed: int | None = None
+    ) -> bool:
+        """Give a request blocks for ``tokens``; False where too few are free.
+
+        ``local``: blocks of a local hit, which come first. Blocks behind the window of the token at
+        ``computed`` are given back, or never taken.
+        """
+        computed = request.computed if computed is None else computed
+        tables: list[list[int]] = []
+        wanted: list[int] = []
+        shared: list[int] = []
+        for at, (group, old) in enumerate(zip(self._groups, request.table, strict=True)):
+            skipped = _skipped(group, computed)
+            behind = range(min(skipped, len(old)))
+            self._pool.free_blocks(old[position] for position in reversed(behind) if old[position])
+            old[: len(behind)] = [0] * len(behind)
+            table = list(old)
+            if local is not None and not old:
+                table = [0] * min(skipped, len(local[at])) + local[at][skipped:]
+                shared += [block for block in table if block]
+            table += [0] * (skipped - len(table))
+            tables.append(table)
+            wanted.append(max(0, math.ceil(tokens / group.block_tokens) - len(table)))
+        unused = sum(self._pool.get_block(block).ref_cnt == 0 for block in shared)
+        if sum(wanted) + unused > self._pool.free_count:
+            return False
+        self._pool.touch(shared)
+        request.table = [table + self._pool.take(count) for table, count in zip(tables, wanted, strict=True)]
+        return True
+
+    def cache(self, request: FakeRequest, computed: int) -> None:
+        """Make a request's full blocks known to the prefix cache: as vLLM does it, before they are computed."""
+        for group, table in zip(self._groups, request.table, strict=True):
+            for position in range(min(computed, len(request.tokens)) // group.block_tokens):
+                if table[position]:
+                    self._pool.cache(key_of(request, group, position), table[position])
+
+    def free(self, request: FakeRequest) -> None:
+        """Take all blocks of a request back, the tail first."""
+        for table in request.table:
+            self._pool.free_blocks(block for block in reversed(table) if block)
+        request.table = [[] for _ in self._groups]
+
+
+def _skipped(group: GroupGeometry, computed: int) -> int:
+    """Return how many blocks of a group lie wholly before the window of the token at ``computed``."""
+    if group.window_tokens is None:
+        return 0
+    return max(0, computed - group.window_tokens + 1) // group.block_tokens

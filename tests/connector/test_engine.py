@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real vLLM engines on the CPU: the tokens with kvdisk are those without it, wherever the KV came from.
+
+One engine start serves many cases, because it costs 5-25 s. The cases of a start run in the order of
+its script; each assertion names what it shows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from engine_child import Answer, EngineChild
+
+from kvdisk.device.home import list_homes
+from kvdisk.geometry import HEADER_BYTES, SEGMENT_HEADER_BYTES
+
+pytestmark = pytest.mark.vllm
+
+BLOCK_TOKENS = 32
+CPU_ONLY = {"cpu_bytes": "64MiB"}
+
+
+def _prompt(seed: int, length: int) -> list[int]:
+    chosen = random.Random(seed)
+    return [chosen.randrange(10, 500) for _ in range(length)]
+
+
+def _tokens(answers: Sequence[Answer]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
+
+
+SHARED = _prompt(1, 330)
+LONG = [SHARED + _prompt(seed, 40) for seed in (2, 3)]
+EXACT = _prompt(4, 4 * BLOCK_TOKENS)
+OTHER = _prompt(5, 300)
+TOGETHER = [_prompt(6, 256) + _prompt(seed, 50) for seed in range(10, 16)]
+LIMITS = {"max_model_len": 1024, "num_gpu_blocks_override": 200}
+
+
+def _with_store(store: Path, **more: object) -> dict[str, object]:
+    return {"cpu_bytes": "64MiB", "store_dirs": str(store), "nvme_bytes": "256MiB", **more}
+
+
+@pytest.fixture(scope="module")
+def llama_expected(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
+    """What vLLM alone answers."""
+    log = tmp_path_factory.mktemp("expected") / "log"
+    with EngineChild(tiny_llama, log, **LIMITS) as engine:
+        return {
+            "other": _tokens(engine.generate([OTHER])),
+            "long": _tokens(engine.generate(LONG, together=False)),
+            "exact": _tokens(engine.generate([EXACT])),
+            "together": _tokens(engine.generate(TOGETHER)),
+        }
+
+
+def test_one_process(tiny_llama: Path, llama_expected: dict[str, list[list[int]]], tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with EngineChild(tiny_llama, tmp_path / "log", extra_config=_with_store(store), **LIMITS) as engine:
+        assert _tokens(engine.generate([OTHER])) == llama_expected["other"], "cold"
+        engine.drain()
+        other_blocks = engine.counters()["demoted_blocks"]
+        assert other_blocks == len(OTHER) // BLOCK_TOKENS
+        assert _tokens(engine.generate(LONG, together=False)) == llama_expected["long"], "cold, shared prefix on the GPU"
+        assert engine.counters().get("loaded_blocks", 0) == 0
+
+        engine.reset()
+        first, second = engine.generate(LONG, together=False)
+        assert [first.tokens, second.tokens] == llama_expected["long"], "warm from the CPU tier"
+        assert first.cached == (len(LONG[0]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        # The second finds the shared prefix on the GPU and the rest in the CPU tier.
+        loaded = engine.counters()["loaded_blocks"]
+        assert len(LONG[0]) // BLOCK_TOKENS < loaded < 2 * (len(LONG[0]) // BLOCK_TOKENS)
+        assert second.cached == first.cached, "GPU prefix and external hit add up"
+
+        assert _tokens(engine.generate([EXACT])) == llama_expected["exact"], "cold, a whole number of blocks"
+        engine.reset()
+        (exact,) = engine.generate([EXACT])
+        assert [exact.tokens] == llama_expected["exact"]
+        assert exact.cached == len(EXACT) - BLOCK_TOKENS, "the last token's block is computed"
+
+        assert _tokens(engine.generate(TOGETHER)) == llama_expected["together"], "concurrent, shared prefix, cold"
+        engine.reset()
+        assert _tokens(engine.generate(TOGETHER)) == llama_expected["together"], "concurrent, shared prefix, warm"
+        engine.drain()
+        counters = engine.counters()
+        assert counters["demoted_blocks"] == counters["stored_blocks"], "all that was stored is on NVMe"
+        assert not {name for name in counters if name.endswith("_failures") or name.startswith("failed")}
+
+    (home,) = list_homes(store)
+    assert home.record is not None
+    assert home.record.clean, "an orderly end"
+    # The first blocks stored were those of OTHER: overwrite their payloads on the drive.
+    _overwrite_payloads(home.segments_path / "0" / "rank0.kv", other_blocks)
+
+    with EngineChild(tiny_llama, tmp_path / "log", extra_config=_with_store(store), **LIMITS) as engine:
+        warm = engine.generate(LONG, together=False)
+        assert _tokens(warm) == llama_expected["long"], "warm from NVMe after a restart"
+        counters = engine.counters()
+        assert counters["hit_tokens_nvme"] >= warm[0].cached > 0
+        assert counters.get("checksum_failures", 0) == 0
+        assert _tokens(engine.generate([OTHER])) == llama_expected["other"], "bytes on the drive were overwritten"
+        counters = engine.counters()
+        assert counters["checksum_failures"] > 0
+        assert counters["failed_loads"] > 0
+        # The recomputed blocks took the place of the bad ones, and serve the next request.
+        engine.reset()
+        failed = counters["failed_loads"]
+        (again,) = engine.generate([OTHER])
+        assert [again.tokens] == llama_expected["other"]
+        assert again.cached == (len(OTHER) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        assert engine.counters()["failed_loads"] == failed
+
+
+def _overwrite_payloads(file: Path, count: int) -> None:
+    slot_bytes = _slot_bytes(file)
+    with file.open("r+b") as stream:
+        for index in range(count):
+            stream.seek(SEGMENT_HEADER_BYTES + index * slot_bytes + HEADER_BYTES + 1000)
+            stream.write(b"\xa5" * 64)
+
+
+def _slot_bytes(file: Path) -> int:
+    from kvdisk.device.segment import read_segment_header
+
+    class Where:
+        segments_path = file.parent.parent
+
+    return read_segment_header(Where(), int(file.parent.name), 0).slot_bytes
+
+
+def test_preempted_requests_give_the_same_tokens(tiny_llama: Path, tmp_path: Path) -> None:
+    limits = {"max_model_len": 512, "num_gpu_blocks_override": 40}
+    prompts = [_prompt(seed, 300) for seed in range(20, 25)]
+    with EngineChild(tiny_llama, tmp_path / "log", **limits) as engine:
+        expected = _tokens(engine.generate(prompts, 120))
+    config = {**CPU_ONLY, "store_decode": True}
+    with EngineChild(tiny_llama, tmp_path / "log", extra_config=config, **limits) as engine:
+        assert _tokens(engine.generate(prompts, 120)) == expected
+        assert engine.metrics()["num_preemptions"] > 0
+        engine.reset()
+        assert _tokens(engine.generate(prompts, 120)) == expected, "warm, and preempted again"
+        assert engine.counters()["loaded_blocks"] > 0
+        engine.reset()  # asserts that every touched block was given back
+
+
+def test_engine_in_its_own_process_killed_and_restarted(
+    tiny_llama: Path, llama_expected: dict[str, list[list[int]]], tmp_path: Path
+) -> None:
+    config = _with_store(tmp_path / "store")
+    engine = EngineChild(tiny_llama, tmp_path / "log", extra_config=config, layout="own", **LIMITS)
+    assert _tokens(engine.generate(LONG, together=False)) == llama_expected["long"]
+    engine.reset()
+    assert _tokens(engine.generate(LONG, together=False)) == llama_expected["long"]
+    assert engine.metrics()["external_prefix_cache_hits"] > 0
+    engine.drain()
+    engine.kill()
+    with EngineChild(tiny_llama, tmp_path / "log", extra_config=config, layout="own", **LIMITS) as engine:
+        warm = engine.generate(LONG, together=False)
+        assert _tokens(warm) == llama_expected["long"], "warm from NVMe after kill -9"
+        assert warm[0].cached == (len(LONG[0]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_two_ranks(tiny_llama: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with EngineChild(tiny_llama, tmp_path / "log", layout="tp2", **LIMITS) as engine:
+        expected = _tokens(engine.generate(LONG, together=False))
+    with EngineChild(tiny_llama, tmp_path / "log", extra_config=_with_store(store), layout="tp2", **LIMITS) as engine:
+        assert _tokens(engine.generate(LONG, together=False)) == expected
+        engine.reset()
+        warm = engine.generate(LONG, together=False)
+        assert _tokens(warm) == expected, "warm from the CPU tier"
+        assert warm[0].cached > 0
+        engine.drain()
+    (home,) = list_homes(store)
+    ranks = {file.name for file in (home.segments_path / "0").iterdir()}
+    assert ranks == {"rank0.kv", "rank1.kv"}
+    with EngineChild(tiny_llama, tmp_path / "log", extra_config=_with_store(store), layout="tp2", **LIMITS) as engine:
+        warm = engine.generate(LONG, together=False)
+        assert _tokens(warm) == expected, "warm from NVMe after a restart"
+        assert warm[0].cached == (len(LONG[0]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_hybrid_model(tiny_gemma3: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    prompts = [*LONG, EXACT]
+    with EngineChild(tiny_gemma3, tmp_path / "log", **LIMITS) as engine:
+        expected = _tokens(engine.generate(prompts, together=False))
+        expected_together = _tokens(engine.generate(TOGETHER))
+    with EngineChild(tiny_gemma3, tmp_path / "log", extra_config=_with_store(store), **LIMITS) as engine:
+        assert _tokens(engine.generate(prompts, together=False)) == expected
+        engine.reset()
+        warm = engine.generate(prompts, together=False)
+        assert _tokens(warm) == expected, "warm from the CPU tier"
+        assert warm[0].cached == (len(LONG[0]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        full_blocks = sum(answer.cached // BLOCK_TOKENS for answer in warm)
+        assert engine.counters()["loaded_blocks"] > full_blocks, "more than one group was loaded"
+        assert _tokens(engine.generate(TOGETHER)) == expected_together
+        engine.reset()
+        assert _tokens(engine.generate(TOGETHER)) == expected_together
+        engine.drain()
+    (home,) = list_homes(store)
+    _overwrite_payloads(home.segments_path / "0" / "rank0.kv", 30)
+    with EngineChild(tiny_gemma3, tmp_path / "log", extra_config=_with_store(store), **LIMITS) as engine:
+        assert _tokens(engine.generate(prompts, together=False)) == expected, "warm from NVMe, some of it overwritten"
+        counters = engine.counters()
+        assert counters["hit_tokens_nvme"] > 0
+        assert counters["checksum_failures"] > 0

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import gc
+import itertools
+import mmap
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvdisk.errors import ConfigError
+from kvdisk.worker.arena import Arena
+
+SIZES = (8192, 20480)
+COUNTS = (5, 3)
+
+
+@pytest.fixture
+def arena():
+    made = Arena(SIZES, COUNTS, pin=False)
+    yield made
+    made.close()
+
+
+def address(view) -> int:
+    return np.frombuffer(view, np.uint8).ctypes.data
+
+
+def test_slots_are_aligned_neighbours_and_disjoint(arena):
+    places = []
+    for size_class, (size, count) in enumerate(zip(SIZES, COUNTS, strict=True)):
+        addresses = [address(arena.view(size_class, index)) for index in range(count)]
+        assert all(place % 4096 == 0 for place in addresses)
+        assert addresses == list(range(addresses[0], addresses[0] + size * count, size))
+        places += [(place, place + size) for place in addresses]
+    places.sort()
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(places))
+    whole = address(arena.memory)
+    assert places[0][0] >= whole
+    assert places[-1][1] <= whole + arena.memory.nbytes
+
+
+def test_views_runs_and_tensors_share_the_bytes(arena):
+    arena.run_view(1, 1, 2)[:] = b"a" * (2 * SIZES[1])
+    arena.view(1, 2)[:3] = b"xyz"
+    tensor = arena.tensor(1)
+    assert tensor.shape == (3, SIZES[1])
+    assert tensor.dtype == torch.uint8
+    assert bytes(tensor[2, :4].numpy()) == b"xyza"
+    assert not tensor[0].any()
+    tensor[1, 7] = ord("q")
+    assert arena.run_view(1, 1, 2)[7] == ord("q")
+    assert not arena.tensor(0).any()
+
+
+def test_a_slot_that_is_not_there_is_refused(arena):
+    for size_class, index, count in ((0, 5, 1), (0, 4, 2), (0, -1, 1), (1, 3, 1)):
+        with pytest.raises(AssertionError):
+            arena.run_view(size_class, index, count)
+
+
+def test_an_arena_may_be_empty():
+    arena = Arena(SIZES, (0, 2), pin=False)
+    assert arena.tensor(0).shape == (0, SIZES[0])
+    assert arena.view(1, 1).nbytes == SIZES[1]
+    Arena(SIZES, (0, 0), pin=False).close()
+    arena.close()
+
+
+def test_what_outlives_the_arena_never_dangles():
+    arena = Arena(SIZES, COUNTS, pin=False)
+    view, tensor = arena.view(0, 0), arena.tensor(0)
+    view[:] = b"k" * SIZES[0]
+    arena.close()
+    arena.close()
+    del arena
+    gc.collect()
+    assert bytes(view[:3]) == b"kkk"
+    assert int(tensor[0, 0]) == ord("k")
+
+
+def test_close_gives_the_memory_back():
+    arena = Arena(SIZES, COUNTS, pin=False)
+    mapping = arena.memory.obj
+    assert isinstance(mapping, mmap.mmap)
+    arena.tensor(0).fill_(1)
+    arena.close()
+    gone = weakref.ref(arena)
+    del arena
+    gc.collect()
+    assert gone() is None
+    assert mapping.closed
+
+
+def resident_bytes() -> int:
+    fields = Path("/proc/self/statm").read_text("ascii").split()
+    return int(fields[1]) * mmap.PAGESIZE
+
+
+def test_memory_is_taken_only_when_touched():
+    before = resident_bytes()
+    big = Arena((1 << 20,), (1024,), pin=False)
+    big.view(0, 512)[:5] = b"12345"
+    assert big.tensor(0)[512, 4] == ord("5")
+    assert resident_bytes() - before < 64 << 20
+    big.close()
+
+
+def test_what_cannot_be_mapped_is_one_sentence():
+    with pytest.raises(ConfigError, match="bytes of host memory"):
+        Arena((1 << 40,), (1 << 20,), pin=False)
+
+
+def test_pinning_needs_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="CUDA"):
+        Arena(SIZES, COUNTS, pin=True)

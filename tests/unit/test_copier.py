@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies between blocks and slots, and the scratch of the CUDA copier on a stand-in that works at once, on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+
+import pytest
+import torch
+
+from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, round_up
+from kvdisk.worker.arena import Arena
+from kvdisk.worker.copier import CudaCopier, HostCopier, LayerBlocks
+
+BLOCKS = 20
+SLOTS = 24
+
+
+class Now:
+    """An event that is always passed."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+class HostLanes:
+    """``Lanes`` whose work is done when it is given; notes what was asked for."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.log: list[tuple] = []
+
+    def on(self, lane):
+        return contextlib.nullcontext()
+
+    def record(self, lane):
+        self.log.append(("record", lane and lane.value))
+        return Now()
+
+    def wait(self, lane, event) -> None:
+        self.log.append(("wait", lane.value))
+
+    def numbers(self, values):
+        return torch.tensor(values)
+
+
+def random_bytes(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+
+def separate_layers():
+    return [random_bytes(BLOCKS, 512) for _ in range(3)]
+
+
+def layers_behind_each_other():
+    return list(random_bytes(4, BLOCKS, 256).unbind(0))
+
+
+def layers_within_blocks():
+    """Each block holds all layers, behind 32 bytes of something else: stride 0 is not the layer's length."""
+    whole = random_bytes(BLOCKS, 32 + 3 * 96)
+    return [whole[:, 32 + at * 96 : 32 + (at + 1) * 96] for at in range(3)]
+
+
+def odd_layers():
+    return [random_bytes(BLOCKS, 7), *random_bytes(2, BLOCKS, 129).unbind(0), random_bytes(BLOCKS, 33)[:, :21]]
+
+
+def layers_in_falling_order():
+    return list(reversed(random_bytes(3, BLOCKS, 64).unbind(0)))
+
+
+LAYOUTS = [separate_layers, layers_behind_each_other, layers_within_blocks, odd_layers, layers_in_falling_order]
+STACKS = [3, 1, 1, 3, 3]
+
+
+def payload(layers, block: int) -> bytes:
+    return b"".join(bytes(layer[block].numpy()) for layer in layers)
+
+
+def arena_for(*groups: LayerBlocks) -> Arena:
+    sizes = [HEADER_BYTES + round_up(group.payload_bytes, ALIGNMENT) for group in groups]
+    return Arena(sizes, [SLOTS] * len(sizes), pin=False)
+
+
+@pytest.mark.parametrize(("layout", "count"), list(zip(LAYOUTS, STACKS, strict=True)))
+def test_layers_at_a_regular_distance_are_one_stack(layout, count):
+    layers = layout()
+    blocks = LayerBlocks(layers)
+    assert len(blocks.stacks) == count
+    assert blocks.payload_bytes == sum(layer.shape[1] for layer in layers)
+    joined = b"".join(bytes(stack.blocks[3].contiguous().numpy()) for stack in blocks.stacks)
+    assert joined == payload(layers, 3)
+
+
+def make_copiers(groups):
+    one_slot = CudaCopier(groups, HostLanes(), 0)
+    assert one_slot.scratch_bytes == HEADER_BYTES + round_up(max(g.payload_bytes for g in groups), ALIGNMENT)
+    return [HostCopier(groups), one_slot, CudaCopier(groups, HostLanes(), 10 * one_slot.scratch_bytes)]
+
+
+SLOT_ORDERS = {
+    "a run": list(range(6, 15)),
+    "scattered": [20, 3, 4, 5, 0, 11, 10, 9, 23],
+    "one": [7],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["host", "scratch of one slot", "scratch of five"])
+@pytest.mark.parametrize("slots", SLOT_ORDERS.values(), ids=SLOT_ORDERS)
+def test_there_and_back(layout, which, slots):
+    torch.manual_seed(1)
+    layers, others = layout(), separate_layers()
+    groups = [LayerBlocks(others), LayerBlocks(layers)]
+    arena = arena_for(*groups)
+    copier = make_copiers(groups)[which]
+    chance = random.Random(2)
+    sources = chance.sample(range(BLOCKS), len(slots))
+    before = [payload(layers, block) for block in range(BLOCKS)]
+    ticket = copier.gather(1, sources, arena, 1, slots, after=copier.compute_done())
+    copier.wait(ticket)
+    assert copier.done(ticket)
+    size = groups[1].payload_bytes
+    for slot, block in zip(slots, sources, strict=True):
+        assert bytes(arena.view(1, slot)[HEADER_BYTES : HEADER_BYTES + size]) == before[block]
+    assert not arena.tensor(0).any()
+    untouched = [slot for slot in range(SLOTS) if slot not in slots]
+    assert not arena.tensor(1)[untouched].any()
+
+    for layer in layers:
+        layer.zero_()
+    targets = chance.sample(range(BLOCKS), len(slots))
+    ticket = copier.scatter(1, arena, 1, slots, targets, after=copier.compute_done())
+    copier.wait(ticket)
+    assert copier.done(ticket)
+    for target, source in zip(targets, sources, strict=True):
+        assert payload(layers, target) == before[source]
+    assert not any(any(payload(layers, block)) for block in range(BLOCKS) if block not in targets)
+    arena.close()
+
+
+def test_bytes_between_the_layers_are_left_alone():
+    whole = random_bytes(BLOCKS, 160)
+    before = whole.clone()
+    layers = [whole[:, 16:80], whole[:, 80:144]]
+    groups = [LayerBlocks(layers)]
+    arena = arena_for(*groups)
+    copier = HostCopier(groups)
+    copier.scatter(0, arena, 0, [0, 1], [4, 9])
+    changed = (whole != before).any(1).nonzero().flatten().tolist()
+    assert changed == [4, 9]
+    assert torch.equal(whole[:, :16], before[:, :16])
+    assert torch.equal(whole[:, 144:], before[:, 144:])
+    arena.close()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_blocks_made_in_inference_mode(which):
+    """vLLM may make its tensors so, and in-place changes to them are then refused outside of that mode."""
+    with torch.inference_mode():
+        layers = [torch.zeros(BLOCKS, 64, dtype=torch.uint8) for _ in range(2)]
+    groups = [LayerBlocks(layers)]
+    arena = arena_for(*groups)
+    arena.tensor(0).fill_(9)
+    copier = make_copiers(groups)[which]
+    copier.wait(copier.scatter(0, arena, 0, [1], [2]))
+    copier.wait(copier.gather(0, [2, 3], arena, 0, [4, 5]))
+    assert bytes(arena.view(0, 4)[HEADER_BYTES : HEADER_BYTES + 128]) == b"\x09" * 128
+    assert bytes(arena.view(0, 5)[HEADER_BYTES : HEADER_BYTES + 128]) == bytes(128)
+    arena.close()
+
+
+def test_the_model_is_waited_for_before_its_blocks_are_read_or_written():
+    groups = [LayerBlocks(separate_layers())]
+    arena, lanes = arena_for(*groups), HostLanes()
+    copier = CudaCopier(groups, lanes, 0)
+    lanes.log.clear()
+    mark = copier.compute_done()
+    copier.gather(0, [1, 2], arena, 0, [1, 2], after=mark)
+    assert lanes.log == [("record", None), ("wait", "store"), ("record", "store")]
+    lanes.log.clear()
+    copier.scatter(0, arena, 0, [1, 2], [1, 2], after=mark)
+    assert lanes.log == [("wait", "load"), ("record", "load")]
+    lanes.log.clear()
+    copier.scatter(0, arena, 0, [1], [1])
+    assert lanes.log == [("record", "load")]
+    arena.close()
+
+
+def test_a_gather_carries_no_stale_bytes_out():
+    """Header and padding of a slot come from the scratch: never anything but zeros."""
+    groups = [LayerBlocks(separate_layers())]
+    arena = arena_for(*groups)
+    copier = CudaCopier(groups, HostLanes(), 0)
+    arena.tensor(0).fill_(0x77)
+    copier.scatter(0, arena, 0, [0, 1], [0, 1])
+    copier.gather(0, [0, 1], arena, 0, [4, 5])
+    for slot in (4, 5):
+        assert not any(arena.view(0, slot)[:HEADER_BYTES])
+        assert not any(arena.view(0, slot)[HEADER_BYTES + groups[0].payload_bytes :])
+    arena.close()

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong under the mover, and who hears of it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+
+import pytest
+from ranks import FINGERPRINT, GPU_BLOCKS, GROUPS, Rank, move, segment_of
+
+from kvdisk.device.header import seal_slot
+from kvdisk.device.memory import MemoryDevice
+from kvdisk.geometry import HEADER_BYTES, Namespace
+from kvdisk.messages import HomeSpec, JobKind, Plan, Reason
+from kvdisk.testing.faulty_device import FaultyDevice
+from kvdisk.worker.copier import HostCopier
+from kvdisk.worker.files import HomeFiles
+from kvdisk.worker.runner import MOST_READS
+
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def rank():
+    made = Rank()
+    yield made
+    made.mover.close()
+
+
+def stored(rank: Rank, count: int = 8, group: int = 0):
+    """Store blocks 0.. to the same numbers on the drive, and erase them; return the moves that load them."""
+    moves = [move(b, group, b, nvme=b) for b in range(count)]
+    assert rank.do(JobKind.STORE, moves) == {}
+    rank.erase()
+    return moves
+
+
+def refused_alone(rank: Rank, moves, bad: int, reason: Reason, **fields) -> None:
+    """The load of ``moves`` fails at ``bad`` alone, and there the GPU block stays as it was."""
+    assert rank.do(JobKind.LOAD, moves, **fields) == {bad: reason}
+    assert [at for at, each in enumerate(moves) if rank.is_erased(0, each.block)] == [bad]
+
+
+@pytest.mark.parametrize("byte", [HEADER_BYTES, HEADER_BYTES + GROUPS[0].payload_bytes - 1])
+def test_a_flipped_payload_byte_on_the_drive(rank, byte):
+    moves = stored(rank)
+    rank.flip(0, 5, byte)
+    refused_alone(rank, moves, 5, Reason.CHECKSUM)
+    assert rank.stats["checksum_failures"] == 1
+    assert rank.stats["header_failures"] == rank.stats["io_errors"] == 0
+
+
+def test_a_flipped_header_byte_on_the_drive(rank):
+    moves = stored(rank)
+    rank.flip(0, 2, 1000)
+    refused_alone(rank, moves, 2, Reason.HEADER)
+    assert rank.stats["header_failures"] == 1
+
+
+def test_a_byte_that_flips_on_the_way(rank):
+    moves = stored(rank)
+    rank.device.plan.corrupt = {1: HEADER_BYTES + 4}
+    refused_alone(rank, moves, 0, Reason.CHECKSUM)
+
+
+def test_bytes_behind_the_payload_do_not_matter(rank):
+    assert GROUPS[0].slot_bytes > HEADER_BYTES + GROUPS[0].payload_bytes
+    moves = stored(rank)
+    rank.flip(0, 5, HEADER_BYTES + GROUPS[0].payload_bytes)
+    assert rank.do(JobKind.LOAD, moves) == {}
+
+
+def test_a_flipped_byte_in_the_cpu_tier(rank):
+    moves = [move(b, 0, b, rank.cpu(0, b)) for b in range(6)]
+    rank.do(JobKind.STORE, moves)
+    rank.erase()
+    rank.arena.view(rank.classes[0], 4)[HEADER_BYTES + 7] ^= 1
+    refused_alone(rank, moves, 4, Reason.CHECKSUM)
+
+
+def test_the_slot_holds_another_key(rank):
+    moves = stored(rank)
+    moves[3] = moves[3]._replace(key=move(99).key)
+    refused_alone(rank, moves, 3, Reason.HEADER)
+
+
+def test_the_slot_holds_another_generation(rank):
+    moves = stored(rank)
+    moves[3] = moves[3]._replace(generation=8)
+    refused_alone(rank, moves, 3, Reason.HEADER)
+
+
+def test_the_slot_was_sealed_in_another_epoch(rank):
+    moves = stored(rank, 1)
+    refused_alone(rank, moves, 0, Reason.HEADER, epoch=1)
+
+
+@pytest.mark.parametrize(
+    "change", [{"namespace": Namespace(bytes(32), 0)}, {"rank": 1, "rank_count": 2}, {"payload_bytes": 6000}]
+)
+def test_the_slot_was_sealed_for_others(rank, change):
+    moves = [move(0, 0, 0, rank.cpu(0, 0))]
+    rank.do(JobKind.STORE, moves)
+    rank.erase()
+    sealed = {
+        "namespace": Namespace(FINGERPRINT, 0),
+        "key": moves[0].key,
+        "generation": moves[0].generation,
+        "parent": None,
+        "payload_bytes": GROUPS[0].payload_bytes,
+        "rank": 0,
+        "rank_count": 1,
+    }
+    slot = rank.arena.view(rank.classes[0], 0)
+    seal_slot(slot, **sealed | change)
+    refused_alone(rank, moves, 0, Reason.HEADER)
+    seal_slot(slot, **sealed)
+    assert rank.do(JobKind.LOAD, moves) == {}
+
+
+def test_promotion_of_a_corrupt_slot_fails_alone(rank):
+    stored(rank)
+    rank.flip(0, 1, HEADER_BYTES + 1)
+    moves = [move(b, cpu=rank.cpu(0, b), nvme=b) for b in range(4)]
+    assert rank.do(JobKind.PROMOTE, moves) == {1: Reason.CHECKSUM}
+    back = [move(b, 0, b, rank.cpu(0, b)) for b in range(4)]
+    assert rank.do(JobKind.LOAD, back) == {1: Reason.CHECKSUM}
+
+
+@pytest.mark.parametrize("kind", [JobKind.PROMOTE, JobKind.DEMOTE])
+def test_one_bad_sector_costs_one_block(rank, kind):
+    """The merged transfer fails, then each slot is tried alone, and the third fails again."""
+    moves = [move(b, cpu=rank.cpu(0, b), nvme=b) for b in range(4)]
+    rank.do(JobKind.STORE, [move(b, 0, b, rank.cpu(0, b)) for b in range(4)])
+    if kind is JobKind.PROMOTE:
+        rank.do(JobKind.DEMOTE, moves)
+    seen = len(rank.device.submitted)
+    rank.device.plan.fail = dict.fromkeys((seen + 1, seen + 4), errno.EIO)
+    assert rank.do(kind, moves) == {2: Reason.IO_ERROR}
+    assert rank.stats["io_errors"] == 2
+    assert [len(batch) for _, batch in rank.device.submitted[seen:]] == [1, 4]
+
+
+def test_a_full_drive(rank, caplog):
+    rank.do(JobKind.STORE, [move(b, 0, b, rank.cpu(0, b)) for b in range(GPU_BLOCKS)])
+    rank.device.plan.full = True
+    moves = [move(b, cpu=rank.cpu(0, b), nvme=b) for b in range(GPU_BLOCKS)]
+    with caplog.at_level(logging.WARNING, "kvdisk.worker"):
+        assert rank.do(JobKind.DEMOTE, moves) == dict.fromkeys(range(GPU_BLOCKS), Reason.NO_SPACE)
+    assert len(caplog.records) == 1  # one cause, one warning
+    rank.device.plan.full = False
+    assert rank.do(JobKind.DEMOTE, moves) == {}
+    rank.device.plan.full = True
+    rank.now_s += 100.0
+    with caplog.at_level(logging.WARNING, "kvdisk.worker"):
+        rank.do(JobKind.DEMOTE, moves[:1])
+    assert len(caplog.records) == 2
+    assert "more like it" in caplog.records[1].message
+
+
+def test_a_segment_that_is_not_open(rank):
+    moves = stored(rank, 4)
+    rank.do(JobKind.DROP_SEGMENT, segment=segment_of(0))
+    rank.layers[1][0][9] = 5
+    rank.do(JobKind.STORE, [move(9, 1, 9, nvme=9)])
+    rank.erase()
+    assert rank.do(JobKind.LOAD, [*moves, move(9, 1, 9, nvme=9)]) == dict.fromkeys(range(4), Reason.IO_ERROR)
+    assert not rank.is_erased(1, 9)
+
+
+def test_a_segment_that_cannot_be_made(rank):
+    rank.files.broken = {7}
+    spec = segment_of(0)._replace(segment=7)
+    assert rank.do(JobKind.OPEN_SEGMENT, segment=spec) == {-1: Reason.NO_SPACE}
+    assert rank.do(JobKind.DROP_SEGMENT, segment=spec) == {}
+
+
+def test_real_files_that_cannot_be_had(tmp_path):
+    rank = Rank(
+        files=HomeFiles(tmp_path, 0, 1),
+        device=FaultyDevice(MemoryDevice()),
+        home=HomeSpec("ab" * 16, bytes(32)),
+    )
+    results = rank.run()
+    assert [results[job_id].failed for job_id in rank.opening] == [{-1: Reason.IO_ERROR}] * 3
+    assert rank.do(JobKind.DROP_SEGMENT, segment=segment_of(0)) == {-1: Reason.IO_ERROR}
+    assert list(tmp_path.iterdir()) == []
+    rank.mover.close()
+
+
+def test_what_has_not_started_in_time_fails_and_what_has_is_waited_for(rank):
+    slots = GPU_BLOCKS
+    moves = stored(rank, slots)
+    rank.device.plan.hold = True
+    load = rank.submit(JobKind.LOAD, moves)
+    rank.run()
+    started = rank.device.held
+    assert started == MOST_READS
+    rank.now_s = 11.0
+    late = rank.submit(JobKind.LOAD, moves[:1])
+    assert not {load, late} & set(rank.run())
+    assert rank.stats["deadline_misses"] > 0
+    rank.device.plan.hold = False
+    rank.device.release()
+    results = rank.run()
+    assert set(results[load].failed.values()) == {Reason.DEADLINE}
+    in_time = set(range(slots)) - set(results[load].failed)
+    assert len(in_time) == slots - rank.stats["deadline_misses"] == started * 2  # a quarter of eight staging slots
+    assert all(rank.is_erased(0, at) == (at not in in_time) for at in range(slots))
+    assert results[late].failed == {}
+
+
+def test_void_loads_end_as_failed_whatever_they_read(rank):
+    moves = stored(rank, GPU_BLOCKS)
+    rank.device.plan.hold = True
+    load = rank.submit(JobKind.LOAD, moves)
+    rank.run()
+    rank.mover.submit(Plan(void=(load,)))
+    assert load not in rank.run()
+    rank.device.plan.hold = False
+    rank.device.release()
+    assert rank.run()[load].failed == dict.fromkeys(range(GPU_BLOCKS), Reason.CANCELLED)
+    assert all(rank.is_erased(0, at) for at in range(GPU_BLOCKS))
+
+
+def test_void_reaches_a_result_that_nobody_has_polled_for(rank):
+    moves = stored(rank, 2)
+    load = rank.submit(JobKind.LOAD, moves)
+    while rank.mover.turn():
+        pass
+    rank.mover.submit(Plan(void=(load, 999)))
+    assert rank.run()[load].failed == dict.fromkeys(range(2), Reason.CANCELLED)
+
+
+def test_close_ends_what_has_started_and_cancels_the_rest(rank):
+    rank.do(JobKind.STORE, [move(b, 0, b, rank.cpu(0, b)) for b in range(GPU_BLOCKS)])
+    rank.device.plan.hold = True
+    demote = rank.submit(JobKind.DEMOTE, [move(b, cpu=rank.cpu(0, b), nvme=b) for b in range(GPU_BLOCKS)])
+    rank.run()
+    load = rank.submit(JobKind.LOAD, [move(0, 0, 0, nvme=0)])
+    rank.erase()
+    rank.run()
+    held = rank.device.held
+    unseen = rank.submit(JobKind.STORE, [move(1, 0, 1, rank.cpu(0, 1))])
+    file_job = rank.submit(JobKind.DROP_SEGMENT, segment=segment_of(0))
+    rank.mover.close()
+    results = rank.poll()
+    written = set(range(GPU_BLOCKS)) - set(results[demote].failed)
+    assert held > 1
+    assert 0 < len(written) < GPU_BLOCKS
+    assert set(results[demote].failed.values()) == {Reason.CANCELLED}
+    assert results[load].failed == {0: Reason.CANCELLED}  # read, but not scattered any more
+    assert rank.is_erased(0, 0)
+    assert results[unseen].failed == {0: Reason.CANCELLED}
+    assert results[file_job].failed == {-1: Reason.CANCELLED}
+    assert rank.files.closed
+    rank.mover.close()
+    assert rank.poll() is results
+
+
+def test_close_waits_for_the_device_on_the_movers_thread():
+    rank = Rank(threaded=True)
+    rank.device.plan.hold = True
+    job_id = rank.submit(JobKind.STORE, [move(1, 0, 1, nvme=1)])
+    closer = threading.Thread(target=rank.mover.close)
+    closer.start()
+    closer.join(WAIT_S)
+    assert not closer.is_alive()
+    assert set(rank.poll()) == {*rank.opening, job_id}
+    assert rank.files.closed
+
+
+def test_an_error_of_ours_ends_all_jobs_and_is_raised_once():
+    class Broken(HostCopier):
+        def __init__(self) -> None:
+            super().__init__([])
+
+        def gather(self, *args, **fields):
+            raise ZeroDivisionError("planted")
+
+    rank = Rank(copier=Broken(), threaded=True)
+    rank.device.plan.hold = True
+    started = rank.submit(JobKind.PROMOTE, [move(1, cpu=rank.cpu(0, 1), nvme=1)])
+    fatal = rank.submit(JobKind.STORE, [move(2, 0, 2, rank.cpu(0, 2))])
+    rank.mover._thread.join(WAIT_S)
+    assert rank.mover.wait_any(WAIT_S)
+    with pytest.raises(ZeroDivisionError, match="planted"):
+        rank.mover.poll()
+    later = rank.submit(JobKind.LOAD, [move(1, 0, 1, nvme=1)])
+    results = rank.poll()
+    assert [results[job_id].failed for job_id in (started, fatal, later)] == [{0: Reason.CANCELLED}] * 3
+    assert rank.files.closed
+    assert rank.device.held == 0
+    rank.mover.close()

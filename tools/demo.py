@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main job on real vLLM: prompts computed once, then loaded from memory, then from NVMe after a restart.
+
+Several users ask about the same long documents, which are cut from this repository's own text. vLLM
+alone answers first; its tokens are what every pass must give, or the exit code is 1. Time to first
+token is the median over those who ask a document first in a pass: nothing of it is on the GPU then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine_child import Answer, EngineChild, EngineFailed, environment
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvdisk.cli.inspect_json import store_as_json
+from kvdisk.cli.survey import survey_store
+from kvdisk.errors import KvdiskError
+
+ROOT = Path(__file__).resolve().parent.parent
+WORK = ROOT / ".demo"
+MADE = WORK / "stores.json"
+"""Ids of the stores that demos made, by path: only those are emptied."""
+MODEL_KIND = "demo-llama"
+DOCUMENTS = 3
+MAX_TOKENS = 16
+WARM_UP = list(range(10, 18))
+"""Shorter than a block, so that nothing of it is stored; pays for what a process does at its first request."""
+QUESTIONS = (
+    "\n\nQuestion of the first user: what is the text above about, what does it promise, and under which"
+    " conditions does a promise not hold? Name the places that say so, and quote each in one line.\nAnswer:",
+    "\n\nQuestion of the second user: which numbers does the text above give, in which units, and what is each"
+    " of them a bound or a measurement of? Put them into a list, the largest first, and say which is missing.\nAnswer:",
+)
+TABLE_WIDTH = 118
+BUILD_WEIGHT, START_WEIGHT, COLD_WEIGHT, WARM_WEIGHT = 6, 10, 3, 0.5
+"""Rough seconds of the parts, for the progress bar."""
+
+
+class DemoFailed(Exception):
+    """What went wrong, for the user."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One row of the table. ``counted``: what kvdisk counted in it; ``nvme_bytes``: of blocks on the drive afterwards."""
+
+    name: str
+    prompts: list[list[int]]
+    answers: list[Answer]
+    counted: dict[str, int]
+    nvme_bytes: int | None
+
+    @property
+    def from_cpu(self) -> int:
+        """Tokens loaded from the CPU tier."""
+        return self.counted.get("hit_tokens_cpu", 0)
+
+    @property
+    def from_nvme(self) -> int:
+        """Tokens loaded from NVMe."""
+        return self.counted.get("hit_tokens_nvme", 0)
+
+    @property
+    def from_gpu(self) -> int:
+        """Tokens that were in the GPU prefix cache."""
+        return sum(answer.cached for answer in self.answers) - self.from_cpu - self.from_nvme
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """What was answered."""
+        return [answer.tokens for answer in self.answers]
+
+    def ttft_s(self, asker: int) -> float:
+        """Median time to first token of those who asked a document first (0) or second (1)."""
+        return statistics.median(answer.ttft_s for answer in self.answers[asker :: len(QUESTIONS)])
+
+
+class Demo:
+    """The engines and their passes. ``advance(what, weight)`` says what runs now and moves the progress bar."""
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        model: Path,
+        prompts: list[list[int]],
+        advance: Callable[[str, float], None],
+    ) -> None:
+        self.options = options
+        self.model = model
+        self.prompts = prompts
+        self.advance = advance
+        self.store: Path = options.store
+        self.config = {
+            "store_dirs": str(self.store),
+            "nvme_bytes": options.nvme_bytes,
+            "cpu_bytes": options.cpu_bytes,
+            "segment_bytes": "64MiB",
+        }
+
+    def run(self) -> list[Pass]:
+        """Run vLLM alone, then the three passes with kvdisk. Raises EngineFailed."""
+        with self._start("vLLM alone", "alone", None) as engine:
+            passes = [self._pass("vLLM alone", engine, COLD_WEIGHT)]
+        with self._start("vLLM with kvdisk", "first", self.config) as engine:
+            remember_store(self.store)
+            passes.append(self._pass("cold", engine, COLD_WEIGHT))
+            engine.reset()
+            passes.append(self._pass("warm from CPU", engine, WARM_WEIGHT))
+        with self._start("vLLM with kvdisk again", "second", self.config) as engine:
+            passes.append(self._pass("restarted, warm from NVMe", engine, WARM_WEIGHT))
+        return passes
+
+    def _start(self, what: str, name: str, config: dict[str, Any] | None) -> EngineChild:
+        self.advance(f"starting {what}", 0)
+        log = WORK / f"engine-{name}.log"
+        log.unlink(missing_ok=True)
+        engine = EngineChild(
+            self.model,
+            log,
+            extra_config=config,
+            kv_gib=self.options.kv_gib,
+            max_model_len=max(map(len, self.prompts)) + MAX_TOKENS,
+        )
+        engine.generate([WARM_UP], 2)
+        self.advance("", START_WEIGHT)
+        return engine
+
+    def _pass(self, name: str, engine: EngineChild, weight: float) -> Pass:
+        self.advance(f"asking: {name}", 0)
+        before = engine.counters() if engine.connected else {}
+        answers = engine.generate(self.prompts, MAX_TOKENS, together=False, progress=lambda _: self.advance("", weight))
+        if not engine.connected:
+            return Pass(name, self.prompts, answers, {}, None)
+        engine.drain()
+        counted = {counter: count - before.get(counter, 0) for counter, count in engine.counters().items()}
+        return Pass(name, self.prompts, answers, counted, inspect(self.store)["totals"]["used_bytes"])
+
+
+def inspect(store: Path) -> dict[str, Any]:
+    """Return what ``kvdisk inspect --json`` prints."""
+    return store_as_json(survey_store(store))
+
+
+def verdict(passes: Sequence[Pass]) -> list[str]:
+    """Return what is wrong with the passes, in sentences; nothing where the demo showed what it is for."""
+    alone, *others = passes
+    _, from_cpu, from_nvme = others
+    wrong = [
+        f"The pass '{one.name}' gave other tokens than vLLM alone." for one in others if one.tokens != alone.tokens
+    ]
+    if not from_cpu.from_cpu:
+        wrong.append("Nothing was loaded from the CPU tier.")
+    if not from_nvme.from_nvme:
+        wrong.append("Nothing was loaded from NVMe.")
+    return wrong
+
+
+def table_of(passes: Sequence[Pass]) -> Table:
+    """Return the table that the demo ends with."""
+    alone, cold = passes[0], passes[1]
+    table = Table(
+        "pass",
+        *(
+            "prompt tokens",
+            "from CPU",
+            "from NVMe",
+            "from GPU",
+            "TTFT",
+            "of cold",
+            "2nd TTFT",
+            "same tokens",
+            "on NVMe",
+        ),
+        caption="TTFT: median of those who ask a document first, when nothing of it is on the GPU."
+        " 2nd TTFT: of those who ask it next.",
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for one in passes:
+        table.add_row(
+            one.name,
+            f"{sum(map(len, one.prompts)):,}",
+            f"{one.from_cpu:,}",
+            f"{one.from_nvme:,}",
+            f"{one.from_gpu:,}",
+            f"{one.ttft_s(0):.3f} s",
+            f"{one.ttft_s(0) / cold.ttft_s(0):.3f}",
+            f"{one.ttft_s(1):.3f} s",
+            "" if one is alone else ("yes" if one.tokens == alone.tokens else "NO"),
+            "" if one.nvme_bytes is None else f"{one.nvme_bytes / 2**20:,.0f} MiB",
+        )
+    return table
+
+
+def repository_texts() -> list[Path]:
+    """Return the text that the documents are cut from and the tokenizer is trained on."""
+    prose = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "LICENSE"]
+    return [*prose, *sorted((ROOT / "kvdisk").rglob("*.py"))]
+
+
+def build_model() -> Path:
+    """Build the demo's own model in a process of its own, or find it built. Raises DemoFailed."""
+    directory = WORK / "model"
+    command = [sys.executable, "-m", "kvdisk.testing.tiny_models", MODEL_KIND, str(directory)]
+    log = WORK / "model.log"
+    with log.open("w") as output:
+        done = subprocess.run(
+            [*command, *map(str, repository_texts())],
+            env=environment("inproc", 1),
+            stdout=output,
+            stderr=output,
+            check=False,
+        )
+    if done.returncode != 0:
+        raise DemoFailed(f"The model could not be built; {log} says why.")
+    return directory
+
+
+def cut_prompts(model: Path, prompt_tokens: int) -> list[list[int]]:
+    """Return every user's prompt: a document of the repository's text and a question, document by document.
+
+    The prompts of one document share all but the question. Raises DemoFailed.
+    """
+    from tokenizers import Tokenizer  # noqa: PLC0415 - absent before the installation
+
+    try:
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    except Exception as error:
+        raise DemoFailed(f"{model} has no tokenizer.json that can be read: {error}.") from None
+    questions = [tokenizer.encode(question, add_special_tokens=False).ids for question in QUESTIONS]
+    length = prompt_tokens - max(map(len, questions))
+    text = "\n\n".join(path.read_text() for path in repository_texts())
+    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    if length < 1 or DOCUMENTS * length > len(tokens):
+        longest = len(tokens) // DOCUMENTS
+        raise DemoFailed(f"Prompts of {prompt_tokens} tokens cannot be cut from here; {longest} is about the longest.")
+    documents = [tokens[start * length : (start + 1) * length] for start in range(DOCUMENTS)]
+    return [document + question for document in documents for question in questions]
+
+
+def remember_store(store: Path) -> None:
+    """Note that a demo made this store."""
+    made = json.loads(MADE.read_text()) if MADE.exists() else {}
+    made[str(store)] = inspect(store)["store"]["store_id"]
+    MADE.write_text(json.dumps(made, indent=1))
+
+
+def clear_store(store: Path) -> None:
+    """Remove the store of an earlier demo. Raises DemoFailed where something else lies there."""
+    if not store.exists() or not any(store.iterdir()):
+        store.parent.mkdir(parents=True, exist_ok=True)
+        return
+    made = json.loads(MADE.read_text()) if MADE.exists() else {}
+    try:
+        found = inspect(store)
+    except KvdiskError:
+        found = None
+    if found is None or found["store"]["store_id"] != made.get(str(store)):
+        raise DemoFailed(f"{store} was not made by a demo, so it is left alone; name another place with STORE=.")
+    if found["totals"]["live_homes"]:
+        raise DemoFailed(f"{store} is in use by a running engine.")
+    shutil.rmtree(store)
+
+
+def parse_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, help="a local model directory; without it a random one is built")
+    parser.add_argument("--store", type=Path, default=WORK / "store", help="where the store lies")
+    parser.add_argument("--prompt-tokens", type=int, default=4000)
+    parser.add_argument("--nvme-bytes", default="4GiB", help="cap of the store")
+    parser.add_argument("--cpu-bytes", default="1GiB", help="host memory of the CPU tier")
+    parser.add_argument("--kv-gib", type=int, default=1, help="GiB of vLLM's own KV cache")
+    options = parser.parse_args()
+    options.store = options.store.absolute()
+    if options.model is not None and not (options.model / "config.json").exists():
+        parser.error(f"{options.model} is not a model directory: it has no config.json")
+    return options
+
+
+def run_demo(options: argparse.Namespace, console: Console) -> list[Pass]:
+    """Run everything under a progress bar. Raises DemoFailed, EngineFailed."""
+    askers = DOCUMENTS * len(QUESTIONS)
+    total = BUILD_WEIGHT + 3 * START_WEIGHT + askers * 2 * (COLD_WEIGHT + WARM_WEIGHT)
+    columns = (TextColumn("{task.description:<36}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        task = progress.add_task("", total=total)
+
+        def advance(what: str, weight: float) -> None:
+            progress.update(task, advance=weight, **({"description": what} if what else {}))
+            if what and not console.is_terminal:
+                console.print(f"kvdisk: {what}")
+
+        advance("building the model" if options.model is None else "reading the model", 0)
+        clear_store(options.store)
+        model = build_model() if options.model is None else options.model.absolute()
+        prompts = cut_prompts(model, options.prompt_tokens)
+        advance("", BUILD_WEIGHT)
+        passes = Demo(options, model, prompts, advance).run()
+        progress.update(task, completed=total, description="done")
+    return passes
+
+
+def main() -> int:
+    """Run the demo and print its table; 0 when every token is right and every tier was read."""
+    options = parse_options()
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=TABLE_WIDTH)
+    WORK.mkdir(exist_ok=True)
+    try:
+        passes = run_demo(options, console)
+    except (DemoFailed, EngineFailed) as failure:
+        console.print(f"kvdisk: {failure}", markup=False, soft_wrap=True)
+        return 1
+    console.print()
+    console.print(table_of(passes))
+    wrong = verdict(passes)
+    for sentence in wrong:
+        console.print(f"kvdisk: {sentence}", style="bold red", soft_wrap=True)
+    store = options.store.relative_to(Path.cwd()) if options.store.is_relative_to(Path.cwd()) else options.store
+    command = "kvdisk" if shutil.which("kvdisk") else ".venv/bin/kvdisk"
+    console.print(f"Look at the store that it left:  {command} inspect {store}", soft_wrap=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

