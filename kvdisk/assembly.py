@@ -86,7 +86,9 @@ def assemble_scheduler(
         assert fingerprint is not None
         store = Store.open(config.store_dirs[0])
         while nvme is None:
-            home = store.acquire_home(fingerprint, description | {"geometry": describe_geometry(geometry)}, config.nvme_bytes)
+            home = store.acquire_home(
+                fingerprint, description | {"geometry": describe_geometry(geometry)}, config.nvme_bytes
+            )
             try:
                 layout = NvmeLayout.make(home.budget_bytes, config.segment_bytes, geometry, map_bytes_for)
                 index = LmdbIndex(home.index_path, map_bytes=layout.index_bytes, commit_s=config.index_commit_s)
@@ -170,10 +172,10 @@ def assemble_worker(
 
     ``layers``: for each group, its layers as uint8 tensors (num_blocks, layer bytes), all on one device.
     """
-    from kvdisk.worker.arena import Arena  # noqa: PLC0415 - torch is needed in workers only
-    from kvdisk.worker.copier import CudaCopier, CudaLanes, HostCopier, LayerBlocks  # noqa: PLC0415
-    from kvdisk.worker.files import HomeFiles  # noqa: PLC0415
-    from kvdisk.worker.mover import Mover  # noqa: PLC0415
+    from kvdisk.worker.arena import Arena
+    from kvdisk.worker.copier import CudaCopier, CudaLanes, HostCopier, LayerBlocks
+    from kvdisk.worker.files import HomeFiles
+    from kvdisk.worker.mover import Mover
 
     device = layers[0][0].device
     on_gpu = device.type == "cuda"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the manager sees the engine's GPU block pool: two protocols, implemented by the connector (and by fakes in tests)."""
+"""How the manager sees the engine's GPU block pool: two protocols, which the connector implements."""
 
 from __future__ import annotations
 

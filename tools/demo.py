@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_child import Answer, EngineChild, EngineFailed, environment
+from engine_child import Answer, EngineChild, EngineError, environment
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -48,13 +48,13 @@ BUILD_WEIGHT, START_WEIGHT, COLD_WEIGHT, WARM_WEIGHT = 6, 10, 3, 0.5
 """Rough seconds of the parts, for the progress bar."""
 
 
-class DemoFailed(Exception):
+class DemoError(Exception):
     """What went wrong, for the user."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One row of the table. ``counted``: what kvdisk counted in it; ``nvme_bytes``: of blocks on the drive afterwards."""
+    """One row of the table. ``counted``: what kvdisk counted in it; ``nvme_bytes``: of blocks on the drive after it."""
 
     name: str
     prompts: list[list[int]]
@@ -110,7 +110,7 @@ class Demo:
         }
 
     def run(self) -> list[Pass]:
-        """Run vLLM alone, then the three passes with kvdisk. Raises EngineFailed."""
+        """Run vLLM alone, then the three passes with kvdisk. Raises EngineError."""
         with self._start("vLLM alone", "alone", None) as engine:
             passes = [self._pass("vLLM alone", engine, COLD_WEIGHT)]
         with self._start("vLLM with kvdisk", "first", self.config) as engine:
@@ -211,7 +211,7 @@ def repository_texts() -> list[Path]:
 
 
 def build_model() -> Path:
-    """Build the demo's own model in a process of its own, or find it built. Raises DemoFailed."""
+    """Build the demo's own model in a process of its own, or find it built. Raises DemoError."""
     directory = WORK / "model"
     command = [sys.executable, "-m", "kvdisk.testing.tiny_models", MODEL_KIND, str(directory)]
     log = WORK / "model.log"
@@ -224,28 +224,28 @@ def build_model() -> Path:
             check=False,
         )
     if done.returncode != 0:
-        raise DemoFailed(f"The model could not be built; {log} says why.")
+        raise DemoError(f"The model could not be built; {log} says why.")
     return directory
 
 
 def cut_prompts(model: Path, prompt_tokens: int) -> list[list[int]]:
     """Return every user's prompt: a document of the repository's text and a question, document by document.
 
-    The prompts of one document share all but the question. Raises DemoFailed.
+    The prompts of one document share all but the question. Raises DemoError.
     """
-    from tokenizers import Tokenizer  # noqa: PLC0415 - absent before the installation
+    from tokenizers import Tokenizer
 
     try:
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     except Exception as error:
-        raise DemoFailed(f"{model} has no tokenizer.json that can be read: {error}.") from None
+        raise DemoError(f"{model} has no tokenizer.json that can be read: {error}.") from None
     questions = [tokenizer.encode(question, add_special_tokens=False).ids for question in QUESTIONS]
     length = prompt_tokens - max(map(len, questions))
     text = "\n\n".join(path.read_text() for path in repository_texts())
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     if length < 1 or DOCUMENTS * length > len(tokens):
         longest = len(tokens) // DOCUMENTS
-        raise DemoFailed(f"Prompts of {prompt_tokens} tokens cannot be cut from here; {longest} is about the longest.")
+        raise DemoError(f"Prompts of {prompt_tokens} tokens cannot be cut from here; {longest} is about the longest.")
     documents = [tokens[start * length : (start + 1) * length] for start in range(DOCUMENTS)]
     return [document + question for document in documents for question in questions]
 
@@ -258,7 +258,7 @@ def remember_store(store: Path) -> None:
 
 
 def clear_store(store: Path) -> None:
-    """Remove the store of an earlier demo. Raises DemoFailed where something else lies there."""
+    """Remove the store of an earlier demo. Raises DemoError where something else lies there."""
     if not store.exists() or not any(store.iterdir()):
         store.parent.mkdir(parents=True, exist_ok=True)
         return
@@ -268,9 +268,9 @@ def clear_store(store: Path) -> None:
     except KvdiskError:
         found = None
     if found is None or found["store"]["store_id"] != made.get(str(store)):
-        raise DemoFailed(f"{store} was not made by a demo, so it is left alone; name another place with STORE=.")
+        raise DemoError(f"{store} was not made by a demo, so it is left alone; name another place with STORE=.")
     if found["totals"]["live_homes"]:
-        raise DemoFailed(f"{store} is in use by a running engine.")
+        raise DemoError(f"{store} is in use by a running engine.")
     shutil.rmtree(store)
 
 
@@ -291,7 +291,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def run_demo(options: argparse.Namespace, console: Console) -> list[Pass]:
-    """Run everything under a progress bar. Raises DemoFailed, EngineFailed."""
+    """Run everything under a progress bar. Raises DemoError, EngineError."""
     askers = DOCUMENTS * len(QUESTIONS)
     total = BUILD_WEIGHT + 3 * START_WEIGHT + askers * 2 * (COLD_WEIGHT + WARM_WEIGHT)
     columns = (TextColumn("{task.description:<36}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
@@ -322,7 +322,7 @@ def main() -> int:
     WORK.mkdir(exist_ok=True)
     try:
         passes = run_demo(options, console)
-    except (DemoFailed, EngineFailed) as failure:
+    except (DemoError, EngineError) as failure:
         console.print(f"kvdisk: {failure}", markup=False, soft_wrap=True)
         return 1
     console.print()

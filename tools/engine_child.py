@@ -37,16 +37,19 @@ DEFAULTS: dict[str, Any] = {
     "disable_log_stats": False,
     "seed": 0,
 }
-"""Arguments of ``vllm.LLM`` unless a caller says otherwise. The CPU attention takes blocks of multiples of 32 tokens."""
+"""Arguments of ``vllm.LLM`` unless a caller says otherwise. The CPU attention takes multiples of 32 tokens a block."""
 
 
-class EngineFailed(Exception):
+class EngineError(Exception):
     """The child ended or did not answer in time; the text ends with the last lines of its log."""
 
 
 class Answer(NamedTuple):
-    """What one request got. ``cached``: prompt tokens not computed, from the GPU prefix cache and from the connector
-    together. ``ttft_s``: from the request's arrival to its first token."""
+    """What one request got.
+
+    ``cached``: prompt tokens that were not computed, those in the GPU prefix cache and those that the
+    connector loaded together. ``ttft_s``: from the request's arrival to its first token.
+    """
 
     tokens: list[int]
     cached: int
@@ -129,7 +132,7 @@ class EngineChild:
             self.ready()
 
     def ready(self) -> None:
-        """Wait until the engine takes requests. Raises EngineFailed."""
+        """Wait until the engine takes requests. Raises EngineError."""
         self._receive(START_S, None)
 
     def generate(
@@ -183,12 +186,12 @@ class EngineChild:
     def ask(
         self, act: Mapping[str, Any], timeout_s: float = ACT_S, progress: Callable[[int], None] | None = None
     ) -> Any:
-        """Run one act and return its result. Raises EngineFailed when the child fails or stays silent too long."""
+        """Run one act and return its result. Raises EngineError when the child fails or stays silent too long."""
         self._send(act)
         return self._receive(timeout_s, progress)
 
     def close(self) -> None:
-        """End the engine the orderly way and wait for it. Raises EngineFailed unless it ends with exit code 0."""
+        """End the engine the orderly way and wait for it. Raises EngineError unless it ends with exit code 0."""
         if self._process.poll() is None:
             self._send({"act": "close"})
             self._receive(ACT_S, None)
@@ -244,10 +247,10 @@ class EngineChild:
             if progress is not None:
                 progress(answer["progress"])
 
-    def _failed(self, what: str) -> EngineFailed:
+    def _failed(self, what: str) -> EngineError:
         self.kill()
         last = self.log.read_text(errors="replace").splitlines()[-40:]
-        return EngineFailed("\n".join([f"{what}; its log is {self.log}, which ends:", *last]))
+        return EngineError("\n".join([f"{what}; its log is {self.log}, which ends:", *last]))
 
 
 class _Child:

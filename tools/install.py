@@ -23,7 +23,7 @@ NOT_FOUND = ("No matching distribution found", "Could not find a version that sa
 LAST_LINES = 12
 
 
-class InstallFailed(Exception):
+class InstallError(Exception):
     """What went wrong and what to do about it, for the user."""
 
 
@@ -50,7 +50,7 @@ class Installer:
             [sys.executable, "-m", "venv", "--clear", str(self.venv)], capture_output=True, text=True, check=False
         )
         if done.returncode != 0:
-            raise InstallFailed(
+            raise InstallError(
                 f"Python could not make a virtual environment; on Debian and Ubuntu the package python{version}-venv"
                 f" is missing. It said: {(done.stderr or done.stdout).strip()[-300:]}"
             )
@@ -69,12 +69,12 @@ class Installer:
         pin = next(line for line in text.splitlines() if line.startswith("torch=="))
         arguments = ["-r", str(listed)]
         try:
-            self._step("torch-cpu", pin, text, arguments, last_resort=not self.torch_index)
-        except InstallFailed:
+            self._step("torch-cpu", pin, text, arguments)
+        except InstallError:
             if self.torch_index and self._not_found():
                 self._step("torch-cpu", f"{pin} from TORCH_INDEX", text, ["--index-url", self.torch_index, *arguments])
             elif self._not_found():
-                raise InstallFailed(
+                raise InstallError(
                     f"pip finds no {pin} where it is configured to look: name PyTorch's CPU wheel index with"
                     " TORCH_INDEX=..., as the README says, or put the wheel where pip's find-links point."
                 ) from None
@@ -86,7 +86,7 @@ class Installer:
         made_from = f"{ROOT}\n{(ROOT / 'pyproject.toml').read_text()}"
         self._step("checkout", "this checkout", made_from, ["--no-build-isolation", "-e", str(ROOT)])
 
-    def _step(self, name: str, what: str, made_from: str, arguments: list[str], *, last_resort: bool = True) -> None:
+    def _step(self, name: str, what: str, made_from: str, arguments: list[str]) -> None:
         stamp = self.stamps / name
         wanted = hashlib.sha256(made_from.encode()).hexdigest()
         if stamp.exists() and stamp.read_text() == wanted:
@@ -98,7 +98,7 @@ class Installer:
         with self.log.open("w") as log:
             code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False).returncode
         if code != 0:
-            raise InstallFailed(f"pip failed on {what}. Its output is in {self.log}, and ends:\n{self._last_lines()}")
+            raise InstallError(f"pip failed on {what}. Its output is in {self.log}, and ends:\n{self._last_lines()}")
         stamp.write_text(wanted)
 
     def _not_found(self) -> bool:
@@ -113,19 +113,19 @@ class Installer:
 
 
 def check_machine() -> None:
-    """Raise InstallFailed where the pinned packages cannot run."""
+    """Raise InstallError where the pinned packages cannot run."""
     version = "{}.{}".format(*WANTED)
     if sys.version_info[:2] != WANTED:
-        raise InstallFailed(
+        raise InstallError(
             f"The packages are pinned for Python {version} and this is {sys.version.split()[0]}:"
             f" name one with PYTHON=/path/to/python{version}."
         )
     if not sys.platform.startswith("linux"):
-        raise InstallFailed(f"kvdisk runs on Linux only, and this is {sys.platform}.")
+        raise InstallError(f"kvdisk runs on Linux only, and this is {sys.platform}.")
     try:
         ctypes.CDLL("libnuma.so.1")
     except OSError:
-        raise InstallFailed(
+        raise InstallError(
             "vLLM's CPU build needs libnuma.so.1; on Debian and Ubuntu it is in the package libnuma1."
         ) from None
 
@@ -148,7 +148,7 @@ def main() -> int:
         if arguments.dev:
             installer.install("dev", "what the checks and tests need")
         installer.install_kvdisk()
-    except InstallFailed as failure:
+    except InstallError as failure:
         print(f"kvdisk: {failure}", file=sys.stderr)
         return 1
     if installer.worked:

@@ -24,7 +24,7 @@ from kvdisk.device.segment import SegmentFileSummary, open_segment, read_segment
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
 from kvdisk.messages import SegmentSpec
 
-_ATTEMPTS = 1
+_ATTEMPTS = 3
 _MOST_RANKS = 1 << 16
 
 

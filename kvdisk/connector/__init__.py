@@ -11,11 +11,11 @@ __all__ = ["KVDiskConnector", "counters", "drain"]
 def __getattr__(name: str) -> Any:
     """Load the connector, or the tools for in-process engines, on first use."""
     if name == "KVDiskConnector":
-        from kvdisk.connector.connector import KVDiskConnector  # noqa: PLC0415
+        from kvdisk.connector.connector import KVDiskConnector
 
         return KVDiskConnector
     if name in {"counters", "drain"}:
-        from kvdisk.connector import inprocess  # noqa: PLC0415
+        from kvdisk.connector import inprocess
 
         return getattr(inprocess, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -127,8 +127,8 @@ def _model_folder(vllm_config: VllmConfig) -> Path:
         return folder.parent
     if folder.is_dir():
         return folder
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for models named by a hub id
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(str(folder), revision=model.revision, local_files_only=True))

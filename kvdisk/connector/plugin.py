@@ -6,7 +6,7 @@ from __future__ import annotations
 
 def register() -> None:
     """Register the connector with vLLM's factory. May be called many times; vLLM calls it at start."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415 - vLLM is starting
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if "KVDiskConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector("KVDiskConnector", "kvdisk.connector.connector", "KVDiskConnector")

@@ -31,8 +31,11 @@ class Transfer(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """A batch that has ended: nothing touches its buffers any more. ``errors``: errno by position of
-    the transfers that failed (``errno.EIO`` for a short one); the others moved every byte."""
+    """A batch that has ended: nothing touches its buffers any more.
+
+    ``errors``: errno by position of the transfers that failed (``errno.EIO`` for a short one); the
+    others moved every byte.
+    """
 
     ticket: int
     errors: dict[int, int]
@@ -59,12 +62,16 @@ class Device(Protocol):
         """Forget a file. The caller makes sure that no batch in flight names it."""
 
     def submit(self, op: Op, batch: Sequence[Transfer]) -> int:
-        """Start a batch (one transfer or more) and return its ticket. Does not wait for the disk; raises nothing for
-        operating failures, which come back in the outcome."""
+        """Start a batch (one transfer or more) and return its ticket.
+
+        Does not wait for the disk; raises nothing for operating failures, which come back in the outcome.
+        """
 
     def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
-        """Return the batches that ended since the last call, waiting up to ``timeout_s`` for the first where none has.
-        Returns at once when nothing is in flight."""
+        """Return the batches that ended since the last call.
+
+        Waits up to ``timeout_s`` for the first where none has; returns at once when nothing is in flight.
+        """
 
     def drain(self) -> list[Outcome]:
         """Wait until nothing is in flight, and return what ended since the last call."""

@@ -121,8 +121,7 @@ class Home(HomePaths):
         self._write(replace(self._record, last_use_s=self._store.now_s()), durable=False)
 
     def discard(self) -> None:
-        """Release the home and delete it: for an owner that cannot read it. No rank has joined. Raises StoreLocked,
-        DeviceError; what cannot be deleted stays as an orphan that nobody takes over."""
+        """Release and delete a home that cannot be read. No rank has joined. Raises StoreLocked, DeviceError."""
         with self._store.locked():
             self._store.delete_home(self.id)
             self._lock_fd = paths.unlock(self._lock_fd)

@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Where blocks are on NVMe, durably."""

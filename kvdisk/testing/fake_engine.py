@@ -343,6 +343,11 @@ class FakeEngine:
 
     # -- questions -----------------------------------------------------------------------------
 
+    @property
+    def queued(self) -> list[FakeRequest]:
+        """Requests that have not ended."""
+        return self.running + self.waiting
+
     def holders(self, block_id: int) -> int:
         """Return how many requests hold a block."""
         return sum(table.count(block_id) for request in self.requests.values() for table in request.table)

@@ -172,6 +172,10 @@ class FakeRank:
         """Let the drive lose the payload in a slot."""
         self.drive[slot] = self.drive[slot]._replace(payload=ROTTEN)
 
+    def opens_home(self, job_id: JobId) -> bool:
+        """Whether a job under way opens the home."""
+        return self._works[job_id].job.kind is JobKind.OPEN_HOME
+
     def readers_of(self, block_id: int) -> list[JobId]:
         """Return the jobs that have still to read a GPU block."""
         return self._users(block_id, Leg.GATHER)

@@ -98,13 +98,42 @@ class WatchedPolicy(OnCompute):
     def refuse(self, request_id: str, group: int, position: int, why: Refusal, mark: int, now: float) -> None:
         """See ``OnCompute``."""
         super().refuse(request_id, group, position, why, mark, now)
-        self._answered[request_id, group, position] = (why, mark, self.changes, now)
+        before = self._answered.get((request_id, group, position))
+        # A block that was taken and whose store failed waits for nothing but the back-off.
+        changes = self.changes - 1 if before is not None and before[0] is None else self.changes
+        self._answered[request_id, group, position] = (why, mark, changes, now)
 
     def request_finished(self, request_id: str) -> None:
         """See ``OnCompute``."""
         super().request_finished(request_id)
         for name in [name for name in self._answered if name[0] == request_id]:
             del self._answered[name]
+
+
+class WatchedCpuSpace(CpuSpace):
+    """``CpuSpace`` that fails where a copy leaves it that the NVMe tier wants and has not got.
+
+    ``wanted(key)``: whether the NVMe tier's admission must let a block in.
+    """
+
+    wanted: Callable[[BlockKey], bool]
+
+    def allocate(self, size_class: int, count: int) -> list[Slot]:
+        """See ``CpuSpace``."""
+        catalog = self._catalog
+        only_here = [
+            (row, catalog.keys[row])
+            for row in catalog.rows()
+            if catalog.state(row, Tier.CPU) == CopyState.READY
+            and catalog.state(row, Tier.NVME) == CopyState.ABSENT
+            and self.class_of(row) == size_class
+        ]
+        slots = super().allocate(size_class, count)
+        full = self.backlog_count(size_class) >= self._limits[size_class]
+        for row, key in only_here:
+            left = catalog.state(row, Tier.CPU) == CopyState.ABSENT
+            assert full or not left or not self.wanted(key), f"{key!r} left the CPU tier, and NVMe was not asked"
+        return slots
 
 
 @dataclass
@@ -114,7 +143,7 @@ class ManagerParts:
     manager: TierManager
     catalog: Catalog
     transfers: Transfers
-    cpu: CpuSpace | None
+    cpu: WatchedCpuSpace | None
     nvme: NvmeSpace | None
     policy: WatchedPolicy
 
@@ -122,7 +151,7 @@ class ManagerParts:
     def make(cls, sizes: Sizes, engine: FakeEngine, index: MemoryIndex, first_generation: int) -> ManagerParts:
         """Build a manager over an engine's pool, and restore what the index knows."""
         catalog, stats, transfers, policy = Catalog(), Stats(), Transfers(sizes.geometry.rank_count), WatchedPolicy()
-        cpu = CpuSpace(sizes.geometry, sizes.cpu_slots, catalog, stats, LruPolicy) if sizes.has_cpu else None
+        cpu = WatchedCpuSpace(sizes.geometry, sizes.cpu_slots, catalog, stats, LruPolicy) if sizes.has_cpu else None
         nvme = None
         if sizes.has_nvme:
             layout = _layout(sizes)
@@ -174,6 +203,17 @@ class ManagerWatch:
     _ranks_left: dict[JobId, int] = field(default_factory=dict)
     _stored: set[tuple[str, BlockKey]] = field(default_factory=set)
     """Blocks of live requests that were seen in some tier, or on their way there, since they were offered."""
+    _wants: dict[BlockKey, set[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.engine.manager, self.engine.watch = self.parts.manager, self
+        if self.parts.cpu is not None:
+            self.parts.cpu.wanted = self._is_wanted_on_nvme
+
+    def _is_wanted_on_nvme(self, key: BlockKey) -> bool:
+        nvme, admission = self.parts.nvme, self.sizes.config.nvme_admission
+        needed = 0 if admission == "all" else int(admission[6:-1])
+        return nvme is not None and nvme.home_open and len(self._wants.get(key, ())) >= needed
 
     # -- what the engine saw -------------------------------------------------------------------
 
@@ -193,6 +233,7 @@ class ManagerWatch:
         if not self.sizes.config.store_decode:
             computed_tokens = min(computed_tokens, request.prompt_tokens)
         for key in self._held_keys(request, computed_tokens):
+            self._wants.setdefault(key, set()).add(request.id)
             if self._is_held(key):
                 self._stored.add((request.id, key))
 
@@ -214,12 +255,14 @@ class ManagerWatch:
         """A victim's stores are flushed; every queue is bounded."""
         outstanding = [job_id for job_id, (job, owner) in self._jobs.items() if owner in preempted and _gathers(job)]
         assert set(outstanding) <= set(plan.flush), "a victim's store is not flushed"
-        owners = {block: request.id for request in self.engine.requests.values() for t in request.table for block in t}
         for job in plan.jobs:
             assert job.id not in self._jobs
-            owner = job.request_id or next((owners.get(move.block) for move in job.moves), None)
+            owner = self.parts.transfers._records[job.id].request_id
             self._jobs[job.id] = (job, owner)
             self._ranks_left[job.id] = len(self.ranks)
+            if job.kind is JobKind.LOAD and owner is not None:
+                for move in job.moves:
+                    self._wants.setdefault(move.key, set()).add(owner)
         kinds = [job.kind for job, _ in self._jobs.values()]
         assert kinds.count(JobKind.DEMOTE) <= MAX_DEMOTE_JOBS
         touched = list(self.parts.transfers.touched_blocks())
@@ -253,6 +296,7 @@ class ManagerWatch:
         """The weights have changed: everything has to be stored again."""
         self.weights[epoch] = weights
         self._stored.clear()
+        self._wants.clear()
 
     # -- what must hold ------------------------------------------------------------------------
 

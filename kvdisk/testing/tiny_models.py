@@ -54,8 +54,10 @@ def tiny_llama() -> Any:
 
 
 def tiny_gemma3() -> Any:
-    """Return the configuration of a hybrid model: four layers with a window of 64 tokens and two with full attention,
-    which vLLM puts into three KV-cache groups."""
+    """Return the configuration of a hybrid model, which vLLM puts into three KV-cache groups.
+
+    Four layers have a sliding window of 64 tokens, two have full attention.
+    """
     from transformers import Gemma3TextConfig
 
     return Gemma3TextConfig(
@@ -105,7 +107,7 @@ def build(kind: str, directory: Path, texts: Sequence[str]) -> Path:
     train_tokenizer(texts, directory, config.vocab_size)
     transformers.set_seed(SEED)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    _spread(model, config)
+    _spread(model)
     model.save_pretrained(directory, safe_serialization=True)
     transformers.GenerationConfig(bos_token_id=0, eos_token_id=1).save_pretrained(directory)
     stamp_file.write_text(json.dumps(wanted, indent=1))
@@ -134,7 +136,7 @@ def _llama(
     )
 
 
-def _spread(model: Any, config: Any) -> None:
+def _spread(model: Any) -> None:
     """Scale the random weights: unit gain everywhere, attention logits of ``ATTENTION_SPREAD``, a faint embedding."""
     for name, tensor in model.state_dict().items():
         if tensor.dim() != 2:

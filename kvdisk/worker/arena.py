@@ -83,7 +83,7 @@ class Arena:
         """Return all slots of a size class as uint8, shape (slot_count, slot_bytes), sharing the memory."""
         assert self._mapping is not None, "the arena is closed"
         if size_class not in self._tensors:
-            import torch  # noqa: PLC0415 - the arena is of use without torch
+            import torch
 
             size, count = self.slot_sizes[size_class], self.slot_counts[size_class]
             # Through numpy, whose array holds the mapping open; torch.frombuffer would not.
@@ -99,7 +99,7 @@ class Arena:
         if self._mapping is None:
             return
         if self._pinned_address:
-            import torch  # noqa: PLC0415
+            import torch
 
             torch.cuda.cudart().cudaHostUnregister(self._pinned_address)
             self._pinned_address = 0
@@ -112,7 +112,7 @@ class Arena:
     def _pin(self) -> None:
         assert self._mapping is not None
         try:
-            import torch  # noqa: PLC0415
+            import torch
         except ImportError as error:
             raise ConfigError("pinned host memory needs torch with CUDA") from error
         if not torch.cuda.is_available():

@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from schedulers import BLOCK_TOKENS, Bench
 
 from kvdisk.messages import JobKind
@@ -112,9 +111,7 @@ def test_a_failed_block_is_recomputed_and_never_promised_again(bench: Bench) -> 
     _forget_gpu(bench)
     bench.fail = {JobKind.LOAD: (2,)}
     bench.add("b", PROMPT)
-    scheduled = []
-    for _ in range(8):
-        scheduled.append(bench.step().num_scheduled_tokens.get("b", 0))
+    scheduled = [bench.step().num_scheduled_tokens.get("b", 0) for _ in range(8)]
     assert sum(scheduled[:2]) == 2 * BLOCK_TOKENS + 5, "from the first failed block on"
     bench.run()
     assert len(_jobs(bench, JobKind.LOAD)) == 1

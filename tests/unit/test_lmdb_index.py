@@ -275,10 +275,8 @@ def test_a_record_that_does_not_decode_is_corrupt(tmp_path: Path, table: str) ->
     write_records(tmp_path, 3)
     with lmdb.open(str(tmp_path), max_dbs=2, lib_version=0) as environment, environment.begin(write=True) as txn:
         txn.put(b"\0" * 4, b"nonsense", db=environment.open_db(table.encode(), txn=txn))
-    with opened(tmp_path) as index:
-        with pytest.raises(CorruptRecord):
-            list(index.blocks() if table == "blocks" else index.segments())
-        index.blocks().close()  # type: ignore[attr-defined]
+    with opened(tmp_path) as index, pytest.raises(CorruptRecord):
+        list(index.blocks() if table == "blocks" else index.segments())
 
 
 def test_an_abandoned_scan_leaves_no_transaction_open(tmp_path: Path) -> None:
@@ -333,6 +331,15 @@ def test_a_reader_does_without_a_lock_file_that_it_cannot_open(tmp_path: Path) -
     index = LmdbIndex(tmp_path, readonly=True)
     assert len(found_blocks(index)) == len(records)
     index.close()
+
+
+def test_a_reader_of_a_copy_makes_no_lock_file(tmp_path: Path) -> None:
+    records = write_records(tmp_path, 100)
+    (tmp_path / "lock.mdb").unlink()
+    index = LmdbIndex(tmp_path, readonly=True)
+    assert len(found_blocks(index)) == len(records)
+    index.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["data.mdb"]
 
 
 def test_a_reader_of_nothing_leaves_nothing_behind(tmp_path: Path) -> None:
