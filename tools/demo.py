@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_child import Answer, EngineChild, EngineError, environment
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -117,9 +118,9 @@ class Demo:
             remember_store(self.store)
             passes.append(self._pass("cold", engine, COLD_WEIGHT))
             engine.reset()
-            passes.append(self._pass("warm from CPU", engine, WARM_WEIGHT))
+            passes.append(self._pass("warm, CPU tier", engine, WARM_WEIGHT))
         with self._start("vLLM with kvdisk again", "second", self.config) as engine:
-            passes.append(self._pass("restarted, warm from NVMe", engine, WARM_WEIGHT))
+            passes.append(self._pass("restarted, NVMe", engine, WARM_WEIGHT))
         return passes
 
     def _start(self, what: str, name: str, config: dict[str, Any] | None) -> EngineChild:
@@ -170,24 +171,19 @@ def verdict(passes: Sequence[Pass]) -> list[str]:
 def table_of(passes: Sequence[Pass]) -> Table:
     """Return the table that the demo ends with."""
     alone, cold = passes[0], passes[1]
-    table = Table(
-        "pass",
-        *(
-            "prompt tokens",
-            "from CPU",
-            "from NVMe",
-            "from GPU",
-            "TTFT",
-            "of cold",
-            "2nd TTFT",
-            "same tokens",
-            "on NVMe",
-        ),
-        caption="TTFT: median of those who ask a document first, when nothing of it is on the GPU."
-        " 2nd TTFT: of those who ask it next.",
-    )
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = Table("pass", box=box.SIMPLE_HEAD, padding=(0, 1))
+    for heading in (
+        "prompt tokens",
+        "loaded from CPU",
+        "loaded from NVMe",
+        "found on GPU",
+        "median TTFT",
+        "ratio to cold",
+        "same, 2nd user",
+        "same tokens as without kvdisk",
+        "bytes on NVMe",
+    ):
+        table.add_column(heading, justify="right", max_width=11 if "kvdisk" in heading else 9)
     for one in passes:
         table.add_row(
             one.name,
@@ -327,6 +323,10 @@ def main() -> int:
         return 1
     console.print()
     console.print(table_of(passes))
+    console.print(
+        f"{DOCUMENTS} documents, {len(QUESTIONS)} users each, one after the other. TTFT, time to first token: median of"
+        " those who ask a document first, when nothing of it is on the GPU; the 2nd user finds it there."
+    )
     wrong = verdict(passes)
     for sentence in wrong:
         console.print(f"kvdisk: {sentence}", style="bold red", soft_wrap=True)

@@ -33,7 +33,6 @@ class WorkerSide:
         self._rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
         self._parts: WorkerParts | None = None
         self._loads: dict[JobId, Job] = {}
-        self._void: set[JobId] = set()
         self._report = Report()
         self.failed_blocks: set[int] = set()
 
@@ -59,16 +58,15 @@ class WorkerSide:
         for job in plan.jobs:
             if job.kind is JobKind.LOAD:
                 self._loads[job.id] = job
-        self._void.update(plan.void)
         early = tuple(job for job in plan.jobs if job.kind is not JobKind.STORE)
-        if early:
+        if early or plan.void:
             self.mover.submit(replace(plan, jobs=early), self.mover.compute_done())
 
     def after_forward(self, plan: Plan) -> None:
         """Start the stores, which read what the forward pass computes."""
         stores = tuple(job for job in plan.jobs if job.kind is JobKind.STORE)
         if stores:
-            self.mover.submit(replace(plan, jobs=stores), self.mover.compute_done())
+            self.mover.submit(Plan(stores), self.mover.compute_done())
 
     def collect(self, plan: Plan | None) -> tuple[set[str], set[str]]:
         """Take the mover's results; return the requests whose load ended, and those among them that failed.
@@ -88,11 +86,9 @@ class WorkerSide:
                 continue
             assert job.request_id is not None
             finished.add(job.request_id)
-            bad = range(len(job.moves)) if job_id in self._void else result.failed
-            self._void.discard(job_id)
             if len(self._geometry.groups) == 1:
-                self.failed_blocks.update(job.moves[position].block for position in bad)
-            elif bad:
+                self.failed_blocks.update(job.moves[position].block for position in result.failed)
+            elif result.failed:
                 failed.add(job.request_id)
         self._report.merge(report)
         return finished, failed

@@ -18,6 +18,7 @@ class CpuSpace:
 
     A copy in the backlog is not evicted: it is about to be written to NVMe. The backlog holds at
     most half of the slots, so that the other half always serves new blocks (invariant 8).
+    ``before_evict(row)`` is asked before a copy leaves for room: True: it was put in the backlog instead.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class CpuSpace:
         self._stats = stats
         self._policies = [make_policy() for _ in slot_counts]
         self.pool = SlotPool(len(slot_counts))
+        self.before_evict: Callable[[int], bool] = _nobody_else_wants_it
         self._limits = [count // 2 for count in slot_counts]
         self._backlogs: list[dict[int, None]] = [{} for _ in slot_counts]
         for size_class, count in enumerate(slot_counts):
@@ -41,15 +43,19 @@ class CpuSpace:
 
     def allocate(self, size_class: int, count: int) -> list[Slot]:
         """Take up to ``count`` slots, evicting where none is free; fewer where the rest is pinned or to be demoted."""
+        backlog = self._backlogs[size_class]
         short = count - self.pool.free[size_class]
-        if short > 0:
-            backlog = self._backlogs[size_class]
+        while short > 0:
             rows = self._policies[size_class].victims(
                 short, lambda row: row not in backlog and self._catalog.evictable(row, Tier.CPU)
             )
-            self._stats.add("evicted_blocks_cpu", len(rows))
-            for row in rows:
+            leaving = [row for row in rows if not self.before_evict(row)]
+            self._stats.add("evicted_blocks_cpu", len(leaving))
+            for row in leaving:
                 self.drop(row)
+            short -= len(leaving)
+            if len(leaving) == len(rows):
+                break  # else some went to the backlog, which is bounded, and there may be others
         return self.pool.allocate(size_class, count)
 
     def allocate_free(self, size_class: int, count: int) -> list[Slot]:
@@ -118,3 +124,7 @@ class CpuSpace:
     def class_of(self, row: int) -> int:
         """Return the size class of a row's block."""
         return self._geometry.size_classes[group_of(self._catalog.keys[row])]
+
+
+def _nobody_else_wants_it(row: int) -> bool:  # noqa: ARG001 - the signature of ``before_evict``
+    return False

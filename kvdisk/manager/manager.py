@@ -69,6 +69,8 @@ class TierManager:
         self._settlement = Settlement(
             geometry, context, catalog, stats, cpu, nvme, store_policy, nvme_admission, self._requests
         )
+        if cpu is not None:
+            cpu.before_evict = self._settlement.offer_to_nvme
         self._loads = LoadPlanner(config, geometry, catalog, transfers, stats, cpu, cpu_admission, nvme_admission)
         self._stores = StorePlanner(
             config,
@@ -81,6 +83,7 @@ class TierManager:
             nvme,
             store_policy,
             cpu_admission,
+            nvme_admission,
             self._settlement,
             first_generation,
         )
@@ -117,7 +120,12 @@ class TierManager:
         is left to compute, because the engine needs its logits. None is answered for at most
         ``lookup_wait_s`` in a request's life, per wait.
         """
-        return self._loads.lookup(self._requests[request_id], local_tokens, total_tokens, now)
+        request = self._requests[request_id]
+        if request.stale:  # the engine asks for requests without computed tokens only: this one starts again
+            request.stale = False
+            request.offered_blocks = 0
+            self._store_policy.request_finished(request_id)
+        return self._loads.lookup(request, local_tokens, total_tokens, now)
 
     def plan_load(
         self, request_id: str, local_tokens: int, external_tokens: int, block_ids: Sequence[Sequence[int]]
@@ -157,6 +165,7 @@ class TierManager:
         """Return the step's plan: what was decided since the last one, and demotions."""
         if self._nvme is not None:
             self.commit()
+            self._settlement.room += self._nvme.resumes(now)
             if self._cpu is not None:
                 self._plan_demotions(self._cpu, self._nvme, now)
             else:
@@ -205,7 +214,8 @@ class TierManager:
 
         Moves to ``epoch`` (never used before, not FILE_EPOCH). Records of the old one stay on NVMe
         for engines that load the files. Jobs on their way end without leaving a copy; loads on
-        their way end as failed, and are recomputed.
+        their way end as failed, and are recomputed. Requests that go on with what they have computed
+        store nothing more; those that start again do.
         """
         assert epoch not in {FILE_EPOCH, self._epoch}
         self._epoch = epoch
@@ -220,6 +230,7 @@ class TierManager:
         self._catalog.hide_all()
         for request in self._requests.values():
             request.served.clear()
+            request.stale = True
 
     # -- questions of the engine ---------------------------------------------------------------
 

@@ -16,6 +16,7 @@ class RequestState:
 
     ``hashes``: the engine's own growing list of block hashes, one per ``hash_tokens``; read only.
     ``load_limit_tokens``: no external hit reaches beyond this any more, because a load failed there.
+    ``stale``: what it has computed is of weights that are gone, and nothing of it is stored; until it starts again.
     ``offered_blocks``: how far the store policy was asked, in the smallest group's blocks.
     ``served``: tokens of the last planned load by the tier they come from.
     """
@@ -29,6 +30,7 @@ class RequestState:
     gave_up_waiting: bool = False
     looked_up: bool = False
     loading: bool = False
+    stale: bool = False
     offered_blocks: int = 0
     served: dict[Tier, int] = field(default_factory=dict)
     store_jobs: set[JobId] = field(default_factory=set)

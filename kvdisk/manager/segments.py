@@ -90,6 +90,7 @@ class NvmeSpace:
         self._next_segment = 0
         self._ticket = 0
         self._committed = 0
+        self._paused = False
         self._paused_until_s = 0.0
         self._back_off_s = _FIRST_BACK_OFF_S
         self._home_open = True
@@ -338,7 +339,14 @@ class NvmeSpace:
         if now >= self._paused_until_s:
             logger.warning("kvdisk: %s; no writes to NVMe for %.0f s, reads go on.", what, self._back_off_s)
             self._paused_until_s = now + self._back_off_s
+            self._paused = True
             self._back_off_s = min(self._back_off_s * 2, _LAST_BACK_OFF_S)
+
+    def resumes(self, now: float) -> bool:
+        """Whether a back-off has ended since this was last asked."""
+        resumed = self._paused and self.may_write(now)
+        self._paused = self._paused and not resumed
+        return resumed
 
     def write_succeeded(self) -> None:
         """A write worked: the next failure starts with a short back-off again."""

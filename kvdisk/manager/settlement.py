@@ -92,8 +92,9 @@ class Settlement:
             if reason is not Reason.CANCELLED:
                 self._stats.add("failed_stores")
             if record.request_id is not None:
+                # It had its slot, and that is free again: only the back-off stands before the next offer.
                 self._store_policy.refuse(
-                    record.request_id, detail.group, detail.position, Refusal.NO_ROOM, self.room, now
+                    record.request_id, detail.group, detail.position, Refusal.NO_ROOM, self.room - 1, now
                 )
         self._stats.add("stored_blocks", len(record.details) - len(record.failed))
         if self._nvme is not None:
@@ -102,7 +103,7 @@ class Settlement:
                 self._note_write(full, now)
             else:
                 for row in reversed(stored):
-                    self.offer_to_nvme(row, record.request_id)
+                    self.offer_to_nvme(row)
 
     def _finish(self, row: int, tier: Tier, finished: list[int]) -> None:
         """A copy was written on every rank: READY, unless it was doomed on the way."""
@@ -124,21 +125,20 @@ class Settlement:
             self._catalog.unpin(row, tier)
             self._nvme.drop([row])
 
-    def offer_to_nvme(self, row: int, request_id: str | None) -> None:
-        """Ask the NVMe tier's admission for a READY CPU copy that is not on NVMe; admitted ones wait in the backlog."""
-        if (
-            self._nvme is None
-            or self._cpu is None
-            or not self._nvme.home_open
-            or self._catalog.state(row, Tier.CPU) != CopyState.READY
-            or self._catalog.state(row, Tier.NVME) != CopyState.ABSENT
-        ):
-            return
-        key = self._catalog.keys[row]
-        if request_id is not None:
-            self._nvme_admission.want(key, request_id)
-        if self._nvme_admission.admits(key):
-            self._cpu.enqueue(row)
+    def offer_to_nvme(self, row: int) -> bool:
+        """Ask the NVMe tier's admission for a READY CPU copy that is not on NVMe; return whether the backlog took it.
+
+        Asked when a copy becomes READY, each time its key's count rises, and before it leaves the CPU tier.
+        """
+        return (
+            self._nvme is not None
+            and self._cpu is not None
+            and self._nvme.home_open
+            and self._catalog.state(row, Tier.CPU) == CopyState.READY
+            and self._catalog.state(row, Tier.NVME) == CopyState.ABSENT
+            and self._nvme_admission.admits(self._catalog.keys[row])
+            and self._cpu.enqueue(row)
+        )
 
     # -- demotions -----------------------------------------------------------------------------
 
@@ -207,5 +207,5 @@ class Settlement:
             elif reason is None:
                 space.accessed(row)
                 if tier is Tier.CPU:
-                    self.offer_to_nvme(row, None)
+                    self.offer_to_nvme(row)
         space.unpin(row)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a request is stored: offers of the store policy, answered, and the jobs for those taken. Scheduler thread only."""
+"""What of a request is stored: the store policy's offers answered, and jobs for those taken. Scheduler thread only."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kvdisk.geometry import Geometry
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.cpu_space import CpuSpace
+from kvdisk.manager.lookup import is_coming
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.segments import NvmeSpace
 from kvdisk.manager.settlement import Settlement
@@ -39,6 +40,7 @@ class StorePlanner:
         nvme: NvmeSpace | None,
         store_policy: StorePolicy,
         cpu_admission: AdmissionPolicy,
+        nvme_admission: AdmissionPolicy,
         settlement: Settlement,
         first_generation: int,
     ) -> None:
@@ -51,7 +53,9 @@ class StorePlanner:
         self._cpu = cpu
         self._nvme = nvme
         self._store_policy = store_policy
-        self._cpu_admission = cpu_admission
+        self._nvme_admission = nvme_admission
+        self._target = Tier.CPU if cpu is not None else Tier.NVME
+        self._admission = cpu_admission if cpu is not None else nvme_admission
         self._settlement = settlement
         self._generation = first_generation
         limit = config.max_pinned_gpu_blocks
@@ -60,7 +64,7 @@ class StorePlanner:
 
     def may_offer(self, request: RequestState, computed_tokens: int) -> bool:
         """See ``TierManager.may_offer``."""
-        if request.loading:
+        if request.loading or request.stale:
             return False
         computed_tokens = self._storable_tokens(request, computed_tokens)
         return computed_tokens // self._min_block_tokens > request.offered_blocks or self._store_policy.waits(
@@ -76,7 +80,7 @@ class StorePlanner:
         epoch: int,
     ) -> None:
         """See ``TierManager.plan_store``. ``epoch``: the current one."""
-        if request.loading:
+        if request.loading or request.stale:
             return
         computed_tokens = self._storable_tokens(request, computed_tokens)
         request.update_keys(self._geometry)
@@ -92,7 +96,7 @@ class StorePlanner:
                 storable,
                 self._settlement.room,
                 now,
-                lambda position, keys=keys: self._cpu_admission.count(keys[position]),  # type: ignore[misc]
+                lambda position, keys=keys: self._admission.count(keys[position]),  # type: ignore[misc]
             )
             if offers:
                 taken = self._answer(request, group.group, offers, blocks, now)
@@ -109,22 +113,34 @@ class StorePlanner:
     def _answer(
         self, request: RequestState, group: int, offers: list[int], blocks: Sequence[int], now: float
     ) -> list[int]:
-        """Answer the offers of one group that need no slot: accept (there already, or no block) or refuse; return the rest."""
+        """Answer one group's offers that need no slot: accept (there already, or no block) or refuse. Return the rest.
+
+        Where the CPU tier has the block already, NVMe is asked again: its count may have risen.
+        """
         policy, keys = self._store_policy, request.keys[group]
         taken: list[int] = []
         for position in offers:
             key = keys[position]
             row = self._catalog.find(key)
-            self._cpu_admission.want(key, request.request_id)
-            if blocks[position] == 0 or self._is_held(row):
+            self._admission.want(key, request.request_id)
+            self._nvme_admission.want(key, request.request_id)
+            if blocks[position] == 0 or is_coming(self._catalog, row):
                 policy.accept(request.request_id, group, position)
-            elif not self._cpu_admission.admits(key):
+                if row >= 0:
+                    self._settlement.offer_to_nvme(row)
+            elif not self._admission.admits(key):
                 self._stats.add("refused_blocks")
-                mark = self._cpu_admission.count(key)
-                policy.refuse(request.request_id, group, position, Refusal.NOT_REUSED, mark, now)
+                policy.refuse(request.request_id, group, position, Refusal.NOT_REUSED, self._admission.count(key), now)
+            elif row >= 0 and self._catalog.state(row, self._target) == CopyState.DOOMED:
+                self._refuse_for_room(request, group, position, now)
             else:
                 taken.append(position)
         return taken
+
+    def _refuse_for_room(self, request: RequestState, group: int, position: int, now: float) -> None:
+        self._stats.add("refused_blocks")
+        room = self._settlement.room
+        self._store_policy.refuse(request.request_id, group, position, Refusal.NO_ROOM, room, now)
 
     def _take(
         self,
@@ -145,7 +161,6 @@ class StorePlanner:
         may_store = self._cpu is not None or (self._nvme is not None and self._nvme.may_write(now))
         size_class = self._geometry.size_classes[group]
         slots = space.allocate(size_class, min(allowed, len(taken))) if taken and may_store else []
-        tier = Tier.CPU if self._cpu is not None else Tier.NVME
         for position, slot in zip(taken, slots, strict=False):
             policy.accept(request.request_id, group, position)
             parent = keys[position - 1] if position else None
@@ -153,14 +168,9 @@ class StorePlanner:
             if row < 0:
                 self._generation += 1
                 row = catalog.add(keys[position], self._generation, epoch, parent)
-            catalog.begin(row, tier, slot)
-            cpu, nvme = (slot, None) if tier is Tier.CPU else (None, slot)
+            catalog.begin(row, self._target, slot)
+            cpu, nvme = (slot, None) if self._target is Tier.CPU else (None, slot)
             moves.append(Move(keys[position], catalog.generations[row], blocks[position], cpu, nvme, parent))
             details.append(MoveDetail(row, blocks[position], group, position))
         for position in taken[len(slots) :]:
-            self._stats.add("refused_blocks")
-            policy.refuse(request.request_id, group, position, Refusal.NO_ROOM, self._settlement.room, now)
-
-    def _is_held(self, row: int) -> bool:
-        """Whether some tier has or gets the block, or a doomed copy still blocks its place."""
-        return row >= 0 and any(self._catalog.state(row, tier) != CopyState.ABSENT for tier in (Tier.CPU, Tier.NVME))
+            self._refuse_for_room(request, group, position, now)

@@ -60,6 +60,7 @@ class FakeEngine:
         self.now = 0.0
         self.weights = 0
         self.phase = Phase.IDLE
+        self.step_count = 0
         self.requests: dict[str, FakeRequest] = {}
         self.running: list[FakeRequest] = []
         self.waiting: list[FakeRequest] = []
@@ -129,6 +130,7 @@ class FakeEngine:
         """Begin a step that computes at most ``budget_tokens`` of each request."""
         assert self.phase is Phase.IDLE and budget_tokens > 0
         self.phase = Phase.SCHEDULED
+        self.step_count += 1
         self._scheduled = {}
         preempted: list[str] = []
         self._schedule_running(budget_tokens, preempted)

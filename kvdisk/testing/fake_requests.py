@@ -83,9 +83,9 @@ class BlockTables:
         return [[] for _ in self._groups], 0
 
     def missing_blocks(self, request: FakeRequest) -> int:
-        """Return how many blocks a request may still need until its end."""
+        """Return how many blocks a request still needs for the tokens it has."""
         return sum(
-            math.ceil(request.most_tokens / group.block_tokens) - len(table)
+            math.ceil(len(request.tokens) / group.block_tokens) - len(table)
             for group, table in zip(self._groups, request.table, strict=True)
         )
 

@@ -10,13 +10,14 @@ process is killed. ``ManagerWatch`` says what must hold.
 from __future__ import annotations
 
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvdisk.blocks import Slot
+from kvdisk.blocks import JobId
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
@@ -29,6 +30,9 @@ RANKS = 2
 MOST_REQUESTS = 4
 BUDGET_TOKENS = 8
 QUIET_ROUNDS = 80
+PATIENCE_ROUNDS = 12
+MOST_PEACE_STEPS = 5
+"""Steps of the engine between two rare events, at least."""
 LONGEST_BACK_OFF_S = 61.0
 
 _ONE_GROUP = Geometry((GroupGeometry(0, 2, 4096),), RANKS, 2)
@@ -51,7 +55,21 @@ CPU_ONLY = Sizes(_ONE_GROUP, _config(store_dirs=(), nvme_bytes=None), 7, (2,), (
 ALL_SIZES = (ONE_GROUP, WINDOW, REUSE, REUSE_CPU, NVME_ONLY, CPU_ONLY)
 
 _picks = st.integers(0, 7)
-_ranks = st.integers(0, RANKS - 1)
+_budgets = st.sampled_from((1, 2, 4, BUDGET_TOKENS))
+_rarely = st.integers(0, 7).map(lambda number: number == 7)
+_mostly = st.integers(0, 3).map(bool)
+
+
+class Event(Enum):
+    """What happens rarely."""
+
+    RESET = "the weights change"
+    KILLED = "the process is killed, and another one finds what is on the drive"
+    RESTARTED = "the process ends well, and another one finds what is on the drive"
+    REFUSING = "the index begins, or ends, to refuse puts"
+    ROTTEN = "a drive loses a block"
+    GIVEN_TIME = "everything works for a while"
+    QUIET = "everything works, and all requests end"
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -72,6 +90,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def _live(self) -> None:
         self.lives += 1
+        self.last_event = 0
         self.engine = FakeEngine(self.sizes.geometry, self.sizes.block_count, self.ranks)
         self.engine.now = self.now
         self.parts = ManagerParts.make(self.sizes, self.engine, self.index, self.lives * 10_000)
@@ -80,46 +99,55 @@ class ManagerMachine(RuleBasedStateMachine):
     # -- requests ------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.engine.requests) < MOST_REQUESTS)
-    @rule(prompt=_picks, outputs=st.integers(0, 3), finishing=st.booleans())
-    def add_request(self, prompt: int, outputs: int, finishing: bool) -> None:
-        """A request comes; ``finishing``: it ends as soon as its first token is sampled."""
+    @rule(prompt=_picks, outputs=st.integers(0, 3), finishing=st.booleans(), cold=st.booleans())
+    def add_request(self, prompt: int, outputs: int, finishing: bool, cold: bool) -> None:
+        """A request comes. ``finishing``: it ends with its first token; ``cold``: the GPU has cached nothing."""
+        if cold and self.engine.phase is Phase.IDLE:
+            self.engine.pool.forget_all()
         self.request_count += 1
         text = self.sizes.prompts[prompt % len(self.sizes.prompts)]
-        outputs = min(outputs, self.sizes.most_outputs)
-        request = self.engine.add(f"request {self.request_count}", text, outputs)
+        request = self.engine.add(f"request {self.request_count}", text, min(outputs, self.sizes.most_outputs))
         request.finishing = finishing
 
-    @precondition(lambda self: self.engine.requests)
-    @rule(pick=_picks)
-    def finish_request(self, pick: int) -> None:
-        """A request will end with its next token."""
-        requests = list(self.engine.requests.values())
-        requests[pick % len(requests)].finishing = True
+    @precondition(lambda self: len(self.engine.requests) < MOST_REQUESTS)
+    @rule(prompt=_picks, finishing=st.booleans(), cold=_mostly, steps=st.integers(1, 4))
+    def serve(self, prompt: int, finishing: bool, cold: bool, steps: int) -> None:
+        """A request comes, and all goes well for a few steps."""
+        self._finish_step()
+        self.add_request(prompt, 0, finishing, cold)
+        for _ in range(steps):
+            self._step(BUDGET_TOKENS)
+            self._work_off(*self.ranks)
+            self.index.commit()
 
-    @precondition(lambda self: self.engine.phase is not Phase.SCHEDULED and self.engine.queued)
-    @rule(pick=_picks)
-    def abort_request(self, pick: int) -> None:
-        """A request is aborted, whatever it does."""
-        self.engine.abort(self.engine.queued[pick % len(self.engine.queued)])
+    @precondition(lambda self: self.engine.queued)
+    @rule(pick=_picks, abort=st.booleans())
+    def end_request(self, pick: int, abort: bool) -> None:
+        """A request is aborted, whatever it does, or will end with its next token."""
+        request = self.engine.queued[pick % len(self.engine.queued)]
+        if not abort:
+            request.finishing = True
+        elif self.engine.phase is not Phase.SCHEDULED:
+            self.engine.abort(request)
 
     # -- steps ---------------------------------------------------------------------------------
 
-    @rule(budget=st.integers(1, BUDGET_TOKENS))
+    @rule(budget=_budgets)
     def step(self, budget: int) -> None:
         """Finish the step under way, if any, and run one."""
         self._finish_step()
         self._step(budget)
 
-    @rule(budget=st.integers(1, BUDGET_TOKENS))
-    def step_and_work(self, budget: int) -> None:
-        """Run a step, and everything that the ranks and the index have to do."""
+    @rule(budget=_budgets, ranks=st.integers(0, 2**RANKS - 1))
+    def step_and_work(self, budget: int, ranks: int) -> None:
+        """Run a step, in the course of which some ranks end all their work."""
         self._finish_step()
-        self._step(budget)
-        for rank in self.ranks:
-            self._work_off(rank)
-        self.index.commit()
+        self.engine.schedule(budget)
+        self.engine.forward()
+        self._work_off(*(rank for rank in self.ranks if ranks >> rank.rank & 1))
+        self.engine.update()
 
-    @rule(budget=st.integers(1, BUDGET_TOKENS))
+    @rule(budget=_budgets)
     def phase(self, budget: int) -> None:
         """Run one phase of a step."""
         if self.engine.phase is Phase.IDLE:
@@ -141,68 +169,48 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # -- ranks ---------------------------------------------------------------------------------
 
-    @rule(rank=_ranks, job=_picks, move=_picks)
-    def run_leg(self, rank: int, job: int, move: int) -> None:
-        """One rank runs one leg."""
-        runnable = self.ranks[rank].runnable
-        if runnable:
-            self.ranks[rank].run_leg(runnable[job % len(runnable)], move)
+    @precondition(lambda self: any(rank.runnable for rank in self.ranks))
+    @rule(pick=_picks, job=_picks, move=_picks, whole=st.booleans())
+    def work(self, pick: int, job: int, move: int, whole: bool) -> None:
+        """One rank runs one leg, or all that is left of a job."""
+        rank, job_id = self._pick_job(pick, job)
+        if whole:
+            rank.run_job(job_id)
+        else:
+            rank.run_leg(job_id, move)
 
-    @rule(rank=_ranks, job=_picks)
-    def run_job(self, rank: int, job: int) -> None:
-        """One rank runs all that is left of a job."""
-        runnable = self.ranks[rank].runnable
-        if runnable:
-            self.ranks[rank].run_job(runnable[job % len(runnable)])
+    @precondition(lambda self: any(rank.runnable for rank in self.ranks))
+    @rule(pick=_picks, job=_picks, move=_picks, reason=st.sampled_from(Reason))
+    def fail(self, pick: int, job: int, move: int, reason: Reason) -> None:
+        """A leg fails on one rank; or what has not started of a job, at its deadline.
 
-    @rule(rank=_ranks)
-    def run_everything(self, rank: int) -> None:
-        """One rank runs all its jobs."""
-        self._work_off(self.ranks[rank])
+        A home fails only in the rarest case: it takes the NVMe tier away.
+        """
+        rank, job_id = self._pick_job(pick, job)
+        if job == move == 7 or not rank.opens_home(job_id):
+            if reason is Reason.DEADLINE:
+                rank.fail_job(job_id, reason)
+            else:
+                rank.run_leg(job_id, move, reason)
 
-    @rule(rank=_ranks, job=_picks, move=_picks, reason=st.sampled_from(Reason))
-    def fail_leg(self, rank: int, job: int, move: int, reason: Reason) -> None:
-        """A leg fails on one rank (a home only in the rarest case: it takes the NVMe tier away)."""
-        runnable = self.ranks[rank].runnable
-        if runnable and (job == move == 7 or not self.ranks[rank].opens_home(runnable[job % len(runnable)])):
-            self.ranks[rank].run_leg(runnable[job % len(runnable)], move, reason)
+    def _pick_job(self, pick: int, job: int) -> tuple[FakeRank, JobId]:
+        busy = [rank for rank in self.ranks if rank.runnable]
+        rank = busy[pick % len(busy)]
+        return rank, rank.runnable[job % len(rank.runnable)]
 
-    @rule(rank=_ranks, job=_picks)
-    def miss_deadline(self, rank: int, job: int) -> None:
-        """What has not started of a job is given up on one rank."""
-        runnable = self.ranks[rank].runnable
-        if runnable:
-            self.ranks[rank].fail_job(runnable[job % len(runnable)], Reason.DEADLINE)
-
-    @rule(rank=_ranks, pick=_picks)
-    def lose_block(self, rank: int, pick: int) -> None:
-        """A drive loses what is in a slot, and says nothing."""
-        slots = [slot for slot, content in self.ranks[rank].drive.items() if content.payload not in {TORN, ROTTEN}]
-        if slots:
-            self.ranks[rank].rot(Slot(*sorted(slots)[pick % len(slots)]))
-
-    def _work_off(self, rank: FakeRank) -> None:
-        while rank.runnable:
-            rank.run_job(rank.runnable[0])
+    def _work_off(self, *ranks: FakeRank) -> None:
+        for rank in ranks:
+            while rank.runnable:
+                rank.run_job(rank.runnable[0])
 
     # -- index and clock -----------------------------------------------------------------------
 
-    @rule(count=st.integers(1, 4))
-    def commit(self, count: int) -> None:
-        """The index commits some of what is queued."""
-        self.index.commit(count)
+    @precondition(lambda self: self.index.pending_calls > 0)
+    @rule(count=st.integers(1, 4), fail=_rarely)
+    def commit(self, count: int, fail: bool) -> None:
+        """The index commits some of what is queued; or its drive is full: puts are lost, and refused from now on."""
+        self.index.commit(count, fail=fail)
         self.parts.policy.changes += 1
-
-    @rule(count=st.integers(1, 4))
-    def fail_commit(self, count: int) -> None:
-        """The index's drive is full: puts are lost, and refused from now on."""
-        self.index.commit(count, fail=True)
-        self.parts.policy.changes += 1
-
-    @rule(refuse=st.booleans())
-    def change_index(self, refuse: bool) -> None:
-        """The index begins, or ends, to refuse puts."""
-        self.index.refuse_puts = refuse
 
     @rule(seconds=st.sampled_from((0.01, 0.06, 0.3, 1.5, 3.0, LONGEST_BACK_OFF_S)))
     def wait(self, seconds: float) -> None:
@@ -215,41 +223,50 @@ class ManagerMachine(RuleBasedStateMachine):
         if seconds >= 1.0:
             self.parts.policy.changes += 1  # a back-off may be over
 
-    # -- catastrophes --------------------------------------------------------------------------
+    # -- catastrophes, and their opposite ------------------------------------------------------
 
-    @rule()
-    def reset(self) -> None:
-        """The weights change."""
+    @precondition(lambda self: self.engine.step_count - self.last_event >= MOST_PEACE_STEPS)
+    @rule(kind=st.sampled_from(Event), pick=_picks)
+    def happen(self, kind: Event, pick: int) -> None:
+        """Something happens that happens rarely."""
         self._finish_step()
-        epoch = 1000 * self.lives + self.engine.weights + 1
-        self.watch.reset(epoch, self.engine.weights + 1)
-        self.engine.reset(epoch)
+        if kind is Event.RESET:
+            epoch = 1000 * self.lives + self.engine.weights + 1
+            self.watch.reset(epoch, self.engine.weights + 1)
+            self.engine.reset(epoch)
+        elif kind in {Event.KILLED, Event.RESTARTED}:
+            if kind is Event.RESTARTED:
+                assert self.index.flush(0.0)
+            self.ranks = [rank.survivor() for rank in self.ranks]
+            self.index = self.index.reopened()
+            self._live()
+        elif kind is Event.REFUSING:
+            self.index.refuse_puts = not self.index.refuse_puts
+        elif kind is Event.ROTTEN:
+            self._lose_block(pick)
+        elif kind is Event.GIVEN_TIME:
+            self._give_time()
+        else:
+            self._run_until_quiet()
+        self.last_event = self.engine.step_count
 
-    @rule(clean=st.booleans())
-    def restart(self, clean: bool) -> None:
-        """The process ends, or is killed; another one finds what is on the drive."""
-        if clean:
-            assert self.index.flush(0.0)
-        self.ranks = [rank.survivor() for rank in self.ranks]
-        self.index = self.index.reopened()
-        self._live()
+    def _lose_block(self, pick: int) -> None:
+        """A drive loses what is in a slot, and says nothing."""
+        rank = self.ranks[pick % len(self.ranks)]
+        slots = sorted(slot for slot, content in rank.drive.items() if content.payload not in {TORN, ROTTEN})
+        if slots:
+            rank.rot(slots[pick % len(slots)])
 
-    # -- quiet ---------------------------------------------------------------------------------
-
-    @rule()
-    def give_time(self) -> None:
+    def _give_time(self) -> None:
         """Everything works, and requests live on: what they offered is stored in the end."""
-        self._finish_step()
         self._advance(LONGEST_BACK_OFF_S)
-        for _ in range(12):
+        for _ in range(PATIENCE_ROUNDS):
             self._round()
         if self.parts.cpu is not None or (self.parts.nvme is not None and self.parts.nvme.home_open):
             self.watch.check_stored()
 
-    @rule()
-    def run_until_quiet(self) -> None:
+    def _run_until_quiet(self) -> None:
         """Everything works, and every request ends: then nothing is left of them."""
-        self._finish_step()
         for request in self.engine.requests.values():
             request.finishing = True
         for _ in range(QUIET_ROUNDS):
@@ -261,8 +278,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.watch.check_quiet()
 
     def _round(self) -> None:
-        for rank in self.ranks:
-            self._work_off(rank)
+        self._work_off(*self.ranks)
         self.index.refuse_puts = False
         self.index.commit()
         self._advance(2.5)
@@ -276,5 +292,6 @@ class ManagerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Let every example that has not failed end in quiet."""
         if sys.exc_info()[0] is None and hasattr(self, "watch"):
-            self.run_until_quiet()
+            self._finish_step()
+            self._run_until_quiet()
             self.watch.check()

@@ -211,9 +211,12 @@ class ManagerWatch:
             self.parts.cpu.wanted = self._is_wanted_on_nvme
 
     def _is_wanted_on_nvme(self, key: BlockKey) -> bool:
-        nvme, admission = self.parts.nvme, self.sizes.config.nvme_admission
+        nvme = self.parts.nvme
+        return nvme is not None and nvme.home_open and self._is_admitted(self.sizes.config.nvme_admission, key)
+
+    def _is_admitted(self, admission: str, key: BlockKey) -> bool:
         needed = 0 if admission == "all" else int(admission[6:-1])
-        return nvme is not None and nvme.home_open and len(self._wants.get(key, ())) >= needed
+        return len(self._wants.get(key, ())) >= needed
 
     # -- what the engine saw -------------------------------------------------------------------
 
@@ -253,7 +256,8 @@ class ManagerWatch:
 
     def planned(self, plan: Plan, preempted: Sequence[str]) -> None:
         """A victim's stores are flushed; every queue is bounded."""
-        outstanding = [job_id for job_id, (job, owner) in self._jobs.items() if owner in preempted and _gathers(job)]
+        victims = set(preempted) & set(self.engine.requests)
+        outstanding = [job_id for job_id, (job, owner) in self._jobs.items() if owner in victims and _gathers(job)]
         assert set(outstanding) <= set(plan.flush), "a victim's store is not flushed"
         for job in plan.jobs:
             assert job.id not in self._jobs
@@ -358,8 +362,10 @@ class ManagerWatch:
             tokens = request.computed
             if not self.sizes.config.store_decode:
                 tokens = min(tokens, request.prompt_tokens)
+            admission = self.sizes.config.cpu_admission if self.sizes.has_cpu else self.sizes.config.nvme_admission
             for key in self._held_keys(request, tokens):
-                assert (request.id, key) in self._stored, f"{key!r} of {request.id} is never stored"
+                stored = (request.id, key) in self._stored
+                assert stored or not self._is_admitted(admission, key), f"{key!r} of {request.id} is never stored"
 
     def check_quiet(self) -> None:
         """Assert what holds when nothing is under way: invariants 4, 5 and 11."""

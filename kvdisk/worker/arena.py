@@ -47,12 +47,12 @@ class Arena:
             total_bytes += size * count
         # An empty mapping is an error to the kernel, an empty tier is not one to us.
         self.total_bytes = max(total_bytes, ALIGNMENT)
-        # mmap's default for fd -1 is MAP_SHARED, which gets no huge pages.
+        # mmap's default for fd -1 is MAP_SHARED, for which MADV_HUGEPAGE does nothing.
         try:
             mapping = mmap.mmap(-1, self.total_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"cannot map {self.total_bytes} bytes of host memory: {error}") from error
-        with contextlib.suppress(OSError):  # a kernel without huge pages serves as well, only slower
+        with contextlib.suppress(OSError):  # a kernel without it serves as well, only slower
             mapping.madvise(mmap.MADV_HUGEPAGE)
         self._mapping: mmap.mmap | None = mapping
         self._memory: memoryview | None = memoryview(mapping)

@@ -190,17 +190,14 @@ class HostCopier:
         slots = arena.tensor(size_class)
         runs = contiguous_runs(indices, len(indices))
         at = torch.tensor(blocks)
-        with torch.inference_mode():
-            for stack in stacks:
-                target = _payload_part(slots, stack)
-                if _run_by_run(runs, stacks):
-                    for start, count in runs:
-                        first = indices[start]
-                        torch.index_select(
-                            stack.blocks, 0, at[start : start + count], out=target[first : first + count]
-                        )
-                else:
-                    target.numpy()[np.array(indices)] = stack.blocks.numpy()[at.numpy()]
+        for stack in stacks:
+            target = _payload_part(slots, stack)
+            if _run_by_run(runs, stacks):
+                for start, count in runs:
+                    first = indices[start]
+                    torch.index_select(stack.blocks, 0, at[start : start + count], out=target[first : first + count])
+            else:
+                target.numpy()[np.array(indices)] = stack.blocks.numpy()[at.numpy()]
         return CopyTicket()
 
     def scatter(
@@ -335,7 +332,7 @@ class CudaCopier:
     ) -> CopyTicket:
         """See ``Copier``."""
         layers, slots = self._groups[group], arena.tensor(size_class)
-        with torch.inference_mode(), self._lanes.on(Lane.STORE):
+        with self._lanes.on(Lane.STORE):
             if after is not None:
                 self._lanes.wait(Lane.STORE, cast(Event, after))
             at = self._lanes.numbers(blocks)
@@ -364,7 +361,7 @@ class CudaCopier:
     ) -> CopyTicket:
         """See ``Copier``. What an earlier owner of the blocks still does to them has ended with ``after``."""
         layers, slots = self._groups[group], arena.tensor(size_class)
-        with torch.inference_mode(), self._lanes.on(Lane.LOAD):
+        with self._lanes.on(Lane.LOAD):
             at = self._lanes.numbers(blocks)
             for start, count, scratch in self._parts(Lane.LOAD, slots, len(blocks)):
                 for run_start, run in contiguous_runs(indices[start : start + count], count):

@@ -81,11 +81,10 @@ class Runner:
         counts = gear.staging.slot_counts
         self._staging_free = [list(range(count)) for count in counts]
         self._part_slots = [max(1, part_bytes // size) for size in self._geometry.slot_sizes]
-        # A quarter of staging for a part, so that several are under way; half of it for stores at most.
+        # A quarter of staging for a part: several are under way, and MOST_WRITES of stores leave half to loads.
         self._staged_slots = [
             min(most, max(1, count // 4)) for most, count in zip(self._part_slots, counts, strict=True)
         ]
-        self._store_staging = [max(1, count // 2) for count in counts]
         self._copies: tuple[deque[tuple[Part, CopyTicket]], ...] = (deque(), deque())
         """Gathers and scatters under way. The copier keeps the order of each kind."""
         self._writes = 0
@@ -260,23 +259,31 @@ class Runner:
 
     def _take_staging(self, lot: Lot, size_class: int) -> list[int]:
         """Take staging slots for a lot's next part; an empty list where it has to wait."""
+        assert self._gear.staging.slot_counts[size_class], "there is no staging for this size of slot"
         free = self._staging_free[size_class]
         count = min(len(lot.positions) - lot.taken, self._staged_slots[size_class])
-        used = self._gear.staging.slot_counts[size_class] - len(free)
-        if count > len(free) or (lot.route.writes and used + count > self._store_staging[size_class]):
+        if count > len(free):
             return []
         staging = free[:count]
         del free[:count]
         return staging
 
     def _expire(self, now_s: float) -> bool:
-        expired = False
-        for queue in self._order:
-            while queue and queue[0].work.deadline_s < now_s:  # in order of submission: the head tells for all
-                expired = True
-                self._log.warn("deadline", "the drive or the copies cannot keep up: work was given up unstarted")
-                self._fail_rest(queue.popleft(), Reason.DEADLINE)
-        return expired
+        late = [lot for queue in self._order for lot in queue if lot.work.deadline_s < now_s]
+        held = [work for work in self._held if work.deadline_s < now_s and work.job.moves]
+        if not late and not held:
+            return False
+        self._log.warn("deadline", "the drive or the copies cannot keep up: moves were given up unstarted")
+        for lot in late:
+            for queue in self._order:
+                if lot in queue:
+                    queue.remove(lot)
+            self._fail_rest(lot, Reason.DEADLINE)
+        for work in held:
+            self._held.remove(work)
+            work.left = len(work.job.moves)
+            self._fail(work, dict.fromkeys(range(work.left), Reason.DEADLINE))
+        return True
 
     # -- legs ----------------------------------------------------------------------------------
 

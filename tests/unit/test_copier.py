@@ -74,8 +74,20 @@ def layers_in_falling_order():
     return list(reversed(random_bytes(3, BLOCKS, 64).unbind(0)))
 
 
-LAYOUTS = [separate_layers, layers_behind_each_other, layers_within_blocks, odd_layers, layers_in_falling_order]
-STACKS = [3, 1, 1, 3, 3]
+def layers_with_a_gap():
+    first, second, _, fourth = random_bytes(4, BLOCKS, 64).unbind(0)
+    return [first, second, fourth]
+
+
+LAYOUTS = [
+    separate_layers,
+    layers_behind_each_other,
+    layers_within_blocks,
+    odd_layers,
+    layers_in_falling_order,
+    layers_with_a_gap,
+]
+STACKS = [3, 1, 1, 3, 3, 2]
 
 
 def payload(layers, block: int) -> bytes:
@@ -160,18 +172,18 @@ def test_bytes_between_the_layers_are_left_alone():
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_blocks_made_in_inference_mode(which):
+@pytest.mark.parametrize("size", [63, 64])
+def test_blocks_made_in_inference_mode(which, size):
     """vLLM may make its tensors so, and in-place changes to them are then refused outside of that mode."""
     with torch.inference_mode():
-        layers = [torch.zeros(BLOCKS, 64, dtype=torch.uint8) for _ in range(2)]
-    groups = [LayerBlocks(layers)]
+        groups = [LayerBlocks([torch.zeros(BLOCKS, size, dtype=torch.uint8) for _ in range(2)])]
     arena = arena_for(*groups)
     arena.tensor(0).fill_(9)
     copier = make_copiers(groups)[which]
     copier.wait(copier.scatter(0, arena, 0, [1], [2]))
     copier.wait(copier.gather(0, [2, 3], arena, 0, [4, 5]))
-    assert bytes(arena.view(0, 4)[HEADER_BYTES : HEADER_BYTES + 128]) == b"\x09" * 128
-    assert bytes(arena.view(0, 5)[HEADER_BYTES : HEADER_BYTES + 128]) == bytes(128)
+    assert bytes(arena.view(0, 4)[HEADER_BYTES : HEADER_BYTES + 2 * size]) == b"\x09" * 2 * size
+    assert bytes(arena.view(0, 5)[HEADER_BYTES : HEADER_BYTES + 2 * size]) == bytes(2 * size)
     arena.close()
 
 
@@ -184,8 +196,9 @@ def test_the_model_is_waited_for_before_its_blocks_are_read_or_written():
     copier.gather(0, [1, 2], arena, 0, [1, 2], after=mark)
     assert lanes.log == [("record", None), ("wait", "store"), ("record", "store")]
     lanes.log.clear()
-    copier.scatter(0, arena, 0, [1, 2], [1, 2], after=mark)
-    assert lanes.log == [("wait", "load"), ("record", "load")]
+    for slots in ([1, 2], [1]):
+        copier.scatter(0, arena, 0, slots, slots, after=mark)
+    assert lanes.log == [("wait", "load"), ("record", "load")] * 2
     lanes.log.clear()
     copier.scatter(0, arena, 0, [1], [1])
     assert lanes.log == [("record", "load")]

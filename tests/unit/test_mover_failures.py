@@ -212,6 +212,23 @@ def test_what_has_not_started_in_time_fails_and_what_has_is_waited_for(rank):
     assert results[late].failed == {}
 
 
+def test_what_waits_behind_a_dropped_segment_is_given_up_in_time_too(rank):
+    moves = stored(rank, 1)
+    rank.device.plan.hold = True
+    load = rank.submit(JobKind.LOAD, moves)
+    rank.run()
+    drop = rank.submit(JobKind.DROP_SEGMENT, segment=segment_of(0))
+    behind = rank.submit(JobKind.LOAD, [move(9, 1, 9, nvme=9), move(8, 1, 8, nvme=8)])
+    rank.run()
+    rank.now_s = 11.0
+    results = rank.run()
+    assert results[behind].failed == dict.fromkeys(range(2), Reason.DEADLINE)
+    assert not {load, drop} & set(results)
+    rank.device.plan.hold = False
+    rank.device.release()
+    assert {load, drop} <= set(rank.run())
+
+
 def test_void_loads_end_as_failed_whatever_they_read(rank):
     moves = stored(rank, GPU_BLOCKS)
     rank.device.plan.hold = True
@@ -231,6 +248,22 @@ def test_void_reaches_a_result_that_nobody_has_polled_for(rank):
     while rank.mover.turn():
         pass
     rank.mover.submit(Plan(void=(load, 999)))
+    assert rank.run()[load].failed == dict.fromkeys(range(2), Reason.CANCELLED)
+
+
+def test_void_reaches_a_load_that_ends_in_this_instant(rank):
+    moves = stored(rank, 2)
+    load = rank.submit(JobKind.LOAD, moves)
+    poll = rank.device.poll
+
+    def poll_while_the_model_resets(timeout_s: float = 0.0):
+        rank.mover.submit(Plan(void=(load,)))
+        return poll(timeout_s)
+
+    rank.device.poll = poll_while_the_model_resets
+    rank.mover.turn()
+    rank.mover.turn()
+    rank.device.poll = poll
     assert rank.run()[load].failed == dict.fromkeys(range(2), Reason.CANCELLED)
 
 

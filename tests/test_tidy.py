@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The house rules that a machine can check: sizes, names, who imports what, and that the words match the code."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import shutil
+import subprocess
+import sys
+import tokenize
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from kvdisk.config import Config
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST_LINES, MOST_FUNCTION_LINES = 400, 70
+EXCUSE = "Why over 400 lines:"
+
+BANNED = re.compile(r"(chunk|page|backend|utils?|common|helper)s?|entry|entries", re.IGNORECASE)
+FOREIGN_TERMS = re.compile(r"entry[ -]points?|page (cache|fault)s?", re.IGNORECASE)
+"""Not our names: what others call their things."""
+
+ROOMS: dict[str, tuple[str, ...]] = {
+    "vllm": ("kvdisk/connector/",),
+    "torch": ("kvdisk/connector/", "kvdisk/worker/copier.py", "kvdisk/worker/arena.py", "kvdisk/worker/gpu_staging.py"),
+    "lmdb": ("kvdisk/index/lmdb_index.py",),
+    "kvikio": ("kvdisk/device/gds.py",),
+    "nixl": ("kvdisk/device/nixl.py",),
+    "numpy": ("kvdisk/",),
+    "xxhash": ("kvdisk/device/", "kvdisk/worker/"),
+    "rich": ("kvdisk/cli/",),
+    "typer": ("kvdisk/cli/",),
+    "pytest": ("kvdisk/testing/",),
+    "hypothesis": ("kvdisk/testing/",),
+    "transformers": ("kvdisk/testing/tiny_models.py",),
+    "tokenizers": ("kvdisk/testing/tiny_models.py",),
+    "huggingface_hub": ("kvdisk/connector/identity.py",),
+}
+"""Where a package that is not ours may be imported; what is not listed may be imported nowhere."""
+BARRED = {"threading": "kvdisk/manager/", "time": "kvdisk/manager/"}
+
+# Written in pieces, or this file would break its own rule.
+HOSTS = tuple(
+    ".".join(parts) for parts in (("pypi", "org"), ("pythonhosted", "org"), ("pytorch", "org"), ("huggingface", "co"))
+)
+MACHINE_PATHS = re.compile(r"(?<![\w.~*])/(?:" + "|".join(("root", "home", "work", "Users", "opt", "mnt")) + r")/")
+
+
+@cache
+def committed_files() -> tuple[Path, ...]:
+    """Return every file of the checkout that git does not ignore."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
+    return tuple(ROOT / name for name in listed if name and (ROOT / name).is_file())
+
+
+def modules() -> list[Path]:
+    return sorted((ROOT / "kvdisk").rglob("*.py"))
+
+
+def prose() -> list[Path]:
+    return [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def named(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+# --- What is wrong with one text; each is shown below to find what it looks for. ---
+
+
+def oversized(text: str) -> Iterator[str]:
+    tree = ast.parse(text)
+    lines = text.count("\n")
+    if lines > MOST_LINES and EXCUSE not in (ast.get_docstring(tree) or ""):
+        yield f"{lines} lines"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MOST_FUNCTION_LINES:
+                yield f"{node.name}: {length} lines"
+
+
+def defined_names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.alias) and node.asname:
+            yield node.asname
+
+
+def words(identifier: str) -> list[str]:
+    return re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", identifier)
+
+
+def banned_words(text: str) -> Iterator[str]:
+    for name in defined_names(ast.parse(text)):
+        yield from (f"the name {name}" for word in words(name) if BANNED.fullmatch(word))
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in {tokenize.COMMENT, tokenize.STRING}:
+            said = FOREIGN_TERMS.sub("", token.string)
+            yield from (f"line {token.start[0]} says {word}" for word in words(said) if BANNED.fullmatch(word))
+
+
+def imported(text: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide where they go"
+            yield node.module or ""
+
+
+def foreign_imports(path: str, text: str) -> Iterator[str]:
+    for module in imported(text):
+        package = module.partition(".")[0]
+        if package == "kvdisk":
+            continue
+        if package in sys.stdlib_module_names:
+            if path.startswith(BARRED.get(package, "nowhere")):
+                yield f"{package} in {path}"
+        elif not path.startswith(ROOMS.get(package, ())):
+            yield f"{package} in {path}"
+
+
+def machine_words(text: str) -> Iterator[str]:
+    yield from (host for host in HOSTS if host in text)
+    yield from MACHINE_PATHS.findall(text)
+
+
+def anchors(text: str) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(path: Path, text: str) -> Iterator[str]:
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, fragment = target.partition("#")
+        found = (path.parent / file).resolve() if file else path
+        if not found.exists() or (fragment and fragment not in anchors(found.read_text())):
+            yield target
+
+
+@pytest.mark.parametrize(
+    ("scanner", "planted"),
+    [
+        (oversized, "x = 1\n" * (MOST_LINES + 1)),
+        (oversized, "def long():\n" + "    x = 1\n" * MOST_FUNCTION_LINES),
+        (banned_words, "class PageTable: pass\n"),
+        (banned_words, "def read(self, chunk_bytes): pass\n"),
+        (banned_words, "x = 1  # a helper\n"),
+        (banned_words, '"""Reads an entry."""\n'),
+        (lambda text: foreign_imports("kvdisk/worker/mover.py", text), "def f():\n    from torch import empty\n"),
+        (lambda text: foreign_imports("kvdisk/manager/pool.py", text), "import time\n"),
+        (lambda text: foreign_imports("kvdisk/cli/main.py", text), "import requests\n"),
+        (machine_words, f"see https://{HOSTS[0]}/simple"),
+        (machine_words, "cd /" + "root/src"),
+        (lambda text: broken_links(ROOT / "README.md", text), "[gone](docs/gone.md)"),
+        (lambda text: broken_links(ROOT / "README.md", text), "[gone](LICENSE#no-such-heading)"),
+    ],
+)
+def test_the_scanners_find_what_they_look_for(scanner, planted):
+    assert len(list(scanner(planted))) == 1
+    assert not list(scanner("fine = 1\n"))
+
+
+# --- The rules. ---
+
+
+def test_files_and_functions_are_small():
+    assert not [f"{named(path)}: {what}" for path in modules() for what in oversized(path.read_text())]
+
+
+def test_one_word_one_thing():
+    files = [named(path) for path in modules() if any(BANNED.fullmatch(word) for word in words(path.stem))]
+    assert not files
+    assert not [f"{named(path)}: {what}" for path in modules() for what in banned_words(path.read_text())]
+
+
+def test_foreign_packages_stay_in_their_rooms():
+    assert not [what for path in modules() for what in foreign_imports(named(path), path.read_text())]
+
+
+def test_every_python_file_names_its_licence():
+    first = "# SPDX-License-Identifier: Apache-2.0\n"
+    assert not [named(p) for p in committed_files() if p.suffix == ".py" and not p.read_text().startswith(first)]
+
+
+def test_nothing_names_a_machine_or_a_registry():
+    found = []
+    for path in committed_files():
+        found += [f"{named(path)}: {what}" for what in machine_words(path.read_text(errors="replace"))]
+    assert not found
+
+
+def test_links_lead_somewhere():
+    assert not [f"{named(path)}: {what}" for path in prose() for what in broken_links(path, path.read_text())]
+
+
+def test_packages_are_pinned_exactly_and_once():
+    pins = Counter()
+    for path in (ROOT / "requirements").glob("*.txt"):
+        for line in path.read_text().splitlines():
+            if line and not line.startswith("#"):
+                assert re.fullmatch(r"[A-Za-z0-9._-]+==[^\s;]+", line), f"{path.name}: {line}"
+                pins[re.sub(r"[-_.]+", "-", line.partition("==")[0]).lower()] += 1
+    assert len(pins) > 100
+    assert not [name for name, count in pins.items() if count > 1]
+
+
+def test_the_configuration_table_is_the_configuration():
+    section = re.search(
+        r"^## Configuration\n(.*?)(?=^## |\Z)", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert section is not None, "the README has no section Configuration"
+    rows = re.findall(r"^\| *(`[^|]*`) *\|", section[1], re.MULTILINE)
+    documented = [key for row in rows for key in re.findall(r"`(\w+)`", row)]
+    assert sorted(documented) == sorted(field.name for field in fields(Config))
+
+
+def contract_layers() -> list[list[str]]:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layered,) = [contract for contract in contracts if contract["type"] == "layers"]
+    return [[module.strip() for module in layer.split("|")] for layer in layered["layers"]]
+
+
+def drawn_floors() -> dict[str, int]:
+    """Return the floor of each top-level module, as the diagram in docs/ARCHITECTURE.md has it."""
+    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    (diagram,) = re.findall(r"^```\n(floor 5 .*?)^```", text, re.MULTILINE | re.DOTALL)
+    floors = {}
+    for line in diagram.splitlines():
+        number = re.match(r"floor (\d)", line)
+        assert number is not None, line
+        for name in re.findall(r"kvdisk/(\w+)(?:/|\.py)", line):
+            assert name not in floors, f"{name} is drawn twice"
+            floors[name] = int(number[1])
+    return floors
+
+
+def test_the_drawn_floors_are_the_contract_and_the_code():
+    floors = drawn_floors()
+    exists = {
+        path.stem for path in (ROOT / "kvdisk").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert set(floors) == exists - {"__init__"}
+    layers = [[floors[module.removeprefix("kvdisk.")] for module in layer] for layer in contract_layers()]
+    assert sorted(module for layer in contract_layers() for module in layer) == sorted(
+        f"kvdisk.{name}" for name in floors
+    )
+    assert all(len(set(layer)) == 1 for layer in layers), "a layer of the contract lies on two floors"
+    assert all(upper[0] >= lower[0] for upper, lower in pairwise(layers)), "the contract's order is not the diagram's"
+
+
+def test_every_room_is_described():
+    described = set(re.findall(r"[\w/]+\.py", (ROOT / "docs" / "ARCHITECTURE.md").read_text()))
+    names = {Path(name).name for name in described}
+    whole = {"cli", "testing"}
+    rooms = [p for p in modules() if p.stem != "__init__" and p.relative_to(ROOT).parts[1] not in whole]
+    assert not [named(path) for path in rooms if path.name not in names]
+    assert not names - {path.name for path in modules()}
+
+
+def test_the_contract_fails_when_a_wing_imports_the_other(tmp_path):
+    shutil.copytree(ROOT / "kvdisk", tmp_path / "kvdisk", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    assert _lint_imports(tmp_path) == (0, [])
+    pool = tmp_path / "kvdisk" / "manager" / "pool.py"
+    pool.write_text(pool.read_text() + "\nimport kvdisk.worker.mover\n")
+    code, broken = _lint_imports(tmp_path)
+    assert code != 0
+    assert any("kvdisk.manager is not allowed to import kvdisk.worker" in line for line in broken), broken
+
+
+def _lint_imports(place: Path) -> tuple[int, list[str]]:
+    script = "import sys; sys.path.insert(0, '.'); from importlinter.cli import lint_imports_command as run; run()"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "--no-cache"], cwd=place, capture_output=True, text=True, check=False
+    )
+    return done.returncode, [line for line in done.stdout.splitlines() if "not allowed" in line]

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from kvdisk.device.home import Store
+from kvdisk.errors import DeviceError, GeometryMismatch
+from kvdisk.messages import HomeSpec, SegmentSpec
+from kvdisk.worker.files import HomeFiles
+
+FINGERPRINT = bytes(range(32))
+SPEC = SegmentSpec(3, 8192, 4)
+
+
+@pytest.fixture
+def home(tmp_path):
+    made = Store.open(tmp_path).acquire_home(FINGERPRINT, {}, 1 << 30)
+    yield made
+    made.close(clean=True)
+
+
+@pytest.fixture
+def spec(home):
+    return HomeSpec(home.id, FINGERPRINT, (3,))
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_made_once_opened_again_dropped(tmp_path, home, spec):
+    before = open_files()
+    files = HomeFiles(tmp_path, 0, 2)
+    files.open_home(spec)
+    fd = files.open_segment(SPEC)
+    assert os.fstat(fd).st_size == os.path.getsize(home.segments_path / "3" / "rank0.kv")
+    files.close()
+    files.close()
+    assert open_files() == before
+
+    again = HomeFiles(tmp_path, 0, 2)
+    again.open_home(spec)
+    again.open_segment(SPEC._replace(create=False))
+    joined = open_files()
+    again.drop_segment(SPEC)
+    assert open_files() == joined - 1
+    assert os.listdir(home.segments_path) == []
+    again.drop_segment(SPEC)  # gone already
+    again.close()
+
+
+def test_files_that_the_index_does_not_know_are_removed(tmp_path, home, spec):
+    for rank in range(2):
+        files = HomeFiles(tmp_path, rank, 2)
+        files.open_home(spec)
+        for segment in (3, 4):
+            files.open_segment(SPEC._replace(segment=segment))
+        files.close()
+    files = HomeFiles(tmp_path, 0, 2)
+    files.open_home(spec)
+    files.close()
+    left = {path.relative_to(home.segments_path).as_posix() for path in home.segments_path.glob("*/*")}
+    assert left == {"3/rank0.kv", "3/rank1.kv", "4/rank1.kv"}  # the other rank's are its own affair
+
+
+def test_what_cannot_be_opened_leaves_nothing_behind(tmp_path, home, spec):
+    before = open_files()
+    files = HomeFiles(tmp_path, 0, 1)
+    with pytest.raises(DeviceError):
+        files.open_segment(SPEC)  # no home
+    with pytest.raises(DeviceError):
+        files.open_home(spec._replace(home_id="0" * 32))
+    with pytest.raises(GeometryMismatch):
+        files.open_home(spec._replace(fingerprint=bytes(32)))
+    assert open_files() == before
+    files.open_home(spec)
+    joined = open_files()
+    with pytest.raises(DeviceError):
+        files.open_segment(SPEC._replace(slot_count=1 << 40))
+    with pytest.raises(DeviceError):
+        files.open_segment(SPEC._replace(create=False))
+    assert open_files() == joined
+    assert os.listdir(home.segments_path) == []
+    files.open_segment(SPEC)
+    files.close()
+    assert open_files() == before

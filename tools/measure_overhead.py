@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kvdisk costs where it gains nothing: throughput on prompts that were never seen, with it and without it.
+
+Two engines stay alive side by side, one with the connector and one without, and work in turn: never
+both at once. Each turn has prompts of its own, so there is nothing to hit and everything to store. Before the
+other engine's turn, stores are drained; that wait is shown, and not part of the throughput.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from demo import DemoError, build_model
+from engine_child import EngineChild, EngineError
+from rich.console import Console
+from rich.table import Table
+
+WARM_UP_SEED = 1 << 30
+CONNECTED, ALONE = "with kvdisk", "vLLM alone"
+
+
+class Turn(NamedTuple):
+    """One engine's work on one set of prompts, and how long its stores took to drain after it."""
+
+    work_s: float
+    drain_s: float
+
+
+def make_prompts(seed: int, count: int, length: int, vocabulary: int) -> list[list[int]]:
+    """Return prompts of random tokens that no other seed gives."""
+    chosen = random.Random(seed)  # noqa: S311 - not a secret
+    return [[chosen.randrange(10, vocabulary) for _ in range(length)] for _ in range(count)]
+
+
+def take_turn(engine: EngineChild, prompts: list[list[int]], max_tokens: int) -> Turn:
+    """Run one set of prompts, all handed over at once, and drain."""
+    start_s = time.perf_counter()
+    answers = engine.generate(prompts, max_tokens)
+    worked_s = time.perf_counter()
+    engine.drain()
+    assert not any(answer.cached for answer in answers), "a prompt was found somewhere, so this measures something else"
+    return Turn(worked_s - start_s, time.perf_counter() - worked_s)
+
+
+def take_turns(
+    engines: dict[str, EngineChild], options: argparse.Namespace, console: Console
+) -> Iterator[tuple[str, Turn]]:
+    """Yield turns of both engines, interleaved; which goes first changes with each round."""
+    for number in range(options.rounds + 1):
+        order = list(engines) if number % 2 else list(reversed(engines))
+        for place, name in enumerate(order):
+            seed = WARM_UP_SEED + place if number == 0 else 2 * number + place
+            prompts = make_prompts(seed, options.requests, options.prompt_tokens, options.vocabulary)
+            turn = take_turn(engines[name], prompts, options.max_tokens)
+            if number:
+                console.print(f"round {number}: {name}: {turn.work_s:.2f} s, drain {turn.drain_s:.2f} s")
+                yield name, turn
+
+
+def table_of(turns: dict[str, list[Turn]], tokens: int) -> Table:
+    """Return the table of both engines' throughput; ``tokens``: processed in a turn."""
+    table = Table("", "median tokens/s", "lowest", "highest", "median drain")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, taken in turns.items():
+        rates = [tokens / turn.work_s for turn in taken]
+        drain_s = statistics.median(turn.drain_s for turn in taken)
+        table.add_row(
+            name,
+            *(f"{rate:,.0f}" for rate in (statistics.median(rates), min(rates), max(rates))),
+            f"{drain_s:.2f} s",
+        )
+    return table
+
+
+def describe_machine(store: Path) -> str:
+    """Return one line on what this ran on."""
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if "model name" in line
+    ]
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    kind = subprocess.run(
+        ["stat", "--file-system", "--format=%T", str(store)],  # noqa: S607
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    cores = len(os.sched_getaffinity(0))
+    return (
+        f"{cores} cores ({names[0] if names else platform.machine()}), {memory_gib:.0f} GiB memory,"
+        f" store on {kind or 'an unknown file system'}, Linux {platform.release()}, Python {platform.python_version()}"
+    )
+
+
+def parse_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, help="a local model directory; without it the demo's random one")
+    parser.add_argument("--store-parent", type=Path, default=None, help="directory to make the store in, and remove it")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=24, help="requests of a turn")
+    parser.add_argument("--concurrent", type=int, default=8, help="requests that run at once")
+    parser.add_argument("--prompt-tokens", type=int, default=1000)
+    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--vocabulary", type=int, default=4096, help="token ids of the prompts are below this")
+    parser.add_argument("--layout", choices=("inproc", "own"), default="inproc")
+    parser.add_argument("--nvme-bytes", default="4GiB")
+    parser.add_argument("--cpu-bytes", default="1GiB")
+    return parser.parse_args()
+
+
+def measure(options: argparse.Namespace, work: Path, console: Console) -> dict[str, list[Turn]]:
+    """Start both engines, let them take their turns, and return them by name."""
+    model = build_model() if options.model is None else options.model.absolute()
+    config = {
+        "store_dirs": str(work / "store"),
+        "nvme_bytes": options.nvme_bytes,
+        "cpu_bytes": options.cpu_bytes,
+        "segment_bytes": "256MiB",
+    }
+    limits = {"max_model_len": options.prompt_tokens + options.max_tokens, "max_num_seqs": options.concurrent}
+    turns: dict[str, list[Turn]] = {CONNECTED: [], ALONE: []}
+    with (
+        EngineChild(model, work / "connected.log", extra_config=config, layout=options.layout, **limits) as connected,
+        EngineChild(model, work / "alone.log", layout=options.layout, **limits) as alone,
+    ):
+        for name, turn in take_turns({CONNECTED: connected, ALONE: alone}, options, console):
+            turns[name].append(turn)
+        if options.layout == "inproc":
+            counters = connected.counters()
+            assert counters.get("stored_blocks", 0) > 0, "nothing was stored, so this measures nothing"
+            console.print(f"stored {counters['stored_blocks']:,} blocks, {counters.get('demoted_blocks', 0):,} on NVMe")
+    return turns
+
+
+def report(options: argparse.Namespace, turns: dict[str, list[Turn]], work: Path, console: Console) -> None:
+    """Print what was measured."""
+    tokens = options.requests * (options.prompt_tokens + options.max_tokens)
+    ratios = [alone.work_s / connected.work_s for connected, alone in zip(turns[CONNECTED], turns[ALONE], strict=True)]
+    console.print()
+    console.print(table_of(turns, tokens))
+    console.print(
+        f"Throughput with kvdisk is {statistics.median(ratios):.3f} of vLLM alone"
+        f" (median of {len(ratios)} rounds, {min(ratios):.3f} to {max(ratios):.3f})."
+    )
+    console.print(
+        f"A turn: {options.requests} prompts of {options.prompt_tokens:,} tokens, {options.max_tokens} tokens decoded,"
+        f" {options.concurrent} at once, layout {options.layout}."
+    )
+    console.print(describe_machine(work))
+
+
+def main() -> int:
+    """Measure and report."""
+    options = parse_options()
+    console = Console(highlight=False, soft_wrap=True)
+    work = Path(tempfile.mkdtemp(prefix="kvdisk-overhead-", dir=options.store_parent))
+    try:
+        report(options, measure(options, work, console), work, console)
+    except (DemoError, EngineError) as failure:
+        console.print(f"kvdisk: {failure}", markup=False)
+        return 1
+    finally:
+        shutil.rmtree(work)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
