@@ -113,18 +113,35 @@ def banned_words(text: str) -> Iterator[str]:
     for name in defined_names(ast.parse(text)):
         yield from (f"the name {name}" for word in words(name) if BANNED.fullmatch(word))
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in {tokenize.COMMENT, tokenize.STRING}:
+        # A string of one word is another's key or name, such as LMDB's.
+        if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and " " in token.string):
             said = FOREIGN_TERMS.sub("", token.string)
             yield from (f"line {token.start[0]} says {word}" for word in words(said) if BANNED.fullmatch(word))
 
 
-def imported(text: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "relative imports hide where they go"
-            yield node.module or ""
+class _Imports(ast.NodeVisitor):
+    """Collects what a module imports when it runs, so not what only its annotations need."""
+
+    def __init__(self) -> None:
+        self.modules: list[str] = []
+
+    def visit_If(self, node: ast.If) -> None:
+        only_types = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for child in node.orelse if only_types else ast.iter_child_nodes(node):
+            self.visit(child)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self.modules += [alias.name for alias in node.names]
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        assert node.level == 0, "relative imports hide where they go"
+        self.modules.append(node.module or "")
+
+
+def imported(text: str) -> list[str]:
+    imports = _Imports()
+    imports.visit(ast.parse(text))
+    return imports.modules
 
 
 def foreign_imports(path: str, text: str) -> Iterator[str]:

