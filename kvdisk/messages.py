@@ -107,7 +107,7 @@ class Plan:
     """One step's work. ``flush``: jobs already sent whose GPU-reading legs are to be finished first.
 
     ``void``: loads already sent whose bytes stopped being right (a reset): they end as failed whatever they read.
-    ``idle``: no model runs in this step, so a worker may wait a moment for its transfers.
+    ``idle``: no model runs in this step, which is there for transfers or commits: a worker may wait a moment for them.
     """
 
     jobs: tuple[Job, ...] = ()

@@ -44,7 +44,7 @@ QUESTIONS = (
     "\n\nQuestion of the second user: which numbers does the text above give, in which units, and what is each"
     " of them a bound or a measurement of? Put them into a list, the largest first, and say which is missing.\nAnswer:",
 )
-TABLE_WIDTH = 118
+TABLE_WIDTH = 100
 BUILD_WEIGHT, START_WEIGHT, COLD_WEIGHT, WARM_WEIGHT = 6, 10, 3, 0.5
 """Rough seconds of the parts, for the progress bar."""
 
@@ -118,9 +118,9 @@ class Demo:
             remember_store(self.store)
             passes.append(self._pass("cold", engine, COLD_WEIGHT))
             engine.reset()
-            passes.append(self._pass("warm, CPU tier", engine, WARM_WEIGHT))
+            passes.append(self._pass("warm from CPU", engine, WARM_WEIGHT))
         with self._start("vLLM with kvdisk again", "second", self.config) as engine:
-            passes.append(self._pass("restarted, NVMe", engine, WARM_WEIGHT))
+            passes.append(self._pass("after a restart, from NVMe", engine, WARM_WEIGHT))
         return passes
 
     def _start(self, what: str, name: str, config: dict[str, Any] | None) -> EngineChild:
@@ -169,34 +169,27 @@ def verdict(passes: Sequence[Pass]) -> list[str]:
 
 
 def table_of(passes: Sequence[Pass]) -> Table:
-    """Return the table that the demo ends with."""
+    """Return the table that the demo ends with: a column for each pass."""
     alone, cold = passes[0], passes[1]
-    table = Table("pass", box=box.SIMPLE_HEAD, padding=(0, 1))
-    for heading in (
-        "prompt tokens",
-        "loaded from CPU",
-        "loaded from NVMe",
-        "found on GPU",
-        "median TTFT",
-        "ratio to cold",
-        "same, 2nd user",
-        "same tokens as without kvdisk",
-        "bytes on NVMe",
-    ):
-        table.add_column(heading, justify="right", max_width=11 if "kvdisk" in heading else 9)
+    rows: list[tuple[str, Callable[[Pass], str]]] = [
+        ("prompt tokens", lambda one: f"{sum(map(len, one.prompts)):,}"),
+        ("  loaded from the CPU tier", lambda one: f"{one.from_cpu:,}"),
+        ("  loaded from NVMe", lambda one: f"{one.from_nvme:,}"),
+        ("  in the GPU prefix cache", lambda one: f"{one.from_gpu:,}"),
+        ("median TTFT", lambda one: f"{one.ttft_s(0):.3f} s"),
+        ("  ratio to cold", lambda one: f"{one.ttft_s(0) / cold.ttft_s(0):.3f}"),
+        ("  of the 2nd user", lambda one: f"{one.ttft_s(1):.3f} s"),
+        (
+            "same tokens as without kvdisk",
+            lambda one: "" if one is alone else ("no", "yes")[one.tokens == alone.tokens],
+        ),
+        ("on NVMe", lambda one: "" if one.nvme_bytes is None else f"{one.nvme_bytes / 2**20:,.0f} MiB"),
+    ]
+    table = Table("", box=box.SIMPLE_HEAD, padding=(0, 1))
     for one in passes:
-        table.add_row(
-            one.name,
-            f"{sum(map(len, one.prompts)):,}",
-            f"{one.from_cpu:,}",
-            f"{one.from_nvme:,}",
-            f"{one.from_gpu:,}",
-            f"{one.ttft_s(0):.3f} s",
-            f"{one.ttft_s(0) / cold.ttft_s(0):.3f}",
-            f"{one.ttft_s(1):.3f} s",
-            "" if one is alone else ("yes" if one.tokens == alone.tokens else "NO"),
-            "" if one.nvme_bytes is None else f"{one.nvme_bytes / 2**20:,.0f} MiB",
-        )
+        table.add_column(one.name, justify="right", max_width=9)
+    for label, cell in rows:
+        table.add_row(label, *map(cell, passes))
     return table
 
 
@@ -281,8 +274,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--kv-gib", type=int, default=1, help="GiB of vLLM's own KV cache")
     options = parser.parse_args()
     options.store = options.store.absolute()
-    if options.model is not None and not (options.model / "config.json").exists():
-        parser.error(f"{options.model} is not a model directory: it has no config.json")
     return options
 
 
@@ -300,6 +291,8 @@ def run_demo(options: argparse.Namespace, console: Console) -> list[Pass]:
                 console.print(f"kvdisk: {what}")
 
         advance("building the model" if options.model is None else "reading the model", 0)
+        if options.model is not None and not (options.model / "config.json").exists():
+            raise DemoError(f"{options.model} is not a model directory: it has no config.json.")
         clear_store(options.store)
         model = build_model() if options.model is None else options.model.absolute()
         prompts = cut_prompts(model, options.prompt_tokens)
@@ -324,8 +317,8 @@ def main() -> int:
     console.print()
     console.print(table_of(passes))
     console.print(
-        f"{DOCUMENTS} documents, {len(QUESTIONS)} users each, one after the other. TTFT, time to first token: median of"
-        " those who ask a document first, when nothing of it is on the GPU; the 2nd user finds it there."
+        f"{DOCUMENTS} documents, {len(QUESTIONS)} users each, one after the other. TTFT is the time to the first token"
+        " for those who ask a document first: nothing of it is on the GPU then. The 2nd user finds it there."
     )
     wrong = verdict(passes)
     for sentence in wrong:

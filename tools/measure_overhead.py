@@ -3,7 +3,8 @@
 
 Two engines stay alive side by side, one with the connector and one without, and work in turn: never
 both at once. Each turn has prompts of its own, so there is nothing to hit and everything to store. Before the
-other engine's turn, stores are drained; that wait is shown, and not part of the throughput.
+other engine's turn, stores are drained; that wait is shown, and not part of the throughput. The same
+engine can be a tenth faster or slower from one start to the next, so there are several pairs of engines.
 """
 
 from __future__ import annotations
@@ -22,12 +23,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from demo import DemoError, build_model
+from demo import WORK, DemoError, build_model, inspect
 from engine_child import EngineChild, EngineError
 from rich.console import Console
 from rich.table import Table
 
-WARM_UP_SEED = 1 << 30
 CONNECTED, ALONE = "with kvdisk", "vLLM alone"
 
 
@@ -55,17 +55,17 @@ def take_turn(engine: EngineChild, prompts: list[list[int]], max_tokens: int) ->
 
 
 def take_turns(
-    engines: dict[str, EngineChild], options: argparse.Namespace, console: Console
+    engines: dict[str, EngineChild], pair: int, options: argparse.Namespace, console: Console
 ) -> Iterator[tuple[str, Turn]]:
-    """Yield turns of both engines, interleaved; which goes first changes with each round."""
+    """Yield turns of both engines, interleaved; which goes first changes with each round. The first is not counted."""
     for number in range(options.rounds + 1):
-        order = list(engines) if number % 2 else list(reversed(engines))
+        order = list(engines) if (number + pair) % 2 else list(reversed(engines))
         for place, name in enumerate(order):
-            seed = WARM_UP_SEED + place if number == 0 else 2 * number + place
+            seed = 2 * (pair * (options.rounds + 1) + number) + place
             prompts = make_prompts(seed, options.requests, options.prompt_tokens, options.vocabulary)
             turn = take_turn(engines[name], prompts, options.max_tokens)
             if number:
-                console.print(f"round {number}: {name}: {turn.work_s:.2f} s, drain {turn.drain_s:.2f} s")
+                console.print(f"pair {pair + 1}, {name}: {turn.work_s:.2f} s, then {turn.drain_s:.2f} s to drain")
                 yield name, turn
 
 
@@ -94,15 +94,16 @@ def describe_machine(store: Path) -> str:
     ]
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     kind = subprocess.run(
-        ["stat", "--file-system", "--format=%T", str(store)],  # noqa: S607
+        ["df", "--output=fstype", str(store)],  # noqa: S607
         capture_output=True,
         text=True,
         check=False,
-    ).stdout.strip()
+    ).stdout.split()[-1:]
     cores = len(os.sched_getaffinity(0))
     return (
         f"{cores} cores ({names[0] if names else platform.machine()}), {memory_gib:.0f} GiB memory,"
-        f" store on {kind or 'an unknown file system'}, Linux {platform.release()}, Python {platform.python_version()}"
+        f" store on {''.join(kind) or 'an unknown file system'},"
+        f" Linux {platform.release()}, Python {platform.python_version()}"
     )
 
 
@@ -111,7 +112,8 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="a local model directory; without it the demo's random one")
     parser.add_argument("--store-parent", type=Path, default=None, help="directory to make the store in, and remove it")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=3, help="times that both engines are started anew")
+    parser.add_argument("--rounds", type=int, default=3, help="counted turns of each engine of a pair")
     parser.add_argument("--requests", type=int, default=24, help="requests of a turn")
     parser.add_argument("--concurrent", type=int, default=8, help="requests that run at once")
     parser.add_argument("--prompt-tokens", type=int, default=1000)
@@ -124,27 +126,37 @@ def parse_options() -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, work: Path, console: Console) -> dict[str, list[Turn]]:
-    """Start both engines, let them take their turns, and return them by name."""
+    """Start pairs of engines, let them take their turns, and return all turns by name."""
     model = build_model() if options.model is None else options.model.absolute()
+    turns: dict[str, list[Turn]] = {CONNECTED: [], ALONE: []}
+    for pair in range(options.pairs):
+        place = work / str(pair)
+        place.mkdir()
+        for name, turn in run_pair(model, pair, place, options, console):
+            turns[name].append(turn)
+        shutil.rmtree(place)
+    return turns
+
+
+def run_pair(
+    model: Path, pair: int, place: Path, options: argparse.Namespace, console: Console
+) -> Iterator[tuple[str, Turn]]:
+    """Yield the turns of one pair of engines."""
     config = {
-        "store_dirs": str(work / "store"),
+        "store_dirs": str(place / "store"),
         "nvme_bytes": options.nvme_bytes,
         "cpu_bytes": options.cpu_bytes,
         "segment_bytes": "256MiB",
     }
     limits = {"max_model_len": options.prompt_tokens + options.max_tokens, "max_num_seqs": options.concurrent}
-    turns: dict[str, list[Turn]] = {CONNECTED: [], ALONE: []}
     with (
-        EngineChild(model, work / "connected.log", extra_config=config, layout=options.layout, **limits) as connected,
-        EngineChild(model, work / "alone.log", layout=options.layout, **limits) as alone,
+        EngineChild(model, place / "connected.log", extra_config=config, layout=options.layout, **limits) as connected,
+        EngineChild(model, place / "alone.log", layout=options.layout, **limits) as alone,
     ):
-        for name, turn in take_turns({CONNECTED: connected, ALONE: alone}, options, console):
-            turns[name].append(turn)
-        if options.layout == "inproc":
-            counters = connected.counters()
-            assert counters.get("stored_blocks", 0) > 0, "nothing was stored, so this measures nothing"
-            console.print(f"stored {counters['stored_blocks']:,} blocks, {counters.get('demoted_blocks', 0):,} on NVMe")
-    return turns
+        yield from take_turns({CONNECTED: connected, ALONE: alone}, pair, options, console)
+    used_bytes = inspect(place / "store")["totals"]["used_bytes"]
+    assert used_bytes, "nothing was stored, so this measures nothing"
+    console.print(f"pair {pair + 1} left {used_bytes / 2**20:,.0f} MiB of blocks on NVMe")
 
 
 def report(options: argparse.Namespace, turns: dict[str, list[Turn]], work: Path, console: Console) -> None:
@@ -155,7 +167,7 @@ def report(options: argparse.Namespace, turns: dict[str, list[Turn]], work: Path
     console.print(table_of(turns, tokens))
     console.print(
         f"Throughput with kvdisk is {statistics.median(ratios):.3f} of vLLM alone"
-        f" (median of {len(ratios)} rounds, {min(ratios):.3f} to {max(ratios):.3f})."
+        f" (median of {len(ratios)} rounds, {options.pairs} pairs of engines; {min(ratios):.3f} to {max(ratios):.3f})."
     )
     console.print(
         f"A turn: {options.requests} prompts of {options.prompt_tokens:,} tokens, {options.max_tokens} tokens decoded,"
@@ -168,14 +180,18 @@ def main() -> int:
     """Measure and report."""
     options = parse_options()
     console = Console(highlight=False, soft_wrap=True)
-    work = Path(tempfile.mkdtemp(prefix="kvdisk-overhead-", dir=options.store_parent))
+    WORK.mkdir(exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="overhead-", dir=options.store_parent or WORK))
     try:
         report(options, measure(options, work, console), work, console)
     except (DemoError, EngineError) as failure:
         console.print(f"kvdisk: {failure}", markup=False)
         return 1
     finally:
-        shutil.rmtree(work)
+        # The logs of a failure stay.
+        for store in work.glob("*/store"):
+            shutil.rmtree(store)
+    shutil.rmtree(work)
     return 0
 
 

@@ -11,7 +11,7 @@ from kvdisk.geometry import Geometry
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.cpu_space import CpuSpace
-from kvdisk.manager.lookup import first_needed, is_ready, longest_hit
+from kvdisk.manager.lookup import is_ready, longest_hit
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.transfers import MoveDetail, Transfers
 from kvdisk.messages import JobKind, Move
@@ -81,8 +81,9 @@ class LoadPlanner:
         from_nvme: list[int] = []
         for group in self._geometry.groups:
             keys, blocks = request.keys[group.group], block_ids[group.group]
-            first = first_needed(group, local_tokens, end_tokens)
-            for position in range(first, end_tokens // group.block_tokens):
+            for position in range(local_tokens // group.block_tokens, end_tokens // group.block_tokens):
+                # What the engine has given a block is loaded or fails, even where ``lookup`` needed less of a
+                # window: the engine would cache a block that nobody wrote under its hash.
                 if blocks[position] == 0:
                     continue
                 move, row = self._source_of(keys[position], blocks[position], request.request_id)

@@ -172,7 +172,7 @@ class TierManager:
                 self._nvme.make_room(now, [1] * len(self._geometry.slot_sizes))
         flush, self._flush = tuple(self._flush), []
         void, self._void = tuple(self._void), []
-        return Plan(self._transfers.take_queued(), flush, void, idle)
+        return Plan(self._transfers.take_queued(), flush, void, idle and self.has_pending_work(now))
 
     def _plan_demotions(self, cpu: CpuSpace, nvme: NvmeSpace, now: float) -> None:
         classes = range(len(self._geometry.slot_sizes))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import FILE_EPOCH, Geometry, segment_file_bytes, slots_per_segment
-from kvdisk.index.base import BlockRecord, Index, SegmentRecord
+from kvdisk.index.base import BlockRecord, Index, IndexState, SegmentRecord
 from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.eviction import EvictionPolicy
 from kvdisk.manager.pool import SlotPool
@@ -63,6 +63,17 @@ class NvmeLayout:
         return cls(index_bytes, tuple(slot_counts), class_bytes)
 
 
+@dataclass(slots=True)
+class _Drop:
+    """A segment on its way out. ``rows``: those that jobs still used at the start. ``ticket``: when the deletion of its
+    last record is committed its files may go; None: a job still uses it. ``sent``: the ranks have been told."""
+
+    spec: SegmentSpec
+    rows: list[int]
+    ticket: int | None = None
+    sent: bool = False
+
+
 class NvmeSpace:
     """Slots of this engine's home. ``writable`` is False while a failed write's back-off runs."""
 
@@ -86,10 +97,11 @@ class NvmeSpace:
         self.pool = SlotPool(len(geometry.slot_sizes))
         self._segments: dict[int, SegmentSpec] = {}
         self._attaching: set[int] = set()
-        self._drops: list[tuple[int, SegmentSpec]] = []
+        self._drops: dict[int, _Drop] = {}
         self._next_segment = 0
         self._ticket = 0
         self._committed = 0
+        self._index_writable = True
         self._paused = False
         self._paused_until_s = 0.0
         self._back_off_s = _FIRST_BACK_OFF_S
@@ -101,13 +113,14 @@ class NvmeSpace:
         """Fill the catalog from the index and plan the jobs that open the home and its segments on every rank."""
         records = sorted(self._index.segments())
         self._next_segment = max((record.segment for record in records), default=-1) + 1
-        used = self._restore_blocks({record.segment: record for record in records})
+        used, stale = self._restore_blocks({record.segment: record for record in records})
         for record in records:
             self._segments[record.segment] = spec = SegmentSpec(
                 record.segment, record.slot_bytes, record.slot_count, record.drive, create=False
             )
             size_class = self._geometry.slot_sizes.index(spec.slot_bytes)
             self.pool.add_segment(spec.segment, size_class, spec.slot_count, used.get(spec.segment, ()))
+        self.pool.retain(stale, self._ticket)
         home = HomeSpec(home_id, fingerprint, tuple(self._segments))
         self._transfers.add(JobKind.OPEN_HOME, [], [], home=home)
         for spec in self._segments.values():
@@ -115,18 +128,24 @@ class NvmeSpace:
             self._transfers.add(JobKind.OPEN_SEGMENT, [], [], segment=spec)
         self._shrink()
 
-    def _restore_blocks(self, segments: dict[int, SegmentRecord]) -> dict[int, set[int]]:
+    def _restore_blocks(self, segments: dict[int, SegmentRecord]) -> tuple[dict[int, set[int]], list[Slot]]:
+        """Adopt what can be served. Return the slots that are not free, by segment, and those of records that go."""
         used: dict[int, set[int]] = {}
         stale: list[tuple[int, BlockKey]] = []
+        stale_slots: list[Slot] = []
         kept: list[BlockRecord] = []
         for record in self._index.blocks():
             segment = segments.get(record.slot.segment)
             taken = used.setdefault(record.slot.segment, set())
-            if record.epoch != FILE_EPOCH or not self._fits(record, segment) or record.slot.index in taken:
+            fresh = record.slot.index not in taken
+            if record.epoch == FILE_EPOCH and self._fits(record, segment) and fresh:
+                kept.append(record)
+            else:
                 stale.append((record.epoch, record.key))
-                continue
+                if segment is None or record.slot.index >= segment.slot_count or not fresh:
+                    continue
+                stale_slots.append(record.slot)
             taken.add(record.slot.index)
-            kept.append(record)
         # The last stored leaves last; within a second, a chain's tail (larger generation) leaves first.
         kept.sort(key=lambda record: (record.stored_s, -record.generation))
         for record in kept:
@@ -135,7 +154,7 @@ class NvmeSpace:
             self._policies[self._class_of(row)].insert(row)
         if stale:
             self._ticket = self._index.delete(stale)
-        return used
+        return used, stale_slots
 
     def _fits(self, record: BlockRecord, segment: SegmentRecord | None) -> bool:
         group = group_of(record.key)
@@ -268,12 +287,11 @@ class NvmeSpace:
         spec = job.segment
         assert spec is not None
         if job.kind is JobKind.DROP_SEGMENT:
-            if spec.segment in self._segments:
-                del self._segments[spec.segment]
-                self._ticket = self._index.delete_segment(spec.segment)
+            del self._segments[spec.segment], self._drops[spec.segment]
+            self._ticket = self._index.delete_segment(spec.segment)
             return
         self._attaching.discard(spec.segment)
-        if spec.segment not in self._segments:
+        if spec.segment in self._drops:
             return  # it was dropped while it was being opened
         if record.failed:
             self.write_failed(now, f"segment {spec.segment} could not be opened on every rank")
@@ -286,20 +304,23 @@ class NvmeSpace:
 
     def _drop_segment(self, spec: SegmentSpec) -> None:
         """Take a segment out of service; its files go when the deletion of its records is committed."""
-        rows = [
-            row
-            for row in self._catalog.rows()
-            if self._catalog.state(row, Tier.NVME) != CopyState.ABSENT
-            and self._catalog.slot(row, Tier.NVME).segment == spec.segment
-        ]
+        rows = [row for row in self._catalog.rows() if self._is_in(row, spec.segment)]
         for row in rows:
             if self._catalog.state(row, Tier.NVME) != CopyState.DOOMED:
                 self._policies[self._class_of(row)].remove(row)
                 self._catalog.doom(row, Tier.NVME)
+        pinned = [row for row in rows if self._catalog.pins(row, Tier.NVME) > 0]
         self.drop([row for row in rows if self._catalog.pins(row, Tier.NVME) == 0])
         if self.pool.has_segment(spec.segment):
             self.pool.retire_segment(spec.segment)
-        self._drops.append((self._ticket, spec))
+        self._drops[spec.segment] = _Drop(spec, pinned)
+
+    def _is_in(self, row: int, segment: int) -> bool:
+        """Whether a row has a copy in a segment: in one that is being dropped no other copy can begin."""
+        return (
+            self._catalog.state(row, Tier.NVME) != CopyState.ABSENT
+            and self._catalog.slot(row, Tier.NVME).segment == segment
+        )
 
     # -- commits and failures ------------------------------------------------------------------
 
@@ -308,22 +329,23 @@ class NvmeSpace:
 
         Returns whether room came free.
         """
-        self._committed = self._index.poll().committed
+        progress = self._index.poll()
+        self._committed = progress.committed
+        self._index_writable = progress.state is IndexState.WRITABLE
         free = sum(self.pool.free)
         self.pool.settle_limbo(self._committed)
-        waiting = []
-        for ticket, spec in self._drops:
-            if ticket <= self._committed:
-                self._transfers.add(JobKind.DROP_SEGMENT, [], [], segment=spec)
-            else:
-                waiting.append((ticket, spec))
-        self._drops = waiting
+        for drop in self._drops.values():
+            if drop.ticket is None and not any(self._is_in(row, drop.spec.segment) for row in drop.rows):
+                drop.ticket = self._ticket
+            if drop.ticket is not None and drop.ticket <= self._committed and not drop.sent:
+                drop.sent = True
+                self._transfers.add(JobKind.DROP_SEGMENT, [], [], segment=drop.spec)
         return sum(self.pool.free) > free
 
     @property
     def uncommitted(self) -> bool:
-        """Whether something queued for the index is not committed, or a segment waits to be dropped."""
-        return self._ticket > self._committed or bool(self._drops)
+        """Whether steps are needed until a commit. Not while the index fails: stepping would not help it."""
+        return self._index_writable and (self._ticket > self._committed or bool(self._drops))
 
     def may_write(self, now: float) -> bool:
         """Whether demotions may be planned: the home is open and no back-off runs."""

@@ -66,7 +66,13 @@ class Watermark:
         self.refused.pop(position, None)
 
     def refuse(self, position: int, why: Refusal, mark: int, now: float) -> None:
-        """Remember a refusal; ``mark`` is the count or the room number at this moment."""
+        """Remember a refusal; ``mark`` is the count or the room number at this moment.
+
+        A block from the frontier on is offered anyway: what failed there was a load, or a store of
+        the request's life before a reset.
+        """
+        if position >= self.frontier:
+            return
         before = self.refused.get(position)
         back_off_s = min(before.back_off_s * 2, _LAST_BACK_OFF_S) if before else _FIRST_BACK_OFF_S
         self.refused[position] = _Refused(why, mark, now + back_off_s, back_off_s)
@@ -78,8 +84,9 @@ class StorePolicy(Protocol):
     def offers(
         self, request_id: str, group: int, storable: int, room: int, now: float, count_of: Callable[[int], int]
     ) -> list[int]:
-        """Return the positions of the group's blocks to offer in this step; of ``storable`` full, computed, hashed ones.
+        """Return the positions of the group's blocks to offer in this step, ascending, none twice.
 
+        ``storable``: how many are full, computed and hashed.
         Every position returned is answered by ``accept`` or ``refuse`` before the next call.
         """
 

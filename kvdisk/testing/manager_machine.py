@@ -210,7 +210,6 @@ class ManagerMachine(RuleBasedStateMachine):
     def commit(self, count: int, fail: bool) -> None:
         """The index commits some of what is queued; or its drive is full: puts are lost, and refused from now on."""
         self.index.commit(count, fail=fail)
-        self.parts.policy.changes += 1
 
     @rule(seconds=st.sampled_from((0.01, 0.06, 0.3, 1.5, 3.0, LONGEST_BACK_OFF_S)))
     def wait(self, seconds: float) -> None:
@@ -220,8 +219,6 @@ class ManagerMachine(RuleBasedStateMachine):
     def _advance(self, seconds: float) -> None:
         self.now += seconds
         self.engine.now = self.now
-        if seconds >= 1.0:
-            self.parts.policy.changes += 1  # a back-off may be over
 
     # -- catastrophes, and their opposite ------------------------------------------------------
 

@@ -102,6 +102,9 @@ class WatchedPolicy(OnCompute):
     def refuse(self, request_id: str, group: int, position: int, why: Refusal, mark: int, now: float) -> None:
         """See ``OnCompute``."""
         super().refuse(request_id, group, position, why, mark, now)
+        watermark = self._watermarks.get((request_id, group))
+        if watermark is None or position >= watermark.frontier:
+            return  # it has not been offered yet
         before = self._answered.get((request_id, group, position))
         # A block that was taken and whose store failed waits for nothing but the back-off.
         changes = self.changes - 1 if before is not None and before[0] is None else self.changes
@@ -207,6 +210,8 @@ class ManagerWatch:
     _ranks_left: dict[JobId, int] = field(default_factory=dict)
     _stored: set[tuple[str, BlockKey]] = field(default_factory=set)
     """Blocks of live requests that were seen in some tier, or on their way there, since they were offered."""
+    _progress: tuple[int, bool] = (0, True)
+    _planned_s: float = 0.0
     _wants: dict[BlockKey, set[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -265,7 +270,12 @@ class ManagerWatch:
         )
 
     def planned(self, plan: Plan, preempted: Sequence[str]) -> None:
-        """A victim's stores are flushed; every queue is bounded."""
+        """A victim's stores are flushed; every queue is bounded. Note that room may have come free."""
+        nvme, policy = self.parts.nvme, self.parts.policy
+        progress = (self.index.poll().committed, nvme is None or nvme.may_write(self.engine.now))
+        # Within a second, a failed write's back-off can have begun and ended.
+        policy.changes += progress != self._progress or self.engine.now >= self._planned_s + 1.0
+        self._progress, self._planned_s = progress, self.engine.now
         victims = set(preempted) & set(self.engine.requests)
         outstanding = [job_id for job_id, (job, owner) in self._jobs.items() if owner in victims and _gathers(job)]
         assert set(outstanding) <= set(plan.flush), "a victim's store is not flushed"

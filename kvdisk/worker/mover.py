@@ -122,9 +122,12 @@ class Mover:
             return report
 
     def wait_any(self, timeout_s: float) -> bool:
-        """Wait until ``poll`` has a result or nothing is out; return whether it has one. For idle steps."""
+        """Wait up to ``timeout_s`` until ``poll`` has a result; return whether it has one. For idle steps.
+
+        Waits also when nothing is out: the scheduler steps then for a commit, and should not spin.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._report.results or self._error or not self._out, timeout_s)
+            self._changed.wait_for(lambda: self._report.results or self._error, timeout_s)
             return bool(self._report.results)
 
     def close(self) -> None:
