@@ -29,7 +29,7 @@ class Config:
     ``store_dirs``: directories of the NVMe tier, at most one today; empty: CPU tier only.
     ``nvme_bytes``: cap of this engine over all ranks, index included. ``cpu_bytes``: host memory of
     the CPU tier over all ranks; 0: no CPU tier. ``staging_bytes``: per worker; None: by block size.
-    ``max_pinned_gpu_blocks``: GPU blocks that stores may hold at once; None: a quarter of the pool.
+    ``max_pinned_gpu_blocks``: GPU blocks that stores may hold at once; None: half of the pool.
     """
 
     store_dirs: tuple[Path, ...] = ()

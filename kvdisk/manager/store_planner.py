@@ -59,7 +59,7 @@ class StorePlanner:
         self._settlement = settlement
         self._generation = first_generation
         limit = config.max_pinned_gpu_blocks
-        self._max_pinned = max(1, context.block_count // 4) if limit is None else limit
+        self._max_pinned = max(1, context.block_count // 2) if limit is None else limit
         self._min_block_tokens = min(group.block_tokens for group in geometry.groups)
 
     def may_offer(self, request: RequestState, computed_tokens: int) -> bool:
