@@ -33,7 +33,7 @@ check: install-dev ## format, lint, types and imports
 	@echo "kvdisk: format, lint, types and imports are in order"
 
 test: check ## the checks and every test that needs no GPU
-	@$(BIN)/python -m pytest -m "not gpu and not torture"; code=$$?; \
+	@$(BIN)/python -m pytest --timeout 600 -m "not gpu and not torture"; code=$$?; \
 	[ -z "$(PYTEST_CODE_FILE)" ] || echo $$code >"$(PYTEST_CODE_FILE)"; exit $$code
 
 torture: install-dev ## the long tests

@@ -22,7 +22,7 @@ from vllm.v1.request import RequestStatus
 
 from kvdisk.config import Config
 from kvdisk.connector.adapter import refuse_unsupported
-from kvdisk.connector.metrics import KVDiskStats
+from kvdisk.connector.metrics import KVDiskPromMetrics, KVDiskStats
 from kvdisk.connector.scheduler_side import SchedulerSide
 from kvdisk.connector.worker_side import WorkerSide
 from kvdisk.messages import Plan, Report
@@ -215,6 +215,11 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
         """Wrap counters that came to the logging process."""
         return KVDiskStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any) -> KVDiskPromMetrics:
+        """Return what takes the counters in the logging process."""
+        return KVDiskPromMetrics(*arguments)
 
     def counters(self) -> dict[str, int]:
         """Return the totals of the counters since the start (scheduler only)."""

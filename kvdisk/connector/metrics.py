@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvdisk.stats import Stats
 
@@ -38,3 +38,10 @@ class KVDiskStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped he
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
         return not self.data
+
+
+class KVDiskPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is untyped here
+    """Nothing goes to Prometheus yet. Without this object for a child's counters ``MultiConnector`` ends the engine."""
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Leave the counters to the log."""

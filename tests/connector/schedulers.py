@@ -70,7 +70,7 @@ class Bench:
         register()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(MODEL))
-        config = _vllm_config(folder, num_blocks, max_batched_tokens, extra, connector)
+        config = vllm_config(folder, num_blocks, max_batched_tokens, extra, connector)
         sizes = {"block_size": BLOCK_TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
         groups = [KVCacheGroupSpec(["full.0"], FullAttentionSpec(**sizes))]
         if window_tokens is not None:
@@ -185,7 +185,7 @@ def _has_no_source(job: Job, at: int) -> bool:
     return job.kind is JobKind.LOAD and job.moves[at].cpu is None and job.moves[at].nvme is None
 
 
-def _vllm_config(
+def vllm_config(
     folder: Path, num_blocks: int, max_batched_tokens: int, extra: Mapping[str, Any] | None, connector: bool
 ) -> VllmConfig:
     transfer = KVTransferConfig(
