@@ -3,12 +3,18 @@
 
 The environment runs with ``sync=False``: a commit is in the operating system's cache when it returns. A crash of the
 process does not lose it; a crash of the machine may, and then the home rebuilds the index from the slot headers.
+
+LMDB has no checksums, and in a damaged file it can end the process (an assertion of its own, SIGBUS). So that this
+happens once and not at every start, an owner leaves a mark while it has the index open; one that finds the mark of an
+owner which did not close lets a child process read the index first. Started as a module, this file is that child.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -31,11 +37,22 @@ from kvdisk.index.records import (
 MIN_MAP_BYTES = 1 << 20
 CLOSE_TIMEOUT_S = 10.0
 
+_MARK = "open"
+"""A file beside LMDB's, there while an owner has the index open, and after one that was killed."""
+_PROBE_S = 300.0
 _UNIT_BYTES = 4096
 """What LMDB allocates in, on machines with memory in units of 4 KiB."""
 _RESERVE_UNITS = 128
 _BLOCK_RECORD_BYTES = 256
 """Map bytes to plan for a record with sha256 keys: 118-188 are in use (measured), the rest is for changes."""
+_DAMAGED = (
+    lmdb.InvalidError,
+    lmdb.CorruptedError,
+    lmdb.VersionMismatchError,
+    lmdb.PageNotFoundError,
+    lmdb.BadTxnError,  # while reading: what LMDB says from the second look at a damaged file on
+    lmdb.CursorFullError,
+)
 _TABLE_NAMES = {Table.BLOCKS: b"blocks", Table.SEGMENTS: b"segments"}
 
 
@@ -164,6 +181,7 @@ class _LmdbTables:
         try:
             if not readonly:
                 path.mkdir(mode=0o700, exist_ok=True)
+                _leave_mark(path)
             self._open()
         except (lmdb.Error, OSError) as error:
             raise _translated(error, path) from error
@@ -219,6 +237,9 @@ class _LmdbTables:
             raise _translated(error, self._path) from error
         finally:
             self._environment.close()
+            if not self._readonly:
+                with suppress(OSError):
+                    (self._path / _MARK).unlink()
 
     def _open(self) -> None:
         self._environment = _open_environment(self._path, self._map_bytes, self._readonly)
@@ -288,6 +309,44 @@ def _open_environment(path: Path, map_bytes: int, readonly: bool) -> lmdb.Enviro
     return opened(as_the_owner_made_it, readonly=True, lock=False)
 
 
+def _leave_mark(path: Path) -> None:
+    """Leave the mark of an owner. Raises CorruptRecord where there is one and reading the index ends the process."""
+    mark = path / _MARK
+    if mark.exists() and (path / "data.mdb").exists():
+        _probe(path)
+    os.close(os.open(mark, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600))
+
+
+def _probe(path: Path) -> None:
+    try:
+        child = subprocess.run(  # noqa: S603 - this same module, in this same interpreter
+            [sys.executable, "-m", __name__, str(path)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+            timeout=_PROBE_S,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"},
+        )
+    except subprocess.TimeoutExpired:
+        raise CorruptRecord(f"index {path}: reading it does not end") from None
+    if child.returncode < 0:
+        raise CorruptRecord(f"index {path}: the file is damaged, reading it ended in signal {-child.returncode}")
+
+
+def main(path: Path) -> None:
+    """Be the child: read all, and go through the motions of a write. What is raised, the owner will meet itself."""
+    environment = _open_environment(path, 0, readonly=False)
+    databases = [environment.open_db(name, create=False) for name in _TABLE_NAMES.values()]
+    with environment.begin() as txn:
+        for database in databases:
+            for _ in txn.cursor(database):
+                pass
+    txn = environment.begin(write=True)
+    for number in range(100):
+        txn.put(number.to_bytes(16, "big"), bytes(100), db=databases[0])
+    txn.abort()
+
+
 def _translated(error: lmdb.Error | OSError, path: Path) -> KvdiskError:
     """Return what leaves the room in place of LMDB's or the system's error."""
     what = f"index {path}: {error}"
@@ -295,9 +354,13 @@ def _translated(error: lmdb.Error | OSError, path: Path) -> KvdiskError:
         return DeviceError(error.errno or errno.EIO, what)
     if "already open in this process" in str(error):
         return StoreLocked(what)
-    if isinstance(error, lmdb.InvalidError | lmdb.CorruptedError | lmdb.VersionMismatchError | lmdb.PageNotFoundError):
+    if isinstance(error, _DAMAGED):
         return CorruptRecord(what)
     if isinstance(error, lmdb.MapFullError):
         return DeviceError(errno.ENOSPC, what)
     code = getattr(error, "code", 0)
     return DeviceError(code if code > 0 else errno.EIO, what)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

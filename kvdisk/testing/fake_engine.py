@@ -167,7 +167,8 @@ class FakeEngine:
             self._tables.cache(request, request.computed + new_tokens)
 
     def _schedule_waiting(self, budget_tokens: int) -> None:
-        for request in list(self.waiting):
+        # Those that hold blocks come first, as in vLLM.
+        for request in sorted(self.waiting, key=lambda request: not any(request.table)):
             if request.status is Status.LOADING and not self._finish_load(request):
                 continue
             local: list[list[int]] = [[] for _ in self._geometry.groups]

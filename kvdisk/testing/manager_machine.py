@@ -271,7 +271,8 @@ class ManagerMachine(RuleBasedStateMachine):
                 break
             self._round()
         else:
-            raise AssertionError("it never becomes quiet")
+            left = list(self.engine.requests.values())
+            raise AssertionError(f"it never becomes quiet: {left}, {len(self.parts.transfers)} jobs")
         self.watch.check_quiet()
 
     def _round(self) -> None:

@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
 from kvdisk.connector import adapter
 from kvdisk.connector.adapter import geometry_of, layer_blocks, refuse_unsupported
 from kvdisk.connector.identity import fingerprint_of
+from kvdisk.connector.plugin import register
 from kvdisk.errors import ConfigError
 
 pytestmark = pytest.mark.vllm
@@ -59,7 +60,7 @@ def _config(**changes: Any) -> SimpleNamespace:
 
 def test_vllm_finds_the_connector_by_its_name() -> None:
     (entry,) = [entry for entry in entry_points(group="vllm.general_plugins") if entry.name == "kvdisk"]
-    register = entry.load()
+    assert entry.load() is register
     register()
     register()
     config = KVTransferConfig(kv_connector="KVDiskConnector", kv_role="kv_both")
@@ -168,6 +169,7 @@ def engine_config(tiny_llama: Path, tmp_path: Path) -> Callable[..., Any]:
     """Return a maker of real VllmConfigs over a private copy of the tiny model."""
     from schedulers import vllm_config
 
+    register()
     folder = tmp_path / "model"
     shutil.copytree(tiny_llama, folder)
 

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A damaged index can end the process that reads it; the next owner then gives it up instead of dying too."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvdisk.index.base import SegmentRecord
+from kvdisk.index.lmdb_index import LmdbIndex
+from kvdisk.testing.index_conformance import found_blocks, put_all, record_of
+
+UNIT_BYTES = 4096
+OWNER = """
+import sys
+from pathlib import Path
+from kvdisk.errors import KvdiskError
+from kvdisk.index.lmdb_index import LmdbIndex
+try:
+    index = LmdbIndex(Path(sys.argv[1]), map_bytes=8 << 20)
+    list(index.segments()), list(index.blocks())
+    if len(sys.argv) > 2:
+        import os, signal
+        os.kill(os.getpid(), signal.SIGKILL)
+    index.close()
+except KvdiskError as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+
+
+def _own(path: Path, *more: str) -> tuple[int, str]:
+    """Open, read and close an index as an engine does, in a process of its own."""
+    child = subprocess.run(
+        [sys.executable, "-c", OWNER, str(path), *more], capture_output=True, text=True, timeout=120, check=False
+    )
+    return child.returncode, child.stderr
+
+
+def _write(path: Path, count: int = 1000) -> None:
+    index = LmdbIndex(path, map_bytes=8 << 20, commit_s=3600.0)
+    put_all(index, [record_of(number) for number in range(count)])
+    index.put_segment(SegmentRecord(1, 8192, 4))
+    index.close()
+
+
+def _zero_unit(path: Path, unit: int) -> None:
+    with (path / "data.mdb").open("r+b") as file:
+        file.seek(unit * UNIT_BYTES)
+        file.write(bytes(UNIT_BYTES))
+
+
+@pytest.fixture(scope="module")
+def deadly(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An index whose reading ends the process: one of its leaves is zeros."""
+    sound = tmp_path_factory.mktemp("sound")
+    _write(sound)
+    units = (sound / "data.mdb").stat().st_size // UNIT_BYTES
+    for unit in random.Random(1).sample(range(2, units), units - 2):
+        path = tmp_path_factory.mktemp("damaged")
+        shutil.copytree(sound, path, dirs_exist_ok=True)
+        _zero_unit(path, unit)
+        if _own(path)[0] == -signal.SIGABRT:
+            shutil.copyfile(sound / "data.mdb", path / "data.mdb")
+            (path / "open").unlink()
+            _zero_unit(path, unit)
+            return path
+    raise AssertionError("LMDB survives everything now: the mark and the child can go")
+
+
+def test_a_damaged_index_ends_one_owner_and_not_the_next(deadly: Path, tmp_path: Path) -> None:
+    shutil.copytree(deadly, tmp_path / "index")
+    assert _own(tmp_path / "index")[0] == -signal.SIGABRT
+    for _ in range(2):
+        code, said = _own(tmp_path / "index")
+        assert code == 1
+        assert said.startswith("CorruptRecord"), said
+        assert "damaged" in said
+
+
+def test_an_owner_that_was_killed_costs_a_look_and_nothing_else(tmp_path: Path) -> None:
+    _write(tmp_path / "index")
+    assert not (tmp_path / "index" / "open").exists(), "an owner that closes takes its mark away"
+    assert _own(tmp_path / "index", "killed")[0] == -signal.SIGKILL
+    assert (tmp_path / "index" / "open").exists()
+    index = LmdbIndex(tmp_path / "index", map_bytes=8 << 20)
+    assert len(found_blocks(index)) == 1000
+    index.close()
+    assert not (tmp_path / "index" / "open").exists()
+
+
+def test_what_lmdb_says_of_damage_at_the_second_look_is_damage_too(tmp_path: Path) -> None:
+    """Garbage that makes LMDB fail a transaction half-way: the error names the transaction, not the file."""
+    _write(tmp_path / "sound")
+    for seed in range(30):
+        rng = random.Random(seed)
+        path = tmp_path / str(seed)
+        shutil.copytree(tmp_path / "sound", path)
+        with (path / "data.mdb").open("r+b") as file:
+            for _ in range(rng.randrange(1, 4)):
+                file.seek(rng.randrange(path.joinpath("data.mdb").stat().st_size // UNIT_BYTES) * UNIT_BYTES)
+                file.write(rng.randbytes(UNIT_BYTES))
+        code, said = _own(path)
+        assert code <= 0 or said.startswith("CorruptRecord"), f"seed {seed}: {said}"
