@@ -120,11 +120,7 @@ def contiguous_runs(indices: Sequence[int], longest: int) -> list[tuple[int, int
     runs: list[tuple[int, int]] = []
     start = 0
     for position in range(1, len(indices) + 1):
-        if (
-            position == len(indices)
-            or indices[position] != indices[position - 1] + 1
-            or position - start >= longest
-        ):
+        if position == len(indices) or indices[position] != indices[position - 1] + 1 or position - start >= longest:
             runs.append((start, position - start))
             start = position
     return runs
