@@ -332,6 +332,7 @@ class FakeEngine:
             # The token sampled last has no KV, and is not among ``tokens``.
             if self.manager.may_offer(request.id, request.computed):
                 self.manager.plan_store(request.id, request.computed, request.table, self.now)
+            self.watch.offered(request, request.computed)
             assert self.manager.request_finished(request.id)
             self._leave(request)
             self._forget(request)

@@ -10,6 +10,7 @@ process is killed. ``ManagerWatch`` says what must hold.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import ClassVar
@@ -24,7 +25,8 @@ from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.messages import Reason
 from kvdisk.testing.fake_engine import FakeEngine, Phase
 from kvdisk.testing.fake_ranks import ROTTEN, TORN, FakeRank
-from kvdisk.testing.manager_watch import ManagerParts, ManagerWatch, Sizes
+from kvdisk.testing.manager_parts import ManagerParts, Sizes
+from kvdisk.testing.manager_watch import ManagerWatch
 
 RANKS = 2
 MOST_REQUESTS = 4
@@ -51,8 +53,9 @@ WINDOW = Sizes(_TWO_GROUPS, _config(max_pinned_gpu_blocks=5), 10, (2, 2), (2, 2)
 REUSE = Sizes(_ONE_GROUP, _config(nvme_admission="reuse(2)"), 7, (2,), (3,), 2, _PROMPTS)
 REUSE_CPU = Sizes(_ONE_GROUP, _config(cpu_admission="reuse(2)", store_decode=True), 7, (3,), (2,), 1, _PROMPTS)
 NVME_ONLY = Sizes(_ONE_GROUP, _config(cpu_bytes=0), 7, (), (2,), 2, _PROMPTS)
+NVME_REUSE = Sizes(_ONE_GROUP, _config(cpu_bytes=0, nvme_admission="reuse(2)"), 7, (), (2,), 2, _PROMPTS)
 CPU_ONLY = Sizes(_ONE_GROUP, _config(store_dirs=(), nvme_bytes=None), 7, (2,), (), 0, _PROMPTS)
-ALL_SIZES = (ONE_GROUP, WINDOW, REUSE, REUSE_CPU, NVME_ONLY, CPU_ONLY)
+ALL_SIZES = (ONE_GROUP, WINDOW, REUSE, REUSE_CPU, NVME_ONLY, NVME_REUSE, CPU_ONLY)
 
 _picks = st.integers(0, 7)
 _budgets = st.sampled_from((1, 2, 4, BUDGET_TOKENS))
@@ -77,7 +80,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     all_sizes: ClassVar[tuple[Sizes, ...]] = ALL_SIZES
 
-    @initialize(pick=st.integers(0, 5))
+    @initialize(pick=st.integers(0, 6))
     def start(self, pick: int) -> None:
         """Choose sizes and start a first life."""
         self.sizes = self.all_sizes[pick % len(self.all_sizes)]
@@ -86,14 +89,17 @@ class ManagerMachine(RuleBasedStateMachine):
         self.lives = 0
         self.request_count = 0
         self.now = 1000.0
-        self._live()
+        self._live(self.sizes.segments)
 
-    def _live(self) -> None:
+    def _live(self, segments: int) -> None:
+        """Start a process, whose cap has room for so many segments of each size class."""
         self.lives += 1
         self.last_event = 0
         self.engine = FakeEngine(self.sizes.geometry, self.sizes.block_count, self.ranks)
         self.engine.now = self.now
-        self.parts = ManagerParts.make(self.sizes, self.engine, self.index, self.lives * 10_000)
+        self.parts = ManagerParts.make(
+            replace(self.sizes, segments=segments), self.engine, self.index, self.lives * 10_000
+        )
         self.watch = ManagerWatch(self.sizes, self.parts, self.engine, self.ranks, self.index)
 
     # -- requests ------------------------------------------------------------------------------
@@ -236,7 +242,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 assert self.index.flush(0.0)
             self.ranks = [rank.survivor() for rank in self.ranks]
             self.index = self.index.reopened()
-            self._live()
+            self._live(segments=max(1, pick % (self.sizes.segments + 1)))
         elif kind is Event.REFUSING:
             self.index.refuse_puts = not self.index.refuse_puts
         elif kind is Event.ROTTEN:
@@ -266,7 +272,10 @@ class ManagerMachine(RuleBasedStateMachine):
         """Everything works, and every request ends: then nothing is left of them."""
         for request in self.engine.requests.values():
             request.finishing = True
+        self.index.refuse_puts = False
         for _ in range(QUIET_ROUNDS):
+            self.parts.manager.commit()  # as the connector does before it asks
+            self.watch.note_progress()
             if not self.engine.requests and not self.parts.manager.has_pending_work(self.now):
                 break
             self._round()

@@ -1,194 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """What must hold of a ``TierManager`` over a fake engine and fake ranks: the invariants of the design, as assertions.
 
-``ManagerParts`` is the manager with what it stands on, as the assembly would put it together;
 ``ManagerWatch`` sees every call and plan, and keeps its own account of what should follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvdisk.blocks import BlockKey, JobId, Slot, Tier
-from kvdisk.config import Config
-from kvdisk.geometry import Geometry
+from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.admission import make_admission
-from kvdisk.manager.catalog import Catalog, CopyState
-from kvdisk.manager.cpu_space import CpuSpace
-from kvdisk.manager.eviction import LruPolicy
-from kvdisk.manager.manager import MAX_DEMOTE_JOBS, TierManager
+from kvdisk.manager.catalog import CopyState
+from kvdisk.manager.manager import MAX_DEMOTE_JOBS
 from kvdisk.manager.pool import SlotPool
-from kvdisk.manager.segments import NvmeLayout, NvmeSpace
-from kvdisk.manager.store_policy import OnCompute, Refusal
-from kvdisk.manager.transfers import Transfers
-from kvdisk.messages import Job, JobKind, Plan, Report
-from kvdisk.stats import Stats
+from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
 from kvdisk.testing.fake_engine import FakeEngine
 from kvdisk.testing.fake_ranks import FakeRank
 from kvdisk.testing.fake_requests import FakeRequest, Status, key_of, value_of
+from kvdisk.testing.manager_parts import ManagerParts, Sizes
 
-FINGERPRINT = b"f" * 32
-HOME_ID = "0" * 32
-SHORTEST_BACK_OFF_S = 0.04
-"""An offer refused for lack of room is not repeated sooner."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What a manager is built with. ``cpu_slots``, ``segment_slots`` and ``segments`` by size class."""
-
-    geometry: Geometry
-    config: Config
-    block_count: int
-    cpu_slots: tuple[int, ...]
-    segment_slots: tuple[int, ...]
-    segments: int
-    prompts: tuple[str, ...]
-    most_outputs: int = 3
-
-    @property
-    def has_nvme(self) -> bool:
-        """Whether there is an NVMe tier."""
-        return bool(self.segment_slots)
-
-    @property
-    def has_cpu(self) -> bool:
-        """Whether there is a CPU tier."""
-        return bool(self.cpu_slots)
-
-
-class WatchedPolicy(OnCompute):
-    """``OnCompute`` that fails where an offer is repeated although nothing has changed.
-
-    ``changes``: a number that rises whenever room may have come free. ``on_accept(request_id, group, position)`` is
-    called with every offer that is accepted.
-    """
-
-    on_accept: Callable[[str, int, int], None]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.changes = 0
-        self._answered: dict[tuple[str, int, int], tuple[Refusal | None, int, int, float]] = {}
-
-    def offers(
-        self, request_id: str, group: int, storable: int, room: int, now: float, count_of: Callable[[int], int]
-    ) -> list[int]:
-        """See ``OnCompute``."""
-        positions = super().offers(request_id, group, storable, room, now, count_of)
-        assert positions == sorted(set(positions)), f"offered twice at once, or out of order: {positions}"
-        assert all(position < storable for position in positions)
-        for position in positions:
-            before = self._answered.get((request_id, group, position))
-            if before is None:
-                continue
-            why, mark, changes, answered_s = before
-            assert why is not None, "a block is offered again that was stored, or is on its way"
-            if why is Refusal.NOT_REUSED:
-                assert count_of(position) > mark, "an offer is repeated though the count has not risen"
-            elif mark >= 0:
-                assert now - answered_s >= SHORTEST_BACK_OFF_S, "an offer is repeated without a back-off"
-                assert self.changes > changes, "an offer is repeated though no room can have come free"
-        return positions
-
-    def accept(self, request_id: str, group: int, position: int) -> None:
-        """See ``OnCompute``."""
-        super().accept(request_id, group, position)
-        self.on_accept(request_id, group, position)
-        self._answered[request_id, group, position] = (None, 0, 0, 0.0)
-
-    def refuse(self, request_id: str, group: int, position: int, why: Refusal, mark: int, now: float) -> None:
-        """See ``OnCompute``."""
-        super().refuse(request_id, group, position, why, mark, now)
-        watermark = self._watermarks.get((request_id, group))
-        if watermark is None or position >= watermark.frontier:
-            return  # it has not been offered yet
-        before = self._answered.get((request_id, group, position))
-        # A block that was taken and whose store failed waits for nothing but the back-off.
-        changes = self.changes - 1 if before is not None and before[0] is None else self.changes
-        self._answered[request_id, group, position] = (why, mark, changes, now)
-
-    def request_finished(self, request_id: str) -> None:
-        """See ``OnCompute``."""
-        super().request_finished(request_id)
-        for name in [name for name in self._answered if name[0] == request_id]:
-            del self._answered[name]
-
-
-class WatchedCpuSpace(CpuSpace):
-    """``CpuSpace`` that fails where a copy leaves it that the NVMe tier wants and has not got.
-
-    ``wanted(key)``: whether the NVMe tier's admission must let a block in.
-    """
-
-    wanted: Callable[[BlockKey], bool]
-
-    def allocate(self, size_class: int, count: int) -> list[Slot]:
-        """See ``CpuSpace``."""
-        catalog = self._catalog
-        only_here = [
-            (row, catalog.keys[row])
-            for row in catalog.rows()
-            if catalog.state(row, Tier.CPU) == CopyState.READY
-            and catalog.state(row, Tier.NVME) == CopyState.ABSENT
-            and self.class_of(row) == size_class
-        ]
-        slots = super().allocate(size_class, count)
-        full = self.backlog_count(size_class) >= self._limits[size_class]
-        for row, key in only_here:
-            left = catalog.state(row, Tier.CPU) == CopyState.ABSENT
-            assert full or not left or not self.wanted(key), f"{key!r} left the CPU tier, and NVMe was not asked"
-        return slots
-
-
-@dataclass
-class ManagerParts:
-    """A manager and what it stands on."""
-
-    manager: TierManager
-    catalog: Catalog
-    transfers: Transfers
-    cpu: WatchedCpuSpace | None
-    nvme: NvmeSpace | None
-    policy: WatchedPolicy
-
-    @classmethod
-    def make(cls, sizes: Sizes, engine: FakeEngine, index: MemoryIndex, first_generation: int) -> ManagerParts:
-        """Build a manager over an engine's pool, and restore what the index knows."""
-        catalog, stats, transfers, policy = Catalog(), Stats(), Transfers(sizes.geometry.rank_count), WatchedPolicy()
-        cpu = WatchedCpuSpace(sizes.geometry, sizes.cpu_slots, catalog, stats, LruPolicy) if sizes.has_cpu else None
-        nvme = None
-        if sizes.has_nvme:
-            layout = _layout(sizes)
-            nvme = NvmeSpace(sizes.geometry, layout, index, catalog, transfers, stats, LruPolicy)
-            nvme.restore(HOME_ID, FINGERPRINT)
-        manager = TierManager(
-            sizes.config,
-            sizes.geometry,
-            engine.pool,
-            catalog,
-            transfers,
-            stats,
-            cpu,
-            nvme,
-            policy,
-            make_admission(sizes.config.cpu_admission),
-            make_admission(sizes.config.nvme_admission),
-            first_generation,
-        )
-        return cls(manager, catalog, transfers, cpu, nvme, policy)
-
-
-def _layout(sizes: Sizes) -> NvmeLayout:
-    """Return room for exactly ``sizes.segments`` segments of each size class."""
-    geometry = sizes.geometry
-    file_bytes = [
-        4096 + size * count for size, count in zip(geometry.slot_sizes, sizes.segment_slots, strict=True)
-    ]  # as geometry.segment_file_bytes
-    class_bytes = tuple(sizes.segments * each * geometry.rank_count for each in file_bytes)
-    return NvmeLayout(0, sizes.segment_slots, class_bytes)
+_BAD_COPY = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
+_BAD_WRITE = frozenset({Reason.NO_SPACE, Reason.IO_ERROR})
+FIRST_BACK_OFF_S = 1.0
+"""Nothing is written to NVMe for so long after a write has failed."""
 
 
 @dataclass
@@ -208,10 +43,13 @@ class ManagerWatch:
     _load_limits: dict[str, int] = field(default_factory=dict)
     _jobs: dict[JobId, tuple[Job, str | None]] = field(default_factory=dict)
     _ranks_left: dict[JobId, int] = field(default_factory=dict)
+    _failures: dict[JobId, dict[int, Reason]] = field(default_factory=dict)
     _stored: set[tuple[str, BlockKey]] = field(default_factory=set)
     """Blocks of live requests that were seen in some tier, or on their way there, since they were offered."""
     _progress: tuple[int, bool] = (0, True)
     _planned_s: float = 0.0
+    _bad_copies: set[tuple[BlockKey, int, Slot]] = field(default_factory=set)
+    _write_failed_s: float = -FIRST_BACK_OFF_S
     _wants: dict[BlockKey, set[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -270,51 +108,70 @@ class ManagerWatch:
         )
 
     def planned(self, plan: Plan, preempted: Sequence[str]) -> None:
-        """A victim's stores are flushed; every queue is bounded. Note that room may have come free."""
-        nvme, policy = self.parts.nvme, self.parts.policy
-        progress = (self.index.poll().committed, nvme is None or nvme.may_write(self.engine.now))
-        # Within a second, a failed write's back-off can have begun and ended.
-        policy.changes += progress != self._progress or self.engine.now >= self._planned_s + 1.0
-        self._progress, self._planned_s = progress, self.engine.now
+        """A victim's stores are flushed; every queue is bounded."""
+        self.note_progress()
         victims = set(preempted) & set(self.engine.requests)
-        outstanding = [job_id for job_id, (job, owner) in self._jobs.items() if owner in victims and _gathers(job)]
+        outstanding = [
+            job_id for job_id, (job, owner) in self._jobs.items() if owner in victims and job.kind is JobKind.STORE
+        ]
         assert set(outstanding) <= set(plan.flush), "a victim's store is not flushed"
         for job in plan.jobs:
-            assert job.id not in self._jobs
-            owner = self.parts.transfers._records[job.id].request_id
-            self._jobs[job.id] = (job, owner)
-            self._ranks_left[job.id] = len(self.ranks)
-            if job.kind is JobKind.LOAD and owner is not None:
-                for move in job.moves:
-                    self._wants.setdefault(move.key, set()).add(owner)
+            self._note_job(job)
         kinds = [job.kind for job, _ in self._jobs.values()]
         assert kinds.count(JobKind.DEMOTE) <= MAX_DEMOTE_JOBS
         touched = list(self.parts.transfers.touched_blocks())
         limit = self.sizes.config.max_pinned_gpu_blocks
         assert limit is None or len(touched) <= limit, "stores hold more GPU blocks than allowed"
 
+    def note_progress(self) -> None:
+        """Note that room may have come free: call when the manager has looked at the index."""
+        nvme, policy = self.parts.nvme, self.parts.policy
+        progress = (self.index.poll().committed, nvme is None or nvme.may_write(self.engine.now))
+        # Within a second, a failed write's back-off can have begun and ended.
+        policy.changes += progress != self._progress or self.engine.now >= self._planned_s + 1.0
+        self._progress, self._planned_s = progress, self.engine.now
+
+    def _note_job(self, job: Job) -> None:
+        assert job.id not in self._jobs
+        owner = self.parts.transfers._records[job.id].request_id
+        self._jobs[job.id] = (job, owner)
+        self._ranks_left[job.id] = len(self.ranks)
+        config = self.sizes.config
+        writes = _writes(job)
+        assert not writes or self.engine.now >= self._write_failed_s + FIRST_BACK_OFF_S, "a write during a back-off"
+        for move in job.moves:
+            if job.kind is JobKind.LOAD:
+                assert _source(move) not in self._bad_copies, "a copy that failed to load is loaded again"
+                if owner is not None:
+                    self._wants.setdefault(move.key, set()).add(owner)
+            else:
+                admission = config.nvme_admission if writes else config.cpu_admission
+                assert self._is_admitted(admission, move.key), "a block has entered a tier that does not admit it"
+
     def settled(self, report: Report) -> None:
         """Note failed loads and stores, and that room may have come free."""
         for job_id, result in report.results.items():
             job, owner = self._jobs[job_id]
             self._ranks_left[job_id] -= result.ranks
-            for position in result.failed:
-                if position >= 0:
-                    self._note_failure(job, owner, job.moves[position].key)
+            for position, reason in result.failed.items():
+                self._failures.setdefault(job_id, {}).setdefault(position, reason)
             if self._ranks_left[job_id] == 0:
                 del self._jobs[job_id], self._ranks_left[job_id]
                 self.parts.policy.changes += 1
+                for position, reason in self._failures.pop(job_id, {}).items():
+                    if position >= 0:
+                        self._note_failure(job, owner, job.moves[position], reason)
 
-    def _note_failure(self, job: Job, owner: str | None, key: BlockKey) -> None:
-        if owner is None or owner not in self.engine.requests:
-            return
-        if _gathers(job):
-            self._stored.discard((owner, key))
-        elif job.kind is JobKind.LOAD:
-            self._stored.discard((owner, key))
-            group = self.sizes.geometry.groups[int.from_bytes(key[-2:], "big")]
-            limit = (len(key) - 2) - group.block_tokens
-            self._load_limits[owner] = min(limit, self._load_limits.get(owner, limit))
+    def _note_failure(self, job: Job, owner: str | None, move: Move, reason: Reason) -> None:
+        if _writes(job) and reason in _BAD_WRITE:
+            self._write_failed_s = self.engine.now
+        if job.kind is JobKind.LOAD and reason in _BAD_COPY:
+            self._bad_copies.add(_source(move))
+        if owner is not None and job.kind in {JobKind.STORE, JobKind.LOAD}:
+            self._stored.discard((owner, move.key))
+            if job.kind is JobKind.LOAD:
+                limit = len(move.key) - 2 - self.sizes.geometry.groups[group_of(move.key)].block_tokens
+                self._load_limits[owner] = min(limit, self._load_limits.get(owner, limit))
 
     def reset(self, epoch: int, weights: int) -> None:
         """The weights have changed: everything has to be stored again."""
@@ -360,6 +217,7 @@ class ManagerWatch:
             for tier in (Tier.CPU, Tier.NVME):
                 if catalog.state(row, tier) == CopyState.READY:
                     key, epoch = catalog.keys[row], catalog.epochs[row]
+                    assert epoch in self.weights, "a copy of weights that this process never had"
                     self._check_slot(tier, catalog.slot(row, tier), epoch, key, catalog.generations[row])
 
     def _check_records(self) -> None:
@@ -409,8 +267,14 @@ class ManagerWatch:
             assert committed <= named, "a record outlives its copy"
 
 
-def _gathers(job: Job) -> bool:
-    return job.kind is JobKind.STORE
+def _writes(job: Job) -> bool:
+    """Whether a job writes blocks to NVMe."""
+    return job.kind is JobKind.DEMOTE or (job.kind is JobKind.STORE and job.moves[0].nvme is not None)
+
+
+def _source(move: Move) -> tuple[BlockKey, int, Slot]:
+    slot = move.cpu if move.nvme is None else move.nvme
+    return move.key, move.generation, slot or Slot(-1, -1)
 
 
 def _segments_of(sizes: Sizes, parts: ManagerParts, tier: Tier) -> set[int]:

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A ``TierManager`` with what it stands on, put together for a fake engine, with two rooms that watch themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvdisk.blocks import BlockKey, Slot, Tier
+from kvdisk.config import Config
+from kvdisk.geometry import Geometry
+from kvdisk.index.memory_index import MemoryIndex
+from kvdisk.manager.admission import make_admission
+from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.cpu_space import CpuSpace
+from kvdisk.manager.eviction import LruPolicy
+from kvdisk.manager.manager import TierManager
+from kvdisk.manager.segments import NvmeLayout, NvmeSpace
+from kvdisk.manager.store_policy import OnCompute, Refusal
+from kvdisk.manager.transfers import Transfers
+from kvdisk.stats import Stats
+from kvdisk.testing.fake_engine import FakeEngine
+
+FINGERPRINT = b"f" * 32
+HOME_ID = "0" * 32
+SHORTEST_BACK_OFF_S = 0.04
+"""An offer refused for lack of room is not repeated sooner."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a manager is built with. ``cpu_slots``, ``segment_slots`` and ``segments`` by size class."""
+
+    geometry: Geometry
+    config: Config
+    block_count: int
+    cpu_slots: tuple[int, ...]
+    segment_slots: tuple[int, ...]
+    segments: int
+    prompts: tuple[str, ...]
+    most_outputs: int = 3
+
+    @property
+    def has_nvme(self) -> bool:
+        """Whether there is an NVMe tier."""
+        return bool(self.segment_slots)
+
+    @property
+    def has_cpu(self) -> bool:
+        """Whether there is a CPU tier."""
+        return bool(self.cpu_slots)
+
+
+class WatchedPolicy(OnCompute):
+    """``OnCompute`` that fails where an offer is repeated although nothing has changed.
+
+    ``changes``: a number that rises whenever room may have come free. ``on_accept(request_id, group, position)`` is
+    called with every offer that is accepted.
+    """
+
+    on_accept: Callable[[str, int, int], None]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes = 0
+        self._open: set[tuple[str, int, int]] = set()
+        self._answered: dict[tuple[str, int, int], tuple[Refusal | None, int, int, float]] = {}
+
+    def offers(
+        self, request_id: str, group: int, storable: int, room: int, now: float, count_of: Callable[[int], int]
+    ) -> list[int]:
+        """See ``OnCompute``."""
+        positions = super().offers(request_id, group, storable, room, now, count_of)
+        assert positions == sorted(set(positions)), f"offered twice at once, or out of order: {positions}"
+        assert all(position < storable for position in positions)
+        assert not self._open, "an offer was not answered"
+        self._open = {(request_id, group, position) for position in positions}
+        for position in positions:
+            before = self._answered.get((request_id, group, position))
+            if before is None:
+                continue
+            why, mark, changes, answered_s = before
+            assert why is not None, "a block is offered again that was stored, or is on its way"
+            if why is Refusal.NOT_REUSED:
+                assert count_of(position) > mark, "an offer is repeated though the count has not risen"
+            elif mark >= 0:
+                assert now - answered_s >= SHORTEST_BACK_OFF_S, "an offer is repeated without a back-off"
+                assert self.changes > changes, "an offer is repeated though no room can have come free"
+        return positions
+
+    def accept(self, request_id: str, group: int, position: int) -> None:
+        """See ``OnCompute``."""
+        super().accept(request_id, group, position)
+        self._open.discard((request_id, group, position))
+        self.on_accept(request_id, group, position)
+        self._answered[request_id, group, position] = (None, 0, 0, 0.0)
+
+    def refuse(self, request_id: str, group: int, position: int, why: Refusal, mark: int, now: float) -> None:
+        """See ``OnCompute``."""
+        super().refuse(request_id, group, position, why, mark, now)
+        watermark = self._watermarks.get((request_id, group))
+        if watermark is None or position >= watermark.frontier:
+            return  # it has not been offered yet
+        name = (request_id, group, position)
+        # A block that was taken and whose store failed waits for nothing but the back-off.
+        self._answered[name] = (why, mark, self.changes - (name not in self._open), now)
+        self._open.discard(name)
+
+    def request_finished(self, request_id: str) -> None:
+        """See ``OnCompute``."""
+        super().request_finished(request_id)
+        for name in [name for name in self._answered if name[0] == request_id]:
+            del self._answered[name]
+
+
+class WatchedCpuSpace(CpuSpace):
+    """``CpuSpace`` that fails where a copy leaves it that the NVMe tier wants and has not got.
+
+    ``wanted(key)``: whether the NVMe tier's admission must let a block in.
+    """
+
+    wanted: Callable[[BlockKey], bool]
+
+    def allocate(self, size_class: int, count: int) -> list[Slot]:
+        """See ``CpuSpace``."""
+        catalog = self._catalog
+        only_here = [
+            (row, catalog.keys[row])
+            for row in catalog.rows()
+            if catalog.state(row, Tier.CPU) == CopyState.READY
+            and catalog.state(row, Tier.NVME) == CopyState.ABSENT
+            and self.class_of(row) == size_class
+        ]
+        slots = super().allocate(size_class, count)
+        full = self.backlog_count(size_class) >= self._limits[size_class]
+        for row, key in only_here:
+            left = catalog.state(row, Tier.CPU) == CopyState.ABSENT
+            assert full or not left or not self.wanted(key), f"{key!r} left the CPU tier, and NVMe was not asked"
+        return slots
+
+
+@dataclass
+class ManagerParts:
+    """A manager and what it stands on, as the assembly would put it together."""
+
+    manager: TierManager
+    catalog: Catalog
+    transfers: Transfers
+    cpu: WatchedCpuSpace | None
+    nvme: NvmeSpace | None
+    policy: WatchedPolicy
+
+    @classmethod
+    def make(cls, sizes: Sizes, engine: FakeEngine, index: MemoryIndex, first_generation: int) -> ManagerParts:
+        """Build a manager over an engine's pool, and restore what the index knows."""
+        catalog, stats, transfers, policy = Catalog(), Stats(), Transfers(sizes.geometry.rank_count), WatchedPolicy()
+        cpu = WatchedCpuSpace(sizes.geometry, sizes.cpu_slots, catalog, stats, LruPolicy) if sizes.has_cpu else None
+        nvme = None
+        if sizes.has_nvme:
+            layout = _layout(sizes)
+            nvme = NvmeSpace(sizes.geometry, layout, index, catalog, transfers, stats, LruPolicy)
+            nvme.restore(HOME_ID, FINGERPRINT)
+        manager = TierManager(
+            sizes.config,
+            sizes.geometry,
+            engine.pool,
+            catalog,
+            transfers,
+            stats,
+            cpu,
+            nvme,
+            policy,
+            make_admission(sizes.config.cpu_admission),
+            make_admission(sizes.config.nvme_admission),
+            first_generation,
+        )
+        return cls(manager, catalog, transfers, cpu, nvme, policy)
+
+
+def _layout(sizes: Sizes) -> NvmeLayout:
+    """Return room for exactly ``sizes.segments`` segments of each size class."""
+    geometry = sizes.geometry
+    file_bytes = [
+        4096 + size * count for size, count in zip(geometry.slot_sizes, sizes.segment_slots, strict=True)
+    ]  # as geometry.segment_file_bytes
+    class_bytes = tuple(sizes.segments * each * geometry.rank_count for each in file_bytes)
+    return NvmeLayout(0, sizes.segment_slots, class_bytes)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the state machine is run: always the same examples, nothing kept between runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import invariant, run_state_machine_as_test
+
+from kvdisk.blocks import Tier
+from kvdisk.testing import manager_machine
+from kvdisk.testing.manager_machine import ManagerMachine
+from kvdisk.testing.manager_watch import ManagerParts, Sizes
+
+
+def run_machine(all_sizes: tuple[Sizes, ...], examples: int, steps: int = 60, *, shrink: bool = True) -> None:
+    """Run the machine over these sizes; raise what an example raises. ``shrink``: look for a smaller one first."""
+
+    class Machine(ManagerMachine):
+        @invariant()
+        def every_job_holds_its_copies(self) -> None:
+            check_pins(self.parts)
+
+    Machine.all_sizes = all_sizes
+    phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+            phases=phases,
+        ),
+    )
+
+
+def check_pins(parts: ManagerParts) -> None:
+    """Assert that each copy has as many pins as jobs on their way that read or write it (invariant 4)."""
+    expected: Counter[tuple[int, Tier]] = Counter()
+    for record in parts.transfers._records.values():
+        for move, detail in zip(record.job.moves, record.details, strict=True):
+            for tier, slot in ((Tier.CPU, move.cpu), (Tier.NVME, move.nvme)):
+                if detail.row >= 0 and slot is not None:
+                    expected[detail.row, tier] += 1
+    for row in parts.catalog.rows():
+        for tier in (Tier.CPU, Tier.NVME):
+            assert parts.catalog.pins(row, tier) == expected[row, tier], (
+                f"pins of row {row} in {tier!r}"
+            )
+
+
+ALL_SIZES = manager_machine.ALL_SIZES

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state machine is tested too: it must catch each of these bugs, planted in the real manager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+from machines import ALL_SIZES, run_machine
+
+from kvdisk.blocks import Tier
+from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.cpu_space import CpuSpace
+from kvdisk.manager.load_planner import LoadPlanner
+from kvdisk.manager.manager import TierManager
+from kvdisk.manager.pool import SlotPool
+from kvdisk.manager.segments import NvmeSpace
+from kvdisk.manager.settlement import Settlement
+from kvdisk.manager.store_planner import StorePlanner
+from kvdisk.manager.store_policy import OnCompute, Watermark
+from kvdisk.manager.transfers import JobRecord, Transfers
+from kvdisk.messages import JobKind, Reason
+
+EXAMPLES = 600
+Patch = pytest.MonkeyPatch
+BUGS: dict[str, Callable[[Patch], None]] = {}
+
+
+def bug(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
+    BUGS[plant.__name__] = plant
+    return plant
+
+
+def _wrap(patch: Patch, owner: type, name: str, around: Callable[..., Any]) -> None:
+    """Replace a method by ``around(original, self, ...)``."""
+    original = getattr(owner, name)
+    patch.setattr(owner, name, lambda self, *args, **kwargs: around(original, self, *args, **kwargs))
+
+
+@bug
+def settled_when_the_first_rank_answered(patch: Patch) -> None:
+    def absorb(original: Any, self: Transfers, report: Any) -> list[JobRecord]:
+        known = {job_id: result for job_id, result in report.results.items() if job_id in self._records}
+        for result in known.values():
+            result.ranks = self._rank_count
+        report.results = known
+        return original(self, report)
+
+    _wrap(patch, Transfers, "absorb", absorb)
+
+
+@bug
+def one_ranks_failure_ignored(patch: Patch) -> None:
+    def absorb(original: Any, self: Transfers, report: Any) -> list[JobRecord]:
+        settled = original(self, report)
+        for record in settled:
+            last = report.results[record.job.id]
+            if last.ranks < self._rank_count:
+                record.failed = dict(last.failed)
+        return settled
+
+    _wrap(patch, Transfers, "absorb", absorb)
+
+
+@bug
+def slot_reused_before_its_deletion_is_committed(patch: Patch) -> None:
+    patch.setattr(SlotPool, "retain", lambda self, slots, ticket: self.release(slots))
+
+
+@bug
+def demotion_without_a_pin(patch: Patch) -> None:
+    def plan(original: Any, self: TierManager, cpu: CpuSpace, *args: Any) -> None:
+        before = set(self._transfers._records)
+        original(self, cpu, *args)
+        for job_id in set(self._transfers._records) - before:
+            record = self._transfers._records[job_id]
+            if record.job.kind is JobKind.DEMOTE:
+                for detail in record.details:
+                    self._catalog.unpin(detail.row, Tier.CPU)
+
+    _wrap(patch, TierManager, "_plan_demotions", plan)
+    _tolerate_missing_pins(patch)
+
+
+@bug
+def load_without_a_pin(patch: Patch) -> None:
+    def source(original: Any, self: LoadPlanner, *args: Any) -> Any:
+        move, row = original(self, *args)
+        if row >= 0:
+            self._catalog.unpin(row, Tier.CPU if move.nvme is None else Tier.NVME)
+        return move, row
+
+    _wrap(patch, LoadPlanner, "_source_of", source)
+    _tolerate_missing_pins(patch)
+
+
+def _tolerate_missing_pins(patch: Patch) -> None:
+    def unpin(original: Any, self: Catalog, row: int, tier: Tier) -> None:
+        if self.pins(row, tier) > 0:
+            original(self, row, tier)
+
+    _wrap(patch, Catalog, "unpin", unpin)
+
+
+class _Untouching:
+    """A context whose touches do nothing."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def touch(self, blocks: Iterable[int]) -> None:
+        pass
+
+    def free_blocks(self, blocks: Iterable[int]) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _Keeping(_Untouching):
+    """A context that touches, and never gives back."""
+
+    def touch(self, blocks: Iterable[int]) -> None:
+        self._inner.touch(list(blocks))
+
+
+def _with_context(patch: Patch, make: type[_Untouching]) -> None:
+    for owner in (StorePlanner, Settlement):
+
+        def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            self._context = make(self._context)
+
+        _wrap(patch, owner, "__init__", init)
+
+
+@bug
+def gpu_block_freed_before_its_copy_ended(patch: Patch) -> None:
+    _with_context(patch, _Untouching)
+
+
+@bug
+def touched_block_never_freed(patch: Patch) -> None:
+    _with_context(patch, _Keeping)
+
+
+@bug
+def failed_store_left_ready(patch: Patch) -> None:
+    def settle(original: Any, self: Settlement, record: JobRecord, *args: Any) -> None:
+        if Reason.CANCELLED not in record.failed.values():
+            record.failed = {}
+        original(self, record, *args)
+
+    _wrap(patch, Settlement, "_settle_store", settle)
+
+
+@bug
+def index_written_when_planned(patch: Patch) -> None:
+    def plan(original: Any, self: TierManager, cpu: CpuSpace, nvme: NvmeSpace, now: float) -> None:
+        before = set(self._transfers._records)
+        original(self, cpu, nvme, now)
+        for job_id in set(self._transfers._records) - before:
+            record = self._transfers._records[job_id]
+            if record.job.kind is JobKind.DEMOTE:
+                nvme.record([detail.row for detail in record.details], 0)
+
+    _wrap(patch, TierManager, "_plan_demotions", plan)
+
+
+@bug
+def refused_block_skipped_by_the_watermark(patch: Patch) -> None:
+    patch.setattr(Watermark, "refuse", lambda self, position, *args: self.refused.pop(position, None))
+
+
+@bug
+def refused_block_offered_every_step(patch: Patch) -> None:
+    def candidates(original: Any, self: Watermark, limit: int, room: int, now: float, count_of: Any) -> list[int]:
+        fresh = original(self, limit, room, now, count_of)
+        return sorted({*fresh, *(position for position in self.refused if position < limit)})
+
+    _wrap(patch, Watermark, "candidates", candidates)
+
+
+@bug
+def stored_block_offered_again(patch: Patch) -> None:
+    def offers(original: Any, self: OnCompute, request_id: str, group: int, storable: int, *args: Any) -> list[int]:
+        original(self, request_id, group, storable, *args)
+        return list(range(storable))
+
+    _wrap(patch, OnCompute, "offers", offers)
+
+
+@bug
+def reset_that_keeps_the_epoch(patch: Patch) -> None:
+    patch.setattr(TierManager, "reset", lambda self, epoch: None)
+
+
+@bug
+def failed_position_promised_again(patch: Patch) -> None:
+    def settle(original: Any, self: Settlement, record: JobRecord) -> None:
+        original(self, record)
+        request = self._requests.get(record.request_id or "")
+        if request is not None:
+            request.load_limit_tokens = None
+
+    _wrap(patch, Settlement, "_settle_load", settle)
+
+
+@bug
+def nvme_refusal_never_asked_again(patch: Patch) -> None:
+    def offer(original: Any, self: Settlement, row: int) -> bool:
+        asked = self.__dict__.setdefault("asked", set())
+        key = (self._catalog.keys[row], self._catalog.generations[row])
+        if key in asked:
+            return False
+        asked.add(key)
+        return original(self, row)
+
+    _wrap(patch, Settlement, "offer_to_nvme", offer)
+
+
+@bug
+def pinned_copy_evicted(patch: Patch) -> None:
+    patch.setattr(Catalog, "evictable", lambda self, row, tier: self.state(row, tier) == CopyState.READY)
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BUGS[name](monkeypatch)
+    with pytest.raises((AssertionError, KeyError, IndexError, ExceptionGroup)):
+        run_machine(ALL_SIZES, EXAMPLES, shrink=False)
