@@ -11,7 +11,7 @@ from hypothesis.stateful import invariant, run_state_machine_as_test
 from kvdisk.blocks import Tier
 from kvdisk.testing import manager_machine
 from kvdisk.testing.manager_machine import ManagerMachine
-from kvdisk.testing.manager_watch import ManagerParts, Sizes
+from kvdisk.testing.manager_parts import ManagerParts, Sizes
 
 
 def run_machine(all_sizes: tuple[Sizes, ...], examples: int, steps: int = 60, *, shrink: bool = True) -> None:
@@ -49,9 +49,7 @@ def check_pins(parts: ManagerParts) -> None:
                     expected[detail.row, tier] += 1
     for row in parts.catalog.rows():
         for tier in (Tier.CPU, Tier.NVME):
-            assert parts.catalog.pins(row, tier) == expected[row, tier], (
-                f"pins of row {row} in {tier!r}"
-            )
+            assert parts.catalog.pins(row, tier) == expected[row, tier], f"pins of row {row} in {tier!r}"
 
 
 ALL_SIZES = manager_machine.ALL_SIZES

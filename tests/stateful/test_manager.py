@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import pytest
-from machines import ALL_SIZES, run_machine
+from machines import run_machine
 
-NAMES = ("one group", "window", "reuse on NVMe", "reuse in memory", "NVMe only", "CPU only")
+from kvdisk.testing import manager_machine
+from kvdisk.testing.manager_parts import Sizes
+
+SIZES = {name: sizes for name, sizes in vars(manager_machine).items() if isinstance(sizes, Sizes)}
 
 
-@pytest.mark.parametrize("sizes", ALL_SIZES, ids=NAMES)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_the_invariants_hold(sizes):
     run_machine((sizes,), examples=80)
 
 
 @pytest.mark.torture
-@pytest.mark.parametrize("sizes", ALL_SIZES, ids=NAMES)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_the_invariants_hold_for_long(sizes):
     run_machine((sizes,), examples=3000, steps=80)
