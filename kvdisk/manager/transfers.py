@@ -101,9 +101,12 @@ class Transfers:
                     yield detail.block
 
     def absorb(self, report: Report) -> list[JobRecord]:
-        """Count a report's answers; return the jobs that are settled by it."""
+        """Count a report's answers; return the jobs that are settled by it, in the order of their plans.
+
+        A rank that lags can answer a segment's opening in the report in which another answers its drop.
+        """
         settled = []
-        for job_id, result in report.results.items():
+        for job_id, result in sorted(report.results.items()):
             record = self._records.get(job_id)
             assert record is not None, f"job {job_id} answered more than once per rank, or never planned"
             record.ranks += result.ranks
