@@ -58,10 +58,6 @@ class CpuSpace:
                 break  # else some went to the backlog, which is bounded, and there may be others
         return self.pool.allocate(size_class, count)
 
-    def allocate_free(self, size_class: int, count: int) -> list[Slot]:
-        """Take up to ``count`` slots that are free anyway; nothing is evicted for them."""
-        return self.pool.allocate(size_class, count)
-
     def inserted(self, row: int) -> None:
         """A copy became READY on every rank."""
         self._policies[self.class_of(row)].insert(row)

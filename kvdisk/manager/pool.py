@@ -47,16 +47,6 @@ class SlotPool:
         self.free[size_class] += slot_count - taken
         self.total[size_class] += slot_count
 
-    def remove_segment(self, segment: int) -> None:
-        """Remove a segment of which every slot is free."""
-        states = self._maps.pop(segment)
-        assert states.count(_FREE) == len(states), "a segment in use cannot be removed"
-        size_class = self._class_of.pop(segment)
-        self._segments[size_class].remove(segment)
-        del self._cursors[segment]
-        self.free[size_class] -= len(states)
-        self.total[size_class] -= len(states)
-
     def retire_segment(self, segment: int) -> None:
         """Take a segment's free slots out of service for good; used ones leave as they are freed."""
         states = self._maps.pop(segment)

@@ -48,7 +48,7 @@ class ManagerWatch:
     """Blocks of live requests that were seen in some tier, or on their way there, since they were offered."""
     _progress: tuple[int, bool] = (0, True)
     _planned_s: float = 0.0
-    _bad_copies: set[tuple[BlockKey, int, Slot]] = field(default_factory=set)
+    _bad_copies: set[tuple[BlockKey, int, Slot | None]] = field(default_factory=set)
     _write_failed_s: float = -FIRST_BACK_OFF_S
     _wants: dict[BlockKey, set[str]] = field(default_factory=dict)
 
@@ -140,6 +140,7 @@ class ManagerWatch:
         writes = _writes(job)
         assert not writes or self.engine.now >= self._write_failed_s + FIRST_BACK_OFF_S, "a write during a back-off"
         for move in job.moves:
+            self._bad_copies.discard(_target(job, move))
             if job.kind is JobKind.LOAD:
                 assert _source(move) not in self._bad_copies, "a copy that failed to load is loaded again"
                 if owner is not None:
@@ -159,12 +160,15 @@ class ManagerWatch:
                 del self._jobs[job_id], self._ranks_left[job_id]
                 self.parts.policy.changes += 1
                 for position, reason in self._failures.pop(job_id, {}).items():
-                    if position >= 0:
-                        self._note_failure(job, owner, job.moves[position], reason)
+                    self._note_failure(job, owner, position, reason)
 
-    def _note_failure(self, job: Job, owner: str | None, move: Move, reason: Reason) -> None:
-        if _writes(job) and reason in _BAD_WRITE:
+    def _note_failure(self, job: Job, owner: str | None, position: int, reason: Reason) -> None:
+        paused = self.engine.now < self._write_failed_s + FIRST_BACK_OFF_S
+        if not paused and (job.kind is JobKind.OPEN_SEGMENT or (_writes(job) and reason in _BAD_WRITE)):
             self._write_failed_s = self.engine.now
+        if position < 0:
+            return
+        move = job.moves[position]
         if job.kind is JobKind.LOAD and reason in _BAD_COPY:
             self._bad_copies.add(_source(move))
         if owner is not None and job.kind in {JobKind.STORE, JobKind.LOAD}:
@@ -272,9 +276,16 @@ def _writes(job: Job) -> bool:
     return job.kind is JobKind.DEMOTE or (job.kind is JobKind.STORE and job.moves[0].nvme is not None)
 
 
-def _source(move: Move) -> tuple[BlockKey, int, Slot]:
-    slot = move.cpu if move.nvme is None else move.nvme
-    return move.key, move.generation, slot or Slot(-1, -1)
+def _source(move: Move) -> tuple[BlockKey, int, Slot | None]:
+    """Return what a load reads."""
+    return move.key, move.generation, move.cpu if move.nvme is None else move.nvme
+
+
+def _target(job: Job, move: Move) -> tuple[BlockKey, int, Slot | None]:
+    """Return the slot that a move of a job writes, if any."""
+    if job.kind is JobKind.LOAD:
+        return move.key, move.generation, None if move.nvme is None else move.cpu
+    return move.key, move.generation, move.cpu if move.nvme is None else move.nvme
 
 
 def _segments_of(sizes: Sizes, parts: ManagerParts, tier: Tier) -> set[int]:

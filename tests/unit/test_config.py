@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from kvdisk.config import _PARSERS, Config, parse_bytes
+from kvdisk.errors import ConfigError
+
+STORE = {"store_dirs": "/nvme/kv", "nvme_bytes": "1GiB"}
+
+
+def test_every_field_is_parsed():
+    assert set(_PARSERS) == {field.name for field in fields(Config)}
+
+
+def test_values_are_read():
+    config = Config.from_mapping(STORE | {"cpu_bytes": "1.5GB", "nvme_admission": "reuse(2)", "store_decode": True})
+    assert config.store_dirs == (Path("/nvme/kv"),)
+    assert (config.nvme_bytes, config.cpu_bytes) == (1 << 30, 1_500_000_000)
+    assert (config.nvme_admission, config.store_decode) == ("reuse(2)", True)
+    assert Config.from_mapping({"store_dirs": ["/nvme/kv"], "nvme_bytes": 5}).nvme_bytes == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [(7, 7), ("7", 7), ("2k", 2000), ("2KiB", 2048), ("1.5 MiB", 3 << 19), ("3TiB", 3 << 40), ("4b", 4)],
+)
+def test_sizes(text, size):
+    assert parse_bytes("x", text) == size
+
+
+@pytest.mark.parametrize("wrong", [-1, "5 apples", "", None, True, 1.5, "GiB"])
+def test_wrong_sizes(wrong):
+    with pytest.raises(ConfigError, match="cpu_bytes must be a size"):
+        parse_bytes("cpu_bytes", wrong)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"stor_dirs": "/x"}, "'store_dirs'"),
+        ({"store_dirs": "/x"}, "needs nvme_bytes"),
+        ({"nvme_bytes": 1}, "needs store_dirs"),
+        ({"cpu_bytes": 0}, "no tier"),
+        (STORE | {"store_dirs": "relative"}, "absolute"),
+        (STORE | {"store_dirs": ["/a", "/b"]}, "only one drive"),
+        (STORE | {"store_dirs": []}, "a directory"),
+        ({"store_policy": "spillover"}, "'on_compute'"),
+        ({"eviction": "arc"}, "'lru'"),
+        ({"device": "gds"}, "'posix'"),
+        ({"nvme_admission": "reuse(0)"}, "reuse"),
+        ({"store_decode": 1}, "true or false"),
+        ({"lookup_wait_s": float("inf")}, "seconds"),
+        ({"io_deadline_s": -1}, "seconds"),
+        ({"min_load_tokens": -1}, "whole number"),
+        ({"on_reset": "panic"}, "'keep'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(values, said):
+    with pytest.raises(ConfigError, match=said) as error:
+        Config.from_mapping(values)
+    assert "\n" not in str(error.value)

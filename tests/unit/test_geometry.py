@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvdisk.blocks import group_of, make_block_key
+from kvdisk.geometry import (
+    ALIGNMENT,
+    Geometry,
+    GroupGeometry,
+    contiguous_runs,
+    segment_file_bytes,
+    slot_offset,
+    slots_per_segment,
+)
+
+
+@given(st.binary(min_size=1, max_size=40), st.integers(0, 65535))
+def test_a_key_knows_its_group(block_hash, group):
+    key = make_block_key(block_hash, group)
+    assert group_of(key) == group
+    assert key[:-2] == block_hash
+
+
+@given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 5))
+def test_runs_cover_everything_in_order(indices, longest):
+    runs = contiguous_runs(indices, longest)
+    assert [at for start, count in runs for at in range(start, start + count)] == list(range(len(indices)))
+    for start, count in runs:
+        assert 1 <= count <= longest
+        assert indices[start : start + count] == list(range(indices[start], indices[start] + count))
+    for (start, count), (follower, _) in pairwise(runs):
+        assert count == longest or indices[follower] != indices[start + count - 1] + 1, "cut without need"
+
+
+def test_slots_are_aligned_and_do_not_overlap():
+    group = GroupGeometry(0, 16, 5000)
+    assert group.slot_bytes == 4096 + 8192
+    count = slots_per_segment(1 << 20, group.slot_bytes)
+    assert slot_offset(group.slot_bytes, count) == segment_file_bytes(group.slot_bytes, count) <= 1 << 20
+    assert slot_offset(group.slot_bytes, 3) % ALIGNMENT == 0
+    assert slots_per_segment(1, group.slot_bytes) == 1
+
+
+def test_size_classes_share_a_tier_by_what_a_token_needs():
+    geometry = Geometry((GroupGeometry(0, 16, 4096), GroupGeometry(1, 16, 12288), GroupGeometry(2, 32, 4000)), 2, 16)
+    assert geometry.slot_sizes == (8192, 16384)
+    assert geometry.size_classes == (0, 1, 0)
+    small, large = geometry.shares
+    assert small + large == pytest.approx(1)
+    assert large / small == pytest.approx((16384 / 16) / (8192 / 16 + 8192 / 32))
+    for slots, size, share in zip(geometry.cpu_slots(1 << 20), geometry.slot_sizes, geometry.shares, strict=True):
+        assert slots * size <= (1 << 20) / 2 * share < (slots + 1) * size
