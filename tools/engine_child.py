@@ -191,6 +191,11 @@ class EngineChild:
         self._send(act)
         return self._receive(timeout_s, progress)
 
+    def cpu_s(self) -> float:
+        """Return the CPU seconds that the child has used, in all its threads; not those of further processes."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def close(self) -> None:
         """End the engine the orderly way and wait for it. Raises EngineError unless it ends with exit code 0."""
         if self._process.poll() is None:

@@ -5,6 +5,7 @@ Two engines stay alive side by side, one with the connector and one without, and
 both at once. Each turn has prompts of its own, so there is nothing to hit and everything to store. Before the
 other engine's turn, stores are drained; that wait is shown, and not part of the throughput. The same
 engine can be a tenth faster or slower from one start to the next, so there are several pairs of engines.
+CPU time, of all threads of an in-process engine, is the figure to trust where others use the machine.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ CONNECTED, ALONE = "with kvdisk", "vLLM alone"
 
 
 class Turn(NamedTuple):
-    """One engine's work on one set of prompts, and how long its stores took to drain after it."""
+    """One engine's work on one set of prompts, how long its stores took to drain after it, and the CPU time of both."""
 
     work_s: float
     drain_s: float
+    cpu_s: float
 
 
 def make_prompts(seed: int, count: int, length: int, vocabulary: int) -> list[list[int]]:
@@ -46,12 +48,13 @@ def make_prompts(seed: int, count: int, length: int, vocabulary: int) -> list[li
 
 def take_turn(engine: EngineChild, prompts: list[list[int]], max_tokens: int) -> Turn:
     """Run one set of prompts, all handed over at once, and drain."""
+    used_s = engine.cpu_s()
     start_s = time.perf_counter()
     answers = engine.generate(prompts, max_tokens)
     worked_s = time.perf_counter()
     engine.drain()
     assert not any(answer.cached for answer in answers), "a prompt was found somewhere, so this measures something else"
-    return Turn(worked_s - start_s, time.perf_counter() - worked_s)
+    return Turn(worked_s - start_s, time.perf_counter() - worked_s, engine.cpu_s() - used_s)
 
 
 def take_turns(
@@ -71,16 +74,16 @@ def take_turns(
 
 def table_of(turns: dict[str, list[Turn]], tokens: int) -> Table:
     """Return the table of both engines' throughput; ``tokens``: processed in a turn."""
-    table = Table("", "median tokens/s", "lowest", "highest", "median drain")
+    table = Table("", "median tokens/s", "lowest", "highest", "median drain", "median CPU time")
     for column in table.columns[1:]:
         column.justify = "right"
     for name, taken in turns.items():
         rates = [tokens / turn.work_s for turn in taken]
-        drain_s = statistics.median(turn.drain_s for turn in taken)
         table.add_row(
             name,
             *(f"{rate:,.0f}" for rate in (statistics.median(rates), min(rates), max(rates))),
-            f"{drain_s:.2f} s",
+            f"{statistics.median(turn.drain_s for turn in taken):.2f} s",
+            f"{statistics.median(turn.cpu_s for turn in taken):.2f} s",
         )
     return table
 
@@ -162,13 +165,17 @@ def run_pair(
 def report(options: argparse.Namespace, turns: dict[str, list[Turn]], work: Path, console: Console) -> None:
     """Print what was measured."""
     tokens = options.requests * (options.prompt_tokens + options.max_tokens)
-    ratios = [alone.work_s / connected.work_s for connected, alone in zip(turns[CONNECTED], turns[ALONE], strict=True)]
+    rounds = list(zip(turns[CONNECTED], turns[ALONE], strict=True))
+    ratios = [alone.work_s / connected.work_s for connected, alone in rounds]
+    cpu_ratio = statistics.median(connected.cpu_s / alone.cpu_s for connected, alone in rounds)
     console.print()
     console.print(table_of(turns, tokens))
     console.print(
         f"Throughput with kvdisk is {statistics.median(ratios):.3f} of vLLM alone"
         f" (median of {len(ratios)} rounds, {options.pairs} pairs of engines; {min(ratios):.3f} to {max(ratios):.3f})."
     )
+    if options.layout == "inproc":
+        console.print(f"CPU time with kvdisk is {cpu_ratio:.3f} of vLLM alone (median of rounds).")
     console.print(
         f"A turn: {options.requests} prompts of {options.prompt_tokens:,} tokens, {options.max_tokens} tokens decoded,"
         f" {options.concurrent} at once, layout {options.layout}."

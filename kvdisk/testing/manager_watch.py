@@ -50,6 +50,7 @@ class ManagerWatch:
     _planned_s: float = 0.0
     _bad_copies: set[tuple[BlockKey, int, Slot | None]] = field(default_factory=set)
     _write_failed_s: float = -FIRST_BACK_OFF_S
+    _first_paused: int = 0
     _wants: dict[BlockKey, set[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -138,7 +139,8 @@ class ManagerWatch:
         self._ranks_left[job.id] = len(self.ranks)
         config = self.sizes.config
         writes = _writes(job)
-        assert not writes or self.engine.now >= self._write_failed_s + FIRST_BACK_OFF_S, "a write during a back-off"
+        paused = self.engine.now < self._write_failed_s + FIRST_BACK_OFF_S and job.id >= self._first_paused
+        assert not (writes and paused), "a write during a back-off"
         for move in job.moves:
             self._bad_copies.discard(_target(job, move))
             if job.kind is JobKind.LOAD:
@@ -166,6 +168,7 @@ class ManagerWatch:
         paused = self.engine.now < self._write_failed_s + FIRST_BACK_OFF_S
         if not paused and (job.kind is JobKind.OPEN_SEGMENT or (_writes(job) and reason in _BAD_WRITE)):
             self._write_failed_s = self.engine.now
+            self._first_paused = self.parts.transfers._next_id
         if position < 0:
             return
         move = job.moves[position]
