@@ -48,7 +48,7 @@ class ManagerWatch:
     """Blocks of live requests that were seen in some tier, or on their way there, since they were offered."""
     _progress: tuple[int, bool] = (0, True)
     _planned_s: float = 0.0
-    _bad_copies: set[tuple[BlockKey, int, Slot | None]] = field(default_factory=set)
+    _bad_copies: set[tuple[BlockKey, int, Tier, Slot | None]] = field(default_factory=set)
     _write_failed_s: float = -FIRST_BACK_OFF_S
     _first_paused: int = 0
     _wants: dict[BlockKey, set[str]] = field(default_factory=dict)
@@ -165,8 +165,8 @@ class ManagerWatch:
                     self._note_failure(job, owner, position, reason)
 
     def _note_failure(self, job: Job, owner: str | None, position: int, reason: Reason) -> None:
-        paused = self.engine.now < self._write_failed_s + FIRST_BACK_OFF_S
-        if not paused and (job.kind is JobKind.OPEN_SEGMENT or (_writes(job) and reason in _BAD_WRITE)):
+        nvme = self.parts.nvme
+        if nvme is not None and nvme.may_write(self.engine.now) and _writes(job) and reason in _BAD_WRITE:
             self._write_failed_s = self.engine.now
             self._first_paused = self.parts.transfers._next_id
         if position < 0:
@@ -279,16 +279,18 @@ def _writes(job: Job) -> bool:
     return job.kind is JobKind.DEMOTE or (job.kind is JobKind.STORE and job.moves[0].nvme is not None)
 
 
-def _source(move: Move) -> tuple[BlockKey, int, Slot | None]:
-    """Return what a load reads."""
-    return move.key, move.generation, move.cpu if move.nvme is None else move.nvme
+def _source(move: Move) -> tuple[BlockKey, int, Tier, Slot | None]:
+    """Return the copy that a load reads."""
+    if move.nvme is None:
+        return move.key, move.generation, Tier.CPU, move.cpu
+    return move.key, move.generation, Tier.NVME, move.nvme
 
 
-def _target(job: Job, move: Move) -> tuple[BlockKey, int, Slot | None]:
-    """Return the slot that a move of a job writes, if any."""
+def _target(job: Job, move: Move) -> tuple[BlockKey, int, Tier, Slot | None]:
+    """Return the copy that a move of a job writes, if any."""
     if job.kind is JobKind.LOAD:
-        return move.key, move.generation, None if move.nvme is None else move.cpu
-    return move.key, move.generation, move.cpu if move.nvme is None else move.nvme
+        return move.key, move.generation, Tier.CPU, None if move.nvme is None else move.cpu
+    return _source(move)
 
 
 def _segments_of(sizes: Sizes, parts: ManagerParts, tier: Tier) -> set[int]:
