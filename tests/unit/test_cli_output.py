@@ -63,7 +63,7 @@ def test_many_segments_are_cut_unless_asked_for(path: Path) -> None:
 
 def test_colours_where_a_terminal_sees_them_and_no_letters_lost_elsewhere(path: Path) -> None:
     leave_home(path, PLAIN, 1, last_use_s=2000)
-    assert "\x1b[" in run("inspect", path, FORCE_COLOR="1").stdout
+    assert "\x1b[" in run("inspect", path, FORCE_COLOR="1", TERM="xterm").stdout
     plain = run("inspect", path, PYTHONIOENCODING="ascii")
     assert plain.returncode == 0 and "some/model-7B" in plain.stdout
 
