@@ -79,14 +79,30 @@ class HomeSpec(NamedTuple):
     known_segments: tuple[int, ...] = ()
 
 
+FOREIGN_SEGMENTS = 1 << 31
+"""Segments of other engines' homes have numbers from here on, which the manager gives; its own stay below."""
+
+
+class ForeignSegment(NamedTuple):
+    """A segment as another home numbers it."""
+
+    home_id: str
+    segment: int
+
+
 class SegmentSpec(NamedTuple):
-    """A segment to open or drop. ``create``: make the files; False: they must exist."""
+    """A segment to open or drop. ``create``: make the files; False: they must exist.
+
+    ``drive``: position in the home's list of drives. ``source``: None: of the home that was opened; else of
+    another engine's, opened to read only: dropping it closes it, and leaves the files alone.
+    """
 
     segment: int
     slot_bytes: int
     slot_count: int
     drive: int = 0
     create: bool = True
+    source: ForeignSegment | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,18 +136,26 @@ class Plan:
 class JobResult:
     """How a job ended: ranks that answered, and the failed moves (position in ``Job.moves``) of any of them.
 
-    A job without moves that failed has position -1.
+    A job without moves that failed has position -1. ``late``: moves among the failed (DEADLINE) that the device of
+    some rank has begun and not ended: it may still touch their slots, in memory and on the drive, until all of the
+    ``late_ranks`` ranks concerned have named the job in ``Report.released``.
     """
 
     ranks: int = 1
     failed: dict[int, Reason] = field(default_factory=dict)
+    late: set[int] = field(default_factory=set)
+    late_ranks: int = 0
 
 
 @dataclass(slots=True)
 class Report:
-    """What one rank, or after ``merge`` several, finished since the last report."""
+    """What one rank, or after ``merge`` several, finished since the last report.
+
+    ``released``: by job, how many ranks' late moves have ended; in the report of the result or a later one.
+    """
 
     results: dict[JobId, JobResult] = field(default_factory=dict)
+    released: dict[JobId, int] = field(default_factory=dict)
     stats: Stats = field(default_factory=Stats)
 
     def merge(self, other: Report) -> Report:
@@ -139,15 +163,19 @@ class Report:
         for job_id, result in other.results.items():
             mine = self.results.get(job_id)
             if mine is None:
-                self.results[job_id] = JobResult(result.ranks, dict(result.failed))
+                self.results[job_id] = JobResult(result.ranks, dict(result.failed), set(result.late), result.late_ranks)
             else:
                 mine.ranks += result.ranks
+                mine.late |= result.late
+                mine.late_ranks += result.late_ranks
                 for position, reason in result.failed.items():
                     mine.failed.setdefault(position, reason)
+        for job_id, ranks in other.released.items():
+            self.released[job_id] = self.released.get(job_id, 0) + ranks
         self.stats.merge(other.stats)
         return self
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to send."""
-        return not self.results and self.stats.empty
+        return not self.results and not self.released and self.stats.empty
