@@ -38,6 +38,42 @@ class SegmentRecord(NamedTuple):
     drive: int = 0
 
 
+class ForeignCopy(NamedTuple):
+    """A committed block of another home: where it is, and the generation that its slot headers have."""
+
+    home_id: str
+    segment: SegmentRecord
+    slot_index: int
+    generation: int
+
+
+class Answer(NamedTuple):
+    """What the other homes said to a question: copies by key; a key that nobody has is not there.
+
+    Committed when it was read; its owner may evict it at any time, so only the slot's header tells at the load.
+    """
+
+    ticket: int
+    copies: dict[BlockKey, tuple[ForeignCopy, ...]]
+
+
+class Neighbours(Protocol):
+    """The other homes of this store that this engine can read. One thread calls everything; no call waits."""
+
+    @property
+    def any(self) -> bool:
+        """Whether there was another home at the last look, a moment ago: without one there is nobody to ask."""
+
+    def ask(self, ticket: int, epoch: int, keys: Sequence[BlockKey]) -> bool:
+        """Queue a question, answered by ``poll`` some time later; False where too many wait, and it will not be."""
+
+    def poll(self) -> list[Answer]:
+        """Return the answers that have come since the last call, in the order of their questions."""
+
+    def close(self) -> None:
+        """Stop asking. Idempotent."""
+
+
 class IndexState(IntEnum):
     """WRITABLE: puts are committed. REFUSING: the last batch failed (map or disk full, write error);
     its puts were dropped, deletions are retried with back-off, and the state returns by itself."""

@@ -99,6 +99,11 @@ class LmdbIndex:
         self._tables = _LmdbTables(Path(path), map_bytes, readonly)
         self._writer = None if readonly else CommitWriter(self._tables, commit_s)
 
+    @property
+    def complete(self) -> bool:
+        """Whether the owner had made the tables when this read-only index was opened; else open it again later."""
+        return self._tables.complete
+
     def segments(self) -> Iterator[SegmentRecord]:
         """See ``Index.segments``. One read transaction, which ends with the iterator."""
         assert not self._closed
@@ -110,6 +115,16 @@ class LmdbIndex:
         assert not self._closed
         for key, value in self._tables.scan(Table.BLOCKS):
             yield decode_block(key, value)
+
+    def find(self, epoch: int, keys: Sequence[BlockKey]) -> list[tuple[int, BlockRecord]]:
+        """Return the committed records of these keys, each with the key's position; in one short read transaction.
+
+        Waits for the disk where the file is not in memory. Raises CorruptRecord, DeviceError.
+        """
+        assert not self._closed
+        names = [encode_block_key(epoch, key) for key in keys]
+        found = self._tables.get(Table.BLOCKS, names)
+        return [(at, decode_block(names[at], value)) for at, value in enumerate(found) if value is not None]
 
     def put(self, records: Sequence[BlockRecord]) -> int | None:
         """See ``Index.put``."""
@@ -186,12 +201,28 @@ class _LmdbTables:
         except (lmdb.Error, OSError) as error:
             raise _translated(error, path) from error
 
+    @property
+    def complete(self) -> bool:
+        """Whether the tables exist."""
+        return bool(self._databases)
+
     def scan(self, table: Table) -> Iterator[tuple[bytes, bytes]]:
         """Yield keys and values, ascending, in one read transaction."""
         try:
             with self._begin_reading() as txn:
                 if self._databases:
                     yield from txn.cursor(self._databases[table])
+        except lmdb.Error as error:
+            raise _translated(error, self._path) from error
+
+    def get(self, table: Table, keys: Sequence[bytes]) -> list[bytes | None]:
+        """Return the value of each key, None where there is none, in one read transaction."""
+        try:
+            with self._begin_reading() as txn:
+                if not self._databases:
+                    return [None] * len(keys)
+                database = self._databases[table]
+                return [txn.get(key, db=database) for key in keys]
         except lmdb.Error as error:
             raise _translated(error, self._path) from error
 

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading other homes' indexes through a child process, and what a bad or stopped one does to it: nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvdisk.blocks import BlockKey, Slot, make_block_key
+from kvdisk.errors import CorruptRecord
+from kvdisk.index.base import BlockRecord, SegmentRecord
+from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
+from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader
+from kvdisk.index.probe_wire import (
+    FoundCopy,
+    Question,
+    decode_answer,
+    decode_question,
+    encode_answer,
+    encode_failure,
+    encode_question,
+)
+
+SEGMENT = SegmentRecord(3, 8192, 100, 0)
+HOLDS_A_TRANSACTION = """
+import lmdb, sys, time
+environment = lmdb.Environment(sys.argv[1], max_dbs=2, create=False, lib_version=0)
+with environment.begin(write=True) as txn:
+    print("in", flush=True)
+    time.sleep(600)
+"""
+
+
+def keys(count: int, first: int = 0) -> list[BlockKey]:
+    return [make_block_key(number.to_bytes(32, "big"), 0) for number in range(first, first + count)]
+
+
+def records(names, epoch: int = 0) -> list[BlockRecord]:
+    return [BlockRecord(epoch, key, Slot(3, at), 1000 + at) for at, key in enumerate(names)]
+
+
+@contextmanager
+def home(path, names=()):
+    """An owner's index of some blocks."""
+    index = LmdbIndex(path, map_bytes=map_bytes_for(1000), commit_s=0.0)
+    index.put_segment(SEGMENT)
+    index.put(records(names))
+    assert index.flush(10)
+    try:
+        yield index
+    finally:
+        index.close()
+
+
+@contextmanager
+def reader(homes, **options):
+    found = NeighbourReader(lambda: list(homes), options.pop("tend", lambda: None), **options)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def answer(found: NeighbourReader, names, *, epoch: int = 0, within_s: float = 20.0):
+    """Ask, and wait for the answer."""
+    assert found.ask(7, epoch, names)
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        for each in found.poll():
+            assert each.ticket == 7
+            return each.copies
+        time.sleep(0.002)
+    raise AssertionError("no answer")
+
+
+def test_what_another_home_has_committed_is_found(tmp_path) -> None:
+    names = keys(40)
+    with home(tmp_path / "one", names[:30]) as owner, reader([Neighbour("one", tmp_path / "one")]) as found:
+        assert found.any
+        copies = answer(found, names)
+        assert set(copies) == set(names[:30])
+        (copy,) = copies[names[4]]
+        assert (copy.home_id, copy.segment, copy.slot_index, copy.generation) == ("one", SEGMENT, 4, 1004)
+        owner.put(records(names[30:]))
+        owner.delete([(0, names[0])])
+        assert owner.flush(10)
+        assert set(answer(found, names)) == set(names[1:])
+        assert answer(found, names, epoch=5) == {}
+
+
+def test_homes_come_and_go(tmp_path) -> None:
+    homes: list[Neighbour] = []
+    with reader(homes) as found, home(tmp_path / "a", keys(2)), home(tmp_path / "b", keys(4, 1)):
+        assert not found.any
+        assert answer(found, keys(2)) == {}
+        homes.extend([Neighbour("a", tmp_path / "a"), Neighbour("b", tmp_path / "b")])
+        copies = answer(found, keys(3))
+        assert [copy.home_id for copy in copies[keys(2)[1]]] == ["a", "b"]
+        assert [copy.home_id for copy in copies[keys(3)[2]]] == ["b"]
+        del homes[0]
+        assert [copy.home_id for copy in answer(found, keys(3))[keys(2)[1]]] == ["b"]
+
+
+def test_an_index_that_its_owner_has_just_begun_is_found_later(tmp_path) -> None:
+    (tmp_path / "new").mkdir()
+    with reader([Neighbour("new", tmp_path / "new")]) as found:
+        assert answer(found, keys(1)) == {}
+
+
+@pytest.mark.parametrize("damage", ["garbage", "cut", "directory"])
+def test_a_damaged_index_is_left_alone_and_the_others_are_read(tmp_path, damage: str, caplog) -> None:
+    with home(tmp_path / "good", keys(3)), home(tmp_path / "bad", keys(500)):
+        pass
+    data = tmp_path / "bad" / "data.mdb"
+    if damage == "garbage":
+        length = data.stat().st_size
+        data.write_bytes(data.read_bytes()[:8192] + os.urandom(length - 8192))
+    elif damage == "cut":
+        os.truncate(data, 8192)
+    else:
+        data.unlink()
+        data.mkdir()
+    with reader([Neighbour("bad", tmp_path / "bad"), Neighbour("good", tmp_path / "good")]) as found:
+        assert set(answer(found, keys(3))) == set(keys(3))
+        assert "bad" in caplog.text
+        assert set(answer(found, keys(3))) == set(keys(3))
+
+
+def test_an_owner_stopped_inside_a_write_transaction_holds_nobody_up(tmp_path) -> None:
+    with home(tmp_path / "one", keys(3)):
+        pass
+    owner = subprocess.Popen([sys.executable, "-c", HOLDS_A_TRANSACTION, str(tmp_path / "one")], stdout=subprocess.PIPE)
+    try:
+        assert owner.stdout.readline() == b"in\n"
+        os.kill(owner.pid, signal.SIGSTOP)
+        with reader([Neighbour("one", tmp_path / "one")]) as found:
+            assert set(answer(found, keys(3))) == set(keys(3))
+    finally:
+        owner.kill()
+        owner.wait()
+
+
+def test_the_child_is_started_anew_when_it_was_killed(tmp_path) -> None:
+    homes = [Neighbour("one", tmp_path / "one"), Neighbour("two", tmp_path / "two")]
+    with home(tmp_path / "one", keys(3)), home(tmp_path / "two", keys(3, 3)), reader(homes) as found:
+        assert len(answer(found, keys(6))) == 6
+        os.kill(found._child._process.pid, signal.SIGKILL)
+        # The first home is blamed for it; the second is read by a new child.
+        assert set(answer(found, keys(6))) == set(keys(3, 3))
+
+
+def test_questions_are_bounded_and_closing_ends_the_child(tmp_path) -> None:
+    with home(tmp_path / "one", keys(3)):
+        with reader([Neighbour("one", tmp_path / "one")]) as found:
+            answer(found, keys(3))
+            child = found._child._process
+        assert child.poll() is not None
+        assert not found.ask(1, 0, keys(1))
+        assert not found.any
+
+
+def test_the_child_ends_with_its_parent(tmp_path) -> None:
+    code = (
+        "import sys, os, time\n"
+        "from pathlib import Path\n"
+        "from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader\n"
+        "found = NeighbourReader(lambda: [Neighbour('one', Path(sys.argv[1]))], lambda: None)\n"
+        "found.ask(1, 0, [b'x' * 34])\n"
+        "while not found.poll(): time.sleep(0.01)\n"
+        "print(found._child._process.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    with home(tmp_path / "one", keys(3)):
+        ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "one")], stdout=subprocess.PIPE, check=False)
+        assert ended.returncode == -9
+        child = int(ended.stdout)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and _lives(child):
+            time.sleep(0.01)
+        assert not _lives(child)
+
+
+def test_the_store_is_tended_now_and_then(tmp_path) -> None:
+    tended = []
+
+    def tend() -> None:
+        tended.append(1)
+        raise OSError("a drive that is gone")
+
+    with reader([], tend=tend, tend_interval_s=0.0):
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and len(tended) < 3:
+            time.sleep(0.01)
+        assert len(tended) >= 3
+
+
+def _lives(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_a_question_or_corrupt(data: bytes) -> None:
+    try:
+        question = decode_question(data)
+    except CorruptRecord:
+        return
+    assert decode_question(encode_question(question)) == question
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_an_answer_or_corrupt(data: bytes) -> None:
+    try:
+        segments, copies = decode_answer(data)
+    except CorruptRecord:
+        return
+    again = decode_answer(encode_answer(list(segments.values()), copies))
+    assert again == (segments, copies)
+
+
+@given(st.text(max_size=40), st.lists(st.binary(min_size=1, max_size=130), max_size=20), st.integers(0, 2**63 - 1))
+def test_questions_come_through(path: str, names: list[bytes], epoch: int) -> None:
+    question = Question(path, epoch, tuple(BlockKey(name) for name in names))
+    assert decode_question(encode_question(question)) == question
+
+
+def test_a_failure_says_why() -> None:
+    with pytest.raises(CorruptRecord, match="map is damaged"):
+        decode_answer(encode_failure("the map is damaged"))
+
+
+def test_answers_come_through() -> None:
+    segments = [SEGMENT, SegmentRecord(9, 4096 * 3, 7, 1)]
+    copies = [FoundCopy(0, 3, 5, 2**63), FoundCopy(4, 9, 0, 1)]
+    assert decode_answer(encode_answer(segments, copies)) == ({3: SEGMENT, 9: segments[1]}, copies)
