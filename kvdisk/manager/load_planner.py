@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from kvdisk.blocks import BlockKey, Tier
+from kvdisk.blocks import BlockKey, Tier, group_of
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.cpu_space import CpuSpace
+from kvdisk.manager.foreign import ForeignCopies
 from kvdisk.manager.lookup import is_ready, longest_hit
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.transfers import MoveDetail, Transfers
@@ -31,6 +33,7 @@ class LoadPlanner:
         cpu: CpuSpace | None,
         cpu_admission: AdmissionPolicy,
         nvme_admission: AdmissionPolicy,
+        foreign: ForeignCopies,
     ) -> None:
         self._config = config
         self._geometry = geometry
@@ -40,6 +43,8 @@ class LoadPlanner:
         self._cpu = cpu
         self._cpu_admission = cpu_admission
         self._nvme_admission = nvme_admission
+        self._foreign = foreign
+        self._step_tokens = math.lcm(*(group.block_tokens for group in geometry.groups))
 
     def lookup(self, request: RequestState, local_tokens: int, total_tokens: int, now: float) -> int | None:
         """See ``TierManager.lookup``."""
@@ -48,10 +53,14 @@ class LoadPlanner:
         limit = total_tokens - 1
         if request.load_limit_tokens is not None:
             limit = min(limit, request.load_limit_tokens)
-        hit = longest_hit(self._catalog, self._geometry, request.keys, local_tokens, limit, coming=False)
+        self._foreign.refresh(request, now)
+        known = self._foreign.known
+        places = (self._catalog, self._geometry, request.keys, local_tokens, limit)
+        hit = longest_hit(*places, coming=False, elsewhere=known)
         if not request.gave_up_waiting:
-            coming = longest_hit(self._catalog, self._geometry, request.keys, local_tokens, limit, coming=True)
-            if coming > hit and self._may_wait(request, now):
+            coming = longest_hit(*places, coming=True, elsewhere=known)
+            asking = coming < limit // self._step_tokens * self._step_tokens and self._foreign.is_asking(request)
+            if (coming > hit or asking) and self._may_wait(request, now):
                 self._stats.add("lookup_waits")
                 return None
         tokens = hit - local_tokens
@@ -86,25 +95,31 @@ class LoadPlanner:
                 # window: the engine would cache a block that nobody wrote under its hash.
                 if blocks[position] == 0:
                     continue
-                move, row = self._source_of(keys[position], blocks[position], request.request_id)
+                parent = keys[position - 1] if position else None
+                move, row = self._source_of(keys[position], parent, blocks[position], request.request_id)
                 if move.nvme is not None:
                     from_nvme.append(len(moves))
                 moves.append(move)
                 details.append(MoveDetail(row, group=group.group, position=position))
-        self._leave_cpu_copies(moves, details, from_nvme)
+        self._leave_cpu_copies(moves, details, from_nvme, epoch)
         request.loading = True
         request.wait_started_s = None
         self._count_served(request, local_tokens, external_tokens, moves, details)
         self._transfers.add(JobKind.LOAD, moves, details, epoch=epoch, request_id=request.request_id)
 
-    def _source_of(self, key: BlockKey, block: int, request_id: str) -> tuple[Move, int]:
-        """Pin the best copy of a key: a move without slots where there is none."""
+    def _source_of(self, key: BlockKey, parent: BlockKey | None, block: int, request_id: str) -> tuple[Move, int]:
+        """Pin the best copy of a key, and return its row: -1 for another home's; a move without slots has none."""
         catalog = self._catalog
         row = catalog.find(key)
+        foreign = None
         if not is_ready(catalog, row):
-            return Move(key, 0, block), -1
+            foreign = self._foreign.find(key)
+            if foreign is None:
+                return Move(key, 0, block), -1
         self._cpu_admission.want(key, request_id)
         self._nvme_admission.want(key, request_id)
+        if foreign is not None:
+            return Move(key, foreign.generation, block, None, self._foreign.pin(foreign), parent), -1
         tier = Tier.CPU if catalog.state(row, Tier.CPU) == CopyState.READY else Tier.NVME
         catalog.pin(row, tier)
         slot = catalog.slot(row, tier)
@@ -113,19 +128,25 @@ class LoadPlanner:
             return Move(key, catalog.generations[row], block, slot, None, parent), row
         return Move(key, catalog.generations[row], block, None, slot, parent), row
 
-    def _leave_cpu_copies(self, moves: list[Move], details: list[MoveDetail], from_nvme: list[int]) -> None:
+    def _leave_cpu_copies(self, moves: list[Move], details: list[MoveDetail], from_nvme: list[int], epoch: int) -> None:
         """Let blocks read from NVMe land in CPU slots where admission and room allow; the rest goes through staging."""
         if self._cpu is None:
             return
+        catalog = self._catalog
         wanted: dict[int, list[int]] = {}
         for at in from_nvme:
-            row = details[at].row
-            if self._catalog.state(row, Tier.CPU) == CopyState.ABSENT and self._cpu_admission.admits(moves[at].key):
-                wanted.setdefault(self._cpu.class_of(row), []).append(at)
+            move, row = moves[at], details[at].row
+            # Another home's block gets a row of its own, unless this engine is just writing or dropping that block.
+            vacant = catalog.state(row, Tier.CPU) == CopyState.ABSENT if row >= 0 else catalog.find(move.key) < 0
+            if vacant and self._cpu_admission.admits(move.key):
+                wanted.setdefault(self._geometry.size_classes[group_of(move.key)], []).append(at)
         for size_class, positions in wanted.items():
             for at, slot in zip(positions, self._cpu.allocate(size_class, len(positions)), strict=False):
-                self._catalog.begin(details[at].row, Tier.CPU, slot)
-                moves[at] = moves[at]._replace(cpu=slot)
+                move = moves[at]
+                if details[at].row < 0:
+                    details[at].row = catalog.add(move.key, move.generation, epoch, move.parent)
+                catalog.begin(details[at].row, Tier.CPU, slot)
+                moves[at] = move._replace(cpu=slot)
 
     def _count_served(
         self,

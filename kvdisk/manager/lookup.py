@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from kvdisk.blocks import BlockKey, Tier
 from kvdisk.geometry import Geometry, GroupGeometry
@@ -47,11 +47,12 @@ def longest_hit(
     limit_tokens: int,
     *,
     coming: bool,
+    elsewhere: Container[BlockKey] = frozenset(),
 ) -> int:
     """Return the end, in tokens, of the longest prefix that is there; ``local_tokens`` where nothing follows it.
 
-    There means ready in some tier or, with ``coming``, being written. The end is a multiple of
-    every group's block size, at most ``limit_tokens``. Full-attention groups need every block from
+    There means ready in some tier, or in another home (``elsewhere``), or, with ``coming``, being written. The
+    end is a multiple of every group's block size, at most ``limit_tokens``. Full-attention groups need every block from
     ``local_tokens`` on; window groups only those that ``first_needed`` names.
     """
     there = is_coming if coming else is_ready
@@ -64,13 +65,21 @@ def longest_hit(
             position = local_tokens // group.block_tokens
             last = end // group.block_tokens
             group_keys = keys[group.group]
-            while position < last and there(catalog, find(group_keys[position])):
+            while position < last and (there(catalog, find(group_keys[position])) or group_keys[position] in elsewhere):
                 position += 1
             end = position * group.block_tokens // step * step
         if end <= local_tokens:
             return local_tokens
     streaks = [
-        (group, _streaks([there(catalog, find(key)) for key in keys[group.group][: end // group.block_tokens]]))
+        (
+            group,
+            _streaks(
+                [
+                    there(catalog, find(key)) or key in elsewhere
+                    for key in keys[group.group][: end // group.block_tokens]
+                ]
+            ),
+        )
         for group in geometry.groups
         if group.window_tokens is not None
     ]

@@ -13,9 +13,11 @@ from kvdisk.blocks import JobId, Tier
 from kvdisk.config import Config
 from kvdisk.context import SchedulerContext
 from kvdisk.geometry import FILE_EPOCH, Geometry
+from kvdisk.index.base import Neighbours
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.cpu_space import CpuSpace
+from kvdisk.manager.foreign import ForeignCopies
 from kvdisk.manager.load_planner import LoadPlanner
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.segments import NvmeSpace
@@ -33,7 +35,10 @@ MAX_IMMINENT_ANSWERS = 200
 
 
 class TierManager:
-    """See the module. ``cpu`` or ``nvme`` is None where the tier does not exist; not both."""
+    """See the module. ``cpu`` or ``nvme`` is None where the tier does not exist; not both.
+
+    ``neighbours``: the other homes of the store; None: nobody else's blocks are looked for.
+    """
 
     def __init__(
         self,
@@ -49,6 +54,7 @@ class TierManager:
         cpu_admission: AdmissionPolicy,
         nvme_admission: AdmissionPolicy,
         first_generation: int,
+        neighbours: Neighbours | None = None,
     ) -> None:
         assert cpu is not None or nvme is not None
         self._geometry = geometry
@@ -66,12 +72,15 @@ class TierManager:
         self._void: list[JobId] = []
         self._imminent_answers = 0
         self.stats = stats
+        self._foreign = ForeignCopies(geometry, catalog, transfers, stats, neighbours)
         self._settlement = Settlement(
-            geometry, context, catalog, stats, cpu, nvme, store_policy, nvme_admission, self._requests
+            geometry, context, catalog, stats, cpu, nvme, store_policy, nvme_admission, self._requests, self._foreign
         )
         if cpu is not None:
             cpu.before_evict = self._settlement.offer_to_nvme
-        self._loads = LoadPlanner(config, geometry, catalog, transfers, stats, cpu, cpu_admission, nvme_admission)
+        self._loads = LoadPlanner(
+            config, geometry, catalog, transfers, stats, cpu, cpu_admission, nvme_admission, self._foreign
+        )
         self._stores = StorePlanner(
             config,
             geometry,
@@ -86,13 +95,19 @@ class TierManager:
             nvme_admission,
             self._settlement,
             first_generation,
+            self._foreign,
         )
 
     # -- requests ------------------------------------------------------------------------------
 
     def new_request(self, request_id: str, hashes: Sequence[bytes], prompt_tokens: int) -> None:
-        """Follow a request from now on. ``hashes`` is the engine's growing list, read at each call."""
-        self._requests[request_id] = RequestState.make(request_id, hashes, prompt_tokens, self._geometry)
+        """Follow a request from now on, and ask the neighbours for what is missing of its prompt.
+
+        ``hashes`` is the engine's growing list, read at each call.
+        """
+        request = self._requests[request_id] = RequestState.make(request_id, hashes, prompt_tokens, self._geometry)
+        request.update_keys(self._geometry)
+        self._foreign.ask(request)
 
     def follows(self, request_id: str) -> bool:
         """Whether the request is known: not so for those that kvdisk leaves alone."""
@@ -165,6 +180,7 @@ class TierManager:
         """Return the step's plan: what was decided since the last one, and demotions."""
         if self._nvme is not None:
             self.commit()
+            self._foreign.absorb(now)
             self._settlement.room += self._nvme.resumes(now)
             if self._cpu is not None:
                 self._plan_demotions(self._cpu, self._nvme, now)
@@ -219,6 +235,7 @@ class TierManager:
         """
         assert epoch not in {FILE_EPOCH, self._epoch}
         self._epoch = epoch
+        self._foreign.stop()
         self._cpu_admission.reset()
         self._nvme_admission.reset()
         self._void = list(self._transfers.sent_loads())

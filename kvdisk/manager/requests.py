@@ -18,6 +18,8 @@ class RequestState:
     ``load_limit_tokens``: no external hit reaches beyond this any more, because a load failed there.
     ``stale``: what it has computed is of weights that are gone, and nothing of it is stored; until it starts again.
     ``offered_blocks``: how far the store policy was asked, in the smallest group's blocks.
+    ``question``: ticket of what the neighbours were asked, 0: nothing; ``asked_s``: when it was first looked up, or
+    they were asked again.
     ``served``: tokens of the last planned load by the tier they come from.
     """
 
@@ -32,6 +34,8 @@ class RequestState:
     loading: bool = False
     stale: bool = False
     offered_blocks: int = 0
+    question: int = 0
+    asked_s: float | None = None
     served: dict[Tier, int] = field(default_factory=dict)
     store_jobs: set[JobId] = field(default_factory=set)
 

@@ -9,11 +9,12 @@ from kvdisk.geometry import Geometry
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.cpu_space import CpuSpace
+from kvdisk.manager.foreign import ForeignCopies, is_foreign
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.segments import NvmeSpace
 from kvdisk.manager.store_policy import Refusal, StorePolicy
 from kvdisk.manager.transfers import JobRecord
-from kvdisk.messages import JobKind, Reason
+from kvdisk.messages import JobKind, Move, Reason
 from kvdisk.stats import Stats
 
 _SOURCE_IS_BAD = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
@@ -34,6 +35,7 @@ class Settlement:
         store_policy: StorePolicy,
         nvme_admission: AdmissionPolicy,
         requests: dict[str, RequestState],
+        foreign: ForeignCopies,
     ) -> None:
         self._geometry = geometry
         self._context = context
@@ -44,6 +46,7 @@ class Settlement:
         self._store_policy = store_policy
         self._nvme_admission = nvme_admission
         self._requests = requests
+        self._foreign = foreign
         self.pinned_blocks = 0
         self.room = 0
 
@@ -57,7 +60,7 @@ class Settlement:
             self._settle_load(record)
         elif kind is JobKind.DEMOTE:
             self._settle_demote(record, now, now_s)
-        else:
+        elif record.job.segment is None or record.job.segment.source is None:
             assert kind in {JobKind.OPEN_HOME, JobKind.OPEN_SEGMENT, JobKind.DROP_SEGMENT} and self._nvme is not None
             self._nvme.settle_files(record, now)
 
@@ -136,6 +139,7 @@ class Settlement:
             and self._nvme.home_open
             and self._catalog.state(row, Tier.CPU) == CopyState.READY
             and self._catalog.state(row, Tier.NVME) == CopyState.ABSENT
+            and not self._foreign.holds(self._catalog.keys[row])
             and self._nvme_admission.admits(self._catalog.keys[row])
             and self._cpu.enqueue(row)
         )
@@ -189,7 +193,9 @@ class Settlement:
                     self._store_policy.refuse(
                         request.request_id, detail.group, detail.position, Refusal.NO_ROOM, -1, 0.0
                     )
-            if detail.row >= 0:
+            if is_foreign(move.nvme):
+                self._settle_foreign(move, reason)
+            elif detail.row >= 0:
                 self._settle_source(detail.row, Tier.CPU if move.nvme is None else Tier.NVME, reason)
             if move.nvme is not None and move.cpu is not None:
                 if reason is None:
@@ -197,6 +203,13 @@ class Settlement:
                 else:
                     self._abandon(detail.row, Tier.CPU)
         self._stats.add("loaded_blocks", len(record.details) - len(record.failed))
+
+    def _settle_foreign(self, move: Move, reason: Reason | None) -> None:
+        assert move.nvme is not None
+        if reason in _SOURCE_IS_BAD:
+            self._foreign.deny(move.key, self._foreign.home_of(move.nvme), move.generation)
+        self._foreign.unpin(move.nvme)
+        self._stats.add("loaded_blocks_foreign", reason is None)
 
     def _settle_source(self, row: int, tier: Tier, reason: Reason | None) -> None:
         space = self._cpu if tier is Tier.CPU else self._nvme

@@ -12,6 +12,7 @@ from kvdisk.geometry import Geometry
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.cpu_space import CpuSpace
+from kvdisk.manager.foreign import ForeignCopies
 from kvdisk.manager.lookup import is_coming
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.segments import NvmeSpace
@@ -43,6 +44,7 @@ class StorePlanner:
         nvme_admission: AdmissionPolicy,
         settlement: Settlement,
         first_generation: int,
+        foreign: ForeignCopies,
     ) -> None:
         self._config = config
         self._geometry = geometry
@@ -57,6 +59,7 @@ class StorePlanner:
         self._target = Tier.CPU if cpu is not None else Tier.NVME
         self._admission = cpu_admission if cpu is not None else nvme_admission
         self._settlement = settlement
+        self._foreign = foreign
         self._generation = first_generation
         limit = config.max_pinned_gpu_blocks
         self._max_pinned = max(1, context.block_count // 2) if limit is None else limit
@@ -128,6 +131,8 @@ class StorePlanner:
                 policy.accept(request.request_id, group, position)
                 if row >= 0:
                     self._settlement.offer_to_nvme(row)
+            elif self._target is Tier.NVME and self._foreign.holds(key):
+                policy.accept(request.request_id, group, position)
             elif not self._admission.admits(key):
                 self._stats.add("refused_blocks")
                 policy.refuse(request.request_id, group, position, Refusal.NOT_REUSED, self._admission.count(key), now)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Another engine's home, without the engine: what its index says, what its slots hold, and a reader that answers late.
+
+The two can be made to disagree, as they do between a question and the load: the owner evicts, and overwrites.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvdisk.blocks import BlockKey
+from kvdisk.index.base import Answer, ForeignCopy, SegmentRecord
+
+
+@dataclass(slots=True)
+class FakeHome:
+    """One home with one segment. ``records``: slot and generation by key, as its index has them.
+
+    ``contents``: what each rank's slots hold, by slot; of whatever type the fake ranks keep.
+    """
+
+    home_id: str
+    segment: SegmentRecord
+    records: dict[BlockKey, tuple[int, int]] = field(default_factory=dict)
+    contents: dict[int, list[object]] = field(default_factory=dict)
+
+    def put(self, key: BlockKey, slot: int, generation: int, contents: list[object]) -> None:
+        """Store a block: in a slot that may have held another, whose record goes."""
+        for other in [other for other, (taken, _) in self.records.items() if taken == slot]:
+            del self.records[other]
+        self.records[key] = (slot, generation)
+        self.contents[slot] = contents
+
+    def find(self, key: BlockKey) -> ForeignCopy | None:
+        """Return what the index says of a key."""
+        found = self.records.get(key)
+        return None if found is None else ForeignCopy(self.home_id, self.segment, *found)
+
+
+class FakeNeighbours:
+    """``Neighbours`` over fake homes: questions wait until ``answer`` is called. ``most_questions`` bounds them."""
+
+    def __init__(self, homes: Sequence[FakeHome], most_questions: int = 4) -> None:
+        self.homes = list(homes)
+        self.closed = False
+        self._most_questions = most_questions
+        self._questions: deque[tuple[int, int, tuple[BlockKey, ...]]] = deque()
+        self._answers: list[Answer] = []
+
+    @property
+    def any(self) -> bool:
+        """See ``Neighbours``."""
+        return bool(self.homes)
+
+    @property
+    def waiting(self) -> int:
+        """Questions that are not answered."""
+        return len(self._questions)
+
+    def ask(self, ticket: int, epoch: int, keys: Sequence[BlockKey]) -> bool:
+        """See ``Neighbours``."""
+        if len(self._questions) >= self._most_questions:
+            return False
+        self._questions.append((ticket, epoch, tuple(keys)))
+        return True
+
+    def answer(self, count: int | None = None) -> None:
+        """Answer the oldest ``count`` questions, by default all, with what the indexes say now; of FILE_EPOCH."""
+        for _ in range(len(self._questions) if count is None else min(count, len(self._questions))):
+            ticket, epoch, keys = self._questions.popleft()
+            found: dict[BlockKey, tuple[ForeignCopy, ...]] = {}
+            for key in keys:
+                copies = tuple(copy for home in self.homes if (copy := home.find(key)) is not None)
+                if copies and epoch == 0:
+                    found[key] = copies
+            self._answers.append(Answer(ticket, found))
+
+    def poll(self) -> list[Answer]:
+        """See ``Neighbours``."""
+        answers, self._answers = self._answers, []
+        return answers
+
+    def close(self) -> None:
+        """See ``Neighbours``."""
+        self.closed = True
