@@ -21,7 +21,8 @@ from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.eviction import EvictionPolicy, make_eviction
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.segments import NvmeLayout, NvmeSpace
+from kvdisk.manager.nvme_layout import NvmeLayout
+from kvdisk.manager.segments import NvmeSpace
 from kvdisk.manager.store_policy import make_store_policy
 from kvdisk.manager.transfers import Transfers
 from kvdisk.stats import Stats

@@ -12,12 +12,13 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvdisk.blocks import BlockKey, Slot, Tier, group_of
-from kvdisk.errors import ConfigError
-from kvdisk.geometry import FILE_EPOCH, Geometry, segment_file_bytes, slots_per_segment
+from kvdisk.blocks import Slot, Tier, group_of
+from kvdisk.geometry import Geometry, segment_file_bytes
 from kvdisk.index.base import BlockRecord, Index, IndexState, SegmentRecord
 from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.eviction import EvictionPolicy
+from kvdisk.manager.nvme_layout import NvmeLayout
+from kvdisk.manager.nvme_restore import restore_blocks
 from kvdisk.manager.pool import SlotPool
 from kvdisk.manager.transfers import JobRecord, Transfers
 from kvdisk.messages import HomeSpec, JobKind, SegmentSpec
@@ -28,39 +29,6 @@ logger = logging.getLogger("kvdisk.manager")
 _FIRST_BACK_OFF_S = 1.0
 _LAST_BACK_OFF_S = 60.0
 _MAX_EVICTED_PER_STEP = 256
-
-
-@dataclass(frozen=True)
-class NvmeLayout:
-    """How a budget is cut: bytes of one rank's segment file and cap of segment bytes (all ranks) by size class."""
-
-    index_bytes: int
-    slot_counts: tuple[int, ...]
-    class_bytes: tuple[int, ...]
-
-    @classmethod
-    def make(
-        cls, budget_bytes: int, segment_bytes: int, geometry: Geometry, index_bytes_for: Callable[[int], int]
-    ) -> NvmeLayout:
-        """Divide ``budget_bytes`` (all ranks) between index and size classes.
-
-        ``index_bytes_for``: bytes of an index of so many blocks. Raises ConfigError where nothing fits.
-        """
-        ranks = geometry.rank_count
-        slots = budget_bytes // (min(geometry.slot_sizes) * ranks)
-        index_bytes = index_bytes_for(slots)
-        class_bytes = tuple(int((budget_bytes - index_bytes) * share) for share in geometry.shares)
-        slot_counts = []
-        for size, cap in zip(geometry.slot_sizes, class_bytes, strict=True):
-            # Four segments or more per class, so that dropping or refusing one does not take the tier away.
-            count = slots_per_segment(min(segment_bytes, cap // (4 * ranks)), size)
-            if segment_file_bytes(size, count) * ranks > cap:
-                raise ConfigError(
-                    f"nvme_bytes leaves {max(cap, 0)} bytes for blocks that need {size * ranks} bytes each on the "
-                    "drive; give it more."
-                )
-            slot_counts.append(count)
-        return cls(index_bytes, tuple(slot_counts), class_bytes)
 
 
 @dataclass(slots=True)
@@ -113,58 +81,24 @@ class NvmeSpace:
         """Fill the catalog from the index and plan the jobs that open the home and its segments on every rank."""
         records = sorted(self._index.segments())
         self._next_segment = max((record.segment for record in records), default=-1) + 1
-        used, stale = self._restore_blocks({record.segment: record for record in records})
+        restored = restore_blocks(
+            self._index, self._geometry, self._catalog, self._policies, {record.segment: record for record in records}
+        )
+        if restored.stale:
+            self._ticket = self._index.delete(restored.stale)
         for record in records:
             self._segments[record.segment] = spec = SegmentSpec(
                 record.segment, record.slot_bytes, record.slot_count, record.drive, create=False
             )
             size_class = self._geometry.slot_sizes.index(spec.slot_bytes)
-            self.pool.add_segment(spec.segment, size_class, spec.slot_count, used.get(spec.segment, ()))
-        self.pool.retain(stale, self._ticket)
+            self.pool.add_segment(spec.segment, size_class, spec.slot_count, restored.used.get(spec.segment, ()))
+        self.pool.retain(restored.stale_slots, self._ticket)
         home = HomeSpec(home_id, fingerprint, tuple(self._segments))
         self._transfers.add(JobKind.OPEN_HOME, [], [], home=home)
         for spec in self._segments.values():
             self._attaching.add(spec.segment)
             self._transfers.add(JobKind.OPEN_SEGMENT, [], [], segment=spec)
         self._shrink()
-
-    def _restore_blocks(self, segments: dict[int, SegmentRecord]) -> tuple[dict[int, set[int]], list[Slot]]:
-        """Adopt what can be served. Return the slots that are not free, by segment, and those of records that go."""
-        used: dict[int, set[int]] = {}
-        stale: list[tuple[int, BlockKey]] = []
-        stale_slots: list[Slot] = []
-        kept: list[BlockRecord] = []
-        for record in self._index.blocks():
-            segment = segments.get(record.slot.segment)
-            taken = used.setdefault(record.slot.segment, set())
-            fresh = record.slot.index not in taken
-            if record.epoch == FILE_EPOCH and self._fits(record, segment) and fresh:
-                kept.append(record)
-            else:
-                stale.append((record.epoch, record.key))
-                if segment is None or record.slot.index >= segment.slot_count or not fresh:
-                    continue
-                stale_slots.append(record.slot)
-            taken.add(record.slot.index)
-        # The last stored leaves last; within a second, a chain's tail (larger generation) leaves first.
-        kept.sort(key=lambda record: (record.stored_s, -record.generation))
-        for record in kept:
-            row = self._catalog.add(record.key, record.generation, record.epoch, record.parent)
-            self._catalog.adopt(row, Tier.NVME, record.slot)
-            self._policies[self._class_of(row)].insert(row)
-        if stale:
-            self._ticket = self._index.delete(stale)
-        return used, stale_slots
-
-    def _fits(self, record: BlockRecord, segment: SegmentRecord | None) -> bool:
-        group = group_of(record.key)
-        return (
-            segment is not None
-            and segment.slot_bytes in self._geometry.slot_sizes
-            and record.slot.index < segment.slot_count
-            and group < len(self._geometry.groups)
-            and self._geometry.groups[group].slot_bytes == segment.slot_bytes
-        )
 
     def _shrink(self) -> None:
         """Drop segments, the newest first, where the cap has become smaller than what the home holds."""

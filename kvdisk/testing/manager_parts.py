@@ -15,7 +15,8 @@ from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.eviction import LruPolicy
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.segments import NvmeLayout, NvmeSpace
+from kvdisk.manager.nvme_layout import NvmeLayout
+from kvdisk.manager.segments import NvmeSpace
 from kvdisk.manager.store_policy import OnCompute, Refusal
 from kvdisk.manager.transfers import Transfers
 from kvdisk.stats import Stats

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the NVMe tier's bytes are divided: between index and segments, and between size classes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvdisk.errors import ConfigError
+from kvdisk.geometry import Geometry, segment_file_bytes, slots_per_segment
+
+
+@dataclass(frozen=True)
+class NvmeLayout:
+    """How a budget is cut: bytes of one rank's segment file and cap of segment bytes (all ranks) by size class."""
+
+    index_bytes: int
+    slot_counts: tuple[int, ...]
+    class_bytes: tuple[int, ...]
+
+    @classmethod
+    def make(
+        cls, budget_bytes: int, segment_bytes: int, geometry: Geometry, index_bytes_for: Callable[[int], int]
+    ) -> NvmeLayout:
+        """Divide ``budget_bytes`` (all ranks) between index and size classes.
+
+        ``index_bytes_for``: bytes of an index of so many blocks. Raises ConfigError where nothing fits.
+        """
+        ranks = geometry.rank_count
+        slots = budget_bytes // (min(geometry.slot_sizes) * ranks)
+        index_bytes = index_bytes_for(slots)
+        class_bytes = tuple(int((budget_bytes - index_bytes) * share) for share in geometry.shares)
+        slot_counts = []
+        for size, cap in zip(geometry.slot_sizes, class_bytes, strict=True):
+            # Four segments or more per class, so that dropping or refusing one does not take the tier away.
+            count = slots_per_segment(min(segment_bytes, cap // (4 * ranks)), size)
+            if segment_file_bytes(size, count) * ranks > cap:
+                raise ConfigError(
+                    f"nvme_bytes leaves {max(cap, 0)} bytes for blocks that need {size * ranks} bytes each on the "
+                    "drive; give it more."
+                )
+            slot_counts.append(count)
+        return cls(index_bytes, tuple(slot_counts), class_bytes)
