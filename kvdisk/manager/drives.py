@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The health of the home's drives: which may be written, and which are read. Scheduler thread only.
+
+A write that fails stops writes to its drive for a while, longer each time; reads go on. A drive that fails to
+read block after block, or that does not end a read in time, is quarantined: nothing on it is promised, read or
+written until its time is over. Then it is on probation: its next failure is enough.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from kvdisk.stats import Stats
+
+logger = logging.getLogger("kvdisk.manager")
+
+FIRST_BACK_OFF_S = 1.0
+LAST_BACK_OFF_S = 60.0
+FIRST_QUARANTINE_S = 60.0
+LAST_QUARANTINE_S = 3600.0
+FAILURES_IN_A_ROW = 8
+"""Blocks that a drive fails to read, with none between that it reads, before it is quarantined."""
+
+
+@dataclass(slots=True)
+class _Drive:
+    paused_until_s: float = 0.0
+    back_off_s: float = FIRST_BACK_OFF_S
+    failures: int = 0
+    quarantined_until_s: float | None = None
+    quarantine_s: float = FIRST_QUARANTINE_S
+    paused: bool = False
+
+
+class Drives:
+    """See the module. Drives are named by their position in the home's list."""
+
+    def __init__(self, count: int, stats: Stats) -> None:
+        assert count > 0
+        self._drives = [_Drive() for _ in range(count)]
+        self._stats = stats
+        self.quarantined: frozenset[int] = frozenset()
+        """As of the last failure or ``look``."""
+
+    def __len__(self) -> int:
+        return len(self._drives)
+
+    def look(self, now: float) -> bool:
+        """End quarantines whose time is over; return whether that, or the end of a back-off, lets writes return."""
+        returned = False
+        for number, drive in enumerate(self._drives):
+            if drive.quarantined_until_s is not None and now >= drive.quarantined_until_s:
+                drive.quarantined_until_s = None
+                drive.failures = FAILURES_IN_A_ROW - 1
+                returned = True
+                logger.warning("kvdisk tries drive %d of the store again.", number)
+            if drive.paused and now >= drive.paused_until_s and drive.quarantined_until_s is None:
+                drive.paused = False
+                returned = True
+        self._note_quarantined()
+        return returned
+
+    def may_write(self, number: int, now: float) -> bool:
+        """Whether nothing keeps a drive from being written."""
+        drive = self._drives[number]
+        return drive.quarantined_until_s is None and now >= drive.paused_until_s
+
+    def writable(self, now: float) -> list[int]:
+        """Return the drives that may be written."""
+        return [number for number in range(len(self._drives)) if self.may_write(number, now)]
+
+    def write_failed(self, number: int, now: float, what: str) -> None:
+        """Stop writing to a drive for a while; what was on its way at that time does not lengthen it."""
+        drive = self._drives[number]
+        if now >= drive.paused_until_s:
+            self._stats.add("write_pauses")
+            logger.warning(
+                "kvdisk: %s; no writes to drive %d of the store for %.0f s, reads go on.",
+                what,
+                number,
+                drive.back_off_s,
+            )
+            drive.paused_until_s = now + drive.back_off_s
+            drive.paused = True
+            drive.back_off_s = min(drive.back_off_s * 2, LAST_BACK_OFF_S)
+
+    def write_succeeded(self, number: int) -> None:
+        """A write worked: the next failure starts with a short back-off again."""
+        self._drives[number].back_off_s = FIRST_BACK_OFF_S
+
+    def read_succeeded(self, number: int) -> None:
+        """A block was read, whatever was in it."""
+        drive = self._drives[number]
+        drive.failures = 0
+        drive.quarantine_s = FIRST_QUARANTINE_S
+
+    def read_failed(self, number: int, now: float, *, hangs: bool = False) -> None:
+        """A block could not be read; ``hangs``: not in time, which is enough."""
+        drive = self._drives[number]
+        drive.failures += 1
+        if drive.quarantined_until_s is not None or (drive.failures < FAILURES_IN_A_ROW and not hangs):
+            return
+        drive.quarantined_until_s = now + drive.quarantine_s
+        self._stats.add("drive_quarantines")
+        logger.error(
+            "kvdisk: drive %d of the store %s; it is left alone for %.0f s, and what is on it is computed again.",
+            number,
+            "does not answer" if hangs else f"failed to read {drive.failures} blocks in a row",
+            drive.quarantine_s,
+        )
+        drive.quarantine_s = min(drive.quarantine_s * 2, LAST_QUARANTINE_S)
+        self._note_quarantined()
+
+    def _note_quarantined(self) -> None:
+        self.quarantined = frozenset(
+            number for number, drive in enumerate(self._drives) if drive.quarantined_until_s is not None
+        )
