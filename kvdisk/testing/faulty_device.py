@@ -17,7 +17,8 @@ class FaultPlan:
     ``fail``: errno by number of the transfer, reads and writes counted together from 1 in order of submission.
     ``corrupt``: by number of the read, counted from 1, the byte of the transfer (modulo its length) in which one
     bit is flipped after it was read. ``full``: every write fails with ENOSPC. ``hold``: batches are kept back, not
-    a byte of them moves, until ``FaultyDevice.release``.
+    a byte of them moves, until ``FaultyDevice.release``. ``hang``: numbers of transfers, as for ``fail``, whose batches
+    are kept back until ``FaultyDevice.let_go``, while others go on.
     A transfer that is to fail moves nothing.
     """
 
@@ -25,6 +26,7 @@ class FaultPlan:
     corrupt: dict[int, int] = field(default_factory=dict)
     full: bool = False
     hold: bool = False
+    hang: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -43,7 +45,7 @@ class _Batch:
 class FaultyDevice:
     """``Device`` that passes batches on to ``inner``, and breaks them as ``plan`` says; an empty plan changes nothing.
 
-    While batches are held, ``poll`` does not wait for them; ``drain`` and ``close`` release them first.
+    While batches are held or hang, ``poll`` does not wait for them; ``drain`` and ``close`` release them first.
     ``submitted`` lists what was asked for, in order: op and the batch's transfers.
     """
 
@@ -56,6 +58,7 @@ class FaultyDevice:
         self._transfers = 0
         self._reads = 0
         self._held: list[_Batch] = []
+        self._hanging: list[_Batch] = []
         self._passed: dict[int, _Batch] = {}
         self._ended: list[Outcome] = []
 
@@ -66,8 +69,13 @@ class FaultyDevice:
 
     @property
     def held(self) -> int:
-        """Number of batches kept back."""
+        """Number of batches kept back by ``hold``."""
         return len(self._held)
+
+    @property
+    def hanging(self) -> int:
+        """Number of batches kept back by ``hang``."""
+        return len(self._hanging)
 
     def attach_memory(self, memory: Buffer) -> None:
         """See ``Device``."""
@@ -86,8 +94,10 @@ class FaultyDevice:
         assert batch
         self._tickets += 1
         broken = _Batch(self._tickets, op, [], [], {}, [])
+        hangs = False
         for position, transfer in enumerate(batch):
             self._transfers += 1
+            hangs |= self._transfers in self.plan.hang
             self._reads += op is Op.READ
             number = self.plan.fail.get(self._transfers, 0)
             if not number and op is Op.WRITE and self.plan.full:
@@ -103,7 +113,9 @@ class FaultyDevice:
         self.submitted.append(
             (op, tuple((transfer.fd, transfer.offset, size) for transfer, size in zip(batch, sizes, strict=True)))
         )
-        if self.plan.hold:
+        if hangs:
+            self._hanging.append(broken)
+        elif self.plan.hold:
             self._held.append(broken)
         else:
             self._pass_on(broken)
@@ -116,6 +128,12 @@ class FaultyDevice:
         for batch in released:
             self._pass_on(batch)
 
+    def let_go(self) -> None:
+        """Pass on the batches that hang; those that ``plan.hang`` still names will hang when they come."""
+        hanging, self._hanging = self._hanging, []
+        for batch in hanging:
+            self._pass_on(batch)
+
     def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
         """See ``Device`` and the class."""
         found = self.inner.poll(0.0 if self._ended else timeout_s)
@@ -124,6 +142,7 @@ class FaultyDevice:
     def drain(self) -> list[Outcome]:
         """See ``Device`` and the class."""
         self.release()
+        self.let_go()
         found = self.inner.drain()
         return self._take_ended() + [self._finish(outcome) for outcome in found]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The segment files of one rank as its mover sees them: numbers in, file descriptors out.
 
-All calls wait for the disk and come from the mover's thread, or from whoever closes it.
+All calls wait for the disk; they come one after the other from ``FileJobs``, on its thread or the mover's.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ class Route(Enum):
         self.scatters = Leg.SCATTER in legs
         self.reads = Leg.READ in legs
         self.writes = Leg.WRITE in legs
+        self.on_drive = self.reads or self.writes
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +52,8 @@ class Work:
     """A job under way. ``left``: moves that have not ended. ``mark``: the model's work to wait for.
 
     ``deadline_s``: on the mover's clock; what has not started then fails. ``void``: ends as failed.
+    ``late``: moves that have failed, and that the device has not ended; ``late_parts``: how many parts they are.
+    ``waits_for``: number of the last job of files that has to end first.
     """
 
     job: Job
@@ -59,12 +62,22 @@ class Work:
     left: int = 0
     failed: dict[int, Reason] = field(default_factory=dict)
     void: bool = False
+    late: set[int] = field(default_factory=set)
+    late_parts: int = 0
+    waits_for: int = 0
 
     def result(self) -> JobResult:
         """Return this rank's answer."""
+        failed = self.failed
         if self.void:
-            return JobResult(1, dict.fromkeys(range(len(self.job.moves)), Reason.CANCELLED))
-        return JobResult(1, self.failed)
+            failed = dict.fromkeys(range(len(self.job.moves)), Reason.CANCELLED)
+        return JobResult(1, failed, set(self.late), 1 if self.late else 0)
+
+    def cancelled(self) -> Work:
+        """Let every move fail with CANCELLED, and return itself."""
+        moves = len(self.job.moves)
+        self.failed = dict.fromkeys(range(moves) if moves else (-1,), Reason.CANCELLED)
+        return self
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +96,8 @@ class Part:
     """What of a lot is under way together.
 
     ``positions``: moves that have not failed, and ``slots``: where in ``arena`` each of them lies. ``staging``:
-    slots to give back at the end. ``leg``: legs begun.
+    slots to give back at the end. ``leg``: legs begun. ``late``: its moves have failed, and it is still at the device,
+    which owns its slots.
     """
 
     work: Work
@@ -95,6 +109,7 @@ class Part:
     slots: list[int]
     staging: list[int]
     leg: int = 0
+    late: bool = False
 
     @property
     def slot_bytes(self) -> int:
@@ -132,7 +147,7 @@ def lots_of(work: Work, geometry: Geometry) -> list[Lot]:
     work.left = len(moves) - len(work.failed)
     lots = []
     for (route, group), positions in found.items():
-        on_drive = route.reads or route.writes
+        on_drive = route.on_drive
         positions.sort(key=lambda at: moves[at].nvme if on_drive else moves[at].cpu)  # type: ignore[arg-type, return-value]
         lots.append(Lot(work, route, group, positions))
     return lots

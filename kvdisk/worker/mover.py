@@ -15,7 +15,8 @@ from kvdisk.geometry import FINGERPRINT_BYTES, Geometry
 from kvdisk.messages import JobResult, Plan, Reason, Report
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.files import SegmentFiles
-from kvdisk.worker.runner import PART_BYTES, Gear, Runner
+from kvdisk.worker.gear import Gear
+from kvdisk.worker.runner import PART_BYTES, Runner
 
 if TYPE_CHECKING:
     from kvdisk.worker.copier import Copier, Mark
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _DEVICE_WAIT_S = 0.001
 """Longest look at the device before new plans are looked for."""
 _COPY_WAIT_S = 0.0002
+_FILES_WAIT_S = 0.001
 
 
 class Mover:
@@ -31,7 +33,8 @@ class Mover:
     ``arena``: the CPU tier, or None; ``staging``: at least one slot of each size class where there is
     an NVMe tier. Both stay the caller's, who closes them after ``close``. ``device`` and ``files``
     become the mover's, which closes them. ``fingerprint``: of the namespace while no home is open;
-    without an NVMe tier any will do. ``io_deadline_s``: what has not started so long after ``submit`` fails.
+    without an NVMe tier any will do. ``io_deadline_s``: what has not started so long after ``submit`` fails, and so do
+    the moves of a batch that is so long at the device: late, until the device has ended it.
     ``threaded``: False for simulations, which call ``turn`` themselves.
 
     The model's thread calls everything but ``turn``; no call waits for a transfer but ``wait_any``
@@ -61,7 +64,14 @@ class Mover:
         self._io_deadline_s = io_deadline_s
         self._clock = clock
         gear = Gear(geometry, rank, arena, staging, copier, device, files)
-        self._runner = Runner(gear, fingerprint=fingerprint, clock=clock, part_bytes=part_bytes)
+        self._runner = Runner(
+            gear,
+            fingerprint=fingerprint,
+            io_deadline_s=io_deadline_s,
+            clock=clock,
+            part_bytes=part_bytes,
+            threaded=threaded,
+        )
         self._changed = threading.Condition()
         # Under the condition's lock, which nobody holds while waiting for anything:
         self._inbox: list[tuple[Plan, Mark, float]] = []
@@ -85,7 +95,8 @@ class Mover:
         return self._copier.compute_done()
 
     def submit(self, plan: Plan, after: Mark = None) -> None:
-        """Take over a plan. Each of its jobs is reported exactly once. Not after ``close``.
+        """Take over a plan. Each of its jobs is reported exactly once, and one with late moves released once. Not after
+        ``close``.
 
         ``after``: copies from and to the GPU's blocks begin when this work of the model has ended.
         """
@@ -98,7 +109,7 @@ class Mover:
                 if job_id in self._out:
                     self._void.add(job_id)
                     if job_id in self._report.results:  # it has ended, but nobody was told
-                        self._report.results[job_id] = self._cancelled(job_id)
+                        self._report.results[job_id] = self._cancelled(job_id, self._report.results[job_id])
             if self._ended:
                 self._cancel_rest()
             else:
@@ -133,8 +144,8 @@ class Mover:
     def close(self) -> None:
         """End what has started, fail the rest with CANCELLED, close device and files. Idempotent.
 
-        Waits for the legs under way, however long they take: nothing writes to a slot afterwards. The
-        results of all jobs can be polled for then.
+        Waits for the legs under way, late ones too, and for the files, however long they take: nothing writes to a slot
+        afterwards. The results and releases of all jobs can be polled for then.
         """
         with self._changed:
             self._closing = True
@@ -176,7 +187,8 @@ class Mover:
                     continue
                 with self._changed:
                     if not self._inbox and not self._closing:
-                        self._changed.wait(None if self._runner.idle else _COPY_WAIT_S)
+                        wait_s = _COPY_WAIT_S if self._runner.copying else _FILES_WAIT_S
+                        self._changed.wait(None if self._runner.idle else wait_s)
                 happened = True
         except BaseException as error:  # whatever it is, the model's thread shall hear of it
             self._error = error
@@ -207,11 +219,15 @@ class Mover:
 
     def _publish(self) -> None:
         runner = self._runner
-        if not runner.finished and runner.stats.empty:
+        if not runner.finished and not runner.released and runner.stats.empty:
             return
         with self._changed:
             for job_id, result in runner.finished:
-                self._report.results[job_id] = self._cancelled(job_id) if job_id in self._void else result
+                void = job_id in self._void
+                self._report.results[job_id] = self._cancelled(job_id, result) if void else result
+            for job_id in runner.released:
+                self._report.released[job_id] = 1
+            runner.released = []
             self._report.stats.merge(runner.stats.take())
             if runner.finished:
                 runner.finished = []
@@ -222,6 +238,8 @@ class Mover:
             if job_id not in self._report.results:
                 self._report.results[job_id] = self._cancelled(job_id)
 
-    def _cancelled(self, job_id: JobId) -> JobResult:
+    def _cancelled(self, job_id: JobId, result: JobResult | None = None) -> JobResult:
+        """Return a job's answer with every move failed; what was late in ``result`` stays late."""
         moves = self._out[job_id]
-        return JobResult(1, dict.fromkeys(range(moves) if moves else (-1,), Reason.CANCELLED))
+        late, late_ranks = (result.late, result.late_ranks) if result is not None else (set[int](), 0)
+        return JobResult(1, dict.fromkeys(range(moves) if moves else (-1,), Reason.CANCELLED), late, late_ranks)

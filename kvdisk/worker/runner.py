@@ -10,32 +10,32 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvdisk.blocks import JobId
-from kvdisk.device.base import Device, Op, Outcome
-from kvdisk.geometry import Geometry
+from kvdisk.device.base import Op, Outcome
 from kvdisk.messages import Job, JobKind, JobResult, Reason
 from kvdisk.stats import Stats
-from kvdisk.worker.arena import Arena
-from kvdisk.worker.files import SegmentFiles
+from kvdisk.worker.file_jobs import FILE_KINDS, FileJobs
+from kvdisk.worker.gear import Gear
 from kvdisk.worker.legs import Leg, Lot, Part, Route, Work, lots_of
+from kvdisk.worker.queues import FreeStaging, LotQueues
 from kvdisk.worker.quiet_log import QuietLog
 from kvdisk.worker.seals import check_part, seal_part
 from kvdisk.worker.shuttle import Shuttle
 
 if TYPE_CHECKING:
-    from kvdisk.worker.copier import Copier, CopyTicket, Mark
+    from kvdisk.worker.copier import CopyTicket, Mark
 
 PART_BYTES = 8 << 20
 MOST_READS = 4
 """Read batches at the device; promotions start only below half of it."""
 MOST_WRITES = 2
+MOST_LATE = 16
+"""With so many late batches at the device no other starts: the drives do not answer. Late ones count nowhere else."""
 MOST_GATHERS = 2
 MOST_SCATTERS = 4
 
-_FILE_KINDS = frozenset({JobKind.OPEN_HOME, JobKind.OPEN_SEGMENT, JobKind.DROP_SEGMENT})
 _COUNTED = {
     Reason.HEADER: "header_failures",
     Reason.CHECKSUM: "checksum_failures",
@@ -43,48 +43,41 @@ _COUNTED = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Gear:
-    """What a rank moves bytes with; ``Mover`` describes each."""
-
-    geometry: Geometry
-    rank: int
-    arena: Arena | None
-    staging: Arena
-    copier: Copier
-    device: Device
-    files: SegmentFiles
-
-
 class Runner:
-    """See the module. One thread calls everything. ``finished``: results not yet taken; ``stats``: counts likewise.
+    """See the module. One thread calls everything.
 
-    ``fingerprint``: of the namespace until a home is open. ``part_bytes``: aim for the size of a part.
+    ``finished``: results not yet taken; ``released``: jobs among them or before, whose late moves the device has all
+    ended; ``stats``: counts likewise. ``fingerprint``: of the namespace until a home is named. ``io_deadline_s``: how
+    long a batch may be at the device. ``part_bytes``: aim for the size of a part. ``threaded``: see ``FileJobs``.
     """
 
-    def __init__(self, gear: Gear, *, fingerprint: bytes, clock: Callable[[], float], part_bytes: int) -> None:
+    def __init__(
+        self,
+        gear: Gear,
+        *,
+        fingerprint: bytes,
+        io_deadline_s: float,
+        clock: Callable[[], float],
+        part_bytes: int,
+        threaded: bool,
+    ) -> None:
         self._gear = gear
+        self._clock = clock
+        self._io_deadline_s = io_deadline_s
         self._geometry = gear.geometry
         self._fingerprint = fingerprint
         self.finished: list[tuple[JobId, JobResult]] = []
+        self.released: list[JobId] = []
         self.stats = Stats()
         self._log = QuietLog(clock)
-        self._shuttle = Shuttle(gear.device, gear.files, self.stats, self._log)
+        self._shuttle = Shuttle(gear.device, self.stats, self._log)
+        self._files = FileJobs(gear.files, gear.device, self._log, uses=self._shuttle.uses, threaded=threaded)
         self._works: dict[JobId, Work] = {}
-        self._queues: dict[Route, deque[Lot]] = {route: deque() for route in Route}
-        self._flushed: dict[Route, deque[Lot]] = {route: deque() for route in Route if route.gathers}
-        loads = [self._queues[route] for route in Route if route.scatters]
-        others = [self._queues[route] for route in Route if not route.scatters]
-        self._order = [*loads, *self._flushed.values(), *others]
-        self._held: deque[Work] = deque()
-        """A DROP_SEGMENT that waits for batches of its segment, and the jobs of files and the drive behind it."""
-        counts = gear.staging.slot_counts
-        self._staging_free = [list(range(count)) for count in counts]
+        self._queues = LotQueues()
+        self._waiting: list[Work] = []
+        """Jobs that name a segment which is being opened or dropped."""
         self._part_slots = [max(1, part_bytes // size) for size in self._geometry.slot_sizes]
-        # A quarter of staging for a part: several are under way, and MOST_WRITES of stores leave half to loads.
-        self._staged_slots = [
-            min(most, max(1, count // 4)) for most, count in zip(self._part_slots, counts, strict=True)
-        ]
+        self._staging = FreeStaging(gear.staging.slot_counts, self._part_slots)
         self._copies: tuple[deque[tuple[Part, CopyTicket]], ...] = (deque(), deque())
         """Gathers and scatters under way. The copier keeps the order of each kind."""
         self._writes = 0
@@ -99,25 +92,23 @@ class Runner:
     # -- intake --------------------------------------------------------------------------------
 
     def add(self, job: Job, mark: Mark, deadline_s: float) -> None:
-        """Take a job in. Jobs of files run here, at once, unless one has to wait for batches under way."""
+        """Take a job in. It waits for the jobs of files before it that open or drop a segment of its own, if any."""
         work = Work(job, mark, deadline_s)
         self._works[job.id] = work
-        if self._held and _needs_files(job):
-            self._held.append(work)
+        if job.kind in FILE_KINDS:
+            if job.home is not None:
+                self._fingerprint = job.home.fingerprint
+            self._files.add(job)
+            return
+        work.waits_for = self._files.needed_by(job)
+        if work.waits_for:
+            self._waiting.append(work)
         else:
             self._admit(work)
 
     def flush(self, job_ids: Iterable[JobId]) -> None:
         """Let what has not started of these stores run before all other stores."""
-        wanted = set(job_ids)
-        for route, flushed in self._flushed.items():
-            queue = self._queues[route]
-            moved = [lot for lot in queue if lot.work.job.id in wanted]
-            if moved:
-                kept = [lot for lot in queue if lot.work.job.id not in wanted]
-                queue.clear()
-                queue.extend(kept)
-                flushed.extend(moved)
+        self._queues.flush(set(job_ids))
 
     def void(self, job_ids: Iterable[JobId]) -> None:
         """Let these loads end as failed, starting nothing more of them; those that have ended stay as they are."""
@@ -125,37 +116,31 @@ class Runner:
             work = self._works.get(job_id)
             if work is not None and work.job.kind is JobKind.LOAD:
                 work.void = True
-        for queue in self._queues.values():
-            for lot in [lot for lot in queue if lot.work.void]:
-                queue.remove(lot)
-                self._fail_rest(lot, Reason.CANCELLED)
+        for lot in self._queues.remove(lambda lot: lot.work.void):
+            self._fail_rest(lot, Reason.CANCELLED)
 
     def _admit(self, work: Work) -> None:
-        job = work.job
-        if job.kind not in _FILE_KINDS:
-            for lot in lots_of(work, self._geometry):
-                self._queues[lot.route].append(lot)
-            if work.left == 0:
-                self._finish(work)
-        elif self._must_wait(job):
-            self._held.appendleft(work)
-        else:
-            reason = self._shuttle.run_file_job(job)
-            if reason is not None:
-                work.failed[-1] = reason
-            elif job.home is not None:
-                self._fingerprint = job.home.fingerprint
+        for lot in lots_of(work, self._geometry):
+            if work.void:
+                self._fail_rest(lot, Reason.CANCELLED)
+            else:
+                self._queues.add(lot)
+        if work.left == 0 and work.job.id in self._works:
             self._finish(work)
 
-    def _must_wait(self, job: Job) -> bool:
-        return job.kind is JobKind.DROP_SEGMENT and job.segment is not None and self._shuttle.uses(job.segment.segment)
-
-    def _release_held(self) -> bool:
-        released = False
-        while self._held and not self._must_wait(self._held[0].job):
-            released = True
-            self._admit(self._held.popleft())
-        return released
+    def _note_files(self, ended: Iterable[tuple[Job, Reason | None]]) -> bool:
+        """Finish jobs of files that have ended, and admit what waited for them; return whether there were any."""
+        happened = False
+        for job, reason in ended:
+            happened = True
+            work = self._works[job.id]
+            if reason is not None:
+                work.failed[-1] = reason
+            self._finish(work)
+        for work in [work for work in self._waiting if work.waits_for <= self._files.ended]:
+            self._waiting.remove(work)
+            self._admit(work)
+        return happened
 
     # -- turns ---------------------------------------------------------------------------------
 
@@ -183,18 +168,19 @@ class Runner:
         self._reap(outcomes)
         happened = bool(outcomes)
         happened |= self._reap_copies()
-        happened |= self._release_held()
+        happened |= self._note_files(self._files.turn())
+        happened |= self._give_up(now_s)
         happened |= self._expire(now_s)
         return self._start() or happened
 
     def stop(self) -> None:
         """End what is under way, however long that takes, and fail the rest with CANCELLED. Afterwards ``idle``."""
         self._stopping = True
-        for queue in self._order:
-            while queue:
-                self._fail_rest(queue.popleft(), Reason.CANCELLED)
-        while self._held:
-            self._finish(_cancelled(self._held.popleft()))
+        for lot in self._queues.remove(lambda _: True):
+            self._fail_rest(lot, Reason.CANCELLED)
+        while self._waiting:
+            self._finish(self._waiting.pop().cancelled())
+        self._note_files(self._files.stop())
         while self._shuttle.busy:
             self._reap(self._shuttle.drain())
         for copies in self._copies:
@@ -206,29 +192,29 @@ class Runner:
 
     def abandon(self) -> None:
         """After an error of ours: wait until nothing is in flight, then fail every open job with CANCELLED."""
-        self._shuttle.abandon()
+        for part in self._shuttle.abandon():
+            self._end_late(part)
         for copies in self._copies:
             for _, ticket in copies:
                 self._gear.copier.wait(ticket)
             copies.clear()
         for work in list(self._works.values()):
-            self._finish(_cancelled(work))
+            self._finish(work.cancelled())
 
     def close(self) -> None:
-        """Close device and files. The runner is ``idle``, or ``abandon`` was called."""
-        self._shuttle.close()
+        """Close device and files. The runner is ``idle`` and nothing at the device, or ``abandon`` was called."""
+        self._files.close()
+        self._gear.device.close()
 
     def _start(self) -> bool:
-        for queue in self._order:
-            if queue:
-                lot = queue[0]
-                part = self._take(lot)
-                if part is not None:
-                    if lot.taken == len(lot.positions):
-                        queue.popleft()
-                    self._writes += part.route.writes
-                    self._advance(part)
-                    return True
+        for lot in self._queues.heads():
+            part = self._take(lot)
+            if part is not None:
+                if lot.taken == len(lot.positions):
+                    self._queues.pop(lot)
+                self._writes += part.route.writes
+                self._advance(part)
+                return True
         return False
 
     def _take(self, lot: Lot) -> Part | None:
@@ -244,7 +230,7 @@ class Runner:
             return None
         size_class = self._geometry.size_classes[lot.group]
         if route.staged:
-            arena, staging = gear.staging, self._take_staging(lot, size_class)
+            arena, staging = gear.staging, self._staging.take(size_class, len(lot.positions) - lot.taken)
             if not staging:
                 return None
             positions = lot.positions[lot.taken : lot.taken + len(staging)]
@@ -257,33 +243,38 @@ class Runner:
         lot.taken += len(positions)
         return Part(lot.work, route, lot.group, size_class, arena, positions, slots, staging)
 
-    def _take_staging(self, lot: Lot, size_class: int) -> list[int]:
-        """Take staging slots for a lot's next part; an empty list where it has to wait."""
-        assert self._gear.staging.slot_counts[size_class], "there is no staging for this size of slot"
-        free = self._staging_free[size_class]
-        count = min(len(lot.positions) - lot.taken, self._staged_slots[size_class])
-        if count > len(free):
-            return []
-        staging = free[:count]
-        del free[:count]
-        return staging
-
     def _expire(self, now_s: float) -> bool:
-        late = [lot for queue in self._order for lot in queue if lot.work.deadline_s < now_s]
-        held = [work for work in self._held if work.deadline_s < now_s and work.job.moves]
-        if not late and not held:
+        """Fail what has not started by its deadline, and what no drive would take."""
+        stuck = self._stuck
+        gone = self._queues.remove(lambda lot: lot.work.deadline_s < now_s or (stuck and lot.route.on_drive))
+        waiting = [work for work in self._waiting if work.deadline_s < now_s]
+        if not gone and not waiting:
             return False
         self._log.warn("deadline", "the drive or the copies cannot keep up: moves were given up unstarted")
-        for lot in late:
-            for queue in self._order:
-                if lot in queue:
-                    queue.remove(lot)
+        for lot in gone:
             self._fail_rest(lot, Reason.DEADLINE)
-        for work in held:
-            self._held.remove(work)
+        for work in waiting:
+            self._waiting.remove(work)
             work.left = len(work.job.moves)
             self._fail(work, dict.fromkeys(range(work.left), Reason.DEADLINE))
         return True
+
+    @property
+    def _stuck(self) -> bool:
+        return self._shuttle.late >= MOST_LATE
+
+    def _give_up(self, now_s: float) -> bool:
+        """Fail the moves of batches that are too long at the device. What these may touch stays taken."""
+        found = self._shuttle.overdue(now_s - self._io_deadline_s)
+        for part, failed in found:
+            late = [position for position, reason in failed.items() if reason is Reason.DEADLINE]
+            self._log.warn("late", f"a drive has not moved {len(late)} blocks in {self._io_deadline_s:g} s")
+            self.stats.add("late_moves", len(late))
+            self._writes -= part.route.writes
+            part.work.late.update(late)
+            part.work.late_parts += 1
+            self._fail(part.work, failed)
+        return bool(found)
 
     # -- legs ----------------------------------------------------------------------------------
 
@@ -303,12 +294,17 @@ class Runner:
             elif part.leg > 1 and (self._stopping or part.work.void):
                 self._drop(part, dict.fromkeys(part.positions, Reason.CANCELLED))
             elif leg in {Leg.READ, Leg.WRITE}:
-                self._drop(part, self._shuttle.send(part, Op.READ if leg is Leg.READ else Op.WRITE))
+                self._drop(part, self._send(part, Op.READ if leg is Leg.READ else Op.WRITE))
                 if part.positions:
                     return
             elif not self._copy(part, leg):
                 return
         self._end(part)
+
+    def _send(self, part: Part, op: Op) -> dict[int, Reason]:
+        if self._stuck:
+            return dict.fromkeys(part.positions, Reason.DEADLINE)
+        return self._shuttle.send(part, op, self._files.open, self._clock())
 
     def _copy(self, part: Part, leg: Leg) -> bool:
         """Start a gather or scatter; return whether it has ended already."""
@@ -329,8 +325,11 @@ class Runner:
 
     def _reap(self, outcomes: Sequence[Outcome]) -> None:
         for part, failed in self._shuttle.ended(outcomes):
-            self._drop(part, failed)
-            self._advance(part)
+            if part.late:
+                self._end_late(part)
+            else:
+                self._drop(part, failed)
+                self._advance(part)
 
     def _reap_copies(self) -> bool:
         ended = False
@@ -356,12 +355,19 @@ class Runner:
             self._fail(part.work, failed)
 
     def _end(self, part: Part) -> None:
-        free = self._staging_free[part.size_class]
-        if part.staging:
-            free.extend(part.staging)
-            free.sort()  # so that parts find neighbours
+        self._staging.give_back(part)
         self._writes -= part.route.writes
         self._close_moves(part.work, len(part.positions))
+
+    def _end_late(self, part: Part) -> None:
+        """The device has ended a late part: nothing more is done with it, and its slots are free to be used."""
+        self._staging.give_back(part)
+        work = part.work
+        work.late_parts -= 1
+        if work.left:  # nobody has been told
+            work.late.difference_update(part.positions)
+        elif not work.late_parts:
+            self.released.append(work.job.id)
 
     def _fail_rest(self, lot: Lot, reason: Reason) -> None:
         self._fail(lot.work, dict.fromkeys(lot.positions[lot.taken :], reason))
@@ -382,13 +388,3 @@ class Runner:
     def _finish(self, work: Work) -> None:
         del self._works[work.job.id]
         self.finished.append((work.job.id, work.result()))
-
-
-def _needs_files(job: Job) -> bool:
-    return job.kind in _FILE_KINDS or any(move.nvme is not None for move in job.moves)
-
-
-def _cancelled(work: Work) -> Work:
-    moves = len(work.job.moves)
-    work.failed = dict.fromkeys(range(moves) if moves else (-1,), Reason.CANCELLED)
-    return work

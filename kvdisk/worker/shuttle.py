@@ -1,117 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts on their way between arena and drive: the device, the files that are open on it, and a second try.
+"""Parts on their way between arena and drive: the device, a second try, and what the device does not end in time.
 
 Neighbouring slots travel as one transfer. When such a transfer fails, each of its slots is tried once
-more alone, so that one bad sector costs one block.
+more alone, so that one bad sector costs one block. A batch that hangs is given up, and stays known until
+the device has ended it: until then it may touch memory and drive.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvdisk.device.base import Device, Op, Outcome, Transfer
-from kvdisk.errors import CorruptRecord, DeviceError, GeometryMismatch, KvdiskError
-from kvdisk.messages import Job, JobKind, Reason
+from kvdisk.messages import Reason
 from kvdisk.stats import Stats
-from kvdisk.worker.files import SegmentFiles
 from kvdisk.worker.legs import OpenFile, Part, split_transfer, transfers_of
 from kvdisk.worker.quiet_log import QuietLog
 
-_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @dataclass(slots=True)
 class _Flight:
-    """A part's batch at the device. ``members``: positions of the moves in each transfer."""
+    """A part's batch at the device. ``members``: positions of the moves in each transfer.
+
+    ``sent_s``: when the first try began, on the mover's clock.
+    """
 
     part: Part
     op: Op
     transfers: list[Transfer]
     members: list[list[int]]
+    sent_s: float
     failed: dict[int, Reason] = field(default_factory=dict)
 
 
 class Shuttle:
     """Carries parts of a job between memory and open segment files. The mover's thread calls everything.
 
-    ``reads``: read batches under way. ``stats`` is the caller's; counted are bytes and failed transfers.
+    ``reads``: read batches under way that are not late; ``late``: batches that were given up, and that the device has
+    not ended. ``stats`` is the caller's; counted are bytes and failed transfers.
     """
 
-    def __init__(self, device: Device, files: SegmentFiles, stats: Stats, log: QuietLog) -> None:
+    def __init__(self, device: Device, stats: Stats, log: QuietLog) -> None:
         self._device = device
-        self._files = files
         self._stats = stats
         self._log = log
-        self._open: dict[int, OpenFile] = {}
         self._flights: dict[int, _Flight] = {}
         self.reads = 0
-
-    # -- files ---------------------------------------------------------------------------------
-
-    def run_file_job(self, job: Job) -> Reason | None:
-        """Open or drop what a job names, waiting for the disk; return why that failed, or None."""
-        try:
-            self._change_files(job)
-        except KvdiskError as error:
-            self._log.warn(job.kind.name, f"{job.kind.name} failed: {error}")
-            return _reason_of(error)
-        return None
-
-    def _change_files(self, job: Job) -> None:
-        if job.kind is JobKind.OPEN_HOME:
-            assert job.home is not None
-            self._files.open_home(job.home)
-            return
-        spec = job.segment
-        assert spec is not None
-        if job.kind is JobKind.OPEN_SEGMENT:
-            fd = self._files.open_segment(spec)
-            self._device.attach_file(fd)
-            self._open[spec.segment] = OpenFile(fd, spec.slot_bytes, spec.slot_count)
-            return
-        assert job.kind is JobKind.DROP_SEGMENT, job.kind
-        assert not self.uses(spec.segment), "a segment is dropped when no batch names it"
-        opened = self._open.pop(spec.segment, None)
-        if opened is not None:
-            self._device.detach_file(opened.fd)
-        self._files.drop_segment(spec)
+        self.late = 0
 
     def uses(self, segment: int) -> bool:
-        """Whether a batch under way names the segment."""
+        """Whether a batch under way, late or not, names the segment."""
         return any(
             place is not None and place.segment == segment
             for flight in self._flights.values()
             for place in (flight.part.work.job.moves[position].nvme for position in flight.part.positions)
         )
 
-    def close(self) -> None:
-        """Close device and files; nothing is under way."""
-        assert not self._flights
-        for opened in self._open.values():
-            self._device.detach_file(opened.fd)
-        self._open.clear()
-        self._device.close()
-        self._files.close()
-
-    # -- parts ---------------------------------------------------------------------------------
-
     @property
     def busy(self) -> bool:
         """Whether a batch is under way."""
         return bool(self._flights)
 
-    def send(self, part: Part, op: Op) -> dict[int, Reason]:
+    def send(self, part: Part, op: Op, open_files: Mapping[int, OpenFile], now_s: float) -> dict[int, Reason]:
         """Start a part's batch. Returns the moves that fail at once, by position; the caller drops them.
 
-        With at least one move left, ``ended`` will yield the part; until then the device owns its slots.
+        ``open_files``: by segment. With at least one move left, ``ended`` will yield the part; until then the
+        device owns its slots.
         """
-        transfers, members, unopened = transfers_of(part, self._open)
+        transfers, members, unopened = transfers_of(part, open_files)
         if unopened:
             self._log.warn("segment", f"{len(unopened)} blocks are in a segment that is not open")
         if transfers:
-            self._submit(_Flight(part, op, transfers, members))
+            self._submit(_Flight(part, op, transfers, members, now_s))
         return dict.fromkeys(unopened, Reason.IO_ERROR)
 
     def poll(self, wait_s: float) -> list[Outcome]:
@@ -123,10 +86,17 @@ class Shuttle:
         return self._device.drain()
 
     def ended(self, outcomes: Sequence[Outcome]) -> Iterator[tuple[Part, dict[int, Reason]]]:
-        """Yield the parts that are through, with the moves that failed; others are on their second try."""
+        """Yield the parts that are through, with the moves that failed; others are on their second try.
+
+        A late part is through whatever became of it: its moves have failed long ago.
+        """
         for outcome in outcomes:
             flight = self._flights.pop(outcome.ticket)
             part = flight.part
+            if part.late:
+                self.late -= 1
+                yield part, {}
+                continue
             self.reads -= flight.op is Op.READ
             if outcome.errors and self._try_again(flight, outcome.errors):
                 continue
@@ -134,10 +104,30 @@ class Shuttle:
             self._stats.add("rank_bytes_read" if flight.op is Op.READ else "rank_bytes_written", moved)
             yield part, flight.failed
 
-    def abandon(self) -> None:
-        """Wait until nothing is under way, and forget the parts."""
+    def overdue(self, sent_before_s: float) -> list[tuple[Part, dict[int, Reason]]]:
+        """Give up the batches that were sent before then: return their parts, which are late now.
+
+        With each part why its moves failed: DEADLINE where the device may still touch their slots, the reason of
+        their first try elsewhere. ``ended`` yields the part once more.
+        """
+        found = []
+        for flight in self._flights.values():
+            part = flight.part
+            if part.late or flight.sent_s >= sent_before_s:
+                continue
+            part.late = True
+            self.late += 1
+            self.reads -= flight.op is Op.READ
+            found.append((part, {**dict.fromkeys(part.positions, Reason.DEADLINE), **flight.failed}))
+        return found
+
+    def abandon(self) -> list[Part]:
+        """Wait until nothing is under way, and forget the parts; return those that were late."""
         self._device.drain()
+        late = [flight.part for flight in self._flights.values() if flight.part.late]
         self._flights.clear()
+        self.late = 0
+        return late
 
     def _submit(self, flight: _Flight) -> None:
         self._flights[self._device.submit(flight.op, flight.transfers)] = flight
@@ -152,7 +142,7 @@ class Shuttle:
             self._stats.add("io_errors")
             name = errno.errorcode.get(number, str(number))
             self._log.warn(f"{flight.op.value} {name}", f"a {flight.op.value} of {len(members)} blocks failed: {name}")
-            if number in _NO_SPACE:
+            if number in NO_SPACE:
                 flight.failed.update(dict.fromkeys(members, Reason.NO_SPACE))
             elif len(members) == 1:
                 flight.failed[members[0]] = Reason.IO_ERROR
@@ -160,11 +150,5 @@ class Shuttle:
                 again += split_transfer(flight.transfers[at], flight.part.slot_bytes, len(members))
                 alone += [[position] for position in members]
         if again:
-            self._submit(_Flight(flight.part, flight.op, again, alone, flight.failed))
+            self._submit(_Flight(flight.part, flight.op, again, alone, flight.sent_s, flight.failed))
         return bool(again)
-
-
-def _reason_of(error: KvdiskError) -> Reason:
-    if isinstance(error, DeviceError) and error.errno in _NO_SPACE:
-        return Reason.NO_SPACE
-    return Reason.HEADER if isinstance(error, GeometryMismatch | CorruptRecord) else Reason.IO_ERROR

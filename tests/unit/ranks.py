@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 
 import torch
 
@@ -37,17 +38,26 @@ def segment_of(group: int) -> SegmentSpec:
 
 
 class NamedFiles:
-    """``SegmentFiles`` for a device whose descriptors are only names. ``broken``: segments that cannot be made."""
+    """``SegmentFiles`` for a device whose descriptors are only names.
+
+    ``broken``: segments that cannot be made. ``slow``: the opening of each of these waits for its event, and
+    sets ``opening``.
+    """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.broken: set[int] = set()
+        self.slow: dict[int, threading.Event] = {}
+        self.opening = threading.Event()
         self.closed = False
 
     def open_home(self, spec: HomeSpec) -> None:
         self.calls.append(f"home {spec.home_id[:4]}")
 
     def open_segment(self, spec: SegmentSpec) -> int:
+        if spec.segment in self.slow:
+            self.opening.set()
+            assert self.slow[spec.segment].wait(60.0)
         if spec.segment in self.broken:
             raise DeviceError(errno.ENOSPC, f"segment {spec.segment}")
         self.calls.append(f"open {spec.segment}")
@@ -106,6 +116,7 @@ class Rank:
         )
         self.last_job = 0
         self.results: dict[int, JobResult] = {}
+        self.released: dict[int, int] = {}
         self.stats = Stats()
         home = home or HomeSpec("ab" * 16, FINGERPRINT)
         opened = [self.job(JobKind.OPEN_HOME, home=home)]
@@ -133,6 +144,10 @@ class Rank:
         for job_id, result in report.results.items():
             assert job_id not in self.results, f"job {job_id} was reported twice"
             self.results[job_id] = result
+        for job_id, ranks in report.released.items():
+            assert job_id not in self.released, f"job {job_id} was released twice"
+            assert self.results[job_id].late, f"job {job_id} was released, and nothing of it was late"
+            self.released[job_id] = ranks
         self.stats.merge(report.stats)
         return self.results
 

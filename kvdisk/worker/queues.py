@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What waits to be started, the most urgent first, and the staging slots that are free for it. No I/O."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+from kvdisk.blocks import JobId
+from kvdisk.worker.legs import Lot, Part, Route
+
+
+class LotQueues:
+    """A queue of lots for each route, and one for each route of stores that were flushed."""
+
+    def __init__(self) -> None:
+        self._queues: dict[Route, deque[Lot]] = {route: deque() for route in Route}
+        self._flushed: dict[Route, deque[Lot]] = {route: deque() for route in Route if route.gathers}
+        loads = [self._queues[route] for route in Route if route.scatters]
+        others = [self._queues[route] for route in Route if not route.scatters]
+        self._order = [*loads, *self._flushed.values(), *others]
+
+    def add(self, lot: Lot) -> None:
+        """Put a lot behind the others of its route."""
+        self._queues[lot.route].append(lot)
+
+    def flush(self, job_ids: Collection[JobId]) -> None:
+        """Let the stores among these jobs go before all others."""
+        for route, flushed in self._flushed.items():
+            queue = self._queues[route]
+            moved = [lot for lot in queue if lot.work.job.id in job_ids]
+            if moved:
+                kept = [lot for lot in queue if lot.work.job.id not in job_ids]
+                queue.clear()
+                queue.extend(kept)
+                flushed.extend(moved)
+
+    def heads(self) -> Iterator[Lot]:
+        """Yield the first lot of each queue. A lot that is taken whole has to be passed to ``pop`` at once."""
+        for queue in self._order:
+            if queue:
+                yield queue[0]
+
+    def pop(self, lot: Lot) -> None:
+        """Take out the first lot of its queue."""
+        for queue in self._order:
+            if queue and queue[0] is lot:
+                queue.popleft()
+                return
+        raise AssertionError("not the first of any queue")
+
+    def remove(self, wanted: Callable[[Lot], bool]) -> list[Lot]:
+        """Take out all lots that are ``wanted``, and return them."""
+        found: list[Lot] = []
+        for queue in self._order:
+            gone = [lot for lot in queue if wanted(lot)]
+            for lot in gone:
+                queue.remove(lot)
+            found += gone
+        return found
+
+
+class FreeStaging:
+    """The free slots of staging, by size class. ``part_slots``: how many a part should take, likewise."""
+
+    def __init__(self, slot_counts: Sequence[int], part_slots: Sequence[int]) -> None:
+        self._free = [list(range(count)) for count in slot_counts]
+        self._counts = tuple(slot_counts)
+        # A quarter of staging for a part: several are under way, and MOST_WRITES of stores leave half to loads.
+        self._most = [min(most, max(1, count // 4)) for most, count in zip(part_slots, slot_counts, strict=True)]
+
+    def take(self, size_class: int, wanted: int) -> list[int]:
+        """Take slots for a part of at most ``wanted``; an empty list where it has to wait."""
+        assert self._counts[size_class], "there is no staging for this size of slot"
+        free = self._free[size_class]
+        count = min(wanted, self._most[size_class])
+        if count > len(free):
+            return []
+        taken = free[:count]
+        del free[:count]
+        return taken
+
+    def give_back(self, part: Part) -> None:
+        """Make a part's slots free: nothing touches them any more."""
+        if part.staging:
+            free = self._free[part.size_class]
+            free.extend(part.staging)
+            free.sort()  # so that parts find neighbours

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs of files on their own thread, under a mover on its own."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from ranks import FINGERPRINT, NamedFiles, Rank, move, segment_of
+
+from kvdisk.messages import HomeSpec, JobKind, Reason
+
+WAIT_S = 60.0
+SLOW = segment_of(0)._replace(segment=7)
+
+
+def await_jobs(rank: Rank, *job_ids: int) -> None:
+    while not set(job_ids) <= set(rank.poll()):
+        assert rank.mover.wait_any(WAIT_S)
+
+
+@pytest.fixture
+def rank():
+    made = Rank(threaded=True)
+    made.files.slow[7] = threading.Event()
+    await_jobs(made, *made.opening)
+    yield made
+    made.files.slow[7].set()
+    made.mover.close()
+
+
+def slow_move(number: int):
+    """A move to the segment that takes long to make."""
+    plain = move(number, 0, number, nvme=number)
+    assert plain.nvme is not None
+    return plain._replace(nvme=plain.nvme._replace(segment=SLOW.segment))
+
+
+def test_transfers_go_on_while_a_segment_is_made_and_its_own_wait(rank):
+    make = rank.submit(JobKind.OPEN_SEGMENT, segment=SLOW)
+    waits = rank.submit(JobKind.STORE, [move(1, 0, 1, nvme=1), slow_move(2)])
+    beside = rank.submit(JobKind.STORE, [move(3, 0, 3, nvme=3)])
+    from_cpu = rank.submit(JobKind.STORE, [move(4, 0, 4, rank.cpu(0, 4))])
+    await_jobs(rank, beside, from_cpu)
+    assert rank.submit(JobKind.LOAD, [move(3, 0, 5, nvme=3)]) not in rank.results
+    await_jobs(rank, rank.last_job)
+    assert not {make, waits} & set(rank.results)
+    rank.files.slow[7].set()
+    await_jobs(rank, make, waits)
+    assert all(result.failed == {} for result in rank.results.values())
+
+
+def test_jobs_of_files_keep_their_order(rank):
+    make = rank.submit(JobKind.OPEN_SEGMENT, segment=SLOW)
+    drop = rank.submit(JobKind.DROP_SEGMENT, segment=SLOW)
+    again = rank.submit(JobKind.OPEN_SEGMENT, segment=SLOW)
+    other = rank.submit(JobKind.OPEN_SEGMENT, segment=SLOW._replace(segment=8))
+    store = rank.submit(JobKind.STORE, [slow_move(2)])
+    assert not rank.mover.wait_any(0.001)
+    rank.files.slow[7].set()
+    await_jobs(rank, make, drop, again, other, store)
+    assert all(result.failed == {} for result in rank.results.values())
+    assert rank.files.calls[-4:] == ["open 7", "drop 7", "open 7", "open 8"]
+
+
+def test_a_job_that_waits_for_a_segment_is_given_up_in_time(rank):
+    rank.submit(JobKind.OPEN_SEGMENT, segment=SLOW)
+    waits = rank.submit(JobKind.STORE, [slow_move(2)])
+    assert not rank.mover.wait_any(0.001)
+    rank.now_s = 11.0
+    await_jobs(rank, waits)
+    assert rank.results[waits].failed == {0: Reason.DEADLINE}
+    assert rank.results[waits].late == set()
+
+
+def test_close_ends_the_file_under_way_and_starts_no_other(rank):
+    make = rank.submit(JobKind.OPEN_SEGMENT, segment=SLOW)
+    after = rank.submit(JobKind.OPEN_SEGMENT, segment=SLOW._replace(segment=8))
+    waits = rank.submit(JobKind.STORE, [slow_move(2)])
+    assert rank.files.opening.wait(WAIT_S)
+    closer = threading.Thread(target=rank.mover.close)
+    closer.start()
+    while not rank.mover._runner._files._stopping:
+        closer.join(0.001)
+    assert not rank.files.closed
+    rank.files.slow[7].set()
+    closer.join(WAIT_S)
+    assert rank.files.closed
+    rank.poll()
+    assert rank.results[make].failed == {}
+    assert rank.results[after].failed == {-1: Reason.CANCELLED}
+    assert rank.results[waits].failed == {0: Reason.CANCELLED}
+
+
+def test_an_error_of_ours_on_the_files_thread_is_raised_on_the_models():
+    class Broken(NamedFiles):
+        def open_home(self, spec: HomeSpec) -> None:
+            raise ZeroDivisionError("planted")
+
+    rank = Rank(threaded=True, files=Broken(), home=HomeSpec("ab" * 16, FINGERPRINT))
+    assert rank.mover.wait_any(WAIT_S)
+    rank.mover._thread.join(WAIT_S)
+    with pytest.raises(ZeroDivisionError, match="planted"):
+        rank.mover.poll()
+    rank.poll()
+    assert {result.failed[-1] for result in rank.results.values()} == {Reason.CANCELLED}
+    assert rank.files.closed
+    rank.mover.close()
