@@ -219,6 +219,8 @@ class TierManager:
             self._imminent_answers = 0
         for record in records:
             self._settlement.settle(record, now, now_s)
+        for record in self._transfers.take_released():
+            self._settlement.release(record)
 
     def commit(self) -> None:
         """Learn how far the index's commits have come; never waits for one."""
@@ -252,7 +254,10 @@ class TierManager:
     # -- questions of the engine ---------------------------------------------------------------
 
     def has_pending_work(self, now: float) -> bool:
-        """Whether steps are needed: a job is out, a record is not committed, or a demotion can be planned."""
+        """Whether steps are needed: a job is out, a record is not committed, or a demotion can be planned.
+
+        Not for zombies: a drive that never answers would keep an idle engine stepping.
+        """
         if len(self._transfers) > 0:
             return True
         nvme, cpu = self._nvme, self._cpu

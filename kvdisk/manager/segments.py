@@ -279,7 +279,9 @@ class NvmeSpace:
     @property
     def uncommitted(self) -> bool:
         """Whether steps are needed until a commit. Not while the index fails: stepping would not help it."""
-        return self._index_writable and (self._ticket > self._committed or bool(self._drops))
+        # A drop without a ticket waits for a job, which is pending itself, or for a zombie, which nobody waits for.
+        dropping = any(drop.ticket is not None for drop in self._drops.values())
+        return self._index_writable and (self._ticket > self._committed or dropping)
 
     def may_write(self, now: float) -> bool:
         """Whether demotions may be planned: the home is open and no back-off runs."""

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of copies, pins and touched blocks when a job is settled. Scheduler thread only."""
+"""What becomes of copies, pins and touched blocks when a job is settled. Scheduler thread only.
+
+A late move has failed, and its slots are zombies: its target is DOOMED and keeps its writer's pin, its source
+keeps its pin, until ``release``.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,8 @@ from kvdisk.stats import Stats
 
 _SOURCE_IS_BAD = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
 """Failures of a load after which its source copy is dropped. A deadline says nothing about the copy."""
+_DRIVE_IS_BAD = frozenset({Reason.NO_SPACE, Reason.IO_ERROR})
+"""Failures of a write after which writes stop for a while; so does a write that the drive does not end in time."""
 
 
 class Settlement:
@@ -64,6 +70,25 @@ class Settlement:
             assert kind in {JobKind.OPEN_HOME, JobKind.OPEN_SEGMENT, JobKind.DROP_SEGMENT} and self._nvme is not None
             self._nvme.settle_files(record, now)
 
+    def release(self, record: JobRecord) -> None:
+        """Nothing touches the slots of a settled job's late moves any more: give their pins back."""
+        self.room += 1
+        kind = record.job.kind
+        for at in sorted(record.late, reverse=True):
+            row, move = record.details[at].row, record.job.moves[at]
+            if kind is JobKind.LOAD:
+                if is_foreign(move.nvme):
+                    assert move.nvme is not None
+                    self._foreign.unpin(move.nvme)
+                else:
+                    self._space(Tier.NVME).unpin(row)
+                if move.cpu is not None:
+                    self._abandon(row, Tier.CPU)
+            else:
+                self._abandon(row, Tier.NVME)
+                if kind is JobKind.DEMOTE:
+                    self._space(Tier.CPU).unpin(row)
+
     def cancel(self, record: JobRecord) -> None:
         """End a job that no worker has seen: as if every move had failed, with no consequence for the tiers."""
         record.failed = dict.fromkeys(range(len(record.details)), Reason.CANCELLED)
@@ -90,8 +115,8 @@ class Settlement:
             if reason is None:
                 self._finish(detail.row, tier, stored)
                 continue
-            full = full or (tier is Tier.NVME and reason in {Reason.NO_SPACE, Reason.IO_ERROR})
-            self._abandon(detail.row, tier)
+            full = full or (tier is Tier.NVME and (reason in _DRIVE_IS_BAD or at in record.late))
+            self._fail(detail.row, tier, at in record.late)
             if reason is not Reason.CANCELLED:
                 self._stats.add("failed_stores")
             if record.request_id is not None:
@@ -128,6 +153,13 @@ class Settlement:
             self._catalog.unpin(row, tier)
             self._nvme.drop([row])
 
+    def _fail(self, row: int, tier: Tier, late: bool) -> None:
+        """A copy was not written; where its move is late its slot stays taken until ``release``."""
+        if not late:
+            self._abandon(row, tier)
+        elif self._catalog.state(row, tier) != CopyState.DOOMED:
+            self._catalog.doom(row, tier)
+
     def offer_to_nvme(self, row: int) -> bool:
         """Ask the NVMe tier's admission for a READY CPU copy that is not on NVMe; return whether the backlog took it.
 
@@ -156,11 +188,12 @@ class Settlement:
             if reason is None:
                 self._finish(row, Tier.NVME, written)
             else:
-                full = full or reason in {Reason.NO_SPACE, Reason.IO_ERROR}
+                full = full or reason in _DRIVE_IS_BAD or at in record.late
                 if reason is not Reason.CANCELLED:
                     self._stats.add("failed_stores")
-                self._abandon(row, Tier.NVME)
-            self._cpu.unpin(row)
+                self._fail(row, Tier.NVME, at in record.late)
+            if at not in record.late:
+                self._cpu.unpin(row)
         self._stats.add("demoted_blocks", len(written))
         self._nvme.record(written, now_s)
         self._note_write(full, now)
@@ -193,27 +226,28 @@ class Settlement:
                     self._store_policy.refuse(
                         request.request_id, detail.group, detail.position, Refusal.NO_ROOM, -1, 0.0
                     )
+            late = at in record.late
             if is_foreign(move.nvme):
-                self._settle_foreign(move, reason)
+                self._settle_foreign(move, reason, late)
             elif detail.row >= 0:
-                self._settle_source(detail.row, Tier.CPU if move.nvme is None else Tier.NVME, reason)
+                self._settle_source(detail.row, Tier.CPU if move.nvme is None else Tier.NVME, reason, late)
             if move.nvme is not None and move.cpu is not None:
                 if reason is None:
                     self._finish(detail.row, Tier.CPU, kept)
                 else:
-                    self._abandon(detail.row, Tier.CPU)
+                    self._fail(detail.row, Tier.CPU, late)
         self._stats.add("loaded_blocks", len(record.details) - len(record.failed))
 
-    def _settle_foreign(self, move: Move, reason: Reason | None) -> None:
+    def _settle_foreign(self, move: Move, reason: Reason | None, late: bool) -> None:
         assert move.nvme is not None
         if reason in _SOURCE_IS_BAD:
             self._foreign.deny(move.key, self._foreign.home_of(move.nvme), move.generation)
-        self._foreign.unpin(move.nvme)
+        if not late:
+            self._foreign.unpin(move.nvme)
         self._stats.add("loaded_blocks_foreign", reason is None)
 
-    def _settle_source(self, row: int, tier: Tier, reason: Reason | None) -> None:
-        space = self._cpu if tier is Tier.CPU else self._nvme
-        assert space is not None
+    def _settle_source(self, row: int, tier: Tier, reason: Reason | None, late: bool) -> None:
+        space = self._space(tier)
         if self._catalog.state(row, tier) == CopyState.READY:
             if reason in _SOURCE_IS_BAD:
                 space.discard(row)
@@ -221,4 +255,10 @@ class Settlement:
                 space.accessed(row)
                 if tier is Tier.CPU:
                     self.offer_to_nvme(row)
-        space.unpin(row)
+        if not late:
+            space.unpin(row)
+
+    def _space(self, tier: Tier) -> CpuSpace | NvmeSpace:
+        space = self._cpu if tier is Tier.CPU else self._nvme
+        assert space is not None
+        return space

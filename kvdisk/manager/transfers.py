@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs from plan to settlement: each is settled exactly once, when every rank has answered (invariant 5).
 
-Scheduler thread only.
+A settled job with late moves is a zombie: the device of some rank may still touch their slots. It is released
+exactly once, when each rank concerned has said that its device has ended them. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from kvdisk.messages import HomeSpec, Job, JobKind, Move, Reason, Report, Segmen
 class MoveDetail:
     """What the manager has to undo or finish for one move of a job.
 
-    ``row``: of the catalog, pinned until the job is settled; -1: none. ``block``: a touched GPU
+    ``row``: of the catalog, pinned until the job is settled, or where the move is late until it is released; -1: none.
+    ``block``: a touched GPU
     block of a store. ``group`` and ``position``: the block's place in its request.
     """
 
@@ -29,17 +31,27 @@ class MoveDetail:
 
 @dataclass(slots=True)
 class JobRecord:
-    """A job on its way, or settled: ``failed`` is the union over ranks, by position of the move."""
+    """A job on its way, or settled: ``failed`` is the union over ranks, by position of the move.
+
+    ``late``: those of the failed moves that ``late_ranks`` ranks reported late, ``released`` of which have taken that
+    back; empty in a settled record of which nothing is late any more.
+    """
 
     job: Job
     details: list[MoveDetail]
     request_id: str | None
     ranks: int = 0
     failed: dict[int, Reason] = field(default_factory=dict)
+    late: set[int] = field(default_factory=set)
+    late_ranks: int = 0
+    released: int = 0
 
 
 class Transfers:
-    """The table of jobs. ``rank_count`` answers settle a job."""
+    """The table of jobs. ``rank_count`` answers settle a job. Zombies count nowhere: nobody waits for them.
+
+    There are at most as many as the ranks have late batches, which is bounded there, and slots that they hold.
+    """
 
     def __init__(self, rank_count: int) -> None:
         self._rank_count = rank_count
@@ -47,6 +59,8 @@ class Transfers:
         self._queued: list[Job] = []
         self._records: dict[JobId, JobRecord] = {}
         self._counts = dict.fromkeys(JobKind, 0)
+        self._zombies: dict[JobId, JobRecord] = {}
+        self._released: list[JobRecord] = []
 
     def __len__(self) -> int:
         return len(self._records)
@@ -104,7 +118,13 @@ class Transfers:
         """Count a report's answers; return the jobs that are settled by it, in the order of their plans.
 
         A rank that lags can answer a segment's opening in the report in which another answers its drop.
+        ``take_released`` has the zombies that end with it.
         """
+        for job_id, ranks in report.released.items():
+            record = self._records.get(job_id) or self._zombies.get(job_id)
+            assert record is not None, f"job {job_id} was released more than once per rank, or nothing of it was late"
+            record.released += ranks
+            self._release_if_due(job_id)
         settled = []
         for job_id, result in sorted(report.results.items()):
             record = self._records.get(job_id)
@@ -113,9 +133,27 @@ class Transfers:
             assert record.ranks <= self._rank_count
             for position, reason in result.failed.items():
                 record.failed.setdefault(position, reason)
+            record.late |= result.late
+            record.late_ranks += result.late_ranks
             if record.ranks == self._rank_count:
                 settled.append(self._remove(job_id))
+                if record.released == record.late_ranks:
+                    record.late = set()
+                else:
+                    self._zombies[job_id] = record
         return settled
+
+    def take_released(self) -> list[JobRecord]:
+        """Return the zombies that have ended: nothing touches the slots of their ``late`` moves any more."""
+        released, self._released = self._released, []
+        return released
+
+    def _release_if_due(self, job_id: JobId) -> None:
+        record = self._zombies.get(job_id)
+        if record is not None:
+            assert record.released <= record.late_ranks
+            if record.released == record.late_ranks:
+                self._released.append(self._zombies.pop(job_id))
 
     def _remove(self, job_id: JobId) -> JobRecord:
         record = self._records.pop(job_id)
