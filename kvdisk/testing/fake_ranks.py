@@ -10,42 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import NamedTuple
 
-from kvdisk.blocks import BlockKey, JobId, Slot
+from kvdisk.blocks import JobId, Slot, Tier
 from kvdisk.messages import Job, JobKind, JobResult, Move, Plan, Reason, Report, SegmentSpec
-
-EMPTY = ""
-TORN = "torn"
-"""What a write that failed leaves."""
-ROTTEN = "rotten"
-"""What a drive that lost a block leaves."""
-
-
-class Leg(IntEnum):
-    """A stretch of a route, as in the worker wing."""
-
-    GATHER = 1
-    SEAL = 2
-    WRITE = 3
-    READ = 4
-    CHECK = 5
-    SCATTER = 6
-
-
-class Content(NamedTuple):
-    """A slot: its header, with the payload that the header's checksum was made from, and its payload."""
-
-    epoch: int = -1
-    key: BlockKey | None = None
-    generation: int = -1
-    summed: str = EMPTY
-    payload: str = EMPTY
-
-    def holds(self, epoch: int, key: BlockKey, generation: int, value: str) -> bool:
-        """Whether this is the record asked for, as far as the drive has kept it."""
-        return self[:4] == (epoch, key, generation, value) and self.payload in {value, ROTTEN}
+from kvdisk.testing.fake_legs import ROTTEN, TORN, Content, LateLeg, Leg, check_late, legs_of
 
 
 @dataclass(slots=True)
@@ -56,10 +24,16 @@ class _Work:
     legs: list[deque[Leg]]
     staging: list[Content]
     failed: dict[int, Reason] = field(default_factory=dict)
+    late: set[int] = field(default_factory=set)
 
     @property
     def open_moves(self) -> list[int]:
         return [at for at, legs in enumerate(self.legs) if legs]
+
+    @property
+    def at_device(self) -> list[int]:
+        """The moves whose next leg is the device's."""
+        return [at for at, legs in enumerate(self.legs) if legs and legs[0] in {Leg.READ, Leg.WRITE}]
 
 
 class FakeRank:
@@ -80,9 +54,12 @@ class FakeRank:
         self._report = Report()
         self._loads: dict[JobId, Job] = {}
         self._void: set[JobId] = set()
+        self._late: list[LateLeg] = []
 
     def survivor(self) -> FakeRank:
-        """Return this rank after its process was killed: only the drive is left."""
+        """Return this rank after its process was killed, and what it had at the device has ended: the drive is left."""
+        while self._late:
+            self.end_late()
         survivor = FakeRank(self.rank)
         survivor.drive = dict(self.drive)
         survivor.segments = dict(self.segments)
@@ -95,7 +72,8 @@ class FakeRank:
         for job in jobs:
             if job.kind is JobKind.LOAD:
                 self._loads[job.id] = job
-            legs = [deque(_legs_of(job.kind, move)) for move in job.moves]
+            check_late(self._late, job)
+            legs = [deque(legs_of(job.kind, move)) for move in job.moves]
             failed = {at: Reason.ABSENT for at, left in enumerate(legs) if not left}
             work = _Work(job, legs, [Content()] * len(legs), failed)
             self._works[job.id] = work
@@ -122,15 +100,23 @@ class FakeRank:
 
     @property
     def runnable(self) -> list[JobId]:
-        """The jobs that can go on, in the order of their plans: none that needs the drive behind a job of files."""
+        """The jobs that can go on, in the order of their plans.
+
+        Jobs of files keep their order, and what names a segment waits for those before it that open or drop it.
+        """
         found: list[JobId] = []
-        blocked = False
+        files_wait = False
+        changing: set[int] = set()
         for job_id, work in self._works.items():
-            needs_files = not work.job.moves or any(move.nvme is not None for move in work.job.moves)
-            if blocked and needs_files:
+            if work.job.moves:
+                if not any(move.nvme is not None and move.nvme.segment in changing for move in work.job.moves):
+                    found.append(job_id)
                 continue
-            blocked = blocked or not work.job.moves
-            found.append(job_id)
+            if not files_wait:
+                found.append(job_id)
+            files_wait = True
+            if work.job.segment is not None:
+                changing.add(work.job.segment.segment)
         return found
 
     def run_leg(self, job_id: JobId, pick: int = 0, failure: Reason | None = None) -> None:
@@ -161,12 +147,55 @@ class FakeRank:
         """Let the job's moves that have not started fail, as a deadline does, and run the others to their end."""
         work = self._works[job_id]
         for at, move in enumerate(work.job.moves):
-            if len(work.legs[at]) == len(_legs_of(work.job.kind, move)):
+            if len(work.legs[at]) == len(legs_of(work.job.kind, move)):
                 work.legs[at].clear()
                 work.failed.setdefault(at, reason)
         if work.job.moves:
             self._finish_if_done(work)
         self.run_job(job_id)
+
+    def hang(self, pick: int) -> None:
+        """Let a leg of the device hang until its move is given up; ``hangable`` says that there is one."""
+        work, at = self._hangable[pick % len(self._hangable)]
+        self._late.append(LateLeg(work.job, work.job.moves[at], at, work.legs[at][0], work.staging[at]))
+        work.legs[at].clear()
+        work.failed[at] = Reason.DEADLINE
+        work.late.add(at)
+        self._finish_if_done(work)
+
+    @property
+    def hangable(self) -> bool:
+        """Whether a leg of the device can be run."""
+        return bool(self._hangable)
+
+    @property
+    def _hangable(self) -> list[tuple[_Work, int]]:
+        works = (self._works[job_id] for job_id in self.runnable)
+        found = [(work, at) for work in works for at in work.at_device]
+        return [(work, at) for work, at in found if work.job.moves[at].nvme.segment in self._open]  # type: ignore[union-attr]
+
+    @property
+    def late(self) -> int:
+        """How many legs hang that were given up."""
+        return len(self._late)
+
+    def end_late(self, pick: int = 0, *, torn: bool = False) -> None:
+        """Let a hanging leg end: it moves its bytes, or some of them (``torn``), and nobody looks at them."""
+        late = self._late.pop(pick % len(self._late))
+        (source_tier, source), (target_tier, target) = late.reads, late.writes
+        if source is None:
+            content = late.staging
+        else:
+            content = (self.drive if source_tier is Tier.NVME else self.arena).get(source, Content())
+        if torn:
+            content = content._replace(payload=TORN)
+        if target is not None:
+            (self.drive if target_tier is Tier.NVME else self.arena)[target] = content
+        work = self._works.get(late.job.id)
+        if work is not None:  # nobody was told that it is late
+            work.late.discard(late.at)
+        elif not any(other.job is late.job for other in self._late):
+            self._report.released[late.job.id] = 1
 
     def rot(self, slot: Slot) -> None:
         """Let the drive lose the payload in a slot."""
@@ -252,7 +281,7 @@ class FakeRank:
 
     def _end(self, work: _Work, failed: dict[int, Reason]) -> None:
         del self._works[work.job.id]
-        self._report.results[work.job.id] = JobResult(1, failed)
+        self._report.results[work.job.id] = JobResult(1, failed, set(work.late), 1 if work.late else 0)
 
     # -- files ---------------------------------------------------------------------------------
 
@@ -285,27 +314,13 @@ class FakeRank:
         return None
 
     def _remove(self, segment: int) -> None:
+        for late in self._late:
+            assert late.move.nvme is not None
+            assert late.move.nvme.segment != segment, "a segment goes that a late transfer may still touch"
         self.segments.pop(segment, None)
         self._open.discard(segment)
         for slot in [slot for slot in self.drive if slot.segment == segment]:
             del self.drive[slot]
-
-
-_STORES = {True: (Leg.GATHER, Leg.SEAL), False: (Leg.GATHER, Leg.SEAL, Leg.WRITE)}
-"""By whether the move names a CPU slot."""
-
-
-def _legs_of(kind: JobKind, move: Move) -> tuple[Leg, ...]:
-    """Return a move's route; empty where it has no source."""
-    if kind is JobKind.STORE:
-        assert (move.cpu is None) != (move.nvme is None), "a store has one target"
-        return _STORES[move.cpu is not None]
-    if kind is JobKind.LOAD:
-        if move.nvme is not None:
-            return Leg.READ, Leg.CHECK, Leg.SCATTER
-        return () if move.cpu is None else (Leg.CHECK, Leg.SCATTER)
-    assert kind is JobKind.DEMOTE and move.cpu is not None and move.nvme is not None
-    return (Leg.WRITE,)
 
 
 def run_plan(ranks: Sequence[FakeRank], plan: Plan, *, computed: bool) -> None:

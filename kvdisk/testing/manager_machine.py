@@ -24,7 +24,8 @@ from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.messages import Reason
 from kvdisk.testing.fake_engine import FakeEngine, Phase
-from kvdisk.testing.fake_ranks import ROTTEN, TORN, FakeRank
+from kvdisk.testing.fake_legs import ROTTEN, TORN
+from kvdisk.testing.fake_ranks import FakeRank
 from kvdisk.testing.manager_parts import ManagerParts, Sizes
 from kvdisk.testing.manager_watch import ManagerWatch
 
@@ -199,6 +200,25 @@ class ManagerMachine(RuleBasedStateMachine):
             else:
                 rank.run_leg(job_id, move, reason)
 
+    @precondition(lambda self: any(rank.hangable for rank in self.ranks))
+    @rule(pick=_picks, move=_picks)
+    def hang(self, pick: int, move: int) -> None:
+        """A device does not end what it has begun for one move, until its deadline has passed."""
+        ranks = [rank for rank in self.ranks if rank.hangable]
+        ranks[pick % len(ranks)].hang(move)
+
+    @precondition(lambda self: any(rank.late for rank in self.ranks))
+    @rule(pick=_picks, late=_picks, torn=_rarely)
+    def end_late(self, pick: int, late: int, torn: bool) -> None:
+        """A device ends at last what was given up."""
+        ranks = [rank for rank in self.ranks if rank.late]
+        ranks[pick % len(ranks)].end_late(late, torn=torn)
+
+    def _end_all_late(self) -> None:
+        for rank in self.ranks:
+            while rank.late:
+                rank.end_late()
+
     def _pick_job(self, pick: int, job: int) -> tuple[FakeRank, JobId]:
         busy = [rank for rank in self.ranks if rank.runnable]
         rank = busy[pick % len(busy)]
@@ -262,6 +282,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def _give_time(self) -> None:
         """Everything works, and requests live on: what they offered is stored in the end."""
+        self._end_all_late()
         self._advance(LONGEST_BACK_OFF_S)
         for _ in range(PATIENCE_ROUNDS):
             self._round()
@@ -269,9 +290,22 @@ class ManagerMachine(RuleBasedStateMachine):
             self.watch.check_stored()
 
     def _run_until_quiet(self) -> None:
-        """Everything works, and every request ends: then nothing is left of them."""
+        """Everything works, and every request ends: then nothing is left of them.
+
+        First with what the devices still do not end, for which nobody waits, and then without.
+        """
         for request in self.engine.requests.values():
             request.finishing = True
+        self._rest()
+        self.watch.check_quiet()
+        if any(rank.late for rank in self.ranks):
+            self._end_all_late()
+            self._step(BUDGET_TOKENS)
+            self._rest()
+            self.watch.check_quiet()
+
+    def _rest(self) -> None:
+        """Step until nothing is pending."""
         self.index.refuse_puts = False
         for _ in range(QUIET_ROUNDS):
             self.parts.manager.commit()  # as the connector does before it asks
@@ -282,7 +316,6 @@ class ManagerMachine(RuleBasedStateMachine):
         else:
             left = list(self.engine.requests.values())
             raise AssertionError(f"it never becomes quiet: {left}, {len(self.parts.transfers)} jobs")
-        self.watch.check_quiet()
 
     def _round(self) -> None:
         self._work_off(*self.ranks)

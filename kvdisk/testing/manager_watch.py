@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -49,6 +50,9 @@ class ManagerWatch:
     _progress: tuple[int, bool] = (0, True)
     _planned_s: float = 0.0
     _bad_copies: set[tuple[BlockKey, int, Tier, Slot | None]] = field(default_factory=set)
+    _late: dict[JobId, tuple[Job, set[int]]] = field(default_factory=dict)
+    _late_ranks: Counter[JobId] = field(default_factory=Counter)
+    """Jobs with late moves, and how many ranks have not released them."""
     _write_failed_s: float = -FIRST_BACK_OFF_S
     _first_paused: int = 0
     _wants: dict[BlockKey, set[str]] = field(default_factory=dict)
@@ -153,20 +157,29 @@ class ManagerWatch:
 
     def settled(self, report: Report) -> None:
         """Note failed loads and stores, and that room may have come free."""
+        for job_id, ranks in report.released.items():
+            self._late_ranks[job_id] -= ranks
+            self.parts.policy.changes += 1
         for job_id, result in report.results.items():
             job, owner = self._jobs[job_id]
+            self._late_ranks[job_id] += result.late_ranks
+            self._late.setdefault(job_id, (job, set()))[1].update(result.late)
             self._ranks_left[job_id] -= result.ranks
             for position, reason in result.failed.items():
                 self._failures.setdefault(job_id, {}).setdefault(position, reason)
             if self._ranks_left[job_id] == 0:
                 del self._jobs[job_id], self._ranks_left[job_id]
                 self.parts.policy.changes += 1
+                late = self._late[job_id][1] if self._late_ranks[job_id] else ()
                 for position, reason in self._failures.pop(job_id, {}).items():
-                    self._note_failure(job, owner, position, reason)
+                    self._note_failure(job, owner, position, reason, position in late)
+        for job_id in [job_id for job_id in self._late if job_id not in self._jobs and not self._late_ranks[job_id]]:
+            del self._late[job_id], self._late_ranks[job_id]
 
-    def _note_failure(self, job: Job, owner: str | None, position: int, reason: Reason) -> None:
+    def _note_failure(self, job: Job, owner: str | None, position: int, reason: Reason, late: bool) -> None:
         nvme = self.parts.nvme
-        if nvme is not None and nvme.may_write(self.engine.now) and _writes(job) and reason in _BAD_WRITE:
+        bad_write = _writes(job) and (late or reason in _BAD_WRITE)
+        if nvme is not None and nvme.may_write(self.engine.now) and bad_write:
             self._write_failed_s = self.engine.now
             self._first_paused = self.parts.transfers._next_id
         if position < 0:
@@ -253,13 +266,17 @@ class ManagerWatch:
                 assert stored or not self._is_admitted(admission, key), f"{key!r} of {request.id} is never stored"
 
     def check_quiet(self) -> None:
-        """Assert what holds when nothing is under way: invariants 4, 5 and 11."""
+        """Assert what holds when nothing is under way but late moves of settled jobs: invariants 4, 5 and 11."""
         parts, catalog = self.parts, self.parts.catalog
+        zombies = self._zombie_pins()
         assert len(parts.transfers) == 0 and not self._jobs, "a job is out"
         for row in catalog.rows():
             for tier in (Tier.CPU, Tier.NVME):
-                assert catalog.pins(row, tier) == 0, "a pin is left"
-                assert catalog.state(row, tier) in {CopyState.ABSENT, CopyState.READY}
+                state = catalog.state(row, tier)
+                pins = 0 if state == CopyState.ABSENT else zombies.pop((tier, catalog.slot(row, tier)), 0)
+                assert catalog.pins(row, tier) == pins, "a pin is left, or was given back too early"
+                assert state in {CopyState.ABSENT, CopyState.READY} or (pins and state == CopyState.DOOMED)
+        assert not zombies, f"slots that a late transfer may touch are not held: {zombies}"
         for block in range(1, self.engine.pool.block_count):
             held = self.engine.holders(block)
             assert self.engine.pool.get_block(block).ref_cnt == held, f"GPU block {block} is not given back"
@@ -269,9 +286,18 @@ class ManagerWatch:
             named = {
                 (catalog.epochs[row], catalog.keys[row], catalog.slot(row, Tier.NVME))
                 for row in catalog.rows()
-                if catalog.state(row, Tier.NVME) == CopyState.READY
+                if catalog.state(row, Tier.NVME) in {CopyState.READY, CopyState.DOOMED}
             }
             assert committed <= named, "a record outlives its copy"
+
+    def _zombie_pins(self) -> Counter[tuple[Tier, Slot]]:
+        """Return how many pins each slot has to have for late moves."""
+        assert all(ranks > 0 for ranks in self._late_ranks.values())
+        pins: Counter[tuple[Tier, Slot]] = Counter()
+        for job, late in self._late.values():
+            for move in (job.moves[at] for at in late):
+                pins.update((tier, slot) for tier, slot in ((Tier.CPU, move.cpu), (Tier.NVME, move.nvme)) if slot)
+        return pins
 
 
 def _writes(job: Job) -> bool:

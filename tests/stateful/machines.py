@@ -40,10 +40,12 @@ def run_machine(all_sizes: tuple[Sizes, ...], examples: int, steps: int = 60, *,
 
 
 def check_pins(parts: ManagerParts) -> None:
-    """Assert that each copy has as many pins as jobs on their way that read or write it (invariant 4)."""
+    """Assert that each copy has as many pins as jobs that read or write it, or may still do so (invariant 4)."""
     expected: Counter[tuple[int, Tier]] = Counter()
-    for record in parts.transfers._records.values():
-        for move, detail in zip(record.job.moves, record.details, strict=True):
+    records = [(record, range(len(record.details))) for record in parts.transfers._records.values()]
+    zombies = [(record, record.late) for record in parts.transfers._zombies.values()]
+    for record, held in [*records, *zombies]:
+        for move, detail in ((record.job.moves[at], record.details[at]) for at in held):
             for tier, slot in ((Tier.CPU, move.cpu), (Tier.NVME, move.nvme)):
                 if detail.row >= 0 and slot is not None:
                     expected[detail.row, tier] += 1

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a fake worker's slots hold, the legs of its routes, and legs that outlive their job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from kvdisk.blocks import BlockKey, Slot, Tier
+from kvdisk.messages import Job, JobKind, Move
+
+EMPTY = ""
+TORN = "torn"
+"""What a write that failed leaves."""
+ROTTEN = "rotten"
+"""What a drive that lost a block leaves."""
+
+
+class Leg(IntEnum):
+    """A stretch of a route, as in the worker wing."""
+
+    GATHER = 1
+    SEAL = 2
+    WRITE = 3
+    READ = 4
+    CHECK = 5
+    SCATTER = 6
+
+
+class Content(NamedTuple):
+    """A slot: its header, with the payload that the header's checksum was made from, and its payload."""
+
+    epoch: int = -1
+    key: BlockKey | None = None
+    generation: int = -1
+    summed: str = EMPTY
+    payload: str = EMPTY
+
+    def holds(self, epoch: int, key: BlockKey, generation: int, value: str) -> bool:
+        """Whether this is the record asked for, as far as the drive has kept it."""
+        return self[:4] == (epoch, key, generation, value) and self.payload in {value, ROTTEN}
+
+
+_STORES = {True: (Leg.GATHER, Leg.SEAL), False: (Leg.GATHER, Leg.SEAL, Leg.WRITE)}
+"""By whether the move names a CPU slot."""
+
+
+def legs_of(kind: JobKind, move: Move) -> tuple[Leg, ...]:
+    """Return a move's route; empty where it has no source."""
+    if kind is JobKind.STORE:
+        assert (move.cpu is None) != (move.nvme is None), "a store has one target"
+        return _STORES[move.cpu is not None]
+    if kind is JobKind.LOAD:
+        if move.nvme is not None:
+            return Leg.READ, Leg.CHECK, Leg.SCATTER
+        return () if move.cpu is None else (Leg.CHECK, Leg.SCATTER)
+    assert kind is JobKind.DEMOTE and move.cpu is not None and move.nvme is not None
+    return (Leg.WRITE,)
+
+
+class LateLeg(NamedTuple):
+    """A leg that the device has begun, and whose move (``at`` in its job) was given up.
+
+    ``staging``: what it writes, where that is in no slot of a tier.
+    """
+
+    job: Job
+    move: Move
+    at: int
+    leg: Leg
+    staging: Content
+
+    @property
+    def reads(self) -> tuple[Tier, Slot | None]:
+        """The slot that it reads; None: one of staging."""
+        return (Tier.NVME, self.move.nvme) if self.leg is Leg.READ else (Tier.CPU, self.move.cpu)
+
+    @property
+    def writes(self) -> tuple[Tier, Slot | None]:
+        """The slot that it writes, likewise."""
+        return (Tier.CPU, self.move.cpu) if self.leg is Leg.READ else (Tier.NVME, self.move.nvme)
+
+
+def check_late(late_legs: Sequence[LateLeg], job: Job) -> None:
+    """Assert that a new job has nothing to do with a slot that a late leg may still touch."""
+    written = {late.writes for late in late_legs}
+    touched = written | {late.reads for late in late_legs}
+    for move in job.moves:
+        for place in ((Tier.CPU, move.cpu), (Tier.NVME, move.nvme)):
+            if place[1] is None:
+                continue
+            assert place not in written, f"{place} is used, and a late transfer may still write it"
+            target = place[0] is (Tier.NVME if job.kind is JobKind.DEMOTE else Tier.CPU)
+            if job.kind is JobKind.STORE or (target and (job.kind is not JobKind.LOAD or move.nvme is not None)):
+                assert place not in touched, f"{place} is given away, and a late transfer still reads it"
