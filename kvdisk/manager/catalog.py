@@ -53,6 +53,8 @@ class Catalog:
     def __init__(self) -> None:
         self._rows: dict[BlockKey, int] = {}
         self._vacant: list[int] = []
+        self.hidden_segments: frozenset[int] = frozenset()
+        """NVMe segments whose copies nobody is to read now: their drive is quarantined."""
         self.keys: list[BlockKey] = []
         self.parents: list[BlockKey | None] = []
         self.generations = array("Q")
@@ -103,6 +105,12 @@ class Catalog:
         """Return the slot of a copy that is not ABSENT."""
         assert self._states[tier][row] != CopyState.ABSENT
         return Slot(self._segments[tier][row], self._indices[tier][row])
+
+    def readable(self, row: int, tier: Tier) -> bool:
+        """Whether a copy is READY and its drive is not quarantined."""
+        return self._states[tier][row] == CopyState.READY and (
+            tier is Tier.CPU or not self.hidden_segments or self._segments[tier][row] not in self.hidden_segments
+        )
 
     def pins(self, row: int, tier: Tier) -> int:
         """Return how many jobs use a copy; its writer counts."""

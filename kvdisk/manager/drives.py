@@ -9,9 +9,13 @@ written until its time is over. Then it is on probation: its next failure is eno
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvdisk.stats import Stats
+
+PIECE_BYTES = 16 << 20
+"""Of one rank's file: what of a run of slots goes to one drive before the next one's turn."""
 
 logger = logging.getLogger("kvdisk.manager")
 
@@ -116,3 +120,37 @@ class Drives:
         self.quarantined = frozenset(
             number for number, drive in enumerate(self._drives) if drive.quarantined_until_s is not None
         )
+
+
+class Turns:
+    """Whose turn it is: of each size class a piece goes to one drive, the next to the next; so a load reads from all.
+
+    ``piece_slots``: slots of a piece by size class.
+    """
+
+    def __init__(self, piece_slots: Sequence[int]) -> None:
+        assert all(count > 0 for count in piece_slots)
+        self._piece_slots = tuple(piece_slots)
+        self._drive = [0] * len(self._piece_slots)
+        self._left = list(self._piece_slots)
+
+    @classmethod
+    def of_slots(cls, slot_sizes: Sequence[int]) -> Turns:
+        """Return the turns for slots of these sizes in bytes."""
+        return cls([max(1, PIECE_BYTES // size) for size in slot_sizes])
+
+    def next_piece(self, size_class: int, drives: Sequence[int]) -> tuple[int, int]:
+        """Return which of ``drives`` (ascending, not empty) is to take how many slots at most."""
+        drive = next((drive for drive in drives if drive >= self._drive[size_class]), drives[0])
+        if drive != self._drive[size_class]:
+            self._drive[size_class] = drive
+            self._left[size_class] = self._piece_slots[size_class]
+        return drive, self._left[size_class]
+
+    def took(self, size_class: int, count: int) -> None:
+        """Note that so many slots of the piece were taken; with the last one the turn ends."""
+        self._left[size_class] -= count
+        assert self._left[size_class] >= 0
+        if self._left[size_class] == 0:
+            self._drive[size_class] += 1
+            self._left[size_class] = self._piece_slots[size_class]

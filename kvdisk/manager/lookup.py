@@ -13,16 +13,15 @@ from kvdisk.manager.catalog import Catalog, CopyState
 
 def is_ready(catalog: Catalog, row: int) -> bool:
     """Whether a row (or -1) can be loaded from some tier now."""
-    return row >= 0 and (
-        catalog.state(row, Tier.CPU) == CopyState.READY or catalog.state(row, Tier.NVME) == CopyState.READY
-    )
+    return row >= 0 and (catalog.state(row, Tier.CPU) == CopyState.READY or catalog.readable(row, Tier.NVME))
 
 
 def is_coming(catalog: Catalog, row: int) -> bool:
     """Whether a row (or -1) can be loaded now, or is being written."""
     return row >= 0 and (
         catalog.state(row, Tier.CPU) in {CopyState.READY, CopyState.WRITING}
-        or catalog.state(row, Tier.NVME) in {CopyState.READY, CopyState.WRITING}
+        or catalog.state(row, Tier.NVME) == CopyState.WRITING
+        or catalog.readable(row, Tier.NVME)
     )
 
 

@@ -20,7 +20,12 @@ class NvmeLayout:
 
     @classmethod
     def make(
-        cls, budget_bytes: int, segment_bytes: int, geometry: Geometry, index_bytes_for: Callable[[int], int]
+        cls,
+        budget_bytes: int,
+        segment_bytes: int,
+        geometry: Geometry,
+        index_bytes_for: Callable[[int], int],
+        drive_count: int = 1,
     ) -> NvmeLayout:
         """Divide ``budget_bytes`` (all ranks) between index and size classes.
 
@@ -32,8 +37,8 @@ class NvmeLayout:
         class_bytes = tuple(int((budget_bytes - index_bytes) * share) for share in geometry.shares)
         slot_counts = []
         for size, cap in zip(geometry.slot_sizes, class_bytes, strict=True):
-            # Four segments or more per class, so that dropping or refusing one does not take the tier away.
-            count = slots_per_segment(min(segment_bytes, cap // (4 * ranks)), size)
+            # Four segments or more per class, and two a drive: dropping or refusing one must not take the tier away.
+            count = slots_per_segment(min(segment_bytes, cap // (max(4, 2 * drive_count) * ranks)), size)
             if segment_file_bytes(size, count) * ranks > cap:
                 raise ConfigError(
                     f"nvme_bytes leaves {max(cap, 0)} bytes for blocks that need {size * ranks} bytes each on the "

@@ -8,7 +8,7 @@ touch, is held by a doomed copy that keeps its pin. Scheduler thread only.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from kvdisk.blocks import Slot
 
@@ -29,6 +29,7 @@ class SlotPool:
         self._class_of: dict[int, int] = {}
         self._segments: list[list[int]] = [[] for _ in range(size_class_count)]
         self._cursors: dict[int, int] = {}
+        self._free_in: dict[int, int] = {}
         self._limbo: deque[tuple[int, list[Slot]]] = deque()
 
     def add_segment(self, segment: int, size_class: int, slot_count: int, used: Iterable[int] = ()) -> None:
@@ -44,6 +45,7 @@ class SlotPool:
         self._class_of[segment] = size_class
         self._segments[size_class].append(segment)
         self._cursors[segment] = 0
+        self._free_in[segment] = slot_count - taken
         self.free[size_class] += slot_count - taken
         self.total[size_class] += slot_count
 
@@ -52,19 +54,29 @@ class SlotPool:
         states = self._maps.pop(segment)
         size_class = self._class_of.pop(segment)
         self._segments[size_class].remove(segment)
-        del self._cursors[segment]
+        del self._cursors[segment], self._free_in[segment]
         self.free[size_class] -= states.count(_FREE)
         self.limbo[size_class] -= states.count(_LIMBO)
         self.total[size_class] -= len(states)
 
-    def allocate(self, size_class: int, count: int) -> list[Slot]:
-        """Take up to ``count`` slots, all there are where there are fewer, in as few runs as is cheap to find."""
+    def free_in(self, size_class: int, segments: Collection[int]) -> int:
+        """Return how many slots of a size class are free in some of its segments."""
+        return sum(self._free_in[segment] for segment in self._segments[size_class] if segment in segments)
+
+    def allocate(self, size_class: int, count: int, segments: Collection[int] | None = None) -> list[Slot]:
+        """Take up to ``count`` slots, all there are where there are fewer, in as few runs as is cheap to find.
+
+        ``segments``: only from these, by default from all.
+        """
         slots: list[Slot] = []
-        want = min(count, self.free[size_class])
+        places = self._segments[size_class]
+        if segments is not None:
+            places = [segment for segment in places if segment in segments]
+        want = min(count, sum(self._free_in[segment] for segment in places))
         run = want
         while want > 0:
             run = min(run, want)
-            found = self._find_run(size_class, run)
+            found = self._find_run(places, run)
             if found is None:
                 assert run > 1, "free slots are counted but not there"
                 run //= 2
@@ -73,13 +85,14 @@ class SlotPool:
             self._maps[segment][start : start + run] = bytes([_USED]) * run
             self._cursors[segment] = start + run
             self.free[size_class] -= run
+            self._free_in[segment] -= run
             slots += [Slot(segment, index) for index in range(start, start + run)]
             want -= run
         return slots
 
-    def _find_run(self, size_class: int, length: int) -> tuple[int, int] | None:
+    def _find_run(self, segments: Iterable[int], length: int) -> tuple[int, int] | None:
         pattern = bytes([_FREE]) * length
-        for segment in self._segments[size_class]:
+        for segment in segments:
             states = self._maps[segment]
             start = states.find(pattern, self._cursors[segment])
             if start < 0:
@@ -113,6 +126,7 @@ class SlotPool:
             states[index] = target
             size_class = self._class_of[segment]
             self.free[size_class] += target == _FREE
+            self._free_in[segment] += target == _FREE
             self.limbo[size_class] += (target == _LIMBO) - (source == _LIMBO)
 
     def used_indices(self, segment: int) -> list[int]:
@@ -129,4 +143,5 @@ class SlotPool:
             maps = [self._maps[segment] for segment in segments]
             assert self.free[size_class] == sum(states.count(_FREE) for states in maps)
             assert self.limbo[size_class] == sum(states.count(_LIMBO) for states in maps)
+            assert all(self._free_in[segment] == self._maps[segment].count(_FREE) for segment in segments)
             assert self.total[size_class] == sum(len(states) for states in maps)

@@ -9,26 +9,27 @@ size class as room is needed, up to the budget, and by jobs that every rank runs
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from kvdisk.blocks import Slot, Tier, group_of
 from kvdisk.geometry import Geometry, segment_file_bytes
 from kvdisk.index.base import BlockRecord, Index, IndexState, SegmentRecord
 from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.drives import Drives, Turns
 from kvdisk.manager.eviction import EvictionPolicy
 from kvdisk.manager.nvme_layout import NvmeLayout
 from kvdisk.manager.nvme_restore import restore_blocks
 from kvdisk.manager.pool import SlotPool
 from kvdisk.manager.transfers import JobRecord, Transfers
-from kvdisk.messages import HomeSpec, JobKind, SegmentSpec
+from kvdisk.messages import HomeSpec, JobKind, Reason, SegmentSpec
 from kvdisk.stats import Stats
 
 logger = logging.getLogger("kvdisk.manager")
 
-_FIRST_BACK_OFF_S = 1.0
-_LAST_BACK_OFF_S = 60.0
 _MAX_EVICTED_PER_STEP = 256
+_WRITE_IS_BAD = frozenset({Reason.NO_SPACE, Reason.IO_ERROR})
+"""Failures of a write after which writes stop for a while; so does a write that the drive does not end in time."""
 
 
 @dataclass(slots=True)
@@ -43,7 +44,7 @@ class _Drop:
 
 
 class NvmeSpace:
-    """Slots of this engine's home. ``writable`` is False while a failed write's back-off runs."""
+    """Slots of this engine's home, on ``drive_count`` drives."""
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class NvmeSpace:
         transfers: Transfers,
         stats: Stats,
         make_policy: Callable[[], EvictionPolicy],
+        drive_count: int = 1,
     ) -> None:
         self._geometry = geometry
         self._layout = layout
@@ -70,10 +72,11 @@ class NvmeSpace:
         self._ticket = 0
         self._committed = 0
         self._index_writable = True
-        self._paused = False
-        self._paused_until_s = 0.0
-        self._back_off_s = _FIRST_BACK_OFF_S
         self._home_open = True
+        self.drives = Drives(drive_count, stats)
+        self._turns = Turns.of_slots(geometry.slot_sizes)
+        self._writable = list(range(drive_count))
+        """Drives that might be written when that was last asked."""
 
     # -- start ---------------------------------------------------------------------------------
 
@@ -113,12 +116,34 @@ class NvmeSpace:
     # -- slots ---------------------------------------------------------------------------------
 
     def allocate(self, size_class: int, count: int) -> list[Slot]:
-        """Take up to ``count`` free slots, in runs; fewer, or none, where there is no room now."""
-        return self.pool.allocate(size_class, count)
+        """Take up to ``count`` free slots, in runs, piece by piece from the drives in turn; fewer, or none, for want.
+
+        From the drives that could be written when ``may_write`` was last called.
+        """
+        slots: list[Slot] = []
+        on_drive = {drive: self._segments_on([drive]) for drive in self._writable}
+        drives = [drive for drive in self._writable if self.pool.free_in(size_class, on_drive[drive])]
+        while drives and len(slots) < count:
+            drive, most = self._turns.next_piece(size_class, drives)
+            taken = self.pool.allocate(size_class, min(most, count - len(slots)), on_drive[drive])
+            if taken:
+                self._turns.took(size_class, len(taken))
+                slots += taken
+            else:
+                drives.remove(drive)
+        return slots
+
+    def _segments_on(self, drives: Collection[int]) -> frozenset[int]:
+        return frozenset(spec.segment for spec in self._segments.values() if spec.drive in drives)
 
     def has_room(self, size_class: int) -> bool:
-        """Whether a slot is free now."""
-        return self.pool.free[size_class] > 0
+        """Whether a slot is free now, on a drive that can be written."""
+        return self._free_slots(size_class) > 0
+
+    def _free_slots(self, size_class: int) -> int:
+        if len(self._writable) == len(self.drives):
+            return self.pool.free[size_class]
+        return self.pool.free_in(size_class, self._segments_on(self._writable))
 
     def room_expected(self, size_class: int) -> bool:
         """Whether room will come by itself: a segment is on its way, or slots wait in limbo."""
@@ -184,25 +209,36 @@ class NvmeSpace:
         """Open a segment where the cap allows, else evict, so that ``wanted`` slots by size class can be had soon."""
         for size_class, count in enumerate(wanted):
             low_slots = min(64, self.pool.total[size_class] // 8)
-            short = max(count, low_slots) - self.pool.free[size_class] - self.pool.limbo[size_class]
-            if short <= 0 or self._is_opening() or not self.may_write(now):
+            if self._is_opening() or not self.may_write(now):
                 continue
-            if not self._open_segment(size_class, now) and self.pool.total[size_class]:
+            short = max(count, low_slots) - self._free_slots(size_class) - self.pool.limbo[size_class]
+            if short > 0 and not self._open_segment(size_class) and self.pool.total[size_class]:
                 self._evict(size_class, min(short, _MAX_EVICTED_PER_STEP))
 
     def _evict(self, size_class: int, count: int) -> None:
-        rows = self._policies[size_class].victims(count, lambda row: self._catalog.evictable(row, Tier.NVME))
+        evictable, places = self._catalog.evictable, self._segments_on(self._writable)
+        all_places = len(self._writable) == len(self.drives)
+        rows = self._policies[size_class].victims(
+            count,
+            lambda row: (
+                evictable(row, Tier.NVME) and (all_places or self._catalog.slot(row, Tier.NVME).segment in places)
+            ),
+        )
         self._stats.add("evicted_blocks_nvme", len(rows))
         self.drop(rows)
 
     # -- segments ------------------------------------------------------------------------------
 
-    def _open_segment(self, size_class: int, now: float) -> bool:
-        """Plan a new segment; False where the cap, or the back-off after a failure, forbids it."""
+    def _open_segment(self, size_class: int) -> bool:
+        """Plan a new segment, on the writable drive that has least of its kind; False where the cap forbids it."""
         size = self._geometry.slot_sizes[size_class]
-        spec = SegmentSpec(self._next_segment, size, self._layout.slot_counts[size_class], create=True)
-        held = sum(self._bytes_of(other) for other in self._segments.values() if other.slot_bytes == size)
-        if held + self._bytes_of(spec) > self._layout.class_bytes[size_class] or now < self._paused_until_s:
+        held = dict.fromkeys(range(len(self.drives)), 0)
+        for other in self._segments.values():
+            if other.slot_bytes == size:
+                held[other.drive] += self._bytes_of(other)
+        drive = min(self._writable, key=lambda number: held[number])
+        spec = SegmentSpec(self._next_segment, size, self._layout.slot_counts[size_class], drive, create=True)
+        if sum(held.values()) + self._bytes_of(spec) > self._layout.class_bytes[size_class]:
             return False
         self._next_segment += 1
         self._segments[spec.segment] = spec
@@ -228,7 +264,7 @@ class NvmeSpace:
         if spec.segment in self._drops:
             return  # it was dropped while it was being opened
         if record.failed:
-            self.write_failed(now, f"segment {spec.segment} could not be opened on every rank")
+            self.drives.write_failed(spec.drive, now, f"segment {spec.segment} could not be opened on every rank")
             self._drop_segment(spec)
         elif spec.create:
             self._ticket = self._index.put_segment(
@@ -284,31 +320,52 @@ class NvmeSpace:
         return self._index_writable and (self._ticket > self._committed or dropping)
 
     def may_write(self, now: float) -> bool:
-        """Whether demotions may be planned: the home is open and no back-off runs."""
-        return self._home_open and now >= self._paused_until_s
+        """Whether demotions may be planned: the home is open, and some drive is in order with no back-off running."""
+        self._writable = self.drives.writable(now) if self._home_open else []
+        return bool(self._writable)
 
     @property
     def home_open(self) -> bool:
         """False once a rank could not open the home."""
         return self._home_open
 
-    def write_failed(self, now: float, what: str) -> None:
-        """Stop writing for a while, longer each time; reads go on."""
-        if now >= self._paused_until_s:
-            logger.warning("kvdisk: %s; no writes to NVMe for %.0f s, reads go on.", what, self._back_off_s)
-            self._paused_until_s = now + self._back_off_s
-            self._paused = True
-            self._back_off_s = min(self._back_off_s * 2, _LAST_BACK_OFF_S)
-
     def resumes(self, now: float) -> bool:
-        """Whether a back-off has ended since this was last asked."""
-        resumed = self._paused and self.may_write(now)
-        self._paused = self._paused and not resumed
+        """Whether a back-off or a quarantine has ended since this was last asked."""
+        resumed = self.drives.look(now) and self.may_write(now)
+        self._hide_quarantined()
         return resumed
 
-    def write_succeeded(self) -> None:
-        """A write worked: the next failure starts with a short back-off again."""
-        self._back_off_s = _FIRST_BACK_OFF_S
+    def note_writes(self, record: JobRecord, now: float) -> None:
+        """Learn from a settled store or demotion how the drives are."""
+        good, bad = set(), set()
+        for at, move in enumerate(record.job.moves):
+            assert move.nvme is not None
+            reason = record.failed.get(at)
+            if reason is None:
+                good.add(self._segments[move.nvme.segment].drive)
+            elif reason in _WRITE_IS_BAD or at in record.late:
+                bad.add(self._segments[move.nvme.segment].drive)
+        for drive in bad:
+            self.drives.write_failed(drive, now, "a write failed on some rank")
+        for drive in good - bad:
+            self.drives.write_succeeded(drive)
+
+    def note_reads(self, record: JobRecord, now: float) -> None:
+        """Learn from a settled load how the drives are; what they hold is hidden while they are quarantined."""
+        for at, move in enumerate(record.job.moves):
+            spec = self._segments.get(move.nvme.segment) if move.nvme is not None else None
+            if spec is None or spec.segment in self._drops:
+                continue  # not of this home, or its files could not be opened
+            reason = record.failed.get(at)
+            if reason is Reason.IO_ERROR or at in record.late:
+                self.drives.read_failed(spec.drive, now, hangs=at in record.late)
+            elif reason is None or reason in {Reason.HEADER, Reason.CHECKSUM}:
+                self.drives.read_succeeded(spec.drive)
+        self._hide_quarantined()
+
+    def _hide_quarantined(self) -> None:
+        if self.drives.quarantined or self._catalog.hidden_segments:
+            self._catalog.hidden_segments = self._segments_on(self.drives.quarantined)
 
     def _class_of(self, row: int) -> int:
         return self._geometry.size_classes[group_of(self._catalog.keys[row])]

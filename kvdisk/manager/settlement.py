@@ -23,8 +23,6 @@ from kvdisk.stats import Stats
 
 _SOURCE_IS_BAD = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
 """Failures of a load after which its source copy is dropped. A deadline says nothing about the copy."""
-_DRIVE_IS_BAD = frozenset({Reason.NO_SPACE, Reason.IO_ERROR})
-"""Failures of a write after which writes stop for a while; so does a write that the drive does not end in time."""
 
 
 class Settlement:
@@ -63,7 +61,7 @@ class Settlement:
         if kind is JobKind.STORE:
             self._settle_store(record, now, now_s)
         elif kind is JobKind.LOAD:
-            self._settle_load(record)
+            self._settle_load(record, now)
         elif kind is JobKind.DEMOTE:
             self._settle_demote(record, now, now_s)
         elif record.job.segment is None or record.job.segment.source is None:
@@ -107,7 +105,6 @@ class Settlement:
         if request is not None:
             request.store_jobs.discard(record.job.id)
         stored: list[int] = []
-        full = False
         for at in reversed(range(len(record.details))):
             detail, move = record.details[at], record.job.moves[at]
             tier = Tier.CPU if move.cpu is not None else Tier.NVME
@@ -115,7 +112,6 @@ class Settlement:
             if reason is None:
                 self._finish(detail.row, tier, stored)
                 continue
-            full = full or (tier is Tier.NVME and (reason in _DRIVE_IS_BAD or at in record.late))
             self._fail(detail.row, tier, at in record.late)
             if reason is not Reason.CANCELLED:
                 self._stats.add("failed_stores")
@@ -128,7 +124,7 @@ class Settlement:
         if self._nvme is not None:
             if self._cpu is None:
                 self._nvme.record(stored, now_s)
-                self._note_write(full, now)
+                self._nvme.note_writes(record, now)
             else:
                 for row in reversed(stored):
                     self.offer_to_nvme(row)
@@ -181,14 +177,12 @@ class Settlement:
     def _settle_demote(self, record: JobRecord, now: float, now_s: int) -> None:
         assert self._cpu is not None and self._nvme is not None
         written: list[int] = []
-        full = False
         for at in reversed(range(len(record.details))):
             row = record.details[at].row
             reason = record.failed.get(at)
             if reason is None:
                 self._finish(row, Tier.NVME, written)
             else:
-                full = full or reason in _DRIVE_IS_BAD or at in record.late
                 if reason is not Reason.CANCELLED:
                     self._stats.add("failed_stores")
                 self._fail(row, Tier.NVME, at in record.late)
@@ -196,22 +190,17 @@ class Settlement:
                 self._cpu.unpin(row)
         self._stats.add("demoted_blocks", len(written))
         self._nvme.record(written, now_s)
-        self._note_write(full, now)
-
-    def _note_write(self, full: bool, now: float) -> None:
-        assert self._nvme is not None
-        if full:
-            self._nvme.write_failed(now, "a write to NVMe failed on some rank")
-        elif now > 0.0:
-            self._nvme.write_succeeded()
+        self._nvme.note_writes(record, now)
 
     # -- loads ---------------------------------------------------------------------------------
 
-    def _settle_load(self, record: JobRecord) -> None:
+    def _settle_load(self, record: JobRecord, now: float) -> None:
         """Unpin sources, keep or drop CPU copies, drop bad sources, and never promise a failed position again."""
         request = self._requests.get(record.request_id or "")
         if request is not None:
             request.loading = False
+        if self._nvme is not None:
+            self._nvme.note_reads(record, now)
         kept: list[int] = []
         # Tail first, so that the head of the chain ends as the most recently used.
         for at in reversed(range(len(record.details))):
@@ -250,7 +239,9 @@ class Settlement:
         space = self._space(tier)
         if self._catalog.state(row, tier) == CopyState.READY:
             if reason in _SOURCE_IS_BAD:
-                space.discard(row)
+                # A copy on a drive that was given up for now is none the worse for it.
+                if reason is not Reason.IO_ERROR or self._catalog.readable(row, tier):
+                    space.discard(row)
             elif reason is None:
                 space.accessed(row)
                 if tier is Tier.CPU:

@@ -136,7 +136,7 @@ class StorePlanner:
             elif not self._admission.admits(key):
                 self._stats.add("refused_blocks")
                 policy.refuse(request.request_id, group, position, Refusal.NOT_REUSED, self._admission.count(key), now)
-            elif row >= 0 and self._catalog.state(row, self._target) == CopyState.DOOMED:
+            elif row >= 0 and self._catalog.state(row, self._target) != CopyState.ABSENT:
                 self._refuse_for_room(request, group, position, now)
             else:
                 taken.append(position)

@@ -199,8 +199,8 @@ def reset_that_keeps_the_epoch(patch: Patch) -> None:
 
 @bug
 def failed_position_promised_again(patch: Patch) -> None:
-    def settle(original: Any, self: Settlement, record: JobRecord) -> None:
-        original(self, record)
+    def settle(original: Any, self: Settlement, record: JobRecord, now: float) -> None:
+        original(self, record, now)
         request = self._requests.get(record.request_id or "")
         if request is not None:
             request.load_limit_tokens = None

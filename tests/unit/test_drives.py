@@ -12,6 +12,7 @@ from kvdisk.manager.drives import (
     LAST_BACK_OFF_S,
     LAST_QUARANTINE_S,
     Drives,
+    Turns,
 )
 from kvdisk.stats import Stats
 
@@ -78,3 +79,25 @@ def test_a_drive_that_does_not_answer_is_quarantined_at_once():
         drives.read_failed(0, now, hangs=True)
     assert not drives.look(now + LAST_QUARANTINE_S - 1)
     assert drives.look(now + LAST_QUARANTINE_S)
+
+
+def test_pieces_go_to_the_drives_in_turn():
+    turns = Turns([4, 2])
+    placed = []
+    for _ in range(12):
+        drive, most = turns.next_piece(0, [0, 1, 2])
+        count = min(3, most)
+        turns.took(0, count)
+        placed += [drive] * count
+    assert "".join(map(str, placed)).startswith("000011112222000011112222")
+    assert turns.next_piece(1, [0, 1, 2]) == (0, 2), "each size class has turns of its own"
+
+
+def test_a_drive_without_room_loses_its_turn():
+    turns = Turns([4])
+    assert turns.next_piece(0, [1, 3]) == (1, 4)
+    turns.took(0, 2)
+    assert turns.next_piece(0, [1, 3]) == (1, 2), "a piece goes on"
+    assert turns.next_piece(0, [3]) == (3, 4)
+    turns.took(0, 4)
+    assert turns.next_piece(0, [1, 3]) == (1, 4)
