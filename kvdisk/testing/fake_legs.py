@@ -28,6 +28,9 @@ class Leg(IntEnum):
     SCATTER = 6
 
 
+DEVICE_LEGS = frozenset({Leg.WRITE, Leg.READ})
+
+
 class Content(NamedTuple):
     """A slot: its header, with the payload that the header's checksum was made from, and its payload."""
 

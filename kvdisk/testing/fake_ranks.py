@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from kvdisk.blocks import JobId, Slot, Tier
 from kvdisk.messages import Job, JobKind, JobResult, Move, Plan, Reason, Report, SegmentSpec
-from kvdisk.testing.fake_legs import ROTTEN, TORN, Content, LateLeg, Leg, check_late, legs_of
+from kvdisk.testing.fake_legs import DEVICE_LEGS, ROTTEN, TORN, Content, LateLeg, Leg, check_late, legs_of
 
 
 @dataclass(slots=True)
@@ -31,9 +31,9 @@ class _Work:
         return [at for at, legs in enumerate(self.legs) if legs]
 
     @property
-    def at_device(self) -> list[int]:
-        """The moves whose next leg is the device's."""
-        return [at for at, legs in enumerate(self.legs) if legs and legs[0] in {Leg.READ, Leg.WRITE}]
+    def for_device(self) -> list[int]:
+        """The moves that the device has still to move."""
+        return [at for at, legs in enumerate(self.legs) if not DEVICE_LEGS.isdisjoint(legs)]
 
 
 class FakeRank:
@@ -154,25 +154,27 @@ class FakeRank:
             self._finish_if_done(work)
         self.run_job(job_id)
 
-    def hang(self, pick: int) -> None:
-        """Let a leg of the device hang until its move is given up; ``hangable`` says that there is one."""
-        work, at = self._hangable[pick % len(self._hangable)]
-        self._late.append(LateLeg(work.job, work.job.moves[at], at, work.legs[at][0], work.staging[at]))
-        work.legs[at].clear()
-        work.failed[at] = Reason.DEADLINE
-        work.late.add(at)
+    def hang(self, job_id: JobId, pick: int, *, whole: bool) -> None:
+        """Let the device begin a leg of a move, or of all (``whole``), and not end it until it is given up."""
+        work = self._works[job_id]
+        candidates = work.for_device
+        for at in candidates if whole else [candidates[pick % len(candidates)]]:
+            while work.legs[at] and work.legs[at][0] not in DEVICE_LEGS:
+                self._run(work, at, work.job.moves[at], work.legs[at].popleft())
+            self._late.append(LateLeg(work.job, work.job.moves[at], at, work.legs[at][0], work.staging[at]))
+            work.legs[at].clear()
+            work.failed[at] = Reason.DEADLINE
+            work.late.add(at)
         self._finish_if_done(work)
 
     @property
-    def hangable(self) -> bool:
-        """Whether a leg of the device can be run."""
-        return bool(self._hangable)
+    def hangable(self) -> list[JobId]:
+        """The jobs that can hang: those with a leg of the device left, whose segment is open."""
+        return [job_id for job_id in self.runnable if self._can_hang(self._works[job_id])]
 
-    @property
-    def _hangable(self) -> list[tuple[_Work, int]]:
-        works = (self._works[job_id] for job_id in self.runnable)
-        found = [(work, at) for work in works for at in work.at_device]
-        return [(work, at) for work, at in found if work.job.moves[at].nvme.segment in self._open]  # type: ignore[union-attr]
+    def _can_hang(self, work: _Work) -> bool:
+        places = [work.job.moves[at].nvme for at in work.for_device]
+        return bool(places) and all(place is not None and place.segment in self._open for place in places)
 
     @property
     def late(self) -> int:

@@ -117,13 +117,16 @@ class ManagerMachine(RuleBasedStateMachine):
         request.finishing = finishing
 
     @precondition(lambda self: len(self.engine.requests) < MOST_REQUESTS)
-    @rule(prompt=_picks, finishing=st.booleans(), cold=_mostly, steps=st.integers(1, 4))
-    def serve(self, prompt: int, finishing: bool, cold: bool, steps: int) -> None:
-        """A request comes, and all goes well for a few steps."""
+    @rule(prompt=_picks, finishing=st.booleans(), cold=_mostly, steps=st.integers(1, 4), hanging=st.integers(0, 31))
+    def serve(self, prompt: int, finishing: bool, cold: bool, steps: int, hanging: int) -> None:
+        """A request comes, and all goes well for a few steps; or in one of them devices hang (``hanging``)."""
         self._finish_step()
         self.add_request(prompt, 0, finishing, cold)
-        for _ in range(steps):
+        for step in range(steps):
             self._step(BUDGET_TOKENS)
+            for rank in [rank for rank in self.ranks if hanging // 4 == step and hanging >> rank.rank & 1]:
+                while rank.hangable:
+                    rank.hang(rank.hangable[0], 0, whole=False)
             self._work_off(*self.ranks)
             self.index.commit()
 
@@ -201,11 +204,23 @@ class ManagerMachine(RuleBasedStateMachine):
                 rank.run_leg(job_id, move, reason)
 
     @precondition(lambda self: any(rank.hangable for rank in self.ranks))
-    @rule(pick=_picks, move=_picks)
-    def hang(self, pick: int, move: int) -> None:
-        """A device does not end what it has begun for one move, until its deadline has passed."""
-        ranks = [rank for rank in self.ranks if rank.hangable]
-        ranks[pick % len(ranks)].hang(move)
+    @rule(ranks=st.integers(1, 2**RANKS - 1), job=_picks, move=_picks, whole=st.booleans(), settle=_mostly)
+    def hang(self, ranks: int, job: int, move: int, whole: bool, settle: bool) -> None:
+        """On some ranks the device does not end what it has begun of a job, until its deadline has passed.
+
+        ``settle``: the rest of the job ends, and the engine hears of it.
+        """
+        hanging = [rank for rank in self.ranks if ranks >> rank.rank & 1 and rank.hangable]
+        jobs = sorted({job_id for rank in hanging for job_id in rank.hangable})
+        if jobs:
+            job_id = jobs[job % len(jobs)]
+            for rank in [rank for rank in hanging if job_id in rank.hangable]:
+                rank.hang(job_id, move, whole=whole)
+            if settle:
+                for rank in [rank for rank in self.ranks if job_id in rank.runnable]:
+                    rank.run_job(job_id)
+                self._finish_step()
+                self._step(BUDGET_TOKENS)
 
     @precondition(lambda self: any(rank.late for rank in self.ranks))
     @rule(pick=_picks, late=_picks, torn=_rarely)

@@ -210,6 +210,7 @@ class ManagerWatch:
                 self._check_slots(tier, space.pool)
         self._check_copies()
         self._check_records()
+        self._check_zombies()
         if parts.cpu is not None:
             for size_class, count in enumerate(self.sizes.cpu_slots):
                 assert parts.cpu.backlog_count(size_class) <= count // 2, "the backlog is not bounded"
@@ -245,6 +246,15 @@ class ManagerWatch:
         for record in self.index.blocks():
             if record.epoch in self.weights:
                 self._check_slot(Tier.NVME, record.slot, record.epoch, record.key, record.generation)
+
+    def _check_zombies(self) -> None:
+        """What a late move of a settled job may still touch is held, and pinned, until all ranks have released it."""
+        catalog = self.parts.catalog
+        for tier in (Tier.CPU, Tier.NVME):
+            rows = [row for row in catalog.rows() if catalog.state(row, tier) != CopyState.ABSENT]
+            pins = {catalog.slot(row, tier): catalog.pins(row, tier) for row in rows}
+            for (at, slot), count in self._zombie_pins().items():
+                assert at is not tier or pins.get(slot, 0) >= count, f"{tier.name} {slot} is not held for a late move"
 
     def _check_slot(self, tier: Tier, slot: Slot, epoch: int, key: BlockKey, generation: int) -> None:
         for rank in self.ranks:
@@ -291,10 +301,11 @@ class ManagerWatch:
             assert committed <= named, "a record outlives its copy"
 
     def _zombie_pins(self) -> Counter[tuple[Tier, Slot]]:
-        """Return how many pins each slot has to have for late moves."""
-        assert all(ranks > 0 for ranks in self._late_ranks.values())
+        """Return how many pins each slot has to have for late moves of settled jobs."""
+        assert all(ranks >= 0 for ranks in self._late_ranks.values())
         pins: Counter[tuple[Tier, Slot]] = Counter()
-        for job, late in self._late.values():
+        settled = [entry for job_id, entry in self._late.items() if job_id not in self._jobs]
+        for job, late in settled:
             for move in (job.moves[at] for at in late):
                 pins.update((tier, slot) for tier, slot in ((Tier.CPU, move.cpu), (Tier.NVME, move.nvme)) if slot)
         return pins

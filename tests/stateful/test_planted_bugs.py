@@ -226,6 +226,75 @@ def pinned_copy_evicted(patch: Patch) -> None:
     patch.setattr(Catalog, "evictable", lambda self, row, tier: self.state(row, tier) == CopyState.READY)
 
 
+def _forget_late(patch: Patch, kinds: set[JobKind]) -> None:
+    """Let jobs of these kinds be settled as if nothing of them were late."""
+
+    def absorb(original: Any, self: Transfers, report: Any) -> list[JobRecord]:
+        known = {**self._records, **self._zombies}
+        for job_id in [job_id for job_id in report.released if job_id not in known or known[job_id].job.kind in kinds]:
+            del report.released[job_id]
+        for job_id, result in report.results.items():
+            if known[job_id].job.kind in kinds:
+                result.late, result.late_ranks = set(), 0
+        return original(self, report)
+
+    _wrap(patch, Transfers, "absorb", absorb)
+
+
+@bug
+def late_slot_of_a_load_freed_at_settlement(patch: Patch) -> None:
+    _forget_late(patch, {JobKind.LOAD})
+
+
+@bug
+def late_slot_of_a_demotion_freed_at_settlement(patch: Patch) -> None:
+    _forget_late(patch, {JobKind.DEMOTE})
+
+
+@bug
+def late_slot_of_a_store_freed_at_settlement(patch: Patch) -> None:
+    _forget_late(patch, {JobKind.STORE})
+
+
+@bug
+def late_slots_freed_when_the_first_rank_released_them(patch: Patch) -> None:
+    def absorb(original: Any, self: Transfers, report: Any) -> list[JobRecord]:
+        for job_id in list(report.released):
+            record = self._records.get(job_id) or self._zombies.get(job_id)
+            if record is None:
+                del report.released[job_id]
+            elif job_id in self._zombies:
+                report.released[job_id] = record.late_ranks - record.released
+        return original(self, report)
+
+    _wrap(patch, Transfers, "absorb", absorb)
+
+
+@bug
+def pins_of_late_moves_given_back_twice(patch: Patch) -> None:
+    def settle(original: Any, self: Settlement, record: JobRecord, *args: Any) -> None:
+        original(self, record, *args)
+        for at in record.late:
+            row, move = record.details[at].row, record.job.moves[at]
+            if record.job.kind is JobKind.LOAD:
+                self._catalog.unpin(row, Tier.NVME)
+            elif move.cpu is not None:
+                self._catalog.unpin(row, Tier.CPU)
+
+    _wrap(patch, Settlement, "settle", settle)
+    _tolerate_missing_pins(patch)
+
+
+@bug
+def pins_of_late_moves_never_given_back(patch: Patch) -> None:
+    patch.setattr(Settlement, "release", lambda self, record: None)
+
+
+@bug
+def idle_engine_that_waits_for_late_moves(patch: Patch) -> None:
+    patch.setattr(Transfers, "__len__", lambda self: len(self._records) + len(self._zombies))
+
+
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[name](monkeypatch)
