@@ -223,11 +223,14 @@ class ManagerMachine(RuleBasedStateMachine):
                 self._step(BUDGET_TOKENS)
 
     @precondition(lambda self: any(rank.late for rank in self.ranks))
-    @rule(pick=_picks, late=_picks, torn=_rarely)
-    def end_late(self, pick: int, late: int, torn: bool) -> None:
-        """A device ends at last what was given up."""
+    @rule(pick=_picks, late=_picks, torn=_rarely, settle=_mostly)
+    def end_late(self, pick: int, late: int, torn: bool, settle: bool) -> None:
+        """A device ends at last what was given up. ``settle``: the engine hears of it."""
         ranks = [rank for rank in self.ranks if rank.late]
         ranks[pick % len(ranks)].end_late(late, torn=torn)
+        if settle:
+            self._finish_step()
+            self._step(BUDGET_TOKENS)
 
     def _end_all_late(self) -> None:
         for rank in self.ranks:
