@@ -48,7 +48,7 @@ class Reason(IntEnum):
     NO_SPACE = 5
     """The drive is full (ENOSPC, EDQUOT)."""
     DEADLINE = 6
-    """The leg had not started when its time was over."""
+    """The leg had not started when its time was over, or the device had not ended it (``JobResult.late``)."""
     CANCELLED = 7
     """The worker shut down first."""
 

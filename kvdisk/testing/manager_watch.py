@@ -304,7 +304,7 @@ class ManagerWatch:
         """Return how many pins each slot has to have for late moves of settled jobs."""
         assert all(ranks >= 0 for ranks in self._late_ranks.values())
         pins: Counter[tuple[Tier, Slot]] = Counter()
-        settled = [entry for job_id, entry in self._late.items() if job_id not in self._jobs]
+        settled = [record for job_id, record in self._late.items() if job_id not in self._jobs]
         for job, late in settled:
             for move in (job.moves[at] for at in late):
                 pins.update((tier, slot) for tier, slot in ((Tier.CPU, move.cpu), (Tier.NVME, move.nvme)) if slot)
