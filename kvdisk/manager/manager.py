@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvdisk.blocks import JobId, Tier
+from kvdisk.blocks import BlockKey, JobId, Tier
 from kvdisk.config import Config
 from kvdisk.context import SchedulerContext
 from kvdisk.geometry import FILE_EPOCH, Geometry
@@ -125,6 +125,15 @@ class TierManager:
             request = self._requests.get(request_id)
             if request is not None:
                 self._flush.extend(sorted(request.store_jobs))
+
+    def elsewhere(self, key: BlockKey) -> bool:
+        """Whether another home of the store is thought to have a block."""
+        return self._foreign.holds(key)
+
+    @property
+    def foreign_segments(self) -> int:
+        """Segments of other homes that are open for loads."""
+        return self._foreign.open_count
 
     # -- loads ---------------------------------------------------------------------------------
 

@@ -12,21 +12,22 @@ from dataclasses import dataclass, field
 
 from kvdisk.blocks import BlockKey
 from kvdisk.index.base import Answer, ForeignCopy, SegmentRecord
+from kvdisk.testing.fake_legs import Content
 
 
 @dataclass(slots=True)
 class FakeHome:
     """One home with one segment. ``records``: slot and generation by key, as its index has them.
 
-    ``contents``: what each rank's slots hold, by slot; of whatever type the fake ranks keep.
+    ``contents``: what the ranks' slots hold, by slot.
     """
 
     home_id: str
     segment: SegmentRecord
     records: dict[BlockKey, tuple[int, int]] = field(default_factory=dict)
-    contents: dict[int, list[object]] = field(default_factory=dict)
+    contents: dict[int, list[Content]] = field(default_factory=dict)
 
-    def put(self, key: BlockKey, slot: int, generation: int, contents: list[object]) -> None:
+    def put(self, key: BlockKey, slot: int, generation: int, contents: list[Content]) -> None:
         """Store a block: in a slot that may have held another, whose record goes."""
         for other in [other for other, (taken, _) in self.records.items() if taken == slot]:
             del self.records[other]
@@ -58,6 +59,10 @@ class FakeNeighbours:
     def waiting(self) -> int:
         """Questions that are not answered."""
         return len(self._questions)
+
+    def home(self, home_id: str) -> FakeHome | None:
+        """Return the home with this id, if it is still there."""
+        return next((home for home in self.homes if home.home_id == home_id), None)
 
     def ask(self, ticket: int, epoch: int, keys: Sequence[BlockKey]) -> bool:
         """See ``Neighbours``."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from kvdisk.blocks import JobId, Slot, Tier
 from kvdisk.messages import Job, JobKind, JobResult, Move, Plan, Reason, Report, SegmentSpec
 from kvdisk.testing.fake_legs import DEVICE_LEGS, ROTTEN, TORN, Content, LateLeg, Leg, check_late, legs_of
+from kvdisk.testing.fake_neighbours import FakeHome, FakeNeighbours
 
 
 @dataclass(slots=True)
@@ -39,11 +40,14 @@ class _Work:
 class FakeRank:
     """One rank. ``gpu``: contents of GPU blocks by id; ``arena`` and ``drive``: of slots.
 
-    ``segments``: files that exist on the drive, with their slot counts. A crash is ``survivor``.
+    ``segments``: files that exist on the drive, with their slot counts. A crash is ``survivor``. ``neighbours``: what
+    it can open of other homes.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, neighbours: FakeNeighbours) -> None:
         self.rank = rank
+        self.neighbours = neighbours
+        self._foreign: dict[int, FakeHome] = {}
         self.gpu: dict[int, str] = {}
         self.arena: dict[Slot, Content] = {}
         self.drive: dict[Slot, Content] = {}
@@ -60,7 +64,7 @@ class FakeRank:
         """Return this rank after its process was killed, and what it had at the device has ended: the drive is left."""
         while self._late:
             self.end_late()
-        survivor = FakeRank(self.rank)
+        survivor = FakeRank(self.rank, self.neighbours)
         survivor.drive = dict(self.drive)
         survivor.segments = dict(self.segments)
         return survivor
@@ -188,7 +192,7 @@ class FakeRank:
         if source is None:
             content = late.staging
         else:
-            content = (self.drive if source_tier is Tier.NVME else self.arena).get(source, Content())
+            content = self._on_drive(source) if source_tier is Tier.NVME else self.arena.get(source, Content())
         if torn:
             content = content._replace(payload=TORN)
         if target is not None:
@@ -244,7 +248,7 @@ class FakeRank:
             assert move.nvme is not None
             if move.nvme.segment not in self._open:
                 return Reason.IO_ERROR
-            self._put(work, at, move, self.drive.get(move.nvme, Content()))
+            self._put(work, at, move, self._on_drive(move.nvme))
             return None
         content = self._get(work, at, move)
         if leg is Leg.CHECK:
@@ -254,6 +258,13 @@ class FakeRank:
         assert leg is Leg.SCATTER
         self.gpu[move.block] = content.payload
         return None
+
+    def _on_drive(self, slot: Slot) -> Content:
+        home = self._foreign.get(slot.segment)
+        if home is None:
+            return self.drive.get(slot, Content())
+        contents = home.contents.get(slot.index)
+        return Content() if contents is None else contents[self.rank]
 
     def _get(self, work: _Work, at: int, move: Move) -> Content:
         return work.staging[at] if move.cpu is None else self.arena.get(move.cpu, Content())
@@ -307,7 +318,12 @@ class FakeRank:
             self._remove(spec.segment)
             return None
         assert kind is JobKind.OPEN_SEGMENT and spec.segment not in self._open
-        if spec.create:
+        if spec.source is not None:
+            home = self.neighbours.home(spec.source.home_id)
+            if home is None or home.segment.segment != spec.source.segment:
+                return Reason.IO_ERROR
+            self._foreign[spec.segment] = home
+        elif spec.create:
             self._remove(spec.segment)  # preallocation truncates what a crash left
             self.segments[spec.segment] = spec.slot_count
         elif self.segments.get(spec.segment) != spec.slot_count:
@@ -321,6 +337,7 @@ class FakeRank:
             assert late.move.nvme.segment != segment, "a segment goes that a late transfer may still touch"
         self.segments.pop(segment, None)
         self._open.discard(segment)
+        self._foreign.pop(segment, None)
         for slot in [slot for slot in self.drive if slot.segment == segment]:
             del self.drive[slot]
 

@@ -18,14 +18,17 @@ from typing import ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvdisk.blocks import JobId
+from kvdisk.blocks import JobId, make_block_key
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.index.base import SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.messages import Reason
 from kvdisk.testing.fake_engine import FakeEngine, Phase
-from kvdisk.testing.fake_legs import ROTTEN, TORN
+from kvdisk.testing.fake_legs import ROTTEN, TORN, Content
+from kvdisk.testing.fake_neighbours import FakeHome, FakeNeighbours
 from kvdisk.testing.fake_ranks import FakeRank
+from kvdisk.testing.fake_requests import value_of
 from kvdisk.testing.manager_parts import ManagerParts, Sizes
 from kvdisk.testing.manager_watch import ManagerWatch
 
@@ -37,6 +40,8 @@ PATIENCE_ROUNDS = 12
 MOST_PEACE_STEPS = 5
 """Steps of the engine between two rare events, at least."""
 LONGEST_BACK_OFF_S = 61.0
+LONGEST_QUARANTINE_S = 3601.0
+NEIGHBOUR_SLOTS = 4
 
 _ONE_GROUP = Geometry((GroupGeometry(0, 2, 4096),), RANKS, 2)
 _TWO_GROUPS = Geometry((GroupGeometry(0, 4, 8192), GroupGeometry(1, 2, 4096, window_tokens=4)), RANKS, 2)
@@ -86,9 +91,11 @@ class ManagerMachine(RuleBasedStateMachine):
         """Choose sizes and start a first life."""
         self.sizes = self.all_sizes[pick % len(self.all_sizes)]
         self.index = MemoryIndex(max_queued=6)
-        self.ranks = [FakeRank(rank) for rank in range(RANKS)]
+        self.neighbours = FakeNeighbours([])
+        self.ranks = [FakeRank(rank, self.neighbours) for rank in range(RANKS)]
         self.lives = 0
         self.request_count = 0
+        self.neighbour_generation = 2**40
         self.now = 1000.0
         self._live(self.sizes.segments)
 
@@ -99,7 +106,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.engine = FakeEngine(self.sizes.geometry, self.sizes.block_count, self.ranks)
         self.engine.now = self.now
         self.parts = ManagerParts.make(
-            replace(self.sizes, segments=segments), self.engine, self.index, self.lives * 10_000
+            replace(self.sizes, segments=segments), self.engine, self.index, self.lives * 10_000, self.neighbours
         )
         self.watch = ManagerWatch(self.sizes, self.parts, self.engine, self.ranks, self.index)
 
@@ -122,6 +129,7 @@ class ManagerMachine(RuleBasedStateMachine):
         """A request comes, and all goes well for a few steps; or in one of them devices hang (``hanging``)."""
         self._finish_step()
         self.add_request(prompt, 0, finishing, cold)
+        self.neighbours.answer()
         for step in range(steps):
             self._step(BUDGET_TOKENS)
             for rank in [rank for rank in self.ranks if hanging // 4 == step and hanging >> rank.rank & 1]:
@@ -247,6 +255,41 @@ class ManagerMachine(RuleBasedStateMachine):
             while rank.runnable:
                 rank.run_job(rank.runnable[0])
 
+    # -- another engine of the store -----------------------------------------------------------
+
+    @precondition(lambda self: self.sizes.has_nvme)
+    @rule(prompt=_picks, blocks=st.integers(1, 4), first=st.integers(0, NEIGHBOUR_SLOTS - 1), torn=_rarely)
+    def neighbour_stores(self, prompt: int, blocks: int, first: int, torn: bool) -> None:
+        """It stores the first blocks of a prompt, over what it had there; or is killed while it writes (``torn``)."""
+        group = self.sizes.geometry.groups[prompt % len(self.sizes.geometry.groups)]
+        if not self.neighbours.homes:
+            segment = SegmentRecord(prompt, group.slot_bytes, NEIGHBOUR_SLOTS)
+            self.request_count += 1
+            self.neighbours.homes.append(FakeHome(f"{self.request_count:032x}", segment))
+        text = self.sizes.prompts[prompt % len(self.sizes.prompts)]
+        for position in range(min(blocks, len(text) // group.block_tokens)):
+            key = make_block_key(text[: (position + 1) * group.block_tokens].encode(), group.group)
+            self.neighbour_generation -= 1
+            values = [value_of(key, 0, rank) for rank in range(RANKS)]
+            contents = [Content(0, key, self.neighbour_generation, value, value) for value in values]
+            if torn:
+                contents[position % RANKS] = contents[position % RANKS]._replace(payload=TORN)
+            slot = (first + position) % NEIGHBOUR_SLOTS
+            self.neighbours.homes[0].put(key, slot, self.neighbour_generation, contents)
+
+    @precondition(lambda self: self.neighbours.waiting)
+    @rule(count=st.integers(1, 4))
+    def neighbours_answer(self, count: int) -> None:
+        """The reader of the other homes gets on."""
+        self.neighbours.answer(count)
+
+    @precondition(lambda self: self.neighbours.homes)
+    @rule(sure=_rarely)
+    def neighbour_goes(self, sure: bool) -> None:
+        """Its home is deleted."""
+        if sure:
+            self.neighbours.homes.clear()
+
     # -- index and clock -----------------------------------------------------------------------
 
     @precondition(lambda self: self.index.pending_calls > 0)
@@ -301,7 +344,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def _give_time(self) -> None:
         """Everything works, and requests live on: what they offered is stored in the end."""
         self._end_all_late()
-        self._advance(LONGEST_BACK_OFF_S)
+        self._advance(LONGEST_QUARANTINE_S)
         for _ in range(PATIENCE_ROUNDS):
             self._round()
         if self.parts.cpu is not None or (self.parts.nvme is not None and self.parts.nvme.home_open):
@@ -337,6 +380,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def _round(self) -> None:
         self._work_off(*self.ranks)
+        self.neighbours.answer()
         self.index.refuse_puts = False
         self.index.commit()
         self._advance(2.5)

@@ -21,6 +21,7 @@ from kvdisk.manager.store_policy import OnCompute, Refusal
 from kvdisk.manager.transfers import Transfers
 from kvdisk.stats import Stats
 from kvdisk.testing.fake_engine import FakeEngine
+from kvdisk.testing.fake_neighbours import FakeNeighbours
 
 FINGERPRINT = b"f" * 32
 HOME_ID = "0" * 32
@@ -152,7 +153,14 @@ class ManagerParts:
     policy: WatchedPolicy
 
     @classmethod
-    def make(cls, sizes: Sizes, engine: FakeEngine, index: MemoryIndex, first_generation: int) -> ManagerParts:
+    def make(
+        cls,
+        sizes: Sizes,
+        engine: FakeEngine,
+        index: MemoryIndex,
+        first_generation: int,
+        neighbours: FakeNeighbours | None = None,
+    ) -> ManagerParts:
         """Build a manager over an engine's pool, and restore what the index knows."""
         catalog, stats, transfers, policy = Catalog(), Stats(), Transfers(sizes.geometry.rank_count), WatchedPolicy()
         cpu = WatchedCpuSpace(sizes.geometry, sizes.cpu_slots, catalog, stats, LruPolicy) if sizes.has_cpu else None
@@ -174,6 +182,7 @@ class ManagerParts:
             make_admission(sizes.config.cpu_admission),
             make_admission(sizes.config.nvme_admission),
             first_generation,
+            neighbours if sizes.has_nvme else None,
         )
         return cls(manager, catalog, transfers, cpu, nvme, policy)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import CopyState
+from kvdisk.manager.foreign import is_foreign
 from kvdisk.manager.manager import MAX_DEMOTE_JOBS
 from kvdisk.manager.pool import SlotPool
 from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
@@ -65,7 +66,9 @@ class ManagerWatch:
 
     def _is_wanted_on_nvme(self, key: BlockKey) -> bool:
         nvme = self.parts.nvme
-        return nvme is not None and nvme.home_open and self._is_admitted(self.sizes.config.nvme_admission, key)
+        if nvme is None or not nvme.home_open or self.parts.manager.elsewhere(key):
+            return False
+        return self._is_admitted(self.sizes.config.nvme_admission, key)
 
     def _is_admitted(self, admission: str, key: BlockKey) -> bool:
         needed = 0 if admission == "all" else int(admission[6:-1])
@@ -149,6 +152,8 @@ class ManagerWatch:
             self._bad_copies.discard(_target(job, move))
             if job.kind is JobKind.LOAD:
                 assert _source(move) not in self._bad_copies, "a copy that failed to load is loaded again"
+                foreign = is_foreign(move.nvme)
+                assert not foreign or self.weights[job.epoch] == 0, "another home's block, of other weights"
                 if owner is not None:
                     self._wants.setdefault(move.key, set()).add(owner)
             else:
@@ -280,6 +285,7 @@ class ManagerWatch:
         parts, catalog = self.parts, self.parts.catalog
         zombies = self._zombie_pins()
         assert len(parts.transfers) == 0 and not self._jobs, "a job is out"
+        assert self._late or not parts.manager.foreign_segments, "another home's segment stays open"
         for row in catalog.rows():
             for tier in (Tier.CPU, Tier.NVME):
                 state = catalog.state(row, tier)
@@ -307,7 +313,8 @@ class ManagerWatch:
         settled = [record for job_id, record in self._late.items() if job_id not in self._jobs]
         for job, late in settled:
             for move in (job.moves[at] for at in late):
-                pins.update((tier, slot) for tier, slot in ((Tier.CPU, move.cpu), (Tier.NVME, move.nvme)) if slot)
+                places = ((Tier.CPU, move.cpu), (Tier.NVME, move.nvme))
+                pins.update((tier, slot) for tier, slot in places if slot and not is_foreign(slot))
         return pins
 
 
@@ -320,7 +327,8 @@ def _source(move: Move) -> tuple[BlockKey, int, Tier, Slot | None]:
     """Return the copy that a load reads."""
     if move.nvme is None:
         return move.key, move.generation, Tier.CPU, move.cpu
-    return move.key, move.generation, Tier.NVME, move.nvme
+    # The number that a foreign segment is opened under changes; generations do not repeat.
+    return move.key, move.generation, Tier.NVME, None if is_foreign(move.nvme) else move.nvme
 
 
 def _target(job: Job, move: Move) -> tuple[BlockKey, int, Tier, Slot | None]:

@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import invariant, run_state_machine_as_test
 
 from kvdisk.blocks import Tier
+from kvdisk.manager.foreign import is_foreign
 from kvdisk.testing import manager_machine
 from kvdisk.testing.manager_machine import ManagerMachine
 from kvdisk.testing.manager_parts import ManagerParts, Sizes
@@ -39,6 +43,31 @@ def run_machine(all_sizes: tuple[Sizes, ...], examples: int, steps: int = 60, *,
     )
 
 
+EXAMPLES_FOR_A_BUG = 600
+Patch = pytest.MonkeyPatch
+
+
+class Bugs(dict[str, Callable[[Patch], None]]):
+    """Bugs by name, each a function that plants it."""
+
+    def plant(self, planted: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        """Take a bug into the table; a decorator."""
+        self[planted.__name__] = planted
+        return planted
+
+    def must_be_caught(self, name: str, patch: Patch) -> None:
+        """Plant a bug; fail unless the machine fails."""
+        self[name](patch)
+        with pytest.raises((AssertionError, KeyError, IndexError, ExceptionGroup)):
+            run_machine(ALL_SIZES, EXAMPLES_FOR_A_BUG, shrink=False)
+
+
+def wrap(patch: Patch, owner: type, name: str, around: Callable[..., Any]) -> None:
+    """Replace a method by ``around(original, self, ...)``."""
+    original = getattr(owner, name)
+    patch.setattr(owner, name, lambda self, *args, **kwargs: around(original, self, *args, **kwargs))
+
+
 def check_pins(parts: ManagerParts) -> None:
     """Assert that each copy has as many pins as jobs that read or write it, or may still do so (invariant 4)."""
     expected: Counter[tuple[int, Tier]] = Counter()
@@ -47,7 +76,7 @@ def check_pins(parts: ManagerParts) -> None:
     for record, held in [*records, *zombies]:
         for move, detail in ((record.job.moves[at], record.details[at]) for at in held):
             for tier, slot in ((Tier.CPU, move.cpu), (Tier.NVME, move.nvme)):
-                if detail.row >= 0 and slot is not None:
+                if detail.row >= 0 and slot is not None and not is_foreign(slot):
                     expected[detail.row, tier] += 1
     for row in parts.catalog.rows():
         for tier in (Tier.CPU, Tier.NVME):
