@@ -74,7 +74,7 @@ def assemble_scheduler(
     catalog, stats, transfers = Catalog(), Stats(), Transfers(geometry.rank_count)
 
     def make_policy() -> EvictionPolicy:
-        return make_eviction(config.eviction)
+        return make_eviction(config.eviction, catalog.keys)
 
     cpu_slots = geometry.cpu_slots(config.cpu_bytes)
     if config.cpu_bytes and not all(cpu_slots):

@@ -11,8 +11,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvdisk.blocks import BlockKey, Slot, Tier
+from kvdisk.manager.chains import NONE, Chains
 
 
 class CopyState(IntEnum):
@@ -47,8 +52,30 @@ TRANSITIONS: dict[tuple[CopyState, Change], CopyState] = {
 _TIERS = (Tier.CPU, Tier.NVME)
 
 
+_NOBODY = BlockKey(b"")
+_MOST_PINS = 2**16 - 1
+
+
+class CommittedCopies(NamedTuple):
+    """Columns of blocks whose NVMe copies a committed record names, a row each; arrays of one length.
+
+    ``parent_rows``: positions in these columns, or -1 where the parent is not among them. ``parents``: the very
+    objects of ``keys`` where it is.
+    """
+
+    keys: list[BlockKey]
+    parents: list[BlockKey | None]
+    parent_rows: NDArray[np.int32]
+    generations: NDArray[np.uint64]
+    segments: NDArray[np.uint32]
+    indices: NDArray[np.uint32]
+
+
 class Catalog:
-    """Rows of blocks. Row numbers are reused; hold one only while a pin or a copy keeps the row alive."""
+    """Rows of blocks. Row numbers are reused; hold one only while a pin or a copy keeps the row alive.
+
+    ``parents[row]`` is the very object of ``keys`` where the parent has a row. ``chains``: which rows follow which.
+    """
 
     def __init__(self) -> None:
         self._rows: dict[BlockKey, int] = {}
@@ -60,9 +87,10 @@ class Catalog:
         self.generations = array("Q")
         self.epochs = array("Q")
         self._states = {tier: bytearray() for tier in _TIERS}
-        self._pins = {tier: array("l") for tier in _TIERS}
-        self._segments = {tier: array("l") for tier in _TIERS}
-        self._indices = {tier: array("l") for tier in _TIERS}
+        self._pins = {tier: array("H") for tier in _TIERS}
+        self._segments = {tier: array("I") for tier in _TIERS}
+        self._indices = {tier: array("I") for tier in _TIERS}
+        self.chains = Chains()
 
     def __len__(self) -> int:
         return len(self.keys) - len(self._vacant)
@@ -74,9 +102,33 @@ class Catalog:
     def add(self, key: BlockKey, generation: int, epoch: int, parent: BlockKey | None) -> int:
         """Make a row without copies for a key that has none. The caller begins a copy at once."""
         assert key not in self._rows
-        row = self._make_row(key, generation, epoch, parent)
+        parent_row = NONE if parent is None else self._rows.get(parent, NONE)
+        row = self._make_row(key, generation, epoch, parent if parent_row == NONE else self.keys[parent_row])
         self._rows[key] = row
+        for child in self.chains.take_orphans(key):
+            self.parents[child] = key
+            tiers = [tier for tier in _TIERS if self._states[tier][child] != CopyState.ABSENT]
+            self.chains.give_parent(child, row, tiers)
+        self.chains.add(row, parent, parent_row)
         return row
+
+    def fill(self, tier: Tier, copies: CommittedCopies, epoch: int) -> None:
+        """Take over many blocks at once as rows 0, 1, ... with a READY copy each; the catalog must be empty."""
+        assert not self.keys
+        count = len(copies.keys)
+        self.keys += copies.keys
+        self.parents += copies.parents
+        self._rows = dict(zip(copies.keys, range(count), strict=True))
+        assert len(self._rows) == count, "a key twice"
+        self.generations.frombytes(copies.generations.astype(np.uint64).tobytes())
+        self.epochs = array("Q", [epoch]) * count
+        for other in _TIERS:
+            mine = other is tier
+            self._states[other] = bytearray([CopyState.READY if mine else CopyState.ABSENT]) * count
+            self._pins[other] = array("H", [0]) * count
+            for columns, values in ((self._segments, copies.segments), (self._indices, copies.indices)):
+                columns[other].frombytes(values.astype(np.uint32).tobytes() if mine else bytes(4 * count))
+        self.chains.fill(tier, copies.parent_rows, copies.parents)
 
     def _make_row(self, key: BlockKey, generation: int, epoch: int, parent: BlockKey | None) -> int:
         if self._vacant:
@@ -95,6 +147,7 @@ class Catalog:
             self._pins[tier].append(0)
             self._segments[tier].append(0)
             self._indices[tier].append(0)
+        self.chains.grow()
         return len(self.keys) - 1
 
     def state(self, row: int, tier: Tier) -> int:
@@ -121,6 +174,7 @@ class Catalog:
         self._change(row, tier, Change.BEGIN)
         self._segments[tier][row], self._indices[tier][row] = slot
         self._pins[tier][row] = 1
+        self.chains.link(row, tier)
 
     def finish(self, row: int, tier: Tier) -> None:
         """The writer is done on every rank: READY, its pin is gone."""
@@ -141,16 +195,25 @@ class Catalog:
         slot = self.slot(row, tier)
         assert self._pins[tier][row] == 0, "a pinned copy cannot be dropped"
         self._change(row, tier, Change.DROP)
+        self.chains.unlink(row, tier)
         if all(self._states[other][row] == CopyState.ABSENT for other in _TIERS):
-            if self._rows.get(self.keys[row]) == row:
-                del self._rows[self.keys[row]]
-            self.parents[row] = None
-            self._vacant.append(row)
+            self._vacate(row)
         return slot
+
+    def _vacate(self, row: int) -> None:
+        key = self.keys[row]
+        found = self._rows.get(key) == row
+        if found:
+            del self._rows[key]
+        self.chains.remove(row, self.parents[row], key if found else None)
+        self.keys[row] = _NOBODY
+        self.parents[row] = None
+        self._vacant.append(row)
 
     def pin(self, row: int, tier: Tier) -> None:
         """Hold a READY copy for one job."""
         assert self._states[tier][row] == CopyState.READY
+        assert self._pins[tier][row] < _MOST_PINS
         self._pins[tier][row] += 1
 
     def unpin(self, row: int, tier: Tier) -> None:
@@ -162,9 +225,14 @@ class Catalog:
         """Whether a copy may be dropped for room: READY and unpinned."""
         return self._states[tier][row] == CopyState.READY and self._pins[tier][row] == 0
 
+    def is_followed(self, row: int, tier: Tier) -> bool:
+        """Whether a tier has a copy, in any state, of a block whose parent this row is."""
+        return self.chains.first(row, tier) != NONE
+
     def hide_all(self) -> None:
         """Forget every key, for a new epoch: rows stay for their slots' sake, and are found by nobody."""
         self._rows.clear()
+        self.chains.forget_orphans()
 
     def rows(self) -> Iterator[int]:
         """Yield every live row, hidden ones included."""

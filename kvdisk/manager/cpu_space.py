@@ -10,6 +10,7 @@ from kvdisk.geometry import Geometry
 from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.eviction import EvictionPolicy
 from kvdisk.manager.pool import SlotPool
+from kvdisk.manager.tail_first import TailFirst
 from kvdisk.stats import Stats
 
 
@@ -19,6 +20,8 @@ class CpuSpace:
     A copy in the backlog is not evicted: it is about to be written to NVMe. The backlog holds at
     most half of the slots, so that the other half always serves new blocks (invariant 8).
     ``before_evict(row)`` is asked before a copy leaves for room: True: it was put in the backlog instead.
+    ``is_draining``: whether the backlog is being written. While it is not, its copies leave where nothing else can:
+    they would hold back the copies before them for as long as the NVMe tier takes nothing.
     """
 
     def __init__(
@@ -32,9 +35,10 @@ class CpuSpace:
         self._geometry = geometry
         self._catalog = catalog
         self._stats = stats
-        self._policies = [make_policy() for _ in slot_counts]
+        self._policies = [TailFirst(make_policy(), catalog, Tier.CPU) for _ in slot_counts]
         self.pool = SlotPool(len(slot_counts))
         self.before_evict: Callable[[int], bool] = _nobody_else_wants_it
+        self.is_draining = True
         self._limits = [count // 2 for count in slot_counts]
         self._backlogs: list[dict[int, None]] = [{} for _ in slot_counts]
         for size_class, count in enumerate(slot_counts):
@@ -43,27 +47,37 @@ class CpuSpace:
 
     def allocate(self, size_class: int, count: int) -> list[Slot]:
         """Take up to ``count`` slots, evicting where none is free; fewer where the rest is pinned or to be demoted."""
-        backlog = self._backlogs[size_class]
         short = count - self.pool.free[size_class]
         while short > 0:
-            rows = self._policies[size_class].victims(
-                short, lambda row: row not in backlog and self._catalog.evictable(row, Tier.CPU)
-            )
-            leaving = [row for row in rows if not self.before_evict(row)]
-            self._stats.add("evicted_blocks_cpu", len(leaving))
-            for row in leaving:
-                self.drop(row)
-            short -= len(leaving)
-            if len(leaving) == len(rows):
+            rows = self._victims(size_class, short)
+            left = 0
+            for row in rows:
+                # Where what follows a copy went to the backlog instead, the copy stays before it.
+                if not self._catalog.is_followed(row, Tier.CPU) and not self._is_kept(row):
+                    self.drop(row)
+                    left += 1
+            self._stats.add("evicted_blocks_cpu", left)
+            short -= left
+            if left == len(rows):
                 break  # else some went to the backlog, which is bounded, and there may be others
         return self.pool.allocate(size_class, count)
+
+    def _victims(self, size_class: int, count: int) -> list[int]:
+        backlog, policy, catalog = self._backlogs[size_class], self._policies[size_class], self._catalog
+        rows = policy.victims(count, lambda row: row not in backlog and catalog.evictable(row, Tier.CPU))
+        if not rows and not self.is_draining:
+            rows = policy.victims(count, lambda row: catalog.evictable(row, Tier.CPU))
+        return rows
+
+    def _is_kept(self, row: int) -> bool:
+        return row not in self._backlogs[self.class_of(row)] and self.before_evict(row)
 
     def inserted(self, row: int) -> None:
         """A copy became READY on every rank."""
         self._policies[self.class_of(row)].insert(row)
 
     def accessed(self, row: int) -> None:
-        """A copy served a load."""
+        """A copy was used: of one chain the tail is told first."""
         self._policies[self.class_of(row)].access(row)
 
     def drop(self, row: int) -> None:

@@ -204,6 +204,7 @@ class TierManager:
         if not nvme.home_open:
             cpu.clear_backlog()
             return
+        cpu.is_draining = nvme.may_write(now)
         nvme.make_room(now, [cpu.backlog_count(size_class) for size_class in classes])
         for size_class in classes:
             while nvme.may_write(now) and self._transfers.count(JobKind.DEMOTE) < MAX_DEMOTE_JOBS:

@@ -10,7 +10,7 @@ from kvdisk.blocks import BlockKey, Slot, Tier, group_of
 from kvdisk.geometry import FILE_EPOCH, Geometry
 from kvdisk.index.base import BlockRecord, Index, SegmentRecord
 from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.eviction import EvictionPolicy
+from kvdisk.manager.tail_first import TailFirst
 
 
 @dataclass
@@ -27,7 +27,7 @@ def restore_blocks(
     index: Index,
     geometry: Geometry,
     catalog: Catalog,
-    policies: Sequence[EvictionPolicy],
+    policies: Sequence[TailFirst],
     segments: Mapping[int, SegmentRecord],
 ) -> Restored:
     """Adopt the blocks that can be served, in ``catalog`` (which has none yet) and by size class in ``policies``."""

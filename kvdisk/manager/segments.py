@@ -21,6 +21,7 @@ from kvdisk.manager.eviction import EvictionPolicy
 from kvdisk.manager.nvme_layout import NvmeLayout
 from kvdisk.manager.nvme_restore import restore_blocks
 from kvdisk.manager.pool import SlotPool
+from kvdisk.manager.tail_first import TailFirst
 from kvdisk.manager.transfers import JobRecord, Transfers
 from kvdisk.messages import HomeSpec, JobKind, Reason, SegmentSpec
 from kvdisk.stats import Stats
@@ -63,7 +64,7 @@ class NvmeSpace:
         self._catalog = catalog
         self._transfers = transfers
         self._stats = stats
-        self._policies = [make_policy() for _ in geometry.slot_sizes]
+        self._policies = [TailFirst(make_policy(), catalog, Tier.NVME) for _ in geometry.slot_sizes]
         self.pool = SlotPool(len(geometry.slot_sizes))
         self._segments: dict[int, SegmentSpec] = {}
         self._attaching: set[int] = set()
@@ -176,7 +177,7 @@ class NvmeSpace:
             self._ticket = ticket
 
     def accessed(self, row: int) -> None:
-        """A copy served a load."""
+        """A copy was used: of one chain the tail is told first."""
         self._policies[self._class_of(row)].access(row)
 
     def drop(self, rows: list[int]) -> None:

@@ -122,6 +122,7 @@ class StorePlanner:
         """
         policy, keys = self._store_policy, request.keys[group]
         taken: list[int] = []
+        used: list[int] = []
         for position in offers:
             key = keys[position]
             row = self._catalog.find(key)
@@ -130,6 +131,7 @@ class StorePlanner:
             if blocks[position] == 0 or is_coming(self._catalog, row):
                 policy.accept(request.request_id, group, position)
                 if row >= 0:
+                    used.append(row)
                     self._settlement.offer_to_nvme(row)
             elif self._target is Tier.NVME and self._foreign.holds(key):
                 policy.accept(request.request_id, group, position)
@@ -140,7 +142,16 @@ class StorePlanner:
                 self._refuse_for_room(request, group, position, now)
             else:
                 taken.append(position)
+        self._note_use(used)
         return taken
+
+    def _note_use(self, rows: list[int]) -> None:
+        """Count a request that has blocks, from a tier or from the engine's own cache, as a use of their copies."""
+        for space, tier in ((self._cpu, Tier.CPU), (self._nvme, Tier.NVME)):
+            if space is not None:
+                for row in reversed(rows):  # the head last, so that it leaves last
+                    if self._catalog.state(row, tier) == CopyState.READY:
+                        space.accessed(row)
 
     def _refuse_for_room(self, request: RequestState, group: int, position: int, now: float) -> None:
         self._stats.add("refused_blocks")

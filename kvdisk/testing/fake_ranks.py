@@ -48,6 +48,7 @@ class FakeRank:
         self.rank = rank
         self.neighbours = neighbours
         self._foreign: dict[int, FakeHome] = {}
+        self._closed: set[int] = set()
         self.gpu: dict[int, str] = {}
         self.arena: dict[Slot, Content] = {}
         self.drive: dict[Slot, Content] = {}
@@ -246,6 +247,7 @@ class FakeRank:
             return None
         if leg is Leg.READ:
             assert move.nvme is not None
+            assert move.nvme.segment not in self._closed, "a load reads a segment that was closed before it"
             if move.nvme.segment not in self._open:
                 return Reason.IO_ERROR
             self._put(work, at, move, self._on_drive(move.nvme))
@@ -315,6 +317,8 @@ class FakeRank:
         if not self._joined:
             return Reason.IO_ERROR
         if kind is JobKind.DROP_SEGMENT:
+            if spec.source is not None:
+                self._closed.add(spec.segment)
             self._remove(spec.segment)
             return None
         assert kind is JobKind.OPEN_SEGMENT and spec.segment not in self._open

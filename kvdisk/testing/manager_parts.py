@@ -115,8 +115,38 @@ class WatchedPolicy(OnCompute):
             del self._answered[name]
 
 
+def ready_copies(catalog: Catalog, tier: Tier) -> dict[tuple[int, BlockKey], BlockKey | None]:
+    """Return the parent of each block with a copy in a tier, by epoch and key, but for doomed copies."""
+    return {
+        (catalog.epochs[row], catalog.keys[row]): catalog.parents[row]
+        for row in catalog.rows()
+        if catalog.state(row, tier) in {CopyState.WRITING, CopyState.READY}
+    }
+
+
+def check_tails_first(before: dict[tuple[int, BlockKey], BlockKey | None], catalog: Catalog, tier: Tier) -> None:
+    """Assert that of the copies that left a tier since ``before``, for room, none has left another behind it."""
+    after = ready_copies(catalog, tier)
+    for epoch, key in before.keys() & after.keys():
+        parent = before[epoch, key]
+        left = parent is not None and (epoch, parent) in before and (epoch, parent) not in after
+        assert not left, f"{parent!r} left the {tier.name} tier before {key!r}, which follows it"
+
+
+class WatchedNvmeSpace(NvmeSpace):
+    """``NvmeSpace`` that fails where the head of a chain leaves it before its tail."""
+
+    def make_room(self, now: float, wanted: list[int]) -> None:
+        """See ``NvmeSpace``."""
+        before = ready_copies(self._catalog, Tier.NVME)
+        super().make_room(now, wanted)
+        check_tails_first(before, self._catalog, Tier.NVME)
+
+
 class WatchedCpuSpace(CpuSpace):
     """``CpuSpace`` that fails where a copy leaves it that the NVMe tier wants and has not got.
+
+    Nor may the head of a chain leave before its tail.
 
     ``wanted(key)``: whether the NVMe tier's admission must let a block in.
     """
@@ -133,11 +163,15 @@ class WatchedCpuSpace(CpuSpace):
             and catalog.state(row, Tier.NVME) == CopyState.ABSENT
             and self.class_of(row) == size_class
         ]
+        before = ready_copies(catalog, Tier.CPU)
         slots = super().allocate(size_class, count)
+        check_tails_first(before, catalog, Tier.CPU)
         full = self.backlog_count(size_class) >= self._limits[size_class]
         for row, key in only_here:
             left = catalog.state(row, Tier.CPU) == CopyState.ABSENT
-            assert full or not left or not self.wanted(key), f"{key!r} left the CPU tier, and NVMe was not asked"
+            assert full or not left or not self.is_draining or not self.wanted(key), (
+                f"{key!r} left the CPU tier, and NVMe was not asked"
+            )
         return slots
 
 
@@ -149,7 +183,7 @@ class ManagerParts:
     catalog: Catalog
     transfers: Transfers
     cpu: WatchedCpuSpace | None
-    nvme: NvmeSpace | None
+    nvme: WatchedNvmeSpace | None
     policy: WatchedPolicy
 
     @classmethod
@@ -167,7 +201,7 @@ class ManagerParts:
         nvme = None
         if sizes.has_nvme:
             layout = _layout(sizes)
-            nvme = NvmeSpace(sizes.geometry, layout, index, catalog, transfers, stats, LruPolicy)
+            nvme = WatchedNvmeSpace(sizes.geometry, layout, index, catalog, transfers, stats, LruPolicy)
             nvme.restore(HOME_ID, FINGERPRINT)
         manager = TierManager(
             sizes.config,

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from machines import Bugs, Patch, wrap
 
 from kvdisk.blocks import Tier
 from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.chains import Chains
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.load_planner import LoadPlanner
 from kvdisk.manager.manager import TierManager
@@ -19,6 +21,7 @@ from kvdisk.manager.segments import NvmeSpace
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.store_planner import StorePlanner
 from kvdisk.manager.store_policy import OnCompute, Watermark
+from kvdisk.manager.tail_first import TailFirst
 from kvdisk.manager.transfers import JobRecord, Transfers
 from kvdisk.messages import JobKind, Reason
 
@@ -280,6 +283,20 @@ def pins_of_late_moves_never_given_back(patch: Patch) -> None:
 @BUGS.plant
 def idle_engine_that_waits_for_late_moves(patch: Patch) -> None:
     patch.setattr(Transfers, "__len__", lambda self: len(self._records) + len(self._zombies))
+
+
+@BUGS.plant
+def head_evicted_before_its_tail(patch: Patch) -> None:
+    def victims(self: TailFirst, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        return list(islice(filter(evictable, self._policy.proposals()), count))
+
+    patch.setattr(TailFirst, "victims", victims)
+    patch.setattr(Catalog, "is_followed", lambda self, row, tier: False)
+
+
+@BUGS.plant
+def parent_not_found_again_after_a_gap(patch: Patch) -> None:
+    patch.setattr(Chains, "take_orphans", lambda self, key: ())
 
 
 @pytest.mark.parametrize("name", BUGS)

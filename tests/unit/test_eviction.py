@@ -3,17 +3,24 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdisk.manager.eviction import LruPolicy
+from kvdisk import config
+from kvdisk.blocks import BlockKey
+from kvdisk.errors import ConfigError
+from kvdisk.manager.eviction import EVICTIONS, LruPolicy, make_eviction
 
+KEYS = [BlockKey(b"key %d" % row) for row in range(2000)]
 STEPS = st.lists(st.tuples(st.sampled_from(["insert", "access", "remove"]), st.integers(0, 7)), max_size=60)
 
 
-@given(STEPS, st.sets(st.integers(0, 7)), st.integers(0, 9))
-def test_lru_is_an_ordered_dictionary(steps, pinned, count):
-    policy, model = LruPolicy(), OrderedDict()
+@given(STEPS, st.permutations(range(8)).flatmap(lambda rows: st.integers(0, 8).map(lambda count: rows[:count])))
+def test_lru_is_an_ordered_dictionary(steps, filled):
+    policy, model = LruPolicy(), OrderedDict.fromkeys(filled)
+    policy.fill(np.array(filled, np.int32))
     for step, row in steps:
         if step == "insert" and row not in model:
             policy.insert(row)
@@ -25,15 +32,29 @@ def test_lru_is_an_ordered_dictionary(steps, pinned, count):
         elif step == "remove":
             policy.remove(row)
             model.pop(row, None)
-        assert [policy.holds(other) for other in range(8)] == [other in model for other in range(8)]
-    expected = [row for row in model if row not in pinned][:count]
-    assert policy.victims(count, lambda row: row not in pinned) == expected
+        assert list(policy.proposals()) == list(model)
 
 
-def test_a_search_is_bounded():
-    policy = LruPolicy()
-    for row in range(1000):
-        policy.insert(row)
-    asked = []
-    assert policy.victims(1, lambda row: asked.append(row) or False) == []
-    assert len(asked) < 1000
+@pytest.mark.parametrize("name", EVICTIONS)
+@given(STEPS, st.permutations(range(8)).flatmap(lambda rows: st.integers(0, 8).map(lambda count: rows[:count])))
+def test_every_policy_proposes_each_row_that_it_has(name, steps, filled):
+    policy, model = make_eviction(name, KEYS), set(filled)
+    policy.fill(np.array(filled, np.int32))
+    for step, row in steps:
+        if step == "insert" and row not in model:
+            policy.insert(row)
+            model.add(row)
+        elif step == "access":
+            policy.access(row)
+        elif step == "remove":
+            policy.remove(row)
+            model.discard(row)
+        proposed = list(policy.proposals())
+        assert len(proposed) == len(set(proposed))
+        assert set(proposed) == model
+
+
+def test_the_names_are_those_of_the_configuration():
+    assert set(EVICTIONS) == set(config.EVICTIONS)
+    with pytest.raises(ConfigError, match="eviction"):
+        make_eviction("random", KEYS)

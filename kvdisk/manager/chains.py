@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which block follows which, tier by tier: trees over the catalog's rows, in arrays. Scheduler thread only.
+
+A block's parent is the block before it in its chain. A tier's tree links the copies in that tier to
+the row of their parent, whether or not that has a copy there too. A row whose parent has no row is
+kept by the parent's key, until the parent comes (back).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvdisk.blocks import BlockKey, Tier
+
+NONE = -1
+_TIERS = (Tier.CPU, Tier.NVME)
+
+
+class Chains:
+    """Trees of rows, which the catalog keeps. ``parent_rows[row]``: NONE where no row is the parent's."""
+
+    def __init__(self) -> None:
+        self.parent_rows = array("i")
+        # Of a row: its first child in a tier. Of a copy: its neighbours among the children of its parent.
+        self._first = {tier: array("i") for tier in _TIERS}
+        self._next = {tier: array("i") for tier in _TIERS}
+        self._previous = {tier: array("i") for tier in _TIERS}
+        self._orphans: dict[BlockKey, set[int]] = {}
+
+    def first(self, row: int, tier: Tier) -> int:
+        """Return a row whose copy in ``tier`` follows this row's block; NONE where there is none."""
+        return self._first[tier][row]
+
+    def next(self, row: int, tier: Tier) -> int:
+        """Return another row whose copy follows the same parent; NONE after the last."""
+        return self._next[tier][row]
+
+    def grow(self) -> None:
+        """Make place for one more row."""
+        self.parent_rows.append(NONE)
+        for arrays in (self._first, self._next, self._previous):
+            for links in arrays.values():
+                links.append(NONE)
+
+    def add(self, row: int, parent: BlockKey | None, parent_row: int) -> None:
+        """A row has come, without copies. ``parent_row``: NONE where ``parent`` has no row."""
+        self.parent_rows[row] = parent_row
+        if parent is not None and parent_row == NONE:
+            self._orphans.setdefault(parent, set()).add(row)
+
+    def take_orphans(self, key: BlockKey) -> Iterable[int]:
+        """Return the rows that waited for their parent ``key``, which wait no more."""
+        return self._orphans.pop(key, ())
+
+    def give_parent(self, row: int, parent_row: int, tiers: Iterable[Tier]) -> None:
+        """A row's parent has come. ``tiers``: where the row has copies."""
+        self.parent_rows[row] = parent_row
+        for tier in tiers:
+            self.link(row, tier)
+
+    def remove(self, row: int, parent: BlockKey | None, key: BlockKey | None) -> None:
+        """A row has lost its last copy. ``key``: its own, for which its children wait; None: it never comes back."""
+        if parent is not None and self.parent_rows[row] == NONE:
+            waiting = self._orphans.get(parent)
+            if waiting is not None:
+                waiting.discard(row)
+                if not waiting:
+                    del self._orphans[parent]
+        self.parent_rows[row] = NONE
+        children: set[int] = set()
+        for tier in _TIERS:
+            child = self._first[tier][row]
+            while child != NONE:
+                children.add(child)
+                child = self._next[tier][child]
+            self._first[tier][row] = NONE
+        for child in children:
+            self.parent_rows[child] = NONE
+        if children and key is not None:
+            self._orphans[key] = children
+
+    def forget_orphans(self) -> None:
+        """No parent that somebody waits for will come: its weights are gone."""
+        self._orphans.clear()
+
+    def link(self, row: int, tier: Tier) -> None:
+        """A row's copy in a tier has begun."""
+        parent_row = self.parent_rows[row]
+        if parent_row == NONE:
+            return
+        first = self._first[tier]
+        sibling = first[parent_row]
+        self._next[tier][row], self._previous[tier][row] = sibling, NONE
+        if sibling != NONE:
+            self._previous[tier][sibling] = row
+        first[parent_row] = row
+
+    def unlink(self, row: int, tier: Tier) -> None:
+        """A row's copy in a tier has ended."""
+        parent_row = self.parent_rows[row]
+        if parent_row == NONE:
+            return
+        after, before = self._next[tier][row], self._previous[tier][row]
+        if before == NONE:
+            self._first[tier][parent_row] = after
+        else:
+            self._next[tier][before] = after
+        if after != NONE:
+            self._previous[tier][after] = before
+
+    def fill(self, tier: Tier, parent_rows: NDArray[np.int32], parents: Sequence[BlockKey | None]) -> None:
+        """Take over rows 0, 1, ... which all have a copy in ``tier`` and nowhere else; there are none yet."""
+        assert not self.parent_rows
+        count = len(parent_rows)
+        nothing = np.full(count, NONE, np.int32)
+        children = np.flatnonzero(parent_rows != NONE).astype(np.int32)
+        children = children[np.argsort(parent_rows[children], kind="stable")]
+        same = parent_rows[children[1:]] == parent_rows[children[:-1]]
+        first, after, before = nothing.copy(), nothing.copy(), nothing.copy()
+        after[children[:-1][same]] = children[1:][same]
+        before[children[1:][same]] = children[:-1][same]
+        heads = children[np.concatenate(([True], ~same))] if len(children) else children
+        first[parent_rows[heads]] = heads
+        self.parent_rows = _array(parent_rows)
+        for other in _TIERS:
+            mine = other is tier
+            self._first[other] = _array(first if mine else nothing)
+            self._next[other] = _array(after if mine else nothing)
+            self._previous[other] = _array(before if mine else nothing)
+        for row in np.flatnonzero(parent_rows == NONE).tolist():
+            parent = parents[row]
+            if parent is not None:
+                self._orphans.setdefault(parent, set()).add(row)
+
+
+def _array(values: NDArray[np.int32]) -> array[int]:
+    filled = array("i")
+    filled.frombytes(np.ascontiguousarray(values, np.int32).tobytes())
+    return filled
