@@ -33,7 +33,7 @@ FOREIGN_TERMS = re.compile(r"entry[ -]points?|page (cache|fault)s?", re.IGNORECA
 ROOMS: dict[str, tuple[str, ...]] = {
     "vllm": ("kvdisk/connector/",),
     "torch": ("kvdisk/connector/", "kvdisk/worker/copier.py", "kvdisk/worker/arena.py", "kvdisk/worker/gpu_staging.py"),
-    "lmdb": ("kvdisk/index/lmdb_index.py",),
+    "lmdb": ("kvdisk/index/lmdb_tables.py",),
     "kvikio": ("kvdisk/device/gds.py",),
     "nixl": ("kvdisk/device/nixl.py",),
     "numpy": ("kvdisk/",),

@@ -11,6 +11,9 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvdisk.blocks import BlockKey, Slot
 
 
@@ -27,6 +30,21 @@ class BlockRecord(NamedTuple):
     generation: int
     parent: BlockKey | None = None
     stored_s: int = 0
+
+
+class BlockColumns(NamedTuple):
+    """Many committed blocks, a column for each field of ``BlockRecord``, all of one length: no object per block.
+
+    Ascending by epoch, then by the bytes of the key; no pair of them twice. ``parents``: empty where there is none.
+    """
+
+    epochs: NDArray[np.uint64]
+    keys: list[BlockKey]
+    segments: NDArray[np.uint32]
+    indices: NDArray[np.uint32]
+    generations: NDArray[np.uint64]
+    parents: list[bytes]
+    stored_s: NDArray[np.uint32]
 
 
 class SegmentRecord(NamedTuple):
@@ -100,6 +118,9 @@ class Index(Protocol):
 
     def blocks(self) -> Iterator[BlockRecord]:
         """Yield every committed block of every epoch. Raises CorruptRecord where one does not decode."""
+
+    def block_columns(self) -> BlockColumns:
+        """Return what ``blocks`` yields, all at once and much faster. Raises CorruptRecord as it does."""
 
     def put(self, records: Sequence[BlockRecord]) -> int | None:
         """Queue records (replacing those of the same epoch and key); return a ticket, or None when the queue is full

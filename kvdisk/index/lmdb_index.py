@@ -1,32 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``Index`` in LMDB, with batched commits on one writer thread (``commit_writer``).
-
-The environment runs with ``sync=False``: a commit is in the operating system's cache when it returns. A crash of the
-process does not lose it; a crash of the machine may, and then the home rebuilds the index from the slot headers.
-
-LMDB has no checksums, and in a damaged file it can end the process (an assertion of its own, SIGBUS). So that this
-happens once and not at every start, an owner leaves a mark while it has the index open; one that finds the mark of an
-owner which did not close lets a child process read the index first. Started as a module, this file is that child.
-"""
+"""The ``Index`` in LMDB (``lmdb_tables``), with batched commits on one writer thread (``commit_writer``)."""
 
 from __future__ import annotations
 
 import errno
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
-import lmdb
-
 from kvdisk.blocks import BlockKey
-from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError, StoreLocked
-from kvdisk.index.base import BlockRecord, IndexState, Progress, SegmentRecord
-from kvdisk.index.commit_writer import MAX_TRANSACTION, CommitWriter, Operation, Table
+from kvdisk.errors import DeviceError
+from kvdisk.index.base import BlockColumns, BlockRecord, IndexState, Progress, SegmentRecord
+from kvdisk.index.commit_writer import CommitWriter, Operation, Table
+from kvdisk.index.lmdb_tables import MIN_MAP_BYTES, LmdbTables, map_bytes_for
 from kvdisk.index.records import (
     decode_block,
+    decode_blocks,
     decode_segment,
     encode_block,
     encode_block_key,
@@ -34,32 +22,9 @@ from kvdisk.index.records import (
     encode_segment_key,
 )
 
-MIN_MAP_BYTES = 1 << 20
+__all__ = ["MIN_MAP_BYTES", "LmdbIndex", "map_bytes_for"]
+
 CLOSE_TIMEOUT_S = 10.0
-
-_MARK = "open"
-"""A file beside LMDB's, there while an owner has the index open, and after one that was killed."""
-_PROBE_S = 300.0
-_UNIT_BYTES = 4096
-"""What LMDB allocates in, on machines with memory in units of 4 KiB."""
-_RESERVE_UNITS = 128
-_BLOCK_RECORD_BYTES = 256
-"""Map bytes to plan for a record with sha256 keys: 118-188 are in use (measured), the rest is for changes."""
-_DAMAGED = (
-    lmdb.InvalidError,
-    lmdb.CorruptedError,
-    lmdb.VersionMismatchError,
-    lmdb.PageNotFoundError,
-    lmdb.BadTxnError,  # while reading: what LMDB says from the second look at a damaged file on
-    lmdb.CursorFullError,
-)
-_TABLE_NAMES = {Table.BLOCKS: b"blocks", Table.SEGMENTS: b"segments"}
-
-
-def map_bytes_for(block_count: int) -> int:
-    """Return a map size in bytes that holds the records of ``block_count`` blocks and what is kept for deletions."""
-    kept_units = 2 * (MAX_TRANSACTION + _RESERVE_UNITS)
-    return MIN_MAP_BYTES + _UNIT_BYTES * kept_units + _BLOCK_RECORD_BYTES * block_count
 
 
 class LmdbIndex:
@@ -69,9 +34,10 @@ class LmdbIndex:
     a full index can always delete (``map_bytes_for`` says how much is enough). ``commit_s``: longest time in seconds
     from a call to the start of its commit. ``max_queued``: ``put`` is refused while that many operations or more wait.
 
-    ``readonly``: for the tools and for other engines: only ``segments``, ``blocks``, ``poll``, ``flush`` and
-    ``close``; ``map_bytes`` and ``commit_s`` mean nothing. Where there is no lock file, or it cannot be opened (a copy
-    in a read-only directory), it reads without a lock, which is safe only while nobody writes. It makes no file.
+    ``readonly``: for the tools and for other engines: only ``segments``, ``blocks``, ``block_columns``, ``poll``,
+    ``flush`` and ``close``; ``map_bytes`` and ``commit_s`` mean nothing. Where there is no lock file, or it cannot be
+    opened (a copy in a read-only directory), it reads without a lock, which is safe only while nobody writes. It makes
+    no file.
 
     A put that is dropped takes the record that it was to replace with it: that one may name a slot of another block.
 
@@ -96,7 +62,7 @@ class LmdbIndex:
         self._max_queued = max_queued
         self._last_ticket = 0
         self._closed = False
-        self._tables = _LmdbTables(Path(path), map_bytes, readonly)
+        self._tables = LmdbTables(Path(path), map_bytes, readonly)
         self._writer = None if readonly else CommitWriter(self._tables, commit_s)
 
     @property
@@ -125,6 +91,11 @@ class LmdbIndex:
         names = [encode_block_key(epoch, key) for key in keys]
         found = self._tables.get(Table.BLOCKS, names)
         return [(at, decode_block(names[at], value)) for at, value in enumerate(found) if value is not None]
+
+    def block_columns(self) -> BlockColumns:
+        """See ``Index.block_columns``."""
+        assert not self._closed
+        return decode_blocks(*self._tables.scan_columns(Table.BLOCKS))
 
     def put(self, records: Sequence[BlockRecord]) -> int | None:
         """See ``Index.put``."""
@@ -180,218 +151,3 @@ class LmdbIndex:
             operations[-1] = operations[-1]._replace(ticket=self._last_ticket)
             writer.submit(operations)
         return self._last_ticket
-
-
-class _LmdbTables:
-    """The environment and its two named databases; the only class that does I/O. LMDB's errors end here.
-
-    The thread that opens it scans and closes; ``commit`` and ``recover`` are for the writer's thread.
-    """
-
-    def __init__(self, path: Path, map_bytes: int, readonly: bool) -> None:
-        self._path = path
-        self._map_bytes = map_bytes
-        self._readonly = readonly
-        self._last_error: lmdb.Error | None = None
-        try:
-            if not readonly:
-                path.mkdir(mode=0o700, exist_ok=True)
-                _leave_mark(path)
-            self._open()
-        except (lmdb.Error, OSError) as error:
-            raise _translated(error, path) from error
-
-    @property
-    def complete(self) -> bool:
-        """Whether the tables exist."""
-        return bool(self._databases)
-
-    def scan(self, table: Table) -> Iterator[tuple[bytes, bytes]]:
-        """Yield keys and values, ascending, in one read transaction."""
-        try:
-            with self._begin_reading() as txn:
-                if self._databases:
-                    yield from txn.cursor(self._databases[table])
-        except lmdb.Error as error:
-            raise _translated(error, self._path) from error
-
-    def get(self, table: Table, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Return the value of each key, None where there is none, in one read transaction."""
-        try:
-            with self._begin_reading() as txn:
-                if not self._databases:
-                    return [None] * len(keys)
-                database = self._databases[table]
-                return [txn.get(key, db=database) for key in keys]
-        except lmdb.Error as error:
-            raise _translated(error, self._path) from error
-
-    def commit(self, operations: Sequence[Operation]) -> bool:
-        """See ``Tables.commit``."""
-        try:
-            with self._environment.begin(write=True) as txn:
-                for operation in operations:
-                    database = self._databases[operation.table]
-                    if operation.value is None:
-                        txn.delete(operation.key, db=database)
-                    else:
-                        txn.put(operation.key, operation.value, db=database)
-                has_room = self._has_room(txn)
-                if not has_room and any(operation.droppable for operation in operations):
-                    raise lmdb.MapFullError("map full, but for what is kept for deletions")
-        except lmdb.Error as error:
-            if not isinstance(self._last_error, lmdb.PanicError):
-                self._last_error = error
-            raise _translated(error, self._path) from error
-        return has_room
-
-    def recover(self) -> None:
-        """See ``Tables.recover``."""
-        error = self._last_error
-        try:
-            if isinstance(error, lmdb.MapFullError):
-                self._environment.reader_check()  # the slot of a killed reader holds freed space back
-            elif isinstance(error, lmdb.PanicError):
-                # A failed write of the meta block ends an environment. Until a new one can be had, the error stays.
-                self._environment.close()
-                self._open()
-        except (lmdb.Error, OSError) as again:
-            raise _translated(again, self._path) from again
-        self._last_error = None
-
-    def close(self) -> None:
-        """Sync and close; closed even where the sync raises."""
-        try:
-            if not self._readonly:
-                self._environment.sync(True)
-        except lmdb.Error as error:
-            raise _translated(error, self._path) from error
-        finally:
-            self._environment.close()
-            if not self._readonly:
-                with suppress(OSError):
-                    (self._path / _MARK).unlink()
-
-    def _open(self) -> None:
-        self._environment = _open_environment(self._path, self._map_bytes, self._readonly)
-        try:
-            self._map_units = self._environment.info()["map_size"] // self._environment.stat()["psize"]
-            if not self._readonly:
-                self._environment.reader_check()
-                self._extend_file()
-            self._databases = {
-                table: self._environment.open_db(name, create=not self._readonly)
-                for table, name in _TABLE_NAMES.items()
-            }
-        except lmdb.NotFoundError:
-            self._databases = {}  # read-only, and the owner has just begun: there is nothing yet
-        except BaseException:
-            self._environment.close()
-            raise
-
-    def _extend_file(self) -> None:
-        """Make the file as long as its meta block says it is.
-
-        Reading a map beyond the end of a file that someone cut short kills the process (SIGBUS); zeros are only an
-        error. A sound file may be some units short too, so its length proves nothing.
-        """
-        length = (self._environment.info()["last_pgno"] + 1) * self._environment.stat()["psize"]
-        data_file = self._path / "data.mdb"
-        if data_file.stat().st_size < length:
-            os.truncate(data_file, length)
-
-    def _begin_reading(self) -> lmdb.Transaction[bytes]:
-        try:
-            return self._environment.begin()
-        except lmdb.MapResizedError:  # the owner has opened it anew with a larger map
-            self._environment.set_mapsize(0)
-            return self._environment.begin()
-
-    def _has_room(self, txn: lmdb.Transaction) -> bool:
-        """Whether deletions will still find free units after this transaction, and after one more of puts.
-
-        LMDB copies what it changes, and units that a transaction frees can be taken by the next but one. So besides
-        the live units there must be place for those that one transaction of full size frees, for the list of free
-        units, and a reserve for two small transactions of deletions; the third lives on what the first has freed.
-        An open read transaction of another process holds freed units back: then deletions can fail and are retried.
-        """
-        stats = [txn.stat(database) for database in self._databases.values()]
-        leaves = sum(stat["leaf_pages"] for stat in stats)
-        branches = sum(stat["branch_pages"] for stat in stats)
-        freed = min(MAX_TRANSACTION, leaves) + branches
-        listed = self._map_units // 256
-        return bool(leaves + branches + freed + listed + _RESERVE_UNITS <= self._map_units)
-
-
-def _open_environment(path: Path, map_bytes: int, readonly: bool) -> lmdb.Environment:
-    def opened(map_size: int, **how: bool) -> lmdb.Environment:
-        return lmdb.Environment(
-            str(path), map_size=map_size, create=False, mode=0o600, max_dbs=len(_TABLE_NAMES), lib_version=0, **how
-        )
-
-    if not readonly:
-        return opened(map_bytes, sync=False)
-    if not (path / "data.mdb").exists():  # LMDB would leave a lock file
-        raise FileNotFoundError(errno.ENOENT, "no index", str(path))
-    as_the_owner_made_it = 0
-    if (path / "lock.mdb").exists():  # LMDB would make one; an owner's is there before its data file
-        with suppress(lmdb.Error):
-            return opened(as_the_owner_made_it, readonly=True)
-    return opened(as_the_owner_made_it, readonly=True, lock=False)
-
-
-def _leave_mark(path: Path) -> None:
-    """Leave the mark of an owner. Raises CorruptRecord where there is one and reading the index ends the process."""
-    mark = path / _MARK
-    if mark.exists() and (path / "data.mdb").exists():
-        _probe(path)
-    os.close(os.open(mark, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600))
-
-
-def _probe(path: Path) -> None:
-    try:
-        child = subprocess.run(  # noqa: S603 - this same module, in this same interpreter
-            [sys.executable, "-m", __name__, str(path)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            check=False,
-            timeout=_PROBE_S,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"},
-        )
-    except subprocess.TimeoutExpired:
-        raise CorruptRecord(f"index {path}: reading it does not end") from None
-    if child.returncode < 0:
-        raise CorruptRecord(f"index {path}: the file is damaged, reading it ended in signal {-child.returncode}")
-
-
-def main(path: Path) -> None:
-    """Be the child: read all, and go through the motions of a write. What is raised, the owner will meet itself."""
-    environment = _open_environment(path, 0, readonly=False)
-    databases = [environment.open_db(name, create=False) for name in _TABLE_NAMES.values()]
-    with environment.begin() as txn:
-        for database in databases:
-            for _ in txn.cursor(database):
-                pass
-    txn = environment.begin(write=True)
-    for number in range(100):
-        txn.put(number.to_bytes(16, "big"), bytes(100), db=databases[0])
-    txn.abort()
-
-
-def _translated(error: lmdb.Error | OSError, path: Path) -> KvdiskError:
-    """Return what leaves the room in place of LMDB's or the system's error."""
-    what = f"index {path}: {error}"
-    if isinstance(error, OSError):
-        return DeviceError(error.errno or errno.EIO, what)
-    if "already open in this process" in str(error):
-        return StoreLocked(what)
-    if isinstance(error, _DAMAGED):
-        return CorruptRecord(what)
-    if isinstance(error, lmdb.MapFullError):
-        return DeviceError(errno.ENOSPC, what)
-    code = getattr(error, "code", 0)
-    return DeviceError(code if code > 0 else errno.EIO, what)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey
-from kvdisk.index.base import BlockRecord, IndexState, Progress, SegmentRecord
-from kvdisk.index.records import encode_block, encode_block_key, encode_segment, encode_segment_key
+from kvdisk.index.base import BlockColumns, BlockRecord, IndexState, Progress, SegmentRecord
+from kvdisk.index.records import decode_blocks, encode_block, encode_block_key, encode_segment, encode_segment_key
 
 
 class _Call(NamedTuple):
@@ -62,6 +62,12 @@ class MemoryIndex:
         """See ``Index.blocks``."""
         assert not self._closed
         return iter(list(self._blocks.values()))
+
+    def block_columns(self) -> BlockColumns:
+        """See ``Index.block_columns``."""
+        assert not self._closed
+        encoded = sorted(map(encode_block, self._blocks.values()))
+        return decode_blocks([key for key, _ in encoded], [value for _, value in encoded])
 
     def put(self, records: Sequence[BlockRecord]) -> int | None:
         """See ``Index.put``."""

@@ -13,16 +13,22 @@ A record has exactly one encoding. A change of layout takes a new version byte.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
+
+import numpy as np
 
 from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey, Slot
 from kvdisk.errors import CorruptRecord
-from kvdisk.index.base import BlockRecord, SegmentRecord
+from kvdisk.index.base import BlockColumns, BlockRecord, SegmentRecord
 
 RECORD_VERSION = 1
 
 _EPOCH_BYTES = 8
 _EPOCH_LIMIT = 2**63
 _BLOCK = struct.Struct(">BIIQIB")
+_BLOCK_FIELDS = ("version", "segment", "index", "generation", "stored_s", "parent_bytes")
+_BLOCK_DTYPE = np.dtype(list(zip(_BLOCK_FIELDS, ("u1", ">u4", ">u4", ">u8", ">u4", "u1"), strict=True)))
+assert _BLOCK_DTYPE.itemsize == _BLOCK.size
 _SEGMENT_KEY = struct.Struct(">I")
 _SEGMENT = struct.Struct(">BQIH")
 
@@ -60,6 +66,44 @@ def decode_block(key: bytes, value: bytes) -> BlockRecord:
         raise CorruptRecord(f"block record: epoch {epoch}")
     parent = BlockKey(value[_BLOCK.size :]) if parent_bytes else None
     return BlockRecord(epoch, BlockKey(key[_EPOCH_BYTES:]), Slot(segment, index), generation, parent, stored_s)
+
+
+def decode_blocks(keys: Sequence[bytes], values: Sequence[bytes]) -> BlockColumns:
+    """Return the records of many key and value bytes, in their order: what ``decode_block`` would, much faster.
+
+    The order of ``BlockColumns`` is the caller's to see to. Raises CorruptRecord for the first bytes that no record
+    encodes to, as ``decode_block`` does.
+    """
+    key_bytes = np.fromiter(map(len, keys), np.int64, len(keys))
+    value_bytes = np.fromiter(map(len, values), np.int64, len(values))
+    sound = (
+        (key_bytes >= _EPOCH_BYTES + GROUP_BYTES)
+        & (key_bytes <= _EPOCH_BYTES + MAX_KEY_BYTES)
+        & (value_bytes >= _BLOCK.size)
+    )
+    if sound.all():
+        fixed = np.frombuffer(b"".join([value[: _BLOCK.size] for value in values]), _BLOCK_DTYPE)
+        epochs = np.frombuffer(b"".join([key[:_EPOCH_BYTES] for key in keys]), ">u8").astype(np.uint64)
+        parent_bytes = fixed["parent_bytes"].astype(np.int64)
+        sound = (
+            (fixed["version"] == RECORD_VERSION)
+            & (value_bytes == _BLOCK.size + parent_bytes)
+            & ((parent_bytes == 0) | ((parent_bytes >= GROUP_BYTES) & (parent_bytes <= MAX_KEY_BYTES)))
+            & (epochs < _EPOCH_LIMIT)
+        )
+    if not sound.all():
+        bad = int(np.argmin(sound))
+        decode_block(keys[bad], values[bad])
+        raise AssertionError("two readings of one record")
+    return BlockColumns(
+        epochs,
+        [BlockKey(key[_EPOCH_BYTES:]) for key in keys],
+        fixed["segment"].astype(np.uint32),
+        fixed["index"].astype(np.uint32),
+        fixed["generation"].astype(np.uint64),
+        [value[_BLOCK.size :] for value in values],
+        fixed["stored_s"].astype(np.uint32),
+    )
 
 
 def encode_segment_key(segment: int) -> bytes:

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvdisk.blocks import Slot
 
 _FREE, _USED, _LIMBO = 1, 2, 3
@@ -32,15 +35,17 @@ class SlotPool:
         self._free_in: dict[int, int] = {}
         self._limbo: deque[tuple[int, list[Slot]]] = deque()
 
-    def add_segment(self, segment: int, size_class: int, slot_count: int, used: Iterable[int] = ()) -> None:
+    def add_segment(
+        self, segment: int, size_class: int, slot_count: int, used: NDArray[np.uint32] | None = None
+    ) -> None:
         """Add a segment; the indices in ``used`` are held by copies already, the rest is free."""
         assert segment not in self._maps
         states = bytearray([_FREE]) * slot_count
         taken = 0
-        for index in used:
-            assert states[index] == _FREE, "two copies in one slot"
-            states[index] = _USED
-            taken += 1
+        if used is not None:
+            np.frombuffer(states, np.uint8)[used] = _USED
+            taken = len(used)
+            assert states.count(_USED) == taken, "two copies in one slot"
         self._maps[segment] = states
         self._class_of[segment] = size_class
         self._segments[size_class].append(segment)

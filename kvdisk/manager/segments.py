@@ -95,7 +95,7 @@ class NvmeSpace:
                 record.segment, record.slot_bytes, record.slot_count, record.drive, create=False
             )
             size_class = self._geometry.slot_sizes.index(spec.slot_bytes)
-            self.pool.add_segment(spec.segment, size_class, spec.slot_count, restored.used.get(spec.segment, ()))
+            self.pool.add_segment(spec.segment, size_class, spec.slot_count, restored.used.get(spec.segment))
         self.pool.retain(restored.stale_slots, self._ticket)
         home = HomeSpec(home_id, fingerprint, tuple(self._segments))
         self._transfers.add(JobKind.OPEN_HOME, [], [], home=home)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import permutations, product
+from itertools import permutations, product, starmap
 from pathlib import Path
 
 from kvdisk.blocks import BlockKey, Slot, make_block_key
@@ -28,12 +28,29 @@ def record_of(number: int, *, index: int = 0, epoch: int = 0) -> BlockRecord:
     return BlockRecord(epoch, key_of(number), Slot(3, index), 2**40 + index, parent, 1_700_000_000 + index)
 
 
+def by_name(record: BlockRecord) -> tuple[int, BlockKey]:
+    """Return what no two records share."""
+    return record.epoch, record.key
+
+
 def found_blocks(index: Index) -> dict[tuple[int, BlockKey], BlockRecord]:
     """Return what is committed, by epoch and key; a record that is yielded twice fails."""
     records = list(index.blocks())
     found = {(record.epoch, record.key): record for record in records}
     assert len(found) == len(records)
+    assert sorted(found_columns(index), key=by_name) == sorted(records, key=by_name)
     return found
+
+
+def found_columns(index: Index) -> list[BlockRecord]:
+    """Return what is committed, read as columns; records that do not ascend by epoch and key fail."""
+    columns = index.block_columns()
+    names = list(zip(columns.epochs.tolist(), columns.keys, strict=True))
+    assert names == sorted(set(names))
+    slots = map(Slot, columns.segments.tolist(), columns.indices.tolist())
+    parents = [BlockKey(parent) if parent else None for parent in columns.parents]
+    fields = (columns.generations.tolist(), parents, columns.stored_s.tolist())
+    return list(starmap(BlockRecord, zip(columns.epochs.tolist(), columns.keys, slots, *fields, strict=True)))
 
 
 def put_all(index: Index, records: list[BlockRecord]) -> int:
@@ -67,6 +84,7 @@ class IndexConformance:
         """A new index has no records, nothing to flush, and takes puts."""
         with self.opened(tmp_path) as index:
             assert list(index.blocks()) == []
+            assert found_columns(index) == []
             assert list(index.segments()) == []
             assert index.poll() == (0, IndexState.WRITABLE, 0)
             assert index.flush(0.0)

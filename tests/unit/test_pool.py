@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["take", "release", "retain", "commit
 def test_a_slot_is_in_one_place_at_a_time(steps):
     pool = SlotPool(1)
     pool.add_segment(3, 0, 5)
-    pool.add_segment(7, 0, 4, used=[1])
+    pool.add_segment(7, 0, 4, used=np.array([1], np.uint32))
     everything = {Slot(3, index) for index in range(5)} | {Slot(7, index) for index in range(4)}
     used, limbo, ticket, committed = {Slot(7, 1)}, {}, 0, 0
     for step, number in steps:

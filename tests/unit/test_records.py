@@ -12,6 +12,7 @@ from kvdisk.errors import CorruptRecord
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.records import (
     decode_block,
+    decode_blocks,
     decode_segment,
     encode_block,
     encode_block_key,
@@ -70,6 +71,52 @@ def test_any_bytes_decode_to_the_record_they_encode_or_are_corrupt(key: bytes, v
         except CorruptRecord:
             continue
         assert encode(record) == (key, value)
+
+
+def _record_wise(items: list[tuple[bytes, bytes]]) -> list[BlockRecord] | str:
+    try:
+        return [decode_block(key, value) for key, value in items]
+    except CorruptRecord as error:
+        return str(error)
+
+
+def _column_wise(items: list[tuple[bytes, bytes]]) -> list[BlockRecord] | str:
+    try:
+        columns = decode_blocks([key for key, _ in items], [value for _, value in items])
+    except CorruptRecord as error:
+        return str(error)
+    slots = map(Slot, columns.segments.tolist(), columns.indices.tolist())
+    parents = [parent or None for parent in columns.parents]
+    fields = (slots, columns.generations.tolist(), parents, columns.stored_s.tolist())
+    return list(map(BlockRecord, columns.epochs.tolist(), columns.keys, *fields))
+
+
+sound_items = blocks.map(encode_block)
+cut_items = st.tuples(sound_items, st.integers(0, 60), st.integers(0, 60)).map(
+    lambda cut: (cut[0][0][: cut[1]], cut[0][1][: cut[2]])
+)
+flipped_items = st.tuples(sound_items, st.integers(0, 21), st.integers(0, 255)).map(
+    lambda flip: (flip[0][0], flip[0][1][: flip[1]] + bytes([flip[2]]) + flip[0][1][flip[1] + 1 :])
+)
+wild_items = st.tuples(st.binary(max_size=150), st.binary(max_size=200).map(lambda value: b"\x01" + value))
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(sound_items, max_size=6),
+    st.lists(sound_items | cut_items | flipped_items | wild_items, max_size=2),
+    st.randoms(),
+)
+def test_columns_are_the_records_or_are_corrupt_for_the_same_reason(sound, odd, random):
+    items = sound + odd
+    random.shuffle(items)
+    expected, found = _record_wise(items), _column_wise(items)
+    if isinstance(expected, str):
+        assert isinstance(found, str)
+        reasons = [reason for item in items if isinstance(reason := _record_wise([item]), str)]
+        assert found in reasons
+    else:
+        assert found == expected
 
 
 @pytest.mark.parametrize("length", range(len(encode_block(BLOCK)[1])))

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvdisk.blocks import BlockKey, Slot, Tier, group_of, make_block_key
+from kvdisk.geometry import FILE_EPOCH, Geometry, GroupGeometry
+from kvdisk.index.base import BlockRecord, SegmentRecord
+from kvdisk.index.memory_index import MemoryIndex
+from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.eviction import LruPolicy
+from kvdisk.manager.nvme_restore import restore_blocks
+from kvdisk.manager.tail_first import TailFirst
+
+GEOMETRY = Geometry((GroupGeometry(0, 4, 8192), GroupGeometry(1, 2, 4096), GroupGeometry(2, 4, 8192)), 1, 2)
+SMALL, LARGE = GEOMETRY.slot_sizes
+SEGMENTS = {
+    2: SegmentRecord(2, SMALL, 4),
+    3: SegmentRecord(3, LARGE, 4),
+    9: SegmentRecord(9, LARGE, 2),
+    11: SegmentRecord(11, LARGE + 4096, 2),
+}
+
+# Keys that differ early, that differ late, and of two lengths.
+hashes = st.sampled_from([b"", b"early" + bytes(27), bytes(31) + b"a", bytes(31) + b"b", bytes(16) + b"m" + bytes(15)])
+keys = st.builds(make_block_key, hashes, st.integers(0, 3))
+long_keys = st.builds(make_block_key, hashes.filter(bool), st.integers(0, 3))
+
+
+def records_of(some_keys):
+    return st.lists(
+        st.builds(
+            BlockRecord,
+            st.sampled_from([FILE_EPOCH, FILE_EPOCH, FILE_EPOCH, 7]),
+            some_keys,
+            st.builds(Slot, st.sampled_from([1, 2, 3, 3, 9, 11, 12]), st.integers(0, 5)),
+            st.integers(0, 2**64 - 1),
+            st.none() | some_keys,
+            st.integers(0, 2),
+        ),
+        max_size=14,
+    )
+
+
+def by_hand(index: MemoryIndex) -> tuple[list[BlockRecord], list[tuple[int, BlockKey]], set[Slot], set[Slot]]:
+    """Return what is kept, in the order in which it leaves, the names that go, and the slots of both."""
+    kept, stale, used, stale_slots = [], [], set(), set()
+    for record in sorted(index.blocks(), key=lambda record: (record.epoch, record.key)):
+        segment, group = SEGMENTS.get(record.slot.segment), group_of(record.key)
+        inside = segment is not None and record.slot.index < segment.slot_count
+        fresh = inside and record.slot not in used
+        fits = inside and group < 3 and GEOMETRY.groups[group].slot_bytes == segment.slot_bytes
+        if fresh:
+            used.add(record.slot)
+        if fresh and fits and record.epoch == FILE_EPOCH:
+            kept.append(record)
+        else:
+            stale.append((record.epoch, record.key))
+            stale_slots |= {record.slot} if fresh else set()
+    kept.sort(key=lambda record: (record.stored_s, -record.generation))
+    return kept, stale, used, stale_slots
+
+
+@settings(max_examples=400)
+@given(records_of(keys) | records_of(long_keys))
+def test_what_is_restored_is_what_the_records_say_one_by_one(records):
+    index = MemoryIndex()
+    index.put(records)
+    index.commit()
+    kept, stale, used, stale_slots = by_hand(index)
+    catalog = Catalog()
+    policies = [TailFirst(LruPolicy(), catalog, Tier.NVME) for _ in GEOMETRY.slot_sizes]
+    restored = restore_blocks(index, GEOMETRY, catalog, policies, SEGMENTS)
+    assert restored.stale == stale
+    assert set(restored.stale_slots) == stale_slots
+    assert len(restored.stale_slots) == len(stale_slots)
+    assert {Slot(segment, number) for segment, found in restored.used.items() for number in found.tolist()} == used
+    assert len(catalog) == len(kept)
+    for record in kept:
+        row = catalog.find(record.key)
+        assert catalog.keys[row] == record.key
+        assert catalog.slot(row, Tier.NVME) == record.slot
+        assert catalog.state(row, Tier.NVME) == CopyState.READY
+        assert catalog.state(row, Tier.CPU) == CopyState.ABSENT
+        assert (catalog.generations[row], catalog.epochs[row]) == (record.generation, FILE_EPOCH)
+        assert catalog.parents[row] == record.parent
+        assert catalog.pins(row, Tier.NVME) == catalog.pins(row, Tier.CPU) == 0
+    for size_class, policy in enumerate(policies):
+        order = [catalog.keys[row] for row in policy._policy.proposals()]
+        assert order == [record.key for record in kept if GEOMETRY.size_classes[group_of(record.key)] == size_class]
+
+
+@settings(max_examples=200)
+@given(records_of(long_keys))
+def test_a_restored_catalog_is_like_one_that_was_filled_block_by_block(records):
+    index = MemoryIndex()
+    index.put(records)
+    index.commit()
+    whole, single = Catalog(), Catalog()
+    policies = [TailFirst(LruPolicy(), whole, Tier.NVME) for _ in GEOMETRY.slot_sizes]
+    restore_blocks(index, GEOMETRY, whole, policies, SEGMENTS)
+    for record in by_hand(index)[0]:
+        row = single.add(record.key, record.generation, record.epoch, record.parent)
+        single.adopt(row, Tier.NVME, record.slot)
+    assert trees(whole) == trees(single)
+    # Whatever leaves, and comes back: the trees stay the same.
+    for record in by_hand(index)[0][::2]:
+        for catalog in (whole, single):
+            catalog.drop(catalog.find(record.key), Tier.NVME)
+        assert trees(whole) == trees(single)
+    for record in by_hand(index)[0][::2]:
+        for catalog in (whole, single):
+            row = catalog.add(record.key, record.generation, record.epoch, record.parent)
+            catalog.adopt(row, Tier.NVME, record.slot)
+            assert catalog.parents[row] is None or catalog.find(catalog.parents[row]) in {
+                -1,
+                row,
+                catalog.chains.parent_rows[row],
+            }
+        assert trees(whole) == trees(single)
+
+
+def trees(catalog: Catalog) -> tuple[dict[BlockKey, set[BlockKey]], dict[BlockKey, set[BlockKey]]]:
+    """Return who follows whom, and who waits for whom, by key; children that name each other end in an assertion."""
+    following: dict[BlockKey, set[BlockKey]] = {}
+    for row in catalog.rows():
+        child = catalog.chains.first(row, Tier.NVME)
+        while child >= 0:
+            assert catalog.chains.parent_rows[child] == row
+            mine = following.setdefault(catalog.keys[row], set())
+            assert catalog.keys[child] not in mine
+            mine.add(catalog.keys[child])
+            child = catalog.chains.next(child, Tier.NVME)
+    waiting = {key: {catalog.keys[row] for row in rows} for key, rows in catalog.chains._orphans.items()}
+    return following, waiting
