@@ -32,7 +32,13 @@ FOREIGN_TERMS = re.compile(r"entry[ -]points?|page (cache|fault)s?", re.IGNORECA
 
 ROOMS: dict[str, tuple[str, ...]] = {
     "vllm": ("kvdisk/connector/",),
-    "torch": ("kvdisk/connector/", "kvdisk/worker/copier.py", "kvdisk/worker/arena.py", "kvdisk/worker/gpu_staging.py"),
+    "torch": (
+        "kvdisk/connector/",
+        "kvdisk/worker/copier.py",
+        "kvdisk/worker/arena.py",
+        "kvdisk/worker/gpu_staging.py",
+        "kvdisk/testing/live_rank.py",
+    ),
     "lmdb": ("kvdisk/index/lmdb_tables.py",),
     "kvikio": ("kvdisk/device/gds.py",),
     "nixl": ("kvdisk/device/nixl.py",),

@@ -50,6 +50,8 @@ class Watch(Protocol):
 class FakeEngine:
     """See the module. ``now``: the clock, set by the test. ``weights``: number of the weights in memory."""
 
+    request_type: type[FakeRequest] = FakeRequest
+
     def __init__(self, geometry: Geometry, block_count: int, ranks: Sequence[FakeRank]) -> None:
         self._geometry = geometry
         self._ranks = ranks
@@ -76,7 +78,7 @@ class FakeEngine:
     def add(self, request_id: str, prompt: str, most_outputs: int) -> FakeRequest:
         """Take a request in."""
         table: list[list[int]] = [[] for _ in self._geometry.groups]
-        request = FakeRequest(request_id, prompt, len(prompt), len(prompt) + most_outputs, table)
+        request = self.request_type(request_id, prompt, len(prompt), len(prompt) + most_outputs, table)
         request.extend_hashes(self._geometry.hash_tokens)
         self.requests[request_id] = request
         self.waiting.append(request)
@@ -146,9 +148,13 @@ class FakeEngine:
             self.watch.offered(request, computed_tokens)
         self._plan = self.manager.take_plan(self.now, idle=not any(self._scheduled.values()))
         self.watch.planned(self._plan, preempted)
-        run_plan(self._ranks, self._plan, computed=False)
+        self._send_plan()
         for request, new_tokens in self._scheduled.items():
             request.computed += new_tokens
+
+    def _send_plan(self) -> None:
+        """Let the ranks begin with what does not wait for the model's work."""
+        run_plan(self._ranks, self._plan, computed=False)
 
     def _schedule_running(self, budget_tokens: int, preempted: list[str]) -> None:
         for request in list(self.running):

@@ -41,16 +41,20 @@ class FakeRequest:
     finishing: bool = False
     recved: int = 0
 
+    def hash_of(self, end_tokens: int) -> bytes:
+        """Return the hash of a beginning: the text itself."""
+        return self.tokens[:end_tokens].encode()
+
     def extend_hashes(self, hash_tokens: int) -> None:
         """Hash what has become full."""
         for end in range((len(self.hashes) + 1) * hash_tokens, len(self.tokens) + 1, hash_tokens):
-            self.hashes.append(self.tokens[:end].encode())
+            self.hashes.append(self.hash_of(end))
 
 
 def key_of(request: FakeRequest, group: GroupGeometry, position: int, tokens: int | None = None) -> BlockKey:
     """Return the key of a request's block; of its beginning, where only ``tokens`` of the request are there."""
     end = (position + 1) * group.block_tokens
-    return make_block_key(request.tokens[: end if tokens is None else min(end, tokens)].encode(), group.group)
+    return make_block_key(request.hash_of(end if tokens is None else min(end, tokens)), group.group)
 
 
 def value_of(key: BlockKey, weights: int, rank: int) -> str:

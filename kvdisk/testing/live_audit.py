@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must be so of a quiet live engine, and of its home on the drive: every block, slot and file accounted for.
+
+Reads the insides of manager and catalog, and changes nothing. Everything fails by assertion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvdisk.blocks import GROUP_BYTES, Tier, group_of
+from kvdisk.device.header import read_header
+from kvdisk.device.paths import allocated_bytes
+from kvdisk.geometry import FILE_EPOCH, HEADER_BYTES, Namespace, segment_file_bytes, slot_offset
+from kvdisk.index.base import BlockRecord, SegmentRecord
+from kvdisk.testing.live_engine import LiveEngine
+from kvdisk.testing.live_model import LiveModel
+
+FLUSH_S = 30.0
+
+
+def audit(engine: LiveEngine, *, records_hold: bool = True) -> int:
+    """Assert all that must hold of a quiet engine without requests; return how many blocks its index has.
+
+    ``records_hold``: every committed record's slot holds its block, which is so unless the drive lost something.
+    """
+    assert not engine.requests, engine.describe()
+    _audit_pool(engine)
+    _audit_manager(engine.manager)
+    index, home = engine.parts.index, engine.parts.home
+    if index is None or home is None:
+        return 0
+    assert index.flush(FLUSH_S), "the index does not come to an end"
+    engine.step()  # takes note of the last commit
+    records, segments = list(index.blocks()), list(index.segments())
+    audit_files(home.segments_path, segments, engine.model.ranks)
+    audit_records(home.segments_path, segments, records, engine.model, records_hold=records_hold)
+    assert allocated_bytes(home.path) <= home.budget_bytes, (allocated_bytes(home.path), home.budget_bytes)
+    return len(records)
+
+
+def _audit_pool(engine: LiveEngine) -> None:
+    held = [block for block in range(1, engine.pool.block_count) if engine.pool.get_block(block).ref_cnt]
+    assert not held, f"GPU blocks are held that nobody uses: {held}"
+
+
+def _audit_manager(manager: Any) -> None:
+    assert len(manager._transfers) == 0, "jobs are on their way"
+    assert manager._settlement.pinned_blocks == 0
+    catalog = manager._catalog
+    for tier, space in ((Tier.CPU, manager._cpu), (Tier.NVME, manager._nvme)):
+        if space is not None:
+            space.pool.check()
+            assert not [row for row in catalog.rows() if catalog.pins(row, tier)], f"copies stay pinned in {tier.name}"
+
+
+def audit_files(segments_path: Path, segments: list[SegmentRecord], ranks: int) -> None:
+    """Assert that the files of a home are those of its segments, on every rank, as long as they must be."""
+    expected = {
+        f"{record.segment}/rank{rank}.kv": segment_file_bytes(record.slot_bytes, record.slot_count)
+        for record in segments
+        for rank in range(ranks)
+    }
+    found = {str(file.relative_to(segments_path)): file.stat().st_size for file in _files(segments_path)}
+    assert found == expected, (
+        f"on the drive only: {found.items() - expected.items()}, missing: {expected.keys() - found}"
+    )
+
+
+def audit_records(
+    segments_path: Path,
+    segments: list[SegmentRecord],
+    records: list[BlockRecord],
+    model: LiveModel,
+    *,
+    records_hold: bool = True,
+) -> None:
+    """Assert that records point into segments, no two of them to one slot, and that the slots hold what they say."""
+    by_number = {record.segment: record for record in segments}
+    assert len({record.slot for record in records}) == len(records), "two records share a slot"
+    for record in records:
+        segment = by_number.get(record.slot.segment)
+        assert segment is not None, f"{record} points into no segment"
+        assert record.slot.index < segment.slot_count, f"{record} points behind its segment"
+        if records_hold:
+            for rank in range(model.ranks):
+                _audit_slot(segments_path, segment, record, model, rank)
+
+
+def _audit_slot(path: Path, segment: SegmentRecord, record: BlockRecord, model: LiveModel, rank: int) -> None:
+    with (path / str(segment.segment) / f"rank{rank}.kv").open("rb") as file:
+        file.seek(slot_offset(segment.slot_bytes, record.slot.index))
+        slot = memoryview(file.read(segment.slot_bytes))
+    header = read_header(slot)
+    found = (header.namespace, header.key, header.generation, header.rank, header.rank_count)
+    namespace = Namespace(model.fingerprint, record.epoch)
+    assert found == (namespace, record.key, record.generation, rank, model.ranks), (
+        f"{record} names another block's slot"
+    )
+    # An epoch is the number of its weights, and that of the files is 0.
+    content = model.content(record.epoch, record.key[:-GROUP_BYTES], group_of(record.key), rank)
+    payload = slot[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
+    assert payload == content, f"{record}: the slot of rank {rank} holds wrong bytes"
+
+
+def _files(segments_path: Path) -> Iterator[Path]:
+    for path in sorted(segments_path.rglob("*")):
+        if not path.is_dir():
+            yield path
+
+
+assert FILE_EPOCH == 0, "the weights' number 0 is the files' epoch"

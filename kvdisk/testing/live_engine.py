@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine without a model, and with everything else real: manager, movers, files, index, store directory.
+
+It schedules as ``FakeEngine`` does, which does what vLLM does. What a block holds comes from ``LiveModel``, the time
+from the system, and a request goes on only with blocks that hold, byte by byte, what they must.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from kvdisk.assembly import SchedulerParts, assemble_scheduler
+from kvdisk.config import Config
+from kvdisk.messages import JobKind, Plan, Report
+from kvdisk.testing.fake_engine import FakeEngine, Phase
+from kvdisk.testing.fake_ranks import FakeRank
+from kvdisk.testing.fake_requests import FakeRequest
+from kvdisk.testing.live_model import HashedRequest, LiveModel
+from kvdisk.testing.live_rank import LiveRank, LocalRank, StepReply, StepWork
+
+MakeRank = Callable[[Config, LiveModel, int, int], LiveRank]
+STUCK_S = 60.0
+
+
+class _Counting:
+    """``Watch`` that counts what was planned."""
+
+    def __init__(self) -> None:
+        self.jobs = dict.fromkeys(JobKind, 0)
+        self.preempted = 0
+
+    def answered(self, request: FakeRequest, local_tokens: int, answer: int | None, now: float) -> None:
+        """See ``Watch``."""
+
+    def offered(self, request: FakeRequest, computed_tokens: int) -> None:
+        """See ``Watch``."""
+
+    def planned(self, plan: Plan, preempted: Sequence[str]) -> None:
+        """See ``Watch``."""
+        self.preempted += len(preempted)
+        for job in plan.jobs:
+            self.jobs[job.kind] += 1
+
+    def settled(self, report: Report) -> None:
+        """See ``Watch``."""
+
+
+class _Mailbox:
+    """A rank as ``FakeEngine`` sees it: its number, and what it finished in the step."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.reply = StepReply()
+
+    def take_report(self) -> tuple[Report, dict[str, list[int]]]:
+        """Return the last step's report and ended loads."""
+        return self.reply.report, self.reply.loads
+
+
+class LiveEngine(FakeEngine):
+    """See the module. Takes a home in the store of ``config``; ``ranks`` are its own from here on.
+
+    ``clock``: seconds since the Unix epoch. Raises what ``assemble_scheduler`` raises; the ranks are closed then.
+    One thread calls everything.
+    """
+
+    request_type = HashedRequest
+
+    def __init__(
+        self,
+        config: Config,
+        model: LiveModel,
+        make_rank: MakeRank = LocalRank,
+        block_count: int = 64,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.model = model
+        self._clock = clock
+        self.counting = _Counting()
+        self._mailboxes = [_Mailbox(rank) for rank in range(model.ranks)]
+        super().__init__(model.geometry, block_count, cast("list[FakeRank]", self._mailboxes))
+        self.watch = self.counting
+        self.parts: SchedulerParts = assemble_scheduler(
+            config, model.geometry, self.pool, model.fingerprint, {"model": model.name}
+        )
+        self.manager = self.parts.manager
+        self._live_ranks: list[LiveRank] = []
+        self._closed = False
+        try:
+            for rank in range(model.ranks):
+                self._live_ranks.append(make_rank(config, model, rank, block_count))
+        except BaseException:
+            self.close()
+            raise
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def step(self, budget_tokens: int = 16) -> None:
+        """Run one engine step. Raises WrongBytesError."""
+        self.now = self._clock()
+        self.schedule(budget_tokens)
+        self.forward()
+        self.update()
+
+    def forward(self) -> None:
+        """Let every rank do the step's work: all begin before the first is waited for."""
+        assert self.phase is Phase.SCHEDULED
+        self.phase = Phase.COMPUTED
+        work = StepWork(self._plan, self.weights)
+        for request, new_tokens in self._scheduled.items():
+            self._describe(request, request.computed - new_tokens, work)
+        for rank in self._live_ranks:
+            rank.start(work)
+        for mailbox, rank in zip(self._mailboxes, self._live_ranks, strict=True):
+            mailbox.reply = rank.finish()
+
+    def _describe(self, request: FakeRequest, start: int, work: StepWork) -> None:
+        """Add the blocks that a request writes, and all that it reads, the written ones included."""
+        for group, table in zip(self._geometry.groups, request.table, strict=True):
+            for position in range(math.ceil(request.computed / group.block_tokens)):
+                if not table[position]:
+                    assert position < start // group.block_tokens, "a token is computed into the null block"
+                    continue
+                end = min((position + 1) * group.block_tokens, request.computed)
+                block = (group.group, table[position], request.hash_of(end))
+                if end > start:
+                    work.writes.append(block)
+                work.reads.append(block)
+
+    def run_until_quiet(self) -> None:
+        """Step until no request is left, no job or commit is under way, and no demotion can be planned."""
+        end_s = time.monotonic() + STUCK_S
+        while self.requests or self.manager.has_pending_work(self._clock()):
+            assert time.monotonic() < end_s, f"stuck: {self.describe()}"
+            self.step()
+
+    def describe(self) -> str:
+        """Return what is under way, for a message."""
+        requests = ", ".join(f"{one.id} {one.status.value} {one.computed}/{len(one.tokens)}" for one in self.queued)
+        return f"requests [{requests}], free blocks {self.pool.free_count}, {self.manager.stats.counts}"
+
+    # -- resets and the end --------------------------------------------------------------------
+
+    def change_weights(self) -> None:
+        """Put other weights into memory, as an update does: from here on blocks hold something else."""
+        epoch = 1 + secrets.randbits(62)
+        self.reset(epoch)
+        self.weights = epoch
+
+    def close(self) -> None:
+        """End in vLLM's order: the ranks finish what the device has started, then the scheduler commits. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for rank in self._live_ranks:
+            rank.close()
+        self.parts.close()
+
+    # -- what FakeEngine does in symbols, and the ranks do in bytes ----------------------------
+
+    def _send_plan(self) -> None:
+        """Nothing: the plan goes with the step's work."""
+
+    def _check_reuse(self, block: int) -> None:
+        """Nothing: what is read is looked at."""
+
+    def _check_loaded(self, rank: FakeRank, request_id: str, bad: Sequence[int]) -> None:
+        """Nothing: the rank has looked."""

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a live engine computes: its geometry, what each block must hold, and prompts that share prefixes. Pure.
+
+A token is a letter, a block's hash is the sha256 of the text up to its end, and the KV of a block is a pure function
+of the model's name, the weights' number, the hash, the group and the rank. So any process knows at any time what any
+slot of any engine must hold.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from hashlib import blake2b, sha256
+
+import numpy as np
+
+from kvdisk.blocks import GROUP_BYTES, BlockKey, group_of
+from kvdisk.config import Config
+from kvdisk.geometry import Geometry, GroupGeometry, segment_file_bytes
+from kvdisk.index.lmdb_index import map_bytes_for
+from kvdisk.testing.fake_requests import FakeRequest
+
+HASH_TOKENS = 4
+FILE_WEIGHTS = 0
+"""Number of the weights as the files have them; any other is the epoch that came with them."""
+_LETTERS = "abcdefghijklmnopqrstuvwxy"
+
+
+class HashedRequest(FakeRequest):
+    """A request whose hashes are of the length that vLLM's have."""
+
+    def hash_of(self, end_tokens: int) -> bytes:
+        """Return the hash of a beginning."""
+        return _digest(self.tokens[:end_tokens])
+
+
+@lru_cache(maxsize=65536)
+def _digest(text: str) -> bytes:
+    return sha256(text.encode()).digest()
+
+
+@dataclass(frozen=True)
+class LiveModel:
+    """``name``: models of different names have different namespaces. ``payload_bytes``: of a block of the first group.
+
+    ``windowed``: a second group, of a sliding window of 8 tokens, whose blocks have twice the tokens and other bytes.
+    """
+
+    name: str = "model"
+    ranks: int = 2
+    windowed: bool = False
+    payload_bytes: int = 3000
+
+    @cached_property
+    def geometry(self) -> Geometry:
+        """Sizes as the product wants them."""
+        groups = [GroupGeometry(0, HASH_TOKENS, self.payload_bytes)]
+        if self.windowed:
+            groups.append(GroupGeometry(1, 2 * HASH_TOKENS, self.payload_bytes * 2 + 1000, window_tokens=8))
+        return Geometry(tuple(groups), self.ranks, HASH_TOKENS)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Of the namespace."""
+        return sha256(repr(self).encode()).digest()
+
+    def layer_bytes(self, group: int) -> tuple[int, ...]:
+        """Return the bytes of each layer of a group: two, of unequal length."""
+        total = self.geometry.groups[group].payload_bytes
+        return (total // 3, total - total // 3)
+
+    def content(self, weights: int, digest: bytes, group: int, rank: int) -> bytes:
+        """Return what a block with this hash holds on a rank."""
+        return _content(f"{self.name} {weights} {group} {rank}", digest, self.geometry.groups[group].payload_bytes)
+
+    def content_of(self, weights: int, key: BlockKey, rank: int) -> bytes:
+        """Return what the block of a key holds on a rank."""
+        return self.content(weights, key[:-GROUP_BYTES], group_of(key), rank)
+
+    def config(self, store: str, *, blocks: int, segment_blocks: int = 8, **values: object) -> Config:
+        """Return a configuration whose cap leaves room for about ``blocks`` blocks of each group on NVMe.
+
+        ``segment_blocks``: of the largest group, in a segment. ``values``: whatever else shall not be as it comes.
+        """
+        groups = self.geometry.groups
+        per_block = sum(group.slot_bytes for group in groups) * self.ranks
+        largest = max(self.geometry.slot_sizes)
+        room = cap = per_block * blocks + per_block * blocks // 16
+        for _ in range(8):  # the index is planned for as many blocks as the whole cap would hold
+            cap = room + map_bytes_for(cap // (min(self.geometry.slot_sizes) * self.ranks))
+        fixed = {"store_dirs": store, "nvme_bytes": cap, "segment_bytes": segment_file_bytes(largest, segment_blocks)}
+        values = {"cpu_bytes": 8 * per_block, "staging_bytes": 16 * largest, "index_commit_s": 0.01} | values
+        return Config.from_mapping(fixed | values)
+
+
+@lru_cache(maxsize=4096)
+def _content(whose: str, digest: bytes, payload_bytes: int) -> bytes:
+    """Return words of 8 bytes that name the block and their own place in it."""
+    first, step = np.frombuffer(blake2b(digest, digest_size=16, person=b"kvdisk", key=whose.encode()).digest(), "<u8")
+    words = np.arange(-(-payload_bytes // 8), dtype="<u8") * (step | np.uint64(1)) + first
+    return bytes(words.tobytes()[:payload_bytes])
+
+
+class PromptTree:
+    """Prompts drawn from a tree of shared prefixes: at each branch the first child is the likeliest (Zipf).
+
+    ``branch_tokens``: letters from one branch to the next. All trees of a width are the same, whatever the seed of
+    who draws from them: engines of one store ask for the same prompts.
+    """
+
+    def __init__(self, width: int = 6, branch_tokens: int = 10, most_tokens: int = 60) -> None:
+        assert width <= len(_LETTERS)
+        self._weights = [1 / (rank + 1) for rank in range(width)]
+        self._branch_tokens = branch_tokens
+        self._most_tokens = most_tokens
+
+    def draw(self, rng: random.Random) -> str:
+        """Return a prompt."""
+        length = rng.randrange(1, self._most_tokens + 1)
+        if rng.random() < 0.5:  # beside a whole number of blocks
+            length = max(1, length // HASH_TOKENS * HASH_TOKENS + rng.choice((-1, 0, 1)))
+        path = ""
+        while len(path) * self._branch_tokens < length:
+            path += rng.choices(_LETTERS[: len(self._weights)], self._weights)[0]
+        text = "".join(self._branch(path[: depth + 1]) for depth in range(len(path)))
+        return text[:length]
+
+    def _branch(self, path: str) -> str:
+        found = random.Random(path)  # noqa: S311 - a text that is the same everywhere, no secret
+        return "".join(found.choices(_LETTERS, k=self._branch_tokens))
