@@ -19,6 +19,7 @@ from kvdisk.testing.live_engine import LiveEngine
 from kvdisk.testing.live_model import LiveModel
 
 FLUSH_S = 30.0
+FLUSHES = 1000
 
 
 def audit(engine: LiveEngine, *, records_hold: bool = True) -> int:
@@ -27,13 +28,16 @@ def audit(engine: LiveEngine, *, records_hold: bool = True) -> int:
     ``records_hold``: every committed record's slot holds its block, which is so unless the drive lost something.
     """
     assert not engine.requests, engine.describe()
+    index, home = engine.parts.index, engine.parts.home
+    for _ in range(FLUSHES):  # a step takes note of the last commit, and may find work that it allows
+        assert index is None or index.flush(FLUSH_S), "the index does not come to an end"
+        engine.step()
+        if not engine.manager.has_pending_work(engine.now):
+            break
     _audit_pool(engine)
     _audit_manager(engine.manager)
-    index, home = engine.parts.index, engine.parts.home
     if index is None or home is None:
         return 0
-    assert index.flush(FLUSH_S), "the index does not come to an end"
-    engine.step()  # takes note of the last commit
     records, segments = list(index.blocks()), list(index.segments())
     audit_files(home.segments_path, segments, engine.model.ranks)
     audit_records(home.segments_path, segments, records, engine.model, records_hold=records_hold)

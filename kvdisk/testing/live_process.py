@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A live engine as a process, under load: ``python -m kvdisk.testing.live_process --store DIR --seconds 10``.
 
-Prints a JSON line when it serves, one per second, and one at the end. Ends with 1 on a wrong byte or any other
-failure, with 2 where the store refuses to be opened; SIGTERM ends it in order. ``start_process`` forks one from a server that
-has imported everything, for tests that start hundreds.
+Prints a JSON line when it serves, one per second (or as told), and one at the end. Ends with 1 on a wrong byte or any other
+failure, with 2 where the store refuses to be opened; SIGTERM ends it in order. ``start_process`` forks one
+from a server that has imported everything, for tests that start hundreds.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class ProcessSettings:
     resets: float = 0.0
     rank_processes: bool = False
     audit: bool = False
+    every_s: float = 1.0
     log: str = ""
 
     def live_model(self) -> LiveModel:
@@ -130,7 +131,7 @@ class _Run:
 
     def _is_enough(self) -> bool:
         settings, now = self._settings, time.monotonic()
-        if now >= self._printed_s + 1.0:
+        if now >= self._printed_s + settings.every_s:
             self._printed_s = now
             self._print("running")
         return (

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every state in which a crash can leave the drive: the store, frozen after each write, commit, sync and control file.
+
+Each image is opened by a new engine, which must account for all of it and serve the same prompts with right bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+from live_children import SEED
+from turned import Hook, TurnedEngine, hooked, load_on
+
+from kvdisk.device.home import list_homes
+from kvdisk.testing.live_audit import audit
+from kvdisk.testing.live_model import LiveModel
+
+REBUILDS = False
+"""Whether a home whose machine went down is rebuilt from its slot headers. Today it is given up."""
+REQUESTS = 8
+
+
+class Freezer(Hook):
+    """Keeps a copy of the store after each event."""
+
+    def __init__(self, store: Path, images: Path) -> None:
+        self._store = store
+        self._images = images
+        self._lock = threading.Lock()
+        """The index commits on a thread of its own."""
+        self.events: list[str] = []
+
+    def after(self, what: str) -> None:
+        with self._lock:
+            copy_sparse(self._store, self.image(len(self.events)))
+            self.events.append(what)
+
+    def image(self, number: int) -> Path:
+        return self._images / str(number)
+
+
+def copy_sparse(source: Path, target: Path) -> None:
+    """Copy a tree with its modes, leaving holes where there are holes."""
+    shutil.copytree(source, target, copy_function=_copy_file)
+
+
+def _copy_file(source: str, target: str) -> None:
+    with open(source, "rb") as reading, open(target, "wb") as writing:
+        length = os.fstat(reading.fileno()).st_size
+        writing.truncate(length)
+        at = 0
+        while at < length:
+            try:
+                at = os.lseek(reading.fileno(), at, os.SEEK_DATA)
+            except OSError:
+                break
+            end = os.lseek(reading.fileno(), at, os.SEEK_HOLE)
+            writing.seek(at)
+            reading.seek(at)
+            writing.write(reading.read(end - at))
+            at = end
+    shutil.copystat(source, target)
+
+
+def freeze_all(tmp_path: Path, model: LiveModel, seed: int, requests: int) -> Freezer:
+    """Run two lives of an engine, the second one with a hot start and a change of weights, and freeze every state."""
+    freezer = Freezer(tmp_path / "store", tmp_path / "images")
+    (tmp_path / "images").mkdir()
+    with hooked(freezer):
+        for life in range(2):
+            engine = TurnedEngine(tmp_path / "store", model, freezer)
+            load_on(engine, seed, requests)
+            if life:
+                engine.change_weights()
+                load_on(engine, seed, requests // 2)
+            engine.close()
+    return freezer
+
+
+def open_image(image: Path, model: LiveModel, seed: int, requests: int, *, records_hold: bool = True) -> int:
+    """Account for an image and load it; return the tokens that it served from NVMe."""
+    engine = TurnedEngine(image, model, Hook())
+    try:
+        engine.run_until_quiet()
+        audit(engine, records_hold=records_hold)
+        load_on(engine, seed, requests)
+        audit(engine, records_hold=records_hold)
+        return engine.manager.stats["hit_tokens_nvme"]
+    finally:
+        engine.close()
+
+
+def check_all(tmp_path: Path, model: LiveModel, seed: int, requests: int) -> None:
+    freezer = freeze_all(tmp_path, model, seed, requests)
+    assert {"write", "commit", "sync", "control", "segment"} <= set(freezer.events)
+    served = 0
+    for number, what in enumerate(freezer.events):
+        try:
+            served += open_image(freezer.image(number), model, seed, requests) > 0
+        except BaseException as error:
+            error.add_note(f"image {number} of {len(freezer.events)}, after a {what}, seed {seed}, {model}")
+            raise
+        shutil.rmtree(freezer.image(number))
+    assert served > len(freezer.events) // 3, "what was committed is served"
+
+
+def check_power_loss(tmp_path: Path, model: LiveModel, seed: int, requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Index and data of different moments, since the drive writes them when it likes; and the machine has started anew."""
+    freezer = freeze_all(tmp_path, model, seed, requests)
+    boot_id = tmp_path / "boot_id"
+    boot_id.write_text("another boot\n")
+    monkeypatch.setattr("kvdisk.device.home.BOOT_ID_PATH", boot_id)
+    commits = [number for number, what in enumerate(freezer.events) if what == "commit"]
+    served = 0
+    for at, number in enumerate(commits):
+        for other in {commits[max(0, at - 3)], commits[min(len(commits) - 1, at + 3)]} - {number}:
+            image = tmp_path / "mixed"
+            copy_sparse(freezer.image(number), image)
+            if not mix(image, freezer.image(other)):
+                shutil.rmtree(image)
+                continue
+            try:
+                served += open_image(image, model, seed, requests, records_hold=False)
+            except BaseException as error:
+                error.add_note(f"data of image {number} with the index of {other}, seed {seed}, {model}")
+                raise
+            shutil.rmtree(image)
+    if REBUILDS:
+        assert served > 0
+
+
+def mix(image: Path, other: Path) -> bool:
+    """Give an image's home the index of another moment; False where the home had another name by then."""
+    (home,) = list_homes(image)
+    index = other / "homes" / home.id / "index"
+    if not index.exists():
+        return False
+    shutil.rmtree(home.index_path)
+    copy_sparse(index, home.index_path)
+    return True
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_every_crash_image(windowed: bool, tmp_path: Path) -> None:
+    check_all(tmp_path, LiveModel(windowed=windowed), SEED, REQUESTS // 2 if windowed else REQUESTS)
+
+
+def test_power_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_power_loss(tmp_path, LiveModel(), SEED, REQUESTS, monkeypatch)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("seed", [SEED + 1, SEED + 2])
+def test_every_crash_image_of_a_longer_life(seed: int, tmp_path: Path) -> None:
+    check_all(tmp_path, LiveModel(windowed=seed % 2 == 0), seed, 3 * REQUESTS)

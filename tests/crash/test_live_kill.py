@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kill -9 of whole engines under load, and workers that outlive their scheduler: no wrong byte, all space accounted for.
+
+A failure names its seed; ``KVDISK_TORTURE_SEED`` shifts all seeds.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from live_children import SEED, Child, wait_for
+
+from kvdisk.device.home import list_homes
+from kvdisk.testing.live_process import ProcessSettings
+
+ROUNDS = 8
+TORTURE_ROUNDS = 200
+
+
+def kill_rounds(directory: Path, rounds: int, seed: int) -> int:
+    """Kill an engine at random instants of its start, its load and its end; return how many served something."""
+    rng = random.Random(seed)
+    store = directory / "store"
+    served = 0
+    for number in range(rounds):
+        settings = ProcessSettings(
+            str(store),
+            seed=seed + number,
+            windowed=seed % 2 == 1,
+            blocks=40,
+            cpu_blocks=rng.choice((0, 4, 16)),
+            commit_s=rng.choice((0.0, 0.01, 0.1)),
+            resets=rng.choice((0.0, 0.01)),
+            seconds=rng.choice((0.0, 0.4)),
+            audit=True,
+        )
+        with Child(directory, settings) as child:
+            if rng.random() < 0.8:
+                child.wait_serving()
+            time.sleep(rng.random() * 0.8)
+            child.kill()
+            assert child.process.exitcode in {-signal.SIGKILL, 0}, f"round {number}: {child.text()}"
+            assert "WRONG BYTES" not in child.text()
+            served += any(line["counts"] for line in child.lines())
+        child.log.write_text("")  # or there would be hundreds
+    with Child(directory, ProcessSettings(str(store), windowed=seed % 2 == 1, blocks=40, requests=50, audit=True)) as last:
+        last.end()
+    assert len(list_homes(store)) == 1, "every killed engine's home was taken over"
+    return served
+
+
+@pytest.mark.parametrize("seed", [SEED, SEED + 1], ids=["one group", "two groups"])
+def test_killed_at_any_instant(seed: int, tmp_path: Path) -> None:
+    kill_rounds(tmp_path, ROUNDS // 2, seed)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("seed", [SEED + 10_000, SEED + 20_001], ids=["one group", "two groups"])
+def test_killed_hundreds_of_times(seed: int, tmp_path: Path) -> None:
+    assert kill_rounds(tmp_path, TORTURE_ROUNDS // 2, seed) > 0
+
+
+def outlive(directory: Path, seed: int) -> None:
+    """Stop a rank in the middle of its work, kill the rest, let another engine use the store, and let the rank go on."""
+    rng = random.Random(seed)
+    store = directory / "store"
+    # Room for an orphan besides: the old rank's home, when it has let go.
+    settings = ProcessSettings(str(store), seed=seed, blocks=320, width=20, payload_bytes=20_000, every_s=0.1)
+    with Child(directory, replace(settings, rank_processes=True)) as old:
+        old.wait_serving()
+        (home,) = [line["home"] for line in old.lines("serving")]
+        wait_for(lambda: old.count("demoted_blocks"), "blocks on NVMe")
+        time.sleep(rng.random() * 0.3)
+        stopped = old.stop_rank(rng.randrange(2))
+        old.assert_killed()
+        with Child(directory, replace(settings, seed=seed + 1, audit=True)) as new:
+            new.wait_serving()
+            assert new.lines("serving")[0]["home"] != home
+            assert {one.id for one in list_homes(store) if one.alive} >= {home}, "the stopped rank still holds its home"
+            wait_for(lambda: new.count("loaded_blocks"), "blocks loaded")
+            os.kill(stopped, signal.SIGCONT)
+            wait_for(lambda: "outlived its scheduler" in old.text(), "the old rank's end")
+            wait_for(lambda: home not in {one.id for one in list_homes(store) if one.alive}, "the home's release")
+            assert "WRONG BYTES" not in old.text()
+            seen = len(new.lines())
+            wait_for(lambda: len(new.lines()) > seen + 5, "half a second of the new engine")
+            assert new.end()["blocks"] > 0
+        with Child(directory, replace(settings, seed=seed + 2, requests=40, audit=True)) as last:
+            last.end()
+
+
+def test_a_worker_outlives_its_scheduler(tmp_path: Path) -> None:
+    outlive(tmp_path, SEED)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("seed", range(SEED + 1, SEED + 6))
+def test_workers_outlive_their_schedulers(seed: int, tmp_path: Path) -> None:
+    outlive(tmp_path, seed)
