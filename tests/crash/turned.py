@@ -21,7 +21,7 @@ from kvdisk.device.base import Buffer, Op, Outcome, Transfer
 from kvdisk.device.posix import PosixDevice
 from kvdisk.errors import DeviceError
 from kvdisk.geometry import ALIGNMENT, round_up
-from kvdisk.index.lmdb_index import _LmdbTables
+from kvdisk.index.lmdb_tables import LmdbTables
 from kvdisk.testing.live_engine import LiveEngine
 from kvdisk.testing.live_load import LiveLoad, LoadShape
 from kvdisk.testing.live_model import LiveModel
@@ -154,7 +154,7 @@ def hooked(hook: Hook) -> Iterator[None]:
         return wrapped
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(_LmdbTables, "commit", wrap(_LmdbTables.commit, "commit")))
+        stack.enter_context(patch.object(LmdbTables, "commit", wrap(LmdbTables.commit, "commit")))
         stack.enter_context(patch.object(paths, "sync", wrap(paths.sync, "sync")))
         stack.enter_context(patch.object(paths, "write_control", wrap(paths.write_control, "control")))
         yield
