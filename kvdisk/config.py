@@ -18,7 +18,7 @@ _UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate(("k", "m", 
 
 STORE_POLICIES = ("on_compute",)
 DEVICES = ("posix",)
-EVICTIONS = ("lru",)
+EVICTIONS = ("lru", "s3fifo")
 ON_RESET = ("epoch", "keep")
 
 

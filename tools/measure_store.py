@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import hashlib
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -28,7 +28,6 @@ from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.eviction import make_eviction
-from kvdisk.manager.lookup import is_ready
 from kvdisk.manager.nvme_layout import NvmeLayout
 from kvdisk.manager.segments import NvmeSpace
 from kvdisk.manager.transfers import Transfers
@@ -44,7 +43,7 @@ GEOMETRY = Geometry((GroupGeometry(0, 16, 65536 - 4096),), 1, 16)
 
 def key_of(number: int) -> BlockKey:
     """Return a key like those of sha256 hashes."""
-    return make_block_key(random.Random(number).randbytes(32), 0)  # noqa: S311 - a seeded test key, not a secret
+    return make_block_key(hashlib.sha256(number.to_bytes(8, "big")).digest(), 0)
 
 
 def record_of(number: int, slot: int) -> BlockRecord:
@@ -122,7 +121,7 @@ def measure_opening(path: Path, block_count: int, eviction: str) -> dict[str, fl
     times = []
     for key in wanted:
         start_s = time.perf_counter()
-        ready = is_ready(catalog, catalog.find(key))
+        ready = catalog.is_ready(catalog.find(key))
         times.append(time.perf_counter() - start_s)
         assert ready
     index.close()

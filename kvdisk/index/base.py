@@ -35,7 +35,8 @@ class BlockRecord(NamedTuple):
 class BlockColumns(NamedTuple):
     """Many committed blocks, a column for each field of ``BlockRecord``, all of one length: no object per block.
 
-    Ascending by epoch, then by the bytes of the key; no pair of them twice. ``parents``: empty where there is none.
+    Ascending by epoch, then by the bytes of the key; no pair of them twice. ``parents``: the parents' keys, joined;
+    ``parent_bytes``: the length of each, 0 where there is none.
     """
 
     epochs: NDArray[np.uint64]
@@ -43,8 +44,15 @@ class BlockColumns(NamedTuple):
     segments: NDArray[np.uint32]
     indices: NDArray[np.uint32]
     generations: NDArray[np.uint64]
-    parents: list[bytes]
+    parents: bytes
+    parent_bytes: NDArray[np.int64]
     stored_s: NDArray[np.uint32]
+
+    def each_parent(self) -> list[bytes]:
+        """Return the parents as an object each, empty where there is none."""
+        ends = np.cumsum(self.parent_bytes)
+        starts = (ends - self.parent_bytes).tolist()
+        return [self.parents[start:end] for start, end in zip(starts, ends.tolist(), strict=True)]
 
 
 class SegmentRecord(NamedTuple):

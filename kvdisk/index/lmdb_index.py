@@ -20,6 +20,7 @@ from kvdisk.index.records import (
     encode_block_key,
     encode_segment,
     encode_segment_key,
+    join_columns,
 )
 
 __all__ = ["MIN_MAP_BYTES", "LmdbIndex", "map_bytes_for"]
@@ -95,7 +96,7 @@ class LmdbIndex:
     def block_columns(self) -> BlockColumns:
         """See ``Index.block_columns``."""
         assert not self._closed
-        return decode_blocks(*self._tables.scan_columns(Table.BLOCKS))
+        return join_columns([decode_blocks(keys, values) for keys, values in self._tables.scan_columns(Table.BLOCKS)])
 
     def put(self, records: Sequence[BlockRecord]) -> int | None:
         """See ``Index.put``."""

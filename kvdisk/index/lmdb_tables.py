@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 import lmdb
@@ -29,6 +30,7 @@ MIN_MAP_BYTES = 1 << 20
 _MARK = "open"
 """A file beside LMDB's, there while an owner has the index open, and after one that was killed."""
 _PROBE_S = 300.0
+_PART_RECORDS = 16384
 _UNIT_BYTES = 4096
 """What LMDB allocates in, on machines with memory in units of 4 KiB."""
 _RESERVE_UNITS = 128
@@ -95,19 +97,18 @@ class LmdbTables:
         except lmdb.Error as error:
             raise _translated(error, self._path) from error
 
-    def scan_columns(self, table: Table) -> tuple[list[bytes], list[bytes]]:
-        """Return all keys, ascending, and all values, read in one transaction."""
+    def scan_columns(self, table: Table) -> Iterator[tuple[list[bytes], list[bytes]]]:
+        """Yield lists of keys and of values, ascending, in one read transaction, part by part."""
         try:
             with self._begin_reading() as txn:
                 if not self._databases:
-                    return [], []
-                cursor = txn.cursor(self._databases[table])
-                keys = list(cursor.iternext(keys=True, values=False))
-                # Exhausted, the cursor would begin anew by itself; said aloud, it does so whatever the version.
-                values = list(cursor.iternext(keys=False, values=True)) if cursor.first() else []
+                    return
+                keys = txn.cursor(self._databases[table]).iternext(keys=True, values=False)
+                values = txn.cursor(self._databases[table]).iternext(keys=False, values=True)
+                while part := list(islice(keys, _PART_RECORDS)):
+                    yield part, list(islice(values, _PART_RECORDS))
         except lmdb.Error as error:
             raise _translated(error, self._path) from error
-        return keys, values
 
     def commit(self, operations: Sequence[Operation]) -> bool:
         """See ``Tables.commit``."""

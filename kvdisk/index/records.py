@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -101,8 +102,26 @@ def decode_blocks(keys: Sequence[bytes], values: Sequence[bytes]) -> BlockColumn
         fixed["segment"].astype(np.uint32),
         fixed["index"].astype(np.uint32),
         fixed["generation"].astype(np.uint64),
-        [value[_BLOCK.size :] for value in values],
+        b"".join([value[_BLOCK.size :] for value in values]),
+        parent_bytes,
         fixed["stored_s"].astype(np.uint32),
+    )
+
+
+def join_columns(parts: Sequence[BlockColumns]) -> BlockColumns:
+    """Return many parts as one, in their order."""
+    if not parts:
+        return decode_blocks([], [])
+    epochs, keys, segments, indices, generations, parents, parent_bytes, stored_s = zip(*parts, strict=True)
+    return BlockColumns(
+        np.concatenate(epochs),
+        list(chain.from_iterable(keys)),
+        np.concatenate(segments),
+        np.concatenate(indices),
+        np.concatenate(generations),
+        b"".join(parents),
+        np.concatenate(parent_bytes),
+        np.concatenate(stored_s),
     )
 
 

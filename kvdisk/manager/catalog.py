@@ -53,6 +53,7 @@ _TIERS = (Tier.CPU, Tier.NVME)
 
 
 _NOBODY = BlockKey(b"")
+_READY = int(CopyState.READY)
 _MOST_PINS = 2**16 - 1
 
 
@@ -86,7 +87,8 @@ class Catalog:
         self.parents: list[BlockKey | None] = []
         self.generations = array("Q")
         self.epochs = array("Q")
-        self._states = {tier: bytearray() for tier in _TIERS}
+        self._cpu_states, self._nvme_states = bytearray(), bytearray()
+        self._states = {Tier.CPU: self._cpu_states, Tier.NVME: self._nvme_states}
         self._pins = {tier: array("H") for tier in _TIERS}
         self._segments = {tier: array("I") for tier in _TIERS}
         self._indices = {tier: array("I") for tier in _TIERS}
@@ -124,7 +126,7 @@ class Catalog:
         self.epochs = array("Q", [epoch]) * count
         for other in _TIERS:
             mine = other is tier
-            self._states[other] = bytearray([CopyState.READY if mine else CopyState.ABSENT]) * count
+            self._states[other].extend(bytes([CopyState.READY if mine else CopyState.ABSENT]) * count)
             self._pins[other] = array("H", [0]) * count
             for columns, values in ((self._segments, copies.segments), (self._indices, copies.indices)):
                 columns[other].frombytes(values.astype(np.uint32).tobytes() if mine else bytes(4 * count))
@@ -153,6 +155,12 @@ class Catalog:
     def state(self, row: int, tier: Tier) -> int:
         """Return the ``CopyState`` of a row's copy in a tier, as a plain int."""
         return self._states[tier][row]
+
+    def is_ready(self, row: int) -> bool:
+        """Whether a row (or -1) can be loaded from some tier now. Asked for every block of every prompt."""
+        if self.hidden_segments:
+            return row >= 0 and (self._cpu_states[row] == _READY or self.readable(row, Tier.NVME))
+        return row >= 0 and (self._nvme_states[row] == _READY or self._cpu_states[row] == _READY)
 
     def slot(self, row: int, tier: Tier) -> Slot:
         """Return the slot of a copy that is not ABSENT."""

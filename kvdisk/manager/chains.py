@@ -118,9 +118,13 @@ class Chains:
         count = len(parent_rows)
         nothing = np.full(count, NONE, np.int32)
         children = np.flatnonzero(parent_rows != NONE).astype(np.int32)
+        first, after, before = nothing.copy(), nothing.copy(), nothing.copy()
+        first[parent_rows[children]] = children
+        # Most are the only child; the others are linked in ascending order.
+        several = np.bincount(parent_rows[children], minlength=count) > 1
+        children = children[several[parent_rows[children]]]
         children = children[np.argsort(parent_rows[children], kind="stable")]
         same = parent_rows[children[1:]] == parent_rows[children[:-1]]
-        first, after, before = nothing.copy(), nothing.copy(), nothing.copy()
         after[children[:-1][same]] = children[1:][same]
         before[children[1:][same]] = children[:-1][same]
         heads = children[np.concatenate(([True], ~same))] if len(children) else children

@@ -13,7 +13,7 @@ from kvdisk.manager.catalog import Catalog, CopyState
 
 def is_ready(catalog: Catalog, row: int) -> bool:
     """Whether a row (or -1) can be loaded from some tier now."""
-    return row >= 0 and (catalog.state(row, Tier.CPU) == CopyState.READY or catalog.readable(row, Tier.NVME))
+    return catalog.is_ready(row)
 
 
 def is_coming(catalog: Catalog, row: int) -> bool:

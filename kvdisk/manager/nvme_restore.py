@@ -45,22 +45,21 @@ def restore_blocks(
 ) -> Restored:
     """Adopt the blocks that can be served, in ``catalog`` (which has none yet) and by size class in ``policies``."""
     columns = index.block_columns()
-    groups = _groups_of(columns.keys)
+    table = _table(b"".join(columns.keys), set(map(len, columns.keys)))
+    groups = _groups_of(columns.keys, table)
     inside, suitable = _place(geometry, columns, groups, segments)
-    fresh = _first_of_their_slots(columns, inside)
+    fresh, used = _taken_slots(columns, inside, segments)
     kept = fresh & suitable & (columns.epochs == FILE_EPOCH)
     stale = np.flatnonzero(~kept)
     restored = Restored(
-        {
-            segment: columns.indices[fresh & (columns.segments == segment)]
-            for segment in np.unique(columns.segments[fresh]).tolist()
-        },
+        used,
         [(int(columns.epochs[row]), columns.keys[row]) for row in stale],
         [Slot(int(columns.segments[row]), int(columns.indices[row])) for row in stale if fresh[row]],
     )
     if len(stale):
         columns, groups = _only(columns, kept), groups[kept]
-    parent_rows = _parent_rows(columns.keys, columns.parents)
+        table = None if table is None else table[kept]
+    parent_rows = _parent_rows(columns, table)
     parents = _parents(columns, parent_rows)
     copies = CommittedCopies(columns.keys, parents, parent_rows, columns.generations, columns.segments, columns.indices)
     catalog.fill(Tier.NVME, copies, FILE_EPOCH)
@@ -72,9 +71,16 @@ def restore_blocks(
     return restored
 
 
-def _groups_of(keys: Sequence[BlockKey]) -> NDArray[np.int64]:
-    tails = b"".join([key[-GROUP_BYTES:] for key in keys])
+def _groups_of(keys: Sequence[BlockKey], table: NDArray[np.uint8] | None) -> NDArray[np.int64]:
+    tails = b"".join([key[-GROUP_BYTES:] for key in keys]) if table is None else table[:, -GROUP_BYTES:].tobytes()
     return np.frombuffer(tails, ">u2").astype(np.int64)
+
+
+def _table(joined: bytes, lengths: set[int]) -> NDArray[np.uint8] | None:
+    """Return joined keys as rows of bytes; None where they are not all of one length, or there are none."""
+    if len(lengths) != 1:
+        return None
+    return np.frombuffer(joined, np.uint8).reshape(-1, *lengths)
 
 
 def _place(
@@ -94,14 +100,26 @@ def _place(
     return inside, inside & known & (needed[np.minimum(groups, len(needed) - 1)] == slot_bytes[at])
 
 
-def _first_of_their_slots(columns: BlockColumns, inside: _Flags) -> _Flags:
-    """Of the blocks ``inside``, return those that no earlier one shares its slot with."""
+def _taken_slots(
+    columns: BlockColumns, inside: _Flags, segments: Mapping[int, SegmentRecord]
+) -> tuple[_Flags, dict[int, NDArray[np.uint32]]]:
+    """Of the blocks ``inside``, return those that no earlier one shares its slot with, and their slots by segment."""
     rows = np.flatnonzero(inside)
-    names = columns.segments[rows].astype(np.uint64) << np.uint64(32) | columns.indices[rows]
-    _, first = np.unique(names, return_index=True)
-    fresh = np.zeros(len(inside), np.bool_)
-    fresh[rows[first]] = True
-    return fresh
+    numbers = sorted(segments)
+    starts = np.cumsum([0] + [segments[number].slot_count for number in numbers])
+    slots = starts[np.searchsorted(np.array(numbers, np.int64), columns.segments[rows])] + columns.indices[rows]
+    taken = np.zeros(int(starts[-1]), np.bool_)
+    taken[slots] = True
+    fresh = inside
+    if np.count_nonzero(taken) < len(rows):
+        _, first = np.unique(slots, return_index=True)
+        fresh = np.zeros(len(inside), np.bool_)
+        fresh[rows[first]] = True
+    used = {
+        number: np.flatnonzero(taken[start:end]).astype(np.uint32)
+        for number, start, end in zip(numbers, starts[:-1], starts[1:], strict=True)
+    }
+    return fresh, used
 
 
 def _only(columns: BlockColumns, kept: _Flags) -> BlockColumns:
@@ -111,36 +129,39 @@ def _only(columns: BlockColumns, kept: _Flags) -> BlockColumns:
         columns.segments[kept],
         columns.indices[kept],
         columns.generations[kept],
-        list(compress(columns.parents, kept)),
+        b"".join(compress(columns.each_parent(), kept)),
+        columns.parent_bytes[kept],
         columns.stored_s[kept],
     )
 
 
-def _parent_rows(keys: Sequence[BlockKey], parents: Sequence[bytes]) -> NDArray[np.int32]:
-    """Return for each parent its position in ``keys``, which ascend, or NONE."""
+def _parent_rows(columns: BlockColumns, table: NDArray[np.uint8] | None) -> NDArray[np.int32]:
+    """Return for each block the position of its parent in ``columns``, or NONE. ``table``: see ``_table``."""
+    keys = columns.keys
     rows = np.full(len(keys), NONE, np.int32)
-    children = np.flatnonzero(np.fromiter(map(len, parents), np.int64, len(parents)))
-    lengths = set(map(len, keys)) | set(map(len, filter(None, parents)))
-    if len(lengths) == 1 and min(lengths) >= _WORD_BYTES:
-        (length,) = lengths
-        found = _find_alike(b"".join(keys), b"".join(parents), length)
+    children = np.flatnonzero(columns.parent_bytes)
+    wanted = _table(columns.parents, set(np.unique(columns.parent_bytes[children]).tolist()))
+    if table is not None and wanted is not None and table.shape[1] == wanted.shape[1] >= _WORD_BYTES:
+        found = _find_alike(table, wanted)
         rows[children[found != NONE]] = found[found != NONE]
         children = children[found == NONE]
-    for child in children.tolist():  # keys that are not all of one length; or few
-        row = bisect_left(keys, parents[child])
-        if row < len(keys) and keys[row] == parents[child]:
+    ends = np.cumsum(columns.parent_bytes)
+    for child in children.tolist():  # where keys are not all of one length; else few
+        end = int(ends[child])
+        parent = columns.parents[end - int(columns.parent_bytes[child]) : end]
+        row = bisect_left(keys, parent)
+        if row < len(keys) and keys[row] == parent:
             rows[child] = row
     rows[rows == np.arange(len(keys))] = NONE  # no block is its own parent, whatever a record says
     return rows
 
 
-def _find_alike(keys: bytes, wanted: bytes, length: int) -> NDArray[np.int64]:
-    """Return for each wanted key its position among ascending keys, all of ``length`` bytes and joined.
+def _find_alike(table: NDArray[np.uint8], needles: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Return for each of ``needles`` its row in ``table``, whose rows ascend and are as long.
 
-    NONE where it is not there, and where another key with the same first word comes before it.
+    NONE where it is not there, and where another row with the same first word comes before it.
     """
-    table = np.frombuffer(keys, np.uint8).reshape(-1, length)
-    needles = np.frombuffer(wanted, np.uint8).reshape(-1, length)
+    length = table.shape[1]
     first, sought = _word(table, 0, ">u8").astype(np.uint64), _word(needles, 0, ">u8").astype(np.uint64)
     order = np.argsort(sought)
     at = np.empty(len(sought), np.int64)
@@ -163,7 +184,8 @@ def _parents(columns: BlockColumns, parent_rows: NDArray[np.int32]) -> list[Bloc
     choice = np.empty(len(columns.keys) + 1, np.object_)
     choice[:-1] = columns.keys
     parents: list[BlockKey | None] = choice[parent_rows].tolist()  # the last, for NONE, is None
-    for row in np.flatnonzero(parent_rows == NONE).tolist():
-        if columns.parents[row]:
-            parents[row] = BlockKey(columns.parents[row])
+    ends = np.cumsum(columns.parent_bytes)
+    for row in np.flatnonzero((parent_rows == NONE) & (columns.parent_bytes > 0)).tolist():
+        end = int(ends[row])
+        parents[row] = BlockKey(columns.parents[end - int(columns.parent_bytes[row]) : end])
     return parents

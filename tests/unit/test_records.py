@@ -86,7 +86,7 @@ def _column_wise(items: list[tuple[bytes, bytes]]) -> list[BlockRecord] | str:
     except CorruptRecord as error:
         return str(error)
     slots = map(Slot, columns.segments.tolist(), columns.indices.tolist())
-    parents = [parent or None for parent in columns.parents]
+    parents = [parent or None for parent in columns.each_parent()]
     fields = (slots, columns.generations.tolist(), parents, columns.stored_s.tolist())
     return list(map(BlockRecord, columns.epochs.tolist(), columns.keys, *fields))
 

@@ -143,5 +143,5 @@ def test_a_chain_in_use_does_not_keep_others_from_leaving(eviction, monkeypatch)
     other = catalog.add(BlockKey(b"other"), 1000, 0, None)
     catalog.adopt(other, Tier.NVME, Slot(0, 1000))
     order.insert(other)
-    calls = (order.victims(1, lambda row: catalog.evictable(row, Tier.NVME)) for _ in range(100))
+    calls = (order.victims(1, lambda row: catalog.evictable(row, Tier.NVME)) for _ in range(400))
     assert next(filter(None, calls)) == [other]
