@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvdisk.config import Config
 from kvdisk.context import SchedulerContext
-from kvdisk.device.home import Home, Store
+from kvdisk.device.home import Home
 from kvdisk.device.posix import PosixDevice
+from kvdisk.device.store import Store
 from kvdisk.errors import ConfigError, CorruptRecord
 from kvdisk.geometry import Geometry
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for

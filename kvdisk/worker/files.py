@@ -11,7 +11,8 @@ import os
 from typing import Protocol
 
 from kvdisk.device import segment as segments
-from kvdisk.device.home import JoinedHome, Store
+from kvdisk.device.home import JoinedHome
+from kvdisk.device.store import Store
 from kvdisk.errors import DeviceError
 from kvdisk.messages import HomeSpec, SegmentSpec
 

@@ -11,8 +11,8 @@ import pytest
 from cli_stores import CAP, HYBRID, PLAIN, SLOTS, fill_home, inspect_json, leave_home, run, run_here
 
 from kvdisk.blocks import Slot, make_block_key
-from kvdisk.device.home import Store
 from kvdisk.device.segment import create_segment
+from kvdisk.device.store import Store
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.messages import SegmentSpec
 

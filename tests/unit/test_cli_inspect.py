@@ -16,7 +16,8 @@ from cli_stores import CAP, HYBRID, PLAIN, SLOTS, Owner, drop_power, inspect_jso
 from kvdisk import __version__
 from kvdisk.cli.index_reader import read_indexes
 from kvdisk.cli.survey import survey_store
-from kvdisk.device.home import Home, Store
+from kvdisk.device.home import Home
+from kvdisk.device.store import Store
 from kvdisk.geometry import segment_file_bytes
 
 

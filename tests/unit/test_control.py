@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvdisk.device import home as home_room
-from kvdisk.device.home import Store, list_homes
+from kvdisk.device import store as store_room
+from kvdisk.device.store import Store, list_homes
 from kvdisk.errors import ConfigError, CorruptRecord, StoreLocked
 
 MINE = bytes(range(32))
@@ -142,7 +142,7 @@ def test_a_store_file_that_does_not_decode_is_corrupt(tmp_path):
 
 def test_a_store_lock_that_is_kept_is_reported(tmp_path, monkeypatch):
     store = Store.open(tmp_path / "store")
-    monkeypatch.setattr(home_room, "STORE_LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(store_room, "STORE_LOCK_TIMEOUT_S", 0.05)
     with (store.path / "lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         for call in (lambda: store.acquire_home(MINE, {}, CAP), lambda: list_homes(store.path)):
@@ -152,7 +152,7 @@ def test_a_store_lock_that_is_kept_is_reported(tmp_path, monkeypatch):
 
 
 def test_where_boots_cannot_be_told_apart_each_start_counts_as_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(home_room, "BOOT_ID_PATH", tmp_path / "absent")
+    monkeypatch.setattr(store_room, "BOOT_ID_PATH", tmp_path / "absent")
     for _ in range(2):
         home = Store.open(tmp_path / "store").acquire_home(MINE, {}, CAP)
         assert home.fresh

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from kvdisk.device.home import Store
+from kvdisk.device.store import Store
 from kvdisk.errors import DeviceError, GeometryMismatch
 from kvdisk.messages import HomeSpec, SegmentSpec
 from kvdisk.worker.files import HomeFiles

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvdisk.device import paths
-from kvdisk.device.home import Store, list_homes
+from kvdisk.device.store import Store, list_homes
 from kvdisk.errors import CorruptRecord, DeviceError, GeometryMismatch, StoreLocked
 
 MINE = bytes(range(32))

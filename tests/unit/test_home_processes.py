@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from kvdisk.device.home import Store, list_homes
+from kvdisk.device.store import Store, list_homes
 from kvdisk.errors import DeviceError
 
 MINE = bytes(range(32))
@@ -20,7 +20,7 @@ GEOMETRY = {"geometry": {"ranks": 2}}
 
 OWNER = """
 import json, sys
-from kvdisk.device.home import Store
+from kvdisk.device.store import Store
 path, fingerprint = sys.argv[1:]
 home = Store.open(path).acquire_home(bytes.fromhex(fingerprint), {"geometry": {"ranks": 2}}, 64 << 20)
 print(json.dumps({"id": home.id, "fresh": home.fresh}), flush=True)
@@ -39,7 +39,7 @@ for line in sys.stdin:
 
 RANK = """
 import sys
-from kvdisk.device.home import Store
+from kvdisk.device.store import Store
 path, home_id, fingerprint = sys.argv[1:]
 home = Store.open(path, create=False).join_home(home_id, bytes.fromhex(fingerprint))
 print("joined", flush=True)

@@ -10,8 +10,8 @@ import pytest
 from ranks import FINGERPRINT, GPU_BLOCKS, GROUPS, NamedFiles, Rank, move, segment_of
 
 from kvdisk.device.header import read_header
-from kvdisk.device.home import Store
 from kvdisk.device.posix import PosixDevice
+from kvdisk.device.store import Store
 from kvdisk.geometry import HEADER_BYTES, Namespace
 from kvdisk.messages import HomeSpec, JobKind, Plan, Reason, Report
 from kvdisk.worker.files import HomeFiles
