@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvdisk.config import Config
 from kvdisk.context import SchedulerContext
+from kvdisk.device.cap import HOME_OVERHEAD_BYTES
 from kvdisk.device.home import Home
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.store import Store
-from kvdisk.errors import ConfigError, CorruptRecord
+from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
 from kvdisk.geometry import Geometry
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.manager.admission import make_admission
@@ -26,6 +27,7 @@ from kvdisk.manager.nvme_layout import NvmeLayout
 from kvdisk.manager.segments import NvmeSpace
 from kvdisk.manager.store_policy import make_store_policy
 from kvdisk.manager.transfers import Transfers
+from kvdisk.recovery import open_index, rebuild_index
 from kvdisk.stats import Stats
 
 if TYPE_CHECKING:
@@ -84,24 +86,13 @@ def assemble_scheduler(
     cpu = CpuSpace(geometry, cpu_slots, catalog, stats, make_policy) if config.cpu_bytes else None
     nvme = index = home = None
     if config.store_dirs:
-        assert config.nvme_bytes is not None
         assert fingerprint is not None
-        store = Store.open(config.store_dirs[0])
-        while nvme is None:
-            home = store.acquire_home(
-                fingerprint, description | {"geometry": describe_geometry(geometry)}, config.nvme_bytes
-            )
-            try:
-                layout = NvmeLayout.make(home.budget_bytes, config.segment_bytes, geometry, map_bytes_for)
-                index = LmdbIndex(home.index_path, map_bytes=layout.index_bytes, commit_s=config.index_commit_s)
-                nvme = NvmeSpace(geometry, layout, index, catalog, transfers, stats, make_policy)
-                nvme.restore(home.id, fingerprint)
-            except CorruptRecord as error:
-                _discard(home, index, error)
-                nvme = None
-            except BaseException:
-                home.close(clean=False)
-                raise
+        described = description | {"geometry": describe_geometry(geometry)}
+
+        def make_space(layout: NvmeLayout, index: LmdbIndex) -> NvmeSpace:
+            return NvmeSpace(geometry, layout, index, catalog, transfers, stats, make_policy)
+
+        home, index, nvme = _take_home(config, geometry, fingerprint, described, make_space)
     manager = TierManager(
         config,
         geometry,
@@ -120,14 +111,50 @@ def assemble_scheduler(
     return SchedulerParts(manager, index, home)
 
 
-def _discard(home: Home, index: LmdbIndex | None, error: CorruptRecord) -> None:
-    """Give up a home whose index cannot be read. Rebuilding it from the slot headers comes later."""
-    if home.fresh:
-        raise error
-    logger.warning("kvdisk gives up home %s, whose index cannot be read: %s", home.id, error)
-    if index is not None:
-        index.close()
-    home.discard()
+def _take_home(
+    config: Config,
+    geometry: Geometry,
+    fingerprint: bytes,
+    description: dict[str, Any],
+    make_space: Callable[[NvmeLayout, LmdbIndex], NvmeSpace],
+) -> tuple[Home, LmdbIndex, NvmeSpace]:
+    """Own a home whose index is sound, within its cap and read. One that cannot be rebuilt is given up for another."""
+    assert config.nvme_bytes is not None
+    budget_bytes = max(0, config.nvme_bytes - HOME_OVERHEAD_BYTES)
+    layout = NvmeLayout.make(budget_bytes, config.segment_bytes, geometry, map_bytes_for)
+    class_bytes = dict(zip(geometry.slot_sizes, layout.class_bytes, strict=True))
+    store = Store.open(config.store_dirs)
+
+    def restore(home: Home) -> tuple[LmdbIndex, NvmeSpace]:
+        index = open_index(
+            home, index_bytes=layout.index_bytes, class_bytes=class_bytes, commit_s=config.index_commit_s
+        )
+        try:
+            nvme = make_space(layout, index)
+            nvme.restore(home.id, fingerprint)
+        except BaseException:
+            index.close()
+            raise
+        return index, nvme
+
+    while True:
+        home = store.acquire_home(fingerprint, description, config.nvme_bytes, index_bytes=layout.index_bytes)
+        try:
+            try:
+                return home, *restore(home)
+            except (CorruptRecord, DeviceError) as error:
+                if home.fresh:
+                    raise
+                logger.warning("kvdisk cannot read the index of home %s: %s", home.id, error)
+            try:
+                rebuild_index(home, layout.index_bytes)
+                return home, *restore(home)
+            except (CorruptRecord, DeviceError) as error:
+                logger.warning("kvdisk gives up home %s, which cannot be rebuilt: %s", home.id, error)
+                home.discard()
+        except BaseException:
+            home.close(clean=False)
+            raise
 
 
 def describe_geometry(geometry: Geometry) -> dict[str, Any]:
@@ -190,6 +217,6 @@ def assemble_worker(
         for share, size in zip(geometry.shares, geometry.slot_sizes, strict=True)
     ]
     staging = Arena(geometry.slot_sizes, staging_slots, pin=on_gpu)
-    files = HomeFiles(config.store_dirs[0] if config.store_dirs else None, rank, geometry.rank_count)
+    files = HomeFiles(config.store_dirs or None, rank, geometry.rank_count)
     mover = Mover(geometry, rank, arena, staging, copier, PosixDevice(), files, io_deadline_s=config.io_deadline_s)
     return WorkerParts(mover, (staging,) if arena is None else (arena, staging))

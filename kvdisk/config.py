@@ -26,7 +26,7 @@ ON_RESET = ("epoch", "keep")
 class Config:
     """Everything a user can set; see the table in the README. Sizes are bytes, times are seconds.
 
-    ``store_dirs``: directories of the NVMe tier, at most one today; empty: CPU tier only.
+    ``store_dirs``: directories of the NVMe tier, one per drive, the first with the indexes; empty: CPU tier only.
     ``nvme_bytes``: cap of this engine over all ranks, index included. ``cpu_bytes``: host memory of
     the CPU tier over all ranks; 0: no CPU tier. ``staging_bytes``: per worker; None: by block size.
     ``max_pinned_gpu_blocks``: GPU blocks that stores may hold at once; None: half of the pool.
@@ -87,12 +87,13 @@ def _parse_dirs(key: str, value: Any) -> tuple[Path, ...]:
     listed = [value] if isinstance(value, str | Path) else value
     if not isinstance(listed, list | tuple) or not listed or not all(isinstance(d, str | Path) and d for d in listed):
         raise ConfigError(f"{key} must be a directory, or a list of directories, not {value!r}.")
-    if len(listed) > 1:
-        raise ConfigError(f"{key} names {len(listed)} directories, and kvdisk serves only one drive yet.")
-    path = Path(listed[0])
-    if not path.is_absolute():
-        raise ConfigError(f"{key} must be an absolute path, not {str(path)!r}.")
-    return (path,)
+    found = tuple(Path(directory) for directory in listed)
+    for path in found:
+        if not path.is_absolute():
+            raise ConfigError(f"{key} must be an absolute path, not {str(path)!r}.")
+        if found.count(path) > 1:
+            raise ConfigError(f"{key} lists {str(path)!r} twice.")
+    return found
 
 
 def _parse_seconds(key: str, value: Any) -> float:

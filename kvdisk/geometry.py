@@ -14,6 +14,8 @@ ALIGNMENT = 4096
 HEADER_BYTES = 4096
 """Bytes of the header in front of each slot's payload, on the drive and in the arena alike."""
 SEGMENT_HEADER_BYTES = 4096
+SEGMENT_OVERHEAD_BYTES = 16384
+"""Of a segment file, beside its bytes: a file system's list of extents, and a part of the directories."""
 FINGERPRINT_BYTES = 32
 FILE_EPOCH = 0
 """The epoch of KV computed with the weights as the files have them; any other is private to one engine."""
@@ -105,6 +107,11 @@ def slots_per_segment(segment_bytes: int, slot_bytes: int) -> int:
 def segment_file_bytes(slot_bytes: int, slot_count: int) -> int:
     """Length in bytes of one rank's segment file."""
     return SEGMENT_HEADER_BYTES + slot_bytes * slot_count
+
+
+def segment_charge_bytes(slot_bytes: int, slot_count: int) -> int:
+    """What one rank's file of a segment may take of the drive: its bytes, its part of directories and extents."""
+    return segment_file_bytes(slot_bytes, slot_count) + SEGMENT_OVERHEAD_BYTES
 
 
 def slot_offset(slot_bytes: int, index: int) -> int:

@@ -19,8 +19,8 @@ from typing import Any
 from kvdisk.cli.index_reader import BlockTally, IndexFacts, read_indexes
 from kvdisk.device import paths
 from kvdisk.device.control import STORE_FILE, HomeRecord, HomeSummary, read_record
+from kvdisk.device.listing import list_homes
 from kvdisk.device.segment import SegmentFileSummary, open_segment, read_segment_header, scan_segments
-from kvdisk.device.store import list_homes
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
 from kvdisk.messages import SegmentSpec
 

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvdisk.device import paths
 from kvdisk.device.segment import SegmentFileSummary
@@ -27,11 +26,25 @@ _BEFORE_STORE = frozenset({LOCK_FILE, HOMES, STORE_FILE, STORE_FILE + ".tmp", "l
 
 
 @dataclass(frozen=True, slots=True)
+class DriveName:
+    """A part of a home: the ``folder`` (32 hex digits) under ``homes`` in the directory with this ``store_id``.
+
+    The first of a home is its own directory in the store's first directory, and its ``folder`` is empty.
+    """
+
+    store_id: str
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
 class HomeRecord:
     """What a HOME file says.
 
     ``description``: plain JSON values for people and tools; the value under ``geometry`` must be equal for a
-    takeover. ``clean``: the last owner closed the home in order. Times: whole seconds since the Unix epoch.
+    takeover. ``boot_id``: of the boot in which the index is whole as long as the machine runs; empty: it never is.
+    ``clean``: the last owner closed the home in order. ``index_sum``: of the index's data file since then, until an
+    owner is about to write to it; else empty. ``index_bytes``: what the index may grow to. ``drives``: where the
+    home's segments lie. Times: whole seconds since the Unix epoch.
     """
 
     format_version: int
@@ -42,14 +55,29 @@ class HomeRecord:
     cap_bytes: int
     last_use_s: int
     created_s: int
+    index_bytes: int
+    index_sum: str
+    drives: tuple[DriveName, ...]
 
     def suits(self, fingerprint: bytes, description: dict[str, Any]) -> bool:
         """Return whether an engine of this fingerprint and description can read what the home holds."""
         return self.fingerprint == fingerprint and self.description.get("geometry") == description.get("geometry")
 
 
+@dataclass(frozen=True, slots=True)
+class DriveFolder:
+    """The part of a home that lies on one drive."""
+
+    path: Path
+
+    @property
+    def segments_path(self) -> Path:
+        """Directory of the segments on this drive."""
+        return self.path / SEGMENTS
+
+
 class HomePaths:
-    """Where the parts of a home are."""
+    """Where the parts of a home are that lie in the store's first directory."""
 
     __slots__ = ()
     path: Path
@@ -61,7 +89,7 @@ class HomePaths:
 
     @property
     def segments_path(self) -> Path:
-        """Directory of the segments."""
+        """Directory of the segments on the first drive."""
         return self.path / SEGMENTS
 
 
@@ -69,7 +97,8 @@ class HomePaths:
 class HomeSummary(HomePaths):
     """A home as ``list_homes`` found it. ``record`` is None where HOME is missing or does not decode.
 
-    ``alive``: a process of its owner lives. ``allocated_bytes``: all the home's files and directories.
+    ``alive``: a process of its owner lives. ``allocated_bytes``: all the home's files and directories. ``folders``:
+    by position in the record's ``drives``; None where its directory was not named.
     """
 
     id: str
@@ -78,6 +107,7 @@ class HomeSummary(HomePaths):
     alive: bool
     allocated_bytes: int
     segments: tuple[SegmentFileSummary, ...]
+    folders: tuple[DriveFolder | None, ...] = ()
 
 
 def is_home_id(text: str) -> bool:
@@ -99,15 +129,18 @@ def read_record(home_path: Path) -> HomeRecord:
     fields = paths.read_control(home_path / HOME_FILE)
     try:
         fields["fingerprint"] = bytes.fromhex(fields["fingerprint"])
+        fields["drives"] = tuple(DriveName(**drive) for drive in fields["drives"])
         record = HomeRecord(**fields)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptRecord(f"{home_path / HOME_FILE} does not have the fields of a home") from error
-    numbers = (record.format_version, record.cap_bytes, record.last_use_s, record.created_s)
+    numbers = (record.format_version, record.cap_bytes, record.last_use_s, record.created_s, record.index_bytes)
     if (
         not all(isinstance(number, int) for number in numbers)
         or not isinstance(record.description, dict)
         or not isinstance(record.boot_id, str)
         or not isinstance(record.clean, bool)
+        or not isinstance(record.index_sum, str)
+        or not _are_drives(record.drives)
         or len(record.fingerprint) != FINGERPRINT_BYTES
         or record.format_version != FORMAT_VERSION
     ):
@@ -115,13 +148,13 @@ def read_record(home_path: Path) -> HomeRecord:
     return record
 
 
-def complete_record(home_path: Path) -> HomeRecord | None:
-    """Read HOME, or return None where it or a directory of the home is missing or does not decode. Raises OSError."""
-    if not (paths.is_directory(home_path / INDEX) and paths.is_directory(home_path / SEGMENTS)):
-        return None
-    with suppress(FileNotFoundError, CorruptRecord):
-        return read_record(home_path)
-    return None
+def _are_drives(drives: tuple[DriveName, ...]) -> bool:
+    return (
+        all(isinstance(drive.store_id, str) and is_home_id(drive.store_id) for drive in drives)
+        and [drive.folder for drive in drives[:1]] == [""]
+        and all(isinstance(drive.folder, str) and is_home_id(drive.folder) for drive in drives[1:])
+        and len({drive.store_id for drive in drives}) == len(drives)
+    )
 
 
 def write_record(home_path: Path, record: HomeRecord, *, durable: bool) -> None:
@@ -145,23 +178,35 @@ def check_directory(path: Path) -> None:
         )
 
 
-def is_store(path: Path) -> bool:
-    """Return whether a directory is a store of this format; False where it is empty, or was left half made.
+class StoreRecord(NamedTuple):
+    """What a STORE file says. ``part_of``: store id of the store's first directory; None: this is it."""
+
+    store_id: str
+    part_of: str | None
+
+
+def read_store(path: Path) -> StoreRecord | None:
+    """Read STORE of a directory; None where the directory is empty, or was left half made.
 
     Raises ConfigError where it is a store of another format or holds other files, CorruptRecord, OSError.
     """
     try:
-        version = paths.read_control(path / STORE_FILE).get("format_version")
+        fields = paths.read_control(path / STORE_FILE)
     except FileNotFoundError:
         others = sorted(set(os.listdir(path)) - _BEFORE_STORE) or home_ids(path)
         if others and os.path.lexists(path / STORE_FILE):
-            return is_store(path)  # another process made it meanwhile
+            return read_store(path)  # another process made it meanwhile
         if others:
             raise ConfigError(f"store_dirs: {path} is not a kvdisk store and holds other files ({others[0]})") from None
-        return False
+        return None
+    version, store_id, part_of = (fields.get(name) for name in ("format_version", "store_id", "part_of"))
     if not isinstance(version, int):
         raise CorruptRecord(f"{path / STORE_FILE} names no format version")
     if version != FORMAT_VERSION:
         age = "a newer" if version > FORMAT_VERSION else "an older"
         raise ConfigError(f"store_dirs: {path} was made by {age} kvdisk (format {version}, not {FORMAT_VERSION})")
-    return True
+    if not (isinstance(store_id, str) and is_home_id(store_id)) or not (
+        part_of is None or (isinstance(part_of, str) and is_home_id(part_of))
+    ):
+        raise CorruptRecord(f"{path / STORE_FILE} names no store id")
+    return StoreRecord(store_id, part_of)

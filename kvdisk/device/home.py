@@ -3,26 +3,89 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import errno
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvdisk.device import paths
-from kvdisk.device.control import HomePaths, HomeRecord, write_record
+from kvdisk.device import cap, paths
+from kvdisk.device.control import (
+    HOMES,
+    INDEX,
+    DriveFolder,
+    HomePaths,
+    HomeRecord,
+    is_home_id,
+    read_record,
+    write_record,
+)
+from kvdisk.device.drives import folders_of
+from kvdisk.device.segment import SegmentFile
+from kvdisk.errors import CorruptRecord, DeviceError
+from kvdisk.messages import ForeignSegment, SegmentSpec
 
 if TYPE_CHECKING:
     from kvdisk.device.store import Store
+
+INDEX_FILE = "data.mdb"
+NEW_INDEX = "index.new"
 
 
 class JoinedHome(HomePaths):
     """A rank's hold on its engine's home, from ``Store.join_home`` until ``close``."""
 
-    def __init__(self, path: Path, fingerprint: bytes, lock_fd: int) -> None:
-        self.id = path.name
-        self.path = path
-        self.fingerprint = fingerprint
+    def __init__(self, store: Store, home_id: str, record: HomeRecord, lock_fd: int) -> None:
+        self.id = home_id
+        self.path = store.home_path(home_id)
+        self.fingerprint = record.fingerprint
+        self.folders = store.folders(home_id, record)
+        self._store = store
         self._lock_fd = lock_fd
+
+    def folder(self, drive: int) -> DriveFolder:
+        """Return the home's part on a drive. Raises DeviceError (ENODEV) where this rank cannot open the drive."""
+        folder = self.folders[drive] if drive < len(self.folders) else None
+        if folder is None:
+            raise DeviceError(errno.ENODEV, f"drive {drive} of home {self.id} could not be opened")
+        return folder
+
+    def clean_drives(self, clean: Callable[[DriveFolder], object]) -> None:
+        """Call ``clean`` for every part of the home, once, at the start. Raises DeviceError of the first drive.
+
+        A further drive on which that fails is from then on as if it could not be opened.
+        """
+        kept: list[DriveFolder | None] = []
+        for drive, folder in enumerate(self.folders):
+            kept.append(folder)
+            if folder is not None:
+                try:
+                    clean(folder)
+                except DeviceError:
+                    if drive == 0:
+                        raise
+                    kept[-1] = None
+        self.folders = tuple(kept)
+
+    def make_segment(self, spec: SegmentSpec, rank: int, rank_count: int) -> SegmentFile:
+        """Make this rank's file of a segment within the cap. Raises DeviceError; see ``cap.make_segment``."""
+        return cap.make_segment(self._store, self.id, self.folder(spec.drive), spec, rank, rank_count)
+
+    def foreign_folder(self, source: ForeignSegment, drive: int) -> DriveFolder:
+        """Return the part of another home on one of *its* drives. Takes no lock: it may be gone at any time.
+
+        Raises CorruptRecord where ``source`` names no home id or HOME does not decode, DeviceError.
+        """
+        if not is_home_id(source.home_id):
+            raise CorruptRecord(f"a home id has 32 hex digits, not {source.home_id!r}")
+        path = self._store.home_path(source.home_id)
+        with paths.device_errors(f"looking into home {source.home_id}"):
+            folders = folders_of(self._store.drives, path, read_record(path))
+        folder = folders[drive] if drive < len(folders) else None
+        if folder is None:
+            raise DeviceError(errno.ENODEV, f"drive {drive} of home {source.home_id} could not be opened")
+        return folder
 
     def close(self) -> None:
         """Release the home. The caller closed its segment files before. Idempotent."""
@@ -30,73 +93,142 @@ class JoinedHome(HomePaths):
 
 
 class Home(HomePaths):
-    """The owner's hold on a home, from ``Store.acquire_home`` until ``close``. One thread calls everything.
+    """The owner's hold on a home, from ``Store.acquire_home`` or ``hold_home`` until ``close``. One thread calls all.
 
-    ``fresh``: made new, so that index and segments are empty. ``budget_bytes``: what all files of the home may
-    come to; a home that was taken over under a smaller cap can be above it, and its owner then drops segments
-    first. All calls wait for the disk: none belongs into a scheduler's step.
+    ``fresh``: made new, so that index and segments are empty. ``budget_bytes``: what index and segments together may
+    come to; a home that was taken over under a smaller cap can be above it, and its owner then cuts it first. All
+    calls wait for the disk: none belongs into a scheduler's step. ``trim`` may be called by any thread.
+
+    Before the owner opens the index to write, it asks ``index_is_sound``, has it rebuilt where that is False
+    (``remove_index``, ``place_index``), and calls ``adopt_index``.
     """
 
-    def __init__(
-        self, store: Store, home_id: str, record: HomeRecord, *, lock_fd: int, kept_bytes: int, fresh: bool
-    ) -> None:
+    def __init__(self, store: Store, home_id: str, record: HomeRecord, *, lock_fd: int, fresh: bool) -> None:
         self.id = home_id
         self.path = store.home_path(home_id)
         self.fingerprint = record.fingerprint
         self.cap_bytes = record.cap_bytes
-        self.budget_bytes = max(0, self.cap_bytes - kept_bytes)
+        self.budget_bytes = max(0, self.cap_bytes - cap.HOME_OVERHEAD_BYTES)
+        self.folders = store.folders(home_id, record)
         self.fresh = fresh
         self._store = store
         self._record = record
+        self._adopted = fresh
         self._lock_fd = lock_fd
 
+    @property
+    def record(self) -> HomeRecord:
+        """What HOME says."""
+        return self._record
+
+    @property
+    def drive_count(self) -> int:
+        """Drives on which the home may have segments; the first is the one with the index."""
+        return len(self.folders)
+
+    def folder(self, drive: int) -> DriveFolder:
+        """Return the home's part on a drive. Raises DeviceError (ENODEV) for one that the home does not have."""
+        folder = self.folders[drive] if drive < len(self.folders) else None
+        if folder is None:
+            raise DeviceError(errno.ENODEV, f"home {self.id} has no drive {drive}")
+        return folder
+
     def allocated_bytes(self) -> int:
-        """Return the bytes that the file system holds for this home, index and segments together."""
+        """Return the bytes that the file systems hold for this home, index and segments together."""
         with paths.device_errors(f"measuring home {self.id}"):
-            return paths.allocated_bytes(self.path)
+            return cap.measure(self._store, self.id, self._record)
 
-    def foreign_bytes(self) -> int:
-        """Return the allocated bytes of all orphans in the store. Raises StoreLocked, DeviceError."""
-        with self._store.locked(), ExitStack() as stack:
-            return sum(orphan.allocated_bytes for orphan in self._store.find_orphans(stack))
+    def trim(self) -> bool:
+        """Delete orphans until all homes fit into the caps of the live owners; return whether they do.
 
-    def make_room(self, bytes_needed: int) -> int:
-        """Delete orphans, oldest use first, until the rest, this home and ``bytes_needed`` fit into the cap.
-
-        Sets ``budget_bytes`` anew, and returns the bytes that this home may allocate beyond what it has
-        (0 or more). Raises StoreLocked, DeviceError.
+        For the time between two segments, in which an owner may die and its cap with it. Raises StoreLocked where
+        another process holds the store lock for long, DeviceError.
         """
-        with self._store.locked(), ExitStack() as stack:
-            mine_bytes = paths.allocated_bytes(self.path)
-            orphans = self._store.find_orphans(stack)
-            kept_bytes = self._store.delete_oldest(orphans, self.cap_bytes - mine_bytes - bytes_needed)
-        self.budget_bytes = max(0, self.cap_bytes - kept_bytes)
-        return max(0, self.budget_bytes - mine_bytes)
+        return cap.trim_store(self._store, self.fingerprint)
 
     def mark_used(self) -> None:
         """Note in HOME that the home is used now. Raises DeviceError."""
         assert self._lock_fd >= 0, "the home is closed"
         self._write(replace(self._record, last_use_s=self._store.now_s()), durable=False)
 
+    # -- the index -----------------------------------------------------------------------------
+
+    def index_is_sound(self) -> bool:
+        """Whether the index is what its last owner committed, as far as its file tells. Raises DeviceError.
+
+        After a clean end its sum decides. After a crash of the owner it is whole while the machine runs: what is
+        wrong with it then shows when it is read.
+        """
+        if self.fresh:
+            return True
+        file = self.index_path / INDEX_FILE
+        with paths.device_errors(f"reading the index of home {self.id}"):
+            if not paths.is_directory(self.index_path):
+                return False
+            if self._record.index_sum:
+                with suppress(FileNotFoundError):
+                    return paths.sum_of_file(file) == self._record.index_sum
+                return False
+            return self._record.boot_id == self._store.boot_id and file.is_file() and not file.is_symlink()
+
+    def adopt_index(self) -> None:
+        """Note that the index is whole and is about to be written to. Raises DeviceError."""
+        self._write(replace(self._record, boot_id=self._store.boot_id, index_sum="", clean=False), durable=True)
+        self._adopted = True
+
+    def remove_index(self) -> None:
+        """Note that there is no index, and remove what is in its place; others may still read it. Raises DeviceError.
+
+        Unlinked, not truncated: others may have the file mapped.
+        """
+        self._write(replace(self._record, boot_id="", index_sum="", clean=False), durable=True)
+        self._adopted = False
+        with paths.device_errors(f"removing the index of home {self.id}"):
+            for name in (INDEX, NEW_INDEX):
+                paths.remove_anything(self._store.path / HOMES, self.id, name)
+            paths.make_directory(self.path / NEW_INDEX)
+
+    def place_index(self) -> None:
+        """Put the index that was made in ``new_index_path``, and is closed, into its place. Raises DeviceError."""
+        with paths.device_errors(f"placing the index of home {self.id}"):
+            self.new_index_path.rename(self.index_path)
+
+    @property
+    def new_index_path(self) -> Path:
+        """Directory in which an index is made that is not yet this home's."""
+        return self.path / NEW_INDEX
+
+    # -- the end -------------------------------------------------------------------------------
+
     def discard(self) -> None:
         """Release and delete a home that cannot be read. No rank has joined. Raises StoreLocked, DeviceError."""
         with self._store.locked():
-            self._store.delete_home(self.id)
+            self._store.delete_home(self.id, self._record)
             self._lock_fd = paths.unlock(self._lock_fd)
 
     def close(self, clean: bool) -> None:
         """Release the home. The owner's index and segment files are closed, its ranks have left. Idempotent.
 
-        With ``clean`` all files are synced and HOME says afterwards that they can be trusted whatever happens to
-        the machine; False is for an owner that could not commit. Raises DeviceError; the home is released then, too.
+        With ``clean`` all files are synced, and HOME says afterwards that they can be trusted whatever happens to
+        the machine, with a sum of the index; False is for an owner that could not commit. Raises DeviceError; the
+        home is released then, too.
         """
         if self._lock_fd < 0:
             return
         try:
+            record = replace(self._record, last_use_s=self._store.now_s())
             with paths.device_errors(f"closing home {self.id}"):
-                if clean:
-                    paths.sync_tree(self.path)
-            self._write(replace(self._record, last_use_s=self._store.now_s(), clean=clean), durable=True)
+                if clean and self._adopted:
+                    for folder in self.folders:
+                        if folder is not None:
+                            paths.sync_tree(folder.path)
+                    index_sum = ""
+                    with suppress(FileNotFoundError):
+                        index_sum = paths.sum_of_file(self.index_path / INDEX_FILE)
+                    record = replace(record, clean=True, index_sum=index_sum)
+                elif not self._adopted:  # nothing was written: what was true of the index still is
+                    record = replace(record, clean=bool(record.index_sum))
+            self._write(record, durable=True)
         finally:
             self._lock_fd = paths.unlock(self._lock_fd)
 

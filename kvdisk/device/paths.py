@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""File-system calls that ``home`` and ``segment`` share: modes, control files, locks, removal."""
+"""File-system calls that the rooms of the store share: modes, control files, locks, sums, removal."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from xxhash import xxh3_128
+
 from kvdisk.errors import CorruptRecord, DeviceError, StoreLocked
 
 DIRECTORY_MODE = 0o700
@@ -22,6 +24,7 @@ FILE_MODE = 0o600
 STAT_BLOCK_BYTES = 512
 LOCK_POLL_S = 0.02
 _LONGEST_CONTROL_FILE_BYTES = 1 << 20
+_SUM_PIECE_BYTES = 1 << 20
 
 
 @contextmanager
@@ -147,6 +150,28 @@ def sync_tree(directory: Path) -> None:
     sync(directory)
 
 
+def sum_of_file(path: Path) -> str:
+    """Return the xxh3_128 of a file's bytes as hex digits.
+
+    Raises OSError; FileNotFoundError also for what is no regular file.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        total, piece = xxh3_128(), bytearray(_SUM_PIECE_BYTES)
+        while count := os.readv(fd, [piece]):
+            total.update(memoryview(piece)[:count])
+    finally:
+        os.close(fd)
+    return total.hexdigest()
+
+
 def allocated_bytes(path: Path) -> int:
     """Return the bytes that the file system holds for ``path`` and all below it; what vanishes meanwhile counts 0."""
     try:
@@ -161,7 +186,7 @@ def allocated_bytes(path: Path) -> int:
 
 
 def remove_directory(homes: Path, *names: str, first: str | None = None) -> None:
-    """Remove the directory ``homes/names[0]/names[1]/...``: the one way in which kvdisk deletes directories.
+    """Remove the directory ``homes/names[0]/names[1]/...``: the way in which kvdisk deletes homes and segments.
 
     With ``first`` it goes with all its contents, the file of that name before the rest; without, only
     if it is empty (else OSError ENOTEMPTY). No symlink is followed, neither on the way nor below.
@@ -181,6 +206,27 @@ def remove_directory(homes: Path, *names: str, first: str | None = None) -> None
         with suppress(FileNotFoundError):
             os.unlink(first, dir_fd=target)
         shutil.rmtree(names[-1], dir_fd=opened[-2])
+    finally:
+        for fd in opened:
+            os.close(fd)
+
+
+def remove_anything(directory: Path, *names: str) -> None:
+    """Remove ``directory/names[0]/names[1]/...``, whatever it is: a tree, a file, a symlink. Gone already is no error.
+
+    No symlink is followed, neither on the way nor below. Raises OSError.
+    """
+    assert names
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    opened = [os.open(directory, flags)]
+    try:
+        opened.extend(os.open(name, flags, dir_fd=opened[-1]) for name in names[:-1])
+        with suppress(FileNotFoundError):
+            if stat.S_ISDIR(os.lstat(names[-1], dir_fd=opened[-1]).st_mode):
+                assert shutil.rmtree.avoids_symlink_attacks
+                shutil.rmtree(names[-1], dir_fd=opened[-1])
+            else:
+                os.unlink(names[-1], dir_fd=opened[-1])
     finally:
         for fd in opened:
             os.close(fd)

@@ -35,11 +35,11 @@ _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
 
 class HasSegments(Protocol):
-    """A home as this room needs it: one joined, one's own, or the summary of any."""
+    """A home, or the part of one on a drive, as this room needs it."""
 
     @property
     def segments_path(self) -> Path:
-        """``<store_dir>/homes/<id>/segments``."""
+        """``<store_dir>/homes/<id or folder>/segments``."""
 
 
 class SegmentHeader(NamedTuple):
@@ -54,12 +54,16 @@ class SegmentHeader(NamedTuple):
 
 
 class SegmentFileSummary(NamedTuple):
-    """A segment file as found; ``allocated_bytes`` is what the file system holds for it."""
+    """A segment file as found; ``allocated_bytes`` is what the file system holds for it.
+
+    ``drive``: position in the home's list of drives.
+    """
 
     segment: int
     rank: int
     length_bytes: int
     allocated_bytes: int
+    drive: int = 0
 
 
 class SegmentFile:
@@ -78,6 +82,11 @@ class SegmentFile:
         self.slot_bytes = header.slot_bytes
         self.slot_count = header.slot_count
         self.direct = direct
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of a slot, and how many there are."""
+        return self.slot_bytes, self.slot_count
 
     def close(self) -> None:
         """Close the file; ``fd`` becomes -1. The caller detached it from its device before. Idempotent."""
@@ -151,6 +160,13 @@ def read_segment_header(home: HasSegments, segment: int, rank: int) -> SegmentHe
     return header
 
 
+def scan_file(home: HasSegments, segment: int, rank: int) -> tuple[SegmentHeader, SegmentFile]:
+    """Open a segment file to read, whatever it was made for. Raises as ``open_segment``."""
+    with device_errors(f"opening segment {segment} of rank {rank}"):
+        header, fd, direct = _open_existing(_file_path(home, segment, rank), os.O_RDONLY)
+    return header, SegmentFile(fd, header, direct)
+
+
 def drop_segment(home: HasSegments, segment: int, rank: int) -> None:
     """Remove this rank's file of a segment, and the segment's directory with the last rank's.
 
@@ -171,7 +187,7 @@ def remove_unknown_segments(home: HasSegments, rank: int, known: Collection[int]
     """
     removed = []
     with device_errors(f"removing unknown segments of rank {rank}"):
-        for segment in _segment_numbers(home.segments_path):
+        for segment in segment_numbers(home.segments_path):
             path = _file_path(home, segment, rank)
             with suppress(FileNotFoundError):
                 _temporary(path).unlink()
@@ -183,21 +199,22 @@ def remove_unknown_segments(home: HasSegments, rank: int, known: Collection[int]
     return removed
 
 
-def scan_segments(segments_path: Path) -> tuple[SegmentFileSummary, ...]:
-    """List the segment files below a home's ``segments`` directory, by segment and rank. Raises OSError."""
+def scan_segments(segments_path: Path, drive: int = 0) -> tuple[SegmentFileSummary, ...]:
+    """List the segment files below a ``segments`` directory, by segment and rank. Raises OSError."""
     found = []
-    for segment in _segment_numbers(segments_path):
+    for segment in segment_numbers(segments_path):
         with suppress(FileNotFoundError), os.scandir(segments_path / str(segment)) as files:
             for file in files:
                 match = _FILE_NAME.fullmatch(file.name)
                 if match and file.is_file(follow_symlinks=False):
                     status = file.stat(follow_symlinks=False)
                     allocated = status.st_blocks * STAT_BLOCK_BYTES
-                    found.append(SegmentFileSummary(segment, int(match[1]), status.st_size, allocated))
+                    found.append(SegmentFileSummary(segment, int(match[1]), status.st_size, allocated, drive))
     return tuple(sorted(found))
 
 
-def _segment_numbers(segments_path: Path) -> list[int]:
+def segment_numbers(segments_path: Path) -> list[int]:
+    """List the segments that have a directory, ascending. Raises OSError."""
     try:
         with os.scandir(segments_path) as found:
             names = [item.name for item in found if item.is_dir(follow_symlinks=False)]

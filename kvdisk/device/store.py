@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store directory and its homes: who owns which, and how many bytes an engine may allocate.
+"""The store and its homes: who owns which, who comes after whom.
 
-Under ``<store_dir>`` lie ``STORE``, ``lock`` and ``homes/<id>/{HOME,lock,index/,segments/}``. Every process of
-an owner holds a shared flock on its home's ``lock`` for its life, through a descriptor that it opened itself
-(a flock belongs to the open file, so one that came by a fork would be the parent's). A home whose lock can be
-taken exclusively is an orphan. That is tried only while holding the store's ``lock``, so two who try never
-take each other for an owner.
+Under the first of a store's directories lie ``STORE``, ``lock`` and ``homes/<id>/{HOME,lock,index/,segments/}``; see
+``drives`` for the others. Every process of an owner holds a shared flock on its home's ``lock`` for its life, through
+a descriptor that it opened itself (a flock belongs to the open file, so one that came by a fork would be the
+parent's). A home whose lock can be taken exclusively is an orphan. That is tried only while holding the store's
+``lock``, so two who try never take each other for an owner.
 
 A home's id lasts for one owner: a takeover renames it. So a worker that was started by the owner before
 finds no such home, instead of writing into one that another engine has taken over.
-
-Kept orphans are charged to the engine that started last: its ``budget_bytes`` is its cap less their bytes. An
-engine that started earlier, and outlives an owner that died since, is not charged until it calls ``make_room``.
 """
 
 from __future__ import annotations
@@ -21,31 +18,42 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvdisk.device import paths
+from kvdisk.device.cap import Holding, Stock, delete, remove_loose, take_stock, trim
 from kvdisk.device.control import (
     HOME_FILE,
     HOMES,
     INDEX,
     LOCK_FILE,
-    SEGMENTS,
-    STORE_FILE,
+    DriveFolder,
     HomeRecord,
-    HomeSummary,
+    StoreRecord,
     check_directory,
-    complete_record,
-    home_ids,
     is_home_id,
-    is_store,
     read_record,
+    read_store,
     write_record,
 )
+from kvdisk.device.drives import (
+    Directories,
+    Drive,
+    folders_of,
+    list_directories,
+    make_folders,
+    make_missing_directory,
+    make_store,
+    open_drives,
+    remove_folder,
+    serves,
+    with_all,
+)
 from kvdisk.device.home import Home, JoinedHome
-from kvdisk.device.segment import scan_segments
+from kvdisk.device.neighbours import Neighbours, ReadableHome
 from kvdisk.errors import ConfigError, CorruptRecord, GeometryMismatch, StoreLocked
 from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION
 
@@ -53,89 +61,137 @@ BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 STORE_LOCK_TIMEOUT_S = 120.0
 
 
-class Orphan(NamedTuple):
-    """A home without a live owner; ``record`` is None where it is not complete. Locked while the store is."""
-
-    id: str
-    record: HomeRecord | None
-    allocated_bytes: int
-    lock_fd: int
-
-
 class Store:
-    """A store directory. Made by ``open``; holds no descriptor and no lock between calls.
+    """A store. Made by ``open``; holds no descriptor and no lock between calls.
 
-    ``boot_id`` and ``clock`` (seconds since the Unix epoch) are there for tests.
+    ``path``: its first directory. ``drives``: all that could be opened. ``boot_id`` and ``clock`` (seconds since the
+    Unix epoch) are there for tests. ``measured``: bytes of a home's folders when they could last be measured.
     """
 
     def __init__(self, path: Path, *, boot_id: str | None, clock: Callable[[], float]) -> None:
         self.path = path
-        self._boot_id = boot_id if boot_id is not None else _boot_id()
+        self.drives: tuple[Drive, ...] = ()
+        self.boot_id = boot_id if boot_id is not None else _boot_id()
+        self.measured: dict[Path, int] = {}
         self._clock = clock
+        self._neighbours = Neighbours(path, self.boot_id)
 
     @classmethod
     def open(
         cls,
-        path: str | os.PathLike[str],
+        directories: Directories,
         create: bool = True,
         *,
+        need_all: bool = True,
         boot_id: str | None = None,
         clock: Callable[[], float] = time.time,
     ) -> Store:
-        """Open a store, or with ``create`` make one (its parent must exist; the directory may, if empty).
+        """Open a store, or with ``create`` make one (its parents must exist; the directories may, if empty).
 
-        Raises ConfigError where the directory is not fit to be a store or is one of another format,
-        CorruptRecord where STORE does not decode, StoreLocked, DeviceError.
+        ``need_all`` False: further directories that cannot be opened are left out. Raises ConfigError where a
+        directory is not fit to be a store's, is one of another format or is part of another store, CorruptRecord where
+        STORE does not decode, StoreLocked, DeviceError.
         """
-        path = Path(path).absolute()
+        path, *further = list_directories(directories)
         with paths.device_errors(f"opening the store {path}"):
             store = cls(path, boot_id=boot_id, clock=clock)
-            if create and not os.path.lexists(path):
-                if not path.parent.is_dir():
-                    raise ConfigError(f"store_dirs: {path.parent}, where {path} would be made, is not a directory")
-                paths.make_directory(path, exist_ok=True)
+            if create:
+                make_missing_directory(path)
             check_directory(path)
-            complete = is_store(path) and os.path.lexists(path / LOCK_FILE)
-            if not complete and not create:
-                raise ConfigError(f"store_dirs: {path} is not a kvdisk store")
-            if not complete:
-                store._make()
+            record = read_store(path)
+            if record is None or not os.path.lexists(path / LOCK_FILE):
+                if not create:
+                    raise ConfigError(f"store_dirs: {path} is not a kvdisk store")
+                record = store._make()
+            if record.part_of is not None:
+                raise ConfigError(
+                    f"store_dirs: {path} is part of another store, and cannot be the first directory of one"
+                )
+            store.drives = (Drive(path, record.store_id),)
+            if further:
+                with store.locked() if create else nullcontext():
+                    store.drives = open_drives(
+                        store.drives[0], further, create=create, need_all=need_all, now_s=store.now_s()
+                    )
         return store
 
-    def acquire_home(self, fingerprint: bytes, description: dict[str, Any], cap_bytes: int) -> Home:
+    def acquire_home(
+        self, fingerprint: bytes, description: dict[str, Any], cap_bytes: int, *, index_bytes: int = 0
+    ) -> Home:
         """Take over the fullest orphan of this fingerprint and geometry, or make a home. HOME then says *not clean*.
 
-        Deleted are: orphans that are not complete, those of this fingerprint whose last owner went down with the
-        machine (rebuilding them from their headers comes later), and then, oldest use first, those that leave less
-        than half of ``cap_bytes``, or than what the home taken over has, for this home. ``cap_bytes``: over all ranks.
-        Raises StoreLocked, DeviceError.
+        Taken over are only homes all of whose drives are among the store's; those that it has no folder on are
+        added. Whether its index can be trusted is the next question: see ``Home``. Deleted are orphans that are not
+        complete, and what ``cap`` says must go for the home to fit. ``cap_bytes``: over all ranks. ``index_bytes``:
+        what the index may grow to. Raises StoreLocked, DeviceError.
         """
         assert len(fingerprint) == FINGERPRINT_BYTES
         assert cap_bytes > 0
         description = json.loads(json.dumps(description))  # as HOME will have it, to be compared
         with self.locked(), ExitStack() as stack:
-            orphans = self._delete_untrusted(self.find_orphans(stack), fingerprint)
-            mine = max(
-                (orphan for orphan in orphans if orphan.record and orphan.record.suits(fingerprint, description)),
-                key=lambda orphan: (orphan.allocated_bytes, orphan.record.last_use_s if orphan.record else 0),
-                default=None,
-            )
-            mine_bytes = mine.allocated_bytes if mine else 0
-            others = [orphan for orphan in orphans if orphan is not mine]
-            kept_bytes = self.delete_oldest(others, cap_bytes - max(mine_bytes, cap_bytes // 2))
+            stock = take_stock(self, stack)
+            for orphan in stock.orphans:
+                if orphan.record is None:
+                    delete(self, stock, orphan)
+            remove_loose(self, stock)
+            mine = self._choose(stock, fingerprint, description)
             now_s = self.now_s()
+            old = mine.record if mine else None
             record = HomeRecord(
                 format_version=FORMAT_VERSION,
                 fingerprint=fingerprint,
                 description=description,
-                boot_id=self._boot_id,
+                boot_id=old.boot_id if old else self.boot_id,
                 clean=False,
                 cap_bytes=cap_bytes,
                 last_use_s=now_s,
-                created_s=mine.record.created_s if mine and mine.record else now_s,
+                created_s=old.created_s if old else now_s,
+                index_bytes=index_bytes,
+                index_sum=old.index_sum if old else "",
+                drives=with_all(self.drives, old.drives if old else ()),
             )
+            self._make_room(stock, mine, record)
             home_id, lock_fd = self._take_over(mine, record) if mine else self._make_home(record)
-            return Home(self, home_id, record, lock_fd=lock_fd, kept_bytes=kept_bytes, fresh=mine is None)
+            return Home(self, home_id, record, lock_fd=lock_fd, fresh=mine is None)
+
+    def _choose(self, stock: Stock, fingerprint: bytes, description: dict[str, Any]) -> Holding | None:
+        fit = [
+            (home.allocated_bytes, home.record.last_use_s, home)
+            for home in stock.orphans
+            if home.record and home.record.suits(fingerprint, description) and serves(self.drives, home.record)
+        ]
+        return max(fit, key=lambda found: found[:2])[2] if fit else None
+
+    def _make_room(self, stock: Stock, mine: Holding | None, record: HomeRecord) -> None:
+        """Delete orphans until all fits once this home is owned. One that is above its new cap will be cut to it."""
+        charged = 0
+        if mine is not None:
+            stock.homes.remove(mine)
+            index_bytes = paths.allocated_bytes(self.home_path(mine.id) / INDEX)
+            charged = mine.allocated_bytes + max(0, record.index_bytes - index_bytes)
+        else:
+            charged = record.index_bytes
+        stock.homes.append(Holding("", record, True, 0, min(charged, record.cap_bytes), -1))
+        trim(self, stock, record.fingerprint, 0)
+
+    def hold_home(self, home_id: str) -> Home:
+        """Own an orphan as it is, under its id, to look after its files. HOME stays as it is until ``Home`` changes it.
+
+        Raises CorruptRecord where HOME does not decode, StoreLocked where it has an owner, DeviceError (ENOENT where
+        there is no such home).
+        """
+        with self.locked():
+            path = self.home_path(home_id)
+            lock_fd = os.open(path / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                if not paths.try_lock(lock_fd, fcntl.LOCK_EX):
+                    raise StoreLocked(f"home {home_id} has a live owner")
+                record = read_record(path)
+                fcntl.flock(lock_fd, fcntl.LOCK_SH)
+                return Home(self, home_id, record, lock_fd=lock_fd, fresh=False)
+            except BaseException:
+                os.close(lock_fd)
+                raise
 
     def join_home(self, home_id: str, fingerprint: bytes) -> JoinedHome:
         """Enter the home that this process's scheduler acquired.
@@ -152,86 +208,67 @@ class Store:
                 paths.wait_lock(lock_fd, fcntl.LOCK_SH, STORE_LOCK_TIMEOUT_S, f"home {home_id}")
                 if not paths.same_file(lock_fd, path / LOCK_FILE):
                     raise StoreLocked(f"home {home_id} was taken over or deleted while it was being joined")
-                if read_record(path).fingerprint != fingerprint:
+                record = read_record(path)
+                if record.fingerprint != fingerprint:
                     raise GeometryMismatch(f"home {home_id} is of another namespace")
             except BaseException:
                 os.close(lock_fd)
                 raise
-        return JoinedHome(path, fingerprint, lock_fd)
+        return JoinedHome(self, home_id, record, lock_fd)
+
+    def readable_homes(self, fingerprint: bytes, description: dict[str, Any], except_id: str) -> list[ReadableHome]:
+        """List the other homes of this fingerprint and geometry whose index may be read, by id. Takes no lock.
+
+        Cheap enough for every few milliseconds: looks into what has changed only. Raises DeviceError.
+        """
+        with paths.device_errors(f"looking into the store {self.path}"):
+            return self._neighbours.readable(fingerprint, description, except_id)
 
     def home_path(self, home_id: str) -> Path:
         """Directory of the home with this id."""
         assert is_home_id(home_id)
         return self.path / HOMES / home_id
 
+    def folders(self, home_id: str, record: HomeRecord) -> tuple[DriveFolder | None, ...]:
+        """Where the parts of a home lie, by position in its ``drives``; None on a drive that is not the store's."""
+        return folders_of(self.drives, self.home_path(home_id), record)
+
     def now_s(self) -> int:
         """Whole seconds since the Unix epoch."""
         return int(self._clock())
 
     @contextmanager
-    def locked(self, *, readonly: bool = False) -> Iterator[None]:
+    def locked(self, *, readonly: bool = False, timeout_s: float | None = None) -> Iterator[None]:
         """Hold the store lock; ``readonly``: of a store that cannot be written. Raises StoreLocked, DeviceError."""
+        wait_s = STORE_LOCK_TIMEOUT_S if timeout_s is None else timeout_s
         with paths.device_errors(f"store {self.path}"):
             fd = os.open(self.path / LOCK_FILE, (os.O_RDONLY if readonly else os.O_RDWR) | os.O_NOFOLLOW)
             try:
-                paths.wait_lock(fd, fcntl.LOCK_EX, STORE_LOCK_TIMEOUT_S, f"the store {self.path}")
+                paths.wait_lock(fd, fcntl.LOCK_EX, wait_s, f"the store {self.path}")
                 yield
             finally:
                 paths.unlock(fd)
 
-    def find_orphans(self, stack: ExitStack) -> list[Orphan]:
-        """Lock every orphan exclusively until ``stack`` ends, oldest use first. The caller holds the store lock."""
-        orphans = []
-        for home_id in home_ids(self.path):
-            path = self.home_path(home_id)
-            lock_fd = -1
-            with suppress(FileNotFoundError):  # without a lock file it was never finished: nobody can own it
-                lock_fd = os.open(path / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)
-                stack.callback(os.close, lock_fd)
-            if lock_fd < 0 or paths.try_lock(lock_fd, fcntl.LOCK_EX):
-                record = complete_record(path) if lock_fd >= 0 else None
-                orphans.append(Orphan(home_id, record, paths.allocated_bytes(path), lock_fd))
-        return sorted(orphans, key=lambda orphan: orphan.record.last_use_s if orphan.record else -1)
+    def delete_home(self, home_id: str, record: HomeRecord | None) -> bool:
+        """Delete a home, and its folders on all drives; return whether all is gone.
 
-    def delete_oldest(self, orphans: Iterable[Orphan], most_bytes: int) -> int:
-        """Delete orphans in their order until the rest come to ``most_bytes`` or less; return what the rest come to.
-
-        One that cannot be deleted counts with the rest. The caller holds the store lock.
+        The caller holds the store lock and the home's, and ``record`` is what HOME says.
         """
-        orphans = list(orphans)
-        total = sum(orphan.allocated_bytes for orphan in orphans)
-        for orphan in orphans:
-            if total <= most_bytes:
-                break
-            if self.delete_home(orphan.id):
-                total -= orphan.allocated_bytes
-        return total
-
-    def _delete_untrusted(self, orphans: Iterable[Orphan], fingerprint: bytes) -> list[Orphan]:
-        kept = []
-        for orphan in orphans:
-            record = orphan.record
-            trusted = record is not None and (
-                record.fingerprint != fingerprint or record.clean or record.boot_id == self._boot_id
-            )
-            if trusted or not self.delete_home(orphan.id):
-                # What should go and cannot still takes room, but nobody may take it over.
-                kept.append(orphan if trusted else orphan._replace(record=None))
-        return kept
-
-    def delete_home(self, home_id: str) -> bool:
-        """Delete a home and return whether all of it is gone. The caller holds the store lock and the home's."""
-        # HOME goes first: what a crash leaves of the rest is then not a complete home.
-        with suppress(OSError):
+        # HOME goes first: what a crash leaves of the rest is then not a complete home, and its folders are nobody's.
+        folders = self.folders(home_id, record)[1:] if record else ()
+        try:
             paths.remove_directory(self.path / HOMES, home_id, first=HOME_FILE)
-            return True
-        return False
+        except OSError:
+            return False
+        gone = [remove_folder(folder.path) for folder in folders if folder is not None]
+        return all(gone)
 
-    def _take_over(self, orphan: Orphan, record: HomeRecord) -> tuple[str, int]:
+    def _take_over(self, orphan: Holding, record: HomeRecord) -> tuple[str, int]:
         home_id = uuid.uuid4().hex
         path = self.home_path(home_id)
         self.home_path(orphan.id).rename(path)
         write_record(path, record, durable=True)
+        make_folders(self.folders(home_id, record))
         lock_fd = os.dup(orphan.lock_fd)  # the same lock; the orphan's own descriptor closes with the store lock
         # A conversion lets go for an instant, in which only holders of the store lock would try.
         fcntl.flock(lock_fd, fcntl.LOCK_SH)
@@ -245,55 +282,19 @@ class Store:
         try:
             fcntl.flock(lock_fd, fcntl.LOCK_SH)
             paths.make_directory(path / INDEX)
-            paths.make_directory(path / SEGMENTS)
+            make_folders(self.folders(home_id, record))
             write_record(path, record, durable=True)
         except BaseException:
             os.close(lock_fd)
             raise
         return home_id, lock_fd
 
-    def _make(self) -> None:
+    def _make(self) -> StoreRecord:
         self.path.chmod(paths.DIRECTORY_MODE)
         with suppress(FileExistsError):
             os.close(paths.create_file(self.path / LOCK_FILE))
         with self.locked():
-            if is_store(self.path):
-                return
-            paths.make_directory(self.path / HOMES, exist_ok=True)
-            store = {"format_version": FORMAT_VERSION, "store_id": uuid.uuid4().hex, "created_s": self.now_s()}
-            paths.write_control(self.path / STORE_FILE, store, durable=True)
-
-
-def list_homes(path: str | os.PathLike[str]) -> list[HomeSummary]:
-    """Describe every home of a store, by id. Writes nothing.
-
-    Holds the store lock while it tries the homes' locks, not while it measures. Raises as ``Store.open``.
-    """
-    store = Store.open(path, create=False)
-    with store.locked(readonly=True):
-        alive = {home_id: _is_owned(store.home_path(home_id)) for home_id in home_ids(store.path)}
-    homes = []
-    for home_id in sorted(alive):
-        home_path = store.home_path(home_id)
-        record = None
-        with paths.device_errors(f"reading home {home_id}"):
-            with suppress(FileNotFoundError, CorruptRecord):
-                record = read_record(home_path)
-            allocated_bytes = paths.allocated_bytes(home_path)
-            segments = scan_segments(home_path / SEGMENTS)
-        homes.append(HomeSummary(home_id, home_path, record, alive[home_id], allocated_bytes, segments))
-    return homes
-
-
-def _is_owned(home_path: Path) -> bool:
-    try:
-        fd = os.open(home_path / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return False
-    try:
-        return not paths.try_lock(fd, fcntl.LOCK_EX)
-    finally:
-        os.close(fd)
+            return read_store(self.path) or StoreRecord(make_store(self.path, self.now_s(), None), None)
 
 
 def _boot_id() -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvdisk.errors import ConfigError
-from kvdisk.geometry import Geometry, segment_file_bytes, slots_per_segment
+from kvdisk.geometry import SEGMENT_OVERHEAD_BYTES, Geometry, segment_charge_bytes, slots_per_segment
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,9 @@ class NvmeLayout:
         slot_counts = []
         for size, cap in zip(geometry.slot_sizes, class_bytes, strict=True):
             # Four segments or more per class, and two a drive: dropping or refusing one must not take the tier away.
-            count = slots_per_segment(min(segment_bytes, cap // (max(4, 2 * drive_count) * ranks)), size)
-            if segment_file_bytes(size, count) * ranks > cap:
+            share = cap // (max(4, 2 * drive_count) * ranks) - SEGMENT_OVERHEAD_BYTES
+            count = slots_per_segment(min(segment_bytes, share), size)
+            if segment_charge_bytes(size, count) * ranks > cap:
                 raise ConfigError(
                     f"nvme_bytes leaves {max(cap, 0)} bytes for blocks that need {size * ranks} bytes each on the "
                     "drive; give it more."

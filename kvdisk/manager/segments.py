@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from kvdisk.blocks import Slot, Tier, group_of
-from kvdisk.geometry import Geometry, segment_file_bytes
+from kvdisk.geometry import Geometry, segment_charge_bytes
 from kvdisk.index.base import BlockRecord, Index, IndexState, SegmentRecord
 from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.drives import Drives, Turns
@@ -375,4 +375,4 @@ class NvmeSpace:
         return self._geometry.slot_sizes.index(spec.slot_bytes)
 
     def _bytes_of(self, spec: SegmentSpec) -> int:
-        return segment_file_bytes(spec.slot_bytes, spec.slot_count) * self._geometry.rank_count
+        return segment_charge_bytes(spec.slot_bytes, spec.slot_count) * self._geometry.rank_count

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvdisk.blocks import BlockKey, Slot, Tier
 from kvdisk.config import Config
-from kvdisk.geometry import Geometry
+from kvdisk.geometry import Geometry, segment_charge_bytes
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.admission import make_admission
 from kvdisk.manager.catalog import Catalog, CopyState
@@ -225,7 +225,7 @@ def _layout(sizes: Sizes) -> NvmeLayout:
     """Return room for exactly ``sizes.segments`` segments of each size class."""
     geometry = sizes.geometry
     file_bytes = [
-        4096 + size * count for size, count in zip(geometry.slot_sizes, sizes.segment_slots, strict=True)
-    ]  # as geometry.segment_file_bytes
+        segment_charge_bytes(size, count) for size, count in zip(geometry.slot_sizes, sizes.segment_slots, strict=True)
+    ]
     class_bytes = tuple(sizes.segments * each * geometry.rank_count for each in file_bytes)
     return NvmeLayout(0, sizes.segment_slots, class_bytes)

@@ -7,10 +7,10 @@ All calls wait for the disk; they come one after the other from ``FileJobs``, on
 from __future__ import annotations
 
 import errno
-import os
 from typing import Protocol
 
 from kvdisk.device import segment as segments
+from kvdisk.device.drives import Directories
 from kvdisk.device.home import JoinedHome
 from kvdisk.device.store import Store
 from kvdisk.errors import DeviceError
@@ -28,21 +28,27 @@ class SegmentFiles(Protocol):
         """Join the home, once, before any segment, and remove this rank's files of segments it does not know."""
 
     def open_segment(self, spec: SegmentSpec) -> int:
-        """Make (``spec.create``) or open this rank's file; return its descriptor, which stays this object's."""
+        """Make (``spec.create``) or open this rank's file; return its descriptor, which stays this object's.
+
+        Of another home (``spec.source``) it is opened to read only. To make one waits up to two seconds for the store.
+        """
 
     def drop_segment(self, spec: SegmentSpec) -> None:
-        """Close and remove this rank's file; what was never opened or is gone is no error."""
+        """Close and remove this rank's file (of another home: close); never opened, or gone, is no error."""
 
     def close(self) -> None:
         """Close all files and leave the home. Idempotent."""
 
 
 class HomeFiles:
-    """``SegmentFiles`` of the home that the scheduler has acquired in ``store_dir``; None: there is no NVMe tier."""
+    """``SegmentFiles`` of the home that the scheduler has acquired; ``directories`` None: there is no NVMe tier.
 
-    def __init__(self, store_dir: str | os.PathLike[str] | None, rank: int, rank_count: int) -> None:
+    A directory that this rank cannot open fails only what is to be opened or made on its drive.
+    """
+
+    def __init__(self, directories: Directories | None, rank: int, rank_count: int) -> None:
         assert 0 <= rank < rank_count
-        self._store_dir = store_dir
+        self._directories = directories
         self._rank = rank
         self._rank_count = rank_count
         self._home: JoinedHome | None = None
@@ -51,10 +57,11 @@ class HomeFiles:
     def open_home(self, spec: HomeSpec) -> None:
         """See ``SegmentFiles``."""
         assert self._home is None, "a rank joins one home"
-        assert self._store_dir is not None, "a home was named, and there is no NVMe tier"
-        home = Store.open(self._store_dir, create=False).join_home(spec.home_id, spec.fingerprint)
+        assert self._directories is not None, "a home was named, and there is no NVMe tier"
+        store = Store.open(self._directories, create=False, need_all=False)
+        home = store.join_home(spec.home_id, spec.fingerprint)
         try:
-            segments.remove_unknown_segments(home, self._rank, spec.known_segments)
+            home.clean_drives(lambda part: segments.remove_unknown_segments(part, self._rank, spec.known_segments))
         except BaseException:
             home.close()
             raise
@@ -63,19 +70,26 @@ class HomeFiles:
     def open_segment(self, spec: SegmentSpec) -> int:
         """See ``SegmentFiles``."""
         assert spec.segment not in self._open
-        home = self._joined(spec)
-        make = segments.create_segment if spec.create else segments.open_segment
-        file = make(home, spec, self._rank, self._rank_count, home.fingerprint)
+        home = self._joined()
+        if spec.source is not None:
+            folder = home.foreign_folder(spec.source, spec.drive)
+            theirs = spec._replace(segment=spec.source.segment)
+            file = segments.open_segment(folder, theirs, self._rank, self._rank_count, home.fingerprint, writable=False)
+        elif spec.create:
+            file = home.make_segment(spec, self._rank, self._rank_count)
+        else:
+            file = segments.open_segment(home.folder(spec.drive), spec, self._rank, self._rank_count, home.fingerprint)
         self._open[spec.segment] = file
         return file.fd
 
     def drop_segment(self, spec: SegmentSpec) -> None:
         """See ``SegmentFiles``."""
-        home = self._joined(spec)
+        home = self._joined()
         file = self._open.pop(spec.segment, None)
         if file is not None:
             file.close()
-        segments.drop_segment(home, spec.segment, self._rank)
+        if spec.source is None:
+            segments.drop_segment(home.folder(spec.drive), spec.segment, self._rank)
 
     def close(self) -> None:
         """See ``SegmentFiles``."""
@@ -86,8 +100,7 @@ class HomeFiles:
             self._home.close()
             self._home = None
 
-    def _joined(self, spec: SegmentSpec) -> JoinedHome:
-        assert spec.drive == 0, "one store directory, one drive"
+    def _joined(self) -> JoinedHome:
         if self._home is None:
             raise DeviceError(errno.ENOENT, "the home of this segment is not open")
         return self._home

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from engine_child import Answer, EngineChild
 
-from kvdisk.device.store import list_homes
+from kvdisk.device.listing import list_homes
 from kvdisk.geometry import HEADER_BYTES, SEGMENT_HEADER_BYTES
 
 pytestmark = pytest.mark.vllm

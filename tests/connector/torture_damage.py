@@ -8,7 +8,7 @@ import random
 import shutil
 from pathlib import Path
 
-from kvdisk.device.store import list_homes
+from kvdisk.device.listing import list_homes
 from kvdisk.geometry import HEADER_BYTES, SEGMENT_HEADER_BYTES
 
 SLOT_BYTES = 32768 + HEADER_BYTES

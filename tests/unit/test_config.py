@@ -22,6 +22,8 @@ def test_values_are_read():
     assert (config.nvme_bytes, config.cpu_bytes) == (1 << 30, 1_500_000_000)
     assert (config.nvme_admission, config.store_decode) == ("reuse(2)", True)
     assert Config.from_mapping({"store_dirs": ["/nvme/kv"], "nvme_bytes": 5}).nvme_bytes == 5
+    several = Config.from_mapping(STORE | {"store_dirs": ["/nvme1/kv", Path("/nvme0/kv")]})
+    assert several.store_dirs == (Path("/nvme1/kv"), Path("/nvme0/kv")), "in the order given"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,8 @@ def test_wrong_sizes(wrong):
         ({"nvme_bytes": 1}, "needs store_dirs"),
         ({"cpu_bytes": 0}, "no tier"),
         (STORE | {"store_dirs": "relative"}, "absolute"),
-        (STORE | {"store_dirs": ["/a", "/b"]}, "only one drive"),
+        (STORE | {"store_dirs": ["/a", "/b", "/a"]}, "'/a' twice"),
+        (STORE | {"store_dirs": ["/a", "b"]}, "absolute"),
         (STORE | {"store_dirs": []}, "a directory"),
         ({"store_policy": "spillover"}, "'on_compute'"),
         ({"eviction": "arc"}, "'lru'"),

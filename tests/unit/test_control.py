@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvdisk.device import store as store_room
-from kvdisk.device.store import Store, list_homes
+from kvdisk.device.listing import list_homes
+from kvdisk.device.store import Store
 from kvdisk.errors import ConfigError, CorruptRecord, StoreLocked
 
 MINE = bytes(range(32))
@@ -155,5 +156,7 @@ def test_where_boots_cannot_be_told_apart_each_start_counts_as_one(tmp_path, mon
     monkeypatch.setattr(store_room, "BOOT_ID_PATH", tmp_path / "absent")
     for _ in range(2):
         home = Store.open(tmp_path / "store").acquire_home(MINE, {}, CAP)
-        assert home.fresh
+        assert home.index_is_sound() == home.fresh
+        home.adopt_index()
+        (home.index_path / "data.mdb").write_bytes(b"index")
         home.close(clean=False)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvdisk.device import paths
-from kvdisk.device.store import Store, list_homes
+from kvdisk.device.listing import list_homes
+from kvdisk.device.store import Store
 from kvdisk.errors import CorruptRecord, DeviceError, GeometryMismatch, StoreLocked
 
 MINE = bytes(range(32))
@@ -74,8 +75,9 @@ def ids(store) -> set[str]:
 def test_a_new_home_belongs_to_its_owner_and_is_not_clean_until_closed(store, clock):
     home = store.acquire_home(MINE, GEOMETRY, CAP)
     assert home.fresh
-    assert home.budget_bytes == CAP
+    assert CAP - MIB < home.budget_bytes < CAP
     assert home.index_path.is_dir()
+    assert home.index_is_sound()
     said = json.loads((home.path / "HOME").read_text())
     assert said == {
         "format_version": 1,
@@ -86,7 +88,11 @@ def test_a_new_home_belongs_to_its_owner_and_is_not_clean_until_closed(store, cl
         "cap_bytes": CAP,
         "last_use_s": 1_000_000,
         "created_s": 1_000_000,
+        "index_bytes": 0,
+        "index_sum": "",
+        "drives": [{"store_id": json.loads((store.path / "STORE").read_text())["store_id"], "folder": ""}],
     }
+    assert home.drive_count == 1
     (summary,) = list_homes(store.path)
     assert (summary.id, summary.alive, summary.record.clean) == (home.id, True, False)
     clock.now += 60
@@ -106,7 +112,7 @@ def test_a_clean_home_is_taken_over_under_a_new_id(store, clock):
     assert ids(store) == {home.id}
     assert home.id != old
     (summary,) = list_homes(store.path)
-    assert (summary.alive, summary.record.clean, summary.record.boot_id) == (True, False, "boot-2")
+    assert (summary.alive, summary.record.clean) == (True, False)
     assert (summary.record.cap_bytes, summary.record.created_s) == (2 * CAP, 1_000_000)
     assert summary.record.description["model"] == "the same under another name"
     with pytest.raises(DeviceError) as caught:
@@ -129,8 +135,6 @@ def test_the_fullest_orphan_is_taken_over(store):
     home = store.acquire_home(MINE, GEOMETRY, CAP)
     assert (home.segments_path / "0" / "rank0.kv").stat().st_size == 5 * MIB
     assert ids(store) == {home.id, left[2 * MIB], left[3 * MIB]}
-    assert home.budget_bytes == CAP - home.foreign_bytes()
-    assert 5 * MIB <= home.foreign_bytes() < 6 * MIB
     home.close(clean=True)
 
 
@@ -141,73 +145,99 @@ def test_a_home_of_other_contents_is_kept_and_not_taken_over(store, what):
     home = store.acquire_home(MINE, geometry, CAP)
     assert home.fresh
     assert len(ids(store)) == 2
-    assert MIB <= CAP - home.budget_bytes == home.foreign_bytes() < 2 * MIB
     home.close(clean=True)
 
 
-def test_orphans_may_keep_half_the_cap_and_the_least_recently_used_goes_first(store, clock):
-    left = []
-    for fingerprint in (b"a" * 32, b"b" * 32, b"c" * 32):
-        clock.now += 10
-        left.append(leave(store, fingerprint, 10 * MIB))
-    # The oldest home is used once more, so that the second is the one to go.
-    edit(store, left[0], last_use_s=int(clock.now) + 5)
-    home = store.acquire_home(MINE, GEOMETRY, 44 * MIB)
-    assert ids(store) == {home.id, left[0], left[2]}
-    assert 20 * MIB <= home.foreign_bytes() < 22 * MIB
-    assert home.budget_bytes == 44 * MIB - home.foreign_bytes()
-    home.close(clean=True)
-
-
-def test_what_a_taken_over_home_has_goes_before_orphans(store):
-    leave(store, OTHER, 10 * MIB)
-    leave(store, MINE, 40 * MIB)
-    home = store.acquire_home(MINE, GEOMETRY, 48 * MIB)
-    assert not home.fresh
-    assert ids(store) == {home.id}
-    assert home.budget_bytes == 48 * MIB
-    assert 40 * MIB <= home.allocated_bytes() < 41 * MIB
-    home.close(clean=True)
-
-
-def test_room_is_made_from_orphans_and_never_from_live_owners(store, clock):
-    live = store.acquire_home(OTHER, GEOMETRY, CAP)
-    put(live, 20 * MIB)
-    old = leave(store, b"a" * 32, 10 * MIB)
-    clock.now += 10
-    new = leave(store, b"b" * 32, 10 * MIB)
-    home = store.acquire_home(MINE, GEOMETRY, CAP)
-    put(home, 30 * MIB)
-    os.truncate(home.segments_path / "0" / "rank0.kv", 2 * CAP)  # a length that takes no room
-    assert 13 * MIB <= home.make_room(13 * MIB) < 14 * MIB, "both orphans fit beside that"
-    assert {old, new} < ids(store)
-    more = home.make_room(20 * MIB)
-    assert ids(store) == {live.id, home.id, new}
-    assert 20 * MIB <= more == home.budget_bytes - home.allocated_bytes()
-    assert home.budget_bytes == CAP - home.foreign_bytes()
-    more = home.make_room(2 * CAP)
-    assert ids(store) == {live.id, home.id}
-    assert more == CAP - home.allocated_bytes()
-    put(home, CAP + MIB, name="1")
-    assert home.make_room(1) == 0
-    for closed in (live, home):
-        closed.close(clean=True)
-
-
-def test_after_a_crash_of_the_machine_only_a_clean_home_is_trusted(store, clock):
-    dirty = leave(store, MINE, MIB, clean=False)
-    clean = leave(store, MINE, MIB, clean=True)
+def test_what_is_not_complete_goes_and_what_is_of_another_boot_stays(store, clock):
+    dirty = leave(store, MINE, MIB, clean=False, description=GEOMETRY)
     foreign = leave(store, OTHER, MIB, clean=False)
-    (store.home_path(clean) / "index" / "mark").write_text("clean")
     later = Store.open(store.path, boot_id="boot-2", clock=clock)
     home = later.acquire_home(MINE, GEOMETRY, CAP)
-    assert (home.index_path / "mark").read_text() == "clean"
+    assert not home.fresh
     assert ids(store) == {home.id, foreign}
     assert dirty not in ids(store)
     home.close(clean=False)
-    again = Store.open(store.path, boot_id="boot-3", clock=clock).acquire_home(MINE, GEOMETRY, CAP)
-    assert again.fresh
-    again.close(clean=True)
+
+
+@pytest.fixture
+def indexed(store):
+    """A home that was closed in order, with bytes for an index."""
+    home = store.acquire_home(MINE, GEOMETRY, CAP)
+    (home.index_path / "data.mdb").write_bytes(b"index")
+    home.close(clean=True)
+    return home
+
+
+def taken(store, boot_id):
+    return Store.open(store.path, boot_id=boot_id).acquire_home(MINE, GEOMETRY, CAP)
+
+
+def test_after_a_clean_end_the_sum_of_the_index_decides_in_any_boot(store, indexed):
+    for boot_id in ("boot-1", "boot-2"):
+        home = taken(store, boot_id)
+        assert home.index_is_sound()
+        home.close(clean=False)  # nothing was written to: it is as clean as before
+        assert list_homes(store.path)[0].record.clean
+    for boot_id in ("boot-1", "boot-2"):
+        home = taken(store, boot_id)
+        (home.index_path / "data.mdb").write_bytes(b"jndex")
+        assert not home.index_is_sound()
+        home.close(clean=True)  # does not make it sound
+    home = taken(store, "boot-1")
+    assert not home.index_is_sound()
+    (home.index_path / "data.mdb").write_bytes(b"index")
+    assert home.index_is_sound()
+    home.close(clean=False)
+
+
+def test_once_the_index_is_written_to_the_boot_decides(store, indexed):
+    home = taken(store, "boot-2")
+    home.adopt_index()
+    (home.index_path / "data.mdb").write_bytes(b"more of it")
+    home.close(clean=False)
+    same = taken(store, "boot-2")
+    assert same.index_is_sound()
+    same.close(clean=False)
+    later = taken(store, "boot-3")
+    assert not later.index_is_sound()
+    later.close(clean=True)
+    again = taken(store, "boot-3")
+    assert not again.index_is_sound(), "an owner that did not rebuild it does not make it sound"
+    again.close(clean=False)
+
+
+@pytest.mark.parametrize("how", ["absent", "symlink", "directory", "index symlink", "index file", "index absent"])
+def test_what_is_no_index_is_not_sound_and_is_replaced(store, indexed, tmp_path, how):
+    home = taken(store, "boot-1")
+    data = home.index_path / "data.mdb"
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "data.mdb").write_bytes(b"index")
+    data.unlink()
+    if how == "symlink":
+        data.symlink_to(precious / "data.mdb")
+    elif how == "directory":
+        data.mkdir()
+    elif how.startswith("index"):
+        home.index_path.rmdir()
+        if how == "index symlink":
+            home.index_path.symlink_to(precious)
+        elif how == "index file":
+            home.index_path.write_bytes(b"index")
+    assert not home.index_is_sound()
+    home.remove_index()
+    assert not os.path.lexists(home.index_path)
+    (home.new_index_path / "data.mdb").write_bytes(b"new")
+    assert not home.index_is_sound()
+    home.place_index()
+    assert not home.index_is_sound(), "a crash here means: once more"
+    home.adopt_index()
+    assert home.index_is_sound()
+    home.close(clean=True)
+    assert (precious / "data.mdb").read_bytes() == b"index"
+    after = taken(store, "boot-2")
+    assert after.index_is_sound()
+    after.close(clean=False)
 
 
 def test_in_the_same_boot_a_home_is_trusted_though_not_clean(store):
@@ -229,7 +259,6 @@ def _damage(name):
     [
         _damage("HOME"),
         _damage("lock"),
-        _damage("index"),
         lambda path: (path / "HOME").write_text("{"),
         lambda path: (path / "HOME").write_text("[]"),
         lambda path: (path / "HOME").write_text((path / "HOME").read_text().replace('"clean"', '"neat"')),
@@ -276,9 +305,8 @@ def test_deletion_follows_no_symlink(store, tmp_path):
 
 
 def test_a_deletion_that_breaks_off_leaves_no_home_to_take_over(store, monkeypatch):
-    leave(store, MINE, MIB, description=GEOMETRY, clean=False)
-    left = leave(store, OTHER, 40 * MIB, description=GEOMETRY)
-    store = Store.open(store.path, boot_id="boot-2")
+    left = leave(store, MINE, 40 * MIB, description=GEOMETRY)
+    (store.home_path(left) / "HOME").unlink()
 
     def breaks_off(name, *, dir_fd):
         raise OSError(errno.EIO, "Input/output error")
@@ -288,9 +316,7 @@ def test_a_deletion_that_breaks_off_leaves_no_home_to_take_over(store, monkeypat
         patch.setattr(shutil, "rmtree", breaks_off)
         home = store.acquire_home(MINE, GEOMETRY, CAP)
         assert home.fresh, "took over what could not be deleted"
-        assert CAP - 42 * MIB < home.budget_bytes < CAP - 41 * MIB, "what could not go is still charged"
         home.close(clean=True)
-    assert not (store.home_path(left) / "HOME").exists()
     home = store.acquire_home(OTHER, GEOMETRY, CAP)
     assert home.fresh
     assert left not in ids(store)

@@ -11,7 +11,8 @@ import sys
 
 import pytest
 
-from kvdisk.device.store import Store, list_homes
+from kvdisk.device.listing import list_homes
+from kvdisk.device.store import Store
 from kvdisk.errors import DeviceError
 
 MINE = bytes(range(32))

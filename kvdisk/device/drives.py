@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directories of a store, one per drive: which may be, and which folders on them belong to which home.
+
+The first directory has the store's lock and, of each home, HOME, lock, index and a part of the segments. A further
+one has ``STORE``, which names the first (``part_of``), and ``homes/<folder>/segments``; a home's HOME says which
+folders are its own. What no HOME names was left by a crash.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from kvdisk.device import paths
+from kvdisk.device.control import (
+    HOMES,
+    SEGMENTS,
+    STORE_FILE,
+    DriveFolder,
+    DriveName,
+    HomeRecord,
+    check_directory,
+    home_ids,
+    read_store,
+)
+from kvdisk.errors import ConfigError, KvdiskError
+from kvdisk.geometry import FORMAT_VERSION
+
+Directories: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
+"""A store's directory, or all of them, the first one first."""
+
+
+class Drive(NamedTuple):
+    """A directory of a store that could be opened."""
+
+    path: Path
+    store_id: str
+
+
+def list_directories(directories: Directories) -> tuple[Path, ...]:
+    """Return the directories as absolute paths, the first one first."""
+    listed = [directories] if isinstance(directories, str | os.PathLike) else list(directories)
+    assert listed, "a store has a directory"
+    return tuple(Path(directory).absolute() for directory in listed)
+
+
+def make_store(path: Path, now_s: int, part_of: str | None) -> str:
+    """Make a directory of a store; return its store id. Raises OSError. The caller holds the store lock."""
+    paths.make_directory(path / HOMES, exist_ok=True)
+    store_id = uuid.uuid4().hex
+    fields = {"format_version": FORMAT_VERSION, "store_id": store_id, "created_s": now_s}
+    paths.write_control(path / STORE_FILE, fields | ({"part_of": part_of} if part_of else {}), durable=True)
+    return store_id
+
+
+def make_missing_directory(path: Path) -> None:
+    """Make a store's directory where there is none. Raises ConfigError where its parent is missing too, OSError."""
+    if not os.path.lexists(path):
+        if not path.parent.is_dir():
+            raise ConfigError(f"store_dirs: {path.parent}, where {path} would be made, is not a directory")
+        paths.make_directory(path, exist_ok=True)
+
+
+def open_further(first: Drive, path: Path, *, create: bool, now_s: int) -> Drive:
+    """Open a further directory of the store whose first is ``first``, or with ``create`` make it one.
+
+    Raises ConfigError where it is not fit or belongs elsewhere, CorruptRecord, DeviceError. To create, the caller holds
+    the store lock.
+    """
+    with paths.device_errors(f"opening {path}"):
+        if create:
+            make_missing_directory(path)
+        check_directory(path)
+        record = read_store(path)
+        if record is None:
+            if not create:
+                raise ConfigError(f"store_dirs: {path} is not a kvdisk store")
+            path.chmod(paths.DIRECTORY_MODE)
+            return Drive(path, make_store(path, now_s, first.store_id))
+    if record.store_id == first.store_id:
+        raise ConfigError(f"store_dirs: {path} is listed twice")
+    if record.part_of is None:
+        raise ConfigError(f"store_dirs: {path} is a store of its own, and cannot be part of the one in {first.path}")
+    if record.part_of != first.store_id:
+        raise ConfigError(f"store_dirs: {path} is part of another store than the one in {first.path}")
+    return Drive(path, record.store_id)
+
+
+def open_drives(
+    first: Drive, further: Iterable[Path], *, create: bool, need_all: bool, now_s: int
+) -> tuple[Drive, ...]:
+    """Return the drives of a store, the first one first.
+
+    Without ``need_all``, those that cannot be opened are left out. Raises as ``open_further``.
+    """
+    drives = [first]
+    for path in further:
+        try:
+            drive = open_further(first, path, create=create, now_s=now_s)
+        except KvdiskError:
+            if need_all:
+                raise
+            continue
+        if any(drive.store_id == other.store_id for other in drives):
+            raise ConfigError(f"store_dirs: {path} is listed twice")
+        drives.append(drive)
+    return tuple(drives)
+
+
+def folders_of(drives: Sequence[Drive], home_path: Path, record: HomeRecord) -> tuple[DriveFolder | None, ...]:
+    """Return where the parts of a home lie, in the order of its record; None on a drive that is not among these."""
+    where = {drive.store_id: drive.path for drive in drives[1:]}
+    return (
+        DriveFolder(home_path),
+        *(
+            DriveFolder(where[name.store_id] / HOMES / name.folder) if name.store_id in where else None
+            for name in record.drives[1:]
+        ),
+    )
+
+
+def serves(drives: Sequence[Drive], record: HomeRecord) -> bool:
+    """Whether every drive of a home is among these, the first as the first."""
+    return record.drives[0].store_id == drives[0].store_id and {name.store_id for name in record.drives} <= {
+        drive.store_id for drive in drives
+    }
+
+
+def with_all(drives: Sequence[Drive], names: Sequence[DriveName]) -> tuple[DriveName, ...]:
+    """Return a home's drives, and behind them those that it has no folder on yet."""
+    known = {name.store_id for name in names} | {drives[0].store_id}
+    new = [DriveName(drive.store_id, uuid.uuid4().hex) for drive in drives if drive.store_id not in known]
+    return (DriveName(drives[0].store_id, ""), *names[1:], *new)
+
+
+def make_folders(folders: Iterable[DriveFolder | None]) -> None:
+    """Make what is missing of a home's folders; what is no directory there is removed. Raises OSError."""
+    for folder in folders:
+        assert folder is not None
+        for path in (folder.path, folder.segments_path):
+            if not paths.is_directory(path):
+                paths.remove_anything(path.parent, path.name)
+                paths.make_directory(path, exist_ok=True)
+
+
+def loose_folders(drives: Sequence[Drive], records: Iterable[HomeRecord]) -> list[Path]:
+    """List the folders in further directories that no record names. What a drive refuses to say is left out."""
+    named = {(name.store_id, name.folder) for record in records for name in record.drives}
+    loose = []
+    for drive in drives[1:]:
+        with suppress(OSError):
+            folders = home_ids(drive.path)
+            loose += [drive.path / HOMES / folder for folder in folders if (drive.store_id, folder) not in named]
+    return loose
+
+
+def remove_folder(path: Path) -> bool:
+    """Remove a folder of a further directory; return whether all of it is gone."""
+    with suppress(OSError):
+        paths.remove_directory(path.parent, path.name, first=SEGMENTS + ".none")
+        return True
+    return not os.path.lexists(path)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What homes a store has, for tools."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from contextlib import suppress
+
+from kvdisk.device import paths
+from kvdisk.device.cap import measure
+from kvdisk.device.control import LOCK_FILE, DriveFolder, HomeSummary, home_ids, read_record
+from kvdisk.device.drives import Directories
+from kvdisk.device.segment import SegmentFileSummary, scan_segments
+from kvdisk.device.store import Store
+from kvdisk.errors import CorruptRecord
+
+
+def list_homes(directories: Directories) -> list[HomeSummary]:
+    """Describe every home of a store, by id. Writes nothing.
+
+    ``directories``: the store's first, and those of the others that shall be looked into. Holds the store lock while
+    it tries the homes' locks, not while it measures. Raises as ``Store.open``.
+    """
+    store = Store.open(directories, create=False)
+    with store.locked(readonly=True):
+        alive = {home_id: _is_owned(store, home_id) for home_id in home_ids(store.path)}
+    homes = []
+    for home_id in sorted(alive):
+        path = store.home_path(home_id)
+        record = None
+        with paths.device_errors(f"reading home {home_id}"):
+            with suppress(FileNotFoundError, CorruptRecord):
+                record = read_record(path)
+            allocated_bytes = measure(store, home_id, record)
+            folders = store.folders(home_id, record) if record else (DriveFolder(path),)
+            segments = scan_folders(folders)
+        homes.append(HomeSummary(home_id, path, record, alive[home_id], allocated_bytes, segments, folders))
+    return homes
+
+
+def scan_folders(folders: tuple[DriveFolder | None, ...]) -> tuple[SegmentFileSummary, ...]:
+    """List the segment files of a home on all its drives, by segment and rank. Raises OSError."""
+    found = [scan_segments(folder.segments_path, drive) for drive, folder in enumerate(folders) if folder is not None]
+    return tuple(sorted(summary for of_drive in found for summary in of_drive))
+
+
+def _is_owned(store: Store, home_id: str) -> bool:
+    try:
+        fd = os.open(store.home_path(home_id) / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        return not paths.try_lock(fd, fcntl.LOCK_EX)
+    finally:
+        os.close(fd)

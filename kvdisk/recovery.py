@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index of a home that was taken over: trusted, or made anew from the slot headers, and cut to the cap.
+
+``open_index`` is the one call at a start. ``rebuild_index`` is also what ``kvdisk repair`` does. Both wait for the
+drive.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from kvdisk.blocks import BlockKey, Slot
+from kvdisk.device.home import Home
+from kvdisk.device.rebuild import Findings, FoundBlock, HomeShape, remove_lost, scan_home
+from kvdisk.device.segment import drop_segment
+from kvdisk.errors import DeviceError
+from kvdisk.geometry import segment_charge_bytes
+from kvdisk.index.base import BlockRecord, Index, SegmentRecord
+from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
+
+logger = logging.getLogger("kvdisk")
+
+PROGRESS_S = 5.0
+_FLUSH_S = 300.0
+_BATCH = 1000
+_RUN_GENERATIONS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """What a rebuild found. ``lost_segments``: why, for each segment whose files went, by drive and number."""
+
+    segments: int
+    blocks: int
+    older_copies: int
+    lost_segments: Mapping[tuple[int, int], str]
+
+
+def open_index(home: Home, *, index_bytes: int, class_bytes: Mapping[int, int], commit_s: float) -> LmdbIndex:
+    """Open the index of a home, having rebuilt it where it cannot be trusted, and cut the home to its cap.
+
+    ``index_bytes``: what the index may grow to. ``class_bytes``: by slot size, what segments of such slots may take on
+    all ranks; of others nothing is kept. The caller closes the index. Raises CorruptRecord where it cannot be read
+    though it looked sound (``rebuild_index``, and once more, is the remedy), DeviceError, StoreLocked.
+    """
+    if not home.index_is_sound():
+        rebuild_index(home, index_bytes)
+    home.adopt_index()
+    index = LmdbIndex(home.index_path, map_bytes=index_bytes, commit_s=commit_s)
+    try:
+        dropped = _excess(home, list(index.segments()), class_bytes)
+        too_long = (home.index_path / "data.mdb").stat().st_size > index_bytes
+        if not dropped and not too_long:
+            return index
+        _cut(index, dropped)
+        if too_long:
+            segments, blocks = list(index.segments()), list(index.blocks())
+    except BaseException:
+        index.close()
+        raise
+    if too_long:  # LMDB's file never shrinks
+        index.close()
+        home.remove_index()
+        _write_index(home, segments, blocks, index_bytes)
+        home.adopt_index()
+    for record in dropped:
+        for rank in range(_ranks(home)):
+            drop_segment(home.folder(record.drive), record.segment, rank)
+    return LmdbIndex(home.index_path, map_bytes=index_bytes, commit_s=commit_s) if too_long else index
+
+
+def rebuild_index(home: Home, index_bytes: int) -> Rebuilt:
+    """Make the index of a home anew from its slot headers; files of segments that are of no use go.
+
+    ``index_bytes``: what it may grow to; it becomes larger where that is too little. Broken off at any point, it is
+    to be done again, and ``Home.index_is_sound`` says so. Nothing else has the home's files open. Raises CorruptRecord
+    where HOME does not say enough, DeviceError.
+    """
+    shape = HomeShape.of(home.fingerprint, home.record.description)
+    logger.warning("kvdisk rebuilds the index of home %s from the headers of its slots.", home.id)
+    home.remove_index()
+    progress = _Progress(home.id)
+    found = scan_home(home.folders, shape, progress)
+    remove_lost(home.folders, list(found.lost))
+    segments = [SegmentRecord(*segment) for segment in found.segments]
+    room = max(index_bytes, map_bytes_for(len(found.blocks)))
+    _write_index(home, segments, _records(found, int(time.time())), room)
+    for (drive, segment), why in found.lost.items():
+        logger.warning("kvdisk dropped segment %d on drive %d of home %s: %s", segment, drive, home.id, why)
+    logger.warning(
+        "kvdisk rebuilt the index of home %s in %.1f s: %d blocks in %d segments; %d segments dropped.",
+        home.id,
+        time.monotonic() - progress.started_s,
+        len(found.blocks),
+        len(segments),
+        len(found.lost),
+    )
+    return Rebuilt(len(segments), len(found.blocks), found.older_copies, found.lost)
+
+
+class _Progress:
+    """Logs how far a scan is, every few seconds."""
+
+    def __init__(self, home_id: str) -> None:
+        self._home_id = home_id
+        self.started_s = self._said_s = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self._said_s >= PROGRESS_S:
+            self._said_s = now_s
+            logger.warning("kvdisk rebuilds home %s: %d of %d segments read.", self._home_id, done, total)
+
+
+def _records(found: Findings, now_s: int) -> Iterator[BlockRecord]:
+    """Yield the blocks as records, with times that keep their order.
+
+    A header has no time, but a generation: it begins with an engine's start, in nanoseconds, and counts up. Blocks of
+    one chain that were stored one after another get one time, so that the chain's tail leaves first; the next run
+    gets a later one. None lies in the future.
+    """
+    times: dict[tuple[int, BlockKey], tuple[int, int]] = {}
+    last_s = 0
+    for block in sorted(found.blocks.values(), key=_by_generation):
+        stored_s, generation = times.get((block.epoch, block.parent), (0, 0)) if block.parent else (0, 0)
+        if not stored_s or block.generation - generation > _RUN_GENERATIONS:
+            stored_s = last_s = min(now_s, max(last_s + 1, block.generation // 10**9))
+        times[block.epoch, block.key] = (stored_s, block.generation)
+        slot = Slot(block.segment, block.index)
+        yield BlockRecord(block.epoch, block.key, slot, block.generation, block.parent, stored_s)
+
+
+def _by_generation(block: FoundBlock) -> int:
+    return block.generation
+
+
+def _write_index(
+    home: Home, segments: Sequence[SegmentRecord], blocks: Iterable[BlockRecord], index_bytes: int
+) -> None:
+    """Make an index of these records and put it into its place. Raises DeviceError."""
+    index = LmdbIndex(home.new_index_path, map_bytes=index_bytes)
+    try:
+        for segment in segments:
+            index.put_segment(segment)
+        rest = iter(blocks)
+        while batch := list(islice(rest, _BATCH)):
+            while index.put(batch) is None:
+                _flush(index)
+        _flush(index)
+    finally:
+        index.close()
+    home.place_index()
+
+
+def _flush(index: Index) -> None:
+    if not index.flush(_FLUSH_S) or index.poll().dropped_puts:
+        raise DeviceError(errno.ENOSPC, "the index cannot be written")
+
+
+def _excess(home: Home, records: Sequence[SegmentRecord], class_bytes: Mapping[int, int]) -> list[SegmentRecord]:
+    """Return the segments that are beyond the cap of their size, the newest first."""
+    dropped = []
+    for slot_bytes in {record.slot_bytes for record in records}:
+        mine = sorted(record for record in records if record.slot_bytes == slot_bytes)
+        charges = [segment_charge_bytes(slot_bytes, record.slot_count) * _ranks(home) for record in mine]
+        while mine and sum(charges[: len(mine)]) > class_bytes.get(slot_bytes, 0):
+            dropped.append(mine.pop())
+    return dropped
+
+
+def _cut(index: LmdbIndex, dropped: Sequence[SegmentRecord]) -> None:
+    """Delete the records of these segments and of their blocks, and see them committed. Raises DeviceError."""
+    gone = {record.segment for record in dropped}
+    keys = [(record.epoch, record.key) for record in index.blocks() if record.slot.segment in gone]
+    for first in range(0, len(keys), _BATCH):
+        index.delete(keys[first : first + _BATCH])
+    for segment in gone:
+        index.delete_segment(segment)
+    if not index.flush(_FLUSH_S):
+        raise DeviceError(errno.ENOSPC, "the index cannot be written")
+
+
+def _ranks(home: Home) -> int:
+    return HomeShape.of(home.fingerprint, home.record.description).rank_count

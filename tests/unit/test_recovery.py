@@ -1,0 +1,443 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A home whose index is lost, damaged or not to be trusted is rebuilt from its slots at the next start."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import shutil
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from rebuild_stores import (
+    GEOMETRY,
+    Row,
+    allocated,
+    end,
+    file_of,
+    hold,
+    home_path,
+    key_of,
+    make_segment,
+    make_store,
+    rows,
+    served,
+    start,
+    write_block,
+)
+
+from kvdisk import recovery
+from kvdisk.blocks import BlockKey, Slot
+from kvdisk.device.store import Store
+from kvdisk.errors import DeviceError
+from kvdisk.geometry import slot_offset
+from kvdisk.index.lmdb_index import LmdbIndex
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def other_boot(path: Path) -> None:
+    change_home(path, boot_id="another")
+
+
+def change_home(path: Path, **changes: object) -> None:
+    file = home_path(path) / "HOME"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def flip(file: Path, rng: random.Random, bits: int = 3) -> None:
+    raw = bytearray(file.read_bytes())
+    for _ in range(bits):
+        raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+    file.write_bytes(raw)
+
+
+def _garbage(index: Path) -> None:
+    (index / "data.mdb").write_bytes(random.Random(1).randbytes(50_000))
+
+
+def _cut_short(index: Path) -> None:
+    os.truncate(index / "data.mdb", 8192)
+
+
+def _to_directory(index: Path) -> None:
+    (index / "data.mdb").unlink()
+    (index / "data.mdb").mkdir()
+
+
+def _to_link(index: Path) -> None:
+    (index / "data.mdb").rename(index.parent / "elsewhere")
+    (index / "data.mdb").symlink_to(index.parent / "elsewhere")
+
+
+def _index_to_link(index: Path) -> None:
+    index.rename(index.with_name("elsewhere"))
+    index.symlink_to(index.with_name("elsewhere"))
+
+
+def _index_to_file(index: Path) -> None:
+    shutil.rmtree(index)
+    index.write_text("no directory")
+
+
+DAMAGES = [
+    shutil.rmtree,
+    lambda index: (index / "data.mdb").unlink(),
+    _garbage,
+    _cut_short,
+    _to_directory,
+    _to_link,
+    _index_to_link,
+    _index_to_file,
+]
+
+
+@pytest.mark.parametrize("clean", [True, False])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_whatever_happened_to_the_index_the_blocks_are_served(path, damage, clean, caplog):
+    expected = make_store(path, clean=clean)
+    damage(home_path(path) / "index")
+    with caplog.at_level(logging.INFO, "kvdisk"):
+        assert served(path) == expected
+    said = [record.message for record in caplog.records]
+    assert any("rebuilds the index of home" in line for line in said)
+    assert any("20 blocks in 4 segments; 0 segments dropped" in line for line in said)
+    caplog.clear()
+    assert served(path) == expected
+    assert not any("rebuil" in record.message for record in caplog.records), "once is enough"
+
+
+def test_flipped_bits_after_a_clean_end_never_reach_lmdb(path):
+    """They could end the process, or name slots of other blocks."""
+    expected = make_store(path)
+    for seed in range(12):
+        flip(home_path(path) / "index" / "data.mdb", random.Random(seed))
+        assert served(path) == expected, f"seed {seed}"
+
+
+def test_after_a_crash_of_the_machine_the_headers_decide(path):
+    expected = make_store(path, clean=False)
+    other_boot(path)
+    index = LmdbIndex(home_path(path) / "index", map_bytes=8 << 20)
+    index.delete([(0, key_of(0))])  # what may not have reached the drive
+    index.close()
+    assert served(path) == expected
+    with hold_index(path) as index:
+        assert len(list(index.blocks())) == 20
+
+
+def hold_index(path: Path) -> closing[LmdbIndex]:
+    return closing(LmdbIndex(home_path(path) / "index", readonly=True))
+
+
+def test_in_the_same_boot_the_index_decides(path):
+    expected = make_store(path, clean=False)
+    index = LmdbIndex(home_path(path) / "index", map_bytes=8 << 20)
+    index.delete([(0, key_of(0))])
+    index.close()
+    (home_path(path) / "index" / "open").touch()
+    assert served(path) == {row for row in expected if row.key != key_of(0)}
+
+
+def test_parents_epochs_and_times_are_kept_in_order(path):
+    make_store(path)
+    home = hold(path)
+    write_block(home, Slot(0, 6), key_of(900), 7, parent=key_of(3), epoch=42)
+    home.close(clean=False)
+    with hold_index(path) as index:
+        before = {record.key: record for record in index.blocks()}
+    shutil.rmtree(home_path(path) / "index")
+    home = hold(path)
+    done = recovery.rebuild_index(home, 8 << 20)
+    assert (done.blocks, done.segments, dict(done.lost_segments)) == (21, 4, {})
+    with hold_index(path) as index:
+        after = {record.key: record for record in index.blocks()}
+    private = after.pop(key_of(900))
+    assert (private.epoch, private.parent, private.slot, private.generation) == (42, key_of(3), Slot(0, 6), 7)
+    assert {key: record._replace(stored_s=0) for key, record in after.items()} == {
+        key: record._replace(stored_s=0) for key, record in before.items()
+    }
+    for one in before.values():
+        for other in before.values():
+            if one.stored_s < other.stored_s:
+                assert after[one.key].stored_s < after[other.key].stored_s
+            elif one.stored_s == other.stored_s:
+                assert after[one.key].stored_s == after[other.key].stored_s, "a chain leaves tail first"
+    home.close(clean=False)
+    assert key_of(900) not in {row.key for row in served(path)}, "of another engine's weights"
+
+
+# -- what is not recovered ---------------------------------------------------------------------
+
+
+def rebuilt(path: Path) -> set[Row]:
+    shutil.rmtree(home_path(path) / "index")
+    return served(path)
+
+
+def of_segment(expected: set[Row], segment: int) -> set[Row]:
+    return {row for row in expected if row.slot.segment == segment}
+
+
+def _missing(home):
+    file_of(home, 2, 1).unlink()
+
+
+def _truncated(home):
+    os.truncate(file_of(home, 2, 1), file_of(home, 2, 1).stat().st_size - 1)
+
+
+def _empty(home):
+    os.truncate(file_of(home, 2, 0), 0)
+
+
+def _segment_header(home):
+    with file_of(home, 2, 1).open("r+b") as file:
+        file.seek(20)
+        file.write(b"\xff")
+
+
+def _other_segments_file(home):
+    shutil.copyfile(file_of(home, 0, 1), file_of(home, 2, 1))
+
+
+def _other_ranks_file(home):
+    shutil.copyfile(file_of(home, 2, 0), file_of(home, 2, 1))
+
+
+def _directory(home):
+    file_of(home, 2, 1).unlink()
+    file_of(home, 2, 1).mkdir()
+
+
+def _symlink(home):
+    file_of(home, 2, 1).rename(home.path / "elsewhere")
+    file_of(home, 2, 1).symlink_to(home.path / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [_missing, _truncated, _empty, _segment_header, _other_segments_file, _other_ranks_file, _directory, _symlink],
+)
+def test_a_segment_that_is_not_sound_on_every_rank_goes(path, damage):
+    expected = make_store(path)
+    home = hold(path)
+    damage(home)
+    home.close(clean=False)
+    assert rebuilt(path) == expected - of_segment(expected, 2)
+    assert not (home_path(path) / "segments" / "2").exists()
+
+
+def test_a_segment_number_that_is_none_goes_too(path):
+    expected = make_store(path)
+    segments = home_path(path) / "segments"
+    (segments / "2").rename(segments / str(1 << 40))
+    assert rebuilt(path) == expected - of_segment(expected, 2)
+    assert sorted(os.listdir(home_path(path) / "segments")) == ["0", "1", "3"]
+
+
+def change_header(home, segment: int, rank: int, slot: int, at: int) -> None:
+    size = GEOMETRY.groups[segment % 2].slot_bytes
+    with file_of(home, segment, rank).open("r+b") as file:
+        file.seek(slot_offset(size, slot) + at)
+        byte = file.read(1)[0]
+        file.seek(slot_offset(size, slot) + at)
+        file.write(bytes([byte ^ 0x10]))
+
+
+@pytest.mark.parametrize("at", [0, 9, 24, 70, 210, 400, 4090])
+def test_a_header_that_is_not_sound_on_some_rank_is_no_block(path, at):
+    expected = make_store(path)
+    home = hold(path)
+    change_header(home, 2, 1, 3, at)
+    home.close(clean=False)
+    assert rebuilt(path) == {row for row in expected if row.slot != Slot(2, 3)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"generation": 99},
+        {"key": key_of(777)},
+        {"epoch": 5},
+        {"parent": key_of(778)},
+        {"fingerprint": b"x" * 32},
+        {"payload_bytes": 3999},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ranks", [(1,), (0,)])
+def test_ranks_that_disagree_make_no_block(path, changes, ranks):
+    expected = make_store(path)
+    (row,) = (row for row in expected if row.slot == Slot(2, 3))
+    said = {"key": row.key, "generation": row.generation, "parent": row.parent} | changes
+    home = hold(path)
+    write_block(home, row.slot, ranks=ranks, **said)
+    home.close(clean=False)
+    assert rebuilt(path) == expected - {row}
+
+
+def test_what_all_ranks_say_alike_and_is_not_of_this_home_is_no_block(path):
+    expected = make_store(path)
+    home = hold(path)
+    write_block(home, Slot(0, 6), key_of(901), 1, fingerprint=b"y" * 32)
+    write_block(home, Slot(0, 7), key_of(902), 1, payload_bytes=100)
+    home.close(clean=False)
+    assert rebuilt(path) == expected
+
+
+def test_of_several_slots_with_one_key_the_newest_generation_wins(path):
+    expected = make_store(path)
+    (row,) = (row for row in expected if row.slot == Slot(2, 3))
+    home = hold(path)
+    write_block(home, Slot(0, 6), row.key, row.generation - 1)
+    write_block(home, Slot(0, 7), row.key, row.generation + 1)
+    home.close(clean=False)
+    assert rebuilt(path) == expected - {row} | {Row(row.key, Slot(0, 7), row.generation + 1, 0, None)}
+
+
+def test_slots_that_are_read_one_by_one(path, monkeypatch):
+    """As those of large blocks are."""
+    monkeypatch.setattr("kvdisk.device.rebuild._SMALL_SLOT_BYTES", 8192)
+    expected = make_store(path)
+    assert rebuilt(path) == expected
+
+
+# -- broken off --------------------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+import rebuild_stores
+from kvdisk.device import home as home_room, paths, rebuild
+from kvdisk import recovery
+at = int(sys.argv[3])
+def die_at(owner, name):
+    real = getattr(owner, name)
+    def call(*arguments, **named):
+        global at
+        at -= 1
+        if at == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments, **named)
+    setattr(owner, name, call)
+for owner, name in [(paths, "remove_anything"), (recovery, "scan_home"), (recovery, "remove_lost"),
+                    (recovery.LmdbIndex, "put"), (recovery.LmdbIndex, "close"), (home_room, "write_record"),
+                    (home_room.Home, "place_index"), (home_room.Home, "adopt_index"), (paths, "make_directory")]:
+    die_at(owner, name)
+rebuild_stores.start(Path(sys.argv[2]))
+print(at, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_rebuild_that_is_killed_is_done_again(path):
+    expected = make_store(path)
+    for at in range(1, 40):
+        index = home_path(path) / "index"
+        if index.is_dir() and (index / "data.mdb").exists():
+            _garbage(index)
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(path), str(at)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == -9, done.stderr
+        if done.stdout:
+            break
+        assert served(path) == expected, f"killed at {at}"
+    else:
+        raise AssertionError("it never came to its end")
+    assert at > 10
+    assert served(path) == expected
+    assert not (home_path(path) / "index.new").exists()
+
+
+def test_a_home_that_cannot_be_rebuilt_is_given_up(path, monkeypatch, caplog):
+    make_store(path)
+    old = home_path(path)
+    shutil.rmtree(old / "index")
+
+    def fails(*arguments):
+        raise DeviceError(5, "no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recovery, "scan_home", fails)
+        assert served(path) == set()
+    assert "gives up home" in caplog.text
+    assert not old.exists()
+
+
+# -- cut to the cap ----------------------------------------------------------------------------
+
+
+def test_a_smaller_cap_is_kept_when_the_start_is_over(path):
+    parts = start(path)
+    for segment in range(10):
+        parts.index.put_segment(make_segment(parts.home, segment, slots=200))
+        write_block(parts.home, Slot(segment, 0), key_of(segment), 5 + segment)
+        parts.index.put([recovery.BlockRecord(0, key_of(segment), Slot(segment, 0), 5 + segment)])
+    end(parts)
+    small = 24 << 20
+    assert allocated(path / "homes") > small
+    parts = start(path, cap_bytes=small)
+    assert allocated(home_path(path)) <= small, "before the engine runs"
+    kept = rows(parts)
+    assert 0 < len(kept) < 10
+    assert {row.slot.segment for row in kept} == {int(name) for name in os.listdir(home_path(path) / "segments")}
+    assert {record.segment for record in parts.index.segments()} == {row.slot.segment for row in kept}
+    parts.close()
+    assert served(path, cap_bytes=small) == kept
+
+
+def test_an_index_file_that_is_too_long_for_the_cap_is_made_anew(path):
+    large = start(path, cap_bytes=1 << 30)
+    keys = [BlockKey(number.to_bytes(4, "big") * 31 + bytes(2)) for number in range(40_000)]
+    for first in range(0, len(keys), 1000):
+        batch = [recovery.BlockRecord(9, key, Slot(0, 0), 1, key) for key in keys[first : first + 1000]]
+        assert large.index.put(batch)
+    assert large.index.flush(60)
+    large.index.delete([(9, key) for key in keys])
+    large.index.put_segment(make_segment(large.home, 0))
+    write_block(large.home, Slot(0, 0), key_of(1), 7)
+    large.index.put([recovery.BlockRecord(0, key_of(1), Slot(0, 0), 7)])
+    end(large)
+    file = home_path(path) / "index" / "data.mdb"
+    before = file.stat().st_size
+    small = start(path, cap_bytes=16 << 20)
+    after = (small.home.index_path / "data.mdb").stat().st_size
+    assert after <= small.home.record.index_bytes < before
+    assert {row.key for row in rows(small)} == {key_of(1)}
+    small.close()
+
+
+# -- several drives ----------------------------------------------------------------------------
+
+
+def test_segments_on_all_drives_are_rebuilt(tmp_path):
+    dirs = [tmp_path / "a", tmp_path / "b"]
+    expected = make_store(dirs, 4, drives=2)
+    assert list((tmp_path / "b").glob("homes/*/segments/[23]/rank[01].kv"))
+    shutil.rmtree(home_path(dirs[0]) / "index")
+    assert served(dirs) == expected
+    with hold_index(dirs[0]) as index:
+        assert [record.drive for record in index.segments()] == [0, 0, 1, 1]
+
+
+def test_a_segment_number_on_two_drives_counts_on_the_first(tmp_path):
+    dirs = [tmp_path / "a", tmp_path / "b"]
+    expected = make_store(dirs, 2, drives=2)
+    home = Store.open(dirs).hold_home(home_path(dirs[0]).name)
+    make_segment(home, 0, drive=1)
+    home.close(clean=False)
+    shutil.rmtree(home_path(dirs[0]) / "index")
+    assert served(dirs) == expected
+    assert not list((tmp_path / "b").glob("homes/*/segments/0"))
