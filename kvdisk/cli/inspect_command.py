@@ -32,11 +32,9 @@ class Exit(IntEnum):
 
 
 def inspect(
-    directory: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIR", help="The store: the directory that store_dirs names.", file_okay=False, readable=False
-        ),
+    directories: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="The store: all that store_dirs names.", file_okay=False, readable=False),
     ],
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, with bytes and times as integers.")
@@ -55,11 +53,11 @@ def inspect(
 
     [cyan]2[/cyan]  no report: not a store, no permission, a newer format, or wrong usage
     """
-    path = Path(os.path.realpath(directory))
+    paths = [Path(os.path.realpath(directory)) for directory in directories]
     try:
-        facts = survey_store(path)
+        facts = survey_store(paths)
     except KvdiskError as error:
-        typer.echo(f"kvdisk: {_sentence(error, path)}", err=True)
+        typer.echo(f"kvdisk: {why_not(error, paths[0])}", err=True)
         raise typer.Exit(Exit.NO_REPORT) from None
     if as_json:
         typer.echo(json.dumps(store_as_json(facts), indent=2))
@@ -70,8 +68,8 @@ def inspect(
     raise typer.Exit(Exit.WRONG if facts.problems else Exit.FINE)
 
 
-def _sentence(error: KvdiskError, path: Path) -> str:
-    """Say in one sentence why there is no report, and what would help."""
+def why_not(error: KvdiskError, path: Path) -> str:
+    """Say in one sentence why a store cannot be opened, and what would help."""
     if isinstance(error, DeviceError) and error.errno in {errno.EACCES, errno.EPERM}:
         return f"no permission to read {path}; run this as the user whose engine made it{_owner(path)}."
     if not os.path.lexists(path):

@@ -9,6 +9,7 @@ import typer
 
 from kvdisk import __version__
 from kvdisk.cli.inspect_command import inspect
+from kvdisk.cli.repair_command import repair
 
 app = typer.Typer(
     name="kvdisk",
@@ -17,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.command()(inspect)
+app.command()(repair)
 
 
 def _print_version(wanted: bool) -> None:
@@ -32,7 +34,7 @@ def kvdisk(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Look into the stores in which kvdisk keeps a vLLM server's KV cache."""
+    """Look into, and after, the stores in which kvdisk keeps a vLLM server's KV cache."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

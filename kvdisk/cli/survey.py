@@ -8,7 +8,6 @@ is None, and ``problems`` of the home says why.
 from __future__ import annotations
 
 import errno
-import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -19,8 +18,9 @@ from typing import Any
 from kvdisk.cli.index_reader import BlockTally, IndexFacts, read_indexes
 from kvdisk.device import paths
 from kvdisk.device.control import STORE_FILE, HomeRecord, HomeSummary, read_record
-from kvdisk.device.listing import list_homes
-from kvdisk.device.segment import SegmentFileSummary, open_segment, read_segment_header, scan_segments
+from kvdisk.device.drives import Directories, list_directories
+from kvdisk.device.listing import list_homes, scan_folders
+from kvdisk.device.segment import SegmentFileSummary, open_segment, read_segment_header
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
 from kvdisk.messages import SegmentSpec
 
@@ -174,16 +174,16 @@ def stored_range(homes: Iterable[HomeFacts]) -> tuple[int, int] | None:
     return min(tally.oldest_stored_s for tally in tallies), max(tally.newest_stored_s for tally in tallies)
 
 
-def survey_store(path: str | os.PathLike[str]) -> StoreFacts:
-    """Return what is in the store at ``path``. Waits for the disk, and for an engine that is just starting.
+def survey_store(directories: Directories) -> StoreFacts:
+    """Return what is in the store in these directories. Waits for the disk, and for an engine that is just starting.
 
     Raises ConfigError where it is no store that this kvdisk and this user can read, CorruptRecord where its STORE
     file does not decode, StoreLocked, DeviceError.
     """
-    path = Path(path).absolute()
+    path, *further = list_directories(directories)
     homes: list[HomeFacts] = []
     for _ in range(_ATTEMPTS):
-        summaries = list_homes(path)
+        summaries = list_homes([path, *further])
         indexes = read_indexes([summary.index_path for summary in summaries])
         homes = [_home_facts(summary, index) for summary, index in zip(summaries, indexes, strict=True)]
         still_there = [home for home in homes if home.path.exists()]
@@ -207,8 +207,12 @@ def survey_store(path: str | os.PathLike[str]) -> StoreFacts:
 def _home_facts(summary: HomeSummary, index: IndexFacts) -> HomeFacts:
     with paths.device_errors(f"reading home {summary.id}"):
         # Files that are newer than the index: it may name segments that were not there before.
-        summary = replace(summary, segments=scan_segments(summary.segments_path))
-    problems: list[str] = []
+        summary = replace(summary, segments=scan_folders(summary.folders))
+    problems = [
+        f"drive {drive} was not looked at, name its directory too"
+        for drive, folder in enumerate(summary.folders)
+        if folder is None
+    ]
     if summary.record is None:
         problems.append(_why_no_record(summary))
     if index.problem is not None:
@@ -260,12 +264,14 @@ def _segments(summary: HomeSummary, index: IndexFacts, readable: bool) -> Iterat
             yield SegmentFacts(segment, drive, slot_bytes, slots, used.get(segment, 0), True, found)
         else:
             sizes = _sizes_from_header(summary, found[0])
-            yield SegmentFacts(segment, 0, *sizes, 0 if readable else None, False, found)
+            yield SegmentFacts(segment, found[0].drive, *sizes, 0 if readable else None, False, found)
 
 
 def _sizes_from_header(summary: HomeSummary, file: SegmentFileSummary) -> tuple[int | None, int | None]:
     try:
-        header = read_segment_header(summary, file.segment, file.rank)
+        folder = summary.folders[file.drive]
+        assert folder is not None, "a file was found there"
+        header = read_segment_header(folder, file.segment, file.rank)
     except KvdiskError:
         return None, None
     return header.slot_bytes, header.slot_count
@@ -291,9 +297,12 @@ def _wrong_files(summary: HomeSummary, segments: Iterable[SegmentFacts]) -> Iter
         if not segment.indexed or segment.slot_bytes is None or segment.slots is None:
             continue
         spec = SegmentSpec(segment.segment, segment.slot_bytes, segment.slots, segment.drive, create=False)
+        folder = summary.folders[segment.drive] if segment.drive < len(summary.folders) else None
+        if folder is None:
+            continue
         for rank in range(ranks):
             try:
-                open_segment(summary, spec, rank, ranks, summary.record.fingerprint, writable=False).close()
+                open_segment(folder, spec, rank, ranks, summary.record.fingerprint, writable=False).close()
             except DeviceError as error:
                 # Dropping a segment takes its blocks first, then its files, then its record.
                 if error.errno != errno.ENOENT:

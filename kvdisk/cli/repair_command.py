@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvdisk repair``: makes the index of each home without an owner anew, from its slots."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from enum import IntEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvdisk.cli.inspect_command import why_not
+from kvdisk.cli.wording import plural, printable
+from kvdisk.device.control import home_ids
+from kvdisk.device.store import Store
+from kvdisk.errors import KvdiskError, StoreLocked
+from kvdisk.recovery import rebuild_index
+
+
+class Exit(IntEnum):
+    """Exit codes; the largest that applies."""
+
+    REPAIRED = 0
+    FAILED = 1
+    NO_STORE = 2
+    IN_USE = 3
+
+
+def repair(
+    directories: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="The store: all that store_dirs names.", file_okay=False, readable=False),
+    ],
+    home: Annotated[str | None, typer.Option("--home", metavar="ID", help="Only the home with this id.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Make the index of every home that no engine owns anew, from the headers of its slots.
+
+    An engine does this by itself when it starts and finds its index lost or damaged; this is for looking at once. No
+    block is read: each is checked when it is loaded. Segments whose files are of no use are removed.
+
+    [bold]Exit codes[/bold]
+
+    [cyan]0[/cyan]  every home asked for was rebuilt
+
+    [cyan]1[/cyan]  a home could not be rebuilt; the report says why
+
+    [cyan]2[/cyan]  nothing was done: not a store, no such home, no permission, or wrong usage
+
+    [cyan]3[/cyan]  a home is owned by a live engine, and was left alone; the others were rebuilt
+    """
+    logging.getLogger("kvdisk").addHandler(logging.NullHandler())  # what it would say is in the report
+    paths = [Path(os.path.realpath(directory)) for directory in directories]
+    try:
+        store = Store.open(paths, create=False)
+    except KvdiskError as error:
+        raise _refusal(why_not(error, paths[0])) from None
+    ids = home_ids(store.path)
+    if home is not None and home not in ids:
+        raise _refusal(f"{paths[0]} has no home {printable(home)}.")
+    reports = [_repair(store, home_id) for home_id in (ids if home is None else [home])]
+    if as_json:
+        typer.echo(json.dumps({"json_version": 1, "homes": [report for _, report in reports]}, indent=2))
+    else:
+        for _, report in reports:
+            _print(report)
+        if not reports:
+            typer.echo("There is no home to repair.")
+    raise typer.Exit(max((code for code, _ in reports), default=Exit.REPAIRED))
+
+
+def _repair(store: Store, home_id: str) -> tuple[Exit, dict[str, Any]]:
+    """Rebuild one home. Return how it ended, and a report: ``result`` is "rebuilt", "in use" or "failed"."""
+    try:
+        held = store.hold_home(home_id)
+    except StoreLocked:
+        return Exit.IN_USE, {"id": home_id, "result": "in use", "why": "a live engine owns it"}
+    except KvdiskError as error:
+        return Exit.FAILED, {"id": home_id, "result": "failed", "why": str(error)}
+    clean = False
+    try:
+        if any(folder is None for folder in held.folders):
+            return Exit.FAILED, {"id": home_id, "result": "failed", "why": "not all of its directories were named"}
+        done = rebuild_index(held, held.record.index_bytes)
+        held.adopt_index()
+        clean = True
+    except KvdiskError as error:
+        return Exit.FAILED, {"id": home_id, "result": "failed", "why": str(error)}
+    finally:
+        held.close(clean=clean)
+    lost = [{"drive": drive, "segment": segment, "why": why} for (drive, segment), why in done.lost_segments.items()]
+    return Exit.REPAIRED, {
+        "id": home_id,
+        "result": "rebuilt",
+        "blocks": done.blocks,
+        "segments": done.segments,
+        "older_copies": done.older_copies,
+        "dropped_segments": lost,
+    }
+
+
+def _print(report: dict[str, Any]) -> None:
+    if report["result"] != "rebuilt":
+        typer.echo(f"home {report['id']}: {report['result']}, {printable(report['why'])}")
+        return
+    blocks, segments, lost = report["blocks"], report["segments"], report["dropped_segments"]
+    typer.echo(f"home {report['id']}: {plural(blocks, 'block')} in {plural(segments, 'segment')} recovered")
+    if report["older_copies"]:
+        typer.echo(f"  older copies of the same blocks left out: {report['older_copies']}")
+    for one in lost:
+        typer.echo(f"  dropped segment {one['segment']} of drive {one['drive']}: {printable(one['why'])}")
+
+
+def _refusal(sentence: str) -> typer.Exit:
+    typer.echo(f"kvdisk: {sentence}", err=True)
+    return typer.Exit(Exit.NO_STORE)

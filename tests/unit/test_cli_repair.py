@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from cli_stores import HYBRID, Owner, leave_home, run, run_here
+from rebuild_stores import file_of, hold, home_path, make_store, served
+
+from kvdisk.device.listing import list_homes
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def repair(*arguments: object, code: int = 0) -> list[dict]:
+    done = run_here("repair", *arguments, "--json")
+    assert (done.exit_code, done.stderr) == (code, "")
+    return json.loads(done.stdout)["homes"]
+
+
+def test_every_home_without_an_owner_gets_its_index_back(path):
+    expected = make_store(path)
+    other = leave_home(path, HYBRID, 2, last_use_s=5000)
+    mine = next(home.id for home in list_homes(path) if home.id != other)
+    for home_id in (mine, other):
+        shutil.rmtree(path / "homes" / home_id / "index")
+    found = {report["id"]: report for report in repair(path)}
+    assert found[mine] == {
+        "id": mine,
+        "result": "rebuilt",
+        "blocks": 20,
+        "segments": 4,
+        "older_copies": 0,
+        "dropped_segments": [],
+    }
+    assert (found[other]["blocks"], found[other]["segments"]) == (0, 2), "its slots were never written"
+    assert all(home.record.clean for home in list_homes(path))
+    shutil.rmtree(path / "homes" / other)
+    assert served(path) == expected
+
+
+def test_what_was_dropped_is_said(path):
+    expected = make_store(path)
+    home = hold(path)
+    os.truncate(file_of(home, 2, 1), 5000)
+    home.close(clean=False)
+    done = run("repair", path)
+    assert done.returncode == 0
+    assert f"home {home.id}: 15 blocks in 3 segments recovered" in done.stdout
+    assert "dropped segment 2 of drive 0: " in done.stdout and "has 5000 bytes" in done.stdout
+    assert served(path) == {row for row in expected if row.slot.segment != 2}
+
+
+def test_a_home_with_an_owner_is_refused(path):
+    orphan = leave_home(path, HYBRID, 1, last_use_s=5000)
+    owner = Owner(path)
+    try:
+        reports = {report["id"]: report["result"] for report in repair(path, code=3)}
+        assert reports == {owner.home_id: "in use", orphan: "rebuilt"}
+        assert repair(path, "--home", orphan)[0]["result"] == "rebuilt"
+        (refused,) = repair(path, "--home", owner.home_id, code=3)
+        assert "owns it" in refused["why"]
+        assert f"home {owner.home_id}: in use, a live engine owns it" in run_here("repair", path).stdout
+        assert owner.put_one() == "True 0", "it does not notice"
+    finally:
+        owner.kill()
+
+
+def test_a_home_that_says_too_little_cannot_be_repaired(path):
+    make_store(path)
+    file = home_path(path) / "HOME"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"description": {}}))
+    (report,) = repair(path, code=1)
+    assert (report["result"], "does not describe" in report["why"]) == ("failed", True)
+    assert (home_path(path) / "index" / "data.mdb").exists(), "nothing was touched"
+    file.write_text("{")
+    (report,) = repair(path, code=1)
+    assert "does not decode" in report["why"]
+
+
+def test_all_drives_have_to_be_named(tmp_path):
+    dirs = [tmp_path / "a", tmp_path / "b"]
+    expected = make_store(dirs, 4, drives=2)
+    (report,) = repair(dirs[0], code=1)
+    assert "not all of its directories" in report["why"]
+    assert repair(*dirs)[0]["blocks"] == 20
+    assert served(dirs) == expected
+    done = run_here("inspect", dirs[0], "--json")
+    assert done.exit_code == 1
+    assert any("drive 1 was not looked at" in problem for problem in json.loads(done.stdout)["problems"])
+    done = run_here("inspect", *dirs, "--json")
+    assert (done.exit_code, json.loads(done.stdout)["totals"]["blocks"]) == (0, 20)
+    assert {segment["drive"] for segment in json.loads(done.stdout)["homes"][0]["segments"]} == {0, 1}
+
+
+def test_what_is_no_store(path, tmp_path):
+    for arguments in ([tmp_path / "nothing"], [tmp_path], [path, "--home", "a" * 32]):
+        done = run_here("repair", *arguments)
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert done.stderr.startswith("kvdisk: ") and done.stderr.count("\n") == 1
+    make_store(path)
+    assert f"has no home {'a' * 32}" in run_here("repair", path, "--home", "a" * 32).stderr
+    shutil.rmtree(home_path(path))
+    assert "no home to repair" in run_here("repair", path).stdout
+
+
+def test_the_exit_codes_are_in_the_help():
+    said = run("repair", "--help").stdout
+    assert "Exit codes" in said and "owned by a live engine" in " ".join(said.split())
