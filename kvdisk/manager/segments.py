@@ -16,7 +16,7 @@ from kvdisk.blocks import Slot, Tier, group_of
 from kvdisk.geometry import Geometry, segment_charge_bytes
 from kvdisk.index.base import BlockRecord, Index, IndexState, SegmentRecord
 from kvdisk.manager.catalog import Catalog, CopyState
-from kvdisk.manager.drives import Drives, Turns
+from kvdisk.manager.drive_health import Drives, Turns
 from kvdisk.manager.eviction import EvictionPolicy
 from kvdisk.manager.nvme_layout import NvmeLayout
 from kvdisk.manager.nvme_restore import restore_blocks

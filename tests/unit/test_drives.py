@@ -1,103 +1,284 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Back-off after failed writes, quarantine after failed reads, drive by drive."""
+"""Stores with a directory on each of several drives, and other engines' homes."""
 
 from __future__ import annotations
 
-import logging
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
 
-from kvdisk.manager.drives import (
-    FAILURES_IN_A_ROW,
-    FIRST_BACK_OFF_S,
-    FIRST_QUARANTINE_S,
-    LAST_BACK_OFF_S,
-    LAST_QUARANTINE_S,
-    Drives,
-    Turns,
-)
-from kvdisk.stats import Stats
+import pytest
 
+from kvdisk.device.listing import list_homes
+from kvdisk.device.segment import create_segment
+from kvdisk.device.store import Store
+from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, GeometryMismatch
+from kvdisk.messages import FOREIGN_SEGMENTS, ForeignSegment, HomeSpec, SegmentSpec
+from kvdisk.worker.files import HomeFiles
 
-def test_a_failed_write_pauses_its_drive_only_and_longer_each_time(caplog):
-    stats = Stats()
-    drives = Drives(2, stats)
-    now, pauses = 100.0, []
-    for _ in range(9):
-        drives.write_failed(1, now, "no space")
-        assert drives.writable(now) == [0]
-        start = now
-        drives.write_failed(1, now + 0.001, "no space")  # on its way at that time: it changes nothing
-        while not drives.may_write(1, now):
-            now += FIRST_BACK_OFF_S / 2
-        pauses.append(now - start)
-        assert drives.look(now)
-        assert not drives.look(now), "said once"
-    assert pauses == sorted(pauses)
-    assert pauses[0] == FIRST_BACK_OFF_S
-    assert pauses[-1] == LAST_BACK_OFF_S
-    assert stats.counts["write_pauses"] == 9
-    assert len(caplog.records) == 9, "one warning for each pause"
-    drives.write_succeeded(1)
-    drives.write_failed(1, now, "no space")
-    assert drives.may_write(1, now + FIRST_BACK_OFF_S)
+MINE = bytes(range(32))
+OTHER = b"\x77" * 32
+MIB = 1 << 20
+CAP = 64 * MIB
+GEOMETRY = {"geometry": {"ranks": 1}}
+SPEC = SegmentSpec(3, 8192, 4)
 
 
-def test_a_drive_that_fails_block_after_block_is_quarantined_and_tried_again(caplog):
-    caplog.set_level(logging.WARNING)
-    stats = Stats()
-    drives = Drives(2, stats)
-    for _ in range(3):  # bad blocks among good ones are not the drive's end
-        for _ in range(FAILURES_IN_A_ROW - 1):
-            drives.read_failed(0, 5.0)
-        drives.read_succeeded(0)
-    assert not drives.quarantined
-    for _ in range(FAILURES_IN_A_ROW):
-        drives.read_failed(0, 5.0)
-    assert drives.quarantined == {0}
-    assert drives.writable(5.0) == [1]
-    drives.read_failed(0, 6.0)  # one that was on its way
-    assert stats.counts["drive_quarantines"] == 1
-    assert not drives.look(5.0 + FIRST_QUARANTINE_S - 1)
-    assert drives.look(5.0 + FIRST_QUARANTINE_S)
-    assert not drives.quarantined
-    drives.read_failed(0, 70.0)
-    assert drives.quarantined == {0}, "on probation one failure is enough"
-    assert not drives.look(70.0 + FIRST_QUARANTINE_S)
-    assert drives.look(70.0 + 2 * FIRST_QUARANTINE_S)
-    drives.read_succeeded(0)
-    drives.read_failed(0, 300.0)
-    assert not drives.quarantined
+@pytest.fixture
+def dirs(tmp_path):
+    return [tmp_path / name for name in "abc"]
 
 
-def test_a_drive_that_does_not_answer_is_quarantined_at_once():
-    drives = Drives(1, Stats())
-    drives.read_failed(0, 1.0, hangs=True)
-    assert drives.quarantined == {0}
-    now = 1.0
-    for _ in range(12):
-        now += LAST_QUARANTINE_S
-        assert drives.look(now)
-        drives.read_failed(0, now, hangs=True)
-    assert not drives.look(now + LAST_QUARANTINE_S - 1)
-    assert drives.look(now + LAST_QUARANTINE_S)
+def acquire(dirs, fingerprint=MINE, **named):
+    return Store.open(dirs, **named).acquire_home(fingerprint, GEOMETRY, CAP)
 
 
-def test_pieces_go_to_the_drives_in_turn():
-    turns = Turns([4, 2])
-    placed = []
-    for _ in range(12):
-        drive, most = turns.next_piece(0, [0, 1, 2])
-        count = min(3, most)
-        turns.took(0, count)
-        placed += [drive] * count
-    assert "".join(map(str, placed)).startswith("000011112222000011112222")
-    assert turns.next_piece(1, [0, 1, 2]) == (0, 2), "each size class has turns of its own"
+def joined(dirs, home, known=(3,)) -> HomeFiles:
+    files = HomeFiles(dirs, 0, 1)
+    files.open_home(HomeSpec(home.id, home.fingerprint, known))
+    return files
 
 
-def test_a_drive_without_room_loses_its_turn():
-    turns = Turns([4])
-    assert turns.next_piece(0, [1, 3]) == (1, 4)
-    turns.took(0, 2)
-    assert turns.next_piece(0, [1, 3]) == (1, 2), "a piece goes on"
-    assert turns.next_piece(0, [3]) == (3, 4)
-    turns.took(0, 4)
-    assert turns.next_piece(0, [1, 3]) == (1, 4)
+def folders(path: Path) -> list[str]:
+    return sorted(os.listdir(path / "homes"))
+
+
+def test_each_further_directory_is_part_of_the_first(dirs):
+    home = acquire(dirs)
+    assert home.drive_count == 3
+    said = [json.loads((path / "STORE").read_text()) for path in dirs]
+    assert "part_of" not in said[0]
+    assert said[1]["part_of"] == said[2]["part_of"] == said[0]["store_id"]
+    assert len({one["store_id"] for one in said}) == 3
+    drives = json.loads((home.path / "HOME").read_text())["drives"]
+    assert [drive["store_id"] for drive in drives] == [one["store_id"] for one in said]
+    assert [drive["folder"] for drive in drives] == ["", *folders(dirs[1]), *folders(dirs[2])]
+    for path in (home.folder(1).path, home.folder(2).segments_path, dirs[1], dirs[2]):
+        assert path.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(DeviceError):
+        home.folder(3)
+    home.close(clean=True)
+
+
+def test_what_may_not_be_a_directory_of_a_store(dirs, tmp_path):
+    acquire(dirs[:2]).close(clean=True)
+    Store.open(tmp_path / "own")
+    for wrong, why in [
+        ([dirs[1]], "cannot be the first"),
+        ([dirs[1], dirs[0]], "cannot be the first"),
+        ([dirs[0], dirs[1], dirs[1]], "listed twice"),
+        ([dirs[0], dirs[0]], "listed twice"),
+        ([dirs[0], tmp_path / "own"], "store of its own"),
+        ([tmp_path / "own", dirs[1]], "part of another store"),
+        ([dirs[0], tmp_path / "x" / "y"], "is not a directory"),
+    ]:
+        with pytest.raises(ConfigError, match=why):
+            Store.open(wrong)
+    dirs[2].mkdir(mode=0o700)
+    with pytest.raises(ConfigError, match="is not a kvdisk store"):
+        Store.open(dirs, create=False)
+    (dirs[1] / "STORE").write_text("{")
+    with pytest.raises(CorruptRecord):
+        Store.open(dirs[:2])
+
+
+def test_a_takeover_renames_in_the_first_directory_only_and_adds_new_drives(dirs):
+    first = acquire(dirs[:2])
+    files = joined(dirs[:2], first)
+    files.open_segment(SPEC._replace(drive=1))
+    files.close()
+    first.close(clean=True)
+    (folder,) = folders(dirs[1])
+    home = acquire([dirs[0], dirs[2], dirs[1]])  # in another order
+    assert not home.fresh and home.id != first.id
+    assert folders(dirs[1]) == [folder]
+    assert home.drive_count == 3
+    assert (home.folder(1).segments_path / "3" / "rank0.kv").exists(), "positions stay"
+    assert home.folder(2).path.parent.parent == dirs[2]
+    home.close(clean=True)
+    beside = acquire(dirs[:2])
+    assert beside.fresh, "a drive of the other is missing"
+    assert {summary.id for summary in list_homes(dirs)} == {home.id, beside.id}
+    beside.close(clean=True)
+
+
+def test_files_are_made_opened_and_dropped_on_their_drive(dirs):
+    home = acquire(dirs)
+    files = joined(dirs, home)
+    files.open_segment(SPEC._replace(drive=2))
+    assert os.listdir(home.folder(2).segments_path) == ["3"]
+    assert os.listdir(home.segments_path) == []
+    assert home.allocated_bytes() >= 4096 + 4 * 8192
+    with pytest.raises(DeviceError) as caught:
+        files.open_segment(SPEC._replace(segment=4, drive=3))
+    assert caught.value.errno == errno.ENODEV
+    files.close()
+    again = joined(dirs, home, known=())
+    assert os.listdir(home.folder(2).segments_path) == [], "the index did not know it"
+    again.close()
+    home.close(clean=True)
+
+
+def test_a_drive_that_a_rank_cannot_open_fails_only_its_segments(dirs, tmp_path):
+    home = acquire(dirs)
+    files = joined(dirs, home)
+    for drive in range(3):
+        files.open_segment(SPEC._replace(segment=drive, drive=drive))
+    files.close()
+    dirs[1].rename(tmp_path / "away")
+    files = joined(dirs, home, known=(0, 1, 2))
+    files.open_segment(SPEC._replace(segment=0, drive=0, create=False))
+    files.open_segment(SPEC._replace(segment=2, drive=2, create=False))
+    with pytest.raises(DeviceError) as caught:
+        files.open_segment(SPEC._replace(segment=1, drive=1, create=False))
+    assert caught.value.errno == errno.ENODEV
+    files.open_segment(SPEC._replace(segment=5, drive=2))
+    files.close()
+    (tmp_path / "away").rename(dirs[1])
+    home.close(clean=True)
+
+
+def test_a_deletion_takes_all_folders_and_the_cap_counts_them(dirs):
+    home = acquire(dirs, OTHER)
+    for drive in range(3):
+        create_segment(home.folder(drive), SegmentSpec(drive, 8192, 2500), 0, 1, OTHER).close()
+    home.close(clean=True)
+    (summary,) = list_homes(dirs)
+    assert summary.allocated_bytes > 60_000_000
+    assert [(file.segment, file.drive) for file in summary.segments] == [(0, 0), (1, 1), (2, 2)]
+    mine = acquire(dirs)
+    assert [len(folders(path)) for path in dirs] == [2, 2, 2]
+    files = joined(dirs, mine)
+    files.open_segment(SegmentSpec(9, 8192, 1000, 1))  # needs room
+    assert [len(folders(path)) for path in dirs] == [1, 1, 1]
+    files.close()
+    mine.close(clean=True)
+
+
+def test_folders_that_no_home_names_are_removed_at_a_start_unless_a_live_home_is_dumb(dirs):
+    home = acquire(dirs)
+    loose = dirs[1] / "homes" / ("d" * 32)
+    (loose / "segments").mkdir(parents=True)
+    (dirs[1] / "homes" / "notes").mkdir()
+    text = (home.path / "HOME").read_text()
+    (home.path / "HOME").write_text("{")
+    beside = acquire(dirs)
+    assert loose.exists(), "it may belong to the home that says nothing"
+    (home.path / "HOME").write_text(text)
+    third = acquire(dirs)
+    assert not loose.exists()
+    assert (dirs[1] / "homes" / "notes").exists()
+    assert home.folder(1).path.exists() and beside.folder(1).path.exists()
+    for one in (home, beside, third):
+        one.close(clean=True)
+
+
+def test_a_clean_end_syncs_every_drive(dirs, monkeypatch):
+    home = acquire(dirs)
+    for drive in range(3):
+        create_segment(home.folder(drive), SPEC, 0, 1, MINE).close()
+    synced = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd)))
+    home.close(clean=True)
+    assert {str(home.folder(drive).segments_path / "3" / "rank0.kv") for drive in range(3)} <= set(synced)
+
+
+# -- other engines' homes ----------------------------------------------------------------------
+
+
+def foreign(home, number=3, **changes) -> SegmentSpec:
+    return SPEC._replace(segment=FOREIGN_SEGMENTS, create=False, source=ForeignSegment(home.id, number), **changes)
+
+
+def test_another_homes_segment_is_read_and_left_alone(dirs):
+    theirs, mine = acquire(dirs), acquire(dirs)
+    create_segment(theirs.folder(1), SPEC, 0, 1, MINE).close()
+    files = joined(dirs, mine)
+    fd = files.open_segment(foreign(theirs, drive=1))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.write(fd, b"x")
+    files.drop_segment(foreign(theirs, drive=1))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    assert (theirs.folder(1).segments_path / "3" / "rank0.kv").exists()
+    theirs.close(clean=True)
+    files.open_segment(foreign(theirs, drive=1))
+    files.close()
+    mine.close(clean=True)
+
+
+def test_what_of_another_home_cannot_be_opened(dirs):
+    theirs, mine, strange = acquire(dirs[:1]), acquire(dirs[:1]), acquire(dirs[:1], OTHER)
+    create_segment(theirs.folder(0), SPEC, 0, 1, MINE).close()
+    create_segment(strange.folder(0), SPEC, 0, 1, OTHER).close()
+    files = joined(dirs[:1], mine)
+    for spec, error in [
+        (foreign(theirs, number=4), DeviceError),
+        (foreign(theirs, slot_count=5), GeometryMismatch),
+        (foreign(theirs, drive=1), DeviceError),
+        (foreign(strange), GeometryMismatch),
+        (foreign(theirs)._replace(source=ForeignSegment("../" + mine.id, 3)), CorruptRecord),
+        (foreign(theirs)._replace(source=ForeignSegment("0" * 32, 3)), DeviceError),
+    ]:
+        with pytest.raises(error):
+            files.open_segment(spec)
+    files.open_segment(foreign(theirs))
+    files.close()
+    for home in (theirs, mine, strange):
+        home.close(clean=True)
+
+
+def test_which_homes_may_be_read(dirs, monkeypatch):
+    path = dirs[0]
+    store = Store.open(path, boot_id="boot")
+    mine, live, strange = (store.acquire_home(name, GEOMETRY, CAP) for name in (MINE, MINE, OTHER))
+    other = store.acquire_home(MINE, {"geometry": {"ranks": 2}}, CAP)
+    reader = Store.open(path, boot_id="boot")
+
+    def readable() -> dict[str, tuple[int, ...]]:
+        return {found.id: found.stamp for found in reader.readable_homes(MINE, GEOMETRY, mine.id)}
+
+    before = readable()
+    assert before.keys() == {live.id}
+    assert readable() == before
+    live.close(clean=False)
+    assert readable().keys() == {live.id}, "an orphan of this boot"
+    assert Store.open(path, boot_id="later").readable_homes(MINE, GEOMETRY, mine.id) == []
+    taken = Store.open(path, boot_id="boot").acquire_home(MINE, GEOMETRY, CAP)
+    assert readable().keys() == {taken.id}
+    taken.remove_index()
+    assert readable() == {}, "it is being rebuilt"
+    (taken.new_index_path / "data.mdb").write_bytes(b"index")
+    taken.place_index()
+    assert readable() == {}
+    taken.adopt_index()
+    after = readable()
+    assert after.keys() == {taken.id}
+    taken.close(clean=True)
+    later = Store.open(path, boot_id="later").readable_homes(MINE, GEOMETRY, mine.id)
+    assert [(found.id, found.index_path) for found in later] == [(taken.id, taken.index_path)], "closed in order"
+    (path / "homes" / taken.id / "HOME").write_text("{")
+    assert readable() == {}
+    shutil.rmtree(path / "homes" / taken.id)
+    assert readable() == {}
+    for home in (mine, strange, other):
+        home.close(clean=True)
+
+
+def test_nothing_is_read_again_while_nothing_changes(dirs, monkeypatch):
+    store = Store.open(dirs[0])
+    mine, theirs = acquire(dirs[:1]), acquire(dirs[:1])
+    os.utime(dirs[0] / "homes", (1, 1))  # not just now
+    assert len(store.readable_homes(MINE, GEOMETRY, mine.id)) == 1
+    opened = []
+    real = os.open
+    monkeypatch.setattr(
+        os, "open", lambda *arguments, **named: (opened.append(arguments), real(*arguments, **named))[1]
+    )
+    assert [home.id for home in store.readable_homes(MINE, GEOMETRY, mine.id)] == [theirs.id]
+    assert opened == []
+    for home in (mine, theirs):
+        home.close(clean=True)

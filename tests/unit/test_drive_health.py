@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Back-off after failed writes, quarantine after failed reads, drive by drive."""
+
+from __future__ import annotations
+
+import logging
+
+from kvdisk.manager.drive_health import (
+    FAILURES_IN_A_ROW,
+    FIRST_BACK_OFF_S,
+    FIRST_QUARANTINE_S,
+    LAST_BACK_OFF_S,
+    LAST_QUARANTINE_S,
+    Drives,
+    Turns,
+)
+from kvdisk.stats import Stats
+
+
+def test_a_failed_write_pauses_its_drive_only_and_longer_each_time(caplog):
+    stats = Stats()
+    drives = Drives(2, stats)
+    now, pauses = 100.0, []
+    for _ in range(9):
+        drives.write_failed(1, now, "no space")
+        assert drives.writable(now) == [0]
+        start = now
+        drives.write_failed(1, now + 0.001, "no space")  # on its way at that time: it changes nothing
+        while not drives.may_write(1, now):
+            now += FIRST_BACK_OFF_S / 2
+        pauses.append(now - start)
+        assert drives.look(now)
+        assert not drives.look(now), "said once"
+    assert pauses == sorted(pauses)
+    assert pauses[0] == FIRST_BACK_OFF_S
+    assert pauses[-1] == LAST_BACK_OFF_S
+    assert stats.counts["write_pauses"] == 9
+    assert len(caplog.records) == 9, "one warning for each pause"
+    drives.write_succeeded(1)
+    drives.write_failed(1, now, "no space")
+    assert drives.may_write(1, now + FIRST_BACK_OFF_S)
+
+
+def test_a_drive_that_fails_block_after_block_is_quarantined_and_tried_again(caplog):
+    caplog.set_level(logging.WARNING)
+    stats = Stats()
+    drives = Drives(2, stats)
+    for _ in range(3):  # bad blocks among good ones are not the drive's end
+        for _ in range(FAILURES_IN_A_ROW - 1):
+            drives.read_failed(0, 5.0)
+        drives.read_succeeded(0)
+    assert not drives.quarantined
+    for _ in range(FAILURES_IN_A_ROW):
+        drives.read_failed(0, 5.0)
+    assert drives.quarantined == {0}
+    assert drives.writable(5.0) == [1]
+    drives.read_failed(0, 6.0)  # one that was on its way
+    assert stats.counts["drive_quarantines"] == 1
+    assert not drives.look(5.0 + FIRST_QUARANTINE_S - 1)
+    assert drives.look(5.0 + FIRST_QUARANTINE_S)
+    assert not drives.quarantined
+    drives.read_failed(0, 70.0)
+    assert drives.quarantined == {0}, "on probation one failure is enough"
+    assert not drives.look(70.0 + FIRST_QUARANTINE_S)
+    assert drives.look(70.0 + 2 * FIRST_QUARANTINE_S)
+    drives.read_succeeded(0)
+    drives.read_failed(0, 300.0)
+    assert not drives.quarantined
+
+
+def test_a_drive_that_does_not_answer_is_quarantined_at_once():
+    drives = Drives(1, Stats())
+    drives.read_failed(0, 1.0, hangs=True)
+    assert drives.quarantined == {0}
+    now = 1.0
+    for _ in range(12):
+        now += LAST_QUARANTINE_S
+        assert drives.look(now)
+        drives.read_failed(0, now, hangs=True)
+    assert not drives.look(now + LAST_QUARANTINE_S - 1)
+    assert drives.look(now + LAST_QUARANTINE_S)
+
+
+def test_pieces_go_to_the_drives_in_turn():
+    turns = Turns([4, 2])
+    placed = []
+    for _ in range(12):
+        drive, most = turns.next_piece(0, [0, 1, 2])
+        count = min(3, most)
+        turns.took(0, count)
+        placed += [drive] * count
+    assert "".join(map(str, placed)).startswith("000011112222000011112222")
+    assert turns.next_piece(1, [0, 1, 2]) == (0, 2), "each size class has turns of its own"
+
+
+def test_a_drive_without_room_loses_its_turn():
+    turns = Turns([4])
+    assert turns.next_piece(0, [1, 3]) == (1, 4)
+    turns.took(0, 2)
+    assert turns.next_piece(0, [1, 3]) == (1, 2), "a piece goes on"
+    assert turns.next_piece(0, [3]) == (3, 4)
+    turns.took(0, 4)
+    assert turns.next_piece(0, [1, 3]) == (1, 4)
