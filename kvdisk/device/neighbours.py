@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +32,7 @@ class Neighbours:
 
     def __init__(self, store_path: Path, boot_id: str) -> None:
         self._store_path = store_path
+        self._homes = str(store_path / HOMES)  # paths as text: this is asked for often
         self._boot_id = boot_id
         self._listed_at: tuple[int, int] | None = None
         self._ids: list[str] = []
@@ -49,15 +51,15 @@ class Neighbours:
             record = self._record(home_id) if home_id != except_id else None
             # An index that was not closed in order is whole only while the machine that wrote it runs.
             if record and record.suits(fingerprint, wanted) and (record.index_sum or record.boot_id == self._boot_id):
-                index_path = self._store_path / HOMES / home_id / INDEX
+                index_path = f"{self._homes}/{home_id}/{INDEX}"
                 with suppress(FileNotFoundError):
-                    status = index_path.lstat()
-                    found.append(ReadableHome(home_id, index_path, (status.st_ino, status.st_mtime_ns)))
+                    status = os.lstat(index_path)
+                    found.append(ReadableHome(home_id, Path(index_path), (status.st_ino, status.st_mtime_ns)))
         return found
 
     def _list(self) -> None:
         try:
-            status = (self._store_path / HOMES).lstat()
+            status = os.lstat(self._homes)
         except FileNotFoundError:
             self._ids, self._listed_at = [], None
             return
@@ -69,9 +71,9 @@ class Neighbours:
             self._records = {home_id: found for home_id, found in self._records.items() if home_id in self._ids}
 
     def _record(self, home_id: str) -> HomeRecord | None:
-        path = self._store_path / HOMES / home_id
+        path = f"{self._homes}/{home_id}"
         try:
-            status = (path / HOME_FILE).lstat()
+            status = os.lstat(f"{path}/{HOME_FILE}")
         except FileNotFoundError:
             return None
         at = (status.st_ino, status.st_mtime_ns)
@@ -79,6 +81,6 @@ class Neighbours:
         if known is None or known[0] != at:
             record = None
             with suppress(FileNotFoundError, CorruptRecord):
-                record = read_record(path)
+                record = read_record(Path(path))
             known = self._records[home_id] = (at, record)
         return known[1]

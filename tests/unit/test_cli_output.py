@@ -97,6 +97,7 @@ def test_neither_vllm_nor_torch_is_needed(path: Path, tmp_path: Path) -> None:
     absent.mkdir()
     for name in ("torch", "vllm", "numpy"):
         (absent / f"{name}.py").write_text("raise ImportError('this must not be loaded')")
+    first = os.pathsep.join(filter(None, [str(absent), os.environ.get("PYTHONPATH")]))
     script = (
         "import sys\nfrom kvdisk.cli.main import app\n"
         f"try:\n    app(['inspect', {str(path)!r}])\nexcept SystemExit as end:\n    print('code', end.code)\n"
@@ -107,11 +108,11 @@ def test_neither_vllm_nor_torch_is_needed(path: Path, tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        env=os.environ | {"PYTHONPATH": str(absent)},
+        env=os.environ | {"PYTHONPATH": first},
     )
     assert done.stdout.splitlines()[-2:] == ["code 0", "loaded []"]
     assert "some/model-7B" in done.stdout
-    assert run("--version", PYTHONPATH=str(absent)).returncode == 0
+    assert run("--version", PYTHONPATH=first).returncode == 0
 
 
 # -- wording -----------------------------------------------------------------------------------
