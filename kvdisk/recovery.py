@@ -77,7 +77,7 @@ def open_index(home: Home, *, index_bytes: int, class_bytes: Mapping[int, int], 
 def rebuild_index(home: Home, index_bytes: int) -> Rebuilt:
     """Make the index of a home anew from its slot headers; files of segments that are of no use go.
 
-    ``index_bytes``: what it may grow to; it becomes larger where that is too little. Broken off at any point, it is
+    ``index_bytes``: what it may grow to; more where the blocks need more. Broken off at any point, it is
     to be done again, and ``Home.index_is_sound`` says so. Nothing else has the home's files open. Raises CorruptRecord
     where HOME does not say enough, DeviceError.
     """

@@ -22,7 +22,7 @@ bytes are those of all ranks together. Lists of homes are in order of last use, 
                        false while one lives), ranks, cap_bytes, allocated_bytes, used_bytes, blocks, slots,
                        fill (used_bytes / cap_bytes), created_s, last_use_s, oldest_stored_s, newest_stored_s,
                        index_readable, problems (sentences)
-      segments[]       segment, drive (position in store_dirs), indexed (false: being made, or left by a crash),
+      segments[]       segment, drive (position among the home's), indexed (false: being made, or left by a crash),
                        slot_bytes (on one rank), slots, used_slots, used_bytes, fill (used_slots / slots)
         files[]        rank, length_bytes, allocated_bytes
 

@@ -84,7 +84,7 @@ def _repair(store: Store, home_id: str) -> tuple[Exit, dict[str, Any]]:
     try:
         if any(folder is None for folder in held.folders):
             return Exit.FAILED, {"id": home_id, "result": "failed", "why": "not all of its directories were named"}
-        done = rebuild_index(held, held.record.index_bytes)
+        done = rebuild_index(held, index_bytes=0)  # as large as it has to be
         held.adopt_index()
         clean = True
     except KvdiskError as error:

@@ -20,6 +20,7 @@ HOMES = "homes"
 INDEX = "index"
 SEGMENTS = "segments"
 
+_NUMBER_LIMIT = 1 << 62
 _HEX_DIGITS = frozenset("0123456789abcdef")
 # A store whose maker died, and what a fresh file system holds, may become a store.
 _BEFORE_STORE = frozenset({LOCK_FILE, HOMES, STORE_FILE, STORE_FILE + ".tmp", "lost+found"})
@@ -135,7 +136,7 @@ def read_record(home_path: Path) -> HomeRecord:
         raise CorruptRecord(f"{home_path / HOME_FILE} does not have the fields of a home") from error
     numbers = (record.format_version, record.cap_bytes, record.last_use_s, record.created_s, record.index_bytes)
     if (
-        not all(isinstance(number, int) for number in numbers)
+        not all(isinstance(number, int) and 0 <= number < _NUMBER_LIMIT for number in numbers)
         or not isinstance(record.description, dict)
         or not isinstance(record.boot_id, str)
         or not isinstance(record.clean, bool)

@@ -88,7 +88,7 @@ def read_control(path: Path) -> dict[str, Any]:
         text = file.read(_LONGEST_CONTROL_FILE_BYTES)
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptRecord(f"{path} does not decode") from error
     if not isinstance(value, dict):
         raise CorruptRecord(f"{path} does not hold an object")

@@ -56,7 +56,7 @@ class BlockColumns(NamedTuple):
 
 
 class SegmentRecord(NamedTuple):
-    """A segment whose files exist on every rank. ``drive``: position in ``store_dirs``."""
+    """A segment whose files exist on every rank. ``drive``: position in the home's list."""
 
     segment: int
     slot_bytes: int

@@ -7,11 +7,15 @@ import fcntl
 import json
 import os
 import stat
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kvdisk.device import store as store_room
+from kvdisk.device.control import HomeRecord, read_record, read_store, write_record
 from kvdisk.device.listing import list_homes
 from kvdisk.device.store import Store
 from kvdisk.errors import ConfigError, CorruptRecord, StoreLocked
@@ -160,3 +164,39 @@ def test_where_boots_cannot_be_told_apart_each_start_counts_as_one(tmp_path, mon
         home.adopt_index()
         (home.index_path / "data.mdb").write_bytes(b"index")
         home.close(clean=False)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=40),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=12), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = [field.name for field in dataclass_fields(HomeRecord)]
+
+
+@given(changes=st.dictionaries(st.sampled_from(FIELDS), JSON, min_size=1, max_size=3))
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_home_says_it_decodes_or_is_corrupt(tmp_path, changes):
+    store = Store.open(tmp_path / "store")
+    if not list_homes(store.path):
+        store.acquire_home(MINE, {}, CAP).close(clean=True)
+    (home,) = (store.path / "homes").iterdir()
+    good = json.loads((home / "HOME").read_text())
+    (home / "HOME").write_text(json.dumps(good | changes))
+    try:
+        record = read_record(home)
+    except CorruptRecord:
+        pass
+    else:
+        write_record(home, record, durable=False)
+        assert read_record(home) == record
+    finally:
+        (home / "HOME").write_text(json.dumps(good))
+
+
+@given(raw=st.binary(max_size=200) | st.just(b"[" * 200_000))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_bytes_store_has_it_is_refused_in_words(tmp_path, raw):
+    (tmp_path / "STORE").write_bytes(raw)
+    with pytest.raises((CorruptRecord, ConfigError)):
+        read_store(tmp_path)
