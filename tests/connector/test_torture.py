@@ -21,7 +21,7 @@ from torture_prompts import MOST_TOKENS, make_prompts, make_requests, verify_sto
 pytestmark = [pytest.mark.vllm, pytest.mark.torture]
 
 SEED = int(os.environ.get("KVDISK_TORTURE_SEED", "0"))
-HERE = {"PYTHONPATH": str(Path(__file__).parent)}
+HERE = {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))}
 PROMPTS = make_prompts(SEED, 60)
 ROUNDS = 3
 MIB = 1 << 20
