@@ -18,6 +18,7 @@ from kvdisk.device.store import Store
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
 from kvdisk.geometry import Geometry
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
+from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader
 from kvdisk.manager.admission import make_admission
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.cpu_space import CpuSpace
@@ -51,10 +52,13 @@ class SchedulerParts:
     manager: TierManager
     index: LmdbIndex | None
     home: Home | None
+    neighbours: NeighbourReader | None
 
     def close(self) -> None:
         """Commit what is queued, note a clean end, and release the home. The workers are gone already."""
         committed = True
+        if self.neighbours is not None:
+            self.neighbours.close()
         if self.index is not None:
             committed = self.index.flush(_CLOSE_TIMEOUT_S)
             self.index.close()
@@ -84,15 +88,17 @@ def assemble_scheduler(
         largest = max(geometry.slot_sizes) * geometry.rank_count
         raise ConfigError(f"cpu_bytes {config.cpu_bytes} holds no block of each kind; one needs up to {largest} bytes.")
     cpu = CpuSpace(geometry, cpu_slots, catalog, stats, make_policy) if config.cpu_bytes else None
-    nvme = index = home = None
+    nvme = index = home = neighbours = None
     if config.store_dirs:
         assert fingerprint is not None
         described = description | {"geometry": describe_geometry(geometry)}
 
-        def make_space(layout: NvmeLayout, index: LmdbIndex) -> NvmeSpace:
-            return NvmeSpace(geometry, layout, index, catalog, transfers, stats, make_policy)
+        def make_space(layout: NvmeLayout, index: LmdbIndex, drive_count: int) -> NvmeSpace:
+            return NvmeSpace(geometry, layout, index, catalog, transfers, stats, make_policy, drive_count)
 
-        home, index, nvme = _take_home(config, geometry, fingerprint, described, make_space)
+        store = Store.open(config.store_dirs)
+        home, index, nvme = _take_home(config, geometry, store, fingerprint, described, make_space)
+        neighbours = _meet_neighbours(store, home, described)
     manager = TierManager(
         config,
         geometry,
@@ -106,31 +112,42 @@ def assemble_scheduler(
         make_admission(config.cpu_admission),
         make_admission(config.nvme_admission),
         first_generation=time.time_ns(),
+        neighbours=neighbours,
     )
     _log_start(config, geometry, catalog, home)
-    return SchedulerParts(manager, index, home)
+    return SchedulerParts(manager, index, home, neighbours)
+
+
+def _meet_neighbours(store: Store, home: Home, description: dict[str, Any]) -> NeighbourReader:
+    """Read the store's other homes, and trim orphans now and then: an owner may die, and its cap with it."""
+
+    def find_homes() -> list[Neighbour]:
+        found = store.readable_homes(home.fingerprint, description, home.id)
+        return [Neighbour(other.id, other.index_path) for other in found]
+
+    return NeighbourReader(find_homes, home.trim)
 
 
 def _take_home(
     config: Config,
     geometry: Geometry,
+    store: Store,
     fingerprint: bytes,
     description: dict[str, Any],
-    make_space: Callable[[NvmeLayout, LmdbIndex], NvmeSpace],
+    make_space: Callable[[NvmeLayout, LmdbIndex, int], NvmeSpace],
 ) -> tuple[Home, LmdbIndex, NvmeSpace]:
     """Own a home whose index is sound, within its cap and read. One that cannot be rebuilt is given up for another."""
     assert config.nvme_bytes is not None
     budget_bytes = max(0, config.nvme_bytes - HOME_OVERHEAD_BYTES)
-    layout = NvmeLayout.make(budget_bytes, config.segment_bytes, geometry, map_bytes_for)
+    layout = NvmeLayout.make(budget_bytes, config.segment_bytes, geometry, map_bytes_for, len(config.store_dirs))
     class_bytes = dict(zip(geometry.slot_sizes, layout.class_bytes, strict=True))
-    store = Store.open(config.store_dirs)
 
     def restore(home: Home) -> tuple[LmdbIndex, NvmeSpace]:
         index = open_index(
             home, index_bytes=layout.index_bytes, class_bytes=class_bytes, commit_s=config.index_commit_s
         )
         try:
-            nvme = make_space(layout, index)
+            nvme = make_space(layout, index, home.drive_count)
             nvme.restore(home.id, fingerprint)
         except BaseException:
             index.close()
