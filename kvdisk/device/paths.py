@@ -83,7 +83,7 @@ def write_control(path: Path, value: dict[str, Any], *, durable: bool) -> None:
 
 def read_control(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises CorruptRecord, or OSError (FileNotFoundError where there is none)."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe in its place must not stop us
     with os.fdopen(fd, "rb") as file:
         text = file.read(_LONGEST_CONTROL_FILE_BYTES)
     try:

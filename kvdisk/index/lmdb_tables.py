@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -67,6 +68,8 @@ class LmdbTables:
         try:
             if not readonly:
                 path.mkdir(mode=0o700, exist_ok=True)
+            _check_files(path)
+            if not readonly:
                 _leave_mark(path)
             self._open()
         except (lmdb.Error, OSError) as error:
@@ -200,8 +203,8 @@ class LmdbTables:
         An open read transaction of another process holds freed units back: then deletions can fail and are retried.
         """
         stats = [txn.stat(database) for database in self._databases.values()]
-        leaves = sum(stat["leaf_pages"] for stat in stats)
-        branches = sum(stat["branch_pages"] for stat in stats)
+        leaves = sum(each["leaf_pages"] for each in stats)
+        branches = sum(each["branch_pages"] for each in stats)
         freed = min(MAX_TRANSACTION, leaves) + branches
         listed = self._map_units // 256
         return bool(leaves + branches + freed + listed + _RESERVE_UNITS <= self._map_units)
@@ -222,6 +225,14 @@ def _open_environment(path: Path, map_bytes: int, readonly: bool) -> lmdb.Enviro
         with suppress(lmdb.Error):
             return opened(as_the_owner_made_it, readonly=True)
     return opened(as_the_owner_made_it, readonly=True, lock=False)
+
+
+def _check_files(path: Path) -> None:
+    """Raise CorruptRecord where LMDB would follow a symlink, or wait for ever at a pipe."""
+    for name in ("data.mdb", "lock.mdb"):
+        with suppress(FileNotFoundError):
+            if not stat.S_ISREG((path / name).lstat().st_mode):
+                raise CorruptRecord(f"index {path}: {name} is not a file")
 
 
 def _leave_mark(path: Path) -> None:

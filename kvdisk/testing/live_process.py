@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A live engine as a process, under load: ``python -m kvdisk.testing.live_process --store DIR --seconds 10``.
 
-Prints a JSON line when it serves, one per second (or as told), and one at the end. Ends with 1 on a wrong byte or any other
-failure, with 2 where the store refuses to be opened; SIGTERM ends it in order. ``start_process`` forks one
+Prints a JSON line when it serves, one per second (or as told), and one at the end. Ends with 1 on a wrong byte or any
+other failure, with 2 where the store refuses to be opened; SIGTERM ends it in order. ``start_process`` forks one
 from a server that has imported everything, for tests that start hundreds.
 """
 
@@ -40,7 +40,8 @@ class ProcessSettings:
     """What a process shall do. ``requests`` 0 and ``seconds`` 0: until SIGTERM. ``log``: a file instead of the console.
 
     ``blocks``: room for so many on NVMe, see ``LiveModel.config``. ``cpu_blocks``: likewise in host memory; 0: no such
-    tier. ``rank_processes``: each rank in a process of its own. ``audit``: check all invariants at start and end.
+    tier. ``rank_processes``: each rank in a process of its own. ``audit``: check all invariants at start and end;
+    ``damaged``: but not that all records and files are as kvdisk left them. ``every_s``: seconds between lines.
     """
 
     store: str
@@ -60,6 +61,7 @@ class ProcessSettings:
     resets: float = 0.0
     rank_processes: bool = False
     audit: bool = False
+    damaged: bool = False
     every_s: float = 1.0
     log: str = ""
 
@@ -103,15 +105,21 @@ class _Run:
         home = self._engine.parts.home
         if self._settings.audit:
             self._engine.run_until_quiet()
-            audit(self._engine)
+            self._audit()
         self._print("serving", pids=[process.pid for process in self._processes], home=home.id if home else "")
         self._load.run(self._is_enough)
         self._load.end()
-        blocks = audit(self._engine) if self._settings.audit else 0
+        blocks = self._audit() if self._settings.audit else 0
         self._print("ended", blocks=blocks)
+        if blocks < 0:
+            return  # with a damaged index the end would only take its time
         self._engine.close()
         for process in self._processes:
             process.join()
+
+    def _audit(self) -> int:
+        whole = not self._settings.damaged
+        return audit(self._engine, records_hold=whole, files_hold=whole)
 
     def _make_rank(self, config: Config, model: LiveModel, rank: int, block_count: int) -> LocalRank | RemoteRank:
         if not self._settings.rank_processes:
@@ -157,13 +165,15 @@ class _Run:
 def run_process(settings: ProcessSettings) -> int:
     """Run, and return the exit code. The main thread of a process calls it: it takes over SIGTERM."""
     try:
-        _Run(settings).run()
-    except WrongBytesError as error:
-        print(f"WRONG BYTES: {error}", file=sys.stderr, flush=True)
-        return WRONG
+        run = _Run(settings)
     except KvdiskError as error:
         print(f"REFUSED: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return REFUSED
+    try:
+        run.run()
+    except WrongBytesError as error:
+        print(f"WRONG BYTES: {error}", file=sys.stderr, flush=True)
+        return WRONG
     except Exception:
         print(f"FAILED with {settings}", file=sys.stderr)
         traceback.print_exc()

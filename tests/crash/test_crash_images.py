@@ -101,7 +101,7 @@ def open_image(image: Path, model: LiveModel, seed: int, requests: int, *, recor
 
 
 def take_mark(image: Path) -> None:
-    """Take the mark away by which an index knows that its owner died: a process of its own reads it first, at length."""
+    """Take away the mark by which an index knows that its owner died: a process of its own would read it first."""
     for mark in image.glob("homes/*/index/open"):
         mark.unlink()
 
@@ -123,8 +123,10 @@ def check_all(quick_path: Path, model: LiveModel, seed: int, requests: int, *, a
     assert served > len(freezer.events) // 3, "what was committed is served"
 
 
-def check_power_loss(quick_path: Path, model: LiveModel, seed: int, requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Index and data of different moments, since the drive writes them when it likes; and the machine has started anew."""
+def check_power_loss(
+    quick_path: Path, model: LiveModel, seed: int, requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Index and data of different moments, as the drive writes them when it likes; and the machine has started anew."""
     freezer = freeze_all(quick_path, model, seed, requests)
     boot_id = quick_path / "boot_id"
     boot_id.write_text("another boot\n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kill -9 of whole engines under load, and workers that outlive their scheduler: no wrong byte, all space accounted for.
+"""kill -9 of engines under load, and workers that outlive their scheduler: no wrong byte, all space accounted for.
 
 A failure names its seed; ``KVDISK_TORTURE_SEED`` shifts all seeds.
 """
@@ -49,7 +49,9 @@ def kill_rounds(directory: Path, rounds: int, seed: int) -> int:
             assert "WRONG BYTES" not in child.text()
             served += any(line["counts"] for line in child.lines())
         child.log.write_text("")  # or there would be hundreds
-    with Child(directory, ProcessSettings(str(store), windowed=seed % 2 == 1, blocks=40, requests=50, audit=True)) as last:
+    with Child(
+        directory, ProcessSettings(str(store), windowed=seed % 2 == 1, blocks=40, requests=50, audit=True)
+    ) as last:
         last.end()
     assert len(list_homes(store)) == 1, "every killed engine's home was taken over"
     return served
@@ -67,7 +69,7 @@ def test_killed_hundreds_of_times(seed: int, tmp_path: Path) -> None:
 
 
 def outlive(directory: Path, seed: int) -> None:
-    """Stop a rank in the middle of its work, kill the rest, let another engine use the store, and let the rank go on."""
+    """Stop a rank in the middle of its work, kill the rest, give another engine the store, then let the rank go on."""
     rng = random.Random(seed)
     store = directory / "store"
     # Room for an orphan besides: the old rank's home, when it has let go.

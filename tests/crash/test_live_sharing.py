@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three processes with one store directory, tiny capacity and much load: no wrong byte, and the cap holds throughout."""
+"""Three processes with one store directory, tiny capacity and much load: no wrong byte, and the cap holds."""
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from live_children import SEED, Child, SpaceWatch, wait_for
+from live_children import CAP_IS_EXACT, SEED, Child, SpaceWatch, wait_for
 
 from kvdisk.testing.live_process import ProcessSettings
-
-CAP_IS_EXACT = False
-"""Whether the cap holds at every instant, orphans included. Today kept orphans are charged to who starts last."""
 
 
 def share(directory: Path, seed: int, seconds: float) -> None:
@@ -32,7 +28,11 @@ def share(directory: Path, seed: int, seconds: float) -> None:
             child.wait_serving()
         assert len({child.lines("serving")[0]["home"] for child in children}) == 3, "each has a home of its own"
         end_s = time.monotonic() + seconds
-        wait_for(lambda: time.monotonic() > end_s or not all(child.process.is_alive() for child in children), "the end", seconds + 5)
+        wait_for(
+            lambda: time.monotonic() > end_s or not all(child.process.is_alive() for child in children),
+            "the end",
+            seconds + 5,
+        )
         for child in children:
             assert child.process.is_alive(), child.text()
             assert child.count("loaded_blocks") > 0, child.text()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The n-th transfer, commit, or segment file fails, for n = 1, 2, 3 ... until none does: all requests are served right."""
+"""The n-th transfer, commit or segment fails, for n = 1, 2, 3 ... until none does: all requests are served right."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def live_twice(store: Path, model: LiveModel, hook: Hook, seed: int, requests: i
                 engine.close()
 
 
-def check_all(path: Path, model: LiveModel, error: int, seed: int, requests: int, *, for_good: bool = False) -> set[str]:
+def check_all(
+    path: Path, model: LiveModel, error: int, seed: int, requests: int, *, for_good: bool = False
+) -> set[str]:
     """Return the kinds of events that have failed."""
     failed: set[str] = set()
     config = {"cpu_bytes": 0} if seed % 2 else {}
