@@ -59,7 +59,7 @@ def scenario(drive: Path) -> None:
             now_s[0] += 0.0001
             load.step()
 
-    run_until("a full drive", lambda: warnings.of_writes())
+    run_until("a full drive", warnings.of_writes)
     load.run_requests(20)
     demoted, loaded = stats["demoted_blocks"], stats["hit_tokens_nvme"]
     run_until("reads go on", lambda: stats["hit_tokens_nvme"] > loaded + 100)
@@ -106,6 +106,6 @@ def test_a_full_drive_stops_writes_and_nothing_else() -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DRIVE_BYTES},mode=700", "x", place], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DRIVE_BYTES},mode=700", "x", place], check=True)  # noqa: S607
         scenario(Path(place))
-        subprocess.run(["umount", place], check=True)
+        subprocess.run(["umount", place], check=True)  # noqa: S607
