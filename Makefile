@@ -36,7 +36,7 @@ test: check ## the checks and every test that needs no GPU
 	@$(BIN)/python -m pytest --timeout 600 -m "not gpu and not torture"; code=$$?; \
 	[ -z "$(PYTEST_CODE_FILE)" ] || echo $$code >"$(PYTEST_CODE_FILE)"; exit $$code
 
-torture: install-dev ## the long tests
+torture: install-dev ## the long tests; see docs/TESTING.md
 	@$(BIN)/python -m pytest -m torture
 
 demo: install ## run the main job on real vLLM: cold, warm from memory, warm from NVMe after a restart
