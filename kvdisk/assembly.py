@@ -43,6 +43,9 @@ _DEFAULT_STAGING_BYTES = 64 << 20
 _GPU_SCRATCH_BYTES = 64 << 20
 _LEAST_STAGING_SLOTS = 8
 _CLOSE_TIMEOUT_S = 30.0
+_TEND_INTERVAL_S = 30.0
+ORPHAN_SPARED_S = 900
+"""How long after its last use an orphan may take room that the caps of the live owners no longer cover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +122,20 @@ def assemble_scheduler(
 
 
 def _meet_neighbours(store: Store, home: Home, description: dict[str, Any]) -> NeighbourReader:
-    """Read the store's other homes, and trim orphans now and then: an owner may die, and its cap with it."""
+    """Read the store's other homes. Now and then note that this one is in use, and trim orphans.
+
+    An owner may die, and its cap with it; what it leaves is spared for a while, because it may be starting again.
+    """
 
     def find_homes() -> list[Neighbour]:
         found = store.readable_homes(home.fingerprint, description, home.id)
         return [Neighbour(other.id, other.index_path) for other in found]
 
-    return NeighbourReader(find_homes, home.trim)
+    def tend() -> None:
+        home.mark_used()
+        home.trim(unused_s=ORPHAN_SPARED_S)
+
+    return NeighbourReader(find_homes, tend, tend_interval_s=_TEND_INTERVAL_S)
 
 
 def _take_home(

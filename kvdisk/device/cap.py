@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -118,12 +119,17 @@ def remove_loose(store: Store, stock: Stock) -> None:
         stock.loose_bytes = sum(_measured(store, folder) for folder in left)
 
 
-def trim(store: Store, stock: Stock, fingerprint: bytes, needed_bytes: int) -> bool:
-    """Delete orphans until ``needed_bytes`` more fit; return whether they do. The caller holds the store lock."""
+def trim(store: Store, stock: Stock, fingerprint: bytes, needed_bytes: int, unused_since_s: float = math.inf) -> bool:
+    """Delete orphans until ``needed_bytes`` more fit; return whether they do. The caller holds the store lock.
+
+    Those used after ``unused_since_s`` are spared.
+    """
     orphans = sorted(stock.orphans, key=lambda home: home.record is not None and home.record.fingerprint == fingerprint)
     for orphan in orphans:
         if stock.excess_bytes + needed_bytes <= 0:
             break
+        if orphan.record is not None and orphan.record.last_use_s > unused_since_s:
+            continue
         delete(store, stock, orphan)
     return stock.excess_bytes + needed_bytes <= 0
 
@@ -135,10 +141,10 @@ def delete(store: Store, stock: Stock, orphan: Holding) -> None:
         stock.homes.append(orphan._replace(record=None))
 
 
-def trim_store(store: Store, fingerprint: bytes) -> bool:
-    """Delete orphans until the sum fits; return whether it does. Raises StoreLocked, DeviceError."""
+def trim_store(store: Store, fingerprint: bytes, unused_since_s: float) -> bool:
+    """Delete orphans not used since until the sum fits; return whether it does. Raises StoreLocked, DeviceError."""
     with store.locked(timeout_s=LOCK_WAIT_S), ExitStack() as stack:
-        return trim(store, take_stock(store, stack), fingerprint, 0)
+        return trim(store, take_stock(store, stack), fingerprint, 0, unused_since_s)
 
 
 def make_segment(

@@ -138,13 +138,14 @@ class Home(HomePaths):
         with paths.device_errors(f"measuring home {self.id}"):
             return cap.measure(self._store, self.id, self._record)
 
-    def trim(self) -> bool:
+    def trim(self, unused_s: int = 0) -> bool:
         """Delete orphans until all homes fit into the caps of the live owners; return whether they do.
 
-        For the time between two segments, in which an owner may die and its cap with it. Raises StoreLocked where
-        another process holds the store lock for long, DeviceError.
+        For the time between two segments, in which an owner may die and its cap with it. ``unused_s``: spare those
+        that were used since, whose owner may be starting again. Raises StoreLocked where another process holds the
+        store lock for long, DeviceError.
         """
-        return cap.trim_store(self._store, self.fingerprint)
+        return cap.trim_store(self._store, self.fingerprint, self._store.now_s() - unused_s)
 
     def mark_used(self) -> None:
         """Note in HOME that the home is used now. Raises DeviceError."""

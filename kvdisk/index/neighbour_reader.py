@@ -130,7 +130,11 @@ class NeighbourReader:
     """
 
     def __init__(
-        self, find_homes: Callable[[], Sequence[Neighbour]], tend: Callable[[], object], *, tend_interval_s: float = 5.0
+        self,
+        find_homes: Callable[[], Sequence[Neighbour]],
+        tend: Callable[[], object],
+        *,
+        tend_interval_s: float = 30.0,
     ) -> None:
         self._find_homes = find_homes
         self._tend = tend

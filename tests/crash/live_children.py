@@ -19,7 +19,7 @@ from kvdisk.testing.live_process import ProcessSettings, read_lines, start_proce
 
 WAIT_S = 60.0
 SEED = int(os.environ.get("KVDISK_TORTURE_SEED", "0"))
-CAP_IS_EXACT = False
+CAP_IS_EXACT = True
 """Whether the cap holds at every instant, orphans included. Today kept orphans are charged to who starts last."""
 
 

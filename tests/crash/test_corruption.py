@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from live_children import SEED, Child
 
-from kvdisk.device.home import list_homes
+from kvdisk.device.listing import list_homes
 from kvdisk.geometry import HEADER_BYTES, SEGMENT_HEADER_BYTES
 from kvdisk.testing.live_process import REFUSED, ProcessSettings
 

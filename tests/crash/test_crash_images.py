@@ -16,11 +16,11 @@ import pytest
 from live_children import SEED
 from turned import Hook, TurnedEngine, hooked, load_on
 
-from kvdisk.device.home import list_homes
+from kvdisk.device.listing import list_homes
 from kvdisk.testing.live_audit import audit
 from kvdisk.testing.live_model import LiveModel
 
-REBUILDS = False
+REBUILDS = True
 """Whether a home whose machine went down is rebuilt from its slot headers. Today it is given up."""
 REQUESTS = 5
 
@@ -130,7 +130,7 @@ def check_power_loss(
     freezer = freeze_all(quick_path, model, seed, requests)
     boot_id = quick_path / "boot_id"
     boot_id.write_text("another boot\n")
-    monkeypatch.setattr("kvdisk.device.home.BOOT_ID_PATH", boot_id)
+    monkeypatch.setattr("kvdisk.device.store.BOOT_ID_PATH", boot_id)
     commits = [number for number, what in enumerate(freezer.events) if what == "commit"]
     served = 0
     for at, number in enumerate(commits):

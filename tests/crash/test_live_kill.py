@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from live_children import SEED, Child, wait_for
 
-from kvdisk.device.home import list_homes
+from kvdisk.device.listing import list_homes
 from kvdisk.testing.live_process import ProcessSettings
 
 ROUNDS = 8
