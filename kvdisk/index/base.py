@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from typing import NamedTuple, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvdisk.blocks import BlockKey, Slot
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class BlockRecord(NamedTuple):
@@ -50,9 +52,8 @@ class BlockColumns(NamedTuple):
 
     def each_parent(self) -> list[bytes]:
         """Return the parents as an object each, empty where there is none."""
-        ends = np.cumsum(self.parent_bytes)
-        starts = (ends - self.parent_bytes).tolist()
-        return [self.parents[start:end] for start, end in zip(starts, ends.tolist(), strict=True)]
+        ends = list(accumulate(self.parent_bytes.tolist(), initial=0))
+        return [self.parents[start:end] for start, end in pairwise(ends)]
 
 
 class SegmentRecord(NamedTuple):

@@ -14,13 +14,11 @@ from kvdisk.index.commit_writer import CommitWriter, Operation, Table
 from kvdisk.index.lmdb_tables import MIN_MAP_BYTES, LmdbTables, map_bytes_for
 from kvdisk.index.records import (
     decode_block,
-    decode_blocks,
     decode_segment,
     encode_block,
     encode_block_key,
     encode_segment,
     encode_segment_key,
-    join_columns,
 )
 
 __all__ = ["MIN_MAP_BYTES", "LmdbIndex", "map_bytes_for"]
@@ -95,6 +93,8 @@ class LmdbIndex:
 
     def block_columns(self) -> BlockColumns:
         """See ``Index.block_columns``."""
+        from kvdisk.index.columns import decode_blocks, join_columns  # numpy, which the tools do without
+
         assert not self._closed
         return join_columns([decode_blocks(keys, values) for keys, values in self._tables.scan_columns(Table.BLOCKS)])
 

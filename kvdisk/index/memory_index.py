@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey
 from kvdisk.index.base import BlockColumns, BlockRecord, IndexState, Progress, SegmentRecord
-from kvdisk.index.records import decode_blocks, encode_block, encode_block_key, encode_segment, encode_segment_key
+from kvdisk.index.columns import decode_blocks
+from kvdisk.index.records import encode_block, encode_block_key, encode_segment, encode_segment_key
 
 
 class _Call(NamedTuple):

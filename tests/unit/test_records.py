@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from kvdisk.blocks import MAX_KEY_BYTES, BlockKey, Slot, make_block_key
 from kvdisk.errors import CorruptRecord
 from kvdisk.index.base import BlockRecord, SegmentRecord
+from kvdisk.index.columns import decode_blocks
 from kvdisk.index.records import (
     decode_block,
-    decode_blocks,
     decode_segment,
     encode_block,
     encode_block_key,
