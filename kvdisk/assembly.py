@@ -56,6 +56,7 @@ class SchedulerParts:
     index: LmdbIndex | None
     home: Home | None
     neighbours: NeighbourReader | None
+    nvme: NvmeSpace | None
 
     def close(self) -> None:
         """Commit what is queued, note a clean end, and release the home. The workers are gone already."""
@@ -118,7 +119,7 @@ def assemble_scheduler(
         neighbours=neighbours,
     )
     _log_start(config, geometry, catalog, home)
-    return SchedulerParts(manager, index, home, neighbours)
+    return SchedulerParts(manager, index, home, neighbours, nvme)
 
 
 def _meet_neighbours(store: Store, home: Home, description: dict[str, Any]) -> NeighbourReader:

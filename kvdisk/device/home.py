@@ -148,9 +148,9 @@ class Home(HomePaths):
         return cap.trim_store(self._store, self.fingerprint, self._store.now_s() - unused_s)
 
     def mark_used(self) -> None:
-        """Note in HOME that the home is used now. Raises DeviceError."""
-        assert self._lock_fd >= 0, "the home is closed"
-        self._write(replace(self._record, last_use_s=self._store.now_s()), durable=False)
+        """Note in HOME that the home is used now; nothing once it is closed. Raises DeviceError."""
+        if self._lock_fd >= 0:
+            self._write(replace(self._record, last_use_s=self._store.now_s()), durable=True)
 
     # -- the index -----------------------------------------------------------------------------
 

@@ -68,7 +68,7 @@ class LmdbTables:
         try:
             if not readonly:
                 path.mkdir(mode=0o700, exist_ok=True)
-            _check_files(path)
+            _check_files(path, readonly)
             if not readonly:
                 _leave_mark(path)
             self._open()
@@ -221,18 +221,24 @@ def _open_environment(path: Path, map_bytes: int, readonly: bool) -> lmdb.Enviro
     if not (path / "data.mdb").exists():  # LMDB would leave a lock file
         raise FileNotFoundError(errno.ENOENT, "no index", str(path))
     as_the_owner_made_it = 0
-    if (path / "lock.mdb").exists():  # LMDB would make one; an owner's is there before its data file
+    if _is_file(path / "lock.mdb"):  # LMDB would make one; an owner's is there before its data file
         with suppress(lmdb.Error):
             return opened(as_the_owner_made_it, readonly=True)
     return opened(as_the_owner_made_it, readonly=True, lock=False)
 
 
-def _check_files(path: Path) -> None:
-    """Raise CorruptRecord where LMDB would follow a symlink, or wait for ever at a pipe."""
-    for name in ("data.mdb", "lock.mdb"):
-        with suppress(FileNotFoundError):
-            if not stat.S_ISREG((path / name).lstat().st_mode):
-                raise CorruptRecord(f"index {path}: {name} is not a file")
+def _is_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _check_files(path: Path, readonly: bool) -> None:
+    """Raise CorruptRecord where LMDB followed a symlink, or wait for ever at a pipe. A reader needs no lock file."""
+    for name in ("data.mdb",) if readonly else ("data.mdb", "lock.mdb"):
+        if os.path.lexists(path / name) and not _is_file(path / name):
+            raise CorruptRecord(f"index {path}: {name} is not a file")
 
 
 def _leave_mark(path: Path) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The health of the home's drives: which may be written, and which are read. Scheduler thread only.
 
-A write that fails stops writes to its drive for a while, longer each time; reads go on. A drive that fails to
-read block after block, or that does not end a read in time, is quarantined: nothing on it is promised, read or
+A write that fails stops writes to its drive for a while, longer each time; reads go on. A segment that cannot be
+made only stops the making of segments: old copies leave for new ones in the slots that are there. A drive that fails
+to read block after block, or that does not end a read in time, is quarantined: nothing on it is promised, read or
 written until its time is over. Then it is on probation: its next failure is enough.
 """
 
@@ -35,6 +36,9 @@ class _Drive:
     quarantined_until_s: float | None = None
     quarantine_s: float = FIRST_QUARANTINE_S
     paused: bool = False
+    full_until_s: float = 0.0
+    full_back_off_s: float = FIRST_BACK_OFF_S
+    full: bool = False
 
 
 class Drives:
@@ -61,6 +65,9 @@ class Drives:
                 logger.warning("kvdisk tries drive %d of the store again.", number)
             if drive.paused and now >= drive.paused_until_s and drive.quarantined_until_s is None:
                 drive.paused = False
+                returned = True
+            if drive.full and now >= drive.full_until_s:
+                drive.full = False
                 returned = True
         self._note_quarantined()
         return returned
@@ -92,6 +99,27 @@ class Drives:
     def write_succeeded(self, number: int) -> None:
         """A write worked: the next failure starts with a short back-off again."""
         self._drives[number].back_off_s = FIRST_BACK_OFF_S
+
+    def may_make(self, number: int, now: float) -> bool:
+        """Whether a segment may be made on a drive that may be written."""
+        return now >= self._drives[number].full_until_s
+
+    def segment_failed(self, number: int, now: float) -> None:
+        """Make no segments on a drive for a while: one could not be made on some rank."""
+        drive = self._drives[number]
+        self._stats.add("segment_failures")
+        logger.warning(
+            "kvdisk could not make a segment on drive %d of the store; next try in %.0f s.",
+            number,
+            drive.full_back_off_s,
+        )
+        drive.full_until_s = now + drive.full_back_off_s
+        drive.full = True
+        drive.full_back_off_s = min(drive.full_back_off_s * 2, LAST_BACK_OFF_S)
+
+    def segment_made(self, number: int) -> None:
+        """A segment was made: the next failure starts with a short back-off again."""
+        self._drives[number].full_back_off_s = FIRST_BACK_OFF_S
 
     def read_succeeded(self, number: int) -> None:
         """A block was read, whatever was in it."""

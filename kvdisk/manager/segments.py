@@ -213,7 +213,7 @@ class NvmeSpace:
             if self._is_opening() or not self.may_write(now):
                 continue
             short = max(count, low_slots) - self._free_slots(size_class) - self.pool.limbo[size_class]
-            if short > 0 and not self._open_segment(size_class) and self.pool.total[size_class]:
+            if short > 0 and not self._open_segment(size_class, now) and self.pool.total[size_class]:
                 self._evict(size_class, min(short, _MAX_EVICTED_PER_STEP))
 
     def _evict(self, size_class: int, count: int) -> None:
@@ -230,14 +230,20 @@ class NvmeSpace:
 
     # -- segments ------------------------------------------------------------------------------
 
-    def _open_segment(self, size_class: int) -> bool:
-        """Plan a new segment, on the writable drive that has least of its kind; False where the cap forbids it."""
+    def _open_segment(self, size_class: int, now: float) -> bool:
+        """Plan a new segment, on the writable drive that has least of its kind.
+
+        False where the cap, or the back-off after a failure, forbids it.
+        """
+        drives = [drive for drive in self._writable if self.drives.may_make(drive, now)]
+        if not drives:
+            return False
         size = self._geometry.slot_sizes[size_class]
         held = dict.fromkeys(range(len(self.drives)), 0)
         for other in self._segments.values():
             if other.slot_bytes == size:
                 held[other.drive] += self._bytes_of(other)
-        drive = min(self._writable, key=lambda number: held[number])
+        drive = min(drives, key=lambda number: held[number])
         spec = SegmentSpec(self._next_segment, size, self._layout.slot_counts[size_class], drive, create=True)
         if sum(held.values()) + self._bytes_of(spec) > self._layout.class_bytes[size_class]:
             return False
@@ -265,9 +271,13 @@ class NvmeSpace:
         if spec.segment in self._drops:
             return  # it was dropped while it was being opened
         if record.failed:
-            self.drives.write_failed(spec.drive, now, f"segment {spec.segment} could not be opened on every rank")
+            if spec.create:
+                self.drives.segment_failed(spec.drive, now)
+            else:
+                logger.warning("kvdisk gives up segment %d, which could not be opened on every rank.", spec.segment)
             self._drop_segment(spec)
         elif spec.create:
+            self.drives.segment_made(spec.drive)
             self._ticket = self._index.put_segment(
                 SegmentRecord(spec.segment, spec.slot_bytes, spec.slot_count, spec.drive)
             )

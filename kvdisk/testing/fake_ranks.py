@@ -44,9 +44,9 @@ class FakeRank:
     it can open of other homes.
     """
 
-    def __init__(self, rank: int, neighbours: FakeNeighbours) -> None:
+    def __init__(self, rank: int, neighbours: FakeNeighbours | None = None) -> None:
         self.rank = rank
-        self.neighbours = neighbours
+        self.neighbours = neighbours if neighbours is not None else FakeNeighbours([])
         self._foreign: dict[int, FakeHome] = {}
         self._closed: set[int] = set()
         self.gpu: dict[int, str] = {}

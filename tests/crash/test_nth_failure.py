@@ -96,7 +96,7 @@ def test_the_nth_failure_of_a_longer_life(kind: str, windowed: bool, quick_path:
 def test_a_drive_that_fails_from_now_on(kind: str, quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in memory goes on serving, and nobody hears of it but the log."""
     monkeypatch.setattr(NthFails, "KINDS", frozenset({kind}))
-    for number in (1, 2, 5):
+    for number in (1, 2):
         hook = NthFails(number, errno.EIO, for_good=True)
         live_twice(quick_path / str(number), LiveModel(), hook, SEED, REQUESTS, {})
         assert hook.failed == kind

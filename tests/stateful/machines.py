@@ -43,7 +43,8 @@ def run_machine(all_sizes: tuple[Sizes, ...], examples: int, steps: int = 60, *,
     )
 
 
-EXAMPLES_FOR_A_BUG = 600
+EXAMPLES_FOR_A_BUG = 3000
+"""At most: the first that fails ends the search."""
 Patch = pytest.MonkeyPatch
 
 

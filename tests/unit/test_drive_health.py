@@ -101,3 +101,21 @@ def test_a_drive_without_room_loses_its_turn():
     assert turns.next_piece(0, [3]) == (3, 4)
     turns.took(0, 4)
     assert turns.next_piece(0, [1, 3]) == (1, 4)
+
+
+def test_a_segment_that_cannot_be_made_stops_only_the_making_of_segments():
+    stats = Stats()
+    drives = Drives(2, stats)
+    drives.segment_failed(1, 10.0)
+    assert drives.writable(10.0) == [0, 1]
+    assert drives.may_make(0, 10.0)
+    assert not drives.may_make(1, 10.0)
+    assert not drives.look(10.0)
+    assert drives.look(10.0 + FIRST_BACK_OFF_S), "room may have come free"
+    assert drives.may_make(1, 10.0 + FIRST_BACK_OFF_S)
+    drives.segment_failed(1, 20.0)
+    assert not drives.may_make(1, 20.0 + FIRST_BACK_OFF_S)
+    drives.segment_made(1)
+    drives.segment_failed(1, 30.0)
+    assert drives.may_make(1, 30.0 + FIRST_BACK_OFF_S)
+    assert stats.counts["segment_failures"] == 3
