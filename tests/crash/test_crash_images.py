@@ -22,7 +22,7 @@ from kvdisk.testing.live_model import LiveModel
 
 REBUILDS = True
 """Whether a home whose machine went down is rebuilt from its slot headers. Today it is given up."""
-REQUESTS = 5
+REQUESTS = 4
 
 
 class Freezer(Hook):
@@ -75,6 +75,7 @@ def freeze_all(quick_path: Path, model: LiveModel, seed: int, requests: int) -> 
     """Run two lives of an engine, the second one with a hot start and a change of weights, and freeze every state."""
     freezer = Freezer(quick_path / "store", quick_path / "images")
     (quick_path / "images").mkdir()
+    evicted = 0
     with hooked(freezer):
         for life in range(2):
             engine = TurnedEngine(quick_path / "store", model, freezer)
@@ -82,7 +83,9 @@ def freeze_all(quick_path: Path, model: LiveModel, seed: int, requests: int) -> 
             if life:
                 engine.change_weights()
                 load_on(engine, seed, requests // 2)
+            evicted += engine.manager.stats["evicted_blocks_nvme"]
             engine.close()
+    assert evicted > 0, "slots were used anew"
     return freezer
 
 
@@ -120,7 +123,7 @@ def check_all(quick_path: Path, model: LiveModel, seed: int, requests: int, *, a
             error.add_note(f"image {number} of {len(freezer.events)}, after a {what}, seed {seed}, {model}")
             raise
         shutil.rmtree(freezer.image(number))
-    assert served > len(freezer.events) // 3, "what was committed is served"
+    assert served > len(freezer.events) // 10, "what was committed is served"
 
 
 def check_power_loss(

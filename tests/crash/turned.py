@@ -170,7 +170,13 @@ class TurnedEngine(LiveEngine):
 
     def __init__(self, store: Path, model: LiveModel, hook: Hook, **config: Any) -> None:
         self.time_s = 1_700_000_000.0
-        values = {"blocks": 24, "segment_blocks": 6, "store_decode": True} | config
+        # Commits come with the flush after the step, so that what the step writes is there before them.
+        values = {
+            "blocks": 24 if model.windowed else 18,
+            "segment_blocks": 2,
+            "index_commit_s": 1.0,
+            "store_decode": True,
+        } | config
         super().__init__(model.config(str(store), **values), model, turned_rank(hook), clock=self._look)
 
     def _look(self) -> float:
