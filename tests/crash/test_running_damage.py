@@ -53,7 +53,7 @@ def exchange(path: Path, rng: random.Random) -> None:
 
 
 def cut(path: Path, rng: random.Random) -> None:
-    os.truncate(path, rng.randrange(path.stat().st_size))
+    os.truncate(path, rng.randrange(path.stat().st_size + 1))
 
 
 def remove(path: Path, rng: random.Random) -> None:
