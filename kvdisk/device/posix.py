@@ -51,7 +51,7 @@ class _Done(NamedTuple):
 
 
 class PosixDevice:
-    """``Device`` over system calls on ``threads`` threads, in files opened with O_DIRECT or without.
+    """``Device`` over system calls on ``threads`` threads for each drive, in files opened with O_DIRECT or without.
 
     A transfer of a file that is not attached fails with EBADF, so that a descriptor number used anew by
     somebody else is never written to. Errors of a transfer are those of its first failed call in time.
@@ -61,19 +61,18 @@ class PosixDevice:
         assert threads > 0
         assert longest_bytes > 0
         assert longest_bytes % ALIGNMENT == 0
+        self._thread_count = threads
         self._longest_bytes = longest_bytes
-        self._files: set[int] = set()
+        self._files: dict[int, int] = {}
+        """Number of the drive that a file lies on (``st_dev``), by descriptor."""
         self._tickets = 0
         self._in_flight: dict[int, tuple[int, dict[int, int]]] = {}
         """Tasks that have not reported, and errors so far, by ticket."""
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[_Done] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=_work, args=(self._tasks, self._done), name=f"kvdisk-posix-{number}", daemon=True)
-            for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._tasks: dict[int, queue.SimpleQueue[_Task | None]] = {}
+        """By drive, each with threads of its own: those of one that hangs are of no use to the others."""
+        self._threads: list[threading.Thread] = []
+        self._closed = False
 
     @property
     def name(self) -> str:
@@ -85,33 +84,45 @@ class PosixDevice:
 
     def attach_file(self, fd: int) -> None:
         """See ``Device``."""
-        self._files.add(fd)
+        try:
+            drive = os.fstat(fd).st_dev
+        except OSError:
+            drive = -1  # its transfers will say what is wrong with it
+        self._files[fd] = drive
+        if drive not in self._tasks:
+            tasks = self._tasks[drive] = queue.SimpleQueue()
+            for number in range(self._thread_count):
+                name = f"kvdisk-posix-{len(self._tasks)}-{number}"
+                thread = threading.Thread(target=_work, args=(tasks, self._done), name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
 
     def detach_file(self, fd: int) -> None:
         """See ``Device``."""
-        self._files.discard(fd)
+        self._files.pop(fd, None)
 
     def submit(self, op: Op, batch: Sequence[Transfer]) -> int:
         """See ``Device``."""
-        assert self._threads, "the device is closed"
+        assert not self._closed, "the device is closed"
         assert batch
         self._tickets += 1
         ticket = self._tickets
         errors: dict[int, int] = {}
-        known = []
+        known: dict[int, list[tuple[int, Transfer]]] = {}
         total_bytes = 0
         for position, transfer in enumerate(batch):
             total_bytes += _checked_bytes(op, transfer)
-            if transfer.fd in self._files:
-                known.append((position, transfer))
-            else:
+            drive = self._files.get(transfer.fd)
+            if drive is None:
                 errors[position] = errno.EBADF
-        share_bytes = round_up(-(-total_bytes // len(self._threads)), ALIGNMENT)
+            else:
+                known.setdefault(drive, []).append((position, transfer))
+        share_bytes = round_up(-(-total_bytes // self._thread_count), ALIGNMENT)
         task_bytes = min(max(share_bytes, SHORTEST_BYTES), self._longest_bytes)
-        tasks = [_Task(ticket, op, calls) for calls in _cut(known, task_bytes)]
+        tasks = [(drive, _Task(ticket, op, calls)) for drive, part in known.items() for calls in _cut(part, task_bytes)]
         self._in_flight[ticket] = (max(1, len(tasks)), errors)
-        for task in tasks:
-            self._tasks.put(task)
+        for drive, task in tasks:
+            self._tasks[drive].put(task)
         if not tasks:
             self._done.put(_Done(ticket, {}))
         return ticket
@@ -142,11 +153,14 @@ class PosixDevice:
     def close(self) -> None:
         """See ``Device``."""
         self.drain()
-        for _ in self._threads:
-            self._tasks.put(None)
+        self._closed = True
+        for tasks in self._tasks.values():
+            for _ in range(self._thread_count):
+                tasks.put(None)
         for thread in self._threads:
             thread.join()
         self._threads = []
+        self._tasks = {}
 
     def _collect(self, ended: list[Outcome]) -> None:
         while True:

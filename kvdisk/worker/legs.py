@@ -133,8 +133,12 @@ class OpenFile(NamedTuple):
     slot_count: int
 
 
-def lots_of(work: Work, geometry: Geometry) -> list[Lot]:
-    """Sort a job's moves into lots; moves without a source fail with ABSENT. Sets ``work.left``."""
+def lots_of(work: Work, geometry: Geometry, part_slots: Sequence[int]) -> list[Lot]:
+    """Sort a job's moves into lots; moves without a source fail with ABSENT. Sets ``work.left``.
+
+    ``part_slots``: slots of a part, by size class. What lies in several segments is taken from each in turn, a part
+    at a time, so that the parts under way read from, or write to, several drives.
+    """
     moves, kind = work.job.moves, work.job.kind
     one_group = len(geometry.groups) == 1
     found: dict[tuple[Route, int], list[int]] = {}
@@ -149,8 +153,27 @@ def lots_of(work: Work, geometry: Geometry) -> list[Lot]:
     for (route, group), positions in found.items():
         on_drive = route.on_drive
         positions.sort(key=lambda at: moves[at].nvme if on_drive else moves[at].cpu)  # type: ignore[arg-type, return-value]
-        lots.append(Lot(work, route, group, positions))
+        count = part_slots[geometry.size_classes[group]]
+        lots.append(Lot(work, route, group, _in_turn(positions, moves, count) if on_drive else positions))
     return lots
+
+
+def _in_turn(positions: list[int], moves: Sequence[Move], count: int) -> list[int]:
+    """Return sorted positions in pieces of ``count``, one of each segment in turn."""
+    of_segments: dict[int, list[int]] = {}
+    for position in positions:
+        place = moves[position].nvme
+        assert place is not None
+        of_segments.setdefault(place.segment, []).append(position)
+    if len(of_segments) == 1:
+        return positions
+    longest = max(map(len, of_segments.values()))
+    return [
+        position
+        for start in range(0, longest, count)
+        for piece in of_segments.values()
+        for position in piece[start : start + count]
+    ]
 
 
 def _route_of(kind: JobKind, move: Move) -> Route | None:

@@ -120,7 +120,7 @@ class Runner:
             self._fail_rest(lot, Reason.CANCELLED)
 
     def _admit(self, work: Work) -> None:
-        for lot in lots_of(work, self._geometry):
+        for lot in lots_of(work, self._geometry, self._part_slots):
             if work.void:
                 self._fail_rest(lot, Reason.CANCELLED)
             else:
