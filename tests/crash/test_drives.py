@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several drives under a live engine: blocks on all, one that fails, and drives in another order."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from live_children import SEED
+
+from kvdisk.blocks import Tier
+from kvdisk.device import posix
+from kvdisk.device.base import Op
+from kvdisk.manager.catalog import CopyState
+from kvdisk.manager.drive_health import Turns
+from kvdisk.testing.live_engine import LiveEngine
+from kvdisk.testing.live_load import LiveLoad, LoadShape
+from kvdisk.testing.live_model import LiveModel
+
+SHAPE = LoadShape(width=12, forgets=0.3, aborts=0.0)
+LONGER_THAN_A_QUARANTINE_S = 61.0
+
+
+class Clock:
+    """Five milliseconds a step: back-offs pass, quarantines do not."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_000_000.0
+
+    def __call__(self) -> float:
+        self.now_s += 0.005
+        return self.now_s
+
+
+def start(dirs: list[Path], model: LiveModel, clock: Clock) -> LiveEngine:
+    listed = [str(path) for path in dirs]
+    return LiveEngine(model.config(listed[0], blocks=300, cpu_bytes="1MiB", store_dirs=listed), model, clock=clock)
+
+
+def blocks_by_drive(engine: LiveEngine) -> Counter[int]:
+    nvme, catalog = engine.parts.nvme, engine.manager._catalog
+    assert nvme is not None
+    ready = [row for row in catalog.rows() if catalog.state(row, Tier.NVME) == CopyState.READY]
+    return Counter(nvme._segments[catalog.slot(row, Tier.NVME).segment].drive for row in ready)
+
+
+@pytest.fixture(autouse=True)
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece is 16 MiB; here two blocks, so that tiny runs are cut as large ones are."""
+    monkeypatch.setattr(Turns, "of_slots", lambda sizes: Turns([2 for _ in sizes]))
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_blocks_lie_on_all_drives_and_come_back_in_any_order(windowed: bool, quick_path: Path) -> None:
+    model = LiveModel(windowed=windowed)
+    dirs = [quick_path / name for name in ("first", "second", "third")]
+    engine = start(dirs, model, Clock())
+    LiveLoad(engine, SEED, SHAPE).run_requests(60)
+    engine.run_until_quiet()
+    before = blocks_by_drive(engine)
+    assert len(before) == 3, before
+    assert min(before.values()) > max(before.values()) // 3, f"the drives have about as much each: {before}"
+    engine.close()
+    assert all(list(path.glob("homes/*/segments/*/rank1.kv")) for path in dirs)
+
+    again = start([dirs[0], dirs[2], dirs[1]], model, Clock())
+    assert blocks_by_drive(again).total() == before.total(), "all are found again"
+    LiveLoad(again, SEED, SHAPE).run_requests(30)
+    stats = again.manager.stats
+    assert stats["hit_tokens_nvme"] > 0
+    assert not stats["failed_loads"], stats.counts
+    again.close()
+
+
+def test_a_drive_that_fails_is_left_alone_and_the_rest_serves_on(
+    quick_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = LiveModel()
+    dirs = [quick_path / "good", quick_path / "bad"]
+    clock = Clock()
+    engine = start(dirs, model, clock)
+    load = LiveLoad(engine, SEED, SHAPE)
+    load.run_requests(40)
+    run_call = posix._run
+
+    def failing(op: Op, call: posix._Call) -> int:
+        bad = os.readlink(f"/proc/self/fd/{call.fd}").startswith(str(dirs[1]))
+        return errno.EIO if bad else run_call(op, call)
+
+    monkeypatch.setattr(posix, "_run", failing)
+    stats = engine.manager.stats
+    load.run(lambda: stats["drive_quarantines"] == 1)
+    loaded, failed, stored = stats["hit_tokens_nvme"], stats["failed_loads"], stats["stored_blocks"]
+    load.run_requests(60)
+    assert stats["hit_tokens_nvme"] > loaded, "the other drive serves on"
+    assert stats["stored_blocks"] > stored, "and is written"
+    assert stats["failed_loads"] == failed, "nothing on the bad one is promised"
+    clock.now_s += LONGER_THAN_A_QUARANTINE_S
+    load.run(lambda: stats["drive_quarantines"] == 2)
+    load.end()
+    engine.close()
