@@ -40,7 +40,7 @@ class Config:
     store_decode: bool = False
     cpu_admission: str = "all"
     nvme_admission: str = "all"
-    eviction: str = "lru"
+    eviction: str = "s3fifo"
     device: str = "posix"
     lookup_wait_s: float = 2.0
     io_deadline_s: float = 30.0

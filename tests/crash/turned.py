@@ -175,6 +175,7 @@ class TurnedEngine(LiveEngine):
             "blocks": 24 if model.windowed else 18,
             "segment_blocks": 2,
             "index_commit_s": 1.0,
+            "eviction": "lru",  # the short loads were chosen so that with it all kinds of events come
             "store_decode": True,
         } | config
         super().__init__(model.config(str(store), **values), model, turned_rank(hook), clock=self._look)
