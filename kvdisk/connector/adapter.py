@@ -56,6 +56,8 @@ def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ite
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     if model.is_encoder_decoder:
         yield "encoder-decoder models"
+    if getattr(model, "enable_sleep_mode", False):
+        yield "sleep mode, which remaps the KV cache under its copies (sleep level 0, a pause, needs no such mode)"
     if parallel.pipeline_parallel_size > 1:
         yield "pipeline parallelism"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:

@@ -54,7 +54,10 @@ class ProbeChild:
 
     def ask(self, question: bytes, timeout_s: float) -> bytes:
         """Return the bytes of the answer. Raises ProbeFailed, and the next call starts a new child."""
-        process = self._process or self._start()
+        try:
+            process = self._process or self._start()
+        except OSError as error:
+            raise ProbeFailed(f"the process that reads it could not be started: {error}") from error
         assert process.stdin is not None and process.stdout is not None
         deadline_s = time.monotonic() + timeout_s
         try:

@@ -85,6 +85,11 @@ FULL = FullAttentionSpec(**SIZES)
         (_config(), _cache(FULL, MAMBA), "MambaSpec"),
         (_config(), _cache(ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=64)), "ChunkedLocalAttentionSpec"),
         (_config(model_config=SimpleNamespace(is_encoder_decoder=True)), _cache(FULL), "encoder-decoder"),
+        (
+            _config(model_config=SimpleNamespace(is_encoder_decoder=False, enable_sleep_mode=True)),
+            _cache(FULL),
+            "sleep",
+        ),
         (_config(kv_transfer_config=SimpleNamespace(kv_role="kv_producer")), _cache(FULL), "kv_producer"),
         (_config(speculative_config=SimpleNamespace(method="eagle")), _cache(FULL), "eagle"),
     ],

@@ -47,6 +47,13 @@ def test_a_weight_update_in_memory(tiny_llama: Path, tmp_path: Path) -> None:
     config = {"cpu_bytes": "64MiB", "store_dirs": str(tmp_path / "store"), "nvme_bytes": "256MiB"}
     with EngineChild(tiny_llama, log, layout="own", env=ENV, extra_config=config, **LIMITS) as engine:
         assert _tokens(engine) == before
+        # Not drained: it falls asleep with stores on their way, and nothing is lost by it.
+        engine.call("weight_acts:sleep_and_wake")
+        engine.reset()
+        slept = engine.generate(PROMPTS, together=False)
+        assert [answer.tokens for answer in slept] == before
+        assert slept[0].cached == WHOLE
+        engine.generate([[7, *PROMPTS[0]]])
         # Not drained: stores and demotions of the last prompt are on their way when the caches are cleared.
         engine.call("weight_acts:pause", "abort")
         engine.call("weight_acts:scale_weights", FACTOR)

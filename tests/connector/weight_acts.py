@@ -28,6 +28,12 @@ def resume(llm: Any) -> None:
     llm.llm_engine.engine_core.call_utility("resume_scheduler")
 
 
+def sleep_and_wake(llm: Any) -> None:
+    """Put the engine to sleep as far as it goes without vLLM's sleep mode, and wake it."""
+    llm.sleep(level=0)
+    llm.wake_up(tags=["scheduling"])
+
+
 def scale_weights(llm: Any, factor: float) -> None:
     """Change the weights in memory, on every rank."""
     from functools import partial

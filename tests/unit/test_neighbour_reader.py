@@ -157,6 +157,14 @@ def test_the_child_is_started_anew_when_it_was_killed(tmp_path) -> None:
         assert set(answer(found, keys(6))) == set(keys(3, 3))
 
 
+def test_an_engine_that_may_start_no_process_does_without(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
+    with home(tmp_path / "one", keys(3)), reader([Neighbour("one", tmp_path / "one")]) as found:
+        assert answer(found, keys(3)) == {}
+        assert "could not be started" in caplog.text
+        assert answer(found, keys(3)) == {}
+
+
 def test_questions_are_bounded_and_closing_ends_the_child(tmp_path) -> None:
     with home(tmp_path / "one", keys(3)):
         with reader([Neighbour("one", tmp_path / "one")]) as found:
