@@ -277,7 +277,7 @@ class TierManager:
             cpu is not None
             and nvme.may_write(now)
             and any(
-                cpu.backlog_count(size_class) > 0 and (nvme.has_room(size_class) or nvme.room_expected(size_class))
+                cpu.backlog_count(size_class) > 0 and not nvme.is_stuck(size_class)
                 for size_class in range(len(self._geometry.slot_sizes))
             )
         )

@@ -73,6 +73,7 @@ class NvmeSpace:
         self._ticket = 0
         self._committed = 0
         self._index_writable = True
+        self._stuck = [False] * len(geometry.slot_sizes)
         self._home_open = True
         self.drives = Drives(drive_count, stats)
         self._turns = Turns.of_slots(geometry.slot_sizes)
@@ -146,10 +147,6 @@ class NvmeSpace:
             return self.pool.free[size_class]
         return self.pool.free_in(size_class, self._segments_on(self._writable))
 
-    def room_expected(self, size_class: int) -> bool:
-        """Whether room will come by itself: a segment is on its way, or slots wait in limbo."""
-        return self.pool.limbo[size_class] > 0 or self._is_opening()
-
     def _is_opening(self) -> bool:
         # No new segment before every rank has joined the home: joining removes what the index does not know.
         return bool(self._attaching) or self._transfers.count(JobKind.OPEN_HOME) > 0
@@ -213,10 +210,16 @@ class NvmeSpace:
             if self._is_opening() or not self.may_write(now):
                 continue
             short = max(count, low_slots) - self._free_slots(size_class) - self.pool.limbo[size_class]
-            if short > 0 and not self._open_segment(size_class, now) and self.pool.total[size_class]:
-                self._evict(size_class, min(short, _MAX_EVICTED_PER_STEP))
+            made = short <= 0 or self._open_segment(size_class, now)
+            if not made and self.pool.total[size_class]:
+                made = self._evict(size_class, min(short, _MAX_EVICTED_PER_STEP)) > 0
+            self._stuck[size_class] = not made and not self.has_room(size_class)
 
-    def _evict(self, size_class: int, count: int) -> None:
+    def is_stuck(self, size_class: int) -> bool:
+        """Whether ``make_room`` found no way to room when it last tried, and no slot is free or about to be."""
+        return self._stuck[size_class] and not (self._index_writable and self.pool.limbo[size_class])
+
+    def _evict(self, size_class: int, count: int) -> int:
         evictable, places = self._catalog.evictable, self._segments_on(self._writable)
         all_places = len(self._writable) == len(self.drives)
         rows = self._policies[size_class].victims(
@@ -227,6 +230,7 @@ class NvmeSpace:
         )
         self._stats.add("evicted_blocks_nvme", len(rows))
         self.drop(rows)
+        return len(rows)
 
     # -- segments ------------------------------------------------------------------------------
 

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two live engines of one store: what one has stored the other loads, and does not store again."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from kvdisk.blocks import Tier
+from kvdisk.testing.live_engine import LiveEngine
+from kvdisk.testing.live_model import LiveModel
+
+PROMPTS = [f"{letter * 9}{text}" for letter in "abc" for text in ("first and last tokens", "second, of another kind")]
+WAIT_S = 20.0
+
+
+def start(store: Path, model: LiveModel, *, blocks: int = 200, **config: object) -> LiveEngine:
+    dirs = [str(store), str(store.with_name("other drive"))]
+    config = {"store_dirs": dirs, "store_decode": True, "cpu_bytes": "1MiB"} | config
+    return LiveEngine(model.config(dirs[0], blocks=blocks, **config), model)
+
+
+def serve(engine: LiveEngine, prompts: list[str], name: str) -> None:
+    """Serve prompts one after the other, from a cold GPU, until all that follows from it is done."""
+    for number, prompt in enumerate(prompts):
+        engine.pool.forget_all()
+        request = engine.add(f"{name} {number}", prompt, 1)
+        request.finishing = True
+        engine.run_until_quiet()
+    index = engine.parts.index
+    assert index is not None
+    assert index.flush(WAIT_S)
+    engine.step()
+
+
+def meets(engine: LiveEngine, others: int) -> None:
+    """Wait until an engine has seen so many other homes."""
+    end_s = time.monotonic() + WAIT_S
+    while len(engine.parts.neighbours._homes) != others:
+        assert time.monotonic() < end_s, f"{len(engine.parts.neighbours._homes)} homes are seen, not {others}"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_what_one_stored_the_other_loads(windowed: bool, quick_path: Path) -> None:
+    model = LiveModel(windowed=windowed)
+    one, two = (start(quick_path / "store", model) for _ in range(2))
+    meets(two, 1)
+    serve(one, PROMPTS, "one")
+    held = one.manager.stats["demoted_blocks"]
+    assert held > 20
+    serve(two, PROMPTS, "two")
+    stats = two.manager.stats
+    assert stats["loaded_blocks_foreign"] > 20
+    assert not stats["failed_loads"]
+    assert stats["demoted_blocks"] < held // 4, "but for the tails that are always computed, nothing is stored twice"
+    assert two.manager.foreign_segments == 0
+    # They are in the second's memory now, and are loaded from there.
+    loaded, foreign = stats["loaded_blocks"], stats["loaded_blocks_foreign"]
+    serve(two, PROMPTS, "again")
+    assert stats["loaded_blocks"] > loaded
+    # Only a window that begins elsewhere now may need a block that it did not need before.
+    assert stats["loaded_blocks_foreign"] <= foreign + (len(PROMPTS) if windowed else 0)
+    two.close()
+    one.close()
+
+
+def test_an_orphan_serves_until_it_is_taken_over(quick_path: Path) -> None:
+    model = LiveModel()
+    one, two = (start(quick_path / "store", model) for _ in range(2))
+    serve(one, PROMPTS, "one")
+    one.close()
+    meets(two, 1)
+    serve(two, PROMPTS[:3], "two")
+    foreign = two.manager.stats["loaded_blocks_foreign"]
+    assert foreign > 10
+    three = start(quick_path / "store", model)
+    assert len(three.manager._catalog) > 20, "the third has taken over what the first left"
+    serve(two, PROMPTS[3:], "on")
+    assert two.manager.stats["loaded_blocks_foreign"] > foreign, "from its new owner's home"
+    three.close()
+    two.close()
+
+
+def test_an_owner_that_evicts_under_a_reader_causes_a_miss(quick_path: Path) -> None:
+    model = LiveModel()
+    one = start(quick_path / "store", model, blocks=24, segment_blocks=4)
+    two = start(quick_path / "store", model)
+    meets(two, 1)
+    serve(one, PROMPTS[:1], "one")
+    stored = one.manager.stats["stored_blocks"]
+    assert one.manager.stats["demoted_blocks"] == stored > 0, (
+        "a fresh store's first request needs no second to be written"
+    )
+    # The second hears of the blocks, and comes to load them when the first has given their slots to others.
+    two.pool.forget_all()
+    request = two.add("slow", PROMPTS[0], 1)
+    request.finishing = True
+    two.step()  # it asks; the reader's process has only begun
+    end_s = time.monotonic() + WAIT_S
+    while not two.manager._foreign.known:
+        assert time.monotonic() < end_s
+        two.manager._foreign.absorb(two.now)
+        time.sleep(0.01)
+    for round_number in range(4):
+        serve(one, [f"{round_number}{number} entirely different words" for number in range(6)], f"more {round_number}")
+    assert one.manager.stats["evicted_blocks_nvme"] > 0
+    two.run_until_quiet()
+    stats = two.manager.stats
+    assert stats["foreign_failures"] > 0, stats.counts
+    assert stats["header_failures"] + stats["io_errors"] + stats["failed_loads"] > 0
+    failures = stats["foreign_failures"]
+    serve(two, PROMPTS[:1], "later")
+    assert stats["foreign_failures"] == failures, "what failed is not asked for again"
+    two.close()
+    one.close()
+
+
+def test_weights_in_memory_end_it(quick_path: Path) -> None:
+    """An engine whose weights are not those of the files asks nobody, and nobody gets its blocks."""
+    model = LiveModel()
+    one, two = (start(quick_path / "store", model) for _ in range(2))
+    meets(two, 1)
+    serve(one, PROMPTS, "one")
+    two.change_weights()
+    serve(two, PROMPTS, "two")
+    assert two.manager.stats["foreign_questions"] == 0
+    assert two.manager.stats["demoted_blocks"] > 20, "it stores for itself, in its epoch"
+    meets(one, 1)
+    serve(one, [f"{prompt}, and more than before" for prompt in PROMPTS], "one again")
+    assert one.manager.stats["loaded_blocks_foreign"] == 0
+    assert one.manager.stats[f"hit_tokens_{Tier.CPU.name.lower()}"] > 0
+    two.close()
+    one.close()
