@@ -72,6 +72,7 @@ class NvmeSpace:
         self._next_segment = 0
         self._ticket = 0
         self._committed = 0
+        self._dropped = 0
         self._index_writable = True
         self._stuck = [False] * len(geometry.slot_sizes)
         self._home_open = True
@@ -317,6 +318,8 @@ class NvmeSpace:
         progress = self._index.poll()
         self._committed = progress.committed
         self._index_writable = progress.state is IndexState.WRITABLE
+        self._stats.add("dropped_records", progress.dropped_puts - self._dropped)
+        self._dropped = progress.dropped_puts
         free = sum(self.pool.free)
         self.pool.settle_limbo(self._committed)
         for drop in self._drops.values():
