@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +163,7 @@ def test_a_write_error_stops_puts_and_the_state_comes_back(tmp_path: Path) -> No
         put_all(index, records)
         assert index.flush(WAIT_S)
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, ((path / "data.mdb").stat().st_size, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 12, hard))
         try:
             put_all(index, [record_of(number) for number in range(1000, 2000)])
             until(lambda: index.poll().state is IndexState.REFUSING)
@@ -258,7 +258,9 @@ def test_a_file_that_is_no_index_is_corrupt(tmp_path: Path) -> None:
 def test_a_file_that_was_cut_short_is_corrupt(tmp_path: Path) -> None:
     write_records(tmp_path / "index", 3000)
     data_file = tmp_path / "index" / "data.mdb"
-    os.truncate(data_file, data_file.stat().st_size // 2)
+    with closing(lmdb.Environment(str(data_file.parent), readonly=True, lib_version=0)) as environment:
+        used_bytes = environment.info()["last_pgno"] * environment.stat()["psize"]
+    os.truncate(data_file, used_bytes // 2)
     program = (  # in a process of its own, because a failure is the end of it
         "import sys; from kvdisk.index.lmdb_index import LmdbIndex\n"
         "index = LmdbIndex(sys.argv[1], map_bytes=1 << 23)\n"
