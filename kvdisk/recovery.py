@@ -10,25 +10,22 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
-from kvdisk.blocks import BlockKey, Slot
 from kvdisk.device.home import Home
-from kvdisk.device.rebuild import Findings, FoundBlock, HomeShape, remove_lost, scan_home
+from kvdisk.device.rebuild import HomeShape, remove_lost, scan_home
 from kvdisk.device.segment import drop_segment
 from kvdisk.errors import DeviceError
 from kvdisk.geometry import segment_charge_bytes
-from kvdisk.index.base import BlockRecord, Index, SegmentRecord
-from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
+from kvdisk.index.base import BlockColumns, SegmentRecord
+from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for, write_index
 
 logger = logging.getLogger("kvdisk")
 
 PROGRESS_S = 5.0
 _FLUSH_S = 300.0
 _BATCH = 1000
-_RUN_GENERATIONS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +56,7 @@ def open_index(home: Home, *, index_bytes: int, class_bytes: Mapping[int, int], 
             return index
         _cut(index, dropped)
         if too_long:
-            segments, blocks = list(index.segments()), list(index.blocks())
+            segments, blocks = list(index.segments()), index.block_columns()
     except BaseException:
         index.close()
         raise
@@ -81,6 +78,8 @@ def rebuild_index(home: Home, index_bytes: int) -> Rebuilt:
     to be done again, and ``Home.index_is_sound`` says so. Nothing else has the home's files open. Raises CorruptRecord
     where HOME does not say enough, DeviceError.
     """
+    from kvdisk.recovered import to_columns  # numpy, which the tools do without
+
     shape = HomeShape.of(home.fingerprint, home.record.description)
     logger.warning("kvdisk rebuilds the index of home %s from the headers of its slots.", home.id)
     home.remove_index()
@@ -88,19 +87,19 @@ def rebuild_index(home: Home, index_bytes: int) -> Rebuilt:
     found = scan_home(home.folders, shape, progress)
     remove_lost(home.folders, list(found.lost))
     segments = [SegmentRecord(*segment) for segment in found.segments]
-    room = max(index_bytes, map_bytes_for(len(found.blocks)))
-    _write_index(home, segments, _records(found, int(time.time())), room)
+    blocks = to_columns(found.blocks, int(time.time()))
+    _write_index(home, segments, blocks, max(index_bytes, map_bytes_for(len(blocks.keys))))
     for (drive, segment), why in found.lost.items():
         logger.warning("kvdisk dropped segment %d on drive %d of home %s: %s", segment, drive, home.id, why)
     logger.warning(
         "kvdisk rebuilt the index of home %s in %.1f s: %d blocks in %d segments; %d segments dropped.",
         home.id,
         time.monotonic() - progress.started_s,
-        len(found.blocks),
+        len(blocks.keys),
         len(segments),
         len(found.lost),
     )
-    return Rebuilt(len(segments), len(found.blocks), found.older_copies, found.lost)
+    return Rebuilt(len(segments), len(blocks.keys), found.older_copies, found.lost)
 
 
 class _Progress:
@@ -117,49 +116,10 @@ class _Progress:
             logger.warning("kvdisk rebuilds home %s: %d of %d segments read.", self._home_id, done, total)
 
 
-def _records(found: Findings, now_s: int) -> Iterator[BlockRecord]:
-    """Yield the blocks as records, with times that keep their order.
-
-    A header has no time, but a generation: it begins with an engine's start, in nanoseconds, and counts up. Blocks of
-    one chain that were stored one after another get one time, so that the chain's tail leaves first; the next run
-    gets a later one. None lies in the future.
-    """
-    times: dict[tuple[int, BlockKey], tuple[int, int]] = {}
-    last_s = 0
-    for block in sorted(found.blocks.values(), key=_by_generation):
-        stored_s, generation = times.get((block.epoch, block.parent), (0, 0)) if block.parent else (0, 0)
-        if not stored_s or block.generation - generation > _RUN_GENERATIONS:
-            stored_s = last_s = min(now_s, max(last_s + 1, block.generation // 10**9))
-        times[block.epoch, block.key] = (stored_s, block.generation)
-        slot = Slot(block.segment, block.index)
-        yield BlockRecord(block.epoch, block.key, slot, block.generation, block.parent, stored_s)
-
-
-def _by_generation(block: FoundBlock) -> int:
-    return block.generation
-
-
-def _write_index(
-    home: Home, segments: Sequence[SegmentRecord], blocks: Iterable[BlockRecord], index_bytes: int
-) -> None:
+def _write_index(home: Home, segments: Sequence[SegmentRecord], blocks: BlockColumns, index_bytes: int) -> None:
     """Make an index of these records and put it into its place. Raises DeviceError."""
-    index = LmdbIndex(home.new_index_path, map_bytes=index_bytes)
-    try:
-        for segment in segments:
-            index.put_segment(segment)
-        rest = iter(blocks)
-        while batch := list(islice(rest, _BATCH)):
-            while index.put(batch) is None:
-                _flush(index)
-        _flush(index)
-    finally:
-        index.close()
+    write_index(home.new_index_path, segments, blocks, map_bytes=index_bytes)
     home.place_index()
-
-
-def _flush(index: Index) -> None:
-    if not index.flush(_FLUSH_S) or index.poll().dropped_puts:
-        raise DeviceError(errno.ENOSPC, "the index cannot be written")
 
 
 def _excess(home: Home, records: Sequence[SegmentRecord], class_bytes: Mapping[int, int]) -> list[SegmentRecord]:

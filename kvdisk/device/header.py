@@ -29,15 +29,15 @@ XXH3_128 = 1
 """The checksum kind written today; every other number is reserved."""
 CHECKSUM_BYTES = 16
 
-_MAGIC = b"KVDSLOT\0"
+MAGIC = b"KVDSLOT\0"
 _IDENTITY = struct.Struct(f"<8sHBxHHH6xQQQ{FINGERPRINT_BYTES}s{MAX_KEY_BYTES}s")
 _REST = struct.Struct(f"<{CHECKSUM_BYTES}sH6x{MAX_KEY_BYTES}s")
 _HEADER_SUM = struct.Struct("<Q")
 _REST_OFFSET = _IDENTITY.size
 _CHECKSUM_END = _REST_OFFSET + CHECKSUM_BYTES
 _ZEROS_OFFSET = _REST_OFFSET + _REST.size
-_SUM_OFFSET = HEADER_BYTES - _HEADER_SUM.size
-_ZEROS = bytes(_SUM_OFFSET - _ZEROS_OFFSET)
+HEADER_SUM_OFFSET = HEADER_BYTES - _HEADER_SUM.size
+_ZEROS = bytes(HEADER_SUM_OFFSET - _ZEROS_OFFSET)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def check_slot(
     head = bytes(slot_view[:HEADER_BYTES])
     if (
         not head.startswith(expected)
-        or xxh3_64_intdigest(head[:_SUM_OFFSET]) != _HEADER_SUM.unpack_from(head, _SUM_OFFSET)[0]
+        or xxh3_64_intdigest(head[:HEADER_SUM_OFFSET]) != _HEADER_SUM.unpack_from(head, HEADER_SUM_OFFSET)[0]
     ):
         return Reason.HEADER
     if xxh3_128_digest(slot_view[HEADER_BYTES : HEADER_BYTES + payload_bytes]) != head[_REST_OFFSET:_CHECKSUM_END]:
@@ -123,9 +123,9 @@ def read_header(view: memoryview) -> SlotHeader:
     """
     assert len(view) >= HEADER_BYTES
     head = bytes(view[:HEADER_BYTES])
-    if not head.startswith(_MAGIC):
+    if not head.startswith(MAGIC):
         raise CorruptRecord("slot header: no magic")
-    if xxh3_64_intdigest(head[:_SUM_OFFSET]) != _HEADER_SUM.unpack_from(head, _SUM_OFFSET)[0]:
+    if xxh3_64_intdigest(head[:HEADER_SUM_OFFSET]) != _HEADER_SUM.unpack_from(head, HEADER_SUM_OFFSET)[0]:
         raise CorruptRecord("slot header: checksum of the header does not match")
     (_, version, kind, rank, rank_count, key_length, generation, epoch, payload_bytes, fingerprint, key) = (
         _IDENTITY.unpack_from(head, 0)
@@ -155,7 +155,7 @@ def _identity(
     assert 0 < len(key) <= MAX_KEY_BYTES  # struct would cut a longer string silently
     assert len(namespace.fingerprint) == FINGERPRINT_BYTES
     return _IDENTITY.pack(
-        _MAGIC,
+        MAGIC,
         FORMAT_VERSION,
         XXH3_128,
         rank,
@@ -174,5 +174,5 @@ def _fill(view: memoryview, identity: bytes, checksum: bytes, parent: BlockKey |
     assert len(parent) <= MAX_KEY_BYTES
     view[:_REST_OFFSET] = identity
     view[_REST_OFFSET:_ZEROS_OFFSET] = _REST.pack(checksum, len(parent), parent)
-    view[_ZEROS_OFFSET:_SUM_OFFSET] = _ZEROS
-    _HEADER_SUM.pack_into(view, _SUM_OFFSET, xxh3_64_intdigest(view[:_SUM_OFFSET]))
+    view[_ZEROS_OFFSET:HEADER_SUM_OFFSET] = _ZEROS
+    _HEADER_SUM.pack_into(view, HEADER_SUM_OFFSET, xxh3_64_intdigest(view[:HEADER_SUM_OFFSET]))

@@ -9,26 +9,27 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import reduce
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvdisk.blocks import GROUP_BYTES, BlockKey, group_of
 from kvdisk.device import paths
 from kvdisk.device.control import SEGMENTS, DriveFolder
-from kvdisk.device.header import SlotHeader, read_header
 from kvdisk.device.segment import SegmentFile, SegmentHeader, scan_file, segment_numbers
 from kvdisk.errors import CorruptRecord, KvdiskError
 from kvdisk.geometry import HEADER_BYTES, slot_offset
 from kvdisk.messages import FOREIGN_SEGMENTS
 
-THREADS = 8
+if TYPE_CHECKING:
+    from kvdisk.device.header_columns import Expected, FoundBlocks, HeaderColumns
+
+THREADS = 16
 _PIECE_BYTES = 1 << 20
-_SMALL_SLOT_BYTES = 64 << 10
+_SMALL_SLOT_BYTES = 32 << 10
 """Slots up to this size are read through, larger ones by their headers."""
-_EPOCH_LIMIT = 2**63
 _MOST_RANKS = 1 << 16
 
 
@@ -70,35 +71,16 @@ class FoundSegment(NamedTuple):
     drive: int
 
 
-class FoundBlock(NamedTuple):
-    """A block whose headers agree on every rank."""
-
-    epoch: int
-    key: BlockKey
-    segment: int
-    index: int  # type: ignore[assignment]  # hides tuple.index, which no block needs
-    generation: int
-    parent: BlockKey | None
-
-
 @dataclass(slots=True)
 class Findings:
-    """``blocks``: by epoch and key, the newest generation of each. ``lost``: segments with files that are of no use,
-    by drive and number, and why. ``older_copies``: blocks that a newer generation of the same key has replaced.
+    """``segments``: ascending. ``blocks``: of each epoch and key the newest generation; ``older_copies``: how many
+    there were beside. ``lost``: segments with files that are of no use, by drive and number, and why.
     """
 
-    segments: list[FoundSegment] = field(default_factory=list)
-    blocks: dict[tuple[int, BlockKey], FoundBlock] = field(default_factory=dict)
-    lost: dict[tuple[int, int], str] = field(default_factory=dict)
-    older_copies: int = 0
-
-    def add(self, block: FoundBlock) -> None:
-        """Count a block in, unless a newer one of its key is known."""
-        where = (block.epoch, block.key)
-        known = self.blocks.get(where)
-        self.older_copies += known is not None
-        if known is None or known.generation < block.generation:
-            self.blocks[where] = block
+    segments: list[FoundSegment]
+    blocks: FoundBlocks
+    older_copies: int
+    lost: dict[tuple[int, int], str]
 
 
 def scan_home(
@@ -109,23 +91,14 @@ def scan_home(
     ``progress`` is called with segments read and segments in all, in this thread. Writes nothing. Raises DeviceError
     where the directories cannot be read.
     """
-    found = Findings()
-    places: dict[int, int] = {}
-    for drive, folder in enumerate(folders):
-        if folder is None:
-            continue
-        with paths.device_errors(f"looking for segments in {folder.segments_path}"):
-            numbers = segment_numbers(folder.segments_path)
-        for segment in numbers:
-            if segment >= FOREIGN_SEGMENTS:
-                found.lost[drive, segment] = "no segment has such a number"
-            elif segment in places:
-                found.lost[drive, segment] = f"drive {places[segment]} has a segment of that number too"
-            else:
-                places[segment] = drive
+    from kvdisk.device.header_columns import newest  # numpy, which the tools do without
+
+    places, lost = _find_segments(folders)
+    segments: list[FoundSegment] = []
+    parts: list[tuple[int, HeaderColumns]] = []
     with ThreadPoolExecutor(THREADS, thread_name_prefix="kvdisk-rebuild") as threads:
 
-        def read(place: tuple[int, int]) -> tuple[FoundSegment, list[FoundBlock]] | str:
+        def read(place: tuple[int, int]) -> tuple[FoundSegment, HeaderColumns] | str:
             segment, drive = place
             folder = folders[drive]
             assert folder is not None
@@ -137,13 +110,31 @@ def scan_home(
         for count, (place, result) in enumerate(zip(places.items(), threads.map(read, places.items()), strict=True)):
             progress(count, len(places))
             if isinstance(result, str):
-                found.lost[place[1], place[0]] = result
-                continue
-            found.segments.append(result[0])
-            for block in result[1]:
-                found.add(block)
-    found.segments.sort()
-    return found
+                lost[place[1], place[0]] = result
+            else:
+                segments.append(result[0])
+                parts.append((place[0], result[1]))
+    blocks, older_copies = newest(parts)
+    return Findings(sorted(segments), blocks, older_copies, lost)
+
+
+def _find_segments(folders: Sequence[DriveFolder | None]) -> tuple[dict[int, int], dict[tuple[int, int], str]]:
+    """Return the drive of each segment, and why others are of no use. Raises DeviceError."""
+    places: dict[int, int] = {}
+    lost: dict[tuple[int, int], str] = {}
+    for drive, folder in enumerate(folders):
+        if folder is None:
+            continue
+        with paths.device_errors(f"looking for segments in {folder.segments_path}"):
+            numbers = segment_numbers(folder.segments_path)
+        for segment in numbers:
+            if segment >= FOREIGN_SEGMENTS:
+                lost[drive, segment] = "no segment has such a number"
+            elif segment in places:
+                lost[drive, segment] = f"drive {places[segment]} has a segment of that number too"
+            else:
+                places[segment] = drive
+    return places, lost
 
 
 def remove_lost(folders: Sequence[DriveFolder | None], lost: Sequence[tuple[int, int]]) -> None:
@@ -157,8 +148,10 @@ def remove_lost(folders: Sequence[DriveFolder | None], lost: Sequence[tuple[int,
 
 def _read_segment(
     folder: DriveFolder, segment: int, drive: int, shape: HomeShape
-) -> tuple[FoundSegment, list[FoundBlock]]:
+) -> tuple[FoundSegment, HeaderColumns]:
     """Read one segment on all ranks. Raises CorruptRecord, GeometryMismatch, DeviceError: it is of no use."""
+    from kvdisk.device.header_columns import Expected, agreed
+
     with ExitStack() as stack:
         files: list[SegmentFile] = []
         for rank in range(shape.rank_count):
@@ -171,69 +164,49 @@ def _read_segment(
         slot_bytes, slot_count = files[0].sizes
         if slot_bytes not in {group.slot_bytes for group in shape.groups}:
             raise CorruptRecord(f"segment {segment}: no block is of {slot_bytes} bytes")
-        agreed: dict[int, FoundBlock] = {}
-        for rank, file in enumerate(files):
-            told = {
-                index: FoundBlock(header.namespace.epoch, header.key, segment, index, header.generation, header.parent)
-                for index, header in _headers(file)
-                if _fits(header, rank, slot_bytes, shape)
-            }
-            agreed = (
-                told if rank == 0 else {index: block for index, block in agreed.items() if told.get(index) == block}
-            )
-    return FoundSegment(segment, slot_bytes, slot_count, drive), list(agreed.values())
+        sizes = tuple(group.payload_bytes if group.slot_bytes == slot_bytes else -1 for group in shape.groups)
+        told = [
+            _headers(file, Expected(shape.fingerprint, rank, shape.rank_count, sizes))
+            for rank, file in enumerate(files)
+        ]
+    return FoundSegment(segment, slot_bytes, slot_count, drive), reduce(agreed, told)
 
 
-def _fits(header: SlotHeader, rank: int, slot_bytes: int, shape: HomeShape) -> bool:
-    if len(header.key) < GROUP_BYTES or (header.parent is not None and len(header.parent) < GROUP_BYTES):
-        return False
-    group = group_of(header.key)
-    return (
-        (header.rank, header.rank_count) == (rank, shape.rank_count)
-        and header.namespace.fingerprint == shape.fingerprint
-        and header.namespace.epoch < _EPOCH_LIMIT
-        and group < len(shape.groups)
-        and shape.groups[group] == Shape(slot_bytes, header.payload_bytes)
-    )
+def _headers(file: SegmentFile, expected: Expected) -> HeaderColumns:
+    """Return the slot headers of a file that are sound; one that cannot be read is like one that is not."""
+    from kvdisk.device.header_columns import decode_headers, join_headers
 
-
-def _headers(file: SegmentFile) -> Iterator[tuple[int, SlotHeader]]:
-    """Yield the sound slot headers of a file; one that cannot be read is like one that is not sound."""
-    slots = 1 if file.slot_bytes > _SMALL_SLOT_BYTES else max(1, _PIECE_BYTES // file.slot_bytes)
-    most_bytes = HEADER_BYTES + (slots - 1) * file.slot_bytes
-    memory = mmap.mmap(-1, most_bytes)  # anonymous maps have the alignment that O_DIRECT needs
+    through = file.slot_bytes <= _SMALL_SLOT_BYTES
+    stride_bytes = file.slot_bytes if through else HEADER_BYTES
+    most = max(1, _PIECE_BYTES // stride_bytes)
+    memory = mmap.mmap(-1, most * stride_bytes)  # anonymous maps have the alignment that O_DIRECT needs
+    parts = []
     with memoryview(memory) as view:
-        for first in range(0, file.slot_count, slots):
-            count = min(slots, file.slot_count - first)
-            wanted_bytes = HEADER_BYTES + (count - 1) * file.slot_bytes
-            try:
-                got_bytes = os.preadv(file.fd, [view[:wanted_bytes]], slot_offset(file.slot_bytes, first))
-            except OSError:
-                got_bytes = 0
-            if got_bytes < wanted_bytes and slots > 1:
-                yield from _headers_one_by_one(file, view, range(first, first + count))
-                continue
-            for number in range(count if got_bytes == wanted_bytes else 0):
-                header = _decoded(view[number * file.slot_bytes :][:HEADER_BYTES])
-                if header is not None:
-                    yield first + number, header
+        for first in range(0, file.slot_count, most):
+            count = min(most, file.slot_count - first)
+            if not through or not _read_through(file, view, first, count):
+                _read_headers(file, view, stride_bytes, first, count)
+            parts.append(decode_headers(view, stride_bytes, first, count, expected))
+    return join_headers(parts)
 
 
-def _headers_one_by_one(file: SegmentFile, view: memoryview, slots: range) -> Iterator[tuple[int, SlotHeader]]:
-    for index in slots:
-        try:
-            whole = os.preadv(file.fd, [view[:HEADER_BYTES]], slot_offset(file.slot_bytes, index)) == HEADER_BYTES
-        except OSError:
-            continue
-        header = _decoded(view[:HEADER_BYTES]) if whole else None
-        if header is not None:
-            yield index, header
-
-
-def _decoded(head: memoryview) -> SlotHeader | None:
-    if not head[0]:
-        return None  # never written
+def _read_through(file: SegmentFile, view: memoryview, first: int, count: int) -> bool:
+    """Read slots up to the header of the last; return whether all of that could be read."""
+    wanted_bytes = HEADER_BYTES + (count - 1) * file.slot_bytes
     try:
-        return read_header(head)
-    except KvdiskError:
-        return None
+        return os.preadv(file.fd, [view[:wanted_bytes]], slot_offset(file.slot_bytes, first)) == wanted_bytes
+    except OSError:
+        return False
+
+
+def _read_headers(file: SegmentFile, view: memoryview, stride_bytes: int, first: int, count: int) -> None:
+    """Read headers one by one to places ``stride_bytes`` apart; zeros for those that cannot be read."""
+    fd, read = file.fd, os.preadv
+    for number in range(count):
+        place = view[number * stride_bytes : number * stride_bytes + HEADER_BYTES]
+        try:
+            whole = read(fd, [place], slot_offset(file.slot_bytes, first + number)) == HEADER_BYTES
+        except OSError:
+            whole = False
+        if not whole:
+            place[:] = bytes(HEADER_BYTES)

@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many block records decoded at once. Apart from ``records`` because it needs numpy, which the tools do without."""
+"""Many block records decoded, or encoded, at once.
+
+Apart from ``records`` because it needs numpy, which the tools do without.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey
 from kvdisk.index.base import BlockColumns
 from kvdisk.index.records import BLOCK_VALUE, EPOCH_BYTES, EPOCH_LIMIT, RECORD_VERSION, decode_block
 
+_WORD_BYTES = 8
 _FIELDS = ("version", "segment", "index", "generation", "stored_s", "parent_bytes")
 _FIXED = np.dtype(list(zip(_FIELDS, ("u1", ">u4", ">u4", ">u8", ">u4", "u1"), strict=True)))
 assert _FIXED.itemsize == BLOCK_VALUE.size
@@ -54,6 +60,45 @@ def decode_blocks(keys: Sequence[bytes], values: Sequence[bytes]) -> BlockColumn
         parent_bytes,
         fixed["stored_s"].astype(np.uint32),
     )
+
+
+def encode_blocks(columns: BlockColumns) -> tuple[list[bytes], list[bytes]]:
+    """Return the key and value bytes of many records: what ``encode_block`` would, much faster."""
+    count = len(columns.keys)
+    key_bytes = np.fromiter(map(len, columns.keys), np.int64, count)
+    assert ((key_bytes >= GROUP_BYTES) & (key_bytes <= MAX_KEY_BYTES)).all()
+    assert (columns.epochs < EPOCH_LIMIT).all()
+    parents = columns.each_parent()
+    assert all(not parent or GROUP_BYTES <= len(parent) <= MAX_KEY_BYTES for parent in parents)
+    fixed = np.empty(count, _FIXED)
+    fixed["version"] = RECORD_VERSION
+    for name, column in (
+        ("segment", columns.segments),
+        ("index", columns.indices),
+        ("generation", columns.generations),
+        ("stored_s", columns.stored_s),
+        ("parent_bytes", columns.parent_bytes),
+    ):
+        fixed[name] = column
+    heads = _split(fixed.tobytes(), BLOCK_VALUE.size, count)
+    epochs = _split(columns.epochs.astype(">u8").tobytes(), EPOCH_BYTES, count)
+    return list(map(operator.add, epochs, columns.keys)), list(map(operator.add, heads, parents))
+
+
+def ascending(epochs: NDArray[np.uint64], keys: Sequence[bytes]) -> NDArray[np.int64]:
+    """Return the order in which rows ascend by epoch, then by the bytes of the key."""
+    if keys and min(map(len, keys)) >= _WORD_BYTES:
+        words = np.frombuffer(b"".join([key[:_WORD_BYTES] for key in keys]), ">u8").astype(np.uint64)
+        order: NDArray[np.int64] = np.lexsort((words, epochs))
+        alike = (words[order[1:]] == words[order[:-1]]) & (epochs[order[1:]] == epochs[order[:-1]])
+        if not alike.any():
+            return order
+    named = list(zip(epochs.tolist(), keys, strict=True))
+    return np.array(sorted(range(len(keys)), key=named.__getitem__), np.int64)
+
+
+def _split(joined: bytes, length: int, count: int) -> list[bytes]:
+    return [joined[start : start + length] for start in range(0, length * count, length)]
 
 
 def join_columns(parts: Sequence[BlockColumns]) -> BlockColumns:

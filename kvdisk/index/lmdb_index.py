@@ -21,9 +21,25 @@ from kvdisk.index.records import (
     encode_segment_key,
 )
 
-__all__ = ["MIN_MAP_BYTES", "LmdbIndex", "map_bytes_for"]
+__all__ = ["MIN_MAP_BYTES", "LmdbIndex", "map_bytes_for", "write_index"]
 
 CLOSE_TIMEOUT_S = 10.0
+
+
+def write_index(path: Path | str, segments: Sequence[SegmentRecord], columns: BlockColumns, *, map_bytes: int) -> None:
+    """Make an index of these records in the directory ``path``, which exists and is empty, and sync it.
+
+    Raises DeviceError; what is in ``path`` is then of no use.
+    """
+    from kvdisk.index.columns import encode_blocks  # numpy, which the tools do without
+
+    tables = LmdbTables(Path(path), map_bytes, readonly=False)
+    try:
+        tables.append(Table.BLOCKS, *encode_blocks(columns))
+        encoded = [encode_segment(segment) for segment in sorted(segments)]
+        tables.append(Table.SEGMENTS, [key for key, _ in encoded], [value for _, value in encoded])
+    finally:
+        tables.close()
 
 
 class LmdbIndex:

@@ -36,6 +36,7 @@ from kvdisk.blocks import BlockKey, Slot
 from kvdisk.device.store import Store
 from kvdisk.errors import DeviceError
 from kvdisk.geometry import slot_offset
+from kvdisk.index.base import BlockRecord
 from kvdisk.index.lmdb_index import LmdbIndex
 
 
@@ -320,6 +321,7 @@ from pathlib import Path
 import rebuild_stores
 from kvdisk.device import home as home_room, paths, rebuild
 from kvdisk import recovery
+from kvdisk.index import lmdb_tables
 at = int(sys.argv[3])
 def die_at(owner, name):
     real = getattr(owner, name)
@@ -331,7 +333,8 @@ def die_at(owner, name):
         return real(*arguments, **named)
     setattr(owner, name, call)
 for owner, name in [(paths, "remove_anything"), (recovery, "scan_home"), (recovery, "remove_lost"),
-                    (recovery.LmdbIndex, "put"), (recovery.LmdbIndex, "close"), (home_room, "write_record"),
+                    (recovery, "write_index"), (lmdb_tables.LmdbTables, "append"),
+                    (lmdb_tables.LmdbTables, "close"), (home_room, "write_record"),
                     (home_room.Home, "place_index"), (home_room.Home, "adopt_index"), (paths, "make_directory")]:
     die_at(owner, name)
 rebuild_stores.start(Path(sys.argv[2]))
@@ -384,7 +387,7 @@ def test_a_smaller_cap_is_kept_when_the_start_is_over(path):
     for segment in range(10):
         parts.index.put_segment(make_segment(parts.home, segment, slots=200))
         write_block(parts.home, Slot(segment, 0), key_of(segment), 5 + segment)
-        parts.index.put([recovery.BlockRecord(0, key_of(segment), Slot(segment, 0), 5 + segment)])
+        parts.index.put([BlockRecord(0, key_of(segment), Slot(segment, 0), 5 + segment)])
     end(parts)
     small = 24 << 20
     assert allocated(path / "homes") > small
@@ -402,13 +405,13 @@ def test_an_index_file_that_is_too_long_for_the_cap_is_made_anew(path):
     large = start(path, cap_bytes=1 << 30)
     keys = [BlockKey(number.to_bytes(4, "big") * 31 + bytes(2)) for number in range(40_000)]
     for first in range(0, len(keys), 1000):
-        batch = [recovery.BlockRecord(9, key, Slot(0, 0), 1, key) for key in keys[first : first + 1000]]
+        batch = [BlockRecord(9, key, Slot(0, 0), 1, key) for key in keys[first : first + 1000]]
         assert large.index.put(batch)
     assert large.index.flush(60)
     large.index.delete([(9, key) for key in keys])
     large.index.put_segment(make_segment(large.home, 0))
     write_block(large.home, Slot(0, 0), key_of(1), 7)
-    large.index.put([recovery.BlockRecord(0, key_of(1), Slot(0, 0), 7)])
+    large.index.put([BlockRecord(0, key_of(1), Slot(0, 0), 7)])
     end(large)
     file = home_path(path) / "index" / "data.mdb"
     before = file.stat().st_size
