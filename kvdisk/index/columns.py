@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from itertools import chain
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +38,10 @@ def decode_blocks(keys: Sequence[bytes], values: Sequence[bytes]) -> BlockColumn
         & (value_bytes >= BLOCK_VALUE.size)
     )
     if sound.all():
-        fixed = np.frombuffer(b"".join([value[: BLOCK_VALUE.size] for value in values]), _FIXED)
-        epochs = np.frombuffer(b"".join([key[:EPOCH_BYTES] for key in keys]), ">u8").astype(np.uint64)
+        joined = b"".join(values)
+        heads = np.ndarray((max(0, len(joined) - _FIXED.itemsize + 1),), f"V{_FIXED.itemsize}", joined, 0, (1,))
+        fixed = heads[np.cumsum(value_bytes) - value_bytes].view(_FIXED)
+        epochs = _epochs(keys, key_bytes)
         parent_bytes = fixed["parent_bytes"].astype(np.int64)
         sound = (
             (fixed["version"] == RECORD_VERSION)
@@ -52,7 +55,7 @@ def decode_blocks(keys: Sequence[bytes], values: Sequence[bytes]) -> BlockColumn
         raise AssertionError("two readings of one record")
     return BlockColumns(
         epochs,
-        [BlockKey(key[EPOCH_BYTES:]) for key in keys],
+        cast("list[BlockKey]", [key[EPOCH_BYTES:] for key in keys]),
         fixed["segment"].astype(np.uint32),
         fixed["index"].astype(np.uint32),
         fixed["generation"].astype(np.uint64),
@@ -60,6 +63,14 @@ def decode_blocks(keys: Sequence[bytes], values: Sequence[bytes]) -> BlockColumn
         parent_bytes,
         fixed["stored_s"].astype(np.uint32),
     )
+
+
+def _epochs(keys: Sequence[bytes], key_bytes: NDArray[np.int64]) -> NDArray[np.uint64]:
+    if len(keys) and (key_bytes == key_bytes[0]).all():
+        heads = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)[:, :EPOCH_BYTES].tobytes()
+    else:
+        heads = b"".join([key[:EPOCH_BYTES] for key in keys])
+    return np.frombuffer(heads, ">u8").astype(np.uint64)
 
 
 def encode_blocks(columns: BlockColumns) -> tuple[list[bytes], list[bytes]]:

@@ -158,9 +158,11 @@ class Catalog:
 
     def is_ready(self, row: int) -> bool:
         """Whether a row (or -1) can be loaded from some tier now. Asked for every block of every prompt."""
+        if row < 0:
+            return False
         if self.hidden_segments:
-            return row >= 0 and (self._cpu_states[row] == _READY or self.readable(row, Tier.NVME))
-        return row >= 0 and (self._nvme_states[row] == _READY or self._cpu_states[row] == _READY)
+            return self._cpu_states[row] == _READY or self.readable(row, Tier.NVME)
+        return self._nvme_states[row] == _READY or self._cpu_states[row] == _READY
 
     def slot(self, row: int, tier: Tier) -> Slot:
         """Return the slot of a copy that is not ABSENT."""

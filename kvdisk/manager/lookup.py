@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Sequence
+from functools import partial
 
 from kvdisk.blocks import BlockKey, Tier
 from kvdisk.geometry import Geometry, GroupGeometry
@@ -54,7 +55,7 @@ def longest_hit(
     end is a multiple of every group's block size, at most ``limit_tokens``. Full-attention groups need every block from
     ``local_tokens`` on; window groups only those that ``first_needed`` names.
     """
-    there = is_coming if coming else is_ready
+    there = partial(is_coming, catalog) if coming else catalog.is_ready
     find = catalog.find
     step = math.lcm(*(group.block_tokens for group in geometry.groups))
     end = limit_tokens // step * step
@@ -64,7 +65,7 @@ def longest_hit(
             position = local_tokens // group.block_tokens
             last = end // group.block_tokens
             group_keys = keys[group.group]
-            while position < last and (there(catalog, find(group_keys[position])) or group_keys[position] in elsewhere):
+            while position < last and (there(find(group_keys[position])) or group_keys[position] in elsewhere):
                 position += 1
             end = position * group.block_tokens // step * step
         if end <= local_tokens:
@@ -72,12 +73,7 @@ def longest_hit(
     streaks = [
         (
             group,
-            _streaks(
-                [
-                    there(catalog, find(key)) or key in elsewhere
-                    for key in keys[group.group][: end // group.block_tokens]
-                ]
-            ),
+            _streaks([there(find(key)) or key in elsewhere for key in keys[group.group][: end // group.block_tokens]]),
         )
         for group in geometry.groups
         if group.window_tokens is not None
