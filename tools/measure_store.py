@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what a large store costs: opening it, RAM of a block, a lookup, and the index's size over churn.
+"""Measure what a large store costs: opening it, RAM of a block, lookups, other homes, a rebuild, the index over churn.
 
 An index of ``--blocks`` blocks with sha256 keys, in chains of 100, is built in a fresh directory below ``--dir`` and
-closed cleanly. Each opening is a process of its own: the time is that of ``LmdbIndex`` and ``NvmeSpace.restore``; the
-RAM is what the process's resident memory has grown by, after freed memory was given back, divided by the blocks.
+closed cleanly. Each opening is a process of its own: the time is that of reading the file's sum (after a clean end)
+or of the child that reads the index first (after a kill), of ``LmdbIndex`` and of ``NvmeSpace.restore``. The RAM is
+what the process's resident memory has grown by, after freed memory was given back, divided by the blocks. Other homes
+are asked through a ``NeighbourReader``. A rebuild reads headers of slots of 64 KiB, past the system's memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import hashlib
@@ -19,15 +22,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from measure_neighbours import AskedHome
+from measure_rebuild import HomeOfHeaders, quiet
+
 from kvdisk.blocks import BlockKey, Slot, make_block_key
-from kvdisk.config import EVICTIONS
+from kvdisk.config import EVICTIONS, Config
+from kvdisk.device.paths import sum_of_file
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.eviction import make_eviction
+from kvdisk.manager.lookup import longest_hit
 from kvdisk.manager.nvme_layout import NvmeLayout
 from kvdisk.manager.segments import NvmeSpace
 from kvdisk.manager.transfers import Transfers
@@ -37,7 +46,9 @@ CHAIN_BLOCKS = 100
 SEGMENT_SLOTS = 4096
 CALL_BLOCKS = 500
 LOOKED_UP = 2000
+PROMPTS = 20
 FLUSH_S = 600.0
+PARTS = ("open", "neighbours", "rebuild", "churn")
 GEOMETRY = Geometry((GroupGeometry(0, 16, 65536 - 4096),), 1, 16)
 
 
@@ -103,12 +114,19 @@ def resident_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
 
 
-def measure_opening(path: Path, block_count: int, eviction: str) -> dict[str, float]:
-    """Open the store in this process, and look blocks up. ``lookup_us``: median of single lookups, in prompt order."""
-    wanted = [key_of(number) for number in range(block_count // 2, block_count // 2 + LOOKED_UP)]
+def measure_opening(path: Path, block_count: int, eviction: str, after_kill: bool) -> dict[str, float]:
+    """Open the store in this process, and look blocks up: each alone, and by prompts of LOOKED_UP as a request is."""
+    prompts = [
+        [key_of(first + number) for number in range(LOOKED_UP)]
+        for first in range(0, block_count - LOOKED_UP + 1, block_count // PROMPTS)
+    ]
     layout = NvmeLayout(0, (SEGMENT_SLOTS,), (1 << 62,))
+    if after_kill:
+        (path / "open").touch()
     before = resident_bytes()
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    if not after_kill:
+        sum_of_file(path / "data.mdb")
     index = open_index(path, block_count)
     catalog = Catalog()
     nvme = NvmeSpace(
@@ -118,27 +136,100 @@ def measure_opening(path: Path, block_count: int, eviction: str) -> dict[str, fl
     open_s, open_cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
     assert len(catalog) == block_count
     grown = resident_bytes() - before
-    times = []
-    for key in wanted:
-        start_s = time.perf_counter()
-        ready = catalog.is_ready(catalog.find(key))
-        times.append(time.perf_counter() - start_s)
-        assert ready
+    times, hits = [], []
+    for at, prompt in enumerate(prompts):
+        if at % 2:
+            for key in prompt:
+                start_s = time.perf_counter()
+                ready = catalog.is_ready(catalog.find(key))
+                times.append(time.perf_counter() - start_s)
+                assert ready
+        else:
+            tokens = LOOKED_UP * GEOMETRY.groups[0].block_tokens
+            start_s = time.perf_counter()
+            found = longest_hit(catalog, GEOMETRY, [prompt], 0, tokens, coming=False)
+            hits.append((time.perf_counter() - start_s) / LOOKED_UP)
+            assert found == tokens
     index.close()
     return {
         "open_s": open_s,
         "open_cpu_s": open_cpu_s,
         "ram_bytes": grown / block_count,
         "lookup_us": 1e6 * statistics.median(times),
+        "hit_us": 1e6 * statistics.median(hits),
     }
 
 
-def in_a_child(path: Path, block_count: int, eviction: str) -> dict[str, float]:
+def in_a_child(path: Path, block_count: int, eviction: str, *, after_kill: bool) -> dict[str, float]:
     """Measure one opening in a fresh process."""
     command = [sys.executable, __file__, "--open", str(path), "--blocks", str(block_count), "--eviction", eviction]
+    command += ["--after-kill"] * after_kill
     answer = subprocess.run(command, check=True, capture_output=True, text=True)
     found: dict[str, float] = json.loads(answer.stdout)
     return found
+
+
+def say(what: str, values: Sequence[float], digits: int = 2) -> None:
+    """Print median, lowest and highest."""
+    middle, lowest, highest = (f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
+    load = os.getloadavg()[0]
+    print(f"{what}: median {middle}, lowest {lowest}, highest {highest} of {len(values)} (load {load:.1f})", flush=True)
+
+
+def show_openings(path: Path, block_count: int, eviction: str, rounds: int) -> None:
+    """Measure openings after both ends, and lookups."""
+    for after_kill, end in ((False, "a clean end"), (True, "a kill")):
+        found = [in_a_child(path, block_count, eviction, after_kill=after_kill) for _ in range(rounds)]
+        say(f"open after {end}, s", [one["open_s"] for one in found])
+        say(f"open after {end}, s of processor time, without the child", [one["open_cpu_s"] for one in found])
+        say("RAM of a block, bytes", [one["ram_bytes"] for one in found], 0)
+        say(
+            "lookup of an own block, one call of find and is_ready, us (median of each)",
+            [f["lookup_us"] for f in found],
+        )
+        say(f"lookup of an own block, by prompts of {LOOKED_UP:,} blocks, us", [f["hit_us"] for f in found])
+
+
+def show_neighbours(path: Path, block_count: int, rounds: int) -> None:
+    """Measure questions of LOOKED_UP keys, at random places, to this index as another home's."""
+    batches = [
+        [key_of((at * LOOKED_UP + step) * 7919 % block_count) for step in range(LOOKED_UP)] for at in range(rounds)
+    ]
+    with contextlib.closing(AskedHome(path)) as home:
+        say("other home: first answer, index not in memory, with the start of the child, ms",
+            [1e3 * home.ask(batches[0]).answer_s], 1)  # fmt: skip
+        cold = [home.ask(batch) for batch in batches[1:]]
+        warm = [home.ask(batch) for batch in batches]
+    say(f"other home: answer to {LOOKED_UP:,} keys not asked for before, ms", [1e3 * one.answer_s for one in cold], 1)
+    say("other home: answer to the same again, ms", [1e3 * one.answer_s for one in warm], 1)
+    say("other home: the call of ask on the scheduler's thread, us", [1e6 * one.ask_s for one in cold + warm], 1)
+    polls = [1e6 * poll_s for one in cold + warm for poll_s in one.polls_s]
+    say("other home: a call of poll on the scheduler's thread, us", polls, 1)
+
+
+def show_rebuild(directory: Path, header_count: int, rounds: int) -> None:
+    """Measure a rebuild of a home of one rank with so many headers, each in the drive and not in memory."""
+    quiet()
+    home = HomeOfHeaders(directory / "store", GEOMETRY, -(-header_count // SEGMENT_SLOTS), SEGMENT_SLOTS, names_of)
+    with contextlib.closing(home):
+        found, alone = zip(*[(home.rebuild(), home.read_alone()) for _ in range(rounds)], strict=True)
+    say(f"rebuild of {home.block_count:,} blocks, us a header", [wall for wall, _ in found])
+    say("rebuild, us of processor time a header", [cpu for _, cpu in found])
+    say("reading these headers and no more, us a header", [wall for wall, _ in alone])
+    say("reading these headers and no more, us of processor time a header", [cpu for _, cpu in alone])
+
+
+def names_of(number: int) -> tuple[BlockKey, BlockKey | None]:
+    """Return a block's key and its parent's."""
+    return key_of(number), record_of(number, 0).parent
+
+
+def show_churn(path: Path, block_count: int, cycles: int) -> None:
+    """Measure the index's file over cycles of replacements."""
+    replaced = min(100_000, block_count)
+    sizes = churn(path, block_count, replaced, cycles)
+    listed = ", ".join(f"{size / 2**20:.2f}" for size in sizes)
+    print(f"index file of {block_count:,} blocks, MiB: at first and after each {replaced:,} replacements: {listed}")
 
 
 def main() -> None:
@@ -146,34 +237,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="where the index may lie")
     parser.add_argument("--blocks", type=int, default=1_000_000)
-    parser.add_argument("--quick", action="store_true", help="100,000 blocks, and replacements of 10,000")
-    parser.add_argument("--eviction", choices=EVICTIONS, default=EVICTIONS[0])
+    parser.add_argument("--headers", type=int, default=100_000, help="of the rebuild; 64 KiB of the drive for each")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the blocks and headers")
+    parser.add_argument("--eviction", choices=EVICTIONS, default=Config().eviction)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cycles", type=int, default=4)
+    parser.add_argument("--cycles", type=int, default=5)
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--open", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--after-kill", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.open:
-        print(json.dumps(measure_opening(options.open, options.blocks, options.eviction)))
+        print(json.dumps(measure_opening(options.open, options.blocks, options.eviction, options.after_kill)))
         return
-    block_count = 100_000 if options.quick else options.blocks
-    replaced = min(100_000, block_count // 10)
+    share = 10 if options.quick else 1
+    block_count, header_count = options.blocks // share, options.headers // share
+    print(f"{block_count:,} blocks, eviction {options.eviction}, {os.cpu_count()} cores")
     with tempfile.TemporaryDirectory(dir=options.dir) as directory:
         path = Path(directory) / "index"
-        build(path, block_count)
-        print(f"{block_count:,} blocks, eviction {options.eviction}, {os.cpu_count()} cores")
-        rounds = [in_a_child(path, block_count, options.eviction) for _ in range(options.rounds)]
-        for name, what in (
-            ("open_s", "open, s"),
-            ("open_cpu_s", "open, s of processor time"),
-            ("ram_bytes", "RAM of a block, bytes (growth of the resident memory)"),
-            ("lookup_us", f"lookup of an own block, µs (median of {LOOKED_UP:,} in prompt order)"),
-        ):
-            values = sorted(found[name] for found in rounds)
-            middle = statistics.median(values)
-            print(f"{what}: median {middle:.2f}, lowest {values[0]:.2f}, highest {values[-1]:.2f} of {len(values)}")
-        sizes = churn(path, block_count, replaced, options.cycles)
-    listed = ", ".join(f"{size / 2**20:.1f}" for size in sizes)
-    print(f"index file, MiB: at first and after each of {options.cycles} times {replaced:,} replacements: {listed}")
+        if set(options.parts) - {"rebuild"}:
+            build(path, block_count)
+        if "open" in options.parts:
+            show_openings(path, block_count, options.eviction, options.rounds)
+        if "neighbours" in options.parts:
+            show_neighbours(path, block_count, options.rounds)
+        if "rebuild" in options.parts:
+            show_rebuild(Path(directory), header_count, options.rounds)
+        if "churn" in options.parts:
+            small = min(100_000, block_count)
+            if small < block_count:
+                build(Path(directory) / "small", small)
+                show_churn(Path(directory) / "small", small, options.cycles)
+            show_churn(path, block_count, options.cycles)
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ def decode_blocks(keys: Sequence[bytes], values: Sequence[bytes]) -> BlockColumn
     )
     if sound.all():
         joined = b"".join(values)
-        heads = np.ndarray((max(0, len(joined) - _FIXED.itemsize + 1),), f"V{_FIXED.itemsize}", joined, 0, (1,))
-        fixed = heads[np.cumsum(value_bytes) - value_bytes].view(_FIXED)
+        starts = np.cumsum(value_bytes) - value_bytes
+        fixed = _pieces(joined, starts, _FIXED.itemsize).view(_FIXED)
         epochs = _epochs(keys, key_bytes)
         parent_bytes = fixed["parent_bytes"].astype(np.int64)
         sound = (
@@ -59,7 +59,7 @@ def decode_blocks(keys: Sequence[bytes], values: Sequence[bytes]) -> BlockColumn
         fixed["segment"].astype(np.uint32),
         fixed["index"].astype(np.uint32),
         fixed["generation"].astype(np.uint64),
-        b"".join([value[BLOCK_VALUE.size :] for value in values]),
+        _parents(joined, starts + _FIXED.itemsize, parent_bytes),
         parent_bytes,
         fixed["stored_s"].astype(np.uint32),
     )
@@ -71,6 +71,22 @@ def _epochs(keys: Sequence[bytes], key_bytes: NDArray[np.int64]) -> NDArray[np.u
     else:
         heads = b"".join([key[:EPOCH_BYTES] for key in keys])
     return np.frombuffer(heads, ">u8").astype(np.uint64)
+
+
+def _parents(joined: bytes, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> bytes:
+    """Return the parents, joined, that begin at ``starts``."""
+    there = np.flatnonzero(lengths)
+    length = int(lengths[there[0]]) if len(there) else 0
+    if (lengths[there] == length).all():
+        return _pieces(joined, starts[there], length).tobytes() if length else b""
+    ends = (starts + lengths).tolist()
+    return b"".join([joined[start:end] for start, end in zip(starts.tolist(), ends, strict=True)])
+
+
+def _pieces(joined: bytes, starts: NDArray[np.int64], length: int) -> NDArray[np.void]:
+    """Return the pieces of this length, not 0, that begin at ``starts``."""
+    everywhere = np.ndarray((max(0, len(joined) - length + 1),), f"V{length}", joined, 0, (1,))
+    return everywhere[starts]
 
 
 def encode_blocks(columns: BlockColumns) -> tuple[list[bytes], list[bytes]]:
