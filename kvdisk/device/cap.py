@@ -81,8 +81,9 @@ def take_stock(store: Store, stack: ExitStack) -> Stock:
         path = store.home_path(home_id)
         lock_fd = -1
         with suppress(FileNotFoundError):  # without a lock file it was never finished: nobody can own it
-            lock_fd = os.open(path / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)
-            stack.callback(os.close, lock_fd)
+            lock_fd = paths.open_regular(path / LOCK_FILE, os.O_RDWR)
+            if lock_fd >= 0:
+                stack.callback(os.close, lock_fd)
         live = lock_fd >= 0 and not paths.try_lock(lock_fd, fcntl.LOCK_EX)
         record = None
         if lock_fd >= 0:

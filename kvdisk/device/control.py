@@ -165,7 +165,13 @@ def write_record(home_path: Path, record: HomeRecord, *, durable: bool) -> None:
 
 
 def check_directory(path: Path) -> None:
-    """Raise ConfigError unless ``path`` is a directory that this user alone writes, and no symlink."""
+    """Raise ConfigError unless ``path``, and ``homes`` in it, are directories that this user alone writes."""
+    _check_own(path)
+    if os.path.lexists(path / HOMES):
+        _check_own(path / HOMES)
+
+
+def _check_own(path: Path) -> None:
     if path.is_symlink():
         raise ConfigError(f"store_dirs: {path} is a symbolic link, name the directory itself")
     if not paths.is_directory(path):

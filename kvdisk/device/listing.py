@@ -47,8 +47,10 @@ def scan_folders(folders: tuple[DriveFolder | None, ...]) -> tuple[SegmentFileSu
 
 def _is_owned(store: Store, home_id: str) -> bool:
     try:
-        fd = os.open(store.home_path(home_id) / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW)
+        fd = paths.open_regular(store.home_path(home_id) / LOCK_FILE, os.O_RDONLY)
     except FileNotFoundError:
+        return False
+    if fd < 0:
         return False
     try:
         return not paths.try_lock(fd, fcntl.LOCK_EX)

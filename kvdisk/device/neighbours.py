@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -52,8 +53,10 @@ class Neighbours:
             # An index that was not closed in order is whole only while the machine that wrote it runs.
             if record and record.suits(fingerprint, wanted) and (record.index_sum or record.boot_id == self._boot_id):
                 index_path = f"{self._homes}/{home_id}/{INDEX}"
-                with suppress(FileNotFoundError):
+                with suppress(FileNotFoundError, NotADirectoryError):
                     status = os.lstat(index_path)
+                    if not stat.S_ISDIR(status.st_mode):
+                        continue
                     found.append(ReadableHome(home_id, Path(index_path), (status.st_ino, status.st_mtime_ns)))
         return found
 
@@ -74,13 +77,17 @@ class Neighbours:
         path = f"{self._homes}/{home_id}"
         try:
             status = os.lstat(f"{path}/{HOME_FILE}")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         at = (status.st_ino, status.st_mtime_ns)
         known = self._records.get(home_id)
         if known is None or known[0] != at:
             record = None
-            with suppress(FileNotFoundError, CorruptRecord):
+            try:
                 record = read_record(Path(path))
+            except CorruptRecord:
+                pass
+            except OSError:
+                return None  # one home that cannot be read now shall not hide the others
             known = self._records[home_id] = (at, record)
         return known[1]

@@ -64,6 +64,22 @@ def create_file(path: Path) -> int:
     return fd
 
 
+def open_regular(path: Path, flags: int) -> int:
+    """Open a file that exists; return its descriptor, or -1 where something else is in its place. Raises OSError."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        return -1
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe in its place must not stop us
+    except OSError as error:
+        if error.errno in {errno.ELOOP, errno.EISDIR, errno.ENXIO}:
+            return -1
+        raise
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    return -1
+
+
 def write_control(path: Path, value: dict[str, Any], *, durable: bool) -> None:
     """Replace a JSON file in one step. ``durable``: it survives a loss of power from here on. Raises OSError."""
     temporary = path.with_name(path.name + ".tmp")
@@ -82,8 +98,12 @@ def write_control(path: Path, value: dict[str, Any], *, durable: bool) -> None:
 
 
 def read_control(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises CorruptRecord, or OSError (FileNotFoundError where there is none)."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe in its place must not stop us
+    """Return the object in a JSON file.
+
+    Raises CorruptRecord, also for what is no regular file, or OSError (FileNotFoundError where there is none).
+    """
+    if (fd := open_regular(path, os.O_RDONLY)) < 0:
+        raise CorruptRecord(f"{path} is not a file")
     with os.fdopen(fd, "rb") as file:
         text = file.read(_LONGEST_CONTROL_FILE_BYTES)
     try:
@@ -203,7 +223,7 @@ def remove_directory(homes: Path, *names: str, first: str | None = None) -> None
         assert shutil.rmtree.avoids_symlink_attacks
         target = os.open(names[-1], flags, dir_fd=opened[-1])
         opened.append(target)
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, IsADirectoryError):
             os.unlink(first, dir_fd=target)
         shutil.rmtree(names[-1], dir_fd=opened[-2])
     finally:

@@ -20,7 +20,15 @@ from typing import NamedTuple, Protocol
 
 from xxhash import xxh3_64_intdigest
 
-from kvdisk.device.paths import STAT_BLOCK_BYTES, create_file, device_errors, make_directory, remove_directory
+from kvdisk.device.paths import (
+    STAT_BLOCK_BYTES,
+    create_file,
+    device_errors,
+    is_directory,
+    make_directory,
+    remove_anything,
+    remove_directory,
+)
 from kvdisk.errors import CorruptRecord, DeviceError, GeometryMismatch
 from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION, SEGMENT_HEADER_BYTES, segment_file_bytes
 from kvdisk.messages import SegmentSpec
@@ -106,6 +114,7 @@ def create_segment(home: HasSegments, spec: SegmentSpec, rank: int, rank_count: 
     final = _file_path(home, spec.segment, rank)
     temporary = _temporary(final)
     with device_errors(f"making segment {spec.segment} for rank {rank}"):
+        _check_way(final)
         make_directory(final.parent, exist_ok=True)
         try:
             if os.path.lexists(final):
@@ -174,10 +183,7 @@ def drop_segment(home: HasSegments, segment: int, rank: int) -> None:
     """
     path = _file_path(home, segment, rank)
     with device_errors(f"dropping segment {segment} of rank {rank}"):
-        for name in (_temporary(path), path):
-            with suppress(FileNotFoundError):
-                name.unlink()
-        _remove_if_empty(home, segment)
+        _remove_files(home, segment, (_temporary(path).name, path.name))
 
 
 def remove_unknown_segments(home: HasSegments, rank: int, known: Collection[int]) -> list[int]:
@@ -187,15 +193,15 @@ def remove_unknown_segments(home: HasSegments, rank: int, known: Collection[int]
     """
     removed = []
     with device_errors(f"removing unknown segments of rank {rank}"):
-        for segment in segment_numbers(home.segments_path):
+        for segment in segment_numbers(home.segments_path, also_no_directories=True):
             path = _file_path(home, segment, rank)
-            with suppress(FileNotFoundError):
-                _temporary(path).unlink()
-            if segment not in known:
-                with suppress(FileNotFoundError):
-                    path.unlink()
-                    removed.append(segment)
-                _remove_if_empty(home, segment)
+            if segment in known:
+                if is_directory(path.parent):
+                    _remove_files(home, segment, (_temporary(path).name,))
+                continue
+            if os.path.lexists(path):
+                removed.append(segment)
+            _remove_files(home, segment, (_temporary(path).name, path.name))
     return removed
 
 
@@ -213,11 +219,11 @@ def scan_segments(segments_path: Path, drive: int = 0) -> tuple[SegmentFileSumma
     return tuple(sorted(found))
 
 
-def segment_numbers(segments_path: Path) -> list[int]:
-    """List the segments that have a directory, ascending. Raises OSError."""
+def segment_numbers(segments_path: Path, *, also_no_directories: bool = False) -> list[int]:
+    """List the segments that have a directory, or anything else of their name, ascending. Raises OSError."""
     try:
         with os.scandir(segments_path) as found:
-            names = [item.name for item in found if item.is_dir(follow_symlinks=False)]
+            names = [item.name for item in found if also_no_directories or item.is_dir(follow_symlinks=False)]
     except FileNotFoundError:
         return []
     return sorted(int(name) for name in names if _SEGMENT_NAME.fullmatch(name))
@@ -231,6 +237,25 @@ def _file_path(home: HasSegments, segment: int, rank: int) -> Path:
 
 def _temporary(path: Path) -> Path:
     return path.with_name(path.name + ".tmp")
+
+
+def _remove_files(home: HasSegments, segment: int, names: Collection[str]) -> None:
+    """Remove files of a segment, whatever is in their place, and its directory where that is empty or is none."""
+    home_path, segments, number = home.segments_path.parent, home.segments_path.name, str(segment)
+    if is_directory(home.segments_path / number):
+        for name in names:
+            with suppress(FileNotFoundError):  # another rank may have removed the directory first
+                remove_anything(home_path.parent, home_path.name, segments, number, name)
+        _remove_if_empty(home, segment)
+    elif os.path.lexists(home.segments_path / number):
+        remove_anything(home_path.parent, home_path.name, segments, number)
+
+
+def _check_way(path: Path) -> None:
+    """Raise NotADirectoryError unless a file's segment, its ``segments`` and its home are directories, no symlinks."""
+    for directory in (path.parent.parent.parent, path.parent.parent, path.parent):
+        if not is_directory(directory) and os.path.lexists(directory):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
 
 
 def _remove_if_empty(home: HasSegments, segment: int) -> None:
@@ -274,6 +299,7 @@ def _open_direct(path: Path, flags: int, probe: Callable[[int], None]) -> tuple[
 
 
 def _open_existing(path: Path, flags: int) -> tuple[SegmentHeader, int, bool]:
+    _check_way(path)
     block = mmap.mmap(-1, SEGMENT_HEADER_BYTES)
 
     def read_first(fd: int) -> None:

@@ -83,6 +83,12 @@ def _newer(path, patch):
     (path / "STORE").write_text(json.dumps({"format_version": 2}))
 
 
+def _homes_elsewhere(path, patch):
+    Store.open(path)
+    (path / "homes").rename(path.parent / "elsewhere")
+    (path / "homes").symlink_to(path.parent / "elsewhere")
+
+
 def _file(path, patch):
     path.write_text("a file")
 
@@ -97,6 +103,7 @@ def _file(path, patch):
         (_occupied, "thesis.txt"),
         (_homes_alone, "is not a kvdisk store"),
         (_newer, "newer"),
+        (_homes_elsewhere, "symbolic link"),
         (_file, "is not a directory"),
     ],
 )

@@ -282,3 +282,12 @@ def test_nothing_is_read_again_while_nothing_changes(dirs, monkeypatch):
     assert opened == []
     for home in (mine, theirs):
         home.close(clean=True)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/"), lambda path: path.touch(0)])
+def test_a_home_that_cannot_be_read_does_not_hide_the_others(dirs, make):
+    store = Store.open(dirs[0])
+    mine, theirs, damaged = (store.acquire_home(MINE, GEOMETRY, CAP) for _ in range(3))
+    (damaged.path / "HOME").unlink()
+    make(damaged.path / "HOME")
+    assert [home.id for home in Store.open(dirs[0]).readable_homes(MINE, GEOMETRY, mine.id)] == [theirs.id]

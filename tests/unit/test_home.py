@@ -247,6 +247,14 @@ def test_in_the_same_boot_a_home_is_trusted_though_not_clean(store):
     home.close(clean=True)
 
 
+def _replace(name, make):
+    def replace_it(path):
+        (path / name).unlink()
+        make(path / name)
+
+    return replace_it
+
+
 def _damage(name):
     def remove(path):
         (path / name).unlink() if (path / name).is_file() else (path / name).rmdir()
@@ -259,6 +267,11 @@ def _damage(name):
     [
         _damage("HOME"),
         _damage("lock"),
+        *(
+            _replace(name, make)
+            for name in ("HOME", "lock")
+            for make in (Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/"))
+        ),
         lambda path: (path / "HOME").write_text("{"),
         lambda path: (path / "HOME").write_text("[]"),
         lambda path: (path / "HOME").write_text((path / "HOME").read_text().replace('"clean"', '"neat"')),

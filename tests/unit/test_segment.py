@@ -284,10 +284,10 @@ def test_drop_removes_one_ranks_file_and_the_directory_with_the_last(home):
 def test_drop_that_fails_says_how(home, monkeypatch):
     create(home).close()
 
-    def fails(self):
+    def fails(*_, **__):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(Path, "unlink", fails)
+    monkeypatch.setattr(os, "unlink", fails)
     with pytest.raises(DeviceError) as caught:
         drop_segment(home, 5, 0)
     assert caught.value.errno == errno.EROFS
@@ -306,6 +306,38 @@ def test_unknown_segments_and_unfinished_files_of_this_rank_go(home):
     assert names(home) == [*rest, "notes", "notes/rank0.kv"]
     assert remove_unknown_segments(home, 1, {2, 3}) == [1, 10]
     assert names(home) == ["2", "2/rank0.kv", "2/rank1.kv", "notes", "notes/rank0.kv"]
+
+
+@pytest.mark.parametrize("level", ["segment", "segments", "home"])
+def test_no_segment_is_reached_through_a_symlinked_directory(home, level, tmp_path):
+    create(home).close()
+    place = {"segment": path_of(home).parent, "segments": home.segments_path, "home": home.segments_path.parent}[level]
+    place.rename(tmp_path / "elsewhere")
+    place.symlink_to(tmp_path / "elsewhere")
+    for spec, call in ((SPEC, open_segment), (SPEC._replace(segment=6), create_segment)):
+        if level != "segment" or call is open_segment:
+            with pytest.raises(DeviceError) as caught:
+                call(home, spec, 0, 2, FINGERPRINT)
+            assert caught.value.errno == errno.ENOTDIR
+    if level == "segment":
+        drop_segment(home, 5, 0)
+        assert names(home) == []
+        assert (tmp_path / "elsewhere" / "rank0.kv").exists()
+
+
+@pytest.mark.parametrize(
+    "remove", [lambda home: drop_segment(home, 5, 0), lambda home: remove_unknown_segments(home, 0, ())]
+)
+@pytest.mark.parametrize("level", ["segment", "file"])
+def test_what_is_in_the_place_of_a_segment_goes_with_it(home, level, remove, tmp_path):
+    path = path_of(home) if level == "file" else path_of(home).parent
+    path.parent.mkdir(exist_ok=True)
+    for make in (path.mkdir, path.touch, lambda: path.symlink_to(tmp_path)):
+        path.parent.mkdir(exist_ok=True)
+        make()
+        remove(home)
+        assert names(home) == []
+        remove(home)
 
 
 def test_a_scan_lists_complete_files_with_what_they_take(home):
