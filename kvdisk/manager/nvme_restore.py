@@ -152,8 +152,19 @@ def _parent_rows(columns: BlockColumns, table: NDArray[np.uint8] | None) -> NDAr
         row = bisect_left(keys, parent)
         if row < len(keys) and keys[row] == parent:
             rows[child] = row
-    rows[rows == np.arange(len(keys))] = NONE  # no block is its own parent, whatever a record says
-    return rows
+    return _without_circles(rows)
+
+
+def _without_circles(parent_rows: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the rows of parents; NONE where the way from a block to its head has no end, whatever its record says."""
+    ahead = parent_rows.copy()
+    for _ in range(len(parent_rows).bit_length() + 1):  # twice as far each time
+        on_way = np.flatnonzero(ahead != NONE)
+        if not len(on_way):
+            return parent_rows
+        ahead[on_way] = ahead[ahead[on_way]]
+    parent_rows[ahead != NONE] = NONE
+    return parent_rows
 
 
 def _find_alike(table: NDArray[np.uint8], needles: NDArray[np.uint8]) -> NDArray[np.int64]:
