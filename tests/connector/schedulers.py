@@ -106,13 +106,15 @@ class Bench:
     def counters(self) -> dict[str, int]:
         return dict(self.connector.counters())
 
-    def add(self, request_id: str, prompt: Iterable[int], max_tokens: int = 2) -> Request:
+    def add(self, request_id: str, prompt: Iterable[int], max_tokens: int = 2, **more: Any) -> Request:
+        """Add a request. Further keywords go to vLLM's ``Request``: ``lora_request``, ``cache_salt``."""
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
             sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
             pooling_params=None,
             block_hasher=self._hasher,
+            **more,
         )
         self.scheduler.add_request(request)
         return request

@@ -290,13 +290,3 @@ def test_without_the_block_pool_nothing_starts(bench: Bench) -> None:
         bench.connector.scheduler.__class__.bind_pool(
             type("Unbound", (), {"_parts": None, "_config": None, "_geometry": None, "_namespace": ()})(), object()
         )
-
-
-def test_a_multi_connector_can_show_the_counters(bench: Bench) -> None:
-    """It asserts that every child with counters has an object for Prometheus, and dies otherwise."""
-    from prometheus_client import Counter, Gauge, Histogram
-
-    types = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
-    metrics = type(bench.connector).build_prom_metrics(bench.scheduler.vllm_config, types, [], {})
-    assert metrics is not None
-    metrics.observe({"stored_blocks": 1}, 0)
