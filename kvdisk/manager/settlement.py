@@ -223,6 +223,7 @@ class Settlement:
             if move.nvme is not None and move.cpu is not None:
                 if reason is None:
                     self._finish(detail.row, Tier.CPU, kept)
+                    self._stats.add("promoted_blocks")
                 else:
                     self._fail(detail.row, Tier.CPU, late)
         self._stats.add("loaded_blocks", len(record.details) - len(record.failed))
