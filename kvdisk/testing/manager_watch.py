@@ -110,6 +110,9 @@ class ManagerWatch:
         ]
 
     def _is_held(self, key: BlockKey) -> bool:
+        """Whether a tier has or gets a block, or, without a CPU tier, another home is thought to have it."""
+        if not self.sizes.has_cpu and self.parts.manager.elsewhere(key):
+            return True
         row, catalog = self.parts.catalog.find(key), self.parts.catalog
         return row >= 0 and any(
             catalog.state(row, tier) in {CopyState.WRITING, CopyState.READY} for tier in (Tier.CPU, Tier.NVME)
