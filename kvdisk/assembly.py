@@ -63,11 +63,20 @@ class SchedulerParts:
         committed = True
         if self.neighbours is not None:
             self.neighbours.close()
-        if self.index is not None:
-            committed = self.index.flush(_CLOSE_TIMEOUT_S)
-            self.index.close()
+        try:
+            if self.index is not None:
+                committed = self.index.flush(_CLOSE_TIMEOUT_S)
+                self.index.close()
+        except DeviceError as error:
+            committed = False
+            logger.warning("kvdisk could not close its index in order, and the next start will look at it: %s", error)
         if self.home is not None:
-            self.home.close(clean=committed)
+            try:
+                self.home.close(clean=committed)
+            except DeviceError as error:
+                logger.warning(
+                    "kvdisk could not close its home in order, and the next start will look at it: %s", error
+                )
 
 
 def assemble_scheduler(

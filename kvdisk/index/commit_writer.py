@@ -89,6 +89,7 @@ class CommitWriter:
         self._submitted_count = 0  # written by the caller's thread only
         self._dealt_count = 0  # written by the writer's thread only
         self._flush_ticket = 0
+        self._failures = 0  # tries after which operations were still held
         self._retry_now = False
         self._stopping = False
         self._held: list[Operation] = []
@@ -125,20 +126,25 @@ class CommitWriter:
             if queued == 0 or queued < MAX_TRANSACTION <= len(self._queue):
                 self._changed.notify_all()
 
-    def flush(self, ticket: int, timeout_s: float) -> bool:
-        """Wait until the call with this ticket, and all before it, have been dealt with; False after the time.
+    def flush(self, ticket: int, timeout_s: float, tries: int = 2) -> bool:
+        """Wait until the call with this ticket, and all before it, have been dealt with.
 
-        Wakes the writer at once, once out of a back-off too.
+        False after the time, or when so many ``tries`` have failed since this was called. Wakes the writer at once, once
+        out of a back-off too.
         """
         with self._changed:
             self._flush_ticket = ticket
             self._retry_now = True
             self._changed.notify_all()
-            return self._changed.wait_for(lambda: self.progress.committed >= ticket, timeout_s)
+            most_failures = self._failures + tries
+            self._changed.wait_for(
+                lambda: self.progress.committed >= ticket or self._failures >= most_failures, timeout_s
+            )
+            return self.progress.committed >= ticket
 
     def stop(self, ticket: int, timeout_s: float) -> bool:
         """Flush, and end the thread. False when it hangs in a commit: then the tables must not be closed."""
-        if not self.flush(ticket, timeout_s):
+        if not self.flush(ticket, timeout_s, tries=1):
             logger.warning("index: stopped with %d operations not committed", self.waiting)
         with self._changed:
             self._stopping = True
@@ -205,6 +211,9 @@ class CommitWriter:
         except KvdiskError as again:
             if not dropped_count:
                 self._refuse(again, 0)
+            with self._changed:
+                self._failures += 1
+                self._changed.notify_all()
 
     def _refuse(self, error: KvdiskError, dropped_count: int) -> None:
         now = self._clock()

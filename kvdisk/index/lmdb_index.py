@@ -152,9 +152,12 @@ class LmdbIndex:
         if self._closed:
             return
         self._closed = True
-        if self._writer and not self._writer.stop(self._last_ticket, CLOSE_TIMEOUT_S):
-            raise DeviceError(errno.ETIMEDOUT, "index: the last commit has not ended, the environment stays open")
-        self._tables.close()
+        committed = True
+        if self._writer:
+            if not self._writer.stop(self._last_ticket, CLOSE_TIMEOUT_S):
+                raise DeviceError(errno.ETIMEDOUT, "index: the last commit has not ended, the environment stays open")
+            committed = self._writer.progress.committed >= self._last_ticket
+        self._tables.close(in_order=committed)
 
     def _open_writer(self) -> CommitWriter:
         assert self._writer and not self._closed, "the index is closed or read-only"

@@ -177,16 +177,17 @@ class LmdbTables:
             raise _translated(again, self._path) from again
         self._last_error = None
 
-    def close(self) -> None:
-        """Sync and close; closed even where the sync raises."""
+    def close(self, *, in_order: bool = True) -> None:
+        """Sync and close; closed even where the sync raises. Not ``in_order``: the next owner looks at it first."""
         try:
             if not self._readonly:
                 self._environment.sync(True)
         except lmdb.Error as error:
+            in_order = False
             raise _translated(error, self._path) from error
         finally:
             self._environment.close()
-            if not self._readonly:
+            if not self._readonly and in_order:
                 with suppress(OSError):
                     (self._path / _MARK).unlink()
 

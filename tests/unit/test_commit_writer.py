@@ -276,3 +276,28 @@ def test_a_commit_that_hangs_is_reported_by_stop() -> None:
     assert not writer.stop(1, 0.01)
     tables.gate.set()
     assert writer.stop(1, WAIT_S)
+
+
+def test_a_flush_gives_up_when_tries_fail_and_not_only_when_time_is_over():
+    tables = FakeTables()
+    tables.fails = lambda operations: True
+    writer = CommitWriter(tables, 0.0)
+    writer.submit([segment(1, b"one")])
+    assert not writer.flush(1, ONLY_WHEN_TOLD_S)
+    assert writer.stop(1, WAIT_S), "the thread ends, with what it could not commit"
+    assert writer.progress.committed == 0
+
+
+def test_a_flush_outlives_one_failure():
+    tables = FakeTables()
+    tries = []
+
+    def fails_once(operations: Sequence[Operation]) -> bool:
+        tries.append(operations)
+        return len(tries) <= 2  # a try is a batch, and then its deletions in small transactions
+
+    tables.fails = fails_once
+    writer = CommitWriter(tables, ONLY_WHEN_TOLD_S)
+    writer.submit([segment(1, b"one")])
+    assert writer.flush(1, WAIT_S)
+    assert writer.stop(1, WAIT_S)
