@@ -129,8 +129,8 @@ class CommitWriter:
     def flush(self, ticket: int, timeout_s: float, tries: int = 2) -> bool:
         """Wait until the call with this ticket, and all before it, have been dealt with.
 
-        False after the time, or when so many ``tries`` have failed since this was called. Wakes the writer at once, once
-        out of a back-off too.
+        False after the time, or when so many ``tries`` have failed since this was called. Wakes the writer at once,
+        once out of a back-off too.
         """
         with self._changed:
             self._flush_ticket = ticket
