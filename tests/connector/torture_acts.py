@@ -158,10 +158,11 @@ def audit_space(catalog: Any, tier: Tier, space: Any) -> None:
     slots: set[Slot] = set()
     used: dict[int, set[int]] = {}
     held = [0] * len(space.pool.total)
+    ordered = [set(policy._policy.proposals()) for policy in space._policies]
     for row in catalog.rows():
         state = catalog.state(row, tier)
         if state == CopyState.ABSENT:
-            assert not any(policy.holds(row) for policy in space._policies)
+            assert not any(row in rows for rows in ordered)
             continue
         assert state == CopyState.READY, (tier, row, state)
         assert catalog.pins(row, tier) == 0, (tier, row)
@@ -169,7 +170,7 @@ def audit_space(catalog: Any, tier: Tier, space: Any) -> None:
         assert slot not in slots, f"two copies in {slot}"
         slots.add(slot)
         size_class = space._geometry.size_classes[group_of(catalog.keys[row])]
-        assert space._policies[size_class].holds(row), "a copy that eviction does not know"
+        assert row in ordered[size_class], "a copy that eviction does not know"
         held[size_class] += 1
         assert slot.index in used.setdefault(slot.segment, set(space.pool.used_indices(slot.segment))), slot
     for size_class, total in enumerate(space.pool.total):

@@ -13,19 +13,6 @@ from kvdisk.geometry import HEADER_BYTES, SEGMENT_HEADER_BYTES
 
 SLOT_BYTES = 32768 + HEADER_BYTES
 """Of both tiny models: 32 tokens, two layers of a group, two heads of 32, keys and values, four bytes."""
-KINDS = (
-    "payloads",
-    "headers",
-    "swapped slots",
-    "truncated",
-    "missing file",
-    "file of another segment",
-    "segment header",
-    "index deleted",
-    "index garbage",
-    "index truncated",
-    "HOME garbage",
-)
 
 
 def damage(store: Path, kind: str, rng: random.Random) -> None:
@@ -51,10 +38,9 @@ def damage(store: Path, kind: str, rng: random.Random) -> None:
         index.write_bytes(rng.randbytes(index.stat().st_size))
     elif kind == "index truncated":
         os.truncate(index, index.stat().st_size // 2)
-    elif kind == "HOME garbage":
-        (home.path / "HOME").write_bytes(rng.randbytes(50))
     else:
-        assert kind == "nothing", kind
+        assert kind == "HOME garbage", kind
+        (home.path / "HOME").write_bytes(rng.randbytes(50))
 
 
 def _damage_slots(file: Path, kind: str, rng: random.Random) -> None:

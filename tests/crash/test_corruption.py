@@ -181,7 +181,7 @@ def test_damage_at_rest(case: str, prepared: Path, quick_path: Path) -> None:
 
 
 @pytest.mark.torture
-@pytest.mark.parametrize("seed", range(SEED, SEED + 60))
+@pytest.mark.parametrize("seed", range(SEED, SEED + 30))
 def test_damage_to_the_index(seed: int, prepared: Path, quick_path: Path) -> None:
     store = quick_path / "store"
     shutil.copytree(prepared, store)

@@ -43,7 +43,7 @@ def kill_rounds(directory: Path, rounds: int, seed: int) -> int:
         with Child(directory, settings) as child:
             if rng.random() < 0.8:
                 child.wait_serving()
-            time.sleep(rng.random() * 0.8)
+            time.sleep(rng.random() * 0.5)
             child.kill()
             assert child.process.exitcode in {-signal.SIGKILL, 0}, f"round {number}: {child.text()}"
             assert "WRONG BYTES" not in child.text()
@@ -102,6 +102,6 @@ def test_a_worker_outlives_its_scheduler(tmp_path: Path) -> None:
 
 
 @pytest.mark.torture
-@pytest.mark.parametrize("seed", range(SEED + 1, SEED + 6))
+@pytest.mark.parametrize("seed", range(SEED + 1, SEED + 3))
 def test_workers_outlive_their_schedulers(seed: int, tmp_path: Path) -> None:
     outlive(tmp_path, seed)
