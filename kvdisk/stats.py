@@ -11,7 +11,7 @@ COUNTERS: Mapping[str, str] = {
     "hit_tokens_cpu": "tokens loaded from the CPU tier",
     "hit_tokens_nvme": "tokens loaded from the NVMe tier",
     "stored_blocks": "blocks copied from the GPU to the CPU tier (or through staging to NVMe)",
-    "demoted_blocks": "blocks written to NVMe",
+    "demoted_blocks": "blocks written from the CPU tier to NVMe",
     "promoted_blocks": "blocks read from NVMe into CPU slots",
     "loaded_blocks": "blocks loaded to the GPU",
     "evicted_blocks_cpu": "copies that left the CPU tier for room",

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 LOOK_INTERVAL_S = 0.25
 """How often the thread looks for homes that came or went, and how soon it stops."""
 ANSWER_TIMEOUT_S = 2.0
+CHILD_START_S = 15.0
+"""What a child's first answer may take besides: it has to start, on a machine that may be busy."""
 LEFT_ALONE_S = 60.0
 MOST_QUESTIONS = 256
 _CLOSE_TIMEOUT_S = 5.0
@@ -54,6 +56,8 @@ class ProbeChild:
 
     def ask(self, question: bytes, timeout_s: float) -> bytes:
         """Return the bytes of the answer. Raises ProbeFailed, and the next call starts a new child."""
+        if self._process is None:
+            timeout_s += CHILD_START_S
         try:
             process = self._process or self._start()
         except OSError as error:
