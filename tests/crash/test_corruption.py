@@ -143,8 +143,8 @@ MUST_BE_NOTICED = {
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store that was closed in order."""
     store = tmp_path_factory.mktemp("prepared") / "store"
-    with Child(store.parent, replace(SETTINGS, store=str(store), damaged=False, requests=60)) as child:
-        assert child.end()["blocks"] >= 20
+    with Child(store.parent, replace(SETTINGS, store=str(store), damaged=False, requests=100)) as child:
+        assert child.end()["blocks"] >= 10
     return store
 
 
