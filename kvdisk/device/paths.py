@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import shutil
 import stat
@@ -19,10 +20,13 @@ from xxhash import xxh3_128
 
 from kvdisk.errors import CorruptRecord, DeviceError, StoreLocked
 
+logger = logging.getLogger("kvdisk.device")
+
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 STAT_BLOCK_BYTES = 512
 LOCK_POLL_S = 0.02
+STOPPED_WAIT_S = 1.0
 _LONGEST_CONTROL_FILE_BYTES = 1 << 20
 _SUM_PIECE_BYTES = 1 << 20
 
@@ -131,6 +135,56 @@ def wait_lock(fd: int, kind: int, timeout_s: float, what: str) -> None:
         if time.monotonic() >= deadline:
             raise StoreLocked(f"{what} has been locked by another process for {timeout_s:g} s")
         time.sleep(LOCK_POLL_S)
+
+
+def take_named_lock(path: Path, timeout_s: float, what: str, *, readonly: bool) -> int:
+    """Take the exclusive flock on a file that says who holds it; return its descriptor. Raises StoreLocked, OSError.
+
+    A holder that is stopped (SIGSTOP) holds nobody up: the file is replaced by a new one after STOPPED_WAIT_S, and the
+    old holder's lock means nothing from then on. So what is done under this lock must not rely on it alone.
+    """
+    deadline = time.monotonic() + timeout_s
+    look_at = time.monotonic() + STOPPED_WAIT_S
+    while True:
+        fd = os.open(path, (os.O_RDONLY if readonly else os.O_RDWR) | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if try_lock(fd, fcntl.LOCK_EX) and same_file(fd, path):
+                if not readonly:
+                    os.pwrite(fd, f"{os.getpid():<16}".encode(), 0)
+                taken, fd = fd, -1
+                return taken
+            if time.monotonic() >= deadline:
+                raise StoreLocked(f"{what} has been locked by another process for {timeout_s:g} s")
+            if not readonly and time.monotonic() >= look_at and _holder_is_stopped(fd):
+                _replace_lock(fd, path)
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        time.sleep(LOCK_POLL_S)
+
+
+def _holder_is_stopped(fd: int) -> bool:
+    try:
+        holder = int(os.pread(fd, 16, 0))
+        state = Path(f"/proc/{holder}/stat").read_text().rpartition(")")[2].split()[0]
+    except (ValueError, IndexError, OSError):
+        return False
+    return state in {"T", "t"}
+
+
+def _replace_lock(fd: int, path: Path) -> None:
+    """Put a new lock file in the place of the one that ``fd`` is open on; one process at a time."""
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if try_lock(directory, fcntl.LOCK_EX) and same_file(fd, path):
+            temporary = path.with_name(path.name + ".tmp")
+            with suppress(FileNotFoundError):
+                temporary.unlink()
+            os.close(create_file(temporary))
+            temporary.replace(path)
+            logger.warning("kvdisk: a process that is stopped holds %s; it is left behind.", path)
+    finally:
+        os.close(directory)
 
 
 def unlock(fd: int) -> int:

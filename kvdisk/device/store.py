@@ -242,11 +242,8 @@ class Store:
         """Hold the store lock; ``readonly``: of a store that cannot be written. Raises StoreLocked, DeviceError."""
         wait_s = STORE_LOCK_TIMEOUT_S if timeout_s is None else timeout_s
         with paths.device_errors(f"store {self.path}"):
-            fd = os.open(
-                self.path / LOCK_FILE, (os.O_RDONLY if readonly else os.O_RDWR) | os.O_NOFOLLOW | os.O_NONBLOCK
-            )
+            fd = paths.take_named_lock(self.path / LOCK_FILE, wait_s, f"the store {self.path}", readonly=readonly)
             try:
-                paths.wait_lock(fd, fcntl.LOCK_EX, wait_s, f"the store {self.path}")
                 yield
             finally:
                 paths.unlock(fd)

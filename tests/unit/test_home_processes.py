@@ -13,7 +13,7 @@ import pytest
 
 from kvdisk.device.listing import list_homes
 from kvdisk.device.store import Store
-from kvdisk.errors import DeviceError
+from kvdisk.errors import DeviceError, StoreLocked
 
 MINE = bytes(range(32))
 CAP = 64 << 20
@@ -177,3 +177,44 @@ def test_engines_that_start_at_once_make_one_store(path, start):
     answers = [json.loads(process.answer()) for process in started]
     assert all(answer["fresh"] for answer in answers)
     assert alive(path) == {answer["id"]: True for answer in answers}
+
+
+HOLDS_THE_STORE = """
+import sys
+from kvdisk.device.store import Store
+with Store.open(sys.argv[1]).locked():
+    print("in", flush=True)
+    sys.stdin.readline()
+print("out", flush=True)
+"""
+
+
+def test_a_process_stopped_with_the_store_lock_holds_nobody_up(tmp_path):
+    store = Store.open(tmp_path / "store")
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDS_THE_STORE, str(store.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    try:
+        assert holder.stdout.readline() == "in\n"
+        with pytest.raises(StoreLocked), store.locked(timeout_s=0.1):
+            pass
+        with pytest.raises(StoreLocked), store.locked(timeout_s=2.5):  # it is only slow
+            pass
+        os.kill(holder.pid, signal.SIGSTOP)
+        with store.locked(timeout_s=60):
+            with pytest.raises(StoreLocked), store.locked(timeout_s=0.1):
+                pass
+            os.kill(holder.pid, signal.SIGCONT)
+            print(file=holder.stdin, flush=True)
+            assert holder.stdout.readline() == "out\n"
+            with pytest.raises(StoreLocked), store.locked(timeout_s=0.1):
+                pass  # what it let go of was nothing
+        with store.locked(timeout_s=0.1):
+            pass
+    finally:
+        holder.kill()
+        holder.communicate()
