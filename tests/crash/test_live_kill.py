@@ -102,6 +102,6 @@ def test_a_worker_outlives_its_scheduler(tmp_path: Path) -> None:
 
 
 @pytest.mark.torture
-@pytest.mark.parametrize("seed", range(SEED + 1, SEED + 3))
+@pytest.mark.parametrize("seed", [SEED + 2])
 def test_workers_outlive_their_schedulers(seed: int, tmp_path: Path) -> None:
     outlive(tmp_path, seed)
