@@ -142,8 +142,10 @@ def _meet_neighbours(store: Store, home: Home, description: dict[str, Any]) -> N
         return [Neighbour(other.id, other.index_path) for other in found]
 
     def tend() -> None:
-        home.mark_used()
-        home.trim(unused_s=ORPHAN_SPARED_S)
+        try:
+            home.mark_used()
+        finally:  # a full drive, which cannot take the note, is what trimming helps against
+            home.trim(unused_s=ORPHAN_SPARED_S)
 
     return NeighbourReader(find_homes, tend, tend_interval_s=_TEND_INTERVAL_S)
 
