@@ -246,6 +246,8 @@ class Store:
             try:
                 yield
             finally:
+                if not readonly:
+                    os.ftruncate(fd, 0)  # a reader that holds the lock next leaves no name, and is not taken for us
                 paths.unlock(fd)
 
     def delete_home(self, home_id: str, record: HomeRecord | None) -> bool:

@@ -214,7 +214,8 @@ def test_a_process_stopped_with_the_store_lock_holds_nobody_up(tmp_path):
             with pytest.raises(StoreLocked), store.locked(timeout_s=0.1):
                 pass  # what it let go of was nothing
         with store.locked(timeout_s=0.1):
-            pass
+            assert int((store.path / "lock").read_text()) == os.getpid()
+        assert (store.path / "lock").read_text() == "", "who let go of it is not named"
     finally:
         holder.kill()
         holder.communicate()
