@@ -22,6 +22,11 @@ from kvdisk.cli.survey import survey_store
 from kvdisk.device.control import STORE_FILE
 from kvdisk.errors import DeviceError, KvdiskError
 
+StoreDirectories = Annotated[
+    list[Path],
+    typer.Argument(metavar="DIR...", help="The store: all that store_dirs names.", file_okay=False, readable=False),
+]
+
 
 class Exit(IntEnum):
     """Exit codes. WRONG: there is a report, and it names problems. NO_REPORT: there is none, one sentence says why."""
@@ -32,10 +37,7 @@ class Exit(IntEnum):
 
 
 def inspect(
-    directories: Annotated[
-        list[Path],
-        typer.Argument(metavar="DIR...", help="The store: all that store_dirs names.", file_okay=False, readable=False),
-    ],
+    directories: StoreDirectories,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, with bytes and times as integers.")
     ] = False,

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvdisk.cli.inspect_command import why_not
+from kvdisk.cli.inspect_command import StoreDirectories, why_not
 from kvdisk.cli.wording import plural, printable
 from kvdisk.device.control import home_ids
 from kvdisk.device.store import Store
@@ -30,10 +30,7 @@ class Exit(IntEnum):
 
 
 def repair(
-    directories: Annotated[
-        list[Path],
-        typer.Argument(metavar="DIR...", help="The store: all that store_dirs names.", file_okay=False, readable=False),
-    ],
+    directories: StoreDirectories,
     home: Annotated[str | None, typer.Option("--home", metavar="ID", help="Only the home with this id.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
