@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvdisk.stats import Stats
 
@@ -29,16 +29,38 @@ FAILURES_IN_A_ROW = 8
 
 
 @dataclass(slots=True)
+class _BackOff:
+    """A time in which something is not tried again, twice as long after each failure."""
+
+    until_s: float = 0.0
+    next_s: float = FIRST_BACK_OFF_S
+    running: bool = False
+
+    def begin(self, now: float) -> float:
+        """Begin one; return how long it takes."""
+        length_s = self.next_s
+        self.until_s, self.running = now + length_s, True
+        self.next_s = min(length_s * 2, LAST_BACK_OFF_S)
+        return length_s
+
+    def has_ended(self, now: float) -> bool:
+        """Whether one has ended since this was last asked."""
+        ended = self.running and now >= self.until_s
+        self.running = self.running and not ended
+        return ended
+
+    def reset(self) -> None:
+        """It worked: the next failure starts with a short one again."""
+        self.next_s = FIRST_BACK_OFF_S
+
+
+@dataclass(slots=True)
 class _Drive:
-    paused_until_s: float = 0.0
-    back_off_s: float = FIRST_BACK_OFF_S
+    writes: _BackOff = field(default_factory=_BackOff)
+    segments: _BackOff = field(default_factory=_BackOff)
     failures: int = 0
     quarantined_until_s: float | None = None
     quarantine_s: float = FIRST_QUARANTINE_S
-    paused: bool = False
-    full_until_s: float = 0.0
-    full_back_off_s: float = FIRST_BACK_OFF_S
-    full: bool = False
 
 
 class Drives:
@@ -63,11 +85,9 @@ class Drives:
                 drive.failures = FAILURES_IN_A_ROW - 1
                 returned = True
                 logger.warning("kvdisk tries drive %d of the store again.", number)
-            if drive.paused and now >= drive.paused_until_s and drive.quarantined_until_s is None:
-                drive.paused = False
+            if drive.quarantined_until_s is None and drive.writes.has_ended(now):
                 returned = True
-            if drive.full and now >= drive.full_until_s:
-                drive.full = False
+            if drive.segments.has_ended(now):
                 returned = True
         self._note_quarantined()
         return returned
@@ -75,7 +95,7 @@ class Drives:
     def may_write(self, number: int, now: float) -> bool:
         """Whether nothing keeps a drive from being written."""
         drive = self._drives[number]
-        return drive.quarantined_until_s is None and now >= drive.paused_until_s
+        return drive.quarantined_until_s is None and now >= drive.writes.until_s
 
     def writable(self, now: float) -> list[int]:
         """Return the drives that may be written."""
@@ -84,42 +104,32 @@ class Drives:
     def write_failed(self, number: int, now: float, what: str) -> None:
         """Stop writing to a drive for a while; what was on its way at that time does not lengthen it."""
         drive = self._drives[number]
-        if now >= drive.paused_until_s:
+        if now >= drive.writes.until_s:
+            length_s = drive.writes.begin(now)
             self._stats.add("write_pauses")
             logger.warning(
-                "kvdisk: %s; no writes to drive %d of the store for %.0f s, reads go on.",
-                what,
-                number,
-                drive.back_off_s,
+                "kvdisk: %s; no writes to drive %d of the store for %.0f s, reads go on.", what, number, length_s
             )
-            drive.paused_until_s = now + drive.back_off_s
-            drive.paused = True
-            drive.back_off_s = min(drive.back_off_s * 2, LAST_BACK_OFF_S)
 
     def write_succeeded(self, number: int) -> None:
         """A write worked: the next failure starts with a short back-off again."""
-        self._drives[number].back_off_s = FIRST_BACK_OFF_S
+        self._drives[number].writes.reset()
 
     def may_make(self, number: int, now: float) -> bool:
         """Whether a segment may be made on a drive that may be written."""
-        return now >= self._drives[number].full_until_s
+        return now >= self._drives[number].segments.until_s
 
     def segment_failed(self, number: int, now: float) -> None:
         """Make no segments on a drive for a while: one could not be made on some rank."""
-        drive = self._drives[number]
+        length_s = self._drives[number].segments.begin(now)
         self._stats.add("segment_failures")
         logger.warning(
-            "kvdisk could not make a segment on drive %d of the store; next try in %.0f s.",
-            number,
-            drive.full_back_off_s,
+            "kvdisk could not make a segment on drive %d of the store; next try in %.0f s.", number, length_s
         )
-        drive.full_until_s = now + drive.full_back_off_s
-        drive.full = True
-        drive.full_back_off_s = min(drive.full_back_off_s * 2, LAST_BACK_OFF_S)
 
     def segment_made(self, number: int) -> None:
         """A segment was made: the next failure starts with a short back-off again."""
-        self._drives[number].full_back_off_s = FIRST_BACK_OFF_S
+        self._drives[number].segments.reset()
 
     def read_succeeded(self, number: int) -> None:
         """A block was read, whatever was in it."""
