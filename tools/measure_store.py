@@ -38,7 +38,7 @@ from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.eviction import make_eviction
 from kvdisk.manager.lookup import longest_hit
 from kvdisk.manager.nvme_layout import NvmeLayout
-from kvdisk.manager.segments import NvmeSpace
+from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.transfers import Transfers
 from kvdisk.stats import Stats
 

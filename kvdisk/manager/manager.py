@@ -19,8 +19,8 @@ from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies
 from kvdisk.manager.load_planner import LoadPlanner
+from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.segments import NvmeSpace
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.store_planner import StorePlanner
 from kvdisk.manager.store_policy import StorePolicy

@@ -14,8 +14,8 @@ from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies, is_foreign
+from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.segments import NvmeSpace
 from kvdisk.manager.store_policy import Refusal, StorePolicy
 from kvdisk.manager.transfers import JobRecord
 from kvdisk.messages import JobKind, Move, Reason

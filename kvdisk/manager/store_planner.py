@@ -14,8 +14,8 @@ from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies
 from kvdisk.manager.lookup import is_coming
+from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.segments import NvmeSpace
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.store_policy import Refusal, StorePolicy
 from kvdisk.manager.transfers import MoveDetail, Transfers

@@ -16,7 +16,7 @@ from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.eviction import LruPolicy
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme_layout import NvmeLayout
-from kvdisk.manager.segments import NvmeSpace
+from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.store_policy import OnCompute, Refusal
 from kvdisk.manager.transfers import Transfers
 from kvdisk.stats import Stats

@@ -345,4 +345,4 @@ def _segments_of(sizes: Sizes, parts: ManagerParts, tier: Tier) -> set[int]:
     if tier is Tier.CPU:
         return set(range(len(sizes.cpu_slots)))
     assert parts.nvme is not None
-    return set(range(parts.nvme._next_segment))
+    return set(range(parts.nvme.segments._next))

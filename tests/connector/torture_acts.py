@@ -138,7 +138,7 @@ def audit_connector(connector: Any) -> dict[str, Any]:
     on_nvme = [] if nvme is None else [r for r in rows if catalog.state(r, Tier.NVME) == CopyState.READY]
     dropped = 0
     if nvme is not None:
-        assert not nvme._drops and not nvme._attaching
+        assert not nvme._drops and not nvme.segments._attaching
         assert not any(nvme.pool.limbo), nvme.pool.limbo
         dropped = nvme._index.poll().dropped_puts
     return {

@@ -54,7 +54,7 @@ def blocks_by_drive(engine: LiveEngine) -> Counter[int]:
     nvme, catalog = engine.parts.nvme, engine.manager._catalog
     assert nvme is not None
     ready = [row for row in catalog.rows() if catalog.state(row, Tier.NVME) == CopyState.READY]
-    return Counter(nvme._segments[catalog.slot(row, Tier.NVME).segment].drive for row in ready)
+    return Counter(nvme.segments.specs[catalog.slot(row, Tier.NVME).segment].drive for row in ready)
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ from kvdisk.manager.chains import Chains
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.load_planner import LoadPlanner
 from kvdisk.manager.manager import TierManager
+from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.pool import SlotPool
-from kvdisk.manager.segments import NvmeSpace
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.store_planner import StorePlanner
 from kvdisk.manager.store_policy import OnCompute, Watermark

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The NVMe tier's room: slots, eviction, limbo, and the index. Scheduler thread only.
+
+A slot of an evicted copy waits in limbo until its record's deletion is committed, so a committed
+record never names a slot that holds other bytes (invariant 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvdisk.blocks import Slot, Tier, group_of
+from kvdisk.geometry import Geometry
+from kvdisk.index.base import BlockRecord, Index, IndexState, SegmentRecord
+from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.drive_health import Turns
+from kvdisk.manager.eviction import EvictionPolicy
+from kvdisk.manager.nvme_layout import NvmeLayout
+from kvdisk.manager.nvme_restore import restore_blocks
+from kvdisk.manager.pool import SlotPool
+from kvdisk.manager.segments import Segments
+from kvdisk.manager.tail_first import TailFirst
+from kvdisk.manager.transfers import JobRecord, Transfers
+from kvdisk.messages import JobKind, SegmentSpec
+from kvdisk.stats import Stats
+
+_MAX_EVICTED_PER_STEP = 256
+
+
+@dataclass(slots=True)
+class _Drop:
+    """A segment on its way out. ``rows``: those that jobs still used at the start. ``ticket``: when the deletion of its
+    last record is committed its files may go; None: a job still uses it. ``sent``: the ranks have been told."""
+
+    spec: SegmentSpec
+    rows: list[int]
+    ticket: int | None = None
+    sent: bool = False
+
+
+class NvmeSpace:
+    """Slots of this engine's home, on ``drive_count`` drives."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        layout: NvmeLayout,
+        index: Index,
+        catalog: Catalog,
+        transfers: Transfers,
+        stats: Stats,
+        make_policy: Callable[[], EvictionPolicy],
+        drive_count: int = 1,
+    ) -> None:
+        self._geometry = geometry
+        self._index = index
+        self._catalog = catalog
+        self._transfers = transfers
+        self._stats = stats
+        self._policies = [TailFirst(make_policy(), catalog, Tier.NVME) for _ in geometry.slot_sizes]
+        self.pool = SlotPool(len(geometry.slot_sizes))
+        self.segments = Segments(geometry, layout, transfers, stats, drive_count)
+        self._drops: dict[int, _Drop] = {}
+        self._ticket = 0
+        self._committed = 0
+        self._dropped = 0
+        self._index_writable = True
+        self._stuck = [False] * len(geometry.slot_sizes)
+        self._turns = Turns.of_slots(geometry.slot_sizes)
+
+    # -- start ---------------------------------------------------------------------------------
+
+    def restore(self, home_id: str, fingerprint: bytes) -> None:
+        """Fill the catalog from the index and plan the jobs that open the home and its segments on every rank."""
+        records = sorted(self._index.segments())
+        restored = restore_blocks(
+            self._index, self._geometry, self._catalog, self._policies, {record.segment: record for record in records}
+        )
+        if restored.stale:
+            self._ticket = self._index.delete(restored.stale)
+        self.segments.restore(records, home_id, fingerprint)
+        for spec in self.segments.specs.values():
+            used = restored.used.get(spec.segment)
+            self.pool.add_segment(spec.segment, self.segments.class_of(spec), spec.slot_count, used)
+        self.pool.retain(restored.stale_slots, self._ticket)
+        for spec in self.segments.surplus():
+            self._drop_segment(spec)
+
+    # -- slots ---------------------------------------------------------------------------------
+
+    def allocate(self, size_class: int, count: int) -> list[Slot]:
+        """Take up to ``count`` free slots, in runs, piece by piece from the drives in turn; fewer, or none, for want.
+
+        From the drives that could be written when ``may_write`` was last called.
+        """
+        slots: list[Slot] = []
+        writable = self.segments.writable
+        on_drive = {drive: self.segments.on_drives([drive]) for drive in writable}
+        drives = [drive for drive in writable if self.pool.free_in(size_class, on_drive[drive])]
+        while drives and len(slots) < count:
+            drive, most = self._turns.next_piece(size_class, drives)
+            taken = self.pool.allocate(size_class, min(most, count - len(slots)), on_drive[drive])
+            if taken:
+                self._turns.took(size_class, len(taken))
+                slots += taken
+            else:
+                drives.remove(drive)
+        return slots
+
+    def has_room(self, size_class: int) -> bool:
+        """Whether a slot is free now, on a drive that can be written."""
+        return self._free_slots(size_class) > 0
+
+    def _free_slots(self, size_class: int) -> int:
+        if self.segments.all_writable:
+            return self.pool.free[size_class]
+        return self.pool.free_in(size_class, self.segments.on_drives(self.segments.writable))
+
+    def inserted(self, row: int) -> None:
+        """A copy became READY on every rank: order it, and write its record."""
+        size_class = self._class_of(row)
+        self._policies[size_class].insert(row)
+
+    def record(self, rows: Iterable[int], now_s: int) -> None:
+        """Queue the records of READY copies for the index. A full queue costs only their life after a restart."""
+        records = [
+            BlockRecord(
+                self._catalog.epochs[row],
+                self._catalog.keys[row],
+                self._catalog.slot(row, Tier.NVME),
+                self._catalog.generations[row],
+                self._catalog.parents[row],
+                now_s,
+            )
+            for row in rows
+        ]
+        ticket = self._index.put(records) if records else None
+        if ticket is not None:
+            self._ticket = ticket
+
+    def accessed(self, row: int) -> None:
+        """A copy was used: of one chain the tail is told first."""
+        self._policies[self._class_of(row)].access(row)
+
+    def drop(self, rows: list[int]) -> None:
+        """End READY or DOOMED, unpinned copies: their records are deleted, their slots go to limbo."""
+        if not rows:
+            return
+        keys = [(self._catalog.epochs[row], self._catalog.keys[row]) for row in rows]
+        for row in rows:
+            self._policies[self._class_of(row)].remove(row)
+        slots = [self._catalog.drop(row, Tier.NVME) for row in rows]
+        self._ticket = self._index.delete(keys)
+        self.pool.retain(slots, self._ticket)
+
+    def discard(self, row: int) -> None:
+        """Serve a READY copy to nobody any more, and end it as soon as no job uses it."""
+        self._policies[self._class_of(row)].remove(row)
+        self._catalog.doom(row, Tier.NVME)
+        self._end_doomed(row)
+
+    def unpin(self, row: int) -> None:
+        """Give back one pin; the last one of a doomed copy ends it."""
+        self._catalog.unpin(row, Tier.NVME)
+        self._end_doomed(row)
+
+    def _end_doomed(self, row: int) -> None:
+        if self._catalog.state(row, Tier.NVME) == CopyState.DOOMED and self._catalog.pins(row, Tier.NVME) == 0:
+            self.drop([row])
+
+    def make_room(self, now: float, wanted: list[int]) -> None:
+        """Open a segment where the cap allows, else evict, so that ``wanted`` slots by size class can be had soon."""
+        for size_class, count in enumerate(wanted):
+            low_slots = min(64, self.pool.total[size_class] // 8)
+            if self.segments.is_opening or not self.may_write(now):
+                continue
+            short = max(count, low_slots) - self._free_slots(size_class) - self.pool.limbo[size_class]
+            made = short <= 0 or self.segments.plan_new(size_class, now)
+            if not made and self.pool.total[size_class]:
+                made = self._evict(size_class, min(short, _MAX_EVICTED_PER_STEP)) > 0
+            self._stuck[size_class] = not made and not self.has_room(size_class)
+
+    def is_stuck(self, size_class: int) -> bool:
+        """Whether ``make_room`` found no way to room when it last tried, and no slot is free or about to be."""
+        return self._stuck[size_class] and not (self._index_writable and self.pool.limbo[size_class])
+
+    def _evict(self, size_class: int, count: int) -> int:
+        evictable, places = self._catalog.evictable, self.segments.on_drives(self.segments.writable)
+        all_places = self.segments.all_writable
+        rows = self._policies[size_class].victims(
+            count,
+            lambda row: (
+                evictable(row, Tier.NVME) and (all_places or self._catalog.slot(row, Tier.NVME).segment in places)
+            ),
+        )
+        self._stats.add("evicted_blocks_nvme", len(rows))
+        self.drop(rows)
+        return len(rows)
+
+    # -- segments ------------------------------------------------------------------------------
+
+    def settle_files(self, record: JobRecord, now: float) -> None:
+        """Settle a job of files: slots enter the pool when all ranks have reported, one failure undoes all."""
+        job = record.job
+        if job.kind is JobKind.OPEN_HOME:
+            if record.failed:
+                self.segments.home_failed()
+            return
+        spec = job.segment
+        assert spec is not None
+        if job.kind is JobKind.DROP_SEGMENT:
+            del self.segments.specs[spec.segment], self._drops[spec.segment]
+            self._ticket = self._index.delete_segment(spec.segment)
+            return
+        self.segments.attached(spec)
+        if spec.segment in self._drops:
+            return  # it was dropped while it was being opened
+        if record.failed:
+            self.segments.open_failed(spec, now)
+            self._drop_segment(spec)
+        elif spec.create:
+            self.segments.drives.segment_made(spec.drive)
+            self._ticket = self._index.put_segment(
+                SegmentRecord(spec.segment, spec.slot_bytes, spec.slot_count, spec.drive)
+            )
+            self.pool.add_segment(spec.segment, self.segments.class_of(spec), spec.slot_count)
+
+    def _drop_segment(self, spec: SegmentSpec) -> None:
+        """Take a segment out of service; its files go when the deletion of its records is committed."""
+        rows = [row for row in self._catalog.rows() if self._is_in(row, spec.segment)]
+        for row in rows:
+            if self._catalog.state(row, Tier.NVME) != CopyState.DOOMED:
+                self._policies[self._class_of(row)].remove(row)
+                self._catalog.doom(row, Tier.NVME)
+        pinned = [row for row in rows if self._catalog.pins(row, Tier.NVME) > 0]
+        self.drop([row for row in rows if self._catalog.pins(row, Tier.NVME) == 0])
+        if self.pool.has_segment(spec.segment):
+            self.pool.retire_segment(spec.segment)
+        self._drops[spec.segment] = _Drop(spec, pinned)
+
+    def _is_in(self, row: int, segment: int) -> bool:
+        """Whether a row has a copy in a segment: in one that is being dropped no other copy can begin."""
+        return (
+            self._catalog.state(row, Tier.NVME) != CopyState.ABSENT
+            and self._catalog.slot(row, Tier.NVME).segment == segment
+        )
+
+    # -- commits and failures ------------------------------------------------------------------
+
+    def commit(self) -> bool:
+        """Learn how far the index has come: slots leave limbo, and dropped segments lose their files.
+
+        Returns whether room came free.
+        """
+        progress = self._index.poll()
+        self._committed = progress.committed
+        self._index_writable = progress.state is IndexState.WRITABLE
+        self._stats.add("dropped_records", progress.dropped_puts - self._dropped)
+        self._dropped = progress.dropped_puts
+        free = sum(self.pool.free)
+        self.pool.settle_limbo(self._committed)
+        for drop in self._drops.values():
+            if drop.ticket is None and not any(self._is_in(row, drop.spec.segment) for row in drop.rows):
+                drop.ticket = self._ticket
+            if drop.ticket is not None and drop.ticket <= self._committed and not drop.sent:
+                drop.sent = True
+                self._transfers.add(JobKind.DROP_SEGMENT, [], [], segment=drop.spec)
+        return sum(self.pool.free) > free
+
+    @property
+    def uncommitted(self) -> bool:
+        """Whether steps are needed until a commit. Not while the index fails: stepping would not help it."""
+        # A drop without a ticket waits for a job, which is pending itself, or for a zombie, which nobody waits for.
+        dropping = any(drop.ticket is not None for drop in self._drops.values())
+        return self._index_writable and (self._ticket > self._committed or dropping)
+
+    def may_write(self, now: float) -> bool:
+        """Whether demotions may be planned: the home is open, and some drive is in order with no back-off running."""
+        return self.segments.may_write(now)
+
+    @property
+    def home_open(self) -> bool:
+        """False once a rank could not open the home."""
+        return self.segments.home_open
+
+    def resumes(self, now: float) -> bool:
+        """Whether a back-off or a quarantine has ended since this was last asked."""
+        resumed = self.segments.drives.look(now) and self.may_write(now)
+        self._catalog.hidden_segments = self.segments.quarantined
+        return resumed
+
+    def note_writes(self, record: JobRecord, now: float) -> None:
+        """Learn from a settled store or demotion how the drives are."""
+        self.segments.note_writes(record, now)
+
+    def note_reads(self, record: JobRecord, now: float) -> None:
+        """Learn from a settled load how the drives are; what they hold is hidden while they are quarantined."""
+        self.segments.note_reads(record, now, self._drops)
+        self._catalog.hidden_segments = self.segments.quarantined
+
+    def _class_of(self, row: int) -> int:
+        return self._geometry.size_classes[group_of(self._catalog.keys[row])]
