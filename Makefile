@@ -37,7 +37,7 @@ test: check ## the checks and every test that needs no GPU
 	[ -z "$(PYTEST_CODE_FILE)" ] || echo $$code >"$(PYTEST_CODE_FILE)"; exit $$code
 
 torture: install-dev ## the long tests; see docs/TESTING.md
-	@$(BIN)/python -m pytest -m torture
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m torture
 
 demo: install ## run the main job on real vLLM: cold, warm from memory, warm from NVMe after a restart
 	@$(BIN)/python tools/demo.py --store "$(STORE)" --prompt-tokens "$(PROMPT_TOKENS)" $(if $(MODEL),--model "$(MODEL)")
