@@ -199,7 +199,7 @@ def _take_home(
 def describe_geometry(geometry: Geometry) -> dict[str, Any]:
     """Return a geometry as plain values, as HOME keeps it for people and the inspector."""
     return {
-        "ranks": geometry.rank_count,
+        "ranks": geometry.part_count,
         "hash_tokens": geometry.hash_tokens,
         "groups": [
             {
@@ -256,6 +256,6 @@ def assemble_worker(
         for share, size in zip(geometry.shares, geometry.slot_sizes, strict=True)
     ]
     staging = Arena(geometry.slot_sizes, staging_slots, pin=on_gpu)
-    files = HomeFiles(config.store_dirs or None, rank, geometry.rank_count)
+    files = HomeFiles(config.store_dirs or None, rank, geometry.rank_count, replicated=geometry.replicated)
     mover = Mover(geometry, rank, arena, staging, copier, PosixDevice(), files, io_deadline_s=config.io_deadline_s)
     return WorkerParts(mover, (staging,) if arena is None else (arena, staging))

@@ -51,20 +51,35 @@ class GroupGeometry:
 class Geometry:
     """Sizes of one engine's blocks.
 
-    ``groups``: in order of their index, 0, 1, ... ``rank_count``: workers that each hold their own
-    part of a block. ``hash_tokens``: tokens that one of vLLM's block hashes stands for; each
-    group's ``block_tokens`` is a multiple.
+    ``groups``: in order of their index, 0, 1, ... ``rank_count``: workers, each with its own part of a block.
+    ``hash_tokens``: tokens that one of vLLM's block hashes stands for; each group's ``block_tokens`` is a multiple.
+    ``replicated``: the KV is the same on every rank (MLA under tensor parallelism): a block has one part, which each
+    rank keeps in memory and one of them writes to the drive, for all to read.
     """
 
     groups: tuple[GroupGeometry, ...]
     rank_count: int
     hash_tokens: int
+    replicated: bool = False
 
     def __post_init__(self) -> None:
         assert self.groups and self.rank_count > 0 and self.hash_tokens > 0
         for position, group in enumerate(self.groups):
             assert group.group == position, "groups must be numbered 0, 1, ..."
             assert group.block_tokens % self.hash_tokens == 0 and group.payload_bytes > 0
+
+    @property
+    def part_count(self) -> int:
+        """Parts of a block that are on the drive, each in a file of its own."""
+        return 1 if self.replicated else self.rank_count
+
+    def part_of(self, rank: int) -> int:
+        """Return which part of each block a rank has."""
+        return 0 if self.replicated else rank
+
+    def writes(self, rank: int, segment: int) -> bool:
+        """Whether a rank makes, writes and removes its part's file of a segment; the others only read it."""
+        return not self.replicated or segment % self.rank_count == rank
 
     @cached_property
     def slot_sizes(self) -> tuple[int, ...]:

@@ -95,7 +95,14 @@ def geometry_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geom
         window = windows.pop() if windows else None
         groups.append(GroupGeometry(index, group.kv_cache_spec.block_size, payload_bytes, window))
     hash_tokens = kv_cache_config.hash_block_size or min(group.block_tokens for group in groups)
-    return Geometry(tuple(groups), vllm_config.parallel_config.tensor_parallel_size, hash_tokens)
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    # MLA's latent KV has no heads to divide: each rank computes all of it.
+    replicated = ranks > 1 and all(
+        type(spec) is MLAAttentionSpec
+        for group in kv_cache_config.kv_cache_groups
+        for spec in _layer_specs(group.kv_cache_spec, group.layer_names).values()
+    )
+    return Geometry(tuple(groups), ranks, hash_tokens, replicated)
 
 
 def group_descriptions(kv_cache_config: KVCacheConfig) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from kvdisk.geometry import SEGMENT_OVERHEAD_BYTES, Geometry, segment_charge_byt
 
 @dataclass(frozen=True)
 class NvmeLayout:
-    """How a budget is cut: bytes of one rank's segment file and cap of segment bytes (all ranks) by size class."""
+    """How a budget is cut: slots of a segment and cap of segment bytes (all ranks) by size class."""
 
     index_bytes: int
     slot_counts: tuple[int, ...]
@@ -31,18 +31,18 @@ class NvmeLayout:
 
         ``index_bytes_for``: bytes of an index of so many blocks. Raises ConfigError where nothing fits.
         """
-        ranks = geometry.rank_count
-        slots = budget_bytes // (min(geometry.slot_sizes) * ranks)
+        parts = geometry.part_count
+        slots = budget_bytes // (min(geometry.slot_sizes) * parts)
         index_bytes = index_bytes_for(slots)
         class_bytes = tuple(int((budget_bytes - index_bytes) * share) for share in geometry.shares)
         slot_counts = []
         for size, cap in zip(geometry.slot_sizes, class_bytes, strict=True):
             # Four segments or more per class, and two a drive: dropping or refusing one must not take the tier away.
-            share = cap // (max(4, 2 * drive_count) * ranks) - SEGMENT_OVERHEAD_BYTES
+            share = cap // (max(4, 2 * drive_count) * parts) - SEGMENT_OVERHEAD_BYTES
             count = slots_per_segment(min(segment_bytes, share), size)
-            if segment_charge_bytes(size, count) * ranks > cap:
+            if segment_charge_bytes(size, count) * parts > cap:
                 raise ConfigError(
-                    f"nvme_bytes leaves {max(cap, 0)} bytes for blocks that need {size * ranks} bytes each on the "
+                    f"nvme_bytes leaves {max(cap, 0)} bytes for blocks that need {size * parts} bytes each on the "
                     "drive; give it more."
                 )
             slot_counts.append(count)

@@ -224,6 +224,9 @@ class NvmeSpace:
             self._ticket = self._index.put_segment(
                 SegmentRecord(spec.segment, spec.slot_bytes, spec.slot_count, spec.drive)
             )
+            if not self.segments.share(spec):
+                self.pool.add_segment(spec.segment, self.segments.class_of(spec), spec.slot_count)
+        elif not self.pool.has_segment(spec.segment):
             self.pool.add_segment(spec.segment, self.segments.class_of(spec), spec.slot_count)
 
     def _drop_segment(self, spec: SegmentSpec) -> None:

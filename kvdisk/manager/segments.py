@@ -97,6 +97,13 @@ class Segments:
         """Note that every rank has answered the job that opens a segment."""
         self._attaching.discard(spec.segment)
 
+    def share(self, spec: SegmentSpec) -> bool:
+        """Plan that all ranks open what one of them has made for all; return whether that is needed."""
+        shared = self._geometry.replicated and spec.create
+        if shared:
+            self._attach(spec._replace(create=False))
+        return shared
+
     def open_failed(self, spec: SegmentSpec, now: float) -> None:
         """Learn that some rank could not open or make a segment; the caller drops it."""
         if spec.create:
@@ -124,7 +131,7 @@ class Segments:
         return self._geometry.slot_sizes.index(spec.slot_bytes)
 
     def _bytes_of(self, spec: SegmentSpec) -> int:
-        return segment_charge_bytes(spec.slot_bytes, spec.slot_count) * self._geometry.rank_count
+        return segment_charge_bytes(spec.slot_bytes, spec.slot_count) * self._geometry.part_count
 
     # -- drives --------------------------------------------------------------------------------
 

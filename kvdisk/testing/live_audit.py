@@ -45,7 +45,7 @@ def audit(engine: LiveEngine, *, records_hold: bool = True, files_hold: bool = T
         return 0
     records, segments = list(index.blocks()), list(index.segments())
     if files_hold:
-        audit_files(home.segments_path, segments, engine.model.ranks)
+        audit_files(home.segments_path, segments, engine.model.geometry.part_count)
     audit_records(home.segments_path, segments, records, engine.model, records_hold=records_hold)
     assert allocated_bytes(home.path) <= home.budget_bytes, (allocated_bytes(home.path), home.budget_bytes)
     return len(records)
@@ -66,12 +66,12 @@ def _audit_manager(manager: Any) -> None:
             assert not [row for row in catalog.rows() if catalog.pins(row, tier)], f"copies stay pinned in {tier.name}"
 
 
-def audit_files(segments_path: Path, segments: list[SegmentRecord], ranks: int) -> None:
-    """Assert that the files of a home are those of its segments, on every rank, as long as they must be."""
+def audit_files(segments_path: Path, segments: list[SegmentRecord], parts: int) -> None:
+    """Assert that the files of a home are those of its segments, one for each part, as long as they must be."""
     expected = {
         f"{record.segment}/rank{rank}.kv": segment_file_bytes(record.slot_bytes, record.slot_count)
         for record in segments
-        for rank in range(ranks)
+        for rank in range(parts)
     }
     found = {str(file.relative_to(segments_path)): file.stat().st_size for file in _files(segments_path)}
     assert found == expected, (
@@ -95,7 +95,7 @@ def audit_records(
         assert segment is not None, f"{record} points into no segment"
         assert record.slot.index < segment.slot_count, f"{record} points behind its segment"
         if records_hold:
-            for rank in range(model.ranks):
+            for rank in range(model.geometry.part_count):
                 _audit_slot(segments_path, segment, record, model, rank)
 
 
@@ -106,7 +106,7 @@ def _audit_slot(path: Path, segment: SegmentRecord, record: BlockRecord, model: 
     header = read_header(slot)
     found = (header.namespace, header.key, header.generation, header.rank, header.rank_count)
     namespace = Namespace(model.fingerprint, record.epoch)
-    assert found == (namespace, record.key, record.generation, rank, model.ranks), (
+    assert found == (namespace, record.key, record.generation, rank, model.geometry.part_count), (
         f"{record} names another block's slot"
     )
     # An epoch is the number of its weights, and that of the files is 0.

@@ -45,12 +45,14 @@ class LiveModel:
     """``name``: models of different names have different namespaces. ``payload_bytes``: of a block of the first group.
 
     ``windowed``: a second group, of a sliding window of 8 tokens, whose blocks have twice the tokens and other bytes.
+    ``replicated``: every rank computes the same KV.
     """
 
     name: str = "model"
     ranks: int = 2
     windowed: bool = False
     payload_bytes: int = 3000
+    replicated: bool = False
 
     @cached_property
     def geometry(self) -> Geometry:
@@ -58,7 +60,7 @@ class LiveModel:
         groups = [GroupGeometry(0, HASH_TOKENS, self.payload_bytes)]
         if self.windowed:
             groups.append(GroupGeometry(1, 2 * HASH_TOKENS, self.payload_bytes * 2 + 1000, window_tokens=8))
-        return Geometry(tuple(groups), self.ranks, HASH_TOKENS)
+        return Geometry(tuple(groups), self.ranks, HASH_TOKENS, self.replicated)
 
     @property
     def fingerprint(self) -> bytes:
@@ -72,7 +74,8 @@ class LiveModel:
 
     def content(self, weights: int, digest: bytes, group: int, rank: int) -> bytes:
         """Return what a block with this hash holds on a rank."""
-        return _content(f"{self.name} {weights} {group} {rank}", digest, self.geometry.groups[group].payload_bytes)
+        part = self.geometry.part_of(rank)
+        return _content(f"{self.name} {weights} {group} {part}", digest, self.geometry.groups[group].payload_bytes)
 
     def content_of(self, weights: int, key: BlockKey, rank: int) -> bytes:
         """Return what the block of a key holds on a rank."""
@@ -84,13 +87,18 @@ class LiveModel:
         ``segment_blocks``: of the largest group, in a segment. ``values``: whatever else shall not be as it comes.
         """
         groups = self.geometry.groups
-        per_block = sum(group.slot_bytes for group in groups) * self.ranks
+        parts = self.geometry.part_count
+        per_block = sum(group.slot_bytes for group in groups) * parts
         largest = max(self.geometry.slot_sizes)
         room = cap = per_block * blocks + per_block * blocks // 16
         for _ in range(8):  # the index is planned for as many blocks as the whole cap would hold
-            cap = room + map_bytes_for(cap // (min(self.geometry.slot_sizes) * self.ranks))
+            cap = room + map_bytes_for(cap // (min(self.geometry.slot_sizes) * parts))
         fixed = {"store_dirs": store, "nvme_bytes": cap, "segment_bytes": segment_file_bytes(largest, segment_blocks)}
-        values = {"cpu_bytes": 8 * per_block, "staging_bytes": 16 * largest, "index_commit_s": 0.01} | values
+        values = {
+            "cpu_bytes": 8 * per_block // parts * self.ranks,
+            "staging_bytes": 16 * largest,
+            "index_commit_s": 0.01,
+        } | values
         return Config.from_mapping(fixed | values)
 
 

@@ -51,6 +51,7 @@ class ProcessSettings:
     model: str = "model"
     ranks: int = 2
     windowed: bool = False
+    replicated: bool = False
     payload_bytes: int = 3000
     blocks: int = 64
     segment_blocks: int = 8
@@ -67,7 +68,7 @@ class ProcessSettings:
 
     def live_model(self) -> LiveModel:
         """Return the model that these settings name."""
-        return LiveModel(self.model, self.ranks, self.windowed, self.payload_bytes)
+        return LiveModel(self.model, self.ranks, self.windowed, self.payload_bytes, self.replicated)
 
     def config(self) -> Config:
         """Return the product's configuration. Raises ConfigError."""

@@ -25,7 +25,7 @@ FILE_KINDS = frozenset({JobKind.OPEN_HOME, JobKind.OPEN_SEGMENT, JobKind.DROP_SE
 
 
 class _Done(NamedTuple):
-    """What became of a job. ``fd``: of the segment that it opened; ``started``: False where the thread was to stop."""
+    """What became of a job. ``fd``: of the segment it opened, if any; ``started``: False where it was to stop."""
 
     fd: int = -1
     error: BaseException | None = None
@@ -145,7 +145,7 @@ class FileJobs:
             return job, _reason_of(done.error)
         if done.error is not None:
             raise done.error
-        if job.kind is JobKind.OPEN_SEGMENT:
+        if job.kind is JobKind.OPEN_SEGMENT and done.fd >= 0:
             assert job.segment is not None
             self._device.attach_file(done.fd)
             self.open[job.segment.segment] = OpenFile(done.fd, job.segment.slot_bytes, job.segment.slot_count)

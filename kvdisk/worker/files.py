@@ -30,7 +30,9 @@ class SegmentFiles(Protocol):
     def open_segment(self, spec: SegmentSpec) -> int:
         """Make (``spec.create``) or open this rank's file; return its descriptor, which stays this object's.
 
-        Of another home (``spec.source``) it is opened to read only. To make one waits up to two seconds for the store.
+        -1: there is nothing to open. Where all ranks share a file, the one that writes it makes it and has it open
+        from then on; the others open it with a second job. Of another home (``spec.source``) a file is opened to read
+        only. To make one waits up to two seconds for the store.
         """
 
     def drop_segment(self, spec: SegmentSpec) -> None:
@@ -43,14 +45,19 @@ class SegmentFiles(Protocol):
 class HomeFiles:
     """``SegmentFiles`` of the home that the scheduler has acquired; ``directories`` None: there is no NVMe tier.
 
-    A directory that this rank cannot open fails only what is to be opened or made on its drive.
+    A directory that this rank cannot open fails only what is to be opened or made on its drive. ``replicated``: the
+    ranks share the file of each segment (``Geometry.replicated``).
     """
 
-    def __init__(self, directories: Directories | None, rank: int, rank_count: int) -> None:
+    def __init__(
+        self, directories: Directories | None, rank: int, rank_count: int, *, replicated: bool = False
+    ) -> None:
         assert 0 <= rank < rank_count
         self._directories = directories
         self._rank = rank
         self._rank_count = rank_count
+        self._replicated = replicated
+        self._part, self._part_count = (0, 1) if replicated else (rank, rank_count)
         self._home: JoinedHome | None = None
         self._open: dict[int, segments.SegmentFile] = {}
 
@@ -61,7 +68,8 @@ class HomeFiles:
         store = Store.open(self._directories, create=False, need_all=False)
         home = store.join_home(spec.home_id, spec.fingerprint)
         try:
-            home.clean_drives(lambda part: segments.remove_unknown_segments(part, self._rank, spec.known_segments))
+            if self._rank == self._part:
+                home.clean_drives(lambda part: segments.remove_unknown_segments(part, self._rank, spec.known_segments))
         except BaseException:
             home.close()
             raise
@@ -69,16 +77,19 @@ class HomeFiles:
 
     def open_segment(self, spec: SegmentSpec) -> int:
         """See ``SegmentFiles``."""
+        writes = self._writes(spec)
+        if self._replicated and (not writes if spec.create else spec.segment in self._open):
+            return -1
         assert spec.segment not in self._open
-        home = self._joined()
+        home, mine = self._joined(), (self._part, self._part_count)
         if spec.source is not None:
             folder = home.foreign_folder(spec.source, spec.drive)
             theirs = spec._replace(segment=spec.source.segment)
-            file = segments.open_segment(folder, theirs, self._rank, self._rank_count, home.fingerprint, writable=False)
+            file = segments.open_segment(folder, theirs, *mine, home.fingerprint, writable=False)
         elif spec.create:
-            file = home.make_segment(spec, self._rank, self._rank_count)
+            file = home.make_segment(spec, *mine)
         else:
-            file = segments.open_segment(home.folder(spec.drive), spec, self._rank, self._rank_count, home.fingerprint)
+            file = segments.open_segment(home.folder(spec.drive), spec, *mine, home.fingerprint, writable=writes)
         self._open[spec.segment] = file
         return file.fd
 
@@ -88,8 +99,8 @@ class HomeFiles:
         file = self._open.pop(spec.segment, None)
         if file is not None:
             file.close()
-        if spec.source is None:
-            segments.drop_segment(home.folder(spec.drive), spec.segment, self._rank)
+        if spec.source is None and self._writes(spec):
+            segments.drop_segment(home.folder(spec.drive), spec.segment, self._part)
 
     def close(self) -> None:
         """See ``SegmentFiles``."""
@@ -99,6 +110,9 @@ class HomeFiles:
         if self._home is not None:
             self._home.close()
             self._home = None
+
+    def _writes(self, spec: SegmentSpec) -> bool:
+        return not self._replicated or spec.segment % self._rank_count == self._rank
 
     def _joined(self) -> JoinedHome:
         if self._home is None:

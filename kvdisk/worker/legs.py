@@ -133,22 +133,26 @@ class OpenFile(NamedTuple):
     slot_count: int
 
 
-def lots_of(work: Work, geometry: Geometry, part_slots: Sequence[int]) -> list[Lot]:
+def lots_of(work: Work, geometry: Geometry, part_slots: Sequence[int], rank: int) -> list[Lot]:
     """Sort a job's moves into lots; moves without a source fail with ABSENT. Sets ``work.left``.
 
+    Where the KV is the same on every rank, what another rank writes to the drive has ended well here, unmoved.
     ``part_slots``: slots of a part, by size class. What lies in several segments is taken from each in turn, a part
     at a time, so that the parts under way read from, or write to, several drives.
     """
     moves, kind = work.job.moves, work.job.kind
     one_group = len(geometry.groups) == 1
     found: dict[tuple[Route, int], list[int]] = {}
+    others = 0
     for position, move in enumerate(moves):
         route = _route_of(kind, move)
         if route is None:
             work.failed[position] = Reason.ABSENT
+        elif route.writes and move.nvme is not None and not geometry.writes(rank, move.nvme.segment):
+            others += 1
         else:
             found.setdefault((route, 0 if one_group else group_of(move.key)), []).append(position)
-    work.left = len(moves) - len(work.failed)
+    work.left = len(moves) - len(work.failed) - others
     lots = []
     for (route, group), positions in found.items():
         on_drive = route.on_drive

@@ -120,7 +120,7 @@ class Runner:
             self._fail_rest(lot, Reason.CANCELLED)
 
     def _admit(self, work: Work) -> None:
-        for lot in lots_of(work, self._geometry, self._part_slots):
+        for lot in lots_of(work, self._geometry, self._part_slots, self._gear.rank):
             if work.void:
                 self._fail_rest(lot, Reason.CANCELLED)
             else:

@@ -23,8 +23,8 @@ def seal_part(part: Part, fingerprint: bytes, geometry: Geometry, rank: int) -> 
             generation=move.generation,
             parent=move.parent,
             payload_bytes=payload_bytes,
-            rank=rank,
-            rank_count=geometry.rank_count,
+            rank=geometry.part_of(rank),
+            rank_count=geometry.part_count,
         )
 
 
@@ -42,8 +42,8 @@ def check_part(part: Part, fingerprint: bytes, geometry: Geometry, rank: int) ->
             key=move.key,
             generation=move.generation,
             payload_bytes=payload_bytes,
-            rank=rank,
-            rank_count=geometry.rank_count,
+            rank=geometry.part_of(rank),
+            rank_count=geometry.part_count,
         )
         if reason is not None:
             bad[position] = reason

@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -35,6 +36,15 @@ from kvdisk.errors import ConfigError
 pytestmark = pytest.mark.vllm
 
 SIZES = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+
+
+MLA = MLAAttentionSpec(**(SIZES | {"num_kv_heads": 1, "head_size": 576}))
+MLA_CASES = [
+    ((MLA,), 4, True),
+    ((MLA, MLA), 2, True),
+    ((MLA,), 1, False),
+    ((MLA, FullAttentionSpec(**SIZES)), 2, False),
+]
 
 
 def _cache(*specs: KVCacheSpec) -> KVCacheConfig:
@@ -138,6 +148,15 @@ def test_geometry_of_uniform_and_window_groups() -> None:
     assert geometry.groups[0].payload_bytes == FULL.page_size_bytes + wide.page_size_bytes
     assert [group.window_tokens for group in geometry.groups] == [None, 64]
     assert geometry.slot_sizes == tuple(sorted({group.slot_bytes for group in geometry.groups}))
+
+
+@pytest.mark.parametrize(("specs", "ranks", "replicated"), MLA_CASES)
+def test_mla_is_the_same_on_every_rank(specs: tuple[KVCacheSpec, ...], ranks: int, replicated: bool) -> None:
+    config = _config()
+    config.parallel_config.tensor_parallel_size = ranks
+    geometry = geometry_of(config, _cache(*specs))
+    assert geometry.replicated == replicated
+    assert geometry.part_count == (1 if replicated else ranks)
 
 
 def test_blocks_are_seen_as_bytes_whatever_the_layout() -> None:

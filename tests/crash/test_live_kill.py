@@ -19,11 +19,19 @@ from live_children import SEED, Child, wait_for
 from kvdisk.device.listing import list_homes
 from kvdisk.testing.live_process import ProcessSettings
 
-ROUNDS = 8
-TORTURE_ROUNDS = 200
+ROUNDS = 3
+TORTURE_ROUNDS = 67
+"""Of each kind."""
 
 
-def kill_rounds(directory: Path, rounds: int, seed: int) -> int:
+KINDS = {
+    "one group": {},
+    "two groups": {"windowed": True},
+    "same on every rank": {"windowed": True, "replicated": True, "ranks": 3},
+}
+
+
+def kill_rounds(directory: Path, rounds: int, seed: int, kind: dict[str, int]) -> int:
     """Kill an engine at random instants of its start, its load and its end; return how many served something."""
     rng = random.Random(seed)
     store = directory / "store"
@@ -32,13 +40,13 @@ def kill_rounds(directory: Path, rounds: int, seed: int) -> int:
         settings = ProcessSettings(
             str(store),
             seed=seed + number,
-            windowed=seed % 2 == 1,
             blocks=40,
             cpu_blocks=rng.choice((0, 4, 16)),
             commit_s=rng.choice((0.0, 0.01, 0.1)),
             resets=rng.choice((0.0, 0.01)),
             seconds=rng.choice((0.0, 0.4)),
             audit=True,
+            **kind,  # type: ignore[arg-type]
         )
         with Child(directory, settings) as child:
             if rng.random() < 0.8:
@@ -49,23 +57,21 @@ def kill_rounds(directory: Path, rounds: int, seed: int) -> int:
             assert "WRONG BYTES" not in child.text()
             served += any(line["counts"] for line in child.lines())
         child.log.write_text("")  # or there would be hundreds
-    with Child(
-        directory, ProcessSettings(str(store), windowed=seed % 2 == 1, blocks=40, requests=50, audit=True)
-    ) as last:
+    with Child(directory, ProcessSettings(str(store), blocks=40, requests=50, audit=True, **kind)) as last:  # type: ignore[arg-type]
         last.end()
     assert len(list_homes(store)) == 1, "every killed engine's home was taken over"
     return served
 
 
-@pytest.mark.parametrize("seed", [SEED, SEED + 1], ids=["one group", "two groups"])
-def test_killed_at_any_instant(seed: int, tmp_path: Path) -> None:
-    kill_rounds(tmp_path, ROUNDS // 2, seed)
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_at_any_instant(kind: str, tmp_path: Path) -> None:
+    kill_rounds(tmp_path, ROUNDS, SEED, KINDS[kind])
 
 
 @pytest.mark.torture
-@pytest.mark.parametrize("seed", [SEED + 10_000, SEED + 20_001], ids=["one group", "two groups"])
-def test_killed_hundreds_of_times(seed: int, tmp_path: Path) -> None:
-    assert kill_rounds(tmp_path, TORTURE_ROUNDS // 2, seed) > 0
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_hundreds_of_times(kind: str, tmp_path: Path) -> None:
+    assert kill_rounds(tmp_path, TORTURE_ROUNDS, SEED + 10_000, KINDS[kind]) > 0
 
 
 def outlive(directory: Path, seed: int) -> None:

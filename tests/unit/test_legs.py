@@ -19,14 +19,14 @@ def load(slots: list[Slot]) -> Work:
 
 
 def test_one_segment_is_read_in_the_order_of_its_slots():
-    (lot,) = lots_of(load([Slot(3, 2), Slot(3, 0), Slot(3, 1)]), GEOMETRY, [2])
+    (lot,) = lots_of(load([Slot(3, 2), Slot(3, 0), Slot(3, 1)]), GEOMETRY, [2], 0)
     assert lot.route is Route.LOAD_STAGED
     assert lot.positions == [1, 2, 0]
 
 
 def test_segments_are_read_in_turn_a_part_at_a_time():
     slots = [Slot(segment, index) for segment in (7, 4) for index in range(5)] + [Slot(9, 0)]
-    (lot,) = lots_of(load(slots), GEOMETRY, [2])
+    (lot,) = lots_of(load(slots), GEOMETRY, [2], 0)
     assert [slots[at] for at in lot.positions] == [
         *(Slot(4, 0), Slot(4, 1), Slot(7, 0), Slot(7, 1), Slot(9, 0)),
         *(Slot(4, 2), Slot(4, 3), Slot(7, 2), Slot(7, 3)),

@@ -213,7 +213,8 @@ def test_wait_any(rank):
 def test_two_ranks_on_real_files(tmp_path):
     """The same numbers on both ranks, other bytes; each answers every job once; a move fails if one rank failed it."""
     home = Store.open(tmp_path).acquire_home(FINGERPRINT, {}, 1 << 30)
-    spec = HomeSpec(home.id, FINGERPRINT)
+    # Both are made below; a rank that joins late would else sweep away what the other is just making.
+    spec = HomeSpec(home.id, FINGERPRINT, known_segments=(0, 1))
     ranks = [
         Rank(
             rank=number,

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV that is the same on every rank (MLA under tensor parallelism): on the drive once, in every rank's memory."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from live_children import SEED, Child
+from test_live_neighbours import PROMPTS, meets, serve
+
+from kvdisk.assembly import WorkerParts
+from kvdisk.config import Config
+from kvdisk.errors import DeviceError
+from kvdisk.messages import SegmentSpec
+from kvdisk.testing.live_audit import audit
+from kvdisk.testing.live_engine import LiveEngine
+from kvdisk.testing.live_model import LiveModel
+from kvdisk.testing.live_process import ProcessSettings
+from kvdisk.testing.live_rank import LocalRank, make_worker
+from kvdisk.worker.files import HomeFiles
+
+RANKS = 3
+MODEL = LiveModel(ranks=RANKS, windowed=True, replicated=True)
+GROUPS = MODEL.geometry.groups
+
+
+def start(store: Path, *, model: LiveModel = MODEL, make_rank: Any = LocalRank, **config: object) -> LiveEngine:
+    values = {"store_decode": True, "cpu_bytes": "1MiB"} | config
+    return LiveEngine(model.config(str(store), blocks=200, **values), model, make_rank)
+
+
+def _files(store: Path) -> dict[int, list[str]]:
+    """The files of each segment of the only home."""
+    (segments,) = store.glob("homes/*/segments")
+    return {int(path.name): sorted(file.name for file in path.iterdir()) for path in segments.iterdir()}
+
+
+@pytest.mark.parametrize("cpu_bytes", ["1MiB", 0], ids=["from memory", "through staging"])
+def test_each_block_is_written_once_and_read_by_all(cpu_bytes: object, quick_path: Path) -> None:
+    engine = start(quick_path / "store", cpu_bytes=cpu_bytes)
+    serve(engine, PROMPTS, "one")
+    blocks = audit(engine)
+    stats = engine.manager.stats
+    groups = [int.from_bytes(record.key[-2:], "big") for record in engine.parts.index.blocks()]
+    assert stats["rank_bytes_written"] == sum(GROUPS[group].slot_bytes for group in groups), "once, not by each rank"
+    engine.close()
+    files = _files(quick_path / "store")
+    assert len({segment % RANKS for segment in files}) > 1, "several ranks write"
+    assert {name for names in files.values() for name in names} == {"rank0.kv"}
+
+    again = start(quick_path / "store", cpu_bytes=cpu_bytes)
+    assert audit(again) == blocks
+    serve(again, PROMPTS, "again")
+    stats = again.manager.stats
+    assert stats["hit_tokens_nvme"] > 0
+    assert stats["failed_loads"] == 0
+    read = stats["rank_bytes_read"]
+    assert read % RANKS == 0, "every rank reads what it loads"
+    assert read
+    audit(again)
+    again.close()
+
+
+def test_a_lost_index_is_rebuilt_from_the_one_file_of_each_segment(quick_path: Path) -> None:
+    engine = start(quick_path / "store")
+    serve(engine, PROMPTS, "one")
+    blocks = audit(engine)
+    engine.close()
+    (index,) = (quick_path / "store").glob("homes/*/index")
+    shutil.rmtree(index)
+    again = start(quick_path / "store")
+    assert audit(again) == blocks
+    serve(again, PROMPTS, "again")
+    assert again.manager.stats["hit_tokens_nvme"] > 0
+    again.close()
+
+
+def test_another_engine_reads_them_too(quick_path: Path) -> None:
+    one, two = (start(quick_path / "store") for _ in range(2))
+    meets(two, 1)
+    serve(one, PROMPTS, "one")
+    serve(two, PROMPTS, "two")
+    assert two.manager.stats["loaded_blocks_foreign"] > 20
+    assert not two.manager.stats["failed_loads"]
+    for engine in (one, two):
+        audit(engine)
+        engine.close()
+
+
+def test_a_model_with_parts_finds_nothing_of_one_without(quick_path: Path) -> None:
+    engine = start(quick_path / "store")
+    serve(engine, PROMPTS, "one")
+    engine.close()
+    other = start(quick_path / "store", model=LiveModel(ranks=RANKS, windowed=True))
+    assert audit(other) == 0
+    other.close()
+
+
+class _Refusing(HomeFiles):
+    """Files of a rank that cannot open what another rank has made."""
+
+    def open_segment(self, spec: SegmentSpec) -> int:
+        if not spec.create and not self._writes(spec):
+            raise DeviceError(errno.EIO, "planted")
+        return super().open_segment(spec)
+
+
+def test_a_segment_that_not_all_ranks_can_open_is_given_up(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_rank(config: Config, model: LiveModel, rank: int, block_count: int) -> LocalRank:
+        def make(config: Config, model: LiveModel, rank: int, layers: list[list[torch.Tensor]]) -> WorkerParts:
+            with monkeypatch.context() as patched:
+                if rank == RANKS - 1:
+                    patched.setattr("kvdisk.worker.files.HomeFiles", _Refusing)
+                return make_worker(config, model, rank, layers)
+
+        return LocalRank(config, model, rank, block_count, make)
+
+    engine = start(quick_path / "store", make_rank=make_rank)
+    serve(engine, PROMPTS[:2], "one")
+    audit(engine)
+    files = _files(quick_path / "store")
+    assert all(segment % RANKS == RANKS - 1 for segment in files), "those of others are gone, with their files"
+    engine.close()
+
+
+def test_a_writer_that_has_no_room_undoes_the_segment(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    original = HomeFiles.open_segment
+
+    def open_segment(self: HomeFiles, spec: SegmentSpec) -> int:
+        if spec.create and self._writes(spec):
+            made.append(self._rank)
+            raise DeviceError(errno.ENOSPC, "planted")
+        return original(self, spec)
+
+    monkeypatch.setattr(HomeFiles, "open_segment", open_segment)
+    engine = start(quick_path / "store")
+    serve(engine, PROMPTS[:2], "one")
+    assert made
+    assert engine.manager.stats["segment_failures"] > 0
+    audit(engine)
+    assert _files(quick_path / "store") == {}
+    engine.close()
+
+
+@pytest.mark.parametrize("rank_processes", [False, True], ids=["one process", "a process each"])
+def test_under_load_with_evictions_and_resets(rank_processes: bool, quick_path: Path) -> None:
+    settings = ProcessSettings(
+        str(quick_path / "store"),
+        seed=SEED,
+        ranks=RANKS,
+        windowed=True,
+        replicated=True,
+        blocks=24,
+        requests=150,
+        resets=0.02,
+        rank_processes=rank_processes,
+        audit=True,
+    )
+    for number in range(2):
+        with Child(quick_path, replace(settings, seed=SEED + number)) as child:
+            assert child.end()["blocks"] > 0
