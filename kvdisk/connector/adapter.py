@@ -58,6 +58,9 @@ def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ite
         yield "encoder-decoder models"
     if getattr(model, "enable_sleep_mode", False):
         yield "sleep mode, which remaps the KV cache under its copies (sleep level 0, a pause, needs no such mode)"
+    if getattr(model, "use_mla", False) and not vllm_config.scheduler_config.enable_chunked_prefill:
+        # vLLM's reference of MLA for CPUs, which has it off, leaves out what was computed before a prompt's step.
+        yield "MLA with chunked prefill off, where attention may begin with the first token that is not loaded"
     if parallel.pipeline_parallel_size > 1:
         yield "pipeline parallelism"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:

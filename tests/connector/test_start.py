@@ -125,6 +125,18 @@ def test_parallelism_that_is_not_supported_is_refused(name: str, named: str) -> 
         refuse_unsupported(config, _cache(FULL))
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+def test_mla_that_begins_with_what_is_not_loaded_is_refused(chunked: bool) -> None:
+    """vLLM's CPU reference of MLA gives wrong tokens after any external hit; it runs with chunked prefill off."""
+    model = SimpleNamespace(is_encoder_decoder=False, use_mla=True)
+    config = _config(model_config=model, scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked))
+    if chunked:
+        refuse_unsupported(config, _cache(MLA))
+        return
+    with pytest.raises(ConfigError, match="MLA with chunked prefill off"):
+        refuse_unsupported(config, _cache(MLA))
+
+
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_unsupported(_config(), _cache(FULL, SlidingWindowSpec(**SIZES, sliding_window=64)))
     monkeypatch.setattr(adapter, "vllm_minor_version", lambda: (0, 34))
