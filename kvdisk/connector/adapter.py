@@ -58,9 +58,6 @@ def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ite
         yield "encoder-decoder models"
     if getattr(model, "enable_sleep_mode", False):
         yield "sleep mode, which remaps the KV cache under its copies (sleep level 0, a pause, needs no such mode)"
-    if getattr(model, "use_mla", False) and not vllm_config.scheduler_config.enable_chunked_prefill:
-        # vLLM's reference of MLA for CPUs, which has it off, leaves out what was computed before a prompt's step.
-        yield "MLA with chunked prefill off, where attention may begin with the first token that is not loaded"
     if parallel.pipeline_parallel_size > 1:
         yield "pipeline parallelism"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
@@ -70,6 +67,13 @@ def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ite
         yield f"speculative decoding with a drafter that has KV of its own ({speculative.method})"
     if vllm_config.kv_transfer_config.kv_role != "kv_both":
         yield f"the role {vllm_config.kv_transfer_config.kv_role}; set kv_role to kv_both"
+    yield from _unsupported_groups(vllm_config, kv_cache_config)
+
+
+def _unsupported_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
+    if getattr(vllm_config.model_config, "use_mla", False) and not vllm_config.scheduler_config.enable_chunked_prefill:
+        # vLLM's reference of MLA for CPUs, which has it off, leaves out what was computed before a prompt's step.
+        yield "MLA with chunked prefill off, where attention may begin with the first token that is not loaded"
     for group in kv_cache_config.kv_cache_groups:
         if group.host_resident or not group.enable_kv_transfer or group.is_eagle_group:
             yield "KV-cache groups that live on the host, are rebuilt locally, or belong to a drafter"
