@@ -148,7 +148,8 @@ class FileJobs:
         if job.kind is JobKind.OPEN_SEGMENT and done.fd >= 0:
             assert job.segment is not None
             self._device.attach_file(done.fd)
-            self.open[job.segment.segment] = OpenFile(done.fd, job.segment.slot_bytes, job.segment.slot_count)
+            _, slot_bytes, slot_count, drive, *_ = job.segment
+            self.open[job.segment.segment] = OpenFile(done.fd, slot_bytes, slot_count, drive)
         return job, None
 
     # -- the thread ----------------------------------------------------------------------------

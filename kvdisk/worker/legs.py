@@ -82,18 +82,20 @@ class Work:
 
 @dataclass(slots=True, eq=False)
 class Lot:
-    """Moves of one job that share route and group, in the order of their slots; those before ``taken`` have started."""
+    """Moves of one job that share route, group and drive, in the order of their slots; those before ``taken`` have
+    started. ``drive``: see ``OpenFile``; NO_DRIVE where the route has none, or the segments are not open."""
 
     work: Work
     route: Route
     group: int
+    drive: int
     positions: list[int]
     taken: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """What of a lot is under way together.
+    """What of a lot is under way together: on one drive, so that one that hangs holds up nothing of the others.
 
     ``positions``: moves that have not failed, and ``slots``: where in ``arena`` each of them lies. ``staging``:
     slots to give back at the end. ``leg``: legs begun. ``late``: its moves have failed, and it is still at the device,
@@ -103,6 +105,7 @@ class Part:
     work: Work
     route: Route
     group: int
+    drive: int
     size_class: int
     arena: Arena
     positions: list[int]
@@ -126,19 +129,25 @@ class Part:
 
 
 class OpenFile(NamedTuple):
-    """An open segment file."""
+    """An open segment file. ``drive``: as its home numbers them."""
 
     fd: int
     slot_bytes: int
     slot_count: int
+    drive: int = 0
 
 
-def lots_of(work: Work, geometry: Geometry, part_slots: Sequence[int], rank: int) -> list[Lot]:
+NO_DRIVE = -1
+
+
+def lots_of(
+    work: Work, geometry: Geometry, part_slots: Sequence[int], files: Mapping[int, OpenFile], rank: int
+) -> list[Lot]:
     """Sort a job's moves into lots; moves without a source fail with ABSENT. Sets ``work.left``.
 
     Where the KV is the same on every rank, what another rank writes to the drive has ended well here, unmoved.
-    ``part_slots``: slots of a part, by size class. What lies in several segments is taken from each in turn, a part
-    at a time, so that the parts under way read from, or write to, several drives.
+    ``part_slots``: slots of a part, by size class; ``files``: by segment. What lies on several drives is taken from
+    each in turn, a lot of one part at a time, so that the parts under way read from, or write to, all of them.
     """
     moves, kind = work.job.moves, work.job.kind
     one_group = len(geometry.groups) == 1
@@ -157,27 +166,27 @@ def lots_of(work: Work, geometry: Geometry, part_slots: Sequence[int], rank: int
     for (route, group), positions in found.items():
         on_drive = route.on_drive
         positions.sort(key=lambda at: moves[at].nvme if on_drive else moves[at].cpu)  # type: ignore[arg-type, return-value]
-        count = part_slots[geometry.size_classes[group]]
-        lots.append(Lot(work, route, group, _in_turn(positions, moves, count) if on_drive else positions))
+        of_drives = _by_drive(positions, moves, files) if on_drive else {NO_DRIVE: positions}
+        longest = max(map(len, of_drives.values()))
+        count = part_slots[geometry.size_classes[group]] if len(of_drives) > 1 else longest
+        lots += [
+            Lot(work, route, group, drive, mine[start : start + count])
+            for start in range(0, longest, count)
+            for drive, mine in of_drives.items()
+            if start < len(mine)
+        ]
     return lots
 
 
-def _in_turn(positions: list[int], moves: Sequence[Move], count: int) -> list[int]:
-    """Return sorted positions in pieces of ``count``, one of each segment in turn."""
-    of_segments: dict[int, list[int]] = {}
+def _by_drive(positions: list[int], moves: Sequence[Move], files: Mapping[int, OpenFile]) -> dict[int, list[int]]:
+    """Return positions by the drive that their slots are on, each drive's in the order given."""
+    found: dict[int, list[int]] = {}
     for position in positions:
         place = moves[position].nvme
         assert place is not None
-        of_segments.setdefault(place.segment, []).append(position)
-    if len(of_segments) == 1:
-        return positions
-    longest = max(map(len, of_segments.values()))
-    return [
-        position
-        for start in range(0, longest, count)
-        for piece in of_segments.values()
-        for position in piece[start : start + count]
-    ]
+        file = files.get(place.segment)
+        found.setdefault(NO_DRIVE if file is None else file.drive, []).append(position)
+    return found
 
 
 def _route_of(kind: JobKind, move: Move) -> Route | None:

@@ -32,7 +32,7 @@ MOST_READS = 4
 """Read batches at the device; promotions start only below half of it."""
 MOST_WRITES = 2
 MOST_LATE = 16
-"""With so many late batches at the device no other starts: the drives do not answer. Late ones count nowhere else."""
+"""With so many late batches on a drive no other starts there: it does not answer. Late ones count nowhere else."""
 MOST_GATHERS = 2
 MOST_SCATTERS = 4
 
@@ -120,7 +120,7 @@ class Runner:
             self._fail_rest(lot, Reason.CANCELLED)
 
     def _admit(self, work: Work) -> None:
-        for lot in lots_of(work, self._geometry, self._part_slots, self._gear.rank):
+        for lot in lots_of(work, self._geometry, self._part_slots, self._files.open, self._gear.rank):
             if work.void:
                 self._fail_rest(lot, Reason.CANCELLED)
             else:
@@ -241,12 +241,12 @@ class Runner:
             positions = lot.positions[lot.taken : lot.taken + self._part_slots[size_class]]
             slots = [lot.work.job.moves[position].cpu.index for position in positions]  # type: ignore[union-attr]
         lot.taken += len(positions)
-        return Part(lot.work, route, lot.group, size_class, arena, positions, slots, staging)
+        return Part(lot.work, route, lot.group, lot.drive, size_class, arena, positions, slots, staging)
 
     def _expire(self, now_s: float) -> bool:
-        """Fail what has not started by its deadline, and what no drive would take."""
-        stuck = self._stuck
-        gone = self._queues.remove(lambda lot: lot.work.deadline_s < now_s or (stuck and lot.route.on_drive))
+        """Fail what has not started by its deadline, and what its drive would not take."""
+        stuck = [drive for drive in self._shuttle.late if self._is_stuck(drive)]
+        gone = self._queues.remove(lambda lot: lot.work.deadline_s < now_s or lot.drive in stuck)
         waiting = [work for work in self._waiting if work.deadline_s < now_s]
         if not gone and not waiting:
             return False
@@ -259,9 +259,8 @@ class Runner:
             self._fail(work, dict.fromkeys(range(work.left), Reason.DEADLINE))
         return True
 
-    @property
-    def _stuck(self) -> bool:
-        return self._shuttle.late >= MOST_LATE
+    def _is_stuck(self, drive: int) -> bool:
+        return self._shuttle.late[drive] >= MOST_LATE
 
     def _give_up(self, now_s: float) -> bool:
         """Fail the moves of batches that are too long at the device. What these may touch stays taken."""
@@ -302,7 +301,7 @@ class Runner:
         self._end(part)
 
     def _send(self, part: Part, op: Op) -> dict[int, Reason]:
-        if self._stuck:
+        if self._is_stuck(part.drive):
             return dict.fromkeys(part.positions, Reason.DEADLINE)
         return self._shuttle.send(part, op, self._files.open, self._clock())
 

@@ -9,6 +9,7 @@ the device has ended it: until then it may touch memory and drive.
 from __future__ import annotations
 
 import errno
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -39,8 +40,8 @@ class _Flight:
 class Shuttle:
     """Carries parts of a job between memory and open segment files. The mover's thread calls everything.
 
-    ``reads``: read batches under way that are not late; ``late``: batches that were given up, and that the device has
-    not ended. ``stats`` is the caller's; counted are bytes and failed transfers.
+    ``reads``: read batches under way that are not late; ``late``: by drive, batches that were given up, and that the
+    device has not ended. ``stats`` is the caller's; counted are bytes and failed transfers.
     """
 
     def __init__(self, device: Device, stats: Stats, log: QuietLog) -> None:
@@ -49,7 +50,7 @@ class Shuttle:
         self._log = log
         self._flights: dict[int, _Flight] = {}
         self.reads = 0
-        self.late = 0
+        self.late: Counter[int] = Counter()
 
     def uses(self, segment: int) -> bool:
         """Whether a batch under way, late or not, names the segment."""
@@ -94,7 +95,7 @@ class Shuttle:
             flight = self._flights.pop(outcome.ticket)
             part = flight.part
             if part.late:
-                self.late -= 1
+                self.late[part.drive] -= 1
                 yield part, {}
                 continue
             self.reads -= flight.op is Op.READ
@@ -116,7 +117,7 @@ class Shuttle:
             if part.late or flight.sent_s >= sent_before_s:
                 continue
             part.late = True
-            self.late += 1
+            self.late[part.drive] += 1
             self.reads -= flight.op is Op.READ
             found.append((part, {**dict.fromkeys(part.positions, Reason.DEADLINE), **flight.failed}))
         return found
@@ -126,7 +127,7 @@ class Shuttle:
         self._device.drain()
         late = [flight.part for flight in self._flights.values() if flight.part.late]
         self._flights.clear()
-        self.late = 0
+        self.late.clear()
         return late
 
     def _submit(self, flight: _Flight) -> None:
