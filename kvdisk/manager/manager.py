@@ -7,6 +7,7 @@ monotonic), bytes are moved by the workers, records are committed by the index's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from kvdisk.blocks import BlockKey, JobId, Tier
@@ -32,6 +33,8 @@ MAX_DEMOTE_MOVES = 64
 MAX_DEMOTE_JOBS = 4
 MAX_IMMINENT_ANSWERS = 200
 """How often in a row, without any job settled, the engine may be told that a block is about to be freed."""
+LONGEST_SILENCE = 4
+"""In ``io_deadline_s``: transfers are answered within one, and a job of files may never be, where a drive hangs."""
 
 
 class TierManager:
@@ -71,6 +74,9 @@ class TierManager:
         self._flush: list[JobId] = []
         self._void: list[JobId] = []
         self._imminent_answers = 0
+        self._heard_s = math.inf
+        """When a job was last sent, or answered; at the start there are some to be sent."""
+        self._longest_silence_s = LONGEST_SILENCE * config.io_deadline_s
         self.stats = stats
         self._foreign = ForeignCopies(geometry, catalog, transfers, stats, neighbours)
         self._settlement = Settlement(
@@ -197,7 +203,10 @@ class TierManager:
                 self._nvme.make_room(now, [1] * len(self._geometry.slot_sizes))
         flush, self._flush = tuple(self._flush), []
         void, self._void = tuple(self._void), []
-        return Plan(self._transfers.take_queued(), flush, void, idle and self.has_pending_work(now))
+        jobs = self._transfers.take_queued()
+        if jobs:
+            self._heard_s = now
+        return Plan(jobs, flush, void, idle and self.has_pending_work(now))
 
     def _plan_demotions(self, cpu: CpuSpace, nvme: NvmeSpace, now: float) -> None:
         classes = range(len(self._geometry.slot_sizes))
@@ -227,6 +236,8 @@ class TierManager:
         records = self._transfers.absorb(report)
         if records:
             self._imminent_answers = 0
+        if report.results or report.released:
+            self._heard_s = now
         for record in records:
             self._settlement.settle(record, now, now_s)
         for record in self._transfers.take_released():
@@ -266,9 +277,10 @@ class TierManager:
     def has_pending_work(self, now: float) -> bool:
         """Whether steps are needed: a job is out, a record is not committed, or a demotion can be planned.
 
-        Not for zombies: a drive that never answers would keep an idle engine stepping.
+        Not for zombies, nor for jobs when nothing has been heard of any for long: a drive that never answers would
+        keep an idle engine stepping.
         """
-        if len(self._transfers) > 0:
+        if len(self._transfers) > 0 and now - self._heard_s < self._longest_silence_s:
             return True
         nvme, cpu = self._nvme, self._cpu
         if nvme is None:

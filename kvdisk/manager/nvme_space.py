@@ -173,20 +173,22 @@ class NvmeSpace:
         """Open a segment where the cap allows, else evict, so that ``wanted`` slots by size class can be had soon."""
         for size_class, count in enumerate(wanted):
             low_slots = min(64, self.pool.total[size_class] // 8)
-            if self.segments.is_opening or not self.may_write(now):
+            if not self.may_write(now) or self.segments.hold_up(now):
                 continue
             short = max(count, low_slots) - self._free_slots(size_class) - self.pool.limbo[size_class]
             made = short <= 0 or self.segments.plan_new(size_class, now)
             if not made and self.pool.total[size_class]:
                 made = self._evict(size_class, min(short, _MAX_EVICTED_PER_STEP)) > 0
-            self._stuck[size_class] = not made and not self.has_room(size_class)
+            self._stuck[size_class] = not (made and self._index_writable) and not self.has_room(size_class)
 
     def is_stuck(self, size_class: int) -> bool:
         """Whether ``make_room`` found no way to room when it last tried, and no slot is free or about to be."""
         return self._stuck[size_class] and not (self._index_writable and self.pool.limbo[size_class])
 
     def _evict(self, size_class: int, count: int) -> int:
-        evictable, places = self._catalog.evictable, self.segments.on_drives(self.segments.writable)
+        # What a quarantined drive has may leave, too: it would hold back the heads of its chains on the other drives.
+        drives = {*self.segments.writable, *self.segments.drives.quarantined}
+        evictable, places = self._catalog.evictable, self.segments.on_drives(drives)
         all_places = self.segments.all_writable
         rows = self._policies[size_class].victims(
             count,

@@ -19,6 +19,7 @@ from kvdisk.stats import Stats
 
 logger = logging.getLogger("kvdisk.manager")
 
+_OPENING_S = 60.0  # old copies stay so long because a segment is being made; on a drive that hangs it never is
 _WRITE_IS_BAD = frozenset({Reason.NO_SPACE, Reason.IO_ERROR})
 """Failures of a write after which writes stop for a while; so does a write that the drive does not end in time."""
 
@@ -42,6 +43,7 @@ class Segments:
         """False once a rank could not open the home."""
         self._attaching: set[int] = set()
         self._next = 0
+        self._opened_s = float("inf")  # when the last new one was planned
 
     # -- from plan to end ----------------------------------------------------------------------
 
@@ -66,13 +68,17 @@ class Segments:
         """Whether no new one may be planned yet: joining the home removes what the index does not know."""
         return bool(self._attaching) or self._transfers.count(JobKind.OPEN_HOME) > 0
 
+    def hold_up(self, now: float) -> bool:
+        """Whether room is soon to come from a segment that is being made or opened, so that nothing should leave."""
+        return self.is_opening and now - self._opened_s < _OPENING_S
+
     def plan_new(self, size_class: int, now: float) -> bool:
         """Plan a new segment, on the writable drive that has least of its kind.
 
-        False where the cap, or the back-off after a failure, forbids it.
+        False where the cap, or the back-off after a failure, forbids it, and while another is being opened.
         """
         drives = [drive for drive in self.writable if self.drives.may_make(drive, now)]
-        if not drives:
+        if not drives or self.is_opening:
             return False
         size = self._geometry.slot_sizes[size_class]
         held = dict.fromkeys(range(len(self.drives)), 0)
@@ -84,6 +90,7 @@ class Segments:
         if sum(held.values()) + self._bytes_of(spec) > self._layout.class_bytes[size_class]:
             return False
         self._next += 1
+        self._opened_s = now
         self.specs[spec.segment] = spec
         self._attach(spec)
         return True

@@ -31,7 +31,10 @@ SHORTEST_BACK_OFF_S = 0.04
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a manager is built with. ``cpu_slots``, ``segment_slots`` and ``segments`` by size class."""
+    """What a manager is built with. ``cpu_slots``, ``segment_slots`` and ``segments`` by size class.
+
+    ``segments``: on all ``drives`` together.
+    """
 
     geometry: Geometry
     config: Config
@@ -41,6 +44,7 @@ class Sizes:
     segments: int
     prompts: tuple[str, ...]
     most_outputs: int = 3
+    drives: int = 1
 
     @property
     def has_nvme(self) -> bool:
@@ -201,7 +205,7 @@ class ManagerParts:
         nvme = None
         if sizes.has_nvme:
             layout = _layout(sizes)
-            nvme = WatchedNvmeSpace(sizes.geometry, layout, index, catalog, transfers, stats, LruPolicy)
+            nvme = WatchedNvmeSpace(sizes.geometry, layout, index, catalog, transfers, stats, LruPolicy, sizes.drives)
             nvme.restore(HOME_ID, FINGERPRINT)
         manager = TierManager(
             sizes.config,
