@@ -8,6 +8,7 @@ while a load uses it: an open file would keep its space on the drive after its o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvdisk.blocks import BlockKey, Slot, group_of
@@ -25,6 +26,8 @@ MOST_KEYS = 16384
 MOST_KNOWN = 65536
 """Copies remembered, about 350 bytes each; the first heard of are forgotten first."""
 MOST_DENIED = 8192
+MOST_FILE_JOBS = 1024
+"""With so many segments being opened or dropped nothing is promised: where files hang, each load would add two more."""
 BELIEVED_S = 300.0
 """How long after an answer a copy is thought to be there."""
 ASK_AGAIN_S = 30.0
@@ -128,6 +131,12 @@ class ForeignCopies:
         self._unanswered.clear()
 
     # -- loads ---------------------------------------------------------------------------------
+
+    @property
+    def promised(self) -> Mapping[BlockKey, tuple[ForeignCopy, float]]:
+        """What of ``known`` may be promised to a request now: all or nothing."""
+        count = self._transfers.count
+        return self.known if count(JobKind.OPEN_SEGMENT) + count(JobKind.DROP_SEGMENT) < MOST_FILE_JOBS else {}
 
     def find(self, key: BlockKey) -> ForeignCopy | None:
         """Return the believed copy of a key."""

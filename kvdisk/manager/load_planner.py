@@ -54,7 +54,7 @@ class LoadPlanner:
         if request.load_limit_tokens is not None:
             limit = min(limit, request.load_limit_tokens)
         self._foreign.refresh(request, now)
-        known = self._foreign.known
+        known = self._foreign.promised
         places = (self._catalog, self._geometry, request.keys, local_tokens, limit)
         hit = longest_hit(*places, coming=False, elsewhere=known)
         if not request.gave_up_waiting:

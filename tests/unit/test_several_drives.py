@@ -6,12 +6,15 @@ from __future__ import annotations
 from kvdisk.blocks import Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.index.base import SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import CopyState
 from kvdisk.messages import JobKind, Reason
 from kvdisk.testing.fake_engine import FakeEngine
-from kvdisk.testing.fake_neighbours import FakeNeighbours
+from kvdisk.testing.fake_legs import Content
+from kvdisk.testing.fake_neighbours import FakeHome, FakeNeighbours
 from kvdisk.testing.fake_ranks import FakeRank
+from kvdisk.testing.fake_requests import value_of
 from kvdisk.testing.manager_parts import ManagerParts, Sizes
 from kvdisk.testing.manager_watch import ManagerWatch
 
@@ -122,3 +125,22 @@ def test_nobody_steps_for_an_index_that_takes_nothing():
     served.commits = True
     served.steps(4)
     assert served.on_nvme("ccdd") == [0, 0]
+
+
+def test_what_waits_for_files_that_do_not_open_is_bounded(monkeypatch):
+    monkeypatch.setattr("kvdisk.manager.foreign.MOST_FILE_JOBS", 4)
+    served = Served(drives=1, segments=1)
+    texts = [2 * letter for letter in "abcdefghijkl"]
+    home = FakeHome("1" * 32, SegmentRecord(3, GEOMETRY.slot_sizes[0], len(texts)))
+    for slot, text in enumerate(texts):
+        key = make_block_key(text.encode(), 0)
+        value = value_of(key, 0, 0)
+        home.put(key, slot, 5, [Content(0, key, 5, value, value)])
+    served.neighbours.homes.append(home)
+    served.steps(2)
+    served.hung = {JobKind.OPEN_SEGMENT, JobKind.DROP_SEGMENT}
+    for text in texts:
+        served.serve(f"{text}x")
+    assert served.manager.stats["failed_loads"]
+    transfers = served.parts.transfers
+    assert transfers.count(JobKind.OPEN_SEGMENT) + transfers.count(JobKind.DROP_SEGMENT) <= 5
