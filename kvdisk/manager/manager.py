@@ -264,7 +264,7 @@ class TierManager:
         self._void = list(self._transfers.sent_loads())
         for record in self._transfers.cancel_queued():
             self._settlement.cancel(record)
-        for row in list(self._catalog.rows()):
+        for row in self._catalog.rows_in(Tier.CPU):
             if self._cpu is not None and self._catalog.state(row, Tier.CPU) in {CopyState.WRITING, CopyState.READY}:
                 self._cpu.discard(row)
         self._catalog.hide_all()

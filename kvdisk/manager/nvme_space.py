@@ -233,7 +233,7 @@ class NvmeSpace:
 
     def _drop_segment(self, spec: SegmentSpec) -> None:
         """Take a segment out of service; its files go when the deletion of its records is committed."""
-        rows = [row for row in self._catalog.rows() if self._is_in(row, spec.segment)]
+        rows = self._catalog.rows_in(Tier.NVME, spec.segment)
         for row in rows:
             if self._catalog.state(row, Tier.NVME) != CopyState.DOOMED:
                 self._policies[self._class_of(row)].remove(row)
