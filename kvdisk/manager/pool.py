@@ -31,6 +31,8 @@ class SlotPool:
         self._maps: dict[int, bytearray] = {}
         self._class_of: dict[int, int] = {}
         self._segments: list[list[int]] = [[] for _ in range(size_class_count)]
+        self._open: list[dict[int, None]] = [{} for _ in range(size_class_count)]
+        """Those of them that have a free slot: few of many, in a tier that is full."""
         self._cursors: dict[int, int] = {}
         self._free_in: dict[int, int] = {}
         self._limbo: deque[tuple[int, list[Slot]]] = deque()
@@ -51,6 +53,8 @@ class SlotPool:
         self._segments[size_class].append(segment)
         self._cursors[segment] = 0
         self._free_in[segment] = slot_count - taken
+        if slot_count > taken:
+            self._open[size_class][segment] = None
         self.free[size_class] += slot_count - taken
         self.total[size_class] += slot_count
 
@@ -59,6 +63,7 @@ class SlotPool:
         states = self._maps.pop(segment)
         size_class = self._class_of.pop(segment)
         self._segments[size_class].remove(segment)
+        self._open[size_class].pop(segment, None)
         del self._cursors[segment], self._free_in[segment]
         self.free[size_class] -= states.count(_FREE)
         self.limbo[size_class] -= states.count(_LIMBO)
@@ -66,7 +71,7 @@ class SlotPool:
 
     def free_in(self, size_class: int, segments: Collection[int]) -> int:
         """Return how many slots of a size class are free in some of its segments."""
-        return sum(self._free_in[segment] for segment in self._segments[size_class] if segment in segments)
+        return sum(self._free_in[segment] for segment in self._open[size_class] if segment in segments)
 
     def allocate(self, size_class: int, count: int, segments: Collection[int] | None = None) -> list[Slot]:
         """Take up to ``count`` slots, all there are where there are fewer, in as few runs as is cheap to find.
@@ -74,9 +79,7 @@ class SlotPool:
         ``segments``: only from these, by default from all.
         """
         slots: list[Slot] = []
-        places = self._segments[size_class]
-        if segments is not None:
-            places = [segment for segment in places if segment in segments]
+        places = [segment for segment in self._open[size_class] if segments is None or segment in segments]
         want = min(count, sum(self._free_in[segment] for segment in places))
         run = want
         while want > 0:
@@ -91,6 +94,8 @@ class SlotPool:
             self._cursors[segment] = start + run
             self.free[size_class] -= run
             self._free_in[segment] -= run
+            if not self._free_in[segment]:
+                del self._open[size_class][segment]
             slots += [Slot(segment, index) for index in range(start, start + run)]
             want -= run
         return slots
@@ -131,7 +136,9 @@ class SlotPool:
             states[index] = target
             size_class = self._class_of[segment]
             self.free[size_class] += target == _FREE
-            self._free_in[segment] += target == _FREE
+            if target == _FREE:
+                self._free_in[segment] += 1
+                self._open[size_class][segment] = None
             self.limbo[size_class] += (target == _LIMBO) - (source == _LIMBO)
 
     def used_indices(self, segment: int) -> list[int]:
@@ -150,3 +157,4 @@ class SlotPool:
             assert self.limbo[size_class] == sum(states.count(_LIMBO) for states in maps)
             assert all(self._free_in[segment] == self._maps[segment].count(_FREE) for segment in segments)
             assert self.total[size_class] == sum(len(states) for states in maps)
+            assert set(self._open[size_class]) == {segment for segment in segments if self._free_in[segment]}

@@ -15,6 +15,7 @@ from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import CommittedCopies, CopyState
 from kvdisk.manager.chains import NONE
+from kvdisk.manager.pool import SlotPool
 from kvdisk.manager.transfers import JobRecord
 from kvdisk.messages import Job, JobKind, Reason, SegmentSpec
 from kvdisk.testing.fake_engine import FakeEngine
@@ -77,6 +78,19 @@ def test_a_segment_that_cannot_be_opened_takes_its_own_copies_only(parts):
     assert len(catalog) == COUNT - IN_SEGMENT + 1
     assert catalog.rows_in(Tier.NVME, 3) == rows[:1]
     assert catalog.slot(rows[0], Tier.NVME) == Slot(3, 0)
+
+
+def test_a_slot_of_a_tier_that_is_full_but_for_one_segment():
+    pool = SlotPool(1)
+    for segment in range(COUNT):
+        pool.add_segment(segment, 0, 4, used=np.arange(4, dtype=np.uint32))
+    pool.release([Slot(COUNT - 1, 1), Slot(COUNT - 1, 2)])
+    everywhere = range(COUNT)
+    assert calls_of(lambda: pool.free_in(0, everywhere)) < 100
+    assert calls_of(lambda: pool.allocate(0, 1, everywhere)) < 100
+    assert pool.allocate(0, 9) == [Slot(COUNT - 1, 2)]
+    assert pool.allocate(0, 9) == []
+    pool.check()
 
 
 def test_a_reset(parts):
