@@ -13,13 +13,15 @@ import errno
 import fcntl
 import math
 import os
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvdisk.device import paths
 from kvdisk.device.control import INDEX, LOCK_FILE, DriveFolder, HomeRecord, home_ids, read_record
-from kvdisk.device.drives import loose_folders, remove_folder
+from kvdisk.device.drives import list_folders, remove_folder
 from kvdisk.device.segment import SegmentFile, create_segment, drop_segment
 from kvdisk.errors import CorruptRecord, DeviceError, StoreLocked
 from kvdisk.geometry import segment_charge_bytes
@@ -51,9 +53,10 @@ class Holding(NamedTuple):
 
 @dataclass(slots=True)
 class Stock:
-    """All homes of a store while it is locked. ``loose_bytes``: of folders on further drives that no home names."""
+    """All homes of a store while it is locked. ``loose``: folders on further drives that no home names, and bytes."""
 
     homes: list[Holding]
+    loose: list[Path]
     loose_bytes: int
 
     @property
@@ -71,11 +74,25 @@ class Stock:
         return sum(home.charged_bytes for home in self.homes) + self.loose_bytes - caps
 
 
-def take_stock(store: Store, stack: ExitStack) -> Stock:
-    """Measure every home, and lock each orphan until ``stack`` ends. The caller holds the store lock.
+@contextmanager
+def stock_of(store: Store, timeout_s: float | None = None) -> Iterator[Stock]:
+    """Hold the store lock, and of each orphan the lock, with a stock that was taken meanwhile.
 
-    Raises OSError.
+    A process that was stopped may have lost the store lock, and what it has seen is then of two times: it begins anew.
+    So does one under whose eyes such a process went on and took a home over. One that is stopped later does no harm:
+    what it may delete then is locked, or was nobody's for good. Raises StoreLocked, DeviceError.
     """
+    while True:
+        with store.locked(timeout_s=timeout_s) as still_holds, ExitStack() as stack:
+            stock = _take_stock(store, stack)
+            if still_holds() and [home.id for home in stock.homes] == home_ids(store.path):
+                yield stock
+                return
+
+
+def _take_stock(store: Store, stack: ExitStack) -> Stock:
+    """Measure every home, and lock each orphan until ``stack`` ends. Raises OSError."""
+    folders = list_folders(store.drives)  # first: who makes one has made the home before
     homes = []
     for home_id in home_ids(store.path):
         path = store.home_path(home_id)
@@ -93,8 +110,9 @@ def take_stock(store: Store, stack: ExitStack) -> Stock:
         if live and record is not None:
             charged += max(0, record.index_bytes - paths.allocated_bytes(path / INDEX))
         homes.append(Holding(home_id, record, live, allocated, charged, lock_fd))
-    loose = loose_folders(store.drives, (home.record for home in homes if home.record))
-    return Stock(homes, sum(_measured(store, DriveFolder(path)) for path in loose))
+    named = {name for home in homes if home.record for name in home.record.drives}
+    loose = [path for name, path in folders.items() if name not in named]
+    return Stock(homes, loose, sum(_measured(store, DriveFolder(path)) for path in loose))
 
 
 def measure(store: Store, home_id: str, record: HomeRecord | None) -> int:
@@ -115,9 +133,8 @@ def _measured(store: Store, folder: DriveFolder) -> int:
 def remove_loose(store: Store, stock: Stock) -> None:
     """Remove the folders that no home names, unless a live home's HOME cannot be read: they may be its own."""
     if all(home.record is not None for home in stock.homes if home.live):
-        loose = loose_folders(store.drives, (home.record for home in stock.homes if home.record))
-        left = [DriveFolder(path) for path in loose if not remove_folder(path)]
-        stock.loose_bytes = sum(_measured(store, folder) for folder in left)
+        stock.loose = [path for path in stock.loose if not remove_folder(path)]
+        stock.loose_bytes = sum(_measured(store, DriveFolder(path)) for path in stock.loose)
 
 
 def trim(store: Store, stock: Stock, fingerprint: bytes, needed_bytes: int, unused_since_s: float = math.inf) -> bool:
@@ -144,8 +161,8 @@ def delete(store: Store, stock: Stock, orphan: Holding) -> None:
 
 def trim_store(store: Store, fingerprint: bytes, unused_since_s: float) -> bool:
     """Delete orphans not used since until the sum fits; return whether it does. Raises StoreLocked, DeviceError."""
-    with store.locked(timeout_s=LOCK_WAIT_S), ExitStack() as stack:
-        return trim(store, take_stock(store, stack), fingerprint, 0, unused_since_s)
+    with stock_of(store, LOCK_WAIT_S) as stock:
+        return trim(store, stock, fingerprint, 0, unused_since_s)
 
 
 def make_segment(
@@ -159,8 +176,7 @@ def make_segment(
     needed_bytes = segment_charge_bytes(spec.slot_bytes, spec.slot_count)
     what = f"making segment {spec.segment} for rank {rank}"
     try:
-        with store.locked(timeout_s=LOCK_WAIT_S), ExitStack() as stack:
-            stock = take_stock(store, stack)
+        with stock_of(store, LOCK_WAIT_S) as stock:
             mine = next((home for home in stock.homes if home.id == home_id), None)
             if mine is None or mine.record is None:
                 raise DeviceError(errno.ENOENT, f"{what}: the home is gone, or its HOME does not decode")

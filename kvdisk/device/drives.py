@@ -147,15 +147,14 @@ def make_folders(folders: Iterable[DriveFolder | None]) -> None:
                 paths.make_directory(path, exist_ok=True)
 
 
-def loose_folders(drives: Sequence[Drive], records: Iterable[HomeRecord]) -> list[Path]:
-    """List the folders in further directories that no record names. What a drive refuses to say is left out."""
-    named = {(name.store_id, name.folder) for record in records for name in record.drives}
-    loose = []
+def list_folders(drives: Sequence[Drive]) -> dict[DriveName, Path]:
+    """List what lies in further directories under the names of homes' folders; without what a drive refuses to say."""
+    found = {}
     for drive in drives[1:]:
         with suppress(OSError):
-            folders = home_ids(drive.path)
-            loose += [drive.path / HOMES / folder for folder in folders if (drive.store_id, folder) not in named]
-    return loose
+            for folder in home_ids(drive.path):
+                found[DriveName(drive.store_id, folder)] = drive.path / HOMES / folder
+    return found
 
 
 def remove_folder(path: Path) -> bool:

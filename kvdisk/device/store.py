@@ -19,12 +19,12 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from kvdisk.device import paths
-from kvdisk.device.cap import Holding, Stock, delete, remove_loose, take_stock, trim
+from kvdisk.device.cap import Holding, Stock, delete, remove_loose, stock_of, trim
 from kvdisk.device.control import (
     HOME_FILE,
     HOMES,
@@ -128,8 +128,7 @@ class Store:
         assert len(fingerprint) == FINGERPRINT_BYTES
         assert cap_bytes > 0
         description = json.loads(json.dumps(description))  # as HOME will have it, to be compared
-        with self.locked(), ExitStack() as stack:
-            stock = take_stock(self, stack)
+        with stock_of(self) as stock:
             for orphan in stock.orphans:
                 if orphan.record is None:
                     delete(self, stock, orphan)
@@ -238,13 +237,16 @@ class Store:
         return int(self._clock())
 
     @contextmanager
-    def locked(self, *, readonly: bool = False, timeout_s: float | None = None) -> Iterator[None]:
-        """Hold the store lock; ``readonly``: of a store that cannot be written. Raises StoreLocked, DeviceError."""
+    def locked(self, *, readonly: bool = False, timeout_s: float | None = None) -> Iterator[Callable[[], bool]]:
+        """Hold the store lock; ``readonly``: of a store that cannot be written. Raises StoreLocked, DeviceError.
+
+        Yields what says whether it is held still: not where this process was stopped, and another did not wait.
+        """
         wait_s = STORE_LOCK_TIMEOUT_S if timeout_s is None else timeout_s
         with paths.device_errors(f"store {self.path}"):
             fd = paths.take_named_lock(self.path / LOCK_FILE, wait_s, f"the store {self.path}", readonly=readonly)
             try:
-                yield
+                yield lambda: paths.same_file(fd, self.path / LOCK_FILE)
             finally:
                 if not readonly:
                     os.ftruncate(fd, 0)  # a reader that holds the lock next leaves no name, and is not taken for us

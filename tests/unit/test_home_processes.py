@@ -8,9 +8,11 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from kvdisk.device import cap, control
 from kvdisk.device.listing import list_homes
 from kvdisk.device.store import Store
 from kvdisk.errors import DeviceError, StoreLocked
@@ -219,3 +221,60 @@ def test_a_process_stopped_with_the_store_lock_holds_nobody_up(tmp_path):
     finally:
         holder.kill()
         holder.communicate()
+
+
+STOPS_ONCE = """
+import os, signal, sys
+from kvdisk.device import cap
+from kvdisk.device.store import Store
+place, name = {"looking": (cap, "measure"), "taking": (Store, "_take_over")}[sys.argv[4]]
+real = getattr(place, name)
+def stop_once(*arguments):
+    setattr(place, name, real)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return real(*arguments)
+setattr(place, name, stop_once)
+home = Store.open(sys.argv[1:3]).acquire_home(bytes.fromhex(sys.argv[3]), {"geometry": {"ranks": 2}}, 64 << 20)
+print(home.folder(1).path, flush=True)
+sys.stdin.readline()
+"""
+
+
+def stopped_once(start, dirs, at: str) -> Process:
+    process = start(STOPS_ONCE, *dirs, MINE.hex(), at)
+    _, status = os.waitpid(process.child.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    return process
+
+
+def test_who_was_stopped_while_it_looked_at_the_homes_looks_again(path, tmp_path, start):
+    """Else the folders of a home that was made meanwhile would be nobody's, and go."""
+    dirs = [path, str(tmp_path / "further")]
+    first = Store.open(dirs).acquire_home(MINE, GEOMETRY, CAP)
+    stopped = stopped_once(start, dirs, "looking")
+    second = Store.open(dirs).acquire_home(MINE, GEOMETRY, CAP)
+    os.kill(stopped.child.pid, signal.SIGCONT)
+    third = Path(stopped.answer())
+    assert first.folder(1).segments_path.is_dir() and second.folder(1).segments_path.is_dir() and third.is_dir()
+    assert len(alive(dirs)) == 3
+    for home in (first, second):
+        home.close(clean=True)
+
+
+def test_a_home_that_one_who_was_stopped_takes_over_meanwhile_keeps_its_folders(path, tmp_path, start, monkeypatch):
+    dirs = [path, str(tmp_path / "further")]
+    Store.open(dirs).acquire_home(MINE, GEOMETRY, CAP).close(clean=True)
+    stopped = stopped_once(start, dirs, "taking")
+    taken = []
+
+    def goes_on_after(store_path: Path) -> list[str]:
+        found = control.home_ids(store_path)
+        if not taken:
+            os.kill(stopped.child.pid, signal.SIGCONT)
+            taken.append(Path(stopped.answer()))
+        return found
+
+    monkeypatch.setattr(cap, "home_ids", goes_on_after)
+    beside = Store.open(dirs).acquire_home(MINE, GEOMETRY, CAP)
+    assert beside.fresh and taken[0].is_dir()
+    beside.close(clean=True)
