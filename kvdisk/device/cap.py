@@ -140,8 +140,10 @@ def remove_loose(store: Store, stock: Stock) -> None:
 def trim(store: Store, stock: Stock, fingerprint: bytes, needed_bytes: int, unused_since_s: float = math.inf) -> bool:
     """Delete orphans until ``needed_bytes`` more fit; return whether they do. The caller holds the store lock.
 
-    Those used after ``unused_since_s`` are spared.
+    Those used after ``unused_since_s`` are spared. What a deletion that was broken off has left goes before them.
     """
+    if stock.excess_bytes + needed_bytes > 0:
+        remove_loose(store, stock)
     orphans = sorted(stock.orphans, key=lambda home: home.record is not None and home.record.fingerprint == fingerprint)
     for orphan in orphans:
         if stock.excess_bytes + needed_bytes <= 0:

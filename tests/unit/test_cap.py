@@ -31,7 +31,7 @@ class Engine:
     """An owner with one rank, that makes segments until it is told that there is no room."""
 
     def __init__(
-        self, path: Path, fingerprint: bytes, *, cap_bytes: int = CAP, index_bytes: int = 0, now: int = 0
+        self, path: Path | list[Path], fingerprint: bytes, *, cap_bytes: int = CAP, index_bytes: int = 0, now: int = 0
     ) -> None:
         self.store = Store.open(path, clock=lambda: now)
         self.home = self.store.acquire_home(fingerprint, GEOMETRY, cap_bytes, index_bytes=index_bytes)
@@ -218,6 +218,22 @@ def test_a_start_deletes_what_does_not_fit_and_no_more(path):
     assert left[1] in ids(path), "one to be cut to its cap does not take more than its cap from others"
     again.leave()
     new.leave()
+
+
+def test_what_a_deletion_that_was_killed_left_on_a_drive_goes_before_any_home(tmp_path):
+    dirs = [tmp_path / "a", tmp_path / "b"]
+    orphan = Engine(dirs, b"o" * 32)
+    orphan.make()
+    orphan.leave()
+    engine = Engine(dirs, b"a" * 32)
+    left = dirs[1] / "homes" / ("d" * 32)
+    left.mkdir()
+    (left / "rank0.kv").write_bytes(bytes(5 * MIB))
+    for _ in range(5):
+        engine.make()
+    assert not left.exists()
+    assert ids(dirs[0]) == {orphan.home.id, engine.home.id}
+    engine.leave()
 
 
 def test_a_store_that_is_locked_for_long_is_a_failure_that_passes(path, monkeypatch):
