@@ -16,7 +16,7 @@ from kvdisk.cli.inspect_command import StoreDirectories, why_not
 from kvdisk.cli.wording import plural, printable
 from kvdisk.device.control import home_ids
 from kvdisk.device.store import Store
-from kvdisk.errors import KvdiskError, StoreLocked
+from kvdisk.errors import DeviceError, KvdiskError, StoreLocked
 from kvdisk.recovery import rebuild_index
 
 
@@ -77,17 +77,19 @@ def _repair(store: Store, home_id: str) -> tuple[Exit, dict[str, Any]]:
         return Exit.IN_USE, {"id": home_id, "result": "in use", "why": "a live engine owns it"}
     except KvdiskError as error:
         return Exit.FAILED, {"id": home_id, "result": "failed", "why": str(error)}
-    clean = False
+    done, why = None, "not all of its directories were named"
     try:
-        if any(folder is None for folder in held.folders):
-            return Exit.FAILED, {"id": home_id, "result": "failed", "why": "not all of its directories were named"}
-        done = rebuild_index(held, index_bytes=0)  # as large as it has to be
-        held.adopt_index()
-        clean = True
+        if all(folder is not None for folder in held.folders):
+            done = rebuild_index(held, index_bytes=0)  # as large as it has to be
+            held.adopt_index()
     except KvdiskError as error:
-        return Exit.FAILED, {"id": home_id, "result": "failed", "why": str(error)}
-    finally:
-        held.close(clean=clean)
+        done, why = None, str(error)
+    try:
+        held.close(clean=done is not None)
+    except DeviceError as error:  # a drive that is full, or fails, does not take the last word on HOME either
+        done, why = None, str(error) if done is not None else why
+    if done is None:
+        return Exit.FAILED, {"id": home_id, "result": "failed", "why": why}
     lost = [{"drive": drive, "segment": segment, "why": why} for (drive, segment), why in done.lost_segments.items()]
     return Exit.REPAIRED, {
         "id": home_id,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import pytest
 from cli_stores import HYBRID, Owner, leave_home, run, run_here
 from rebuild_stores import file_of, hold, home_path, make_store, served
 
+from kvdisk.device import control, home
 from kvdisk.device.listing import list_homes
 
 
@@ -97,6 +99,25 @@ def test_all_drives_have_to_be_named(tmp_path):
     done = run_here("inspect", *dirs, "--json")
     assert (done.exit_code, json.loads(done.stdout)["totals"]["blocks"]) == (0, 20)
     assert {segment["drive"] for segment in json.loads(done.stdout)["homes"][0]["segments"]} == {0, 1}
+
+
+@pytest.mark.parametrize("write", [1, 2, 3])
+def test_a_drive_that_takes_no_more_is_a_report_too(path, monkeypatch, write):
+    """From this write of HOME on: before the index goes, when it is there again, and at the end."""
+    expected = make_store(path)
+    writes = []
+
+    def write_record(*arguments, **named):
+        writes.append(arguments)
+        if len(writes) >= write:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return control.write_record(*arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(home, "write_record", write_record)
+        (report,) = repair(path, code=1)
+    assert report["result"] == "failed" and f"errno {errno.ENOSPC}" in report["why"]
+    assert served(path) == expected
 
 
 def test_what_is_no_store(path, tmp_path):
