@@ -11,6 +11,7 @@ import errno
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvdisk.device.home import Home
@@ -67,7 +68,8 @@ def open_index(home: Home, *, index_bytes: int, class_bytes: Mapping[int, int], 
         home.adopt_index()
     for record in dropped:
         for rank in range(_ranks(home)):
-            drop_segment(home.folder(record.drive), record.segment, rank)
+            with suppress(DeviceError):  # without a record it is used no more, and the rank that joins tries again
+                drop_segment(home.folder(record.drive), record.segment, rank)
     return LmdbIndex(home.index_path, map_bytes=index_bytes, commit_s=commit_s) if too_long else index
 
 

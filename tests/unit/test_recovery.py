@@ -401,6 +401,23 @@ def test_a_smaller_cap_is_kept_when_the_start_is_over(path):
     assert served(path, cap_bytes=small) == kept
 
 
+def test_a_segment_that_cannot_be_removed_costs_no_other(path, monkeypatch):
+    parts = start(path)
+    for segment in range(10):
+        parts.index.put_segment(make_segment(parts.home, segment, slots=200))
+        write_block(parts.home, Slot(segment, 0), key_of(segment), 5 + segment)
+        parts.index.put([BlockRecord(0, key_of(segment), Slot(segment, 0), 5 + segment)])
+    end(parts)
+
+    def fails(*arguments):
+        raise DeviceError(5, "no")
+
+    monkeypatch.setattr(recovery, "drop_segment", fails)
+    kept = served(path, cap_bytes=24 << 20)
+    assert 0 < len(kept) < 10
+    assert len(os.listdir(home_path(path) / "segments")) == 10, "each rank tries again when it joins"
+
+
 def test_an_index_file_that_is_too_long_for_the_cap_is_made_anew(path):
     large = start(path, cap_bytes=1 << 30)
     keys = [BlockKey(number.to_bytes(4, "big") * 31 + bytes(2)) for number in range(40_000)]
