@@ -8,6 +8,7 @@ ends when its input does, however the engine ended.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import BinaryIO
 
-from kvdisk.errors import KvdiskError
+from kvdisk.errors import DeviceError, KvdiskError
 from kvdisk.index.lmdb_index import LmdbIndex
 from kvdisk.index.probe_wire import FRAME, FoundCopy, Question, decode_question, encode_answer, encode_failure
 
@@ -39,6 +40,8 @@ class OpenIndexes:
             return encode_answer(segments, [FoundCopy(at, *record.slot, record.generation) for at, record in records])
         except (KvdiskError, OSError) as error:
             self._close(question.path)
+            if isinstance(error, DeviceError) and error.errno == errno.ENOENT:
+                return encode_answer([], [])  # its owner has not made it yet, or it is gone
             return encode_failure(str(error))
 
     def close_gone(self) -> None:

@@ -113,6 +113,8 @@ def test_an_index_that_its_owner_has_just_begun_is_found_later(tmp_path) -> None
     (tmp_path / "new").mkdir()
     with reader([Neighbour("new", tmp_path / "new")]) as found:
         assert answer(found, keys(1)) == {}
+        with home(tmp_path / "new", keys(1)):
+            assert set(answer(found, keys(1))) == set(keys(1))
 
 
 @pytest.mark.parametrize("damage", ["garbage", "cut", "directory"])
