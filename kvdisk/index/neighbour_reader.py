@@ -102,24 +102,28 @@ class ProbeChild:
     def _write(fd: int, data: bytes, deadline_s: float) -> None:
         view = memoryview(data)
         while view:
-            _, ready, _ = select.select((), (fd,), (), max(0.0, deadline_s - time.monotonic()))
-            if not ready:
-                raise ProbeFailed("no answer in time")
+            _wait(fd, select.POLLOUT, deadline_s)
             view = view[os.write(fd, view) :]
 
     @staticmethod
     def _read(fd: int, count: int, deadline_s: float) -> bytes:
         parts = []
         while count:
-            ready, _, _ = select.select((fd,), (), (), max(0.0, deadline_s - time.monotonic()))
-            if not ready:
-                raise ProbeFailed("no answer in time")
+            _wait(fd, select.POLLIN, deadline_s)
             part = os.read(fd, min(count, 1 << 20))
             if not part:
                 raise ProbeFailed("no more answers")
             parts.append(part)
             count -= len(part)
         return b"".join(parts)
+
+
+def _wait(fd: int, event: int, deadline_s: float) -> None:
+    # Not select.select: it takes no descriptor above 1023, and an engine's segments can be as many open files.
+    waiting = select.poll()
+    waiting.register(fd, event)
+    if not waiting.poll(1000 * max(0.0, deadline_s - time.monotonic())):
+        raise ProbeFailed("no answer in time")
 
 
 class _Asked(NamedTuple):

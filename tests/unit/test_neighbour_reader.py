@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -148,6 +149,20 @@ def test_an_owner_stopped_inside_a_write_transaction_holds_nobody_up(tmp_path) -
     finally:
         owner.kill()
         owner.wait()
+
+
+def test_an_engine_with_thousands_of_files_open_reads_other_homes_too(tmp_path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    source = os.open(tmp_path, os.O_RDONLY)
+    files = [os.dup(source) for _ in range(1100)]
+    try:
+        with home(tmp_path / "one", keys(2)), reader([Neighbour("one", tmp_path / "one")]) as found:
+            assert set(answer(found, keys(2))) == set(keys(2))
+    finally:
+        for fd in (*files, source):
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_the_child_is_started_anew_when_it_was_killed(tmp_path) -> None:
