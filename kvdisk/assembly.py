@@ -182,18 +182,24 @@ def _take_home(
             try:
                 return home, *restore(home)
             except (CorruptRecord, DeviceError) as error:
-                if home.fresh:
+                if home.fresh or _is_of_process(error):
                     raise
                 logger.warning("kvdisk cannot read the index of home %s: %s", home.id, error)
             try:
                 rebuild_index(home, layout.index_bytes)
                 return home, *restore(home)
             except (CorruptRecord, DeviceError) as error:
+                if _is_of_process(error):
+                    raise
                 logger.warning("kvdisk gives up home %s, which cannot be rebuilt: %s", home.id, error)
                 home.discard()
         except BaseException:
             home.close(clean=False)
             raise
+
+
+def _is_of_process(error: CorruptRecord | DeviceError) -> bool:
+    return isinstance(error, DeviceError) and error.is_of_process
 
 
 def describe_geometry(geometry: Geometry) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+
 
 class KvdiskError(Exception):
     """Base of every exception that kvdisk raises on purpose."""
@@ -30,3 +32,8 @@ class DeviceError(KvdiskError):
     def __init__(self, errno_: int, what: str) -> None:
         super().__init__(f"{what}: errno {errno_}")
         self.errno = errno_
+
+    @property
+    def is_of_process(self) -> bool:
+        """Whether this process, or the machine, lacks open files or memory: that says nothing about the store."""
+        return self.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM}

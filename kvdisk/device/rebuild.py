@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvdisk.device import paths
 from kvdisk.device.control import SEGMENTS, DriveFolder
 from kvdisk.device.segment import SegmentFile, SegmentHeader, scan_file, segment_numbers
-from kvdisk.errors import CorruptRecord, KvdiskError
+from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
 from kvdisk.geometry import HEADER_BYTES, slot_offset
 from kvdisk.messages import FOREIGN_SEGMENTS
 
@@ -89,7 +89,7 @@ def scan_home(
     """Read all headers of a home that nobody writes to. ``folders``: its parts, by drive.
 
     ``progress`` is called with segments read and segments in all, in this thread. Writes nothing. Raises DeviceError
-    where the directories cannot be read.
+    where the directories cannot be read, or this process lacks open files or memory.
     """
     from kvdisk.device.header_columns import newest  # numpy, which the tools do without
 
@@ -105,6 +105,8 @@ def scan_home(
             try:
                 return _read_segment(folder, segment, drive, shape)
             except KvdiskError as error:
+                if isinstance(error, DeviceError) and error.is_of_process:
+                    raise
                 return str(error)
 
         for count, (place, result) in enumerate(zip(places.items(), threads.map(read, places.items()), strict=True)):

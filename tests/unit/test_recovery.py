@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -33,6 +34,8 @@ from rebuild_stores import (
 
 from kvdisk import recovery
 from kvdisk.blocks import BlockKey, Slot
+from kvdisk.device import rebuild
+from kvdisk.device.segment import scan_file
 from kvdisk.device.store import Store
 from kvdisk.errors import DeviceError
 from kvdisk.geometry import slot_offset
@@ -377,6 +380,23 @@ def test_a_home_that_cannot_be_rebuilt_is_given_up(path, monkeypatch, caplog):
         assert served(path) == set()
     assert "gives up home" in caplog.text
     assert not old.exists()
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_process_that_lacks_files_or_memory_deletes_nothing(path, monkeypatch, code):
+    expected = make_store(path)
+    shutil.rmtree(home_path(path) / "index")
+
+    def lacks(folder, segment, rank):
+        if segment == 2:
+            raise DeviceError(code, "no more")
+        return scan_file(folder, segment, rank)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rebuild, "scan_file", lacks)
+        with pytest.raises(DeviceError, match="no more"):
+            start(path)
+    assert served(path) == expected
 
 
 # -- cut to the cap ----------------------------------------------------------------------------
