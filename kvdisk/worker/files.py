@@ -7,6 +7,8 @@ All calls wait for the disk; they come one after the other from ``FileJobs``, on
 from __future__ import annotations
 
 import errno
+import resource
+from contextlib import suppress
 from typing import Protocol
 
 from kvdisk.device import segment as segments
@@ -15,6 +17,8 @@ from kvdisk.device.home import JoinedHome
 from kvdisk.device.store import Store
 from kvdisk.errors import DeviceError
 from kvdisk.messages import HomeSpec, SegmentSpec
+
+_MOST_FILES = 65536
 
 
 class SegmentFiles(Protocol):
@@ -65,6 +69,7 @@ class HomeFiles:
         """See ``SegmentFiles``."""
         assert self._home is None, "a rank joins one home"
         assert self._directories is not None, "a home was named, and there is no NVMe tier"
+        _allow_files()
         store = Store.open(self._directories, create=False, need_all=False)
         home = store.join_home(spec.home_id, spec.fingerprint)
         try:
@@ -118,3 +123,12 @@ class HomeFiles:
         if self._home is None:
             raise DeviceError(errno.ENOENT, "the home of this segment is not open")
         return self._home
+
+
+def _allow_files() -> None:
+    """Raise this process's limit of open files, 1024 on many systems: each segment is one as long as the home is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

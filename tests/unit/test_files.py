@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -86,3 +88,23 @@ def test_what_cannot_be_opened_leaves_nothing_behind(tmp_path, home, spec):
     files.open_segment(SPEC)
     files.close()
     assert open_files() == before
+
+
+FEW_FILES = """
+import resource, sys
+from kvdisk.messages import HomeSpec, SegmentSpec
+from kvdisk.worker.files import HomeFiles
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+files = HomeFiles(sys.argv[1], 0, 1)
+files.open_home(HomeSpec(sys.argv[2], bytes(range(32)), ()))
+print(len({files.open_segment(SegmentSpec(segment, 8192, 1)) for segment in range(200)}))
+"""
+
+
+def test_a_rank_has_as_many_files_open_as_the_system_allows_it(tmp_path, home):
+    """A segment that could not be opened for want of descriptors would be given up, and its file removed."""
+    done = subprocess.run(
+        [sys.executable, "-c", FEW_FILES, str(tmp_path), home.id], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "200\n", done.stderr
