@@ -66,7 +66,7 @@ class Served:
 
     def on_nvme(self, text: str) -> list[int]:
         """Drives that a prompt's blocks are on; -1: nowhere."""
-        catalog, segments = self.parts.catalog, self.parts.nvme._segments
+        catalog, segments = self.parts.catalog, self.parts.nvme.segments.specs
         rows = [catalog.find(make_block_key(text[:end].encode(), 0)) for end in range(2, len(text) + 1, 2)]
         return [
             segments[catalog.slot(row, Tier.NVME).segment].drive
@@ -81,7 +81,7 @@ def test_a_drive_that_is_left_alone_does_not_keep_the_others_full():
     served = Served(drives=2, segments=2)
     served.serve("aabbccddx")
     assert served.on_nvme("aabbccdd") == [0, 0, 1, 1]
-    served.parts.nvme.drives.read_failed(1, served.engine.now, hangs=True)
+    served.parts.nvme.segments.drives.read_failed(1, served.engine.now, hangs=True)
     served.serve("eeffx")
     served.steps(4)
     assert served.on_nvme("eeff") == [0, 0]
