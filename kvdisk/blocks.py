@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple, NewType
 
@@ -39,6 +40,12 @@ class Slot(NamedTuple):
 def make_block_key(block_hash: bytes, group: int) -> BlockKey:
     """Return the key of the block with this vLLM hash in KV-cache group ``group`` (0 <= group < 65536)."""
     return BlockKey(block_hash + group.to_bytes(GROUP_BYTES, "big"))
+
+
+def make_block_keys(block_hashes: Iterable[bytes], group: int) -> list[BlockKey]:
+    """Return the key of each block with one of these hashes; quicker than one by one."""
+    suffix = group.to_bytes(GROUP_BYTES, "big")
+    return [BlockKey(block_hash + suffix) for block_hash in block_hashes]
 
 
 def group_of(key: BlockKey) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -90,6 +91,11 @@ class Geometry:
     def size_classes(self) -> tuple[int, ...]:
         """Size class of each group, by group index."""
         return tuple(self.slot_sizes.index(group.slot_bytes) for group in self.groups)
+
+    @cached_property
+    def step_tokens(self) -> int:
+        """Tokens of the shortest prefix that ends with a block of every group."""
+        return math.lcm(*(group.block_tokens for group in self.groups))
 
     @cached_property
     def shares(self) -> tuple[float, ...]:

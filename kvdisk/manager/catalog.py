@@ -9,8 +9,9 @@ count the jobs that use it. A copy is READY only when every rank's slot holds th
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -49,12 +50,29 @@ TRANSITIONS: dict[tuple[CopyState, Change], CopyState] = {
 }
 """The whole life cycle of a copy. DROP asks for zero pins."""
 
+
+class Presence(IntEnum):
+    """Whether a block can be loaded: NOWHERE, from no tier; COMING: it is being written; READY: now."""
+
+    NOWHERE = 0
+    COMING = 1
+    READY = 2
+
+
+def _presence_by(cpu: int, nvme: int) -> Presence:
+    if CopyState.READY in {cpu, nvme}:
+        return Presence.READY
+    return Presence.COMING if CopyState.WRITING in {cpu, nvme} else Presence.NOWHERE
+
+
 _TIERS = (Tier.CPU, Tier.NVME)
-
-
 _NOBODY = BlockKey(b"")
-_READY = int(CopyState.READY)
+_READY, _ABSENT = int(CopyState.READY), int(CopyState.ABSENT)
 _MOST_PINS = 2**16 - 1
+_ILLEGAL = 255
+# By state and change, and by the states in both tiers, four of each: what is asked for every block of every job.
+_NEXT = bytes(TRANSITIONS.get((state, change), _ILLEGAL) for state in CopyState for change in Change)
+_PRESENCES = bytes(_presence_by(cpu, nvme) for cpu in CopyState for nvme in CopyState)
 
 
 class CommittedCopies(NamedTuple):
@@ -76,19 +94,23 @@ class Catalog:
     """Rows of blocks. Row numbers are reused; hold one only while a pin or a copy keeps the row alive.
 
     ``parents[row]`` is the very object of ``keys`` where the parent has a row. ``chains``: which rows follow which.
+    ``gains`` rises whenever some block comes nearer to being loaded, in the order of ``Presence``, and ``losses``
+    whenever some block comes to be farther from it: what was found holds until then.
     """
 
     def __init__(self) -> None:
         self._rows: dict[BlockKey, int] = {}
         self._vacant: list[int] = []
-        self.hidden_segments: frozenset[int] = frozenset()
-        """NVMe segments whose copies nobody is to read now: their drive is quarantined."""
+        self._hidden: frozenset[int] = frozenset()
+        self.gains = self.losses = 0
         self.keys: list[BlockKey] = []
         self.parents: list[BlockKey | None] = []
         self.generations = array("Q")
         self.epochs = array("Q")
         self._cpu_states, self._nvme_states = bytearray(), bytearray()
         self._states = {Tier.CPU: self._cpu_states, Tier.NVME: self._nvme_states}
+        # The last is that of row -1, which no block has.
+        self._presences = bytearray([Presence.NOWHERE])
         self._pins = {tier: array("H") for tier in _TIERS}
         self._segments = {tier: array("I") for tier in _TIERS}
         self._indices = {tier: array("I") for tier in _TIERS}
@@ -116,7 +138,7 @@ class Catalog:
 
     def fill(self, tier: Tier, copies: CommittedCopies, epoch: int) -> None:
         """Take over many blocks at once as rows 0, 1, ... with a READY copy each; the catalog must be empty."""
-        assert not self.keys
+        assert not self.keys and not self._hidden
         count = len(copies.keys)
         self.keys += copies.keys
         self.parents += copies.parents
@@ -130,6 +152,8 @@ class Catalog:
             self._pins[other] = array("H", [0]) * count
             for columns, values in ((self._segments, copies.segments), (self._indices, copies.indices)):
                 columns[other].frombytes(values.astype(np.uint32).tobytes() if mine else bytes(4 * count))
+        self._presences[:0] = bytes([Presence.READY]) * count
+        self.gains += 1
         self.chains.fill(tier, copies.parent_rows, copies.parents)
 
     def _make_row(self, key: BlockKey, generation: int, epoch: int, parent: BlockKey | None) -> int:
@@ -149,6 +173,7 @@ class Catalog:
             self._pins[tier].append(0)
             self._segments[tier].append(0)
             self._indices[tier].append(0)
+        self._presences.append(Presence.NOWHERE)
         self.chains.grow()
         return len(self.keys) - 1
 
@@ -157,12 +182,37 @@ class Catalog:
         return self._states[tier][row]
 
     def is_ready(self, row: int) -> bool:
-        """Whether a row (or -1) can be loaded from some tier now. Asked for every block of every prompt."""
-        if row < 0:
-            return False
-        if self.hidden_segments:
-            return self._cpu_states[row] == _READY or self.readable(row, Tier.NVME)
-        return self._nvme_states[row] == _READY or self._cpu_states[row] == _READY
+        """Whether a row (or -1) can be loaded from some tier now."""
+        return self._presences[row] == _READY
+
+    def is_coming(self, row: int) -> bool:
+        """Whether a row (or -1) can be loaded now, or is being written."""
+        return self._presences[row] > 0
+
+    def presences(self, keys: Iterable[BlockKey]) -> bytes:
+        """Return each key's ``Presence`` as a byte. Asked for every block of every prompt: no Python call for each."""
+        return bytes(map(self._presences.__getitem__, map(self._rows.get, keys, repeat(-1))))
+
+    @property
+    def hidden_segments(self) -> frozenset[int]:
+        """NVMe segments whose copies nobody is to read now: their drive is quarantined."""
+        return self._hidden
+
+    @hidden_segments.setter
+    def hidden_segments(self, segments: frozenset[int]) -> None:
+        if segments == self._hidden:
+            return
+        changed = list(segments ^ self._hidden)
+        self._hidden = segments
+        self.gains += 1
+        self.losses += 1
+        if self.keys:
+            places = np.frombuffer(self._segments[Tier.NVME], np.uint32)
+            states = np.frombuffer(self._nvme_states, np.uint8)
+            rows = np.flatnonzero((states == CopyState.READY) & np.isin(places, changed))
+            nvme = np.where(np.isin(places[rows], list(segments)), CopyState.ABSENT, CopyState.READY)
+            pairs = np.frombuffer(self._cpu_states, np.uint8)[rows] * len(CopyState) + nvme
+            np.frombuffer(self._presences, np.uint8)[rows] = np.frombuffer(_PRESENCES, np.uint8)[pairs]
 
     def slot(self, row: int, tier: Tier) -> Slot:
         """Return the slot of a copy that is not ABSENT."""
@@ -172,7 +222,7 @@ class Catalog:
     def readable(self, row: int, tier: Tier) -> bool:
         """Whether a copy is READY and its drive is not quarantined."""
         return self._states[tier][row] == CopyState.READY and (
-            tier is Tier.CPU or not self.hidden_segments or self._segments[tier][row] not in self.hidden_segments
+            tier is Tier.CPU or not self._hidden or self._segments[tier][row] not in self._hidden
         )
 
     def pins(self, row: int, tier: Tier) -> int:
@@ -242,6 +292,7 @@ class Catalog:
     def hide_all(self) -> None:
         """Forget every key, for a new epoch: rows stay for their slots' sake, and are found by nobody."""
         self._rows.clear()
+        self.losses += 1
         self.chains.forget_orphans()
 
     def rows_in(self, tier: Tier, segment: int | None = None) -> list[int]:
@@ -260,6 +311,16 @@ class Catalog:
 
     def _change(self, row: int, tier: Tier, change: Change) -> None:
         states = self._states[tier]
-        target = TRANSITIONS.get((CopyState(states[row]), change))
-        assert target is not None, f"{change!r} of a copy that is {CopyState(states[row])!r}"
+        target = _NEXT[states[row] * 4 + change]
+        assert target != _ILLEGAL, f"{change!r} of a copy that is {CopyState(states[row])!r}"
         states[row] = target
+        nvme = self._nvme_states[row]
+        if self._hidden and nvme == _READY and self._segments[Tier.NVME][row] in self._hidden:
+            nvme = _ABSENT
+        before, now = self._presences[row], _PRESENCES[self._cpu_states[row] * 4 + nvme]
+        if now != before:
+            self._presences[row] = now
+            if now > before:
+                self.gains += 1
+            else:
+                self.losses += 1

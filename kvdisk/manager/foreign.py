@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import compress
 
 from kvdisk.blocks import BlockKey, Slot, group_of
 from kvdisk.geometry import FILE_EPOCH, Geometry
 from kvdisk.index.base import ForeignCopy, Neighbours
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.lookup import is_ready
+from kvdisk.manager.catalog import Catalog, Presence
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.transfers import Transfers
 from kvdisk.messages import FOREIGN_SEGMENTS, ForeignSegment, JobKind, SegmentSpec
@@ -32,6 +32,8 @@ BELIEVED_S = 300.0
 """How long after an answer a copy is thought to be there."""
 ASK_AGAIN_S = 30.0
 """A request that is looked up so long after it asked asks again, and goes on with what is known."""
+
+_NOT_READY = bytes(presence != Presence.READY for presence in range(256))
 
 
 @dataclass(slots=True)
@@ -54,6 +56,8 @@ class ForeignCopies:
         self._neighbours = neighbours
         self.known: dict[BlockKey, tuple[ForeignCopy, float]] = {}
         """Believed copies and when they were heard of, the oldest first. Read only, but for this class."""
+        self.changes = 0
+        """Rises with each change of which keys are in ``known``."""
         self._denied: dict[tuple[str, BlockKey, int], None] = {}
         self._unanswered: dict[int, list[BlockKey]] = {}
         self._last_ticket = 0
@@ -68,8 +72,8 @@ class ForeignCopies:
         neighbours = self._neighbours
         if neighbours is None or not neighbours.any:
             return
-        catalog, find = self._catalog, self._catalog.find
-        missing = [key for keys in request.keys for key in keys if not is_ready(catalog, find(key))]
+        presences = self._catalog.presences
+        missing = [key for keys in request.keys for key in compress(keys, presences(keys).translate(_NOT_READY))]
         if not missing:
             return
         self._last_ticket += 1
@@ -100,6 +104,7 @@ class ForeignCopies:
         if self._neighbours is None:
             return
         for answer in self._neighbours.poll():
+            self.changes += 1
             for key in self._unanswered.pop(answer.ticket, ()):
                 self.known.pop(key, None)
                 believed = next((copy for copy in answer.copies.get(key, ()) if self._is_fit(key, copy)), None)
@@ -109,6 +114,7 @@ class ForeignCopies:
             key = next(iter(self.known))
             if len(self.known) <= MOST_KNOWN and now - self.known[key][1] <= BELIEVED_S:
                 break
+            self.changes += 1
             del self.known[key]
 
     def _is_fit(self, key: BlockKey, copy: ForeignCopy) -> bool:
@@ -127,6 +133,7 @@ class ForeignCopies:
     def stop(self) -> None:
         """Ask nobody any more: this engine's weights are no longer those of the files."""
         self._neighbours = None
+        self.changes += 1
         self.known.clear()
         self._unanswered.clear()
 
@@ -173,6 +180,7 @@ class ForeignCopies:
             del self._denied[next(iter(self._denied))]
         believed = self.find(key)
         if believed is not None and (believed.home_id, believed.generation) == (home_id, generation):
+            self.changes += 1
             del self.known[key]
 
     def home_of(self, slot: Slot) -> str:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from kvdisk.blocks import BlockKey, Tier, group_of
@@ -13,7 +12,6 @@ from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies
-from kvdisk.manager.lookup import is_ready, longest_hit
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.transfers import MoveDetail, Transfers
 from kvdisk.messages import JobKind, Move
@@ -44,7 +42,6 @@ class LoadPlanner:
         self._cpu_admission = cpu_admission
         self._nvme_admission = nvme_admission
         self._foreign = foreign
-        self._step_tokens = math.lcm(*(group.block_tokens for group in geometry.groups))
 
     def lookup(self, request: RequestState, local_tokens: int, total_tokens: int, now: float) -> int | None:
         """See ``TierManager.lookup``."""
@@ -55,11 +52,18 @@ class LoadPlanner:
             limit = min(limit, request.load_limit_tokens)
         self._foreign.refresh(request, now)
         known = self._foreign.promised
-        places = (self._catalog, self._geometry, request.keys, local_tokens, limit)
-        hit = longest_hit(*places, coming=False, elsewhere=known)
+        hit, coming = request.lookups.hits(
+            self._catalog,
+            self._geometry,
+            request.keys,
+            local_tokens,
+            limit,
+            known,
+            self._foreign.changes if known else -1,
+        )
         if not request.gave_up_waiting:
-            coming = longest_hit(*places, coming=True, elsewhere=known)
-            asking = coming < limit // self._step_tokens * self._step_tokens and self._foreign.is_asking(request)
+            step = self._geometry.step_tokens
+            asking = coming < limit // step * step and self._foreign.is_asking(request)
             if (coming > hit or asking) and self._may_wait(request, now):
                 self._stats.add("lookup_waits")
                 return None
@@ -112,7 +116,7 @@ class LoadPlanner:
         catalog = self._catalog
         row = catalog.find(key)
         foreign = None
-        if not is_ready(catalog, row):
+        if not catalog.is_ready(row):
             foreign = self._foreign.find(key)
             if foreign is None:
                 return Move(key, 0, block), -1

@@ -1,29 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The longest external hit of a request: pure functions over the catalog. Scheduler thread only."""
+"""The longest external hit of a request, from what the catalog says of its keys. Scheduler thread only."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Container, Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
-from kvdisk.blocks import BlockKey, Tier
+from kvdisk.blocks import BlockKey
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.catalog import Catalog, Presence
+
+_SPAN = 256
+"""Blocks that are looked up at a time: so many too many where a prefix ends."""
+_NOWHERE, _COMING = int(Presence.NOWHERE), int(Presence.COMING)
+_READY = bytes([Presence.READY])
 
 
-def is_ready(catalog: Catalog, row: int) -> bool:
-    """Whether a row (or -1) can be loaded from some tier now."""
-    return catalog.is_ready(row)
+class Hits(NamedTuple):
+    """Ends, in tokens, of the longest prefixes: of what can be loaded, and of what can be or is being written."""
 
-
-def is_coming(catalog: Catalog, row: int) -> bool:
-    """Whether a row (or -1) can be loaded now, or is being written."""
-    return row >= 0 and (
-        catalog.state(row, Tier.CPU) in {CopyState.READY, CopyState.WRITING}
-        or catalog.state(row, Tier.NVME) == CopyState.WRITING
-        or catalog.readable(row, Tier.NVME)
-    )
+    ready: int
+    coming: int
 
 
 def first_needed(group: GroupGeometry, local_tokens: int, hit_tokens: int) -> int:
@@ -39,60 +36,170 @@ def first_needed(group: GroupGeometry, local_tokens: int, hit_tokens: int) -> in
     return start // group.block_tokens
 
 
-def longest_hit(
-    catalog: Catalog,
-    geometry: Geometry,
-    keys: Sequence[Sequence[BlockKey]],
-    local_tokens: int,
-    limit_tokens: int,
-    *,
-    coming: bool,
-    elsewhere: Container[BlockKey] = frozenset(),
-) -> int:
-    """Return the end, in tokens, of the longest prefix that is there; ``local_tokens`` where nothing follows it.
+def presences(catalog: Catalog, keys: Sequence[BlockKey], elsewhere: Collection[BlockKey]) -> bytes:
+    """Return each key's ``Presence``; what another home has (``elsewhere``) is READY."""
+    found = catalog.presences(keys)
+    if elsewhere and found.strip(_READY):
+        abroad = bytes(map(elsewhere.__contains__, keys)).replace(b"\1", _READY)
+        found = bytes(map(max, found, abroad))
+    return found
 
-    There means ready in some tier, or in another home (``elsewhere``), or, with ``coming``, being written. The
-    end is a multiple of every group's block size, at most ``limit_tokens``. Full-attention groups need every block from
-    ``local_tokens`` on; window groups only those that ``first_needed`` names.
-    """
-    there = partial(is_coming, catalog) if coming else catalog.is_ready
-    find = catalog.find
-    step = math.lcm(*(group.block_tokens for group in geometry.groups))
-    end = limit_tokens // step * step
-    for group in geometry.groups:
-        end = min(end, len(keys[group.group]) * group.block_tokens // step * step)
-        if group.window_tokens is None:
-            position = local_tokens // group.block_tokens
-            last = end // group.block_tokens
-            group_keys = keys[group.group]
-            while position < last and (there(find(group_keys[position])) or group_keys[position] in elsewhere):
-                position += 1
-            end = position * group.block_tokens // step * step
-        if end <= local_tokens:
-            return local_tokens
-    streaks = [
-        (
-            group,
-            _streaks([there(find(key)) or key in elsewhere for key in keys[group.group][: end // group.block_tokens]]),
+
+class Lookups:
+    """One request's lookups. What is asked again while nothing has changed is remembered; so is the prefix that was
+    ready, as long as nothing is lost, wherever: what came since is looked for behind it."""
+
+    def __init__(self, group_count: int) -> None:
+        self._asked: tuple[int, ...] = ()
+        self._hits = Hits(0, 0)
+        # By group: the blocks from ``starts`` on, up to ``ends``, were ready when so much had been lost.
+        self._starts = [0] * group_count
+        self._ends = [0] * group_count
+        self._losses = (-1, -1)
+
+    def hits(
+        self,
+        catalog: Catalog,
+        geometry: Geometry,
+        keys: Sequence[Sequence[BlockKey]],
+        local_tokens: int,
+        limit_tokens: int,
+        elsewhere: Collection[BlockKey] = frozenset(),
+        elsewhere_changes: int = 0,
+    ) -> Hits:
+        """Return the ends, in tokens, of the longest prefixes; ``local_tokens`` where nothing follows it.
+
+        ``keys`` may be longer than at the last call, and is otherwise the same. ``elsewhere``: keys that other homes
+        are thought to have; ``elsewhere_changes`` rises with each change of it.
+        The ends are multiples of every group's block size, at most ``limit_tokens``. Full-attention groups need every
+        block from ``local_tokens`` on; window groups only those that ``first_needed`` names.
+        """
+        asked = (
+            local_tokens,
+            limit_tokens,
+            catalog.gains,
+            catalog.losses,
+            elsewhere_changes,
+            *map(len, keys),
         )
-        for group in geometry.groups
-        if group.window_tokens is not None
-    ]
+        if asked == self._asked:
+            return self._hits
+        losses = (catalog.losses, elsewhere_changes)
+        if losses != self._losses:
+            self._ends = [0] * len(keys)
+            self._losses = losses
+        self._asked = asked
+        self._hits = self._find(catalog, geometry, keys, local_tokens, limit_tokens, elsewhere)
+        return self._hits
+
+    def _find(
+        self,
+        catalog: Catalog,
+        geometry: Geometry,
+        keys: Sequence[Sequence[BlockKey]],
+        local_tokens: int,
+        limit_tokens: int,
+        elsewhere: Collection[BlockKey],
+    ) -> Hits:
+        step = geometry.step_tokens
+        lengths = (len(keys[group.group]) * group.block_tokens for group in geometry.groups)
+        ready = coming = min(limit_tokens, *lengths) // step * step
+        windows: list[GroupGeometry] = []
+        for group in geometry.groups:
+            if coming <= local_tokens:
+                break
+            if group.window_tokens is not None:
+                windows.append(group)
+                continue
+            first, last = local_tokens // group.block_tokens, coming // group.block_tokens
+            ends = self._extend(catalog, group.group, keys[group.group], first, last, elsewhere)
+            ready = min(ready, ends[0] * group.block_tokens // step * step)
+            coming = min(coming, ends[1] * group.block_tokens // step * step)
+        if coming <= local_tokens:
+            return Hits(local_tokens, local_tokens)
+        found = [_Window(catalog, group, keys[group.group], local_tokens, coming, elsewhere) for group in windows]
+        return Hits(
+            _shorten(found, local_tokens, ready, step, Presence.READY),
+            _shorten(found, local_tokens, coming, step, Presence.COMING),
+        )
+
+    def _extend(
+        self,
+        catalog: Catalog,
+        group: int,
+        keys: Sequence[BlockKey],
+        first: int,
+        last: int,
+        elsewhere: Collection[BlockKey],
+    ) -> tuple[int, int]:
+        """Return up to where, at most ``last``, a full-attention group's blocks from ``first`` on are ready, or coming.
+
+        Looks from where they were ready the last time.
+        """
+        if not self._starts[group] <= first <= self._ends[group]:
+            self._starts[group] = self._ends[group] = first
+        position = min(self._ends[group], last)
+        ready, is_ready = position, True
+        while position < last:
+            span = presences(catalog, keys[position : min(position + _SPAN, last)], elsewhere)
+            if is_ready:
+                count = len(span) - len(span.lstrip(_READY))
+                ready += count
+                is_ready = count == len(span)
+            hole = span.find(_NOWHERE)
+            if hole >= 0:
+                position += hole
+                break
+            position += len(span)
+        self._ends[group] = max(self._ends[group], ready)
+        return ready, position
+
+
+class _Window:
+    """A window group's blocks, looked up from the last one down, as far as somebody asks."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        group: GroupGeometry,
+        keys: Sequence[BlockKey],
+        local_tokens: int,
+        end_tokens: int,
+        elsewhere: Collection[BlockKey],
+    ) -> None:
+        self.group = group
+        self._catalog = catalog
+        self._keys = keys
+        self._elsewhere = elsewhere
+        self._least = local_tokens // group.block_tokens
+        self._known = end_tokens // group.block_tokens
+        self._found = bytearray(self._known)
+
+    def hole(self, first: int, last: int, least: Presence) -> int:
+        """Return the last position from ``first`` on and before ``last`` whose block is farther than ``least``, or -1.
+
+        Not below the end of what is local.
+        """
+        if first < self._known:
+            start = max(self._least, min(first, self._known - _SPAN))
+            self._found[start : self._known] = presences(
+                self._catalog, self._keys[start : self._known], self._elsewhere
+            )
+            self._known = start
+        hole = self._found.rfind(_NOWHERE, first, last)
+        return max(hole, self._found.rfind(_COMING, first, last)) if least is Presence.READY else hole
+
+
+def _shorten(windows: Sequence[_Window], local_tokens: int, end: int, step: int, least: Presence) -> int:
+    """Return the longest end, at most ``end``, at which each window group has the blocks that it needs there."""
     while end > local_tokens:
-        if all(
-            streak[end // group.block_tokens - 1] >= end // group.block_tokens - first_needed(group, local_tokens, end)
-            for group, streak in streaks
-        ):
+        for window in windows:
+            tokens = window.group.block_tokens
+            hole = window.hole(first_needed(window.group, local_tokens, end), end // tokens, least)
+            if hole >= 0:
+                # Any end between needs that block too.
+                end = hole * tokens // step * step
+                break
+        else:
             return end
-        end -= step
     return local_tokens
-
-
-def _streaks(present: list[bool]) -> list[int]:
-    """Return, for each position, how many blocks in a row up to and with it are there."""
-    streaks = []
-    length = 0
-    for here in present:
-        length = length + 1 if here else 0
-        streaks.append(length)
-    return streaks

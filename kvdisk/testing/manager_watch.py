@@ -14,6 +14,7 @@ from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import CopyState
 from kvdisk.manager.foreign import is_foreign
+from kvdisk.manager.lookup import first_needed
 from kvdisk.manager.manager import MAX_DEMOTE_JOBS
 from kvdisk.manager.pool import SlotPool
 from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
@@ -77,7 +78,7 @@ class ManagerWatch:
     # -- what the engine saw -------------------------------------------------------------------
 
     def answered(self, request: FakeRequest, local_tokens: int, answer: int | None, now: float) -> None:
-        """Waits are bounded, and no hit reaches to where a load has failed."""
+        """Waits are bounded, no hit reaches to where a load has failed, and what is promised is there now."""
         if answer is None:
             started_s = self._wait_started_s.setdefault(request.id, now)
             assert now - started_s <= self.sizes.config.lookup_wait_s, "a lookup waits for ever"
@@ -86,6 +87,17 @@ class ManagerWatch:
         assert limit is None or answer == 0 or local_tokens + answer <= limit, "what failed to load is promised again"
         if answer:
             self._wait_started_s.pop(request.id, None)
+            end = local_tokens + answer
+            for group in self.sizes.geometry.groups:
+                for position in range(first_needed(group, local_tokens, end), end // group.block_tokens):
+                    key = key_of(request, group, position)
+                    assert self._is_loadable(key), f"{key!r} is promised, and nobody has it"
+
+    def _is_loadable(self, key: BlockKey) -> bool:
+        """Whether a copy can be read now, by the copies' own states, or another home is thought to have the block."""
+        row, catalog = self.parts.catalog.find(key), self.parts.catalog
+        own = row >= 0 and (catalog.readable(row, Tier.CPU) or catalog.readable(row, Tier.NVME))
+        return own or self.parts.manager.elsewhere(key)
 
     def offered(self, request: FakeRequest, computed_tokens: int) -> None:
         """Note which of the request's blocks some tier has or gets."""

@@ -299,6 +299,11 @@ def parent_not_found_again_after_a_gap(patch: Patch) -> None:
     patch.setattr(Chains, "take_orphans", lambda self, key: ())
 
 
+@BUGS.plant
+def lookup_remembered_after_an_eviction(patch: Patch) -> None:
+    patch.setattr(Catalog, "losses", property(lambda _: 0, lambda *_: None), raising=False)
+
+
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS.must_be_caught(name, monkeypatch)

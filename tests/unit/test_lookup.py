@@ -1,36 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The longest hit against its definition, written out."""
+"""The longest hits against their definition, written out, and against the plain way to find them, block by block."""
 
 from __future__ import annotations
 
-from hypothesis import given
+import math
+from unittest import mock
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdisk.blocks import Slot, Tier, make_block_key
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.lookup import longest_hit
+from kvdisk.manager import lookup
+from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.lookup import Hits, Lookups, first_needed
 
 BLOCKS = 12
+SEGMENTS = 3
+
+
+@st.composite
+def geometries(draw):
+    sizes = draw(st.sampled_from([(2,), (2, 2), (2, 4), (4, 2, 2), (4, 6)]))
+    windows = [draw(st.sampled_from([None, None, 1, 2, 3, 4, 5, 9])) for _ in sizes]
+    groups = tuple(
+        GroupGeometry(at, size, 100, window) for at, (size, window) in enumerate(zip(sizes, windows, strict=True))
+    )
+    return Geometry(groups, 1, 2)
 
 
 @st.composite
 def situations(draw):
-    sizes = draw(st.sampled_from([(2,), (2, 2), (2, 4), (4, 2, 2)]))
-    windows = [draw(st.sampled_from([None, 1, 2, 3, 4, 5, 9])) for _ in sizes]
-    groups = tuple(
-        GroupGeometry(at, size, 100, window) for at, (size, window) in enumerate(zip(sizes, windows, strict=True))
-    )
-    states = [draw(st.lists(st.sampled_from("rrrrwn"), min_size=BLOCKS, max_size=BLOCKS)) for _ in sizes]
-    step = max(sizes)
-    local = draw(st.integers(0, 3)) * step
-    return Geometry(groups, 1, 2), states, local, draw(st.integers(local, BLOCKS * 2))
+    geometry = draw(geometries())
+    mix = draw(st.sampled_from(("rrrrwn", "r")))
+    states = [draw(st.lists(st.sampled_from(mix), min_size=BLOCKS, max_size=BLOCKS)) for _ in geometry.groups]
+    local = draw(st.integers(0, 3)) * geometry.step_tokens
+    return geometry, states, local, draw(st.integers(local, max(local, BLOCKS * 2)) | st.just(BLOCKS * 2))
 
 
-def _catalog(states):
-    catalog, keys = Catalog(), []
+def _keys(geometry):
+    return [[make_block_key(bytes([position]), group.group) for position in range(BLOCKS)] for group in geometry.groups]
+
+
+def _catalog(states, keys):
+    catalog = Catalog()
     for group, row_states in enumerate(states):
-        keys.append([make_block_key(bytes([position]), group) for position in range(BLOCKS)])
         for position, state in enumerate(row_states):
             if state == "n":
                 continue
@@ -39,11 +53,12 @@ def _catalog(states):
             catalog.begin(row, tier, Slot(group, position))
             if state == "r":
                 catalog.finish(row, tier)
-    return catalog, keys
+    return catalog
 
 
 def _by_definition(geometry, states, local, limit, there):
-    step = max(group.block_tokens for group in geometry.groups)
+    step = math.lcm(*(group.block_tokens for group in geometry.groups))
+    limit = min(limit, *(BLOCKS * group.block_tokens for group in geometry.groups))
     for end in range(limit // step * step, local, -step):
         if all(
             states[group.group][position] in there
@@ -56,11 +71,120 @@ def _by_definition(geometry, states, local, limit, there):
     return local
 
 
-@given(situations())
-def test_the_longest_hit(situation):
+@given(situations(), st.sampled_from((1, 2, 256)))
+def test_the_longest_hits(situation, span):
     geometry, states, local, limit = situation
-    limit = min(limit, *(BLOCKS * group.block_tokens for group in geometry.groups))
-    catalog, keys = _catalog(states)
-    for coming, there in ((False, "r"), (True, "rw")):
-        expected = _by_definition(geometry, states, local, limit, there)
-        assert longest_hit(catalog, geometry, keys, local, limit, coming=coming) == expected
+    keys = _keys(geometry)
+    expected = Hits(*(_by_definition(geometry, states, local, limit, there) for there in ("r", "rw")))
+    with mock.patch.object(lookup, "_SPAN", span):
+        assert Lookups(len(keys)).hits(_catalog(states, keys), geometry, keys, local, limit) == expected
+
+
+# --- The plain way: one block after the other, each asked for in each tier; nothing is remembered. ---
+
+
+def _is_there(catalog, key, elsewhere, *, coming):
+    row = catalog.find(key)
+    if key in elsewhere:
+        return True
+    if row < 0:
+        return False
+    wanted = {CopyState.READY, CopyState.WRITING} if coming else {CopyState.READY}
+    if catalog.state(row, Tier.CPU) in wanted:
+        return True
+    state = catalog.state(row, Tier.NVME)
+    if state == CopyState.READY:
+        return catalog.slot(row, Tier.NVME).segment not in catalog.hidden_segments
+    return state in wanted
+
+
+def _longest_hit(catalog, geometry, keys, local_tokens, limit_tokens, elsewhere, *, coming):
+    step = math.lcm(*(group.block_tokens for group in geometry.groups))
+    end = limit_tokens // step * step
+    for group in geometry.groups:
+        end = min(end, len(keys[group.group]) * group.block_tokens // step * step)
+    there = [[_is_there(catalog, key, elsewhere, coming=coming) for key in group_keys] for group_keys in keys]
+    while end > local_tokens:
+        if all(
+            all(there[group.group][first : end // group.block_tokens])
+            for group in geometry.groups
+            for first in [first_needed(group, local_tokens, end)]
+        ):
+            return end
+        end -= step
+    return local_tokens
+
+
+def _change(catalog, key, tier, segment, step):
+    """Take the copy of a block in a tier one step on in its life; ``step`` chooses among what can happen to it."""
+    row = catalog.find(key)
+    if row < 0:
+        row = catalog.add(key, 1, 0, None)
+    state = catalog.state(row, tier)
+    if state == CopyState.ABSENT:
+        catalog.begin(row, tier, Slot(segment, 0))
+    elif state == CopyState.WRITING and step:
+        catalog.finish(row, tier)
+    elif state == CopyState.READY and step == 2:
+        catalog.doom(row, tier)
+    else:
+        if catalog.pins(row, tier):
+            catalog.unpin(row, tier)
+        catalog.drop(row, tier)
+
+
+POSITIONS = st.integers(0, BLOCKS - 1)
+# Long runs of blocks that are there are what makes hits; so much of the time a whole run changes at once.
+CHANGES = st.tuples(
+    st.just("change"),
+    st.integers(0, 2),
+    POSITIONS,
+    st.sampled_from((1, 1, 2, BLOCKS)),
+    st.sampled_from((Tier.CPU, Tier.NVME)),
+    st.integers(0, SEGMENTS - 1),
+    st.sampled_from((0, 1, 1, 1, 2)),
+)
+EVENTS = st.one_of(
+    CHANGES,
+    CHANGES,
+    CHANGES,
+    st.tuples(st.just("hide"), st.frozensets(st.integers(0, SEGMENTS - 1))),
+    st.tuples(st.just("elsewhere"), st.integers(0, 2), st.frozensets(POSITIONS, max_size=4)),
+    st.tuples(st.just("hashed"), st.integers(0, BLOCKS)),
+    st.tuples(st.just("weights"), st.integers(0, 7)),
+    st.tuples(st.just("ask"), st.integers(0, 3), st.integers(0, 2 * BLOCKS)),
+)
+
+
+@given(situations(), st.lists(EVENTS, min_size=1, max_size=40), st.sampled_from((1, 3, 256)), st.integers(0, BLOCKS))
+@settings(max_examples=300)
+def test_what_is_remembered_is_what_would_be_found(situation, events, span, missing):
+    geometry, states, local, limit = situation
+    all_keys = _keys(geometry)
+    catalog, lookups = _catalog(states, all_keys), Lookups(len(all_keys))
+    keys = [group_keys[: max(4, BLOCKS - missing)] for group_keys in all_keys]
+    elsewhere, changes = frozenset(), 0
+    for name, *event in events:
+        if name == "change":
+            group, first, count, tier, segment, step = event
+            for key in all_keys[group % len(keys)][first : first + count]:
+                _change(catalog, key, tier, segment, step)
+        elif name == "hide":
+            catalog.hidden_segments = event[0]
+        elif name == "elsewhere":
+            elsewhere = frozenset(all_keys[event[0] % len(keys)][position] for position in event[1])
+            changes += 1
+        elif name == "hashed":
+            keys = [group_keys[: max(event[0], len(mine))] for group_keys, mine in zip(all_keys, keys, strict=True)]
+        elif name == "weights" and event[0] == 0:
+            catalog.hide_all()
+        elif name == "ask":
+            local, limit = event[0] * geometry.step_tokens, event[1]
+        places = (catalog, geometry, keys, local, limit, elsewhere)
+        with mock.patch.object(lookup, "_SPAN", span):
+            found = lookups.hits(*places, changes)
+        assert found == Hits(_longest_hit(*places, coming=False), _longest_hit(*places, coming=True))
+        for key in (key for group_keys in all_keys for key in group_keys):
+            row = catalog.find(key)
+            assert catalog.is_ready(row) == _is_there(catalog, key, (), coming=False)
+            assert catalog.is_coming(row) == _is_there(catalog, key, (), coming=True)
