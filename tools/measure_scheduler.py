@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure what kvdisk's scheduler side costs, beside vLLM's own offloading to memory doing the same in the same run.
+
+No model, no worker and no KV: lookups and stores are decided and booked, and nothing is moved. Each round measures
+everything once, in turn, each time with a prompt that was not looked at before; figures are medians of the rounds, of
+the thread's processor time, since nothing here waits: what others do on the machine still fills its caches. A prompt of
+32,000 tokens is 2,000 blocks; the store holds it whole.
+"Stored" blocks came to the store in the order of their prompts, "found at start" in the order of their keys, as after a
+restart. The bare dictionary has the same keys in the same order, and is asked for each by ``list(map(d.get, keys))``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from measure_overhead import describe_machine
+from rich.console import Console
+from rich.table import Table
+from scheduler_stands import (
+    BLOCK_TOKENS,
+    BothSides,
+    catalog_of,
+    completed,
+    full_offloading_manager,
+    hashes_of,
+    order_of,
+    report_of,
+)
+
+from kvdisk.blocks import make_block_keys
+from kvdisk.config import Config
+from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.manager.admission import make_admission
+from kvdisk.manager.cpu_space import CpuSpace
+from kvdisk.manager.eviction import make_eviction
+from kvdisk.manager.manager import TierManager
+from kvdisk.manager.store_policy import make_store_policy
+from kvdisk.manager.transfers import Transfers
+from kvdisk.stats import Stats
+
+PROMPT_BLOCKS = 2000
+RUNNING = 100
+NEW_BLOCKS = 10
+ASKS = 20
+PARTS = ("steps", "stores", "lookups")
+OURS, THEIRS, BARE = "kvdisk", "vLLM", "dictionary"
+PLACES = {"prompts": "stored", "keys": "found at start"}
+Sample = tuple[str, str, float]
+"""What was measured, whose it is, and how long it took, in seconds; per block where the name says so."""
+
+
+class Figure(NamedTuple):
+    """Microseconds."""
+
+    median: float
+    lowest: float
+    highest: float
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the processor time of a call, in seconds, and its answer."""
+    start_s = time.thread_time()
+    answer = call()
+    return time.thread_time() - start_s, answer
+
+
+class Lookups:
+    """A store, a dictionary and, with ``order`` "prompts", vLLM's manager, all with the same blocks."""
+
+    def __init__(self, block_count: int, order: str) -> None:
+        self._where = f"{block_count:,} blocks, {PLACES[order]}"
+        numbers = order_of(block_count, order)
+        geometry = Geometry((GroupGeometry(0, BLOCK_TOKENS, 4096),), 1, BLOCK_TOKENS)
+        catalog, stats = catalog_of(numbers, PROMPT_BLOCKS), Stats()
+        cpu = CpuSpace(geometry, (1,), catalog, stats, lambda: make_eviction(Config().eviction, catalog.keys))
+        policy, admission = make_store_policy("on_compute"), make_admission("all")
+        self._manager = TierManager(
+            Config(), geometry, _NoBlocks(), catalog, Transfers(1), stats, cpu, None, policy, admission, admission, 1
+        )
+        self._bare = {key: row for row, key in enumerate(make_block_keys(hashes_of(numbers), 0))}
+        self._theirs = full_offloading_manager(numbers, PROMPT_BLOCKS) if order == "prompts" else None
+        self._prompts = [range(start, start + PROMPT_BLOCKS) for start in range(0, block_count, PROMPT_BLOCKS)]
+        self._random = random.Random(block_count)  # noqa: S311 - not a secret
+
+    def round(self) -> Iterator[Sample]:
+        """Look a prompt up in each; no two the same prompt."""
+        calls = [(OURS, self._ours), (BARE, self._dictionary), (THEIRS, self._vllm)]
+        self._random.shuffle(calls)
+        for (owner, call), prompt in zip(calls, self._random.sample(self._prompts, len(calls)), strict=True):
+            for what, seconds in call(hashes_of(prompt)):
+                yield f"{what}, {self._where}", owner, seconds
+
+    def _ours(self, hashes: list[bytes]) -> Iterator[tuple[str, float]]:
+        manager, tokens = self._manager, len(hashes) * BLOCK_TOKENS
+        yield "new request", timed(lambda: manager.new_request("one", hashes, tokens))[0]
+        for what, count in (("lookup", 1), ("again", ASKS)):
+            seconds, found = timed(
+                lambda count=count: [manager.lookup("one", 0, tokens + 1, 1.0) for _ in range(count)]
+            )  # type: ignore[misc]
+            assert found == [tokens] * count
+            yield what, seconds / count
+        manager.request_finished("one")
+
+    def _dictionary(self, hashes: list[bytes]) -> Iterator[tuple[str, float]]:
+        bare = self._bare
+        keys = make_block_keys(hashes, 0)
+        seconds, found = timed(lambda: list(map(bare.get, keys)))
+        assert None not in found
+        yield "lookup", seconds
+
+    def _vllm(self, hashes: list[bytes]) -> Iterator[tuple[str, float]]:
+        if self._theirs is None:
+            return
+        from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+
+        manager, hit = self._theirs, LookupResult.HIT
+        context = ReqContext(req_id="one")
+        manager.on_new_request(context)
+        keys: list[Any] = []
+
+        def make_keys() -> None:  # as its RequestOffloadState does
+            for number, block_hash in enumerate(hashes, 1):
+                key = make_offload_key(block_hash, 0)
+                keys.append(key)
+                context.set_offload_key_position(key, number * BLOCK_TOKENS)
+
+        def look_up() -> int:  # as the loop of its scheduler side does, without the events
+            count = 0
+            for key in keys:
+                if manager.lookup(key, context) is not hit:
+                    break
+                count += 1
+            return count
+
+        yield "new request", timed(make_keys)[0]
+        for what in ("lookup", "again"):
+            seconds, found = timed(look_up)
+            assert found == len(keys)
+            yield what, seconds
+        manager.on_request_finished(context)
+
+
+class _NoBlocks:
+    """An engine without GPU blocks."""
+
+    block_count = 2
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"a lookup needs no {name}")
+
+
+class Steps:
+    """Steps of RUNNING requests, as both connectors' scheduler sides plan them."""
+
+    def __init__(self) -> None:
+        self._sides = BothSides(RUNNING, 128, cpu_blocks=200_000)
+
+    def round(self) -> Iterator[Sample]:
+        """Plan a step in which nothing is new, and one in which NEW_BLOCKS requests fill a block."""
+        sides = self._sides
+        yield from self._step("build_connector_meta, nothing new", sides.still(), None)
+        filled = f"{NEW_BLOCKS} new blocks"
+        yield from self._step(f"build_connector_meta, {filled}", sides.filling(NEW_BLOCKS), f"settling {filled}")
+
+    def _step(self, what: str, output: Any, settling: str | None) -> Iterator[Sample]:
+        sides = self._sides
+        ours_s, plan = timed(lambda: sides.ours.plan(output))
+        theirs_s, meta = timed(lambda: sides.theirs.build_connector_meta(output))
+        assert len(plan.jobs) == len(meta.store_jobs) == (NEW_BLOCKS if settling else 0)
+        yield what, OURS, ours_s
+        yield what, THEIRS, theirs_s
+        if settling:
+            report, done = report_of(plan), completed(meta)
+            yield settling, OURS, timed(lambda: sides.ours.settle(report))[0]
+            yield settling, THEIRS, timed(lambda: sides.theirs.update_connector_output(done))[0]
+
+
+class Stores:
+    """Prompts that are stored whole; ``is_full``: each block takes the place of another."""
+
+    def __init__(self, blocks: int, *, is_full: bool) -> None:
+        from vllm.v1.kv_offload.base import ReqContext, make_offload_key
+        from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+        self._blocks = blocks
+        self._tier_blocks = 4096 if is_full else 10**6
+        self._where = "each for another" if is_full else "into free room"
+        self._sides = BothSides(0, 1, self._tier_blocks)
+        self._manager = CPUOffloadingManager(self._tier_blocks)
+        self._make_context, self._make_key = ReqContext, make_offload_key
+        while is_full and self._sides.stored_blocks < 2 * self._tier_blocks:
+            list(self._prompt(512))
+
+    def round(self) -> Iterator[Sample]:
+        """Store a prompt with both scheduler sides, and with vLLM's manager alone."""
+        return self._prompt(self._blocks)
+
+    def _prompt(self, blocks: int) -> Iterator[Sample]:
+        sides, manager = self._sides, self._manager
+        output = sides.prefill(blocks)
+        ours_s, plan = timed(lambda: sides.ours.plan(output))
+        theirs_s, meta = timed(lambda: sides.theirs.build_connector_meta(output))
+        report, done = report_of(plan), completed(meta)
+        ours_s += timed(lambda: sides.ours.settle(report))[0]
+        theirs_s += timed(lambda: sides.theirs.update_connector_output(done))[0]
+        assert sum(len(job.moves) for job in plan.jobs) == blocks
+        (request_id,) = output.num_scheduled_tokens
+        hashes = [bytes(bytearray(block_hash)) for block_hash in sides.requests[request_id].block_hashes]
+        sides.finish(output)
+        context = self._make_context(req_id=request_id)
+        manager.on_new_request(context)
+        keys = [self._make_key(block_hash, 0) for block_hash in hashes]
+        alone_s, prepared = timed(lambda: manager.prepare_store(keys, context))
+        assert len(prepared.keys_to_store) == blocks
+        alone_s += timed(lambda: manager.complete_store(keys, context))[0]
+        manager.on_request_finished(context)
+        what = f"store of {blocks} block{'s'[: blocks > 1]} of a request, {self._where}, a block"
+        yield what, OURS, ours_s / blocks
+        yield what, THEIRS, theirs_s / blocks
+        yield f"{what}: vLLM's manager alone", THEIRS, alone_s / blocks
+
+
+def measure(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """Run the rounds; return seconds by what was measured and whose it is."""
+    found: dict[str, dict[str, list[float]]] = {}
+    if "steps" in options.parts:
+        run_rounds([Steps()], options.rounds, found)
+    if "stores" in options.parts:
+        for blocks in (1, 512):
+            run_rounds([Stores(blocks, is_full=is_full) for is_full in (False, True)], options.rounds, found)
+    if "lookups" in options.parts:
+        # All sizes at once, so that growth is that of the same minute.
+        stores = [Lookups(block_count, order) for block_count in options.blocks for order in PLACES]
+        run_rounds(stores, options.rounds, found)
+    return found
+
+
+def run_rounds(parts: list[Any], rounds: int, found: dict[str, dict[str, list[float]]]) -> None:
+    """Let the parts take their turns."""
+    gc.collect()
+    gc.freeze()  # as vLLM does when it has started
+    for _ in range(rounds):
+        for part in parts:
+            for what, owner, seconds in part.round():
+                found.setdefault(what, {}).setdefault(owner, []).append(seconds)
+    gc.unfreeze()
+
+
+def figures_of(found: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, Figure]]:
+    """Return medians and spread, in microseconds."""
+    return {
+        what: {
+            owner: Figure(*(1e6 * value for value in (statistics.median(taken), min(taken), max(taken))))
+            for owner, taken in by_owner.items()
+        }
+        for what, by_owner in found.items()
+    }
+
+
+def table_of(figures: dict[str, dict[str, Figure]]) -> Table:
+    """Return the table."""
+    table = Table("us: median (lowest to highest)", "kvdisk", "vLLM", "dictionary", "kvdisk / vLLM", "/ dictionary")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for what, by_owner in figures.items():
+        cells = [
+            f"{one.median:,.2f} ({one.lowest:,.2f} to {one.highest:,.2f})" if one is not None else ""
+            for one in (by_owner.get(owner) for owner in (OURS, THEIRS, BARE))
+        ]
+        table.add_row(what, *cells, *(ratio(by_owner, owner) for owner in (THEIRS, BARE)))
+    return table
+
+
+def ratio(by_owner: dict[str, Figure], owner: str) -> str:
+    """Return how many times as long as another kvdisk takes, by the medians."""
+    if OURS not in by_owner or owner not in by_owner:
+        return ""
+    return f"{by_owner[OURS].median / by_owner[owner].median:.2f}"
+
+
+def growth(figures: dict[str, dict[str, Figure]], blocks: list[int]) -> Iterator[str]:
+    """Yield how lookups grow from the first size to the last, beside the dictionary's."""
+    for place in PLACES.values():
+        first, last = (figures[f"lookup, {count:,} blocks, {place}"] for count in (blocks[0], blocks[-1]))
+        ours, bare = (last[owner].median / first[owner].median for owner in (OURS, BARE))
+        yield (
+            f"From {blocks[0]:,} to {blocks[-1]:,} blocks, {place}, a lookup takes {ours:.2f} times as long,"
+            f" that of the dictionary {bare:.2f} times: {ours / bare:.2f}."
+        )
+
+
+def main() -> int:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--blocks", type=int, nargs="+", default=[100_000, 1_000_000], help="of the stores looked up in"
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.parse_args()
+    console = Console(highlight=False, soft_wrap=True, width=200)
+    start_s, load_before = time.monotonic(), os.getloadavg()[0]
+    figures = figures_of(measure(options))
+    console.print(table_of(figures))
+    if "lookups" in options.parts:
+        for line in growth(figures, options.blocks):
+            console.print(line)
+    console.print(f"{options.rounds} rounds, {time.monotonic() - start_s:.0f} s in all. {describe_machine(Path())}")
+    console.print(f"Load average before and after (this tool is 1 of it): {load_before:.1f}, {os.getloadavg()[0]:.1f}")
+    if options.json:
+        shown = {what: {who: figure._asdict() for who, figure in owners.items()} for what, owners in figures.items()}
+        options.json.write_text(json.dumps({"rounds": options.rounds, "figures_us": shown}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
