@@ -12,6 +12,7 @@ from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies
+from kvdisk.manager.lookup import is_ready
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.transfers import MoveDetail, Transfers
 from kvdisk.messages import JobKind, Move
@@ -116,7 +117,7 @@ class LoadPlanner:
         catalog = self._catalog
         row = catalog.find(key)
         foreign = None
-        if not catalog.is_ready(row):
+        if not is_ready(catalog, row):
             foreign = self._foreign.find(key)
             if foreign is None:
                 return Move(key, 0, block), -1

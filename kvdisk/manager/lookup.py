@@ -23,6 +23,16 @@ class Hits(NamedTuple):
     coming: int
 
 
+def is_ready(catalog: Catalog, row: int) -> bool:
+    """Whether a row (or -1) can be loaded from some tier now."""
+    return catalog.is_ready(row)
+
+
+def is_coming(catalog: Catalog, row: int) -> bool:
+    """Whether a row (or -1) can be loaded now, or is being written."""
+    return catalog.is_coming(row)
+
+
 def first_needed(group: GroupGeometry, local_tokens: int, hit_tokens: int) -> int:
     """Return the position of the first block that a hit of ``hit_tokens`` needs from outside the GPU.
 
@@ -153,6 +163,21 @@ class Lookups:
             position += len(span)
         self._ends[group] = max(self._ends[group], ready)
         return ready, position
+
+
+def longest_hit(
+    catalog: Catalog,
+    geometry: Geometry,
+    keys: Sequence[Sequence[BlockKey]],
+    local_tokens: int,
+    limit_tokens: int,
+    *,
+    coming: bool,
+    elsewhere: Collection[BlockKey] = frozenset(),
+) -> int:
+    """Return one of the ends that ``Lookups.hits`` finds, where nothing is remembered."""
+    hits = Lookups(len(keys)).hits(catalog, geometry, keys, local_tokens, limit_tokens, elsewhere)
+    return hits.coming if coming else hits.ready
 
 
 class _Window:

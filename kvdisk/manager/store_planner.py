@@ -13,6 +13,7 @@ from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies
+from kvdisk.manager.lookup import is_coming
 from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.settlement import Settlement
@@ -127,7 +128,7 @@ class StorePlanner:
             row = self._catalog.find(key)
             self._admission.want(key, request.request_id)
             self._nvme_admission.want(key, request.request_id)
-            if blocks[position] == 0 or self._catalog.is_coming(row):
+            if blocks[position] == 0 or is_coming(self._catalog, row):
                 policy.accept(request.request_id, group, position)
                 if row >= 0:
                     used.append(row)
