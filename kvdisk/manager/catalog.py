@@ -112,6 +112,8 @@ class Catalog:
         self._states = {Tier.CPU: self._cpu_states, Tier.NVME: self._nvme_states}
         # The last is that of row -1, which no block has.
         self._presences = bytearray([Presence.NOWHERE])
+        # That row, and all with a key that are not READY but for their drive: few, and soon looked up.
+        self._unready = {NONE}
         self._pins = {tier: array("H") for tier in _TIERS}
         self._segments = {tier: array("I") for tier in _TIERS}
         self._indices = {tier: array("I") for tier in _TIERS}
@@ -196,7 +198,10 @@ class Catalog:
 
     def presences(self, keys: Iterable[BlockKey]) -> bytes:
         """Return each key's ``Presence`` as a byte. Asked for every block of every prompt: no Python call for each."""
-        return bytes(map(self._presences.__getitem__, map(self._rows.get, keys, repeat(-1))))
+        rows = list(map(self._rows.get, keys, repeat(NONE)))
+        if not self._hidden and self._unready.isdisjoint(rows):
+            return bytes([Presence.READY]) * len(rows)
+        return bytes(map(self._presences.__getitem__, rows))
 
     @property
     def hidden_segments(self) -> frozenset[int]:
@@ -273,6 +278,7 @@ class Catalog:
         self.chains.remove(row, self.parents[row], key if found else None)
         self.keys[row] = _NOBODY
         self.parents[row] = None
+        self._unready.discard(row)
         self._vacant.append(row)
 
     def pin(self, row: int, tier: Tier) -> None:
@@ -325,6 +331,10 @@ class Catalog:
         before, now = self._presences[row], _PRESENCES[self._cpu_states[row] * 4 + nvme]
         if now != before:
             self._presences[row] = now
+            if now == _READY:
+                self._unready.discard(row)
+            else:
+                self._unready.add(row)
             if now > before:
                 self.gains += 1
             else:
