@@ -306,7 +306,7 @@ def main() -> int:
         "--blocks", type=int, nargs="+", default=[100_000, 1_000_000], help="of the stores looked up in"
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     console = Console(highlight=False, soft_wrap=True, width=200)
