@@ -28,6 +28,7 @@ from kvdisk.manager.nvme_layout import NvmeLayout
 from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.store_policy import make_store_policy
 from kvdisk.manager.transfers import Transfers
+from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.recovery import open_index, rebuild_index
 from kvdisk.stats import Stats
 
@@ -107,7 +108,8 @@ def assemble_scheduler(
         described = description | {"geometry": describe_geometry(geometry)}
 
         def make_space(layout: NvmeLayout, index: LmdbIndex, drive_count: int) -> NvmeSpace:
-            return NvmeSpace(geometry, layout, index, catalog, transfers, stats, make_policy, drive_count)
+            budget = _make_budget(config, geometry)
+            return NvmeSpace(geometry, layout, index, catalog, transfers, stats, make_policy, drive_count, budget)
 
         store = Store.open(config.store_dirs)
         home, index, nvme = _take_home(config, geometry, store, fingerprint, described, make_space)
@@ -122,13 +124,22 @@ def assemble_scheduler(
         cpu,
         nvme,
         make_store_policy(config.store_policy),
-        make_admission(config.cpu_admission),
-        make_admission(config.nvme_admission),
+        make_admission(config.cpu_admission, sum(cpu_slots), "cpu_admission"),
+        make_admission(config.nvme_admission, 0 if nvme is None else nvme.most_slots, "nvme_admission"),
         first_generation=time.time_ns(),
         neighbours=neighbours,
     )
     _log_start(config, geometry, catalog, home)
     return SchedulerParts(manager, index, home, neighbours, nvme)
+
+
+def _make_budget(config: Config, geometry: Geometry) -> WriteBudget | None:
+    """Return the budget of written bytes, if there is one. Raises ConfigError where it never allows a block."""
+    bytes_per_day = config.nvme_write_bytes_per_day
+    largest = max(geometry.slot_sizes) * geometry.part_count
+    if bytes_per_day is not None and bytes_per_day < 2 * largest:
+        raise ConfigError(f"nvme_write_bytes_per_day {bytes_per_day} is less than two blocks of {largest} bytes.")
+    return None if bytes_per_day is None else WriteBudget(bytes_per_day, largest)
 
 
 def _meet_neighbours(store: Store, home: Home, description: dict[str, Any]) -> NeighbourReader:

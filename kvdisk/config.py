@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -20,6 +21,7 @@ STORE_POLICIES = ("on_compute",)
 DEVICES = ("posix",)
 EVICTIONS = ("lru", "s3fifo")
 ON_RESET = ("epoch", "keep")
+_CLASS_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class Config:
     ``store_dirs``: directories of the NVMe tier, one per drive, the first with the indexes; empty: CPU tier only.
     ``nvme_bytes``: cap of this engine over all ranks, index included. ``cpu_bytes``: host memory of
     the CPU tier over all ranks; 0: no CPU tier. ``staging_bytes``: per worker; None: by block size.
+    ``nvme_write_bytes_per_day``: written to NVMe in any 24 hours, over all ranks; None: no bound.
     ``max_pinned_gpu_blocks``: GPU blocks that stores may hold at once; None: half of the pool.
     """
 
@@ -39,7 +42,8 @@ class Config:
     store_policy: str = "on_compute"
     store_decode: bool = False
     cpu_admission: str = "all"
-    nvme_admission: str = "all"
+    nvme_admission: str = "adaptive"
+    nvme_write_bytes_per_day: int | None = None
     eviction: str = "s3fifo"
     device: str = "posix"
     lookup_wait_s: float = 2.0
@@ -69,6 +73,8 @@ class Config:
             )
         if self.nvme_bytes is not None and not self.store_dirs:
             raise ConfigError("nvme_bytes needs store_dirs, the directory on the drive where blocks shall be kept.")
+        if self.nvme_write_bytes_per_day is not None and not self.store_dirs:
+            raise ConfigError("nvme_write_bytes_per_day needs store_dirs: without, nothing is written to a drive.")
         if not self.store_dirs and self.cpu_bytes == 0:
             raise ConfigError("With cpu_bytes 0 and no store_dirs there is no tier to keep anything in.")
 
@@ -125,9 +131,32 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str, Any], str]:
 
 
 def _parse_admission(key: str, value: Any) -> str:
-    if value == "all" or (isinstance(value, str) and re.fullmatch(r"reuse\([1-9]\d{0,2}\)", value)):
-        return str(value)
-    raise ConfigError(f"{key} must be 'all' or 'reuse(n)' such as 'reuse(2)', not {value!r}.")
+    known = r"all|adaptive|reuse\(([1-9]|1[0-6])\)"
+    if isinstance(value, str) and (re.fullmatch(known, value) or _CLASS_NAME.fullmatch(value)):
+        return value
+    raise ConfigError(
+        f"{key} must be 'all', 'adaptive', 'reuse(n)' with n from 1 to 16, or a 'module:Class', not {value!r}."
+    )
+
+
+def load_class(key: str, text: str, protocol: type) -> type[Any]:
+    """Import the class that a setting names as ``module:Class``. Raises ConfigError.
+
+    ``protocol``: the class must have each of its methods, so that a slip is told at start.
+    """
+    module, _, name = text.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{key} names {text!r}, whose module cannot be imported: {said}.") from error
+    if not isinstance(found, type):
+        raise ConfigError(f"{key} names {text!r}, but the module has no class of that name.")
+    methods = [method for method in vars(protocol) if not method.startswith("_")]
+    missing = [method for method in methods if not callable(getattr(found, method, None))]
+    if missing:
+        raise ConfigError(f"{key} names {text!r}, which does not have {', '.join(map(repr, missing))}.")
+    return found
 
 
 _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
@@ -139,6 +168,7 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "store_decode": _parse_flag,
     "cpu_admission": _parse_admission,
     "nvme_admission": _parse_admission,
+    "nvme_write_bytes_per_day": parse_bytes,
     "eviction": _one_of(EVICTIONS),
     "device": _one_of(DEVICES),
     "lookup_wait_s": _parse_seconds,

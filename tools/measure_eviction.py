@@ -21,7 +21,7 @@ from kvdisk.manager.eviction import EVICTIONS, make_eviction
 from kvdisk.manager.tail_first import TailFirst
 
 CAPACITIES_PERCENT = (1, 5, 10, 25, 50)
-ADMISSIONS = ("all", "reuse(2)")
+ADMISSIONS = ("all", "reuse(2)", "adaptive")
 
 
 class Outcome(NamedTuple):
@@ -37,13 +37,14 @@ class ModelTier:
     def __init__(self, eviction: str, admission: str, capacity: int) -> None:
         self._catalog = Catalog()
         self._order = TailFirst(make_eviction(eviction, self._catalog.keys), self._catalog, Tier.NVME)
-        self._admission = make_admission(admission)
+        self._admission = make_admission(admission, capacity)
         self._capacity = capacity
         self._stored = 0
 
     def serve(self, request_id: str, keys: Sequence[BlockKey]) -> Outcome:
         """Serve a prompt: count what hits, use it, and store what is missing and admitted, as far as there is room."""
         catalog, order = self._catalog, self._order
+        self._admission.note_room(self._capacity - len(catalog), self._capacity)
         rows = [catalog.find(key) for key in keys]
         hits = next((position for position, row in enumerate(rows) if row < 0), len(rows))
         for key in keys:
@@ -95,6 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--evictions", nargs="+", default=EVICTIONS, choices=EVICTIONS)
+    parser.add_argument("--admissions", nargs="+", default=ADMISSIONS, help="or 'reuse(n)', or 'module:Class'")
     options = parser.parse_args()
     requests = read_trace(options.trace)
     total = sum(map(len, requests))
@@ -102,7 +104,7 @@ def main() -> None:
     print(f"{len(requests)} requests, {total} blocks, {distinct} distinct")
     print("hits in percent of all blocks / blocks written, for room in percent of distinct blocks")
     print(f"{'admission':10}{'eviction':10}" + "".join(f"{percent:>15} %" for percent in CAPACITIES_PERCENT))
-    for admission in ADMISSIONS:
+    for admission in options.admissions:
         for eviction in options.evictions:
             cells = []
             for percent in CAPACITIES_PERCENT:

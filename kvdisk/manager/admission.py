@@ -3,24 +3,33 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import re
 from typing import Protocol
 
 from kvdisk.blocks import BlockKey
+from kvdisk.config import load_class
 from kvdisk.errors import ConfigError
+from kvdisk.manager.reuse import ReuseTable, places_for
 
 
 class AdmissionPolicy(Protocol):
-    """Decides for one tier. ``want`` is told before ``admits`` is asked for the same request."""
+    """Decides for one tier. ``want`` is told before ``admits`` is asked for the same request.
+
+    The CPU tier's is asked when a request offers a block. The NVMe tier's is asked when a copy in the CPU tier becomes
+    READY, each time a request wants it there, and before it leaves; without a CPU tier, when a request offers it.
+    """
 
     def want(self, key: BlockKey, request_id: str) -> None:
-        """A request wanted this block (offered it, or was served from it)."""
+        """A request wanted this block (offered it, or was served from it). May be told again for the same request."""
 
     def admits(self, key: BlockKey) -> bool:
         """Whether the block may enter now."""
 
     def count(self, key: BlockKey) -> int:
-        """Return a number that rises when ``admits`` may answer otherwise than before."""
+        """Return a number that rises when ``admits`` may answer otherwise than before: the block is offered again."""
+
+    def note_room(self, free: int, total: int) -> None:
+        """Learn, once a step, how many of the tier's slots are free, of all that it may have."""
 
     def reset(self) -> None:
         """Forget all counts: the KV they stood for is gone."""
@@ -40,51 +49,102 @@ class AdmitAll:
         """Return 0: the answer never changes."""
         return 0
 
+    def note_room(self, free: int, total: int) -> None:
+        """It makes no difference."""
+
     def reset(self) -> None:
         """Nothing to forget."""
 
 
 class AdmitReused:
-    """A block may enter once ``needed`` distinct requests wanted it.
+    """A block may enter once ``needed`` distinct requests wanted it. ``places``: of the ``ReuseTable``."""
 
-    Counts live in a least-recently-wanted dictionary of at most ``capacity`` keys, about 300 bytes
-    a tracked key (the dictionary's node, the key, and a tuple of up to ``needed`` request hashes).
-    """
-
-    def __init__(self, needed: int, capacity: int = 200_000) -> None:
-        assert needed >= 1 and capacity >= 1
+    def __init__(self, needed: int, places: int) -> None:
         self._needed = needed
-        self._capacity = capacity
-        self._seen: OrderedDict[BlockKey, tuple[int, ...]] = OrderedDict()
+        self.table = ReuseTable(needed, places)
 
     def want(self, key: BlockKey, request_id: str) -> None:
         """Count a request once per key."""
-        requests = self._seen.get(key, ())
-        mark = hash(request_id)
-        if len(requests) < self._needed and mark not in requests:
-            requests = (*requests, mark)
-        self._seen[key] = requests
-        self._seen.move_to_end(key)
-        if len(self._seen) > self._capacity:
-            self._seen.popitem(last=False)
+        self.table.want(key, request_id)
 
     def admits(self, key: BlockKey) -> bool:
         """Return whether enough distinct requests wanted the block."""
-        return self.count(key) >= self._needed
+        return self.table.count(key) >= self._needed
 
     def count(self, key: BlockKey) -> int:
         """Return the distinct requests seen, at most ``needed``."""
-        return len(self._seen.get(key, ()))
+        return self.table.count(key)
+
+    def note_room(self, free: int, total: int) -> None:
+        """It makes no difference."""
 
     def reset(self) -> None:
         """Forget all counts."""
-        self._seen.clear()
+        self.table.clear()
 
 
-def make_admission(name: str) -> AdmissionPolicy:
-    """Return a new policy by its configuration text, ``all`` or ``reuse(n)``."""
-    if name == "all":
+class AdmitAdaptive(AdmitReused):
+    """Admits everything while there is room, and the fewer blocks that one request wanted the sooner copies leave.
+
+    ``distance``: how many keys are met, on average, between the first and the second request that want a block.
+    A tier of ``total`` slots that admits all holds a new block while about ``total`` others are met. So where ``total``
+    is ``distance`` or more, most of what comes back is still there, and all may enter. Below, new blocks push each
+    other out before they are used, and only a share of the requests, ``(total / distance) ** 4``, has its new blocks
+    admitted at once; those of others enter when a second request wants them. Which requests these are goes by a hash
+    of their names: one request's blocks are all in or all out, and asking twice changes nothing. A reset forgets the
+    counts, not the distance, which says nothing of the KV.
+    """
+
+    _STEEPNESS = 4
+    """What did best on the trace (decision 17)."""
+    _MEMORY = 2000
+    """Second requests over which the distance is averaged."""
+
+    def __init__(self, places: int) -> None:
+        super().__init__(2, places)
+        self._total = 0
+        self._is_full = False
+        self._seconds = 0
+        self.distance = 0.0
+
+    def want(self, key: BlockKey, request_id: str) -> None:
+        """Count a request once per key, and learn from the second."""
+        age = self.table.want(key, request_id)
+        if age is not None:
+            self._seconds = min(self._seconds + 1, self._MEMORY)
+            self.distance += (age - self.distance) / self._seconds
+
+    def admits(self, key: BlockKey) -> bool:
+        """Return whether there is room, or two requests wanted the block, or the first is one of the share."""
+        if not self._is_full or self.table.count(key) >= self._needed:
+            return True
+        share = self.share
+        return share >= 1.0 or self.table.first_request(key) < share
+
+    @property
+    def share(self) -> float:
+        """Of the requests, how many have their new blocks admitted when the tier is full."""
+        return 1.0 if self.distance <= self._total else (self._total / self.distance) ** self._STEEPNESS
+
+    def note_room(self, free: int, total: int) -> None:
+        """A tier is full from when an eighth of it or less is free until half of it is."""
+        self._total = total
+        self._is_full = free * 2 <= total if self._is_full else free * 8 <= total
+
+
+def make_admission(text: str, slots: int, key: str = "admission") -> AdmissionPolicy:
+    """Return a new policy for a tier of so many slots. ``key``: the setting that ``text`` is the value of.
+
+    Raises ConfigError.
+    """
+    if text == "all":
         return AdmitAll()
-    if name.startswith("reuse(") and name.endswith(")"):
-        return AdmitReused(int(name[6:-1]))
-    raise ConfigError(f"admission must be 'all' or 'reuse(n)', not {name!r}.")
+    if text == "adaptive":
+        return AdmitAdaptive(places_for(slots))
+    reuse = re.fullmatch(r"reuse\((\d+)\)", text)
+    if reuse:
+        return AdmitReused(int(reuse[1]), places_for(slots))
+    if ":" not in text:
+        raise ConfigError(f"{key} must be 'all', 'adaptive', 'reuse(n)' or 'module:Class', not {text!r}.")
+    policy: AdmissionPolicy = load_class(key, text, AdmissionPolicy)()
+    return policy

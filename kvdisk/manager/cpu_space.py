@@ -19,7 +19,8 @@ class CpuSpace:
 
     A copy in the backlog is not evicted: it is about to be written to NVMe. The backlog holds at
     most half of the slots, so that the other half always serves new blocks (invariant 8).
-    ``before_evict(row)`` is asked before a copy leaves for room: True: it was put in the backlog instead.
+    ``before_evict(row)`` is asked before a copy leaves for room: True: it was put in the backlog instead; never for
+    one that is there.
     ``is_draining``: whether the backlog is being written. While it is not, its copies leave where nothing else can:
     they would hold back the copies before them for as long as the NVMe tier takes nothing.
     """
@@ -53,7 +54,7 @@ class CpuSpace:
             left = 0
             for row in rows:
                 # Where what follows a copy went to the backlog instead, the copy stays before it.
-                if not self._catalog.is_followed(row, Tier.CPU) and not self._is_kept(row):
+                if not self._catalog.is_followed(row, Tier.CPU) and not self.before_evict(row):
                     self.drop(row)
                     left += 1
             self._stats.add("evicted_blocks_cpu", left)
@@ -69,8 +70,10 @@ class CpuSpace:
             rows = policy.victims(count, lambda row: catalog.evictable(row, Tier.CPU))
         return rows
 
-    def _is_kept(self, row: int) -> bool:
-        return row not in self._backlogs[self.class_of(row)] and self.before_evict(row)
+    @property
+    def room(self) -> tuple[int, int]:
+        """Free slots, and all."""
+        return sum(self.pool.free), sum(self.pool.total)
 
     def inserted(self, row: int) -> None:
         """A copy became READY on every rank."""

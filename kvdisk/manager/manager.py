@@ -83,7 +83,7 @@ class TierManager:
             geometry, context, catalog, stats, cpu, nvme, store_policy, nvme_admission, self._requests, self._foreign
         )
         if cpu is not None:
-            cpu.before_evict = self._settlement.offer_to_nvme
+            cpu.before_evict = self._settlement.ask_before_leaving
         self._loads = LoadPlanner(
             config, geometry, catalog, transfers, stats, cpu, cpu_admission, nvme_admission, self._foreign
         )
@@ -193,8 +193,11 @@ class TierManager:
 
     def take_plan(self, now: float, *, idle: bool) -> Plan:
         """Return the step's plan: what was decided since the last one, and demotions."""
+        if self._cpu is not None:
+            self._cpu_admission.note_room(*self._cpu.room)
         if self._nvme is not None:
             self.commit()
+            self._nvme_admission.note_room(*self._nvme.room)
             self._foreign.absorb(now)
             self._settlement.room += self._nvme.resumes(now)
             if self._cpu is not None:

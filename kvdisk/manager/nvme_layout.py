@@ -47,3 +47,10 @@ class NvmeLayout:
                 )
             slot_counts.append(count)
         return cls(index_bytes, tuple(slot_counts), class_bytes)
+
+    def most_slots(self, geometry: Geometry) -> int:
+        """Return the slots of all segments that the caps have room for."""
+        return sum(
+            cap // (segment_charge_bytes(size, count) * geometry.part_count) * count
+            for size, count, cap in zip(geometry.slot_sizes, self.slot_counts, self.class_bytes, strict=True)
+        )

@@ -22,6 +22,7 @@ from kvdisk.manager.pool import SlotPool
 from kvdisk.manager.segments import Segments
 from kvdisk.manager.tail_first import TailFirst
 from kvdisk.manager.transfers import JobRecord, Transfers
+from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import JobKind, SegmentSpec
 from kvdisk.stats import Stats
 
@@ -40,7 +41,7 @@ class _Drop:
 
 
 class NvmeSpace:
-    """Slots of this engine's home, on ``drive_count`` drives."""
+    """Slots of this engine's home, on ``drive_count`` drives. ``budget``: what may be written; None: without bound."""
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class NvmeSpace:
         stats: Stats,
         make_policy: Callable[[], EvictionPolicy],
         drive_count: int = 1,
+        budget: WriteBudget | None = None,
     ) -> None:
         self._geometry = geometry
         self._index = index
@@ -68,6 +70,8 @@ class NvmeSpace:
         self._index_writable = True
         self._stuck = [False] * len(geometry.slot_sizes)
         self._turns = Turns.of_slots(geometry.slot_sizes)
+        self._budget = budget
+        self.most_slots = layout.most_slots(geometry)
 
     # -- start ---------------------------------------------------------------------------------
 
@@ -92,8 +96,11 @@ class NvmeSpace:
     def allocate(self, size_class: int, count: int) -> list[Slot]:
         """Take up to ``count`` free slots, in runs, piece by piece from the drives in turn; fewer, or none, for want.
 
-        From the drives that could be written when ``may_write`` was last called.
+        From the drives that could be written when ``may_write`` was last called. They are charged to the budget.
         """
+        block_bytes = self._block_bytes(size_class)
+        if self._budget is not None:
+            count = min(count, self._budget.affords(block_bytes))
         slots: list[Slot] = []
         writable = self.segments.writable
         on_drive = {drive: self.segments.on_drives([drive]) for drive in writable}
@@ -106,7 +113,21 @@ class NvmeSpace:
                 slots += taken
             else:
                 drives.remove(drive)
+        if self._budget is not None:
+            pauses = self._budget.pauses
+            self._budget.spend(len(slots), block_bytes)
+            self._stats.add("budget_pauses", self._budget.pauses - pauses)
         return slots
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Slots that are or will be free without an eviction, and all that there may be."""
+        unmade = max(0, self.most_slots - sum(self.pool.total))
+        return unmade + sum(self.pool.free) + sum(self.pool.limbo), unmade + sum(self.pool.total)
+
+    def _block_bytes(self, size_class: int) -> int:
+        """Bytes of a block on the drive over all ranks."""
+        return self._geometry.slot_sizes[size_class] * self._geometry.part_count
 
     def has_room(self, size_class: int) -> bool:
         """Whether a slot is free now, on a drive that can be written."""
@@ -171,11 +192,12 @@ class NvmeSpace:
 
     def make_room(self, now: float, wanted: list[int]) -> None:
         """Open a segment where the cap allows, else evict, so that ``wanted`` slots by size class can be had soon."""
-        for size_class, count in enumerate(wanted):
+        for size_class, wish in enumerate(wanted):
             low_slots = min(64, self.pool.total[size_class] // 8)
             if not self.may_write(now) or self.segments.hold_up(now):
                 continue
-            short = max(count, low_slots) - self._free_slots(size_class) - self.pool.limbo[size_class]
+            allowed = wish if self._budget is None else self._budget.affords(self._block_bytes(size_class))
+            short = max(min(wish, allowed), low_slots) - self._free_slots(size_class) - self.pool.limbo[size_class]
             made = short <= 0 or self.segments.plan_new(size_class, now)
             if not made and self.pool.total[size_class]:
                 made = self._evict(size_class, min(short, _MAX_EVICTED_PER_STEP)) > 0
@@ -281,8 +303,14 @@ class NvmeSpace:
         return self._index_writable and (self._ticket > self._committed or dropping)
 
     def may_write(self, now: float) -> bool:
-        """Whether demotions may be planned: the home is open, and some drive is in order with no back-off running."""
-        return self.segments.may_write(now)
+        """Whether demotions may be planned: the home is open, some drive is in order with no back-off running, and
+        the budget is not spent."""
+        return self.segments.may_write(now) and (self._budget is None or self._budget.look(now))
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether it was the budget that forbade writing when ``may_write`` was last asked."""
+        return self._budget is not None and not self._budget.is_open
 
     @property
     def home_open(self) -> bool:
@@ -290,8 +318,10 @@ class NvmeSpace:
         return self.segments.home_open
 
     def resumes(self, now: float) -> bool:
-        """Whether a back-off or a quarantine has ended since this was last asked."""
+        """Whether a back-off or a quarantine has ended, or the budget is back, since this was last asked."""
         resumed = self.segments.drives.look(now) and self.may_write(now)
+        if self._budget is not None:
+            resumed |= self._budget.look(now) and self._budget.take_resumed()
         self._catalog.hidden_segments = self.segments.quarantined
         return resumed
 

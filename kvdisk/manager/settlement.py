@@ -172,6 +172,26 @@ class Settlement:
             and self._cpu.enqueue(row)
         )
 
+    def ask_before_leaving(self, row: int) -> bool:
+        """Ask once more before a copy leaves the CPU tier for room: True: it waits for its demotion instead.
+
+        Counts why a copy that will be nowhere then was not wanted.
+        """
+        if self.offer_to_nvme(row):
+            return True
+        key = self._catalog.keys[row]
+        if (
+            self._nvme is not None
+            and self._nvme.home_open
+            and self._catalog.state(row, Tier.NVME) == CopyState.ABSENT
+            and not self._foreign.holds(key)
+        ):
+            if not self._nvme_admission.admits(key):
+                self._stats.add("left_without_reuse")
+            else:
+                self._stats.add("left_without_budget" if self._nvme.is_spent else "left_without_room")
+        return False
+
     # -- demotions -----------------------------------------------------------------------------
 
     def _settle_demote(self, record: JobRecord, now: float, now_s: int) -> None:
@@ -245,8 +265,8 @@ class Settlement:
                     space.discard(row)
             elif reason is None:
                 space.accessed(row)
-                if tier is Tier.CPU:
-                    self.offer_to_nvme(row)
+            if tier is Tier.CPU and self._catalog.state(row, tier) == CopyState.READY:
+                self.offer_to_nvme(row)  # its count rose when the load was planned
         if not late:
             space.unpin(row)
 

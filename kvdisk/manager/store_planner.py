@@ -137,6 +137,7 @@ class StorePlanner:
                 policy.accept(request.request_id, group, position)
             elif not self._admission.admits(key):
                 self._stats.add("refused_blocks")
+                self._stats.add("refused_reuse")
                 policy.refuse(request.request_id, group, position, Refusal.NOT_REUSED, self._admission.count(key), now)
             elif row >= 0 and self._catalog.state(row, self._target) != CopyState.ABSENT:
                 self._refuse_for_room(request, group, position, now)
@@ -155,6 +156,8 @@ class StorePlanner:
 
     def _refuse_for_room(self, request: RequestState, group: int, position: int, now: float) -> None:
         self._stats.add("refused_blocks")
+        spent = self._cpu is None and self._nvme is not None and self._nvme.is_spent
+        self._stats.add("refused_budget" if spent else "refused_room")
         room = self._settlement.room
         self._store_policy.refuse(request.request_id, group, position, Refusal.NO_ROOM, room, now)
 

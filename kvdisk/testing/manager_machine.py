@@ -12,15 +12,12 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from enum import Enum
-from pathlib import Path
 from typing import ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvdisk.blocks import JobId, make_block_key
-from kvdisk.config import Config
-from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.base import SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.messages import Reason
@@ -30,9 +27,9 @@ from kvdisk.testing.fake_neighbours import FakeHome, FakeNeighbours
 from kvdisk.testing.fake_ranks import FakeRank
 from kvdisk.testing.fake_requests import value_of
 from kvdisk.testing.manager_parts import ManagerParts, Sizes
+from kvdisk.testing.manager_sizes import ALL_SIZES, RANKS
 from kvdisk.testing.manager_watch import ManagerWatch
 
-RANKS = 2
 MOST_REQUESTS = 4
 BUDGET_TOKENS = 8
 QUIET_ROUNDS = 80
@@ -42,27 +39,6 @@ MOST_PEACE_STEPS = 5
 LONGEST_BACK_OFF_S = 61.0
 LONGEST_QUARANTINE_S = 3601.0
 NEIGHBOUR_SLOTS = 4
-
-_ONE_GROUP = Geometry((GroupGeometry(0, 2, 4096),), RANKS, 2)
-_TWO_GROUPS = Geometry((GroupGeometry(0, 4, 8192), GroupGeometry(1, 2, 4096, window_tokens=4)), RANKS, 2)
-_PROMPTS = ("aab", "aabb", "aabbt", "aabbcc", "aabbcct", "aabbddt", "eet", "eefft")
-_LONG_PROMPTS = ("aabbt", "aabbccddt", "aabbccdd", "aabbeefft", "gghht", "aabbcct")
-
-
-def _config(**changes: object) -> Config:
-    values = {"store_dirs": (Path("/nowhere"),), "nvme_bytes": 1, "cpu_bytes": 1, "max_pinned_gpu_blocks": 3}
-    values["io_deadline_s"] = 1e9  # it never becomes quiet because nothing was heard for long
-    return Config(**(values | changes))  # type: ignore[arg-type]
-
-
-ONE_GROUP = Sizes(_ONE_GROUP, _config(), 7, (2,), (2,), 2, _PROMPTS)
-WINDOW = Sizes(_TWO_GROUPS, _config(max_pinned_gpu_blocks=5), 10, (2, 2), (2, 2), 2, _LONG_PROMPTS, most_outputs=2)
-REUSE = Sizes(_ONE_GROUP, _config(nvme_admission="reuse(2)"), 7, (2,), (3,), 2, _PROMPTS)
-REUSE_CPU = Sizes(_ONE_GROUP, _config(cpu_admission="reuse(2)", store_decode=True), 7, (3,), (2,), 1, _PROMPTS)
-NVME_ONLY = Sizes(_ONE_GROUP, _config(cpu_bytes=0), 7, (), (2,), 2, _PROMPTS)
-NVME_REUSE = Sizes(_ONE_GROUP, _config(cpu_bytes=0, nvme_admission="reuse(2)"), 7, (), (2,), 2, _PROMPTS)
-CPU_ONLY = Sizes(_ONE_GROUP, _config(store_dirs=(), nvme_bytes=None), 7, (2,), (), 0, _PROMPTS)
-ALL_SIZES = (ONE_GROUP, WINDOW, REUSE, REUSE_CPU, NVME_ONLY, NVME_REUSE, CPU_ONLY)
 
 _picks = st.integers(0, 7)
 _budgets = st.sampled_from((1, 2, 4, BUDGET_TOKENS))
@@ -87,7 +63,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     all_sizes: ClassVar[tuple[Sizes, ...]] = ALL_SIZES
 
-    @initialize(pick=st.integers(0, 6))
+    @initialize(pick=st.integers(0, len(ALL_SIZES) - 1))
     def start(self, pick: int) -> None:
         """Choose sizes and start a first life."""
         self.sizes = self.all_sizes[pick % len(self.all_sizes)]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvdisk.blocks import BlockKey, Slot, Tier
+from kvdisk.blocks import BlockKey, Slot, Tier, group_of
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, segment_charge_bytes
 from kvdisk.index.memory_index import MemoryIndex
@@ -19,12 +19,15 @@ from kvdisk.manager.nvme_layout import NvmeLayout
 from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.store_policy import OnCompute, Refusal
 from kvdisk.manager.transfers import Transfers
+from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.stats import Stats
 from kvdisk.testing.fake_engine import FakeEngine
 from kvdisk.testing.fake_neighbours import FakeNeighbours
 
 FINGERPRINT = b"f" * 32
 HOME_ID = "0" * 32
+DAY_S = 240.0
+"""A day of the budget of written bytes: short, so that it is spent and comes back."""
 SHORTEST_BACK_OFF_S = 0.04
 """An offer refused for lack of room is not repeated sooner."""
 
@@ -45,6 +48,15 @@ class Sizes:
     prompts: tuple[str, ...]
     most_outputs: int = 3
     drives: int = 1
+
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the largest block over all ranks."""
+        return max(self.geometry.slot_sizes) * self.geometry.rank_count
+
+    def slot_bytes_of(self, key: BlockKey) -> int:
+        """Bytes of a block on one rank."""
+        return self.geometry.groups[group_of(key)].slot_bytes
 
     @property
     def has_nvme(self) -> bool:
@@ -205,7 +217,11 @@ class ManagerParts:
         nvme = None
         if sizes.has_nvme:
             layout = _layout(sizes)
-            nvme = WatchedNvmeSpace(sizes.geometry, layout, index, catalog, transfers, stats, LruPolicy, sizes.drives)
+            bytes_per_day = sizes.config.nvme_write_bytes_per_day
+            budget = None if bytes_per_day is None else WriteBudget(bytes_per_day, sizes.largest_bytes, DAY_S)
+            nvme = WatchedNvmeSpace(
+                sizes.geometry, layout, index, catalog, transfers, stats, LruPolicy, sizes.drives, budget
+            )
             nvme.restore(HOME_ID, FINGERPRINT)
         manager = TierManager(
             sizes.config,
@@ -217,8 +233,8 @@ class ManagerParts:
             cpu,
             nvme,
             policy,
-            make_admission(sizes.config.cpu_admission),
-            make_admission(sizes.config.nvme_admission),
+            make_admission(sizes.config.cpu_admission, sum(sizes.cpu_slots)),
+            make_admission(sizes.config.nvme_admission, 0 if nvme is None else nvme.most_slots),
             first_generation,
             neighbours if sizes.has_nvme else None,
         )

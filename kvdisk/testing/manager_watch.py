@@ -21,7 +21,7 @@ from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
 from kvdisk.testing.fake_engine import FakeEngine
 from kvdisk.testing.fake_ranks import FakeRank
 from kvdisk.testing.fake_requests import FakeRequest, Status, key_of, value_of
-from kvdisk.testing.manager_parts import ManagerParts, Sizes
+from kvdisk.testing.manager_parts import DAY_S, ManagerParts, Sizes
 
 _BAD_COPY = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
 _BAD_WRITE = frozenset({Reason.NO_SPACE, Reason.IO_ERROR})
@@ -59,7 +59,11 @@ class ManagerWatch:
     _first_paused: int = 0
     _wants: dict[BlockKey, set[str]] = field(default_factory=dict)
 
+    _allowed_bytes: float = 0.0
+    _allowed_s: float = 0.0
+
     def __post_init__(self) -> None:
+        self._allowed_s = self.engine.now
         self.engine.manager, self.engine.watch = self.parts.manager, self
         self.parts.policy.on_accept = self._accepted
         if self.parts.cpu is not None:
@@ -72,7 +76,9 @@ class ManagerWatch:
         return self._is_admitted(self.sizes.config.nvme_admission, key)
 
     def _is_admitted(self, admission: str, key: BlockKey) -> bool:
-        needed = 0 if admission == "all" else int(admission[6:-1])
+        """Whether enough requests wanted a block; ``adaptive`` may let others in too."""
+        needed = {"all": 0, "adaptive": 2}.get(admission) if "(" not in admission else int(admission[6:-1])
+        assert needed is not None
         return len(self._wants.get(key, ())) >= needed
 
     # -- what the engine saw -------------------------------------------------------------------
@@ -163,6 +169,9 @@ class ManagerWatch:
         writes = _writes(job)
         paused = self.engine.now < self._write_failed_s + FIRST_BACK_OFF_S and job.id >= self._first_paused
         assert not (writes and paused), "a write during a back-off"
+        if writes and config.nvme_write_bytes_per_day is not None:
+            slot_bytes = [self.sizes.slot_bytes_of(move.key) for move in job.moves]
+            self._spend(config.nvme_write_bytes_per_day, sum(slot_bytes) * len(self.ranks))
         for move in job.moves:
             self._bad_copies.discard(_target(job, move))
             if job.kind is JobKind.LOAD:
@@ -173,7 +182,16 @@ class ManagerWatch:
                     self._wants.setdefault(move.key, set()).add(owner)
             else:
                 admission = config.nvme_admission if writes else config.cpu_admission
-                assert self._is_admitted(admission, move.key), "a block has entered a tier that does not admit it"
+                may_enter = admission == "adaptive" or self._is_admitted(admission, move.key)
+                assert may_enter, "a block has entered a tier that does not admit it"
+
+    def _spend(self, bytes_per_day: int, written_bytes: int) -> None:
+        """Keep the account of the budget: an hour's bytes at most, none at the start, and the rest over the day."""
+        now, burst = self.engine.now, max(bytes_per_day / 24, self.sizes.largest_bytes)
+        filled = (now - self._allowed_s) * (bytes_per_day - burst) / DAY_S
+        self._allowed_bytes = min(burst, self._allowed_bytes + filled) - written_bytes
+        self._allowed_s = now
+        assert self._allowed_bytes >= -1.0, "the budget of written bytes is overdrawn"
 
     def settled(self, report: Report) -> None:
         """Note failed loads and stores, and that room may have come free."""
@@ -231,6 +249,9 @@ class ManagerWatch:
         self._check_copies()
         self._check_records()
         self._check_zombies()
+        nvme, now = parts.nvme, self.engine.now
+        if nvme is not None and not (len(parts.transfers) or nvme.uncommitted or nvme.may_write(now)):
+            assert not parts.manager.has_pending_work(now), "an idle engine steps although nothing may be written"
         if parts.cpu is not None:
             for size_class, count in enumerate(self.sizes.cpu_slots):
                 assert parts.cpu.backlog_count(size_class) <= count // 2, "the backlog is not bounded"

@@ -13,9 +13,9 @@ from hypothesis.stateful import invariant, run_state_machine_as_test
 
 from kvdisk.blocks import Tier
 from kvdisk.manager.foreign import is_foreign
-from kvdisk.testing import manager_machine
 from kvdisk.testing.manager_machine import ManagerMachine
 from kvdisk.testing.manager_parts import ManagerParts, Sizes
+from kvdisk.testing.manager_sizes import ALL_SIZES
 
 
 def run_machine(all_sizes: tuple[Sizes, ...], examples: int, steps: int = 60, *, shrink: bool = True) -> None:
@@ -82,6 +82,3 @@ def check_pins(parts: ManagerParts) -> None:
     for row in parts.catalog.rows():
         for tier in (Tier.CPU, Tier.NVME):
             assert parts.catalog.pins(row, tier) == expected[row, tier], f"pins of row {row} in {tier!r}"
-
-
-ALL_SIZES = manager_machine.ALL_SIZES

@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 from machines import run_machine
 
-from kvdisk.testing import manager_machine
+from kvdisk.testing import manager_sizes
 from kvdisk.testing.manager_parts import Sizes
 
-SIZES = {name: sizes for name, sizes in vars(manager_machine).items() if isinstance(sizes, Sizes)}
+SIZES = {name: sizes for name, sizes in vars(manager_sizes).items() if isinstance(sizes, Sizes)}
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)

@@ -1,38 +1,214 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import inspect
+import tracemalloc
+
 import pytest
 
 from kvdisk.blocks import make_block_key
+from kvdisk.config import load_class
 from kvdisk.errors import ConfigError
-from kvdisk.manager.admission import AdmitReused, make_admission
+from kvdisk.manager.admission import AdmissionPolicy, AdmitAdaptive, AdmitAll, AdmitReused, make_admission
+from kvdisk.manager.reuse import FEWEST_PLACES, MOST_PLACES, ReuseTable, places_for
 
-KEY, OTHER, THIRD = (make_block_key(name, 0) for name in (b"a", b"b", b"c"))
+KEY, OTHER = (make_block_key(name, 0) for name in (b"a", b"b"))
 
 
-def test_one_request_counts_once():
-    policy = AdmitReused(2)
-    for _ in range(5):
-        policy.want(KEY, "request")
-    assert (policy.count(KEY), policy.admits(KEY)) == (1, False)
-    policy.want(KEY, "another")
-    assert policy.admits(KEY)
+def key_number(number):
+    return make_block_key(number.to_bytes(32, "big"), 0)
+
+
+@pytest.mark.parametrize("needed", [1, 2, 3, 16])
+def test_distinct_requests_count_once_each(needed):
+    policy = AdmitReused(needed, 64)
+    for seen in range(needed):
+        assert (policy.count(KEY), policy.admits(KEY)) == (seen, False)
+        for _ in range(2):
+            for request in range(seen + 1):  # all so far, in turns
+                policy.want(KEY, str(request))
+    assert policy.count(KEY) == needed and policy.admits(KEY)
+    policy.want(KEY, "one more")
+    assert policy.count(KEY) == needed
     assert not policy.admits(OTHER)
-    policy.reset()
-    assert not policy.admits(KEY)
 
 
-def test_the_least_recently_wanted_is_forgotten():
-    policy = AdmitReused(1, capacity=2)
+@pytest.mark.parametrize("make", [lambda: AdmitReused(2, 64), lambda: AdmitAdaptive(64)], ids=["reuse", "adaptive"])
+def test_counts_do_not_survive_a_reset(make):
+    policy = make()
+    policy.note_room(0, 1)
     policy.want(KEY, "1")
-    policy.want(OTHER, "1")
     policy.want(KEY, "2")
-    policy.want(THIRD, "1")
-    assert [policy.admits(key) for key in (KEY, OTHER, THIRD)] == [True, False, True]
+    policy.distance = 1e9
+    assert policy.admits(KEY)
+    policy.reset()
+    assert policy.count(KEY) == 0 and not policy.admits(KEY)
+
+
+def test_the_table_is_bounded_and_forgets_what_was_wanted_longest_ago():
+    table = ReuseTable(2, 256)
+    for number in range(2000):
+        table.want(key_number(0), str(number))  # one that is always asked for
+        table.want(key_number(number), "once")
+    held = [table.count(key_number(number)) for number in range(2000)]
+    assert held[0] == 2
+    assert sum(map(bool, held)) <= 256
+    assert sum(map(bool, held[1900:])) > 70 > sum(map(bool, held[:1000]))
+
+
+def test_what_a_tracked_key_takes():
+    tracemalloc.start()
+    table = ReuseTable(2, 1 << 16)
+    for number in range(100_000):
+        table.want(key_number(number), "request")
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert table.bytes_per_key == 13.0
+    assert taken / (1 << 16) < 13.1
+    tracked = sum(table.count(key_number(number)) for number in range(100_000))
+    assert tracked > 0.8 * (1 << 16), "the places are used"
+
+
+def test_the_age_of_a_second_want():
+    table = ReuseTable(2, 256)
+    assert table.want(KEY, "1") is None
+    for number in range(10):
+        assert table.want(key_number(number), "1") is None
+    assert table.want(KEY, "1") is None, "the same request"
+    assert table.want(KEY, "2") == 10
+    assert table.want(KEY, "3") is None
+
+
+def test_places_by_slots():
+    assert [places_for(slots) for slots in (0, 1 << 16, 100_000, 1 << 30)] == [
+        FEWEST_PLACES,
+        1 << 19,
+        1 << 20,
+        MOST_PLACES,
+    ]
+
+
+class TestAdaptive:
+    @staticmethod
+    def admitted(policy):
+        """Of a thousand requests with two new blocks each, those whose blocks are admitted, which are both or none."""
+        found = set()
+        for number in range(1000):
+            pair = [make_block_key(f"{number} {part}".encode(), 0) for part in (0, 1)]
+            for key in pair:
+                policy.want(key, f"request-{number}")
+            answers = {policy.admits(key) for key in pair}
+            assert len(answers) == 1, "one request's blocks are all in or all out"
+            assert answers == {policy.admits(pair[0])}, "asking again changes nothing"
+            if answers == {True}:
+                found.add(number)
+        return found
+
+    def test_everything_enters_while_there_is_room(self):
+        policy = AdmitAdaptive(1 << 16)
+        policy.distance = 1e9
+        policy.note_room(100, 100)
+        assert len(self.admitted(policy)) == 1000
+        policy.note_room(13, 100)
+        assert policy.admits(KEY)
+        policy.note_room(12, 100)
+        assert not policy.admits(KEY)
+        policy.note_room(50, 100)
+        assert not policy.admits(KEY), "evictions leave some room, which is not for everybody"
+        policy.note_room(51, 100)
+        assert policy.admits(KEY)
+
+    @pytest.mark.parametrize(("distance", "share"), [(100.0, 1.0), (200.0, 1 / 16), (120.0, (100 / 120) ** 4)])
+    def test_the_share_of_new_blocks_goes_down_as_copies_leave_sooner(self, distance, share):
+        policy = AdmitAdaptive(1 << 16)
+        policy.note_room(0, 100)
+        policy._MEMORY = 10**9
+        policy._seconds, policy.distance = 10**9, distance
+        assert policy.share == pytest.approx(share)
+        assert len(self.admitted(policy)) == pytest.approx(1000 * share, abs=40)
+        assert policy.admits(KEY) == (share == 1), "one that is not known any more"
+
+    def test_those_of_a_small_share_are_among_those_of_a_larger(self):
+        small, large = AdmitAdaptive(1 << 16), AdmitAdaptive(1 << 16)
+        for policy, distance in ((small, 150.0), (large, 110.0)):
+            policy.note_room(0, 100)
+            policy.distance = distance
+        assert self.admitted(small) < self.admitted(large)
+
+    def test_a_second_request_lets_a_block_in(self):
+        policy = AdmitAdaptive(1 << 16)
+        policy.note_room(0, 1)
+        policy.want(KEY, "1")
+        policy.distance = 1e9
+        assert not policy.admits(KEY)
+        policy.want(KEY, "2")
+        assert policy.admits(KEY)
+
+    def test_the_distance_is_learned(self):
+        policy = AdmitAdaptive(1 << 16)
+        for number in range(5000):
+            policy.want(key_number(number), f"{number}")
+            if number >= 300:
+                policy.want(key_number(number - 300), f"{number}")
+        assert policy.distance == pytest.approx(300, abs=5)
+
+
+class Own:
+    """Lets in what was wanted three times, by whomever."""
+
+    def __init__(self):
+        self.counts = {}
+
+    def want(self, key, request_id):
+        self.counts[key] = self.counts.get(key, 0) + 1
+
+    def admits(self, key):
+        return self.count(key) >= 3
+
+    def count(self, key):
+        return self.counts.get(key, 0)
+
+    def note_room(self, free, total):
+        pass
+
+    def reset(self):
+        self.counts.clear()
+
+
+class Half:
+    def want(self, key, request_id):
+        pass
 
 
 def test_names():
-    assert make_admission("all").admits(KEY)
-    assert not make_admission("reuse(2)").admits(KEY)
-    with pytest.raises(ConfigError, match="reuse"):
-        make_admission("adaptive")
+    assert isinstance(make_admission("all", 10), AdmitAll)
+    assert isinstance(make_admission("adaptive", 10), AdmitAdaptive)
+    reused = make_admission("reuse(3)", 10)
+    for request in "12":
+        reused.want(KEY, request)
+    assert not reused.admits(KEY)
+    reused.want(KEY, "3")
+    assert reused.admits(KEY)
+    assert isinstance(make_admission(f"{__name__}:Own", 10), Own)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("some", "'adaptive'"),
+        ("no_such_module:Own", "cannot be imported: ModuleNotFoundError"),
+        (f"{__name__}:Nobody", "no class of that name"),
+        (f"{__name__}:KEY", "no class of that name"),
+        (f"{__name__}:Half", "'admits', 'count', 'note_room', 'reset'"),
+    ],
+)
+def test_a_wrong_name_is_one_sentence_that_names_the_setting(text, said):
+    with pytest.raises(ConfigError, match=said) as error:
+        make_admission(text, 10, "nvme_admission")
+    assert str(error.value).startswith("nvme_admission ") and str(error.value).count(".\n") == 0
+
+
+def test_a_class_needs_what_its_protocol_has():
+    methods = [name for name, _ in inspect.getmembers(AdmissionPolicy, inspect.isfunction) if not name.startswith("_")]
+    assert methods == ["admits", "count", "note_room", "reset", "want"]
+    assert load_class("nvme_admission", f"{__name__}:Own", AdmissionPolicy) is Own

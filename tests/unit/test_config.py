@@ -21,6 +21,9 @@ def test_values_are_read():
     assert config.store_dirs == (Path("/nvme/kv"),)
     assert (config.nvme_bytes, config.cpu_bytes) == (1 << 30, 1_500_000_000)
     assert (config.nvme_admission, config.store_decode) == ("reuse(2)", True)
+    assert Config().nvme_admission == "adaptive" and Config().nvme_write_bytes_per_day is None
+    config = Config.from_mapping(STORE | {"cpu_admission": "my.own:Policy", "nvme_write_bytes_per_day": "2TB"})
+    assert (config.cpu_admission, config.nvme_write_bytes_per_day) == ("my.own:Policy", 2 * 10**12)
     assert Config.from_mapping({"store_dirs": ["/nvme/kv"], "nvme_bytes": 5}).nvme_bytes == 5
     several = Config.from_mapping(STORE | {"store_dirs": ["/nvme1/kv", Path("/nvme0/kv")]})
     assert several.store_dirs == (Path("/nvme1/kv"), Path("/nvme0/kv")), "in the order given"
@@ -55,6 +58,12 @@ def test_wrong_sizes(wrong):
         ({"eviction": "arc"}, "'lru'"),
         ({"device": "gds"}, "'posix'"),
         ({"nvme_admission": "reuse(0)"}, "reuse"),
+        ({"cpu_admission": "reuse(17)"}, "from 1 to 16"),
+        ({"nvme_admission": "adaptiv"}, "'adaptive'"),
+        ({"nvme_admission": "my policies:Own"}, "'module:Class'"),
+        ({"nvme_admission": 2}, "'module:Class'"),
+        ({"nvme_write_bytes_per_day": "1TB"}, "needs store_dirs"),
+        (STORE | {"nvme_write_bytes_per_day": "much"}, "must be a size"),
         ({"store_decode": 1}, "true or false"),
         ({"lookup_wait_s": float("inf")}, "seconds"),
         ({"io_deadline_s": -1}, "seconds"),

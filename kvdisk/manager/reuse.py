@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many distinct requests wanted a block: a table of fixed size, by hashes. Scheduler thread only."""
+
+from __future__ import annotations
+
+from array import array
+from zlib import crc32
+
+from kvdisk.blocks import BlockKey
+
+MOST_PLACES = 1 << 22
+FEWEST_PLACES = 1 << 18
+
+
+def places_for(slots: int) -> int:
+    """Return how many keys to track for a tier of so many slots: eight a slot, within bounds; a power of two."""
+    return min(MOST_PLACES, max(FEWEST_PLACES, 1 << (8 * slots - 1).bit_length()))
+
+
+class ReuseTable:
+    """Counts up to ``most`` distinct requests a key, of ``places`` keys at most (a power of two).
+
+    A place takes 9 bytes and 4 for each request that must be known again: 13 for two requests. A key has two places,
+    and of two that are taken the one that was wanted longest ago gives way. A key may be forgotten early and, about
+    once in 2**30 times, another be taken for it: that decides nothing but who is stored. ``now``: keys met so far.
+    """
+
+    def __init__(self, most: int, places: int) -> None:
+        assert most >= 1 and places & (places - 1) == 0
+        self.most = most
+        self.now = 0
+        self._known = max(1, most - 1)  # one more than these is enough, whoever it is
+        self._mask = places - 1
+        self._request = ("", 0)
+        self._clear()
+
+    def _clear(self) -> None:
+        places = self._mask + 1
+        self._marks, self._times = array("I", [0]) * places, array("I", [0]) * places
+        self._counts = bytearray(places)
+        self._requests = array("I", [0]) * (places * self._known)
+
+    def want(self, key: BlockKey, request_id: str) -> int | None:
+        """Count a request once per key. For the second request of a key return how many keys were met since the first.
+
+        None for any other.
+        """
+        if request_id != self._request[0]:
+            self._request = (request_id, _mark_of(request_id))
+        request = self._request[1]
+        place = self._find(key)
+        if place < 0:
+            self._take(key, request)
+            return None
+        count, first = self._counts[place], place * self._known
+        if count < self.most:
+            if request in self._requests[first : first + min(count, self._known)]:
+                return None
+            if count < self._known:
+                self._requests[first + count] = request
+            self._counts[place] = count + 1
+        age = self.now - self._times[place] & 0xFFFFFFFF
+        self._times[place] = self.now & 0xFFFFFFFF
+        return age if count == 1 and self.most > 1 else None
+
+    def count(self, key: BlockKey) -> int:
+        """Return the distinct requests that wanted a key, at most ``most``."""
+        place = self._find(key)
+        return self._counts[place] if place >= 0 else 0
+
+    def first_request(self, key: BlockKey) -> float:
+        """Return a number from 0 to 1 that stands for the first request that wanted a key; 1 where none is known."""
+        place = self._find(key)
+        return self._requests[place * self._known] / 2**32 if place >= 0 else 1.0
+
+    def clear(self) -> None:
+        """Forget all keys."""
+        self._clear()
+
+    @property
+    def bytes_per_key(self) -> float:
+        """Memory of the table by the keys that it can hold."""
+        columns = (self._marks, self._times, self._requests)
+        total = sum(len(column) * column.itemsize for column in columns) + len(self._counts)
+        return total / (self._mask + 1)
+
+    def _find(self, key: BlockKey) -> int:
+        name = hash(key)
+        mark = name >> 32 & 0xFFFFFFFF | 1
+        place = name & self._mask
+        if self._marks[place] == mark:
+            return place
+        place = name >> 22 & self._mask
+        return place if self._marks[place] == mark else -1
+
+    def _take(self, key: BlockKey, request: int) -> None:
+        self.now += 1
+        name = hash(key)
+        place, other = name & self._mask, name >> 22 & self._mask
+        now = self.now
+        if self._marks[place] and (
+            not self._marks[other] or (now - self._times[other] & 0xFFFFFFFF) > (now - self._times[place] & 0xFFFFFFFF)
+        ):
+            place = other
+        self._marks[place] = name >> 32 & 0xFFFFFFFF | 1
+        self._times[place] = now & 0xFFFFFFFF
+        self._counts[place] = 1
+        self._requests[place * self._known] = request
+
+
+def _mark_of(request_id: str) -> int:
+    """Return 32 bits that are spread evenly, also over names that count up."""
+    mark = crc32(request_id.encode()) * 0x9E3779B1 & 0xFFFFFFFF
+    mark = (mark ^ mark >> 15) * 0x85EBCA77 & 0xFFFFFFFF
+    return mark ^ mark >> 13

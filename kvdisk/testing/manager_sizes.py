@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes that the state machine over the manager is run with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvdisk.config import Config
+from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.testing.manager_parts import Sizes
+
+RANKS = 2
+
+_ONE_GROUP = Geometry((GroupGeometry(0, 2, 4096),), RANKS, 2)
+_TWO_GROUPS = Geometry((GroupGeometry(0, 4, 8192), GroupGeometry(1, 2, 4096, window_tokens=4)), RANKS, 2)
+_PROMPTS = ("aab", "aabb", "aabbt", "aabbcc", "aabbcct", "aabbddt", "eet", "eefft")
+_LONG_PROMPTS = ("aabbt", "aabbccddt", "aabbccdd", "aabbeefft", "gghht", "aabbcct")
+
+
+def _config(**changes: object) -> Config:
+    values = {
+        "store_dirs": (Path("/nowhere"),),
+        "nvme_bytes": 1,
+        "cpu_bytes": 1,
+        "nvme_admission": "all",
+        "max_pinned_gpu_blocks": 3,
+        "io_deadline_s": 1e9,  # it never becomes quiet because nothing was heard for long
+    }
+    return Config(**(values | changes))  # type: ignore[arg-type]
+
+
+ONE_GROUP = Sizes(_ONE_GROUP, _config(), 7, (2,), (2,), 2, _PROMPTS)
+WINDOW = Sizes(_TWO_GROUPS, _config(max_pinned_gpu_blocks=5), 10, (2, 2), (2, 2), 2, _LONG_PROMPTS, most_outputs=2)
+REUSE = Sizes(_ONE_GROUP, _config(nvme_admission="reuse(2)"), 7, (2,), (3,), 2, _PROMPTS)
+REUSE_CPU = Sizes(_ONE_GROUP, _config(cpu_admission="reuse(2)", store_decode=True), 7, (3,), (2,), 1, _PROMPTS)
+NVME_ONLY = Sizes(_ONE_GROUP, _config(cpu_bytes=0), 7, (), (2,), 2, _PROMPTS)
+NVME_REUSE = Sizes(_ONE_GROUP, _config(cpu_bytes=0, nvme_admission="reuse(2)"), 7, (), (2,), 2, _PROMPTS)
+ADAPTIVE = Sizes(_ONE_GROUP, _config(nvme_admission="adaptive"), 7, (2,), (2,), 2, _PROMPTS)
+_TWO_BLOCKS_AN_HOUR = {"nvme_write_bytes_per_day": 48 * RANKS * _ONE_GROUP.slot_sizes[0]}
+BUDGET = Sizes(_ONE_GROUP, _config(**_TWO_BLOCKS_AN_HOUR), 7, (2,), (3,), 2, _PROMPTS)
+NVME_BUDGET = Sizes(_ONE_GROUP, _config(cpu_bytes=0, **_TWO_BLOCKS_AN_HOUR), 7, (), (2,), 2, _PROMPTS)
+CPU_ONLY = Sizes(_ONE_GROUP, _config(store_dirs=(), nvme_bytes=None), 7, (2,), (), 0, _PROMPTS)
+ALL_SIZES = (ONE_GROUP, WINDOW, REUSE, REUSE_CPU, NVME_ONLY, NVME_REUSE, ADAPTIVE, BUDGET, NVME_BUDGET, CPU_ONLY)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs in who may enter a tier that the state machine must catch; as ``test_planted_bugs``."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import pytest
+from machines import Bugs, Patch, wrap
+
+from kvdisk.manager.admission import AdmitReused
+from kvdisk.manager.manager import TierManager
+from kvdisk.manager.nvme_space import NvmeSpace
+from kvdisk.manager.reuse import ReuseTable
+from kvdisk.manager.settlement import Settlement
+from kvdisk.manager.write_budget import WriteBudget
+
+BUGS = Bugs()
+
+
+@BUGS.plant
+def one_request_counted_twice(patch: Patch) -> None:
+    numbers = count()
+
+    def want(original: Any, self: ReuseTable, key: Any, request_id: str) -> Any:
+        return original(self, key, f"{request_id} {next(numbers)}")
+
+    wrap(patch, ReuseTable, "want", want)
+
+
+@BUGS.plant
+def counts_that_survive_a_reset(patch: Patch) -> None:
+    patch.setattr(AdmitReused, "reset", lambda self: None)
+
+
+@BUGS.plant
+def refused_block_not_asked_before_it_leaves(patch: Patch) -> None:
+    patch.setattr(Settlement, "ask_before_leaving", lambda self, row: False)
+
+
+@BUGS.plant
+def budget_overdrawn(patch: Patch) -> None:
+    wrap(patch, WriteBudget, "spend", lambda original, self, blocks, size: original(self, blocks // 2, size))
+
+
+@BUGS.plant
+def budget_that_a_restart_fills(patch: Patch) -> None:
+    def look(original: Any, self: WriteBudget, now: float) -> bool:
+        if self._looked_s is None:
+            self._bytes = float(self.burst_bytes)
+        return bool(original(self, now))
+
+    wrap(patch, WriteBudget, "look", look)
+
+
+@BUGS.plant
+def idle_engine_that_waits_for_the_budget(patch: Patch) -> None:
+    def has_pending_work(original: Any, self: TierManager, now: float) -> bool:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(NvmeSpace, "may_write", lambda space, now: space.segments.may_write(now))
+            return bool(original(self, now))
+
+    wrap(patch, TierManager, "has_pending_work", has_pending_work)
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BUGS.must_be_caught(name, monkeypatch)
