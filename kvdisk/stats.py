@@ -39,6 +39,7 @@ COUNTERS: Mapping[str, str] = {
     "write_pauses": "times that writes to a drive stopped for a while after a failure",
     "segment_failures": "segments that could not be made for want of room, or for another failure",
     "dropped_records": "blocks on NVMe whose record could not be committed: a restart does not find them",
+    "lost_events": "stored and removed blocks that were not published because too many waited",
     "drive_quarantines": "times that a drive was left alone because it failed to read or did not answer",
     "rank_bytes_gpu_to_cpu": "bytes copied from the GPU, summed over ranks",
     "rank_bytes_cpu_to_gpu": "bytes copied to the GPU, summed over ranks",

@@ -17,6 +17,8 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
     group_kernel_blocks,
 )
 
@@ -121,6 +123,18 @@ def group_descriptions(kv_cache_config: KVCacheConfig) -> list[dict[str, Any]]:
         }
         for group in kv_cache_config.kv_cache_groups
     ]
+
+
+def publishes_events(vllm_config: VllmConfig) -> bool:
+    """Whether the engine publishes KV-cache events."""
+    events = vllm_config.kv_events_config
+    return events is not None and events.enable_kv_cache_events
+
+
+def event_groups(kv_cache_config: KVCacheConfig) -> list[tuple[str, int | None]]:
+    """Return how events name each group: the kind of its attention, and its window in tokens."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return [(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]
 
 
 def layer_blocks(

@@ -28,9 +28,12 @@ from kvdisk.connector.worker_side import WorkerSide
 from kvdisk.messages import Plan, Report
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
     from vllm.config import VllmConfig
     from vllm.config.kv_transfer import KVTransferConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -177,8 +180,8 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Settle what the workers finished."""
         metadata = connector_output.kv_connector_worker_meta
-        if isinstance(metadata, KVDiskWorkerMetadata):
-            self.scheduler.settle(metadata.report)
+        report = metadata.report if isinstance(metadata, KVDiskWorkerMetadata) else None
+        self.scheduler.settle(report, connector_output.invalid_block_ids)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Offer the tail; the blocks may be freed at once."""
@@ -198,6 +201,10 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def has_pending_push_work(self) -> bool:
         """Whether the engine must go on stepping for transfers and commits."""
         return self.scheduler.has_pending_work()
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Tell what became loadable, and what went, since the last call."""
+        return self.scheduler.take_events()
 
     def reset_cache(self) -> bool:
         """Serve nothing from before again."""

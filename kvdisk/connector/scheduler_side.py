@@ -14,7 +14,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvdisk.assembly import SchedulerParts, assemble_scheduler
 from kvdisk.blocks import Tier
 from kvdisk.config import Config
-from kvdisk.connector.adapter import BlockPoolContext, geometry_of
+from kvdisk.connector.adapter import BlockPoolContext, event_groups, geometry_of, publishes_events
+from kvdisk.connector.controls import Controls
+from kvdisk.connector.events import EventWriter
 from kvdisk.connector.identity import fingerprint_of
 from kvdisk.errors import ConfigError
 from kvdisk.messages import Plan, Report
@@ -22,12 +24,14 @@ from kvdisk.stats import Stats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+    from kvdisk.manager.events import Journal
     from kvdisk.manager.manager import TierManager
 
 logger = logging.getLogger("kvdisk.connector")
@@ -45,6 +49,11 @@ class SchedulerSide:
         self._parts: SchedulerParts | None = None
         self._requests: dict[str, Request] = {}
         self._local_tokens: dict[str, int] = {}
+        self._controls = Controls()
+        publishes = publishes_events(vllm_config)
+        self._writer = EventWriter(self._geometry, event_groups(kv_cache_config)) if publishes else None
+        self._journal: Journal | None = None
+        self._told: dict[str, int] = {}
         self._reported = Stats()
         transfer = vllm_config.kv_transfer_config
         if transfer.kv_load_failure_policy == "fail":
@@ -63,6 +72,8 @@ class SchedulerSide:
         assert self._parts is None, "the block pool was bound twice"
         context = BlockPoolContext(pool)
         self._parts = assemble_scheduler(self._config, self._geometry, context, *self._namespace)
+        if self._writer is not None:
+            self._journal = self._parts.manager.publish()
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -71,12 +82,20 @@ class SchedulerSide:
         if request.lora_request is not None:
             return
         self._requests[request.request_id] = request
-        self._manager.new_request(request.request_id, request.block_hashes, request.num_prompt_tokens)
+        limits = self._controls.read(request.kv_transfer_params)
+        self._manager.new_request(request.request_id, request.block_hashes, request.num_prompt_tokens, limits)
+        self._describe(request)
+
+    def _follow_session(self, request: Request) -> None:
+        """Notice what no hook tells: that the prompt of a streaming session has grown."""
+        if request.streaming_queue is not None:
+            self._manager.prompt_changed(request.request_id, request.num_prompt_tokens)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Answer ``get_num_new_matched_tokens``."""
         if request.request_id not in self._requests or request.skip_reading_prefix_cache:
             return 0, False
+        self._follow_session(request)
         self._local_tokens[request.request_id] = local_tokens
         tokens = self._manager.lookup(request.request_id, local_tokens, request.num_tokens, time.monotonic())
         return tokens, bool(tokens)
@@ -107,8 +126,11 @@ class SchedulerSide:
         if not aborted:
             # The last sampled token has no KV.
             computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+            self._follow_session(request)
             if self._manager.may_offer(request.request_id, computed_tokens):
+                self._describe(request)
                 self._manager.plan_store(request.request_id, computed_tokens, block_ids, time.monotonic())
+        self._told.pop(request.request_id, None)
         return not self._manager.request_finished(request.request_id)
 
     # -- steps ---------------------------------------------------------------------------------
@@ -125,15 +147,20 @@ class SchedulerSide:
                 continue
             # Of the tokens computed when this step is over, only those whose ids are known are final.
             computed_tokens = min(request.num_computed_tokens + scheduled_tokens, request.num_tokens)
+            self._follow_session(request)
             if manager.may_offer(request_id, computed_tokens):
+                self._describe(request)
                 block_ids = state.get_block_ids(request_id)
                 if block_ids is not None:
                     manager.plan_store(request_id, computed_tokens, block_ids, now)
         return manager.take_plan(now, idle=not output.num_scheduled_tokens)
 
-    def settle(self, report: Report) -> None:
-        """Take in what the workers finished."""
-        self._manager.settle(report, time.monotonic(), int(time.time()))
+    def settle(self, report: Report | None, invalid_blocks: set[int]) -> None:
+        """Take in what the workers finished, and which blocks of the step no load has filled, whosever it was."""
+        if invalid_blocks:
+            self._manager.note_invalid_blocks(invalid_blocks, report or Report())
+        if report is not None:
+            self._manager.settle(report, time.monotonic(), int(time.time()))
 
     def reset(self) -> bool:
         """Answer ``reset_cache``: nothing stored so far is served again, unless the user said that weights stay."""
@@ -145,11 +172,24 @@ class SchedulerSide:
         """Answer ``has_pending_push_work``."""
         manager = self._manager
         manager.commit()
-        return manager.has_pending_work(time.monotonic())
+        return manager.has_pending_work(time.monotonic()) or (self._journal is not None and self._journal.waits)
 
     def has_imminent_frees(self) -> bool:
         """Answer ``has_pending_block_frees``."""
         return self._manager.has_imminent_frees()
+
+    # -- events --------------------------------------------------------------------------------
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Answer ``take_events``: nothing unless the engine publishes them."""
+        if self._writer is None or self._journal is None or not self._journal.waits:
+            return []
+        return self._writer.write(self._journal.take())
+
+    def _describe(self, request: Request) -> None:
+        if self._writer is not None:
+            told = self._told.get(request.request_id, 0)
+            self._told[request.request_id] = self._writer.descriptions.remember(request, told)
 
     # -- counters and end ----------------------------------------------------------------------
 

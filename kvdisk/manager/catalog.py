@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from kvdisk.blocks import BlockKey, Slot, Tier
 from kvdisk.manager.chains import NONE, Chains
+from kvdisk.manager.events import Journal
 
 
 class CopyState(IntEnum):
@@ -118,6 +119,8 @@ class Catalog:
         self._segments = {tier: array("I") for tier in _TIERS}
         self._indices = {tier: array("I") for tier in _TIERS}
         self.chains = Chains()
+        self.journal: Journal | None = None
+        """Told of each copy that becomes READY or ends, of the current epoch; None: nobody listens."""
 
     def __len__(self) -> int:
         return len(self.keys) - len(self._vacant)
@@ -250,6 +253,8 @@ class Catalog:
         """The writer is done on every rank: READY, its pin is gone."""
         self._change(row, tier, Change.READY)
         self.unpin(row, tier)
+        if self.journal is not None:
+            self._note(row, tier, stored=True)
 
     def adopt(self, row: int, tier: Tier, slot: Slot) -> None:
         """Take over a copy that a committed record names: READY without a writer."""
@@ -258,12 +263,16 @@ class Catalog:
 
     def doom(self, row: int, tier: Tier) -> None:
         """Serve this copy to nobody any more. The caller drops it when its pins are gone."""
+        if self.journal is not None and self._states[tier][row] == CopyState.READY:
+            self._note(row, tier, stored=False)
         self._change(row, tier, Change.DOOM)
 
     def drop(self, row: int, tier: Tier) -> Slot:
         """End an unpinned copy and return its slot; the row goes with its last copy."""
         slot = self.slot(row, tier)
         assert self._pins[tier][row] == 0, "a pinned copy cannot be dropped"
+        if self.journal is not None and self._states[tier][row] == CopyState.READY:
+            self._note(row, tier, stored=False)
         self._change(row, tier, Change.DROP)
         self.chains.unlink(row, tier)
         if self._cpu_states[row] == self._nvme_states[row] == _ABSENT:
@@ -302,6 +311,9 @@ class Catalog:
 
     def hide_all(self) -> None:
         """Forget every key, for a new epoch: rows stay for their slots' sake, and are found by nobody."""
+        if self.journal is not None:
+            for tier in _TIERS:
+                self.journal.note(tier, False, self.ready_keys(tier))
         self._rows.clear()
         self.losses += 1
         self.chains.forget_orphans()
@@ -313,6 +325,18 @@ class Catalog:
             found &= np.frombuffer(self._segments[tier], np.uint32) == segment
         rows: list[int] = np.flatnonzero(found).tolist()
         return rows
+
+    def ready_keys(self, tier: Tier) -> list[BlockKey]:
+        """Return the keys of all copies of the current epoch that are READY in a tier."""
+        states = self._states[tier]
+        return [key for key, row in self._rows.items() if states[row] == CopyState.READY]
+
+    def _note(self, row: int, tier: Tier, *, stored: bool) -> None:
+        """Tell of a copy, unless a new epoch has hidden it: then its end was told already."""
+        assert self.journal is not None
+        key = self.keys[row]
+        if self._rows.get(key) == row:
+            self.journal.note(tier, stored, (key,))
 
     def rows(self) -> Iterator[int]:
         """Yield every live row, hidden ones included. Takes seconds for a million: for tests."""

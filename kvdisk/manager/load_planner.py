@@ -51,6 +51,8 @@ class LoadPlanner:
         limit = total_tokens - 1
         if request.load_limit_tokens is not None:
             limit = min(limit, request.load_limit_tokens)
+        if request.most_load_tokens is not None:
+            limit = min(limit, local_tokens + request.most_load_tokens)
         self._foreign.refresh(request, now)
         known = self._foreign.promised
         hit, coming = request.lookups.hits(

@@ -18,10 +18,11 @@ from kvdisk.index.base import Neighbours
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.cpu_space import CpuSpace
+from kvdisk.manager.events import Journal
 from kvdisk.manager.foreign import ForeignCopies
 from kvdisk.manager.load_planner import LoadPlanner
 from kvdisk.manager.nvme_space import NvmeSpace
-from kvdisk.manager.requests import RequestState
+from kvdisk.manager.requests import RequestLimits, RequestState
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.store_planner import StorePlanner
 from kvdisk.manager.store_policy import StorePolicy
@@ -106,14 +107,28 @@ class TierManager:
 
     # -- requests ------------------------------------------------------------------------------
 
-    def new_request(self, request_id: str, hashes: Sequence[bytes], prompt_tokens: int) -> None:
+    def new_request(
+        self, request_id: str, hashes: Sequence[bytes], prompt_tokens: int, limits: RequestLimits | None = None
+    ) -> None:
         """Follow a request from now on, and ask the neighbours for what is missing of its prompt.
 
         ``hashes`` is the engine's growing list, read at each call.
         """
-        request = self._requests[request_id] = RequestState.make(request_id, hashes, prompt_tokens, self._geometry)
+        request = RequestState.make(request_id, hashes, prompt_tokens, self._geometry, limits)
+        self._requests[request_id] = request
         request.update_keys(self._geometry)
-        self._foreign.ask(request)
+        if request.most_load_tokens != 0:
+            self._foreign.ask(request)
+
+    def prompt_changed(self, request_id: str, prompt_tokens: int) -> None:
+        """A session's prompt may have grown: its last answer is a part of it, less that answer's last token."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        request.prompt_tokens = prompt_tokens
+        if request.forget_changed_keys(self._geometry):
+            request.offered_blocks = 0
+            self._store_policy.request_finished(request_id)
 
     def follows(self, request_id: str) -> bool:
         """Whether the request is known: not so for those that kvdisk leaves alone."""
@@ -245,6 +260,23 @@ class TierManager:
             self._settlement.settle(record, now, now_s)
         for record in self._transfers.take_released():
             self._settlement.release(record)
+
+    def note_invalid_blocks(self, blocks: set[int], report: Report) -> None:
+        """Learn which GPU blocks of a step were not filled by a load. Call it before ``settle`` of the same report.
+
+        Those that are not of a load of kvdisk's own were for another connector to fill while the model ran, which has
+        computed on what was there: no store that is out leaves a copy. What is computed again is offered again.
+        """
+        if blocks - self._transfers.failed_load_blocks(report):
+            self._transfers.fail_stores()
+
+    def publish(self) -> Journal:
+        """Keep a journal of what becomes loadable and what goes, from what is there now on. At most once."""
+        assert self._catalog.journal is None
+        journal = self._catalog.journal = Journal(self.stats)
+        for tier in (Tier.CPU, Tier.NVME):
+            journal.note(tier, True, self._catalog.ready_keys(tier))
+        return journal
 
     def commit(self) -> None:
         """Learn how far the index's commits have come; never waits for one."""

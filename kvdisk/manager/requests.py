@@ -5,10 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from kvdisk.blocks import BlockKey, JobId, Tier, make_block_keys
+from kvdisk.blocks import BlockKey, JobId, Tier, make_block_key, make_block_keys
 from kvdisk.geometry import Geometry
 from kvdisk.manager.lookup import Lookups
+
+
+class RequestLimits(NamedTuple):
+    """What a request's user allows, in tokens; None: no limit, 0: nothing.
+
+    ``most_load_tokens`` beyond those that are on the GPU already; ``store_limit_tokens`` from the prompt's start.
+    """
+
+    most_load_tokens: int | None = None
+    store_limit_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -18,6 +29,8 @@ class RequestState:
     ``hashes``: the engine's own growing list of block hashes, one per ``hash_tokens``; read only.
     ``hash_count``: how many of them are in ``keys``. ``lookups``: what was found of them.
     ``load_limit_tokens``: no external hit reaches beyond this any more, because a load failed there.
+    ``most_load_tokens``, ``store_limit_tokens``: what its user allows: so many tokens to load beyond those on the GPU,
+    and to store up to this one; None: no limit.
     ``stale``: what it has computed is of weights that are gone, and nothing of it is stored; until it starts again.
     ``offered_blocks``: how far the store policy was asked, in the smallest group's blocks.
     ``question``: ticket of what the neighbours were asked, 0: nothing; ``asked_s``: when it was first looked up, or
@@ -32,6 +45,8 @@ class RequestState:
     lookups: Lookups
     hash_count: int = 0
     load_limit_tokens: int | None = None
+    most_load_tokens: int | None = None
+    store_limit_tokens: int | None = None
     wait_started_s: float | None = None
     gave_up_waiting: bool = False
     looked_up: bool = False
@@ -44,10 +59,26 @@ class RequestState:
     store_jobs: set[JobId] = field(default_factory=set)
 
     @classmethod
-    def make(cls, request_id: str, hashes: Sequence[bytes], prompt_tokens: int, geometry: Geometry) -> RequestState:
+    def make(
+        cls,
+        request_id: str,
+        hashes: Sequence[bytes],
+        prompt_tokens: int,
+        geometry: Geometry,
+        limits: RequestLimits | None = None,
+    ) -> RequestState:
         """Return the state of a new request."""
+        most_load_tokens, store_limit_tokens = limits or RequestLimits()
         keys: tuple[list[BlockKey], ...] = tuple([] for _ in geometry.groups)
-        return cls(request_id, hashes, prompt_tokens, keys, Lookups(len(keys)))
+        return cls(
+            request_id,
+            hashes,
+            prompt_tokens,
+            keys,
+            Lookups(len(keys)),
+            most_load_tokens=most_load_tokens,
+            store_limit_tokens=store_limit_tokens,
+        )
 
     def update_keys(self, geometry: Geometry) -> None:
         """Extend ``keys`` to what the engine has hashed by now: one key per full block and group."""
@@ -59,3 +90,18 @@ class RequestState:
             scale = group.block_tokens // geometry.hash_tokens
             hashes = self.hashes[(len(keys) + 1) * scale - 1 : self.hash_count : scale]
             keys.extend(make_block_keys(hashes, group.group))
+
+    def forget_changed_keys(self, geometry: Geometry) -> bool:
+        """Drop all keys where the engine has hashed the prompt anew; return whether it has.
+
+        Each hash covers its whole prefix, so the last key of a group speaks for those before it.
+        """
+        for group, keys in zip(geometry.groups, self.keys, strict=True):
+            last = len(keys) * (group.block_tokens // geometry.hash_tokens) - 1
+            if keys and (last >= len(self.hashes) or make_block_key(self.hashes[last], group.group) != keys[-1]):
+                for stale in self.keys:
+                    stale.clear()
+                self.hash_count = 0
+                self.lookups = Lookups(len(self.keys))
+                return True
+        return False

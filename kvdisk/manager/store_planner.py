@@ -111,6 +111,8 @@ class StorePlanner:
             request.store_jobs.add(record.job.id)
 
     def _storable_tokens(self, request: RequestState, computed_tokens: int) -> int:
+        if request.store_limit_tokens is not None:
+            computed_tokens = min(computed_tokens, request.store_limit_tokens)
         return computed_tokens if self._config.store_decode else min(computed_tokens, request.prompt_tokens)
 
     def _answer(

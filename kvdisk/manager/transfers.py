@@ -107,6 +107,22 @@ class Transfers:
         """Return the loads that are queued or out."""
         return tuple(job_id for job_id, record in self._records.items() if record.job.kind is JobKind.LOAD)
 
+    def failed_load_blocks(self, report: Report) -> set[int]:
+        """Return the GPU blocks that the loads in a report, which is not absorbed yet, have failed to fill."""
+        return {
+            record.job.moves[position].block
+            for job_id, result in report.results.items()
+            if (record := self._records.get(job_id)) is not None and record.job.kind is JobKind.LOAD
+            for position in result.failed
+        }
+
+    def fail_stores(self) -> None:
+        """Have every move of the stores that are queued or out fail, whatever their ranks answer."""
+        for record in self._records.values():
+            if record.job.kind is JobKind.STORE:
+                for position in range(len(record.details)):
+                    record.failed.setdefault(position, Reason.CANCELLED)
+
     def touched_blocks(self) -> Iterator[int]:
         """Yield the GPU blocks that stores on their way hold."""
         for record in self._records.values():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings that a failing drive cannot turn into a flood: one per cause and interval."""
+"""Warnings that a failing drive, or a client, cannot turn into a flood: one per cause and interval."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ INTERVAL_S = 60.0
 class QuietLog:
     """Passes the first warning of a cause, and the next one ``INTERVAL_S`` later with what was left out. One thread."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], log: logging.Logger = logger) -> None:
         self._clock = clock
+        self._log = log
         self._last_s: dict[str, float] = {}
         self._left_out: dict[str, int] = {}
 
@@ -28,4 +29,4 @@ class QuietLog:
             return
         self._last_s[cause] = now_s
         left_out = self._left_out.pop(cause, 0)
-        logger.warning("kvdisk: %s%s", text, f" ({left_out} more like it before)" if left_out else "")
+        self._log.warning("kvdisk: %s%s", text, f" ({left_out} more like it before)" if left_out else "")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,17 @@ import torch
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
     VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiKVConnectorMetadata,
+    MultiKVConnectorWorkerMetadata,
 )
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -29,7 +35,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvdisk.blocks import JobId
-from kvdisk.connector.connector import KVDiskWorkerMetadata
+from kvdisk.connector.connector import KVDiskConnector, KVDiskMetadata, KVDiskWorkerMetadata
 from kvdisk.connector.plugin import register
 from kvdisk.messages import Job, JobKind, JobResult, Plan, Reason, Report
 
@@ -54,6 +60,10 @@ class Bench:
 
     Loads and stores are answered at once, with success, unless ``hold`` names their kind; held jobs
     wait in ``held`` until ``release``. ``fail`` maps a kind to the move positions that shall fail.
+
+    ``others``: the classes of a ``MultiConnector``'s children, kvdisk's being ``KVDiskConnector``; none: kvdisk alone.
+    ``invalid``: GPU blocks that the next step reports as not loaded. With ``events`` what is published goes to
+    ``published``.
     """
 
     def __init__(
@@ -66,15 +76,18 @@ class Bench:
         ranks: int = 1,
         extra: Mapping[str, Any] | None = None,
         connector: bool = True,
+        window_block_tokens: int = BLOCK_TOKENS,
+        others: Sequence[str] = (),
+        events: bool = False,
     ) -> None:
         register()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(MODEL))
-        config = vllm_config(folder, num_blocks, max_batched_tokens, extra, connector)
+        config = vllm_config(folder, num_blocks, max_batched_tokens, extra, connector, others, events)
         sizes = {"block_size": BLOCK_TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
         groups = [KVCacheGroupSpec(["full.0"], FullAttentionSpec(**sizes))]
         if window_tokens is not None:
-            spec = SlidingWindowSpec(**sizes, sliding_window=window_tokens)
+            spec = SlidingWindowSpec(**sizes | {"block_size": window_block_tokens}, sliding_window=window_tokens)
             groups.append(KVCacheGroupSpec(["window.0"], spec))
         cache = KVCacheConfig(num_blocks, [], groups, hash_block_size=BLOCK_TOKENS)
         init_none_hash(sha256)
@@ -94,10 +107,20 @@ class Bench:
         self.jobs: list[Job] = []
         self.tokens: dict[str, list[int]] = {}
         self.group_count = len(groups)
+        self.invalid: set[int] = set()
+        self.published: list[Any] = []
+        if events:
+            self.scheduler.kv_event_publisher.publish = lambda batch: self.published.extend(batch.events)
 
     @property
     def connector(self) -> Any:
-        return self.scheduler.connector
+        """kvdisk's connector."""
+        connector = self.scheduler.connector
+        return next((one for one in self.children if isinstance(one, KVDiskConnector)), connector)
+
+    @property
+    def children(self) -> list[Any]:
+        return list(getattr(self.scheduler.connector, "_connectors", ()))
 
     @property
     def pool(self) -> Any:
@@ -106,15 +129,19 @@ class Bench:
     def counters(self) -> dict[str, int]:
         return dict(self.connector.counters())
 
-    def add(self, request_id: str, prompt: Iterable[int], max_tokens: int = 2, **more: Any) -> Request:
-        """Add a request. Further keywords go to vLLM's ``Request``: ``lora_request``, ``cache_salt``."""
+    def add(
+        self, request_id: str, prompt: Iterable[int], max_tokens: int = 2, params: Any = None, **more: Any
+    ) -> Request:
+        """Add a request. ``params``: its ``kv_transfer_params``. Further keywords go to vLLM's ``Request``."""
+        sampling = more.pop("sampling_params", None) or SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        if params is not None:
+            sampling.extra_args = {"kv_transfer_params": params}
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
-            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
-            pooling_params=None,
+            sampling_params=None if "pooling_params" in more else sampling,
             block_hasher=self._hasher,
-            **more,
+            **{"pooling_params": None} | more,
         )
         self.scheduler.add_request(request)
         return request
@@ -128,7 +155,7 @@ class Bench:
 
     def step(self) -> SchedulerOutput:
         output = self.scheduler.schedule()
-        transfer = self._work(output.kv_connector_metadata.plan) if self.connector is not None else None
+        transfer = self._work(output.kv_connector_metadata) if self.connector is not None else None
         self.scheduler.update_from_output(output, self._model_output(output, transfer))
         return output
 
@@ -140,11 +167,26 @@ class Bench:
             self.step()
         raise AssertionError(f"still busy after {steps} steps")
 
-    def _work(self, plan: Plan) -> KVConnectorOutput:
+    def _work(self, metadata: KVConnectorMetadata) -> KVConnectorOutput:
+        if isinstance(metadata, KVDiskMetadata):
+            return self._work_plan(metadata.plan)
+        assert isinstance(metadata, MultiKVConnectorMetadata)
+        (at,) = (at for at, one in enumerate(metadata.metadata) if isinstance(one, KVDiskMetadata))
+        output = self._work_plan(metadata.metadata[at].plan)
+        for other in metadata.metadata:
+            output.finished_recving |= getattr(other, "loaded", set())
+        if output.kv_connector_worker_meta is not None:
+            mine: list[Any] = [None] * len(metadata.metadata)
+            mine[at] = output.kv_connector_worker_meta
+            output.kv_connector_worker_meta = MultiKVConnectorWorkerMetadata(tuple(mine))
+        return output
+
+    def _work_plan(self, plan: Plan) -> KVConnectorOutput:
         self.jobs.extend(plan.jobs)
         waiting = self.held + list(plan.jobs)
         self.held = [job for job in waiting if job.kind in self.hold]
-        output = KVConnectorOutput(finished_recving=set(), invalid_block_ids=set(), failed_recving=set())
+        output = KVConnectorOutput(finished_recving=set(), invalid_block_ids=self.invalid, failed_recving=set())
+        self.invalid = set()
         results: dict[JobId, JobResult] = {}
         for job in waiting:
             if job.kind in self.hold:
@@ -188,13 +230,31 @@ def _has_no_source(job: Job, at: int) -> bool:
 
 
 def vllm_config(
-    folder: Path, num_blocks: int, max_batched_tokens: int, extra: Mapping[str, Any] | None, connector: bool
+    folder: Path,
+    num_blocks: int,
+    max_batched_tokens: int,
+    extra: Mapping[str, Any] | None,
+    connector: bool,
+    others: Sequence[str] = (),
+    events: bool = False,
 ) -> VllmConfig:
-    transfer = KVTransferConfig(
-        kv_connector="KVDiskConnector",
-        kv_role="kv_both",
-        kv_connector_extra_config={"cpu_bytes": "16MiB", "lookup_wait_s": 5.0, **(extra or {})},
-    )
+    mine = {"cpu_bytes": "16MiB", "lookup_wait_s": 5.0, **(extra or {})}
+    transfer = KVTransferConfig(kv_connector="KVDiskConnector", kv_role="kv_both", kv_connector_extra_config=mine)
+    if others:
+        children = [
+            {
+                "kv_connector": name,
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": mine if name == "KVDiskConnector" else {},
+            }
+            for name in others
+        ]
+        transfer = KVTransferConfig(
+            kv_connector="MultiConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"connectors": children},
+            kv_load_failure_policy="recompute",
+        )
     config = VllmConfig(
         model_config=ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=2048),
         cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),
@@ -209,6 +269,7 @@ def vllm_config(
         parallel_config=ParallelConfig(),
         kv_transfer_config=transfer if connector else None,
         device_config=DeviceConfig("cpu"),
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
     )
     config.cache_config.num_gpu_blocks = num_blocks
     return config

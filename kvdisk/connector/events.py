@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manager's journal as vLLM's KV-cache events, for routers that know what each engine holds. Scheduler thread only.
+
+A stored block is told with its tokens and its parent's hash while those are remembered: of the requests that came
+last. Of other blocks (found on the drive at start, or promoted long after) only the hash is told, in the form that
+vLLM's own offloading connector has for it: no tokens, block size 0. A reader that has seen the hash knows the rest.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    MEDIUM_STORAGE,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+)
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+
+from kvdisk.blocks import GROUP_BYTES, BlockKey, Tier, group_of
+from kvdisk.geometry import Geometry
+from kvdisk.manager.events import Taken
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import ExternalBlockHash
+    from vllm.v1.request import Request
+
+MOST_REMEMBERED = 65536
+"""Hashes whose tokens are remembered, at 8 bytes a token and about 200 a hash; the first heard of go first."""
+
+_MEDIA = {Tier.CPU: MEDIUM_CPU, Tier.NVME: MEDIUM_STORAGE}
+_LOCALITY = "LOCAL"
+
+
+class _Stretch(NamedTuple):
+    """Consecutive hashes of one prompt and their tokens; ``first``: number of the first hash in its prompt."""
+
+    first: int
+    hashes: list[bytes]
+    tokens: array[int]
+
+
+class BlockDescriptions:
+    """Tokens and parents of the blocks of late requests, by hash."""
+
+    def __init__(self, geometry: Geometry, most: int = MOST_REMEMBERED) -> None:
+        self._hash_tokens = geometry.hash_tokens
+        # A large block's first token and its parent lie before the hash that names it.
+        self._lead = max(group.block_tokens for group in geometry.groups) // geometry.hash_tokens
+        self._most = most
+        self._known: dict[bytes, tuple[_Stretch, int]] = {}
+
+    def remember(self, request: Request, told: int) -> int:
+        """Remember a request's hashes from number ``told`` on; return how many it has.
+
+        Not of requests whose hashes cover more than tokens: a reader that hashed these tokens would take the
+        blocks for those of another prompt.
+        """
+        count = len(request.block_hashes)
+        if count <= told or request.cache_salt or request.mm_features or request.prompt_embeds is not None:
+            return count
+        first = max(0, told - self._lead)
+        tokens = request.all_token_ids[first * self._hash_tokens : count * self._hash_tokens]
+        stretch = _Stretch(first, list(request.block_hashes[first:]), array("q", tokens))
+        for at in range(told - first, count - first):
+            block_hash = stretch.hashes[at]
+            self._known.pop(block_hash, None)
+            self._known[block_hash] = (stretch, at)
+        while len(self._known) > self._most:
+            del self._known[next(iter(self._known))]
+        return count
+
+    def find(self, block_hash: bytes, block_tokens: int) -> tuple[bytes | None, list[int]] | None:
+        """Return the parent's hash (None: it begins a prompt) and the tokens of a block of ``block_tokens``."""
+        known = self._known.get(block_hash)
+        if known is None:
+            return None
+        stretch, at = known
+        scale = block_tokens // self._hash_tokens
+        start = at + 1 - scale  # of the block's first hash in the stretch
+        if start < 0 or (start == 0 and stretch.first > 0):
+            return None
+        tokens = stretch.tokens[start * self._hash_tokens : (at + 1) * self._hash_tokens]
+        return stretch.hashes[start - 1] if start else None, list(tokens)
+
+
+class EventWriter:
+    """Writes what the journal says as vLLM's events. ``groups``: by index, the kind of attention and its window."""
+
+    def __init__(self, geometry: Geometry, groups: Sequence[tuple[str, int | None]]) -> None:
+        self._geometry = geometry
+        self._groups = groups
+        self.descriptions = BlockDescriptions(geometry)
+
+    def write(self, taken: Taken) -> list[KVCacheEvent]:
+        """Return the events of a piece of the journal, in its order."""
+        events: list[KVCacheEvent] = [AllBlocksCleared()] if taken.cleared else []
+        for (tier, stored), changes in groupby(taken.changes, key=lambda change: (change.tier, change.stored)):
+            keys = [key for change in changes for key in change.keys]
+            events.extend(self._stored(tier, keys) if stored else self._removed(tier, keys))
+        return events
+
+    def _stored(self, tier: Tier, keys: Iterable[BlockKey]) -> Iterator[BlockStored]:
+        for key in keys:
+            group = group_of(key)
+            block_tokens = self._geometry.groups[group].block_tokens
+            described = self.descriptions.find(_hash_of(key), block_tokens)
+            parent, tokens = described or (None, [])
+            kind, window = self._groups[group]
+            yield BlockStored(
+                block_hashes=[_external(_hash_of(key))],
+                parent_block_hash=None if parent is None else _external(parent),
+                token_ids=tokens,
+                block_size=block_tokens if described else 0,
+                lora_id=None,
+                medium=_MEDIA[tier],
+                lora_name=None,
+                group_idx=group,
+                kv_cache_spec_kind=kind,
+                kv_cache_spec_sliding_window=window,
+                locality=_LOCALITY,
+            )
+
+    def _removed(self, tier: Tier, keys: Iterable[BlockKey]) -> Iterator[BlockRemoved]:
+        by_group: dict[int, list[ExternalBlockHash]] = {}
+        for key in keys:
+            by_group.setdefault(group_of(key), []).append(_external(_hash_of(key)))
+        for group, hashes in by_group.items():
+            yield BlockRemoved(block_hashes=hashes, medium=_MEDIA[tier], group_idx=group, locality=_LOCALITY)
+
+
+def _hash_of(key: BlockKey) -> bytes:
+    return key[:-GROUP_BYTES]
+
+
+def _external(block_hash: bytes) -> ExternalBlockHash:
+    return maybe_convert_block_hash(BlockHash(block_hash))
