@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ class Bench:
             vllm_config=config,
             kv_cache_config=cache,
             structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK_TOKENS,
+            block_size=math.lcm(*(group.kv_cache_spec.block_size for group in groups)),
             hash_block_size=BLOCK_TOKENS,
             log_stats=True,
         )
@@ -108,6 +109,7 @@ class Bench:
         self.tokens: dict[str, list[int]] = {}
         self.group_count = len(groups)
         self.invalid: set[int] = set()
+        self.void: set[JobId] = set()
         self.published: list[Any] = []
         if events:
             self.scheduler.kv_event_publisher.publish = lambda batch: self.published.extend(batch.events)
@@ -132,19 +134,25 @@ class Bench:
     def add(
         self, request_id: str, prompt: Iterable[int], max_tokens: int = 2, params: Any = None, **more: Any
     ) -> Request:
-        """Add a request. ``params``: its ``kv_transfer_params``. Further keywords go to vLLM's ``Request``."""
+        """Add a request, see ``make_request``."""
+        request = self.make_request(request_id, prompt, max_tokens, params, **more)
+        self.scheduler.add_request(request)
+        return request
+
+    def make_request(
+        self, request_id: str, prompt: Iterable[int], max_tokens: int = 2, params: Any = None, **more: Any
+    ) -> Request:
+        """Make a request. ``params``: its ``kv_transfer_params``. Further keywords go to vLLM's ``Request``."""
         sampling = more.pop("sampling_params", None) or SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         if params is not None:
             sampling.extra_args = {"kv_transfer_params": params}
-        request = Request(
+        return Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
             sampling_params=None if "pooling_params" in more else sampling,
             block_hasher=self._hasher,
             **{"pooling_params": None} | more,
         )
-        self.scheduler.add_request(request)
-        return request
 
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
@@ -183,6 +191,7 @@ class Bench:
 
     def _work_plan(self, plan: Plan) -> KVConnectorOutput:
         self.jobs.extend(plan.jobs)
+        self.void |= set(plan.void)
         waiting = self.held + list(plan.jobs)
         self.held = [job for job in waiting if job.kind in self.hold]
         output = KVConnectorOutput(finished_recving=set(), invalid_block_ids=self.invalid, failed_recving=set())
@@ -192,6 +201,8 @@ class Bench:
             if job.kind in self.hold:
                 continue
             failed = {at: Reason.CHECKSUM for at in self.fail.get(job.kind, ()) if at < len(job.moves)}
+            if job.id in self.void:
+                failed = dict.fromkeys(range(len(job.moves)), Reason.CANCELLED)
             failed |= {at: Reason.ABSENT for at, move in enumerate(job.moves) if _has_no_source(job, at)}
             results[job.id] = JobResult(self.ranks, failed)
             if job.kind is JobKind.LOAD:
@@ -205,12 +216,14 @@ class Bench:
         return output
 
     def _model_output(self, output: SchedulerOutput, transfer: KVConnectorOutput | None) -> ModelRunnerOutput:
-        sampled, index = [], {}
+        sampled, index, pooled = [], {}, []
         for at, request_id in enumerate(output.num_scheduled_tokens):
             request = self.scheduler.requests[request_id]
             done = request.num_computed_tokens >= request.num_tokens
             token = (request.num_tokens * 7) % 500
-            sampled.append([token] if done else [])
+            pools = request.pooling_params is not None
+            sampled.append([token] if done and not pools else [])
+            pooled.append(torch.zeros(1) if done and pools else None)
             if done:
                 self.tokens.setdefault(request_id, []).append(token)
             index[request_id] = at
@@ -220,7 +233,7 @@ class Bench:
             sampled_token_ids=sampled,
             logprobs=None,
             prompt_logprobs_dict={},
-            pooler_output=[],
+            pooler_output=pooled,
             kv_connector_output=transfer,
         )
 
