@@ -215,6 +215,18 @@ class EngineChild:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
+    def kill_worker(self) -> None:
+        """Kill one of the worker processes (signal 9); in layout ``tp2``, where they are processes of their own."""
+        assert self.layout == "tp2"
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if not folder.name.isdigit() or os.getsid(int(folder.name)) != self._process.pid:
+                    continue
+                if b"::Worker" in (folder / "cmdline").read_bytes():
+                    os.kill(int(folder.name), signal.SIGKILL)
+                    return
+        raise self._failed("no worker was found")
+
     def __enter__(self) -> EngineChild:
         return self
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from engine_child import Answer, EngineChild
+from engine_child import Answer, EngineChild, EngineError
 
 from kvdisk.device.listing import list_homes
 from kvdisk.geometry import HEADER_BYTES, SEGMENT_HEADER_BYTES
@@ -165,23 +165,26 @@ def test_engine_in_its_own_process_killed_and_restarted(
         assert warm[0].cached == (len(LONG[0]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-def test_two_ranks(tiny_llama: Path, tmp_path: Path) -> None:
+def test_two_ranks_of_which_one_dies(tiny_llama: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     with EngineChild(tiny_llama, tmp_path / "log", layout="tp2", **LIMITS) as engine:
         expected = _tokens(engine.generate(LONG, together=False))
-    with EngineChild(tiny_llama, tmp_path / "log", extra_config=_with_store(store), layout="tp2", **LIMITS) as engine:
-        assert _tokens(engine.generate(LONG, together=False)) == expected
-        engine.reset()
-        warm = engine.generate(LONG, together=False)
-        assert _tokens(warm) == expected, "warm from the CPU tier"
-        assert warm[0].cached > 0
-        engine.drain()
+    engine = EngineChild(tiny_llama, tmp_path / "log", extra_config=_with_store(store), layout="tp2", **LIMITS)
+    assert _tokens(engine.generate(LONG, together=False)) == expected
+    engine.reset()
+    warm = engine.generate(LONG, together=False)
+    assert _tokens(warm) == expected, "warm from the CPU tier"
+    assert warm[0].cached > 0
+    engine.drain()
     (home,) = list_homes(store)
     ranks = {file.name for file in (home.segments_path / "0").iterdir()}
     assert ranks == {"rank0.kv", "rank1.kv"}
+    engine.kill_worker()
+    with pytest.raises(EngineError, match="EngineDead"):
+        engine.generate([OTHER])
     with EngineChild(tiny_llama, tmp_path / "log", extra_config=_with_store(store), layout="tp2", **LIMITS) as engine:
         warm = engine.generate(LONG, together=False)
-        assert _tokens(warm) == expected, "warm from NVMe after a restart"
+        assert _tokens(warm) == expected, "warm from NVMe after a worker died"
         assert warm[0].cached == (len(LONG[0]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 

@@ -153,6 +153,16 @@ def test_decoded_blocks_are_told_with_their_tokens(tmp_path: Path) -> None:
     assert not bench.connector.scheduler._told, "nothing is kept of a request that is gone"
 
 
+def test_tokens_are_remembered_of_the_last_blocks_only(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "model", events=True)
+    bench.connector.scheduler._writer.descriptions._most = 2
+    request = bench.add("a", PROMPT)
+    bench.run()
+    described = [event for event in of_kvdisk(bench, BlockStored) if event.token_ids]
+    assert [event.block_hashes[0] for event in described] == request.block_hashes[3:1:-1]
+    assert described[1].parent_block_hash == request.block_hashes[1]
+
+
 def test_nothing_is_noted_where_nobody_listens(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "model")
     bench.add("a", PROMPT)
