@@ -84,8 +84,7 @@ class BlockDescriptions:
         stretch, at = known
         scale = block_tokens // self._hash_tokens
         start = at + 1 - scale  # of the block's first hash in the stretch
-        if start < 0 or (start == 0 and stretch.first > 0):
-            return None
+        assert start > 0 or start == stretch.first == 0, "a stretch begins a large block before what it was made for"
         tokens = stretch.tokens[start * self._hash_tokens : (at + 1) * self._hash_tokens]
         return stretch.hashes[start - 1] if start else None, list(tokens)
 
