@@ -309,6 +309,11 @@ class Catalog:
         """Whether a tier has a copy, in any state, of a block whose parent this row is."""
         return self.chains.first(row, tier) != NONE
 
+    def ready_keys(self, tier: Tier) -> list[BlockKey]:
+        """Return the keys of all copies of the current epoch that are READY in a tier."""
+        states = self._states[tier]
+        return [key for key, row in self._rows.items() if states[row] == CopyState.READY]
+
     def hide_all(self) -> None:
         """Forget every key, for a new epoch: rows stay for their slots' sake, and are found by nobody."""
         if self.journal is not None:
