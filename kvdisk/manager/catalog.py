@@ -331,11 +331,6 @@ class Catalog:
         rows: list[int] = np.flatnonzero(found).tolist()
         return rows
 
-    def ready_keys(self, tier: Tier) -> list[BlockKey]:
-        """Return the keys of all copies of the current epoch that are READY in a tier."""
-        states = self._states[tier]
-        return [key for key, row in self._rows.items() if states[row] == CopyState.READY]
-
     def _note(self, row: int, tier: Tier, *, stored: bool) -> None:
         """Tell of a copy, unless a new epoch has hidden it: then its end was told already."""
         assert self.journal is not None
