@@ -26,7 +26,7 @@ from kvdisk.manager.eviction import EvictionPolicy, make_eviction
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme_layout import NvmeLayout
 from kvdisk.manager.nvme_space import NvmeSpace
-from kvdisk.manager.store_policy import make_store_policy
+from kvdisk.manager.store_policies import make_store_policy
 from kvdisk.manager.transfers import Transfers
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.recovery import open_index, rebuild_index

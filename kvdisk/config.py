@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -17,7 +18,7 @@ _UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _UNITS |= {f"{prefix}b": factor for prefix, factor in list(_UNITS.items()) if prefix in {"k", "m", "g", "t"}}
 _UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate(("k", "m", "g", "t"), start=1)}
 
-STORE_POLICIES = ("on_compute",)
+STORE_POLICIES = ("on_compute", "on_preemption", "spillover")
 DEVICES = ("posix",)
 EVICTIONS = ("lru", "s3fifo")
 ON_RESET = ("epoch", "keep")
@@ -130,6 +131,13 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str, Any], str]:
     return parse
 
 
+def _parse_store_policy(key: str, value: Any) -> str:
+    if value in STORE_POLICIES or (isinstance(value, str) and _CLASS_NAME.fullmatch(value)):
+        return str(value)
+    listed = ", ".join(repr(policy) for policy in STORE_POLICIES)
+    raise ConfigError(f"{key} must be one of {listed}, or a class of your own as 'module:Class', not {value!r}.")
+
+
 def _parse_admission(key: str, value: Any) -> str:
     known = r"all|adaptive|reuse\(([1-9]|1[0-6])\)"
     if isinstance(value, str) and (re.fullmatch(known, value) or _CLASS_NAME.fullmatch(value)):
@@ -142,7 +150,7 @@ def _parse_admission(key: str, value: Any) -> str:
 def load_class(key: str, text: str, protocol: type) -> type[Any]:
     """Import the class that a setting names as ``module:Class``. Raises ConfigError.
 
-    ``protocol``: the class must have each of its methods, so that a slip is told at start.
+    ``protocol``: the class must have all that it has, so that a slip is told at start.
     """
     module, _, name = text.partition(":")
     try:
@@ -152,8 +160,8 @@ def load_class(key: str, text: str, protocol: type) -> type[Any]:
         raise ConfigError(f"{key} names {text!r}, whose module cannot be imported: {said}.") from error
     if not isinstance(found, type):
         raise ConfigError(f"{key} names {text!r}, but the module has no class of that name.")
-    methods = [method for method in vars(protocol) if not method.startswith("_")]
-    missing = [method for method in methods if not callable(getattr(found, method, None))]
+    wanted = [name for name in (*vars(protocol), *inspect.get_annotations(protocol)) if not name.startswith("_")]
+    missing = [name for name in wanted if not hasattr(found, name)]
     if missing:
         raise ConfigError(f"{key} names {text!r}, which does not have {', '.join(map(repr, missing))}.")
     return found
@@ -164,7 +172,7 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "nvme_bytes": parse_bytes,
     "cpu_bytes": parse_bytes,
     "staging_bytes": parse_bytes,
-    "store_policy": _one_of(STORE_POLICIES),
+    "store_policy": _parse_store_policy,
     "store_decode": _parse_flag,
     "cpu_admission": _parse_admission,
     "nvme_admission": _parse_admission,

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
+from kvdisk.blocks import BlockKey
+
 
 class KVCacheBlockView(Protocol):
     """One GPU block as the engine's pool holds it; read only, valid within one scheduler step."""
@@ -18,6 +20,10 @@ class KVCacheBlockView(Protocol):
     def ref_cnt(self) -> int:
         """Requests and touches that hold the block."""
 
+    @property
+    def key(self) -> BlockKey | None:
+        """What the engine's prefix cache knows the block by: a full block of its group; None: it does not know it."""
+
 
 class SchedulerContext(Protocol):
     """The engine's block pool. All calls from the scheduler's thread only."""
@@ -25,6 +31,10 @@ class SchedulerContext(Protocol):
     @property
     def block_count(self) -> int:
         """GPU blocks of the pool, the null block included."""
+
+    @property
+    def step_blocks(self) -> int:
+        """How many blocks the requests of one step can take from the free queue at most, loads aside."""
 
     def get_block(self, block_id: int) -> KVCacheBlockView:
         """Return the block with this id."""

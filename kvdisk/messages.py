@@ -123,6 +123,8 @@ class Plan:
     """One step's work. ``flush``: jobs already sent whose GPU-reading legs are to be finished first.
 
     ``void``: loads already sent whose bytes stopped being right (a reset): they end as failed whatever they read.
+    ``urgent``: stores of this plan whose GPU blocks are free, or have been given away: before anything of this step
+    writes to the GPU their copies from it end, or are given up unstarted.
     ``idle``: no model runs in this step, which is there for transfers or commits: a worker may wait a moment for them.
     """
 
@@ -130,6 +132,7 @@ class Plan:
     flush: tuple[JobId, ...] = ()
     void: tuple[JobId, ...] = ()
     idle: bool = False
+    urgent: tuple[JobId, ...] = ()
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     MLAAttentionSpec,
@@ -22,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
     group_kernel_blocks,
 )
 
+from kvdisk.blocks import BlockKey, make_block_key
 from kvdisk.context import KVCacheBlockView
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
@@ -29,6 +31,8 @@ from kvdisk.geometry import Geometry, GroupGeometry
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 SUPPORTED_VERSIONS = ((0, 32), (0, 33))
@@ -173,14 +177,77 @@ def _block_view(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor
     )
 
 
-class BlockPoolContext:
-    """``SchedulerContext`` over vLLM's ``BlockPool``. Scheduler thread only."""
+def overwritten_blocks(output: SchedulerOutput) -> set[int]:
+    """Return the GPU blocks that a model runner may write to before it calls ``handle_preemptions``.
 
-    def __init__(self, pool: BlockPool) -> None:
+    The second-generation runner zeroes new blocks and copies shared ones before it; the first-generation one after it.
+    """
+    found = set(output.new_block_ids_to_zero or ())
+    found.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
+    return found
+
+
+def step_blocks_of(vllm_config: VllmConfig, geometry: Geometry) -> int:
+    """Return how many GPU blocks one step can take: for all its tokens, and one more for each request and group."""
+    limits = vllm_config.scheduler_config
+    return sum(
+        -(-limits.max_num_batched_tokens // group.block_tokens) + limits.max_num_seqs for group in geometry.groups
+    )
+
+
+class PooledBlock:
+    """``KVCacheBlockView`` of one of vLLM's blocks, for good. It keeps the key it has made of the block's last hash."""
+
+    __slots__ = ("_block", "_geometry", "_key", "_named", "block_id")
+
+    def __init__(self, block: KVCacheBlock, geometry: Geometry) -> None:
+        self.block_id: int = block.block_id
+        self._block = block
+        self._geometry = geometry
+        self._named: bytes | None = None
+        self._key: BlockKey | None = None
+
+    @property
+    def ref_cnt(self) -> int:
+        """See ``KVCacheBlockView``."""
+        return self._block.ref_cnt  # type: ignore[no-any-return]
+
+    @property
+    def key(self) -> BlockKey | None:
+        """See ``KVCacheBlockView``: vLLM appends the group to the hash in four bytes, kvdisk in two.
+
+        None also where vLLM knows the block by a part of its tokens.
+        """
+        named = self._block.block_hash
+        if named is not self._named:
+            self._named, self._key = named, self._made_key(named)
+        return self._key
+
+    def _made_key(self, named: BlockHashWithGroupId | None) -> BlockKey | None:
+        if named is None:
+            return None
+        group, tokens = get_group_id(named), self._block.block_hash_num_tokens
+        if tokens is None or tokens % self._geometry.groups[group].block_tokens:
+            return None
+        return make_block_key(get_block_hash(named), group)
+
+
+class BlockPoolContext:
+    """``SchedulerContext`` over vLLM's ``BlockPool``. ``step_blocks``: see there. Scheduler thread only."""
+
+    def __init__(self, pool: BlockPool, geometry: Geometry, step_blocks: int) -> None:
         for name in ("blocks", "touch", "free_blocks", "free_block_queue"):
             if not hasattr(pool, name):
                 raise ConfigError(f"kvdisk needs the engine's block pool, and this one has no {name!r}.")
         self._pool = pool
+        self._geometry = geometry
+        self._step_blocks = step_blocks
+        self._views: dict[int, PooledBlock] = {}
+
+    @property
+    def step_blocks(self) -> int:
+        """How many blocks the requests of one step can take at most."""
+        return self._step_blocks
 
     @property
     def block_count(self) -> int:
@@ -189,7 +256,10 @@ class BlockPoolContext:
 
     def get_block(self, block_id: int) -> KVCacheBlockView:
         """Return the block with this id."""
-        return self._pool.blocks[block_id]  # type: ignore[no-any-return]
+        view = self._views.get(block_id)
+        if view is None:
+            view = self._views[block_id] = PooledBlock(self._pool.blocks[block_id], self._geometry)
+        return view
 
     def touch(self, block_ids: Sequence[int]) -> None:
         """Take one reference on each block."""
@@ -204,5 +274,5 @@ class BlockPoolContext:
         """Yield the blocks of the free queue, the next to be reused first."""
         block = self._pool.free_block_queue.fake_free_list_head.next_free_block
         while block is not None and block.next_free_block is not None:
-            yield block
+            yield self.get_block(block.block_id)
             block = block.next_free_block

@@ -14,7 +14,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvdisk.assembly import SchedulerParts, assemble_scheduler
 from kvdisk.blocks import Tier
 from kvdisk.config import Config
-from kvdisk.connector.adapter import BlockPoolContext, event_groups, geometry_of, publishes_events
+from kvdisk.connector.adapter import (
+    BlockPoolContext,
+    event_groups,
+    geometry_of,
+    overwritten_blocks,
+    publishes_events,
+    step_blocks_of,
+)
 from kvdisk.connector.controls import Controls
 from kvdisk.connector.events import EventWriter
 from kvdisk.connector.identity import fingerprint_of
@@ -46,6 +53,7 @@ class SchedulerSide:
         self._config = config
         self._geometry = geometry_of(vllm_config, kv_cache_config)
         self._namespace = fingerprint_of(vllm_config, kv_cache_config) if config.store_dirs else (None, {})
+        self._step_blocks = step_blocks_of(vllm_config, self._geometry)
         self._parts: SchedulerParts | None = None
         self._requests: dict[str, Request] = {}
         self._local_tokens: dict[str, int] = {}
@@ -70,7 +78,7 @@ class SchedulerSide:
     def bind_pool(self, pool: BlockPool) -> None:
         """Build the manager over the engine's block pool."""
         assert self._parts is None, "the block pool was bound twice"
-        context = BlockPoolContext(pool)
+        context = BlockPoolContext(pool, self._geometry, self._step_blocks)
         self._parts = assemble_scheduler(self._config, self._geometry, context, *self._namespace)
         if self._writer is not None:
             self._journal = self._parts.manager.publish()
@@ -139,7 +147,7 @@ class SchedulerSide:
         """Offer what this step computes, and return its plan."""
         now = time.monotonic()
         manager = self._manager
-        manager.preempt(output.preempted_req_ids or ())
+        manager.preempt(output.preempted_req_ids or (), now, overwritten_blocks(output))
         state = output.kv_connector_block_state
         for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
             request = self._requests.get(request_id)

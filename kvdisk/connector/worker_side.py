@@ -49,8 +49,12 @@ class WorkerSide:
         return self._parts.mover
 
     def flush(self, plan: Plan) -> None:
-        """Move the victims' copies from the GPU to the front."""
-        if plan.flush:
+        """Move the victims' copies from the GPU to the front, and take those at once that cannot come later."""
+        urgent = tuple(job for job in plan.jobs if job.id in plan.urgent)
+        if urgent:
+            # Until they have ended nothing else of the plan has begun, and nothing of the step was launched.
+            self.mover.save(Plan(urgent, plan.flush, urgent=plan.urgent), self.mover.compute_done())
+        elif plan.flush:
             self.mover.flush(plan.flush)
 
     def before_forward(self, plan: Plan) -> None:
@@ -60,11 +64,11 @@ class WorkerSide:
                 self._loads[job.id] = job
         early = tuple(job for job in plan.jobs if job.kind is not JobKind.STORE)
         if early or plan.void:
-            self.mover.submit(replace(plan, jobs=early), self.mover.compute_done())
+            self.mover.submit(replace(plan, jobs=early, urgent=()), self.mover.compute_done())
 
     def after_forward(self, plan: Plan) -> None:
         """Start the stores, which read what the forward pass computes."""
-        stores = tuple(job for job in plan.jobs if job.kind is JobKind.STORE)
+        stores = tuple(job for job in plan.jobs if job.kind is JobKind.STORE and job.id not in plan.urgent)
         if stores:
             self.mover.submit(Plan(stores), self.mover.compute_done())
 

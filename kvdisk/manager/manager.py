@@ -8,7 +8,7 @@ monotonic), bytes are moved by the workers, records are committed by the index's
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from kvdisk.blocks import BlockKey, JobId, Tier
 from kvdisk.config import Config
@@ -67,12 +67,12 @@ class TierManager:
         self._transfers = transfers
         self._cpu = cpu
         self._nvme = nvme
-        self._store_policy = store_policy
         self._cpu_admission = cpu_admission
         self._nvme_admission = nvme_admission
         self._epoch = FILE_EPOCH
         self._requests: dict[str, RequestState] = {}
         self._flush: list[JobId] = []
+        self._urgent: list[JobId] = []
         self._void: list[JobId] = []
         self._imminent_answers = 0
         self._heard_s = math.inf
@@ -127,8 +127,7 @@ class TierManager:
             return
         request.prompt_tokens = prompt_tokens
         if request.forget_changed_keys(self._geometry):
-            request.offered_blocks = 0
-            self._store_policy.request_finished(request_id)
+            self._stores.restarted(request_id)
 
     def follows(self, request_id: str) -> bool:
         """Whether the request is known: not so for those that kvdisk leaves alone."""
@@ -137,15 +136,22 @@ class TierManager:
     def request_finished(self, request_id: str) -> bool:
         """Forget a request; return whether its GPU blocks may be freed now: always, what copies need is touched."""
         if self._requests.pop(request_id, None) is not None:
-            self._store_policy.request_finished(request_id)
+            self._stores.finished(request_id)
         return True
 
-    def preempt(self, request_ids: Iterable[str]) -> None:
-        """Have the victims' copies from the GPU finished first, so that their blocks come free."""
+    def preempt(self, request_ids: Iterable[str], now: float, overwritten: Collection[int] = ()) -> None:
+        """Have the victims' copies from the GPU finished first, so that their blocks come free, and save the rest.
+
+        Once a step, before its stores are planned. What the store policy saves of them is in the step's plan as
+        ``Plan.urgent``. ``overwritten``: GPU blocks that the model runner writes to before the urgent jobs begin.
+        """
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
                 self._flush.extend(sorted(request.store_jobs))
+                job_id = self._stores.save(request, overwritten, now, self._epoch)
+                if job_id is not None:
+                    self._urgent.append(job_id)
 
     def elsewhere(self, key: BlockKey) -> bool:
         """Whether another home of the store is thought to have a block."""
@@ -168,8 +174,7 @@ class TierManager:
         request = self._requests[request_id]
         if request.stale:  # the engine asks for requests without computed tokens only: this one starts again
             request.stale = False
-            request.offered_blocks = 0
-            self._store_policy.request_finished(request_id)
+            self._stores.restarted(request_id)
         return self._loads.lookup(request, local_tokens, total_tokens, now)
 
     def plan_load(
@@ -207,7 +212,7 @@ class TierManager:
     # -- steps ---------------------------------------------------------------------------------
 
     def take_plan(self, now: float, *, idle: bool) -> Plan:
-        """Return the step's plan: what was decided since the last one, and demotions."""
+        """Return the step's plan: what was decided since the last one, stores of free blocks, and demotions."""
         if self._cpu is not None:
             self._cpu_admission.note_room(*self._cpu.room)
         if self._nvme is not None:
@@ -219,12 +224,14 @@ class TierManager:
                 self._plan_demotions(self._cpu, self._nvme, now)
             else:
                 self._nvme.make_room(now, [1] * len(self._geometry.slot_sizes))
+        self._stores.plan_free(now, self._epoch)
         flush, self._flush = tuple(self._flush), []
         void, self._void = tuple(self._void), []
         jobs = self._transfers.take_queued()
         if jobs:
             self._heard_s = now
-        return Plan(jobs, flush, void, idle and self.has_pending_work(now))
+        urgent, self._urgent = tuple(self._urgent), []
+        return Plan(jobs, flush, void, idle and self.has_pending_work(now), urgent)
 
     def _plan_demotions(self, cpu: CpuSpace, nvme: NvmeSpace, now: float) -> None:
         classes = range(len(self._geometry.slot_sizes))
@@ -296,6 +303,8 @@ class TierManager:
         self._foreign.stop()
         self._cpu_admission.reset()
         self._nvme_admission.reset()
+        self._stores.reset()
+        self._urgent.clear()
         self._void = list(self._transfers.sent_loads())
         for record in self._transfers.cancel_queued():
             self._settlement.cancel(record)

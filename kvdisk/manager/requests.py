@@ -32,7 +32,6 @@ class RequestState:
     ``most_load_tokens``, ``store_limit_tokens``: what its user allows: so many tokens to load beyond those on the GPU,
     and to store up to this one; None: no limit.
     ``stale``: what it has computed is of weights that are gone, and nothing of it is stored; until it starts again.
-    ``offered_blocks``: how far the store policy was asked, in the smallest group's blocks.
     ``question``: ticket of what the neighbours were asked, 0: nothing; ``asked_s``: when it was first looked up, or
     they were asked again.
     ``served``: tokens of the last planned load by the tier they come from.
@@ -52,7 +51,6 @@ class RequestState:
     looked_up: bool = False
     loading: bool = False
     stale: bool = False
-    offered_blocks: int = 0
     question: int = 0
     asked_s: float | None = None
     served: dict[Tier, int] = field(default_factory=dict)

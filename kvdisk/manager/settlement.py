@@ -16,8 +16,9 @@ from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies, is_foreign
 from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.store_policy import Refusal, StorePolicy
+from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.transfers import JobRecord
+from kvdisk.manager.watermark import Refusal
 from kvdisk.messages import JobKind, Move, Reason
 from kvdisk.stats import Stats
 
@@ -99,8 +100,9 @@ class Settlement:
 
     def _settle_store(self, record: JobRecord, now: float, now_s: int) -> None:
         # The tail of a chain is given back first, as the engine does, so that it is reused first.
-        self._context.free_blocks([detail.block for detail in reversed(record.details)])
-        self.pinned_blocks -= len(record.details)
+        held = [detail.block for detail in reversed(record.details) if detail.block >= 0]
+        self._context.free_blocks(held)
+        self.pinned_blocks -= len(held)
         request = self._requests.get(record.request_id or "")
         if request is not None:
             request.store_jobs.discard(record.job.id)
@@ -115,11 +117,12 @@ class Settlement:
             self._fail(detail.row, tier, at in record.late)
             if reason is not Reason.CANCELLED:
                 self._stats.add("failed_stores")
-            if record.request_id is not None:
-                # It had its slot, and that is free again: only the back-off stands before the next offer.
-                self._store_policy.refuse(
-                    record.request_id, detail.group, detail.position, Refusal.NO_ROOM, self.room - 1, now
-                )
+            # It had its slot, and that is free again: only the back-off stands before the next offer.
+            why = (Refusal.NO_ROOM, self.room - 1, now)
+            if record.request_id is None:
+                self._store_policy.refuse_free(move.key, *why)
+            else:
+                self._store_policy.refuse(record.request_id, detail.group, detail.position, *why)
         self._stats.add("stored_blocks", len(record.details) - len(record.failed))
         if self._nvme is not None:
             if self._cpu is None:

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a request is stored: the store policy's offers answered, and jobs for those taken. Scheduler thread only."""
+"""What is stored: the store policy's offers answered, and jobs for those taken. Scheduler thread only."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
-from kvdisk.blocks import Tier
+from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.config import Config
 from kvdisk.context import SchedulerContext
-from kvdisk.geometry import Geometry
+from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.cpu_space import CpuSpace
@@ -17,10 +18,20 @@ from kvdisk.manager.lookup import is_coming
 from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.settlement import Settlement
-from kvdisk.manager.store_policy import Refusal, StorePolicy
+from kvdisk.manager.store_policy import FreeOffer, StorePolicy
+from kvdisk.manager.tables import BlockTables, Table
 from kvdisk.manager.transfers import MoveDetail, Transfers
+from kvdisk.manager.watermark import Refusal
 from kvdisk.messages import JobKind, Move
 from kvdisk.stats import Stats
+
+
+@dataclass(slots=True)
+class _Job:
+    """A job of stores in the making."""
+
+    moves: list[Move] = field(default_factory=list)
+    details: list[MoveDetail] = field(default_factory=list)
 
 
 class StorePlanner:
@@ -64,35 +75,35 @@ class StorePlanner:
         limit = config.max_pinned_gpu_blocks
         self._max_pinned = max(1, context.block_count // 2) if limit is None else limit
         self._min_block_tokens = min(group.block_tokens for group in geometry.groups)
+        self._tables = BlockTables()
+
+    # -- what requests have computed ------------------------------------------------------------
 
     def may_offer(self, request: RequestState, computed_tokens: int) -> bool:
         """See ``TierManager.may_offer``."""
         if request.loading or request.stale:
             return False
-        computed_tokens = self._storable_tokens(request, computed_tokens)
-        return computed_tokens // self._min_block_tokens > request.offered_blocks or self._store_policy.waits(
-            request.request_id
-        )
+        if not self._store_policy.saves_victims:
+            computed_tokens = self._storable_tokens(request, computed_tokens)
+        known_tokens = self._tables.get(request.request_id).computed_tokens
+        new_blocks = computed_tokens // self._min_block_tokens > known_tokens // self._min_block_tokens
+        return new_blocks or self._store_policy.waits(request.request_id)
 
     def plan(
-        self,
-        request: RequestState,
-        computed_tokens: int,
-        block_ids: Sequence[Sequence[int]],
-        now: float,
-        epoch: int,
+        self, request: RequestState, computed_tokens: int, block_ids: Sequence[Sequence[int]], now: float, epoch: int
     ) -> None:
         """See ``TierManager.plan_store``. ``epoch``: the current one."""
         if request.loading or request.stale:
             return
-        computed_tokens = self._storable_tokens(request, computed_tokens)
         request.update_keys(self._geometry)
-        request.offered_blocks = computed_tokens // self._min_block_tokens
-        moves: list[Move] = []
-        details: list[MoveDetail] = []
+        known_tokens = self._tables.get(request.request_id).computed_tokens
+        self._tables.put(request.request_id, Table(computed_tokens, block_ids))
+        storable_tokens = self._storable_tokens(request, computed_tokens)
+        job = _Job()
         for group in self._geometry.groups:
             keys, blocks = request.keys[group.group], block_ids[group.group]
-            storable = min(computed_tokens // group.block_tokens, len(keys), len(blocks))
+            storable = min(storable_tokens // group.block_tokens, len(keys), len(blocks))
+            self._note_reached(request, keys, min(known_tokens // group.block_tokens, storable), storable)
             offers = self._store_policy.offers(
                 request.request_id,
                 group.group,
@@ -103,95 +114,236 @@ class StorePlanner:
             )
             if offers:
                 taken = self._answer(request, group.group, offers, blocks, now)
-                self._take(request, group.group, taken, blocks, now, epoch, moves, details)
-        if moves:
-            self._context.touch([detail.block for detail in details])
-            self._settlement.pinned_blocks += len(moves)
-            record = self._transfers.add(JobKind.STORE, moves, details, epoch=epoch, request_id=request.request_id)
-            request.store_jobs.add(record.job.id)
+                allowed = self._pins_left - len(job.moves)
+                self._take(request, group, taken, blocks, now, epoch, job, min(allowed, len(taken)))
+        self._touch(job)
+        self._add(job, request, epoch)
 
     def _storable_tokens(self, request: RequestState, computed_tokens: int) -> int:
         if request.store_limit_tokens is not None:
             computed_tokens = min(computed_tokens, request.store_limit_tokens)
         return computed_tokens if self._config.store_decode else min(computed_tokens, request.prompt_tokens)
 
-    def _answer(
-        self, request: RequestState, group: int, offers: list[int], blocks: Sequence[int], now: float
-    ) -> list[int]:
-        """Answer one group's offers that need no slot: accept (there already, or no block) or refuse. Return the rest.
+    def _note_reached(self, request: RequestState, keys: Sequence[BlockKey], start: int, stop: int) -> None:
+        """A request has come to blocks of one group, computed or loaded: it wants them, and uses their copies.
 
-        Where the CPU tier has the block already, NVMe is asked again: its count may have risen.
+        Where the CPU tier has a block already, NVMe is asked again: its count may have risen.
         """
+        if start == stop:
+            return
+        self._store_policy.reached(request.request_id, keys, start, stop)
+        used: list[int] = []
+        for position in range(start, stop):
+            key = keys[position]
+            self._admission.want(key, request.request_id)
+            self._nvme_admission.want(key, request.request_id)
+            row = self._catalog.find(key)
+            if is_coming(self._catalog, row):
+                used.append(row)
+                self._settlement.offer_to_nvme(row)
+        for space, tier in ((self._cpu, Tier.CPU), (self._nvme, Tier.NVME)):
+            if space is not None:
+                for row in reversed(used):  # the head last, so that it leaves last
+                    if self._catalog.state(row, tier) == CopyState.READY:
+                        space.accessed(row)
+
+    def restarted(self, request_id: str) -> None:
+        """What a request has computed is gone: it begins anew."""
+        self._tables.take(request_id)
+        self._store_policy.request_finished(request_id)
+
+    def finished(self, request_id: str) -> None:
+        """Forget a request."""
+        self.restarted(request_id)
+
+    def reset(self) -> None:
+        """The weights may have changed: nothing that was computed before is offered."""
+        self._tables.clear()
+        self._store_policy.reset()
+
+    # -- preemption ----------------------------------------------------------------------------
+
+    def save(self, request: RequestState, overwritten: Collection[int], now: float, epoch: int) -> JobId | None:
+        """Plan the store of what a preempted request has lost; return its job, which is urgent, if there is one.
+
+        Its blocks are not touched: they may be somebody else's by now, and the engine needs those that are not.
+        ``overwritten``: blocks that the step has written to by the time that the job can begin.
+        """
+        table = self._tables.take(request.request_id)
+        if request.loading or request.stale:
+            return None
+        job, computed_tokens = _Job(), table.computed_tokens
+        if request.store_limit_tokens is not None:
+            computed_tokens = min(computed_tokens, request.store_limit_tokens)
+        for group in self._geometry.groups:
+            if not table.block_ids:
+                break
+            keys = request.keys[group.group]
+            blocks = [0 if block in overwritten else block for block in table.block_ids[group.group]]
+            storable = min(computed_tokens // group.block_tokens, len(keys), len(blocks))
+            self._leave_out_what_has_gone(group, keys, blocks, table.computed_tokens)
+            offers = self._store_policy.preempted(request.request_id, group.group, storable)
+            taken = self._answer(request, group.group, offers, blocks, now)
+            self._take(request, group, taken, blocks, now, epoch, job, len(taken))
+        return self._add(job, request, epoch)
+
+    def _leave_out_what_has_gone(
+        self, group: GroupGeometry, keys: Sequence[BlockKey], blocks: list[int], computed_tokens: int
+    ) -> None:
+        """Set blocks to 0 that the engine may have given away in earlier steps: those that are behind the window."""
+        if group.window_tokens is None:
+            return
+        # The table is noted again when the next block is full.
+        most_tokens = (computed_tokens // self._min_block_tokens + 1) * self._min_block_tokens - 1
+        behind = max(0, most_tokens - group.window_tokens + 1) // group.block_tokens
+        for position in range(min(behind, len(blocks), len(keys))):
+            if blocks[position] and self._context.get_block(blocks[position]).key != keys[position]:
+                blocks[position] = 0
+
+    # -- free blocks ---------------------------------------------------------------------------
+
+    def plan_free(self, now: float, epoch: int) -> None:
+        """Offer free blocks to the tiers, if the store policy wants to, and plan a job for those taken."""
+        policy, held = self._store_policy, self._settlement.pinned_blocks
+        offers = policy.free_offers(self._context, held, self._settlement.room, now, self._admission.count)
+        if not offers:
+            return
+        taken: dict[int, list[FreeOffer]] = {}
+        for offer in offers:
+            row = self._catalog.find(offer.key)
+            if self._is_there(offer.key, row):
+                policy.accept_free(offer.key)
+            elif not self._admission.admits(offer.key):
+                self._refuse_free(offer, Refusal.NOT_REUSED, self._admission.count(offer.key), now)
+            elif row >= 0 and self._catalog.state(row, self._target) != CopyState.ABSENT:
+                self._refuse_free(offer, Refusal.NO_ROOM, self._settlement.room, now)
+            else:
+                taken.setdefault(self._geometry.size_classes[group_of(offer.key)], []).append(offer)
+        job = _Job()
+        for size_class, wanted in taken.items():
+            slots = self._allocate(size_class, min(self._pins_left - len(job.moves), len(wanted)), now)
+            for offer, slot in zip(wanted, slots, strict=False):
+                policy.accept_free(offer.key)
+                self._begin(job, offer.key, offer.parent, offer.block, slot, epoch)
+            for offer in wanted[len(slots) :]:
+                self._refuse_free(offer, Refusal.NO_ROOM, self._settlement.room, now)
+        # Given back in the order of the queue, as settlement turns them round.
+        job.moves.reverse()
+        job.details.reverse()
+        self._touch(job)
+        self._add(job, None, epoch)
+
+    def _refuse_free(self, offer: FreeOffer, why: Refusal, mark: int, now: float) -> None:
+        self._count_refusal(why)
+        self._store_policy.refuse_free(offer.key, why, mark, now)
+
+    # -- answers -------------------------------------------------------------------------------
+
+    @property
+    def _pins_left(self) -> int:
+        return max(0, self._max_pinned - self._settlement.pinned_blocks)
+
+    def _is_there(self, key: BlockKey, row: int) -> bool:
+        """Whether a block needs no store: it is in a tier, or on its way there, or on another home's drive likewise."""
+        return is_coming(self._catalog, row) or (self._target is Tier.NVME and self._foreign.holds(key))
+
+    def _answer(
+        self, request: RequestState, group: int, offers: Iterable[int], blocks: Sequence[int], now: float
+    ) -> list[int]:
+        """Answer one group's offers that need no slot: accept (there, or no block) or refuse. Return the rest."""
         policy, keys = self._store_policy, request.keys[group]
         taken: list[int] = []
-        used: list[int] = []
         for position in offers:
             key = keys[position]
             row = self._catalog.find(key)
-            self._admission.want(key, request.request_id)
-            self._nvme_admission.want(key, request.request_id)
-            if blocks[position] == 0 or is_coming(self._catalog, row):
-                policy.accept(request.request_id, group, position)
-                if row >= 0:
-                    used.append(row)
-                    self._settlement.offer_to_nvme(row)
-            elif self._target is Tier.NVME and self._foreign.holds(key):
+            if blocks[position] == 0 or self._is_there(key, row):
                 policy.accept(request.request_id, group, position)
             elif not self._admission.admits(key):
-                self._stats.add("refused_blocks")
-                self._stats.add("refused_reuse")
+                self._count_refusal(Refusal.NOT_REUSED)
                 policy.refuse(request.request_id, group, position, Refusal.NOT_REUSED, self._admission.count(key), now)
             elif row >= 0 and self._catalog.state(row, self._target) != CopyState.ABSENT:
                 self._refuse_for_room(request, group, position, now)
             else:
                 taken.append(position)
-        self._note_use(used)
         return taken
 
-    def _note_use(self, rows: list[int]) -> None:
-        """Count a request that has blocks, from a tier or from the engine's own cache, as a use of their copies."""
-        for space, tier in ((self._cpu, Tier.CPU), (self._nvme, Tier.NVME)):
-            if space is not None:
-                for row in reversed(rows):  # the head last, so that it leaves last
-                    if self._catalog.state(row, tier) == CopyState.READY:
-                        space.accessed(row)
+    def _count_refusal(self, why: Refusal) -> None:
+        spent = self._cpu is None and self._nvme is not None and self._nvme.is_spent
+        self._stats.add("refused_blocks")
+        if why is Refusal.NOT_REUSED:
+            self._stats.add("refused_reuse")
+        else:
+            self._stats.add("refused_budget" if spent else "refused_room")
 
     def _refuse_for_room(self, request: RequestState, group: int, position: int, now: float) -> None:
-        self._stats.add("refused_blocks")
-        spent = self._cpu is None and self._nvme is not None and self._nvme.is_spent
-        self._stats.add("refused_budget" if spent else "refused_room")
+        self._count_refusal(Refusal.NO_ROOM)
         room = self._settlement.room
         self._store_policy.refuse(request.request_id, group, position, Refusal.NO_ROOM, room, now)
 
     def _take(
         self,
         request: RequestState,
-        group: int,
+        group: GroupGeometry,
         taken: list[int],
         blocks: Sequence[int],
         now: float,
         epoch: int,
-        moves: list[Move],
-        details: list[MoveDetail],
+        job: _Job,
+        most: int,
     ) -> None:
-        """Begin copies of as many blocks as there are slots for; refuse the rest."""
-        policy, catalog, keys = self._store_policy, self._catalog, request.keys[group]
-        allowed = max(0, self._max_pinned - self._settlement.pinned_blocks - len(moves))
+        """Begin copies of as many blocks as there are slots for, ``most`` at most; refuse the rest."""
+        keys = request.keys[group.group]
+        slots = self._allocate(self._geometry.size_classes[group.group], most, now)
+        for position, slot in zip(taken, slots, strict=False):
+            self._store_policy.accept(request.request_id, group.group, position)
+            parent = keys[position - 1] if position else None
+            self._begin(job, keys[position], parent, blocks[position], slot, epoch, group.group, position)
+        for position in taken[len(slots) :]:
+            self._refuse_for_room(request, group.group, position, now)
+
+    def _allocate(self, size_class: int, count: int, now: float) -> list[Slot]:
+        """Take slots of the tier that stores go to."""
         space = self._cpu if self._cpu is not None else self._nvme
         assert space is not None
         may_store = self._cpu is not None or (self._nvme is not None and self._nvme.may_write(now))
-        size_class = self._geometry.size_classes[group]
-        slots = space.allocate(size_class, min(allowed, len(taken))) if taken and may_store else []
-        for position, slot in zip(taken, slots, strict=False):
-            policy.accept(request.request_id, group, position)
-            parent = keys[position - 1] if position else None
-            row = catalog.find(keys[position])
-            if row < 0:
-                self._generation += 1
-                row = catalog.add(keys[position], self._generation, epoch, parent)
-            catalog.begin(row, self._target, slot)
-            cpu, nvme = (slot, None) if self._target is Tier.CPU else (None, slot)
-            moves.append(Move(keys[position], catalog.generations[row], blocks[position], cpu, nvme, parent))
-            details.append(MoveDetail(row, blocks[position], group, position))
-        for position in taken[len(slots) :]:
-            self._refuse_for_room(request, group, position, now)
+        return space.allocate(size_class, count) if count > 0 and may_store else []
+
+    def _begin(
+        self,
+        job: _Job,
+        key: BlockKey,
+        parent: BlockKey | None,
+        block: int,
+        slot: Slot,
+        epoch: int,
+        group: int = -1,
+        position: int = -1,
+    ) -> None:
+        """Begin a copy in a slot, and add its move to a job. ``group``, ``position``: its place in a request."""
+        catalog = self._catalog
+        row = catalog.find(key)
+        if row < 0:
+            self._generation += 1
+            row = catalog.add(key, self._generation, epoch, parent)
+        catalog.begin(row, self._target, slot)
+        cpu, nvme = (slot, None) if self._target is Tier.CPU else (None, slot)
+        job.moves.append(Move(key, catalog.generations[row], block, cpu, nvme, parent))
+        job.details.append(MoveDetail(row, group=group, position=position))
+
+    def _touch(self, job: _Job) -> None:
+        """Hold a job's GPU blocks until it is settled."""
+        if job.moves:
+            self._context.touch([move.block for move in job.moves])
+            self._settlement.pinned_blocks += len(job.moves)
+            for move, detail in zip(job.moves, job.details, strict=True):
+                detail.block = move.block
+
+    def _add(self, job: _Job, request: RequestState | None, epoch: int) -> JobId | None:
+        """Queue a job of stores, if it has any moves."""
+        if not job.moves:
+            return None
+        request_id = request.request_id if request is not None else None
+        record = self._transfers.add(JobKind.STORE, job.moves, job.details, epoch=epoch, request_id=request_id)
+        if request is not None:
+            request.store_jobs.add(record.job.id)
+        return record.job.id

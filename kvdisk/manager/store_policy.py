@@ -1,94 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a request's blocks are offered to the tiers. A policy owns the watermarks. Scheduler thread only."""
+"""When blocks are offered to the tiers. A policy owns the watermarks. Scheduler thread only.
+
+The planner tells a policy what happens, offers the tiers what it returns, and tells it the answers. A policy
+knows nothing of tiers or slots. One of a user's own (``store_policy: "module:Class"``) is built without
+arguments, and is best derived from ``NoStores``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
-from kvdisk.errors import ConfigError
-
-_FIRST_BACK_OFF_S = 0.05
-_LAST_BACK_OFF_S = 2.0
+from kvdisk.blocks import BlockKey
+from kvdisk.context import SchedulerContext
+from kvdisk.manager.watermark import Refusal, Watermark
 
 
-class Refusal(IntEnum):
-    """Why an offer was refused."""
+class FreeOffer(NamedTuple):
+    """A free GPU block that is offered. ``parent``: key of the block before it in its chain; None: first or unknown."""
 
-    NOT_REUSED = 1
-    NO_ROOM = 2
-
-
-@dataclass(slots=True)
-class _Refused:
-    why: Refusal
-    mark: int
-    retry_s: float
-    back_off_s: float
-
-
-@dataclass(slots=True)
-class Watermark:
-    """Up to where one group's blocks of one request have been offered, and which below were refused.
-
-    A block refused for lack of reuse is offered again exactly when its count has risen; one refused
-    for lack of room when room has come free since, with back-off. Nothing else is offered twice.
-    """
-
-    frontier: int = 0
-    refused: dict[int, _Refused] = field(default_factory=dict)
-
-    def candidates(self, limit: int, room: int, now: float, count_of: Callable[[int], int]) -> list[int]:
-        """Return the positions below ``limit`` to offer now, ascending; the frontier moves to ``limit``.
-
-        ``room``: a number that rises when room comes free. ``count_of(position)``: the block's reuse count.
-        """
-        offered = [
-            position
-            for position, refused in self.refused.items()
-            if position < limit
-            and (
-                count_of(position) > refused.mark
-                if refused.why is Refusal.NOT_REUSED
-                else room > refused.mark and now >= refused.retry_s
-            )
-        ]
-        offered.sort()
-        if limit > self.frontier:
-            offered.extend(range(self.frontier, limit))
-            self.frontier = limit
-        return offered
-
-    def accept(self, position: int) -> None:
-        """The block is stored, on its way, or of no use: it is not offered again."""
-        self.refused.pop(position, None)
-
-    def refuse(self, position: int, why: Refusal, mark: int, now: float) -> None:
-        """Remember a refusal; ``mark`` is the count or the room number at this moment.
-
-        A block from the frontier on is offered anyway: what failed there was a load, or a store of
-        the request's life before a reset.
-        """
-        if position >= self.frontier:
-            return
-        before = self.refused.get(position)
-        back_off_s = min(before.back_off_s * 2, _LAST_BACK_OFF_S) if before else _FIRST_BACK_OFF_S
-        self.refused[position] = _Refused(why, mark, now + back_off_s, back_off_s)
+    block: int
+    key: BlockKey
+    parent: BlockKey | None
 
 
 class StorePolicy(Protocol):
-    """Decides what of a request is offered, and when. Knows nothing of tiers or slots."""
+    """Decides which blocks are offered, and when.
+
+    ``saves_victims``: whether ``preempted`` returns anything. Every offer is answered before the next question, by
+    ``accept`` or ``refuse``, those of free blocks by ``accept_free`` or ``refuse_free``; and one that was taken may be
+    refused later, when its copy failed.
+    """
+
+    saves_victims: bool
+
+    def reached(self, request_id: str, keys: Sequence[BlockKey], start: int, stop: int) -> None:
+        """A request's blocks from ``start`` to before ``stop`` of one group are full and computed for the first time.
+
+        ``keys``: of all the group's blocks. After a preemption a request begins at 0 again.
+        """
 
     def offers(
         self, request_id: str, group: int, storable: int, room: int, now: float, count_of: Callable[[int], int]
-    ) -> list[int]:
+    ) -> Sequence[int]:
         """Return the positions of the group's blocks to offer in this step, ascending, none twice.
 
-        ``storable``: how many are full, computed and hashed.
-        Every position returned is answered by ``accept`` or ``refuse`` before the next call.
+        ``storable``: how many are full, computed and hashed. ``room``: a number that rises when room comes free.
+        ``count_of(position)``: a number that rises when a block that was refused for lack of reuse may be admitted.
         """
+
+    def preempted(self, request_id: str, group: int, storable: int) -> Sequence[int]:
+        """Return the positions of a victim's blocks to offer, before they are overwritten, ascending."""
+
+    def free_offers(
+        self, context: SchedulerContext, held: int, room: int, now: float, count_of: Callable[[BlockKey], int]
+    ) -> Sequence[FreeOffer]:
+        """Return the free blocks to offer in this step, no key twice. ``held``: GPU blocks that stores hold now."""
 
     def accept(self, request_id: str, group: int, position: int) -> None:
         """The offer was taken, or the block is there already."""
@@ -96,54 +63,127 @@ class StorePolicy(Protocol):
     def refuse(self, request_id: str, group: int, position: int, why: Refusal, mark: int, now: float) -> None:
         """The offer was refused, or a taken one failed: offer it again when things have changed."""
 
+    def accept_free(self, key: BlockKey) -> None:
+        """The offer of a free block was taken, or the block is there already."""
+
+    def refuse_free(self, key: BlockKey, why: Refusal, mark: int, now: float) -> None:
+        """The offer of a free block was refused, or its store failed."""
+
     def waits(self, request_id: str) -> bool:
         """Whether refused blocks of the request wait to be offered again."""
 
     def request_finished(self, request_id: str) -> None:
         """Forget the request."""
 
+    def reset(self) -> None:
+        """The weights may have changed: what was computed before is not to be offered."""
 
-class OnCompute:
+
+class NoStores:
+    """Offers nothing: what the other policies differ from."""
+
+    saves_victims = False
+
+    def reached(self, request_id: str, keys: Sequence[BlockKey], start: int, stop: int) -> None:
+        """Nothing to note."""
+
+    def offers(
+        self,
+        request_id: str,  # noqa: ARG002 - the protocol's signature, here and below
+        group: int,  # noqa: ARG002
+        storable: int,  # noqa: ARG002
+        room: int,  # noqa: ARG002
+        now: float,  # noqa: ARG002
+        count_of: Callable[[int], int],  # noqa: ARG002
+    ) -> Sequence[int]:
+        """Return nothing."""
+        return ()
+
+    def preempted(self, request_id: str, group: int, storable: int) -> Sequence[int]:  # noqa: ARG002
+        """Return nothing."""
+        return ()
+
+    def free_offers(
+        self,
+        context: SchedulerContext,  # noqa: ARG002
+        held: int,  # noqa: ARG002
+        room: int,  # noqa: ARG002
+        now: float,  # noqa: ARG002
+        count_of: Callable[[BlockKey], int],  # noqa: ARG002
+    ) -> Sequence[FreeOffer]:
+        """Return nothing."""
+        return ()
+
+    def accept(self, request_id: str, group: int, position: int) -> None:
+        """Nothing to note."""
+
+    def refuse(self, request_id: str, group: int, position: int, why: Refusal, mark: int, now: float) -> None:
+        """Nothing to note: it is not offered again."""
+
+    def accept_free(self, key: BlockKey) -> None:
+        """Nothing to note."""
+
+    def refuse_free(self, key: BlockKey, why: Refusal, mark: int, now: float) -> None:
+        """Nothing to note."""
+
+    def waits(self, request_id: str) -> bool:  # noqa: ARG002
+        """Return False."""
+        return False
+
+    def request_finished(self, request_id: str) -> None:
+        """Nothing to forget."""
+
+    def reset(self) -> None:
+        """Nothing to forget."""
+
+
+class OnCompute(NoStores):
     """Offers each full block in the step that computes it."""
 
     def __init__(self) -> None:
-        self._watermarks: dict[tuple[str, int], Watermark] = {}
-        self._groups: dict[str, set[int]] = {}
+        self._watermarks: dict[str, dict[int, Watermark]] = {}
+        """By request and group."""
 
     def offers(
         self, request_id: str, group: int, storable: int, room: int, now: float, count_of: Callable[[int], int]
-    ) -> list[int]:
+    ) -> Sequence[int]:
         """Return new blocks, and refused ones whose cause has changed."""
-        watermark = self._watermarks.get((request_id, group))
+        watermarks = self._watermarks.setdefault(request_id, {})
+        watermark = watermarks.get(group)
         if watermark is None:
-            watermark = self._watermarks[request_id, group] = Watermark()
-            self._groups.setdefault(request_id, set()).add(group)
+            watermark = watermarks[group] = Watermark()
         elif storable == watermark.frontier and not watermark.refused:
-            return []
+            return ()
         return watermark.candidates(storable, room, now, count_of)
 
     def accept(self, request_id: str, group: int, position: int) -> None:
         """Do not offer the block again."""
-        self._watermarks[request_id, group].accept(position)
+        self._watermarks[request_id][group].accept(position)
 
     def refuse(self, request_id: str, group: int, position: int, why: Refusal, mark: int, now: float) -> None:
         """Offer the block again when its cause has changed. A request that is gone is ignored."""
-        watermark = self._watermarks.get((request_id, group))
+        watermark = self._watermarks.get(request_id, {}).get(group)
         if watermark is not None:
             watermark.refuse(position, why, mark, now)
 
     def waits(self, request_id: str) -> bool:
         """Return whether any group has refused blocks."""
-        return any(self._watermarks[request_id, group].refused for group in self._groups.get(request_id, ()))
+        return any(watermark.refused for watermark in self._watermarks.get(request_id, {}).values())
 
     def request_finished(self, request_id: str) -> None:
         """Forget the request's watermarks."""
-        for group in self._groups.pop(request_id, ()):
-            del self._watermarks[request_id, group]
+        self._watermarks.pop(request_id, None)
 
 
-def make_store_policy(name: str) -> StorePolicy:
-    """Return a new policy by its configuration name."""
-    if name == "on_compute":
-        return OnCompute()
-    raise ConfigError(f"store_policy must be 'on_compute', not {name!r}.")
+class OnPreemption(NoStores):
+    """Offers what a preemption would lose, and nothing else.
+
+    It needs no watermark: each preemption offers all of the victim's full blocks once, those that are in a tier, or on
+    their way there, are accepted without a store, and one that is refused has been overwritten before room comes free.
+    """
+
+    saves_victims = True
+
+    def preempted(self, request_id: str, group: int, storable: int) -> Sequence[int]:  # noqa: ARG002
+        """Return all of the victim's blocks."""
+        return range(storable)

@@ -19,8 +19,7 @@ class MoveDetail:
     """What the manager has to undo or finish for one move of a job.
 
     ``row``: of the catalog, pinned until the job is settled, or where the move is late until it is released; -1: none.
-    ``block``: a touched GPU
-    block of a store. ``group`` and ``position``: the block's place in its request.
+    ``block``: a touched GPU block of a store; -1: none. ``group`` and ``position``: the block's place in its request.
     """
 
     row: int
@@ -128,7 +127,8 @@ class Transfers:
         for record in self._records.values():
             if record.job.kind is JobKind.STORE:
                 for detail in record.details:
-                    yield detail.block
+                    if detail.block >= 0:
+                        yield detail.block
 
     def absorb(self, report: Report) -> list[JobRecord]:
         """Count a report's answers; return the jobs that are settled by it, in the order of their plans.

@@ -48,7 +48,12 @@ class Watch(Protocol):
 
 
 class FakeEngine:
-    """See the module. ``now``: the clock, set by the test. ``weights``: number of the weights in memory."""
+    """See the module. ``now``: the clock, set by the test. ``weights``: number of the weights in memory.
+
+    ``zeroes``: new blocks are overwritten before urgent copies can begin, as some of vLLM's runners do.
+    ``most_gathers``: how many blocks of urgent stores a rank copies before it gives them up. ``victims``: how many
+    tokens each request that was preempted since the last step had computed, and in which blocks.
+    """
 
     request_type: type[FakeRequest] = FakeRequest
 
@@ -71,6 +76,10 @@ class FakeEngine:
         self._scheduled: dict[FakeRequest, int] = {}
         self._preempted: list[str] = []
         """By a reset since the last step."""
+        self._new_blocks: set[int] = set()
+        self.zeroes = False
+        self.most_gathers = 1000
+        self.victims: dict[str, tuple[int, list[list[int]]]] = {}
         self._plan = Plan()
 
     # -- requests ------------------------------------------------------------------------------
@@ -134,26 +143,33 @@ class FakeEngine:
         self.phase = Phase.SCHEDULED
         self.step_count += 1
         self._scheduled = {}
+        self._new_blocks.clear()
         preempted: list[str] = []
         self._schedule_running(budget_tokens, preempted)
         if not preempted:
             self._schedule_waiting(budget_tokens)
         preempted += self._preempted
         self._preempted = []
-        self.manager.preempt(preempted)
+        self.manager.preempt(preempted, self.now, self._new_blocks if self.zeroes else ())
         for request, new_tokens in self._scheduled.items():
             computed_tokens = min(request.computed + new_tokens, len(request.tokens))
             if self.manager.may_offer(request.id, computed_tokens):
-                self.manager.plan_store(request.id, computed_tokens, request.table, self.now)
+                self.manager.plan_store(request.id, computed_tokens, request.copied_table(), self.now)
             self.watch.offered(request, computed_tokens)
         self._plan = self.manager.take_plan(self.now, idle=not any(self._scheduled.values()))
         self.watch.planned(self._plan, preempted)
+        self.victims.clear()
         self._send_plan()
         for request, new_tokens in self._scheduled.items():
             request.computed += new_tokens
 
     def _send_plan(self) -> None:
-        """Let the ranks begin with what does not wait for the model's work."""
+        """Let the ranks begin with what does not wait for the model's work, the urgent first."""
+        urgent = [job for job in self._plan.jobs if job.id in self._plan.urgent]
+        for rank in self._ranks:
+            if self.zeroes:
+                rank.gpu.update(dict.fromkeys(self._new_blocks, "zeroed"))
+            rank.save(urgent, self.most_gathers)
         run_plan(self._ranks, self._plan, computed=False)
 
     def _schedule_running(self, budget_tokens: int, preempted: list[str]) -> None:
@@ -245,12 +261,14 @@ class FakeEngine:
         return True
 
     def _preempt(self, request: FakeRequest) -> None:
+        self.victims[request.id] = (request.computed, request.copied_table())
         self._tables.free(request)
         request.computed = 0
         request.status = Status.WAITING
         self.waiting.insert(0, request)
 
     def _check_reuse(self, block: int) -> None:
+        self._new_blocks.add(block)
         for rank in self._ranks:
             assert not rank.readers_of(block), f"block {block} is given away while rank {rank.rank} still reads it"
             assert not rank.writers_of(block), f"block {block} is given away while rank {rank.rank} still writes it"
@@ -337,7 +355,7 @@ class FakeEngine:
         if request.finishing:
             # The token sampled last has no KV, and is not among ``tokens``.
             if self.manager.may_offer(request.id, request.computed):
-                self.manager.plan_store(request.id, request.computed, request.table, self.now)
+                self.manager.plan_store(request.id, request.computed, request.copied_table(), self.now)
             self.watch.offered(request, request.computed)
             assert self.manager.request_finished(request.id)
             self._leave(request)

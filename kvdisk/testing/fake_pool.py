@@ -33,6 +33,9 @@ class FakePool:
 
     # -- SchedulerContext ----------------------------------------------------------------------
 
+    step_blocks = 2
+    """Of the fake engine's small steps. A class attribute: a test may set its own."""
+
     @property
     def block_count(self) -> int:
         """See ``SchedulerContext``."""

@@ -88,6 +88,19 @@ class FakeRank:
             if job_id in self._loads:
                 self._void.add(job_id)
 
+    def save(self, jobs: Sequence[Job], most_gathers: int) -> None:
+        """Take urgent stores in: so many of their blocks are copied at once, and the rest is given up."""
+        self.submit(jobs)
+        for work in [self._works[job.id] for job in jobs]:
+            for at, move in enumerate(work.job.moves):
+                if most_gathers > 0:
+                    most_gathers -= 1
+                    self._run(work, at, move, work.legs[at].popleft())
+                else:
+                    work.legs[at].clear()
+                    work.failed[at] = Reason.DEADLINE
+            self._finish_if_done(work)
+
     def take_report(self) -> tuple[Report, dict[str, list[int]]]:
         """Return what ended since the last call, and for each load among it its request and the blocks that failed."""
         report, self._report = self._report, Report()
@@ -347,7 +360,7 @@ class FakeRank:
 
 
 def run_plan(ranks: Sequence[FakeRank], plan: Plan, *, computed: bool) -> None:
-    """Hand a plan to every rank: what does not wait for the model's work, or the stores, which do."""
-    jobs = [job for job in plan.jobs if (job.kind is JobKind.STORE) == computed]
+    """Hand a plan to every rank: what does not wait for the model's work, or the stores that do."""
+    jobs = [job for job in plan.jobs if (job.kind is JobKind.STORE) == computed and job.id not in plan.urgent]
     for rank in ranks:
         rank.submit(jobs, () if computed else plan.void)

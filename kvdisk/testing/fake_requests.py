@@ -45,6 +45,10 @@ class FakeRequest:
         """Return the hash of a beginning: the text itself."""
         return self.tokens[:end_tokens].encode()
 
+    def copied_table(self) -> list[list[int]]:
+        """Return the block table as it is now."""
+        return [list(table) for table in self.table]
+
     def extend_hashes(self, hash_tokens: int) -> None:
         """Hash what has become full."""
         for end in range((len(self.hashes) + 1) * hash_tokens, len(self.tokens) + 1, hash_tokens):

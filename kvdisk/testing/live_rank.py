@@ -108,14 +108,17 @@ class LocalRank:
         """See ``LiveRank``; does all of the step."""
         mover, plan = self._parts.mover, work.plan
         self._weights = work.weights
+        urgent = tuple(job for job in plan.jobs if job.id in plan.urgent)
+        if urgent:
+            mover.save(Plan(urgent, urgent=plan.urgent), mover.compute_done())
         if plan.flush:
             mover.flush(plan.flush)
         early = tuple(job for job in plan.jobs if job.kind is not JobKind.STORE)
-        stores = tuple(job for job in plan.jobs if job.kind is JobKind.STORE)
+        stores = tuple(job for job in plan.jobs if job.kind is JobKind.STORE and job.id not in plan.urgent)
         self._loads |= {job.id: job for job in early if job.kind is JobKind.LOAD}
         self._out |= {job.id for job in plan.jobs}
         if early or plan.void:
-            mover.submit(replace(plan, jobs=early), mover.compute_done())
+            mover.submit(replace(plan, jobs=early, urgent=()), mover.compute_done())
         for group, block, digest in work.writes:
             self._write(group, block, self._model.content(work.weights, digest, group, self.rank))
         for group, block, digest in work.reads:

@@ -81,7 +81,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.lives += 1
         self.last_event = 0
         self.engine = FakeEngine(self.sizes.geometry, self.sizes.block_count, self.ranks)
-        self.engine.now = self.now
+        self.engine.now, self.engine.zeroes = self.now, self.sizes.zeroes
         self.parts = ManagerParts.make(
             replace(self.sizes, segments=segments), self.engine, self.index, self.lives * 10_000, self.neighbours
         )
@@ -222,6 +222,11 @@ class ManagerMachine(RuleBasedStateMachine):
             while rank.late:
                 rank.end_late()
 
+    @rule(most=st.sampled_from((0, 1, 2, 1000, 1000)))
+    def copy_slowly(self, most: int) -> None:
+        """From now on no rank copies more blocks than that before it gives urgent stores up."""
+        self.engine.most_gathers = most
+
     def _pick_job(self, pick: int, job: int) -> tuple[FakeRank, JobId]:
         busy = [rank for rank in self.ranks if rank.runnable]
         rank = busy[pick % len(busy)]
@@ -321,6 +326,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def _give_time(self) -> None:
         """Everything works, and requests live on: what they offered is stored in the end."""
         self._end_all_late()
+        self.engine.most_gathers = 1000
         self._advance(LONGEST_QUARANTINE_S)
         for _ in range(PATIENCE_ROUNDS):
             self._round()

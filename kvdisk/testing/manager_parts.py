@@ -17,26 +17,26 @@ from kvdisk.manager.eviction import LruPolicy
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme_layout import NvmeLayout
 from kvdisk.manager.nvme_space import NvmeSpace
-from kvdisk.manager.store_policy import OnCompute, Refusal
+from kvdisk.manager.store_policies import make_store_policy
 from kvdisk.manager.transfers import Transfers
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.stats import Stats
 from kvdisk.testing.fake_engine import FakeEngine
 from kvdisk.testing.fake_neighbours import FakeNeighbours
+from kvdisk.testing.watched_policy import WatchedPolicy
 
 FINGERPRINT = b"f" * 32
 HOME_ID = "0" * 32
 DAY_S = 240.0
 """A day of the budget of written bytes: short, so that it is spent and comes back."""
-SHORTEST_BACK_OFF_S = 0.04
-"""An offer refused for lack of room is not repeated sooner."""
 
 
 @dataclass(frozen=True)
 class Sizes:
     """What a manager is built with. ``cpu_slots``, ``segment_slots`` and ``segments`` by size class.
 
-    ``segments``: on all ``drives`` together.
+    ``segments``: on all ``drives`` together. ``zeroes``: the engine overwrites new blocks before urgent copies can
+    begin, as some of vLLM's runners do.
     """
 
     geometry: Geometry
@@ -48,6 +48,7 @@ class Sizes:
     prompts: tuple[str, ...]
     most_outputs: int = 3
     drives: int = 1
+    zeroes: bool = False
 
     @property
     def largest_bytes(self) -> int:
@@ -67,68 +68,6 @@ class Sizes:
     def has_cpu(self) -> bool:
         """Whether there is a CPU tier."""
         return bool(self.cpu_slots)
-
-
-class WatchedPolicy(OnCompute):
-    """``OnCompute`` that fails where an offer is repeated although nothing has changed.
-
-    ``changes``: a number that rises whenever room may have come free. ``on_accept(request_id, group, position)`` is
-    called with every offer that is accepted.
-    """
-
-    on_accept: Callable[[str, int, int], None]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.changes = 0
-        self._open: set[tuple[str, int, int]] = set()
-        self._answered: dict[tuple[str, int, int], tuple[Refusal | None, int, int, float]] = {}
-
-    def offers(
-        self, request_id: str, group: int, storable: int, room: int, now: float, count_of: Callable[[int], int]
-    ) -> list[int]:
-        """See ``OnCompute``."""
-        positions = super().offers(request_id, group, storable, room, now, count_of)
-        assert positions == sorted(set(positions)), f"offered twice at once, or out of order: {positions}"
-        assert all(position < storable for position in positions)
-        assert not self._open, "an offer was not answered"
-        self._open = {(request_id, group, position) for position in positions}
-        for position in positions:
-            before = self._answered.get((request_id, group, position))
-            if before is None:
-                continue
-            why, mark, changes, answered_s = before
-            assert why is not None, "a block is offered again that was stored, or is on its way"
-            if why is Refusal.NOT_REUSED:
-                assert count_of(position) > mark, "an offer is repeated though the count has not risen"
-            elif mark >= 0:
-                assert now - answered_s >= SHORTEST_BACK_OFF_S, "an offer is repeated without a back-off"
-                assert self.changes > changes, "an offer is repeated though no room can have come free"
-        return positions
-
-    def accept(self, request_id: str, group: int, position: int) -> None:
-        """See ``OnCompute``."""
-        super().accept(request_id, group, position)
-        self._open.discard((request_id, group, position))
-        self.on_accept(request_id, group, position)
-        self._answered[request_id, group, position] = (None, 0, 0, 0.0)
-
-    def refuse(self, request_id: str, group: int, position: int, why: Refusal, mark: int, now: float) -> None:
-        """See ``OnCompute``."""
-        super().refuse(request_id, group, position, why, mark, now)
-        watermark = self._watermarks.get((request_id, group))
-        if watermark is None or position >= watermark.frontier:
-            return  # it has not been offered yet
-        name = (request_id, group, position)
-        # A block that was taken and whose store failed waits for nothing but the back-off.
-        self._answered[name] = (why, mark, self.changes - (name not in self._open), now)
-        self._open.discard(name)
-
-    def request_finished(self, request_id: str) -> None:
-        """See ``OnCompute``."""
-        super().request_finished(request_id)
-        for name in [name for name in self._answered if name[0] == request_id]:
-            del self._answered[name]
 
 
 def ready_copies(catalog: Catalog, tier: Tier) -> dict[tuple[int, BlockKey], BlockKey | None]:
@@ -212,7 +151,8 @@ class ManagerParts:
         neighbours: FakeNeighbours | None = None,
     ) -> ManagerParts:
         """Build a manager over an engine's pool, and restore what the index knows."""
-        catalog, stats, transfers, policy = Catalog(), Stats(), Transfers(sizes.geometry.rank_count), WatchedPolicy()
+        catalog, stats, transfers = Catalog(), Stats(), Transfers(sizes.geometry.rank_count)
+        policy = WatchedPolicy(make_store_policy(sizes.config.store_policy))
         cpu = WatchedCpuSpace(sizes.geometry, sizes.cpu_slots, catalog, stats, LruPolicy) if sizes.has_cpu else None
         nvme = None
         if sizes.has_nvme:

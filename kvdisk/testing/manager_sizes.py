@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes that the state machine over the manager is run with."""
+"""The tiny managers that the state machine runs over: by tiers, KV-cache groups, admission and store policy."""
 
 from __future__ import annotations
 
@@ -40,4 +40,19 @@ _TWO_BLOCKS_AN_HOUR = {"nvme_write_bytes_per_day": 48 * RANKS * _ONE_GROUP.slot_
 BUDGET = Sizes(_ONE_GROUP, _config(**_TWO_BLOCKS_AN_HOUR), 7, (2,), (3,), 2, _PROMPTS)
 NVME_BUDGET = Sizes(_ONE_GROUP, _config(cpu_bytes=0, **_TWO_BLOCKS_AN_HOUR), 7, (), (2,), 2, _PROMPTS)
 CPU_ONLY = Sizes(_ONE_GROUP, _config(store_dirs=(), nvme_bytes=None), 7, (2,), (), 0, _PROMPTS)
-ALL_SIZES = (ONE_GROUP, WINDOW, REUSE, REUSE_CPU, NVME_ONLY, NVME_REUSE, ADAPTIVE, BUDGET, NVME_BUDGET, CPU_ONLY)
+ON_PREEMPTION = Sizes(_ONE_GROUP, _config(store_policy="on_preemption"), 6, (4,), (2,), 2, _PROMPTS)
+ON_PREEMPTION_WINDOW = Sizes(
+    _TWO_GROUPS, _config(store_policy="on_preemption"), 10, (3, 3), (2, 2), 2, _LONG_PROMPTS, 2, zeroes=True
+)
+ON_PREEMPTION_NVME = Sizes(
+    _ONE_GROUP, _config(store_policy="on_preemption", cpu_bytes=0), 6, (), (3,), 2, _PROMPTS, zeroes=True
+)
+SPILLOVER = Sizes(_ONE_GROUP, _config(store_policy="spillover"), 8, (3,), (2,), 2, _PROMPTS)
+SPILLOVER_REUSE = Sizes(
+    _ONE_GROUP, _config(store_policy="spillover", cpu_admission="reuse(2)"), 8, (2,), (2,), 2, _PROMPTS
+)
+SPILLOVER_WINDOW = Sizes(_TWO_GROUPS, _config(store_policy="spillover"), 12, (2, 2), (2, 2), 2, _LONG_PROMPTS, 2)
+ON_COMPUTE_SIZES = (ONE_GROUP, WINDOW, REUSE, REUSE_CPU, NVME_ONLY, NVME_REUSE, ADAPTIVE, BUDGET, NVME_BUDGET, CPU_ONLY)
+ON_PREEMPTION_SIZES = (ON_PREEMPTION, ON_PREEMPTION_WINDOW, ON_PREEMPTION_NVME)
+SPILLOVER_SIZES = (SPILLOVER, SPILLOVER_REUSE, SPILLOVER_WINDOW)
+ALL_SIZES = (*ON_COMPUTE_SIZES, *ON_PREEMPTION_SIZES, *SPILLOVER_SIZES)

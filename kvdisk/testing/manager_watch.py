@@ -22,6 +22,7 @@ from kvdisk.testing.fake_engine import FakeEngine
 from kvdisk.testing.fake_ranks import FakeRank
 from kvdisk.testing.fake_requests import FakeRequest, Status, key_of, value_of
 from kvdisk.testing.manager_parts import DAY_S, ManagerParts, Sizes
+from kvdisk.testing.policy_watch import PolicyWatch
 
 _BAD_COPY = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
 _BAD_WRITE = frozenset({Reason.NO_SPACE, Reason.IO_ERROR})
@@ -58,6 +59,7 @@ class ManagerWatch:
     _write_failed_s: float = -FIRST_BACK_OFF_S
     _first_paused: int = 0
     _wants: dict[BlockKey, set[str]] = field(default_factory=dict)
+    _policy: PolicyWatch = field(init=False)
 
     _allowed_bytes: float = 0.0
     _allowed_s: float = 0.0
@@ -66,6 +68,7 @@ class ManagerWatch:
         self._allowed_s = self.engine.now
         self.engine.manager, self.engine.watch = self.parts.manager, self
         self.parts.policy.on_accept = self._accepted
+        self._policy = PolicyWatch(self.sizes, self.parts, self.engine)
         if self.parts.cpu is not None:
             self.parts.cpu.wanted = self._is_wanted_on_nvme
 
@@ -84,7 +87,11 @@ class ManagerWatch:
     # -- what the engine saw -------------------------------------------------------------------
 
     def answered(self, request: FakeRequest, local_tokens: int, answer: int | None, now: float) -> None:
-        """Waits are bounded, no hit reaches to where a load has failed, and what is promised is there now."""
+        """Waits are bounded, no hit reaches to where a load has failed, and what is promised is there now.
+
+        A victim gets what was saved of it.
+        """
+        self._policy.answered(request, local_tokens, answer, self._load_limits.get(request.id))
         if answer is None:
             started_s = self._wait_started_s.setdefault(request.id, now)
             assert now - started_s <= self.sizes.config.lookup_wait_s, "a lookup waits for ever"
@@ -146,6 +153,7 @@ class ManagerWatch:
         assert set(outstanding) <= set(plan.flush), "a victim's store is not flushed"
         for job in plan.jobs:
             self._note_job(job)
+        self._policy.planned(plan, preempted)
         kinds = [job.kind for job, _ in self._jobs.values()]
         assert kinds.count(JobKind.DEMOTE) <= MAX_DEMOTE_JOBS
         touched = list(self.parts.transfers.touched_blocks())
@@ -211,6 +219,7 @@ class ManagerWatch:
                 late = self._late[job_id][1] if self._late_ranks[job_id] else ()
                 for position, reason in self._failures.pop(job_id, {}).items():
                     self._note_failure(job, owner, position, reason, position in late)
+                    self._policy.failed(job, position)
         for job_id in [job_id for job_id in self._late if job_id not in self._jobs and not self._late_ranks[job_id]]:
             del self._late[job_id], self._late_ranks[job_id]
 
@@ -233,6 +242,7 @@ class ManagerWatch:
 
     def reset(self, epoch: int, weights: int) -> None:
         """The weights have changed: everything has to be stored again."""
+        self._policy.reset()
         self.weights[epoch] = weights
         self._stored.clear()
         self._wants.clear()
@@ -306,6 +316,8 @@ class ManagerWatch:
 
     def check_stored(self) -> None:
         """Nothing is skipped for good: call when all had time, and room, and the requests still live."""
+        if self.sizes.config.store_policy != "on_compute":
+            return
         for request in self.engine.running:
             assert request.status is Status.RUNNING
             tokens = request.computed

@@ -53,7 +53,8 @@ class Work:
 
     ``deadline_s``: on the mover's clock; what has not started then fails. ``void``: ends as failed.
     ``late``: moves that have failed, and that the device has not ended; ``late_parts``: how many parts they are.
-    ``waits_for``: number of the last job of files that has to end first.
+    ``waits_for``: number of the last job of files that has to end first. ``urgent``: before all that is not.
+    ``to_gather``: moves whose copy from the GPU has neither ended nor failed; None before they are counted.
     """
 
     job: Job
@@ -65,6 +66,8 @@ class Work:
     late: set[int] = field(default_factory=set)
     late_parts: int = 0
     waits_for: int = 0
+    urgent: bool = False
+    to_gather: int | None = None
 
     def result(self) -> JobResult:
         """Return this rank's answer."""
@@ -72,6 +75,11 @@ class Work:
         if self.void:
             failed = dict.fromkeys(range(len(self.job.moves)), Reason.CANCELLED)
         return JobResult(1, failed, set(self.late), 1 if self.late else 0)
+
+    def note_gathered(self, count: int) -> None:
+        """So many moves more do not read the GPU any more."""
+        assert self.to_gather is not None and self.to_gather >= count
+        self.to_gather -= count
 
     def cancelled(self) -> Work:
         """Let every move fail with CANCELLED, and return itself."""
@@ -162,6 +170,7 @@ def lots_of(
         else:
             found.setdefault((route, 0 if one_group else group_of(move.key)), []).append(position)
     work.left = len(moves) - len(work.failed) - others
+    work.to_gather = work.left if kind is JobKind.STORE else 0
     lots = []
     for (route, group), positions in found.items():
         on_drive = route.on_drive

@@ -25,6 +25,8 @@ _DEVICE_WAIT_S = 0.001
 """Longest look at the device before new plans are looked for."""
 _COPY_WAIT_S = 0.0002
 _FILES_WAIT_S = 0.001
+URGENT_S = 0.25
+"""How long the engine's step may be held up for the start of copies that would come too late after it."""
 
 
 class Mover:
@@ -75,6 +77,8 @@ class Mover:
         self._changed = threading.Condition()
         # Under the condition's lock, which nobody holds while waiting for anything:
         self._inbox: list[tuple[Plan, Mark, float]] = []
+        self._urgent: set[JobId] = set()
+        """Jobs that still read GPU blocks, while ``save`` waits for them."""
         self._out: dict[JobId, int] = {}
         """Moves of each job that was submitted and not yet polled for."""
         self._void: set[JobId] = set()
@@ -114,11 +118,29 @@ class Mover:
                 self._cancel_rest()
             else:
                 self._inbox.append((plan, after, self._clock() + self._io_deadline_s))
+                self._urgent.update(plan.urgent)
             self._changed.notify_all()
 
     def flush(self, job_ids: tuple[JobId, ...]) -> None:
         """Finish the GPU-reading legs of these stores before those of all others; as ``Plan.flush`` does."""
         self.submit(Plan(flush=job_ids))
+
+    def save(self, plan: Plan, after: Mark = None) -> None:
+        """Take over a plan of urgent stores, and wait until none of them reads a GPU block any more.
+
+        What has not begun after ``URGENT_S`` fails with DEADLINE and never begins. Copies that have begun are waited
+        for, and only these: what comes after them, in memory or on drives, goes on by itself.
+        """
+        assert all(job.id in plan.urgent for job in plan.jobs)
+        self.submit(plan, after)
+        if self._thread is not None:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._urgent)
+            return
+        now_s = self._clock()
+        while self._urgent:
+            if not self.turn(now_s=now_s):
+                now_s += URGENT_S  # without a thread nothing happens while it waits, so that it waits in vain
 
     def poll(self) -> Report:
         """Return what was finished since the last call. Raises, once, what ended the mover's thread."""
@@ -157,11 +179,12 @@ class Mover:
 
     # -- the mover's thread --------------------------------------------------------------------
 
-    def turn(self, wait_s: float = 0.0) -> bool:
+    def turn(self, wait_s: float = 0.0, now_s: float | None = None) -> bool:
         """Take in plans, go one step on, and publish results. Return whether anything happened.
 
         Without a thread (``threaded=False``) the caller takes the place of the mover's; what this raises
-        is an error of ours. ``wait_s``: longest wait for the device where there is nothing else to do.
+        is an error of ours. ``wait_s``: longest wait for the device where there is nothing else to do. ``now_s``: the
+        time, where it is not the clock's.
         """
         if not self._attached:
             self._attached = True
@@ -170,10 +193,13 @@ class Mover:
             inbox, self._inbox = self._inbox, []
         for plan, mark, deadline_s in inbox:
             for job in plan.jobs:
-                self._runner.add(job, mark, deadline_s)
+                if job.id in plan.urgent:
+                    self._runner.add(job, mark, deadline_s - self._io_deadline_s + URGENT_S, urgent=True)
+                else:
+                    self._runner.add(job, mark, deadline_s)
             self._runner.flush(plan.flush)
             self._runner.void(plan.void)
-        happened = self._runner.turn(self._clock(), wait_s) or bool(inbox)
+        happened = self._runner.turn(self._clock() if now_s is None else now_s, wait_s) or bool(inbox)
         self._publish()
         return happened
 
@@ -214,11 +240,19 @@ class Mover:
         with self._changed:
             self._ended = True
             self._inbox.clear()
+            self._urgent.clear()
             self._cancel_rest()
             self._changed.notify_all()
 
     def _publish(self) -> None:
         runner = self._runner
+        if self._urgent:
+            with self._changed:
+                coming = {job_id for plan, _, _ in self._inbox for job_id in plan.urgent}
+                self._urgent = {
+                    job_id for job_id in self._urgent if job_id in coming or not runner.has_gathered(job_id)
+                }
+                self._changed.notify_all()
         if not runner.finished and not runner.released and runner.stats.empty:
             return
         with self._changed:

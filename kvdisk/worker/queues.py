@@ -11,18 +11,19 @@ from kvdisk.worker.legs import Lot, Part, Route
 
 
 class LotQueues:
-    """A queue of lots for each route, and one for each route of stores that were flushed."""
+    """A queue of lots for each route, and for each route of stores one of those flushed, and one of the urgent."""
 
     def __init__(self) -> None:
         self._queues: dict[Route, deque[Lot]] = {route: deque() for route in Route}
         self._flushed: dict[Route, deque[Lot]] = {route: deque() for route in Route if route.gathers}
+        self._urgent: dict[Route, deque[Lot]] = {route: deque() for route in Route if route.gathers}
         loads = [self._queues[route] for route in Route if route.scatters]
         others = [self._queues[route] for route in Route if not route.scatters]
-        self._order = [*loads, *self._flushed.values(), *others]
+        self._order = [*self._urgent.values(), *loads, *self._flushed.values(), *others]
 
     def add(self, lot: Lot) -> None:
         """Put a lot behind the others of its route."""
-        self._queues[lot.route].append(lot)
+        (self._urgent if lot.work.urgent else self._queues)[lot.route].append(lot)
 
     def flush(self, job_ids: Collection[JobId]) -> None:
         """Let the stores among these jobs go before all others."""

@@ -91,9 +91,9 @@ class Runner:
 
     # -- intake --------------------------------------------------------------------------------
 
-    def add(self, job: Job, mark: Mark, deadline_s: float) -> None:
+    def add(self, job: Job, mark: Mark, deadline_s: float, *, urgent: bool = False) -> None:
         """Take a job in. It waits for the jobs of files before it that open or drop a segment of its own, if any."""
-        work = Work(job, mark, deadline_s)
+        work = Work(job, mark, deadline_s, urgent=urgent)
         self._works[job.id] = work
         if job.kind in FILE_KINDS:
             if job.home is not None:
@@ -109,6 +109,11 @@ class Runner:
     def flush(self, job_ids: Iterable[JobId]) -> None:
         """Let what has not started of these stores run before all other stores."""
         self._queues.flush(set(job_ids))
+
+    def has_gathered(self, job_id: JobId) -> bool:
+        """Whether nothing of a job that was added reads, or will read, the GPU's blocks any more."""
+        work = self._works.get(job_id)
+        return work is None or work.to_gather == 0
 
     def void(self, job_ids: Iterable[JobId]) -> None:
         """Let these loads end as failed, starting nothing more of them; those that have ended stay as they are."""
@@ -287,6 +292,7 @@ class Runner:
             leg = legs[part.leg]
             part.leg += 1
             if leg is Leg.SEAL:
+                part.work.note_gathered(len(part.positions))
                 seal_part(part, self._fingerprint, self._geometry, self._gear.rank)
             elif leg is Leg.CHECK:
                 self._check(part)
@@ -369,6 +375,8 @@ class Runner:
             self.released.append(work.job.id)
 
     def _fail_rest(self, lot: Lot, reason: Reason) -> None:
+        if lot.route.gathers:
+            lot.work.note_gathered(len(lot.positions) - lot.taken)
         self._fail(lot.work, dict.fromkeys(lot.positions[lot.taken :], reason))
 
     def _fail(self, work: Work, failed: Mapping[int, Reason]) -> None:

@@ -133,19 +133,29 @@ def _slot_bytes(file: Path) -> int:
     return read_segment_header(Where(), int(file.parent.name), 0).slot_bytes
 
 
+PREEMPTING = {"max_model_len": 512, "num_gpu_blocks_override": 40}
+PREEMPTED = [_prompt(seed, 300) for seed in range(20, 28)]
+
+
 def test_preempted_requests_give_the_same_tokens(tiny_llama: Path, tmp_path: Path) -> None:
-    limits = {"max_model_len": 512, "num_gpu_blocks_override": 40}
-    prompts = [_prompt(seed, 300) for seed in range(20, 25)]
-    with EngineChild(tiny_llama, tmp_path / "log", **limits) as engine:
-        expected = _tokens(engine.generate(prompts, 120))
-    config = {**CPU_ONLY, "store_decode": True}
-    with EngineChild(tiny_llama, tmp_path / "log", extra_config=config, **limits) as engine:
-        assert _tokens(engine.generate(prompts, 120)) == expected
-        assert engine.metrics()["num_preemptions"] > 0
-        engine.reset()
-        assert _tokens(engine.generate(prompts, 120)) == expected, "warm, and preempted again"
-        assert engine.counters()["loaded_blocks"] > 0
-        engine.reset()  # asserts that every touched block was given back
+    """Under each store policy at least 15 preemptions a run."""
+    with EngineChild(tiny_llama, tmp_path / "log", **PREEMPTING) as engine:
+        expected = _tokens(engine.generate(PREEMPTED, 120))
+    for policy in ("on_compute", "on_preemption", "spillover"):
+        config = {**CPU_ONLY, "store_decode": True, "store_policy": policy}
+        with EngineChild(tiny_llama, tmp_path / "log", extra_config=config, **PREEMPTING) as engine:
+            assert _tokens(engine.generate(PREEMPTED, 120)) == expected, policy
+            assert engine.metrics()["num_preemptions"] >= 15, policy
+            engine.drain()
+            counters = engine.counters()
+            assert counters["stored_blocks"] > 0, policy
+            if policy != "spillover":
+                assert counters["loaded_blocks"] > 0, "a victim comes back to what was stored of it"
+            engine.reset()  # asserts that every touched block was given back
+            assert _tokens(engine.generate(PREEMPTED, 120)) == expected, f"{policy}: warm, and preempted again"
+            engine.drain()
+            assert engine.counters()["loaded_blocks"] > counters.get("loaded_blocks", 0), policy
+            engine.reset()
 
 
 def test_engine_in_its_own_process_killed_and_restarted(

@@ -288,5 +288,6 @@ def test_without_the_block_pool_nothing_starts(bench: Bench) -> None:
 
     with pytest.raises(ConfigError, match="block pool"):
         bench.connector.scheduler.__class__.bind_pool(
-            type("Unbound", (), {"_parts": None, "_config": None, "_geometry": None, "_namespace": ()})(), object()
+            type("Unbound", (), dict.fromkeys(("_parts", "_config", "_geometry", "_namespace", "_step_blocks")))(),
+            object(),
         )

@@ -48,6 +48,24 @@ WORKLOADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "nvme_admission": "reuse(2)",
         },
     ),
+    "victims saved, tiny GPU pool": (
+        {"num_gpu_blocks_override": 45, "max_num_seqs": 8},
+        {"cpu_bytes": "4MiB", "store_policy": "on_preemption"},
+    ),
+    "victims saved, no CPU tier": (
+        {"num_gpu_blocks_override": 45, "max_num_seqs": 8, "async_scheduling": False},
+        {"cpu_bytes": 0, "nvme_bytes": 16 * MIB, "segment_bytes": "1MiB", "store_policy": "on_preemption"},
+    ),
+    "spillover": (
+        {},
+        {
+            "cpu_bytes": "3MiB",
+            "nvme_bytes": 14 * MIB,
+            "segment_bytes": "1MiB",
+            "store_decode": True,
+            "store_policy": "spillover",
+        },
+    ),
     "no waiting, few pins, least staging": (
         {"async_scheduling": False},
         {
@@ -72,6 +90,7 @@ BOTH = [
     *(("llama", name) for name in WORKLOADS),
     # With several KV-cache groups those that fill and empty the tiers most.
     *(("gemma3", name) for name in ("tiny GPU pool, preemptions", "tiny segments, evictions")),
+    *(("gemma3", name) for name in ("victims saved, tiny GPU pool", "spillover")),
 ]
 ONE_GROUP = pytest.mark.parametrize("model", ["llama"], indirect=True)
 SEVERAL_GROUPS = pytest.mark.parametrize("model", ["gemma3"], indirect=True)
@@ -140,6 +159,31 @@ def test_workload(name: str, model: Path, expected: list[list[int]], tmp_path: P
             assert counters.get("loaded_blocks", 0) > 0
         if "nvme_bytes" in extra:
             verify_store(store, extra["nvme_bytes"])
+
+
+@pytest.fixture(scope="module")
+def expected_of_two_ranks(tiny_gemma3: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    log = tmp_path_factory.mktemp("expected") / "log"
+    with EngineChild(tiny_gemma3, log, layout="tp2", **TWO_RANKS) as engine:
+        return [answer.tokens for answer in engine.generate(PREEMPTED, 100)]
+
+
+TWO_RANKS = {"max_model_len": 512, "num_gpu_blocks_override": 90, "max_num_seqs": 8}
+PREEMPTED = [random.Random(seed).choices(range(10, 500), k=300) for seed in range(8)]
+
+
+@pytest.mark.parametrize("policy", ["on_compute", "on_preemption", "spillover"])
+def test_preemptions_on_two_ranks(
+    policy: str, tiny_gemma3: Path, expected_of_two_ranks: list[list[int]], tmp_path: Path
+) -> None:
+    """Several groups, two ranks: what one rank has not copied in time is a miss on both."""
+    extra = {"cpu_bytes": "64MiB", "store_policy": policy, "store_decode": True}
+    with EngineChild(tiny_gemma3, tmp_path / "log", extra_config=extra, layout="tp2", **TWO_RANKS) as engine:
+        for _ in range(2):
+            answers = [answer.tokens for answer in engine.generate(PREEMPTED, 100)]
+            assert answers == expected_of_two_ranks, policy
+            engine.reset()
+        assert engine.metrics()["num_preemptions"] >= 15
 
 
 @SEVERAL_GROUPS

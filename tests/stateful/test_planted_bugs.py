@@ -20,9 +20,10 @@ from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.pool import SlotPool
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.store_planner import StorePlanner
-from kvdisk.manager.store_policy import OnCompute, Watermark
+from kvdisk.manager.store_policy import OnCompute
 from kvdisk.manager.tail_first import TailFirst
 from kvdisk.manager.transfers import JobRecord, Transfers
+from kvdisk.manager.watermark import Watermark
 from kvdisk.messages import JobKind, Reason
 
 BUGS = Bugs()

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lazy store policy: cached blocks are offered shortly before the engine reuses them. Scheduler thread only."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from kvdisk.blocks import BlockKey
+from kvdisk.context import SchedulerContext
+from kvdisk.manager.store_policy import FreeOffer, NoStores
+from kvdisk.manager.watermark import Refusal, Refused
+
+AHEAD_STEPS = 2
+"""How far the cursor is kept ahead of the engine, in steps that take as many blocks as a step can."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """A block that may be offered. ``refused``: how its last offer ended, if it was refused."""
+
+    parent: BlockKey | None
+    refused: Refused | None = None
+
+
+class Spillover(NoStores):
+    """Offers free, cached blocks at the front of the engine's free queue.
+
+    The cursor stands behind the first blocks of the queue, as many as ``AHEAD_STEPS`` steps can take. Each step it
+    goes over them, from the queue's head: a block that it has passed, and that is still there with the same key, is not
+    offered again unless its refusal is over; one that has left the queue meanwhile, and come back, is looked at anew.
+    Of the free blocks and those that stores hold already, stores never get more than half: the engine needs the rest.
+
+    Only blocks of requests that kvdisk follows are offered (an adapter's are not), and that were reached since the last
+    reset: their keys are known, twice as many as the GPU has blocks; the last reached stay.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[BlockKey, _Known] = OrderedDict()
+        self._passed: dict[int, BlockKey] = {}
+        """The blocks before the cursor that were offered, by number."""
+
+    def reached(self, request_id: str, keys: Sequence[BlockKey], start: int, stop: int) -> None:  # noqa: ARG002
+        """Note keys and parents."""
+        for position in range(start, stop):
+            key = keys[position]
+            if key in self._known:
+                self._known.move_to_end(key)
+            else:
+                self._known[key] = _Known(keys[position - 1] if position else None)
+
+    def free_offers(
+        self, context: SchedulerContext, held: int, room: int, now: float, count_of: Callable[[BlockKey], int]
+    ) -> Sequence[FreeOffer]:
+        """Return blocks before the cursor that were not offered since they are there, and refused ones that are due."""
+        while len(self._known) > 2 * context.block_count:
+            self._known.popitem(last=False)
+        blocks = list(islice(context.iter_free_blocks(), AHEAD_STEPS * context.step_blocks))
+        most = (len(blocks) + held) // 2 - held
+        before, self._passed = self._passed, {}
+        offers: dict[BlockKey, FreeOffer] = {}
+        for block in blocks:
+            key = block.key
+            known = self._known.get(key) if key is not None else None
+            if key is None or known is None:
+                continue
+            refused = known.refused
+            due = before.get(block.block_id) != key if refused is None else refused.is_over(room, now, count_of(key))
+            if not due or key in offers:
+                self._passed[block.block_id] = key
+            elif len(offers) < most:
+                self._passed[block.block_id] = key
+                offers[key] = FreeOffer(block.block_id, key, known.parent)
+        return list(offers.values())
+
+    def accept_free(self, key: BlockKey) -> None:
+        """Do not offer the block again while it stays in the queue."""
+        known = self._known.get(key)
+        if known is not None:
+            known.refused = None
+
+    def refuse_free(self, key: BlockKey, why: Refusal, mark: int, now: float) -> None:
+        """Offer the block again when its cause has changed, if it is there then."""
+        known = self._known.get(key)
+        if known is not None:
+            known.refused = Refused.make(why, mark, now, known.refused)
+
+    def reset(self) -> None:
+        """Forget all keys: the blocks may keep theirs, and what they hold is not what those mean any more."""
+        self._known.clear()
+        self._passed.clear()

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store policy that is looked at: it fails where an offer is repeated although nothing has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+from kvdisk.blocks import BlockKey
+from kvdisk.context import SchedulerContext
+from kvdisk.manager.spillover import AHEAD_STEPS, Spillover
+from kvdisk.manager.store_policy import FreeOffer, StorePolicy
+from kvdisk.manager.watermark import Refusal
+
+SHORTEST_BACK_OFF_S = 0.04
+"""An offer refused for lack of room is not repeated sooner."""
+
+
+class WatchedPolicy:
+    """``StorePolicy`` around another.
+
+    ``changes``: a number that rises whenever room may have come free. ``on_accept(request_id, group, position)`` is
+    called with every offer of a request's block that is accepted.
+    """
+
+    on_accept: Callable[[str, int, int], None]
+
+    def __init__(self, inner: StorePolicy) -> None:
+        self.inner = inner
+        self.saves_victims = inner.saves_victims
+        self.changes = 0
+        self._open: set[object] = set()
+        """Offers that wait for their answer: (request, group, position), or the key of a free block."""
+        self._answered: dict[tuple[str, int, int], tuple[Refusal | None, int, int, float]] = {}
+        self._free: dict[int, BlockKey] = {}
+        """Free blocks that were offered, and have not left the queue since, as far as each step shows it."""
+        self._refused_free: dict[BlockKey, tuple[Refusal, int, int, float]] = {}
+
+    # -- questions -----------------------------------------------------------------------------
+
+    def reached(self, request_id: str, keys: Sequence[BlockKey], start: int, stop: int) -> None:
+        """See ``StorePolicy``."""
+        assert 0 <= start < stop <= len(keys)
+        self.inner.reached(request_id, keys, start, stop)
+
+    def offers(
+        self, request_id: str, group: int, storable: int, room: int, now: float, count_of: Callable[[int], int]
+    ) -> Sequence[int]:
+        """See ``StorePolicy``."""
+        positions = self.inner.offers(request_id, group, storable, room, now, count_of)
+        self._begin(request_id, group, positions, storable)
+        for position in positions:
+            before = self._answered.get((request_id, group, position))
+            if before is not None:
+                why, mark, changes, answered_s = before
+                assert why is not None, "a block is offered again that was stored, or is on its way"
+                self._check_repeated((why, mark, changes, answered_s), now, count_of(position))
+        return positions
+
+    def preempted(self, request_id: str, group: int, storable: int) -> Sequence[int]:
+        """See ``StorePolicy``."""
+        positions = self.inner.preempted(request_id, group, storable)
+        self._begin(request_id, group, positions, storable)
+        return positions
+
+    def _begin(self, request_id: str, group: int, positions: Sequence[int], storable: int) -> None:
+        assert list(positions) == sorted(set(positions)), f"offered twice at once, or out of order: {positions}"
+        assert all(position < storable for position in positions)
+        assert not self._open, "an offer was not answered"
+        self._open = {(request_id, group, position) for position in positions}
+
+    def free_offers(
+        self, context: SchedulerContext, held: int, room: int, now: float, count_of: Callable[[BlockKey], int]
+    ) -> Sequence[FreeOffer]:
+        """See ``StorePolicy``."""
+        queue = {block.block_id: block.key for block in context.iter_free_blocks()}
+        self._free = {block: key for block, key in self._free.items() if queue.get(block) == key}
+        offers = self.inner.free_offers(context, held, room, now, count_of)
+        assert not self._open, "an offer was not answered"
+        self._open = {offer.key for offer in offers}
+        assert len(self._open) == len(offers), "a key is offered twice at once"
+        assert not offers or held + len(offers) <= (len(queue) + held) / 2, "stores would hold more than half"
+        for offer in offers:
+            assert queue.get(offer.block) == offer.key, "what is offered is not in the free queue"
+            refused = self._refused_free.get(offer.key)
+            if refused is not None:
+                self._check_repeated(refused, now, count_of(offer.key))
+            else:
+                assert self._free.get(offer.block) != offer.key, "a free block is offered twice"
+            self._free[offer.block] = offer.key
+        if isinstance(self.inner, Spillover):
+            self._check_front(self.inner, context, held, len(offers))
+        return offers
+
+    def _check_front(self, inner: Spillover, context: SchedulerContext, held: int, offered: int) -> None:
+        """Nothing at the front of the queue is left out, where nothing stands against it."""
+        front = list(islice(context.iter_free_blocks(), AHEAD_STEPS * context.step_blocks))
+        if offered >= (len(front) + held) // 2 - held:
+            return
+        for block in front:
+            key = block.key
+            dealt_with = key in self._refused_free or key in self._open or self._free.get(block.block_id) == key
+            assert key not in inner._known or dealt_with or key in self._free.values(), f"{key!r} is not offered"
+
+    def _check_repeated(self, before: tuple[Refusal, int, int, float], now: float, count: int) -> None:
+        why, mark, changes, answered_s = before
+        if why is Refusal.NOT_REUSED:
+            assert count > mark, "an offer is repeated though the count has not risen"
+        elif mark >= 0:
+            assert now - answered_s >= SHORTEST_BACK_OFF_S, "an offer is repeated without a back-off"
+            assert self.changes > changes, "an offer is repeated though no room can have come free"
+
+    # -- answers -------------------------------------------------------------------------------
+
+    def accept(self, request_id: str, group: int, position: int) -> None:
+        """See ``StorePolicy``."""
+        self.inner.accept(request_id, group, position)
+        self._open.discard((request_id, group, position))
+        self.on_accept(request_id, group, position)
+        self._answered[request_id, group, position] = (None, 0, 0, 0.0)
+
+    def refuse(self, request_id: str, group: int, position: int, why: Refusal, mark: int, now: float) -> None:
+        """See ``StorePolicy``."""
+        self.inner.refuse(request_id, group, position, why, mark, now)
+        name = (request_id, group, position)
+        if name in self._answered or name in self._open:  # else it has not been offered yet
+            # A block that was taken and whose store failed waits for nothing but the back-off.
+            self._answered[name] = (why, mark, self.changes - (name not in self._open), now)
+            self._open.discard(name)
+
+    def accept_free(self, key: BlockKey) -> None:
+        """See ``StorePolicy``."""
+        self.inner.accept_free(key)
+        self._open.discard(key)
+        self._refused_free.pop(key, None)
+
+    def refuse_free(self, key: BlockKey, why: Refusal, mark: int, now: float) -> None:
+        """See ``StorePolicy``."""
+        self.inner.refuse_free(key, why, mark, now)
+        self._refused_free[key] = (why, mark, self.changes - (key not in self._open), now)
+        self._open.discard(key)
+
+    # -- the rest ------------------------------------------------------------------------------
+
+    def waits(self, request_id: str) -> bool:
+        """See ``StorePolicy``."""
+        return self.inner.waits(request_id)
+
+    def request_finished(self, request_id: str) -> None:
+        """See ``StorePolicy``."""
+        self.inner.request_finished(request_id)
+        for name in [name for name in self._answered if name[0] == request_id]:
+            del self._answered[name]
+
+    def reset(self) -> None:
+        """See ``StorePolicy``."""
+        self.inner.reset()
+        self._free.clear()
+        self._refused_free.clear()

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs in the store policies and in what is saved of victims; as ``test_planted_bugs``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from machines import Bugs, Patch, wrap
+
+from kvdisk.manager.manager import TierManager
+from kvdisk.manager.settlement import Settlement
+from kvdisk.manager.spillover import Spillover
+from kvdisk.manager.store_planner import StorePlanner
+from kvdisk.manager.store_policy import OnPreemption
+from kvdisk.manager.tables import BlockTables, Table
+from kvdisk.manager.transfers import Transfers
+from kvdisk.testing.manager_sizes import ON_PREEMPTION_SIZES, SPILLOVER_SIZES
+
+PREEMPTION, SPILL = Bugs(ON_PREEMPTION_SIZES), Bugs(SPILLOVER_SIZES)
+
+
+@PREEMPTION.plant
+def victims_blocks_copied_after_they_were_overwritten(patch: Patch) -> None:
+    def preempt(original: Any, self: TierManager, *args: Any) -> None:
+        original(self, *args)
+        self._urgent.clear()
+
+    wrap(patch, TierManager, "preempt", preempt)
+
+
+@PREEMPTION.plant
+def blocks_that_the_step_zeroes_saved(patch: Patch) -> None:
+    def save(original: Any, self: StorePlanner, request: Any, overwritten: Any, *args: Any) -> Any:
+        return original(self, request, (), *args)
+
+    wrap(patch, StorePlanner, "save", save)
+
+
+@PREEMPTION.plant
+def blocks_saved_that_are_not_full(patch: Patch) -> None:
+    def put(original: Any, self: BlockTables, request_id: str, table: Table) -> None:
+        original(self, request_id, table._replace(computed_tokens=table.computed_tokens + 2))
+
+    wrap(patch, BlockTables, "put", put)
+
+
+@PREEMPTION.plant
+def blocks_stored_though_nobody_was_preempted(patch: Patch) -> None:
+    patch.setattr(OnPreemption, "offers", lambda self, request_id, group, storable, *_: range(storable))
+
+
+@PREEMPTION.plant
+def urgent_blocks_given_back_though_never_held(patch: Patch) -> None:
+    def add(original: Any, self: Transfers, kind: Any, moves: Any, details: Any, **more: Any) -> Any:
+        for move, detail in zip(moves, details, strict=True):
+            if move.block > 0 and detail.row >= 0 and kind.name == "STORE":
+                detail.block = move.block
+        return original(self, kind, moves, details, **more)
+
+    wrap(patch, Transfers, "add", add)
+
+
+@SPILL.plant
+def cursor_not_looked_at_again(patch: Patch) -> None:
+    def free_offers(original: Any, self: Spillover, *args: Any) -> Any:
+        before = dict(self._passed)
+        offers = original(self, *args)
+        self._passed = before | self._passed
+        return offers
+
+    wrap(patch, Spillover, "free_offers", free_offers)
+
+
+@SPILL.plant
+def free_block_offered_every_step(patch: Patch) -> None:
+    def free_offers(original: Any, self: Spillover, *args: Any) -> Any:
+        self._passed.clear()
+        return original(self, *args)
+
+    wrap(patch, Spillover, "free_offers", free_offers)
+
+
+@SPILL.plant
+def refused_free_block_offered_every_step(patch: Patch) -> None:
+    def refuse(self: Spillover, key: Any, *_: Any) -> None:
+        self._passed = {block: passed for block, passed in self._passed.items() if passed != key}
+
+    patch.setattr(Spillover, "refuse_free", refuse)
+
+
+@SPILL.plant
+def refused_free_block_never_offered_again(patch: Patch) -> None:
+    patch.setattr(Spillover, "refuse_free", lambda *_: None)
+
+
+@SPILL.plant
+def free_blocks_stored_and_not_held(patch: Patch) -> None:
+    def plan(original: Any, self: StorePlanner, *args: Any) -> None:
+        touch, self._touch = self._touch, lambda _: None  # type: ignore[method-assign]
+        original(self, *args)
+        self._touch = touch  # type: ignore[method-assign]
+
+    wrap(patch, StorePlanner, "plan_free", plan)
+
+
+@SPILL.plant
+def free_blocks_of_before_a_reset_offered(patch: Patch) -> None:
+    patch.setattr(Spillover, "reset", lambda _: None)
+
+
+@SPILL.plant
+def imminent_frees_promised_without_end(patch: Patch) -> None:
+    def imminent(self: TierManager) -> bool:
+        return any(self._context.get_block(block).ref_cnt for block in self._transfers.touched_blocks())
+
+    patch.setattr(TierManager, "has_imminent_frees", imminent)
+
+
+@SPILL.plant
+def failed_store_of_a_free_block_not_told(patch: Patch) -> None:
+    def settle(original: Any, self: Settlement, record: Any, *args: Any) -> None:
+        refuse, self._store_policy.refuse_free = self._store_policy.refuse_free, lambda *_: None  # type: ignore[method-assign]
+        original(self, record, *args)
+        self._store_policy.refuse_free = refuse  # type: ignore[method-assign]
+
+    wrap(patch, Settlement, "_settle_store", settle)
+
+
+@pytest.mark.parametrize("name", PREEMPTION)
+def test_a_planted_bug_of_preemption_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    PREEMPTION.must_be_caught(name, monkeypatch)
+
+
+@pytest.mark.parametrize("name", SPILL)
+def test_a_planted_bug_of_spillover_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    SPILL.must_be_caught(name, monkeypatch)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores whose blocks are overwritten as soon as ``save`` returns."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from ranks import Rank, move
+
+from kvdisk.messages import Job, JobKind, Plan, Reason
+from kvdisk.worker.mover import URGENT_S
+
+BLOCKS = range(20)
+
+
+@pytest.fixture
+def rank():
+    made = Rank(staging_slots=8)
+    made.run()
+    yield made
+    made.device.plan.hold = False
+    made.device.release()
+    made.mover.close()
+
+
+def save(rank: Rank, moves) -> Job:
+    job = rank.job(JobKind.STORE, moves)
+    rank.mover.save(Plan((job,), urgent=(job.id,)), rank.mover.compute_done())
+    return job
+
+
+def test_what_the_blocks_held_is_stored_though_they_are_overwritten_at_once(rank):
+    before = {block: rank.payload(0, block) for block in BLOCKS}
+    job = save(rank, [move(block, 0, block, rank.cpu(0, block)) for block in BLOCKS])
+    rank.erase()
+    assert rank.run()[job.id].failed == {}
+    assert rank.do(JobKind.LOAD, [move(block, 0, block, rank.cpu(0, block)) for block in BLOCKS]) == {}
+    assert {block: rank.payload(0, block) for block in BLOCKS} == before
+
+
+def test_urgent_stores_go_before_loads_and_other_stores(rank):
+    rank.do(JobKind.STORE, [move(1, 0, 1, rank.cpu(0, 47))])
+    other = rank.submit(JobKind.STORE, [move(block, 0, block, rank.cpu(0, block)) for block in range(10)])
+    load = rank.submit(JobKind.LOAD, [move(1, 0, 44, rank.cpu(0, 47))])
+    job = save(rank, [move(block, 0, block, rank.cpu(0, block)) for block in range(20, 30)])
+    assert job.id in rank.poll()
+    assert not {other, load} & set(rank.results)
+    assert {other, load} <= set(rank.run())
+
+
+def test_the_drive_is_not_waited_for_and_what_has_not_begun_never_begins(rank):
+    before = {block: rank.payload(0, block) for block in BLOCKS}
+    rank.device.plan.hold = True
+    job = save(rank, [move(block, 0, block, nvme=block) for block in BLOCKS])
+    rank.erase()
+    rank.device.plan.hold = False
+    rank.device.release()
+    failed = rank.run()[job.id].failed
+    assert set(failed.values()) == {Reason.DEADLINE}, "staging was full, and nobody waits for the drive"
+    saved = [block for block in BLOCKS if block not in failed]
+    assert 0 < len(saved) < len(BLOCKS)
+    assert rank.do(JobKind.LOAD, [move(block, 0, block, nvme=block) for block in saved]) == {}
+    assert all(rank.payload(0, block) == before[block] for block in saved)
+    assert all(rank.is_erased(0, block) for block in failed)
+
+
+def test_a_segment_that_is_being_made_is_not_waited_for_either():
+    rank = Rank()
+    job = save(rank, [move(1, 0, 1, nvme=1)])
+    assert rank.run()[job.id].failed in ({}, {0: Reason.DEADLINE})
+    rank.mover.close()
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_with_a_thread_the_wait_is_bounded(held):
+    rank = Rank(threaded=True, staging_slots=8)
+    rank.mover._clock = rank.mover._runner._clock = time.monotonic
+    while not set(rank.opening) <= set(rank.poll()):
+        rank.mover.wait_any(1.0)
+    before = rank.payload(0, 3)
+    rank.device.plan.hold = held
+    started_s = time.monotonic()
+    job = save(rank, [move(block, 0, block, nvme=block) for block in BLOCKS])
+    took_s = time.monotonic() - started_s
+    rank.erase()
+    rank.device.plan.hold = False
+    rank.device.release()
+    while job.id not in rank.poll():
+        rank.mover.wait_any(1.0)
+    failed = rank.results[job.id].failed
+    assert (took_s >= URGENT_S) == bool(failed), "only what cannot begin is waited for so long"
+    if held:
+        assert failed
+    load = rank.submit(JobKind.LOAD, [move(3, 0, 3, nvme=3)])
+    while load not in rank.poll():
+        rank.mover.wait_any(1.0)
+    assert 3 in failed or rank.payload(0, 3) == before
+    rank.mover.close()
+
+
+def test_the_end_of_the_mover_ends_the_wait():
+    rank = Rank(threaded=True)
+    rank.mover.close()
+    assert not rank.mover._urgent
+    waiting = Rank(threaded=True, staging_slots=8)
+    waiting.device.plan.hold = True  # its clock stands still, so that no deadline comes
+    job = waiting.job(JobKind.STORE, [move(block, 0, block, nvme=block) for block in BLOCKS])
+    saver = threading.Thread(target=waiting.mover.save, args=(Plan((job,), urgent=(job.id,)),))
+    saver.start()
+    saver.join(0.3)
+    assert saver.is_alive()
+    waiting.mover.close()
+    saver.join(30.0)
+    assert not saver.is_alive()

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is saved of a victim whose window has moved on: a fake engine over the real manager."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvdisk.blocks import make_block_key
+from kvdisk.index.memory_index import MemoryIndex
+from kvdisk.messages import JobKind, Plan
+from kvdisk.testing.fake_engine import FakeEngine
+from kvdisk.testing.fake_ranks import FakeRank
+from kvdisk.testing.manager_parts import ManagerParts
+from kvdisk.testing.manager_sizes import ON_PREEMPTION_WINDOW
+from kvdisk.testing.manager_watch import ManagerWatch
+
+SIZES = replace(ON_PREEMPTION_WINDOW, cpu_slots=(8, 8))
+
+
+class Place:
+    """An engine with a window of 4 tokens in its second group, and what its plans stored."""
+
+    def __init__(self) -> None:
+        index, ranks = MemoryIndex(max_queued=6), [FakeRank(rank) for rank in range(2)]
+        self.engine = FakeEngine(SIZES.geometry, 30, ranks)
+        parts = ManagerParts.make(SIZES, self.engine, index, 1)
+        ManagerWatch(SIZES, parts, self.engine, ranks, index)
+        self.planner = parts.manager._stores
+        self.stored: list[bytes] = []
+        self.plan = Plan()
+
+    def step(self, budget: int = 20) -> None:
+        self.engine.schedule(budget)
+        self.plan = self.engine._plan
+        self.stored += [move.key for job in self.plan.jobs if job.kind is JobKind.STORE for move in job.moves]
+        self.engine.forward()
+        self.engine.update()
+
+    def preempt(self) -> None:
+        """As for lack of room, in the next step."""
+        victim = self.engine.running.pop()
+        self.engine._preempt(victim)
+        self.engine._preempted.append(victim.id)
+
+
+@pytest.fixture
+def place():
+    return Place()
+
+
+@pytest.mark.parametrize("given_away", [False, True])
+def test_a_block_that_the_window_left_behind_is_saved_if_nobody_has_it(place, given_away):
+    request = place.engine.add("a", "aabbccdd", 4)
+    place.step()
+    assert request.computed == 8
+    # A step in which the engine looks at the request, takes what is behind its window, and does not schedule it.
+    left = request.table[1][:2]
+    assert all(left)
+    place.engine.pool.free_blocks(left)
+    request.table[1][:2] = [0, 0]
+    if given_away:
+        place.engine.pool.take(place.engine.pool.free_count)
+    place.preempt()
+    if given_away:
+        place.engine.pool.free_blocks(left)
+    place.step()
+    window = [make_block_key(text.encode(), 1) for text in ("aa", "aabb", "aabbcc", "aabbccdd")]
+    assert [key in place.stored for key in window] == [not given_away, not given_away, True, True]
+
+
+def test_only_full_blocks_of_computed_tokens_are_saved(place):
+    place.engine.add("a", "aabbccddt", 4)
+    place.step(7)
+    place.preempt()
+    place.step(1)
+    assert set(place.stored) == {
+        make_block_key(b"aabb", 0),
+        *(make_block_key(text.encode(), 1) for text in ("aa", "aabb", "aabbcc")),
+    }
+
+
+def test_what_is_stored_already_is_not_stored_again(place):
+    place.engine.add("a", "aabbccddt", 4)
+    for _ in range(2):
+        place.step()
+        place.preempt()
+    place.step()
+    assert len(place.stored) == len(set(place.stored)) >= 2 + 4

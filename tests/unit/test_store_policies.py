@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each store policy offers, and classes of a user's own."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from kvdisk.blocks import BlockKey, make_block_key
+from kvdisk.errors import ConfigError
+from kvdisk.manager.spillover import AHEAD_STEPS, Spillover
+from kvdisk.manager.store_policies import make_store_policy
+from kvdisk.manager.store_policy import NoStores, OnCompute, OnPreemption
+from kvdisk.manager.watermark import Refusal
+from kvdisk.testing.fake_pool import FakePool
+
+KEYS = [make_block_key(bytes([position]), 0) for position in range(40)]
+
+
+def never(_: object) -> int:
+    return 0
+
+
+class Queue:
+    """A spillover policy over a pool whose blocks 1, 2 … are free, and hold ``KEYS`` 0, 1 …"""
+
+    def __init__(self, blocks: int = 12, known: int | None = None) -> None:
+        self.pool = FakePool(blocks + 1, lambda _: None)
+        self.policy = Spillover()
+        for block in range(1, blocks + 1):
+            self.pool.cache(KEYS[block - 1], block)
+        self.policy.reached("a", KEYS, 0, blocks if known is None else known)
+
+    def offers(self, held: int = 0, room: int = 0, now: float = 0.0, count_of=never) -> list[int]:
+        return [offer.block for offer in self.policy.free_offers(self.pool, held, room, now, count_of)]
+
+    def accept(self, *blocks: int) -> None:
+        for block in blocks:
+            self.policy.accept_free(KEYS[block - 1])
+
+    @property
+    def ahead(self) -> int:
+        return AHEAD_STEPS * self.pool.step_blocks
+
+
+def test_on_preemption_offers_a_victims_blocks_and_nothing_else():
+    policy = OnPreemption()
+    assert not policy.offers("a", 0, 5, 9, 9.0, never)
+    assert list(policy.preempted("a", 0, 3)) == [0, 1, 2]
+    policy.refuse("a", 0, 1, Refusal.NO_ROOM, 0, 0.0)
+    assert not policy.waits("a")
+    assert list(policy.preempted("a", 0, 3)) == [0, 1, 2], "and at the next preemption all of them"
+    assert OnPreemption.saves_victims
+    assert not OnCompute.saves_victims
+    assert not OnCompute().preempted("a", 0, 3)
+
+
+def test_on_compute_keeps_watermarks_by_request_and_group():
+    policy = OnCompute()
+    assert list(policy.offers("a", 0, 2, 0, 0.0, never)) == [0, 1]
+    assert list(policy.offers("a", 1, 1, 0, 0.0, never)) == [0]
+    assert list(policy.offers("b", 0, 2, 0, 0.0, never)) == [0, 1]
+    policy.accept("a", 0, 0)
+    policy.refuse("a", 0, 1, Refusal.NO_ROOM, 0, 0.0)
+    assert policy.waits("a")
+    assert not policy.waits("b")
+    assert list(policy.offers("a", 0, 2, 1, 1.0, never)) == [1]
+    policy.request_finished("a")
+    assert not policy.waits("a")
+    policy.refuse("a", 0, 1, Refusal.NO_ROOM, 0, 0.0)
+    assert not policy.waits("a"), "a store that fails after its request has ended"
+
+
+def test_spillover_offers_the_front_of_the_queue_and_each_block_once():
+    queue = Queue()
+    assert queue.offers() == [1, 2], "half of what a step or two can take"
+    queue.accept(1, 2)
+    assert queue.offers() == [3, 4]
+    queue.accept(3, 4)
+    assert queue.offers() == [], "all before the cursor were offered"
+    assert queue.ahead == 4
+    queue.pool.take(2)
+    assert queue.offers() == [5, 6], "the engine has taken two, and two came before the cursor"
+
+
+def test_spillover_never_has_more_than_half_of_what_is_free():
+    queue = Queue(blocks=3)
+    assert queue.offers() == [1]
+    assert queue.offers(held=1) == [2]
+    assert queue.offers(held=3) == []
+
+
+def test_a_block_that_left_the_queue_is_looked_at_anew():
+    queue = Queue(blocks=6)
+    assert queue.offers() == [1, 2]
+    queue.accept(1, 2)
+    queue.pool.touch([1, 2])
+    assert queue.offers(held=2) == [3]
+    queue.accept(3)
+    queue.pool.free_blocks([1, 2])  # behind the others
+    assert queue.offers() == [4, 5]
+    queue.accept(4, 5)
+    queue.pool.take(3)
+    assert queue.offers() == [6]
+    queue.accept(6)
+    assert queue.offers() == [1], "its copy may have been evicted since it was offered"
+    queue.accept(1)
+    assert queue.offers() == [2]
+    queue.accept(2)
+    assert queue.offers() == []
+    # Another block under the number of one that was passed.
+    queue.policy.reached("b", KEYS, 30, 31)
+    queue.pool.forget(2)
+    queue.pool.cache(KEYS[30], 2)
+    assert queue.offers() == [2]
+
+
+def test_a_refused_free_block_is_offered_again_when_things_have_changed():
+    queue, counts = Queue(), dict.fromkeys(KEYS, 0)
+    assert queue.offers() == [1, 2]
+    queue.policy.refuse_free(KEYS[0], Refusal.NOT_REUSED, 0, 0.0)
+    queue.policy.refuse_free(KEYS[1], Refusal.NO_ROOM, 5, 0.0)
+    assert queue.offers(room=5, now=9.0, count_of=counts.__getitem__) == [3, 4]
+    queue.accept(3, 4)
+    assert queue.offers(room=5, now=9.0, count_of=counts.__getitem__) == []
+    assert queue.offers(room=6, now=0.01, count_of=counts.__getitem__) == []
+    assert queue.offers(room=6, now=9.0, count_of=counts.__getitem__) == [2]
+    queue.accept(2)
+    counts[KEYS[0]] = 1
+    assert queue.offers(room=6, now=9.0, count_of=counts.__getitem__) == [1]
+    queue.accept(1)
+    assert queue.offers(room=7, now=99.0, count_of=counts.__getitem__) == []
+
+
+def test_only_blocks_that_requests_have_reached_are_offered():
+    queue = Queue(known=1)
+    assert queue.offers() == [1]
+    (offer,) = Queue(known=1).policy.free_offers(queue.pool, 0, 0, 0.0, never) or [None]
+    assert offer.parent is None
+    queue.policy.reached("a", KEYS, 1, 2)
+    (offer,) = queue.policy.free_offers(queue.pool, 0, 0, 0.0, never)
+    assert (offer.key, offer.parent) == (KEYS[1], KEYS[0])
+
+
+def test_nothing_of_before_a_reset_is_offered():
+    queue = Queue()
+    assert queue.offers() == [1, 2]
+    queue.policy.reset()
+    assert queue.offers() == [], "the engine may not have forgotten them"
+    queue.policy.reached("b", KEYS, 0, 2)
+    assert queue.offers() == [1, 2]
+
+
+def test_two_blocks_of_one_key_are_one_offer():
+    queue = Queue(blocks=4, known=1)
+    queue.pool.forget(2)
+    queue.pool.cache(KEYS[0], 2)
+    assert queue.offers() == [1]
+    queue.accept(1)
+    assert queue.offers() == []
+
+
+def test_what_is_known_is_bounded():
+    queue = Queue(blocks=4)
+    more = [BlockKey(bytes([7, 7, number // 256, number % 256])) for number in range(1000)]
+    queue.policy.reached("a", more, 0, 1000)
+    queue.offers()
+    assert len(queue.policy._known) == 2 * queue.pool.block_count
+
+
+class EveryOther(NoStores):
+    """Offers every other block once."""
+
+    def offers(self, request_id, group, storable, room, now, count_of):
+        return range(0, storable, 2)
+
+
+class Lacking:
+    """Has no ``offers``."""
+
+    saves_victims = False
+
+    def accept(self, request_id, group, position):
+        pass
+
+
+class Failing(EveryOther):
+    """Cannot be built."""
+
+    def __init__(self, size):
+        self.size = size
+
+
+@pytest.fixture
+def own(monkeypatch):
+    module = types.ModuleType("my_policies")
+    vars(module).update(EveryOther=EveryOther, Lacking=Lacking, Failing=Failing, number=1)
+    monkeypatch.setitem(sys.modules, "my_policies", module)
+    return "my_policies"
+
+
+def test_a_class_of_the_users_own(own):
+    assert isinstance(make_store_policy(f"{own}:EveryOther"), EveryOther)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nowhere_at_all:Policy", "whose module cannot be imported"),
+        ("my_policies:Missing", "no class of that name"),
+        ("my_policies:number", "no class of that name"),
+        ("my_policies:Lacking", "does not have 'reached'"),
+        ("my_policies:Failing", "cannot be built without arguments"),
+    ],
+)
+def test_what_is_wrong_with_it_is_said_in_one_sentence(own, name, said):
+    with pytest.raises(ConfigError, match=said) as error:
+        make_store_policy(name)
+    assert "\n" not in str(error.value)
