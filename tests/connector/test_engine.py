@@ -133,18 +133,19 @@ def _slot_bytes(file: Path) -> int:
     return read_segment_header(Where(), int(file.parent.name), 0).slot_bytes
 
 
-PREEMPTING = {"max_model_len": 512, "num_gpu_blocks_override": 40}
-PREEMPTED = [_prompt(seed, 300) for seed in range(20, 28)]
+PREEMPTING = {"max_model_len": 512, "num_gpu_blocks_override": 24}
+PREEMPTED = [_prompt(seed, 45 + 3 * seed) for seed in range(26)]
+PREEMPTED_TOKENS = 100
 
 
 def test_preempted_requests_give_the_same_tokens(tiny_llama: Path, tmp_path: Path) -> None:
     """Under each store policy at least 15 preemptions a run."""
     with EngineChild(tiny_llama, tmp_path / "log", **PREEMPTING) as engine:
-        expected = _tokens(engine.generate(PREEMPTED, 120))
+        expected = _tokens(engine.generate(PREEMPTED, PREEMPTED_TOKENS))
     for policy in ("on_compute", "on_preemption", "spillover"):
         config = {**CPU_ONLY, "store_decode": True, "store_policy": policy}
         with EngineChild(tiny_llama, tmp_path / "log", extra_config=config, **PREEMPTING) as engine:
-            assert _tokens(engine.generate(PREEMPTED, 120)) == expected, policy
+            assert _tokens(engine.generate(PREEMPTED, PREEMPTED_TOKENS)) == expected, policy
             assert engine.metrics()["num_preemptions"] >= 15, policy
             engine.drain()
             counters = engine.counters()
@@ -152,7 +153,9 @@ def test_preempted_requests_give_the_same_tokens(tiny_llama: Path, tmp_path: Pat
             if policy != "spillover":
                 assert counters["loaded_blocks"] > 0, "a victim comes back to what was stored of it"
             engine.reset()  # asserts that every touched block was given back
-            assert _tokens(engine.generate(PREEMPTED, 120)) == expected, f"{policy}: warm, and preempted again"
+            assert _tokens(engine.generate(PREEMPTED, PREEMPTED_TOKENS)) == expected, (
+                f"{policy}: warm, and preempted again"
+            )
             engine.drain()
             assert engine.counters()["loaded_blocks"] > counters.get("loaded_blocks", 0), policy
             engine.reset()

@@ -168,8 +168,8 @@ def expected_of_two_ranks(tiny_gemma3: Path, tmp_path_factory: pytest.TempPathFa
         return [answer.tokens for answer in engine.generate(PREEMPTED, 100)]
 
 
-TWO_RANKS = {"max_model_len": 512, "num_gpu_blocks_override": 90, "max_num_seqs": 8}
-PREEMPTED = [random.Random(seed).choices(range(10, 500), k=300) for seed in range(8)]
+TWO_RANKS = {"max_model_len": 512, "num_gpu_blocks_override": 72}
+PREEMPTED = [random.Random(seed).choices(range(10, 500), k=45 + 3 * seed) for seed in range(24)]
 
 
 @pytest.mark.parametrize("policy", ["on_compute", "on_preemption", "spillover"])
