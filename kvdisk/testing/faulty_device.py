@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvdisk.device.base import Buffer, Device, Op, Outcome, Transfer
+from kvdisk.geometry import ALIGNMENT
 
 
 @dataclass(slots=True)
@@ -18,7 +19,8 @@ class FaultPlan:
     ``corrupt``: by number of the read, counted from 1, the byte of the transfer (modulo its length) in which one
     bit is flipped after it was read. ``full``: every write fails with ENOSPC. ``hold``: batches are kept back, not
     a byte of them moves, until ``FaultyDevice.release``. ``hang``: numbers of transfers, as for ``fail``, whose batches
-    are kept back until ``FaultyDevice.let_go``, while others go on.
+    are kept back until ``FaultyDevice.let_go``, while others go on. ``tear``: likewise numbers of transfers, which move
+    their first half and then fail with EIO. ``lose``: likewise, which move nothing and are said to have moved all.
     A transfer that is to fail moves nothing.
     """
 
@@ -27,10 +29,12 @@ class FaultPlan:
     full: bool = False
     hold: bool = False
     hang: set[int] = field(default_factory=set)
+    tear: set[int] = field(default_factory=set)
+    lose: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
-class _Batch:
+class HeldBatch:
     """A batch between us and the inner device. ``positions``: of the passed-on transfers in the caller's batch."""
 
     ticket: int
@@ -40,6 +44,8 @@ class _Batch:
     errors: dict[int, int]
     corrupt: list[tuple[int, int]]
     """Position in ``passed`` of the reads to corrupt, and the byte."""
+    torn: list[Transfer]
+    """The halves that are passed on behind ``passed``."""
 
 
 class FaultyDevice:
@@ -57,9 +63,9 @@ class FaultyDevice:
         self._tickets = 0
         self._transfers = 0
         self._reads = 0
-        self._held: list[_Batch] = []
-        self._hanging: list[_Batch] = []
-        self._passed: dict[int, _Batch] = {}
+        self._held: list[HeldBatch] = []
+        self._hanging: list[HeldBatch] = []
+        self._passed: dict[int, HeldBatch] = {}
         self._ended: list[Outcome] = []
 
     @property
@@ -93,7 +99,7 @@ class FaultyDevice:
         """See ``Device``."""
         assert batch
         self._tickets += 1
-        broken = _Batch(self._tickets, op, [], [], {}, [])
+        broken = HeldBatch(self._tickets, op, [], [], {}, [], [])
         hangs = False
         for position, transfer in enumerate(batch):
             self._transfers += 1
@@ -105,6 +111,12 @@ class FaultyDevice:
             if number:
                 broken.errors[position] = number
                 continue
+            if self._transfers in self.plan.tear:
+                broken.errors[position] = errno.EIO
+                broken.torn += _first_half(transfer)
+                continue
+            if self._transfers in self.plan.lose:
+                continue
             if op is Op.READ and self._reads in self.plan.corrupt:
                 broken.corrupt.append((len(broken.passed), self.plan.corrupt[self._reads]))
             broken.passed.append(transfer)
@@ -114,9 +126,9 @@ class FaultyDevice:
             (op, tuple((transfer.fd, transfer.offset, size) for transfer, size in zip(batch, sizes, strict=True)))
         )
         if hangs:
-            self._hanging.append(broken)
+            self._keep_back(broken, self._hanging)
         elif self.plan.hold:
-            self._held.append(broken)
+            self._keep_back(broken, self._held)
         else:
             self._pass_on(broken)
         return broken.ticket
@@ -127,6 +139,10 @@ class FaultyDevice:
         self._held = self._held[len(released) :]
         for batch in released:
             self._pass_on(batch)
+
+    def release_at(self, position: int) -> None:
+        """Pass on one held batch, by its position among them, the oldest first."""
+        self._pass_on(self._held.pop(position))
 
     def let_go(self) -> None:
         """Pass on the batches that hang; those that ``plan.hang`` still names will hang when they come."""
@@ -151,9 +167,12 @@ class FaultyDevice:
         self.drain()
         self.inner.close()
 
-    def _pass_on(self, batch: _Batch) -> None:
-        if batch.passed:
-            self._passed[self.inner.submit(batch.op, batch.passed)] = batch
+    def _keep_back(self, batch: HeldBatch, kept: list[HeldBatch]) -> None:
+        kept.append(batch)
+
+    def _pass_on(self, batch: HeldBatch) -> None:
+        if batch.passed or batch.torn:
+            self._passed[self.inner.submit(batch.op, batch.passed + batch.torn)] = batch
         else:
             self._ended.append(Outcome(batch.ticket, batch.errors))
 
@@ -164,7 +183,8 @@ class FaultyDevice:
     def _finish(self, outcome: Outcome) -> Outcome:
         batch = self._passed.pop(outcome.ticket)
         for place, number in outcome.errors.items():
-            batch.errors[batch.positions[place]] = number
+            if place < len(batch.passed):
+                batch.errors[batch.positions[place]] = number
         for place, byte in batch.corrupt:
             if place not in outcome.errors:
                 _flip(batch.passed[place].buffers, byte)
@@ -178,3 +198,14 @@ def _flip(buffers: Sequence[Buffer], byte: int) -> None:
             buffer[byte] ^= 1
             return
         byte -= buffer.nbytes
+
+
+def _first_half(transfer: Transfer) -> list[Transfer]:
+    """Return a transfer of the first half of the bytes, in a list: empty where that is none."""
+    left = sum(buffer.nbytes for buffer in transfer.buffers) // (2 * ALIGNMENT) * ALIGNMENT
+    buffers = []
+    for buffer in transfer.buffers:
+        if left:
+            buffers.append(buffer[:left])
+            left -= buffers[-1].nbytes
+    return [transfer._replace(buffers=tuple(buffers))] if buffers else []

@@ -195,3 +195,33 @@ def test_held_batches_run_when_released_oldest_first(memory_file):
     assert second == data[:ALIGNMENT]
     assert [op for op, _ in device.submitted] == [Op.READ] * 3
     assert device.submitted[0][1] == ((7, 0, ALIGNMENT),)
+
+
+def test_torn_and_lost_transfers(memory_file):
+    """Half of the one is moved, and it has failed; nothing of the other, and it has not."""
+    inner, data = memory_file
+    device = FaultyDevice(inner, FaultPlan(tear={1, 2}, lose={4}))
+    memory = make_memory(4 * ALIGNMENT)
+    mine = fill(memory, 4)
+    torn = Transfer(7, 0, tuple(blocks(memory, 4)[:3]))
+    single = Transfer(7, 3 * ALIGNMENT, (memory[:ALIGNMENT],))
+    device.submit(Op.WRITE, [torn, single, Transfer(7, 4 * ALIGNMENT, (memory[:ALIGNMENT],))])
+    assert device.drain()[0].errors == {0: errno.EIO, 1: errno.EIO}
+    assert inner.contents(7) == mine[:ALIGNMENT] + data[ALIGNMENT:] + mine[:ALIGNMENT]
+    device.submit(Op.WRITE, [Transfer(7, 0, (memory,))])
+    assert device.drain()[0].errors == {}
+    assert inner.contents(7) == mine[:ALIGNMENT] + data[ALIGNMENT:] + mine[:ALIGNMENT]
+
+
+def test_held_batches_run_in_any_order(memory_file):
+    inner, data = memory_file
+    device = FaultyDevice(inner, FaultPlan(hold=True))
+    views = blocks(make_memory(3 * ALIGNMENT), 3)
+    tickets = [device.submit(Op.READ, [Transfer(7, at * ALIGNMENT, (view,))]) for at, view in enumerate(views)]
+    device.release_at(1)
+    assert device.poll(WAIT_S) == [(tickets[1], {})]
+    assert views[1] == data[ALIGNMENT : 2 * ALIGNMENT]
+    assert device.held == 2
+    device.release_at(1)
+    assert device.poll(WAIT_S) == [(tickets[2], {})]
+    assert not any(views[0])
