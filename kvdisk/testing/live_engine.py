@@ -7,7 +7,6 @@ from the system, and a request goes on only with blocks that hold, byte by byte,
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -112,24 +111,11 @@ class LiveEngine(FakeEngine):
         self.phase = Phase.COMPUTED
         work = StepWork(self._plan, self.weights)
         for request, new_tokens in self._scheduled.items():
-            self._describe(request, request.computed - new_tokens, work)
+            work.add(request, request.computed - new_tokens, self._geometry.groups)
         for rank in self._live_ranks:
             rank.start(work)
         for mailbox, rank in zip(self._mailboxes, self._live_ranks, strict=True):
             mailbox.reply = rank.finish()
-
-    def _describe(self, request: FakeRequest, start: int, work: StepWork) -> None:
-        """Add the blocks that a request writes, and all that it reads, the written ones included."""
-        for group, table in zip(self._geometry.groups, request.table, strict=True):
-            for position in range(math.ceil(request.computed / group.block_tokens)):
-                if not table[position]:
-                    assert position < start // group.block_tokens, "a token is computed into the null block"
-                    continue
-                end = min((position + 1) * group.block_tokens, request.computed)
-                block = (group.group, table[position], request.hash_of(end))
-                if end > start:
-                    work.writes.append(block)
-                work.reads.append(block)
 
     def run_until_quiet(self) -> None:
         """Step until no request is left, no job or commit is under way, and no demotion can be planned."""

@@ -8,9 +8,10 @@ mover as the connector's worker side does. A ``LocalRank`` works in the caller's
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Protocol
@@ -21,7 +22,9 @@ import torch
 from kvdisk.assembly import WorkerParts, assemble_worker
 from kvdisk.blocks import JobId, group_of
 from kvdisk.config import Config
+from kvdisk.geometry import GroupGeometry
 from kvdisk.messages import Job, JobKind, Plan, Report
+from kvdisk.testing.fake_requests import FakeRequest
 from kvdisk.testing.live_model import LiveModel
 
 MakeWorker = Callable[[Config, LiveModel, int, list[list[torch.Tensor]]], WorkerParts]
@@ -45,6 +48,19 @@ class StepWork:
     weights: int
     writes: list[tuple[int, int, bytes]] = field(default_factory=list)
     reads: list[tuple[int, int, bytes]] = field(default_factory=list)
+
+    def add(self, request: FakeRequest, start: int, groups: Sequence[GroupGeometry]) -> None:
+        """Add the blocks that a request writes from token ``start`` on, and all that it reads, those included."""
+        for group, table in zip(groups, request.table, strict=True):
+            for position in range(math.ceil(request.computed / group.block_tokens)):
+                if not table[position]:
+                    assert position < start // group.block_tokens, "a token is computed into the null block"
+                    continue
+                end = min((position + 1) * group.block_tokens, request.computed)
+                block = (group.group, table[position], request.hash_of(end))
+                if end > start:
+                    self.writes.append(block)
+                self.reads.append(block)
 
 
 @dataclass(slots=True)
@@ -106,6 +122,18 @@ class LocalRank:
 
     def start(self, work: StepWork) -> None:
         """See ``LiveRank``; does all of the step."""
+        self.before_forward(work)
+        self.forward(work)
+        self.after_forward(work)
+        if self._turned:
+            while self._parts.mover.turn():
+                pass
+        elif work.plan.idle:
+            self._parts.mover.wait_any(IDLE_WAIT_S)
+        self._collect()
+
+    def before_forward(self, work: StepWork) -> None:
+        """Hand the mover what does not wait for the model's work."""
         mover, plan = self._parts.mover, work.plan
         self._weights = work.weights
         urgent = tuple(job for job in plan.jobs if job.id in plan.urgent)
@@ -114,23 +142,28 @@ class LocalRank:
         if plan.flush:
             mover.flush(plan.flush)
         early = tuple(job for job in plan.jobs if job.kind is not JobKind.STORE)
-        stores = tuple(job for job in plan.jobs if job.kind is JobKind.STORE and job.id not in plan.urgent)
         self._loads |= {job.id: job for job in early if job.kind is JobKind.LOAD}
         self._out |= {job.id for job in plan.jobs}
         if early or plan.void:
             mover.submit(replace(plan, jobs=early, urgent=()), mover.compute_done())
+
+    def forward(self, work: StepWork) -> None:
+        """Run the model: write what it computes, and look at all that it reads."""
         for group, block, digest in work.writes:
             self._write(group, block, self._model.content(work.weights, digest, group, self.rank))
+        self.check_reads(work)
+
+    def check_reads(self, work: StepWork) -> None:
+        """Look at all that the model reads. Raises WrongBytesError."""
         for group, block, digest in work.reads:
             self._check(group, block, digest, "reads")
+
+    def after_forward(self, work: StepWork) -> None:
+        """Hand the mover the stores, which read what the model has computed."""
+        urgent = work.plan.urgent
+        stores = tuple(job for job in work.plan.jobs if job.kind is JobKind.STORE and job.id not in urgent)
         if stores:
-            mover.submit(Plan(stores), mover.compute_done())
-        if self._turned:
-            while mover.turn():
-                pass
-        elif plan.idle:
-            mover.wait_any(IDLE_WAIT_S)
-        self._collect()
+            self._parts.mover.submit(Plan(stores), self._parts.mover.compute_done())
 
     def finish(self) -> StepReply:
         """See ``LiveRank``."""
