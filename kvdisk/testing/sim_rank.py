@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of a simulation: the real mover without its thread, over real tensors and arenas and a simulated drive."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from kvdisk.assembly import WorkerParts
+from kvdisk.blocks import JobId, Slot, Tier
+from kvdisk.config import Config
+from kvdisk.messages import Job, JobKind, Report
+from kvdisk.testing.live_model import LiveModel
+from kvdisk.testing.live_rank import LocalRank, StepWork
+from kvdisk.testing.manager_parts import FINGERPRINT, Sizes
+from kvdisk.testing.sim_drive import Note, SimDevice, SimDrive, SimFiles, Weather
+from kvdisk.worker.arena import Arena
+from kvdisk.worker.copier import CopyTicket, HostCopier, LayerBlocks, Mark
+from kvdisk.worker.mover import Mover
+
+STAGING_SLOTS = 3
+PART_SLOTS = 2
+TURNS_OF_WORK = 10_000
+
+
+class World(NamedTuple):
+    """What all rooms of a simulation share."""
+
+    rng: random.Random
+    weather: Weather
+    note: Note
+    clock: Callable[[], float]
+
+
+class _CopyEnd:
+    """``Event`` of a copy that ends when the simulation says so."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.ended = False
+        self._wait = wait
+
+    def query(self) -> bool:
+        """See ``Event``."""
+        return self.ended
+
+    def synchronize(self) -> None:
+        """See ``Event``."""
+        self._wait()
+
+
+class SimCopier(HostCopier):
+    """A ``HostCopier`` some of whose copies take their time, as on a GPU; those of a kind end in their order.
+
+    ``users(block)``: the jobs that may gather from a GPU block, or scatter into it, by kind of copy.
+    """
+
+    def __init__(
+        self, groups: Sequence[LayerBlocks], world: World, users: Mapping[str, Callable[[int], Sequence[JobId]]]
+    ) -> None:
+        super().__init__(groups)
+        self._users = users
+        self._world = world
+        self._pending: dict[str, deque[tuple[Callable[[], object], _CopyEnd]]] = {"gather": deque(), "scatter": deque()}
+
+    def gather(
+        self,
+        group: int,
+        blocks: Sequence[int],
+        arena: Arena,
+        size_class: int,
+        indices: Sequence[int],
+        *,
+        after: Mark = None,
+    ) -> CopyTicket:
+        """See ``Copier``."""
+        copy = partial(
+            self._copy,
+            "gather",
+            blocks,
+            super().gather,
+            group,
+            list(blocks),
+            arena,
+            size_class,
+            list(indices),
+            after=after,
+        )
+        return self._begin("gather", copy)
+
+    def scatter(
+        self,
+        group: int,
+        arena: Arena,
+        size_class: int,
+        indices: Sequence[int],
+        blocks: Sequence[int],
+        *,
+        after: Mark = None,
+    ) -> CopyTicket:
+        """See ``Copier``."""
+        copy = partial(
+            self._copy,
+            "scatter",
+            blocks,
+            super().scatter,
+            group,
+            arena,
+            size_class,
+            list(indices),
+            list(blocks),
+            after=after,
+        )
+        return self._begin("scatter", copy)
+
+    def done(self, ticket: CopyTicket) -> bool:
+        """See ``Copier``."""
+        return ticket.event is None or ticket.event.query()
+
+    def wait(self, ticket: CopyTicket) -> None:
+        """See ``Copier``."""
+        if ticket.event is not None:
+            ticket.event.synchronize()
+
+    def end_one(self) -> None:
+        """End the oldest copy of one kind."""
+        kinds = [kind for kind, pending in self._pending.items() if pending]
+        if kinds:
+            self._end(self._world.rng.choice(kinds))
+
+    def end_all(self) -> None:
+        """End every copy."""
+        for kind in self._pending:
+            self._end(kind, len(self._pending[kind]))
+
+    def _copy(
+        self, kind: str, blocks: Sequence[int], copy: Callable[..., CopyTicket], *args: object, **kwargs: object
+    ) -> None:
+        for block in blocks:
+            assert self._users[kind](block), f"a {kind} touches block {block}, and its job has been reported"
+        copy(*args, **kwargs)
+
+    def _begin(self, kind: str, copy: Callable[[], object]) -> CopyTicket:
+        slow = self._world.weather.slow_copies
+        if not self._pending[kind] and (not slow or self._world.rng.random() >= slow):
+            copy()
+            return CopyTicket()
+        event = _CopyEnd(lambda: self._end(kind, until=event))
+        self._pending[kind].append((copy, event))
+        return CopyTicket(event)
+
+    def _end(self, kind: str, count: int = 1, until: _CopyEnd | None = None) -> None:
+        pending = self._pending[kind]
+        while pending and (count > 0 if until is None else not until.ended):
+            copy, event = pending.popleft()
+            copy()
+            event.ended = True
+            count -= 1
+
+
+class SimRank(LocalRank):
+    """See the module. Plans come in and reports go out as for any rank; in between ``stir`` lets something happen.
+
+    ``drive`` outlives the rank. ``late``: moves of jobs that were reported late and are not released.
+    """
+
+    drive: SimDrive
+    device: SimDevice
+    copier: SimCopier
+
+    def __init__(self, sizes: Sizes, model: LiveModel, rank: int, drive: SimDrive, world: World) -> None:
+        self.drive = drive
+        self.sizes = sizes
+        self._world = world
+        self._jobs: dict[JobId, Job] = {}
+        self.seen: Counter[str] = Counter()
+        """What became of moves, by kind of job."""
+        super().__init__(sizes.config, model, rank, sizes.block_count, self._make)
+        self.mover = self._parts.mover
+
+    def _make(self, config: Config, _: LiveModel, rank: int, layers: list[list[torch.Tensor]]) -> WorkerParts:
+        geometry, world = self.sizes.geometry, self._world
+        users = {"gather": self.readers_of, "scatter": self.writers_of}
+        self.copier = SimCopier([LayerBlocks(group) for group in layers], world, users)
+        files = SimFiles(self.drive, world.weather, world.rng, world.note)
+        self.device = SimDevice(rank, self.drive, files, world.weather, world.rng, world.note)
+        self.arena = Arena(geometry.slot_sizes, self.sizes.cpu_slots, pin=False) if self.sizes.has_cpu else None
+        staging = Arena(geometry.slot_sizes, [STAGING_SLOTS] * len(geometry.slot_sizes), pin=False)
+        mover = Mover(
+            geometry,
+            rank,
+            self.arena,
+            staging,
+            self.copier,
+            self.device,
+            files,
+            io_deadline_s=config.io_deadline_s,
+            fingerprint=FINGERPRINT,
+            clock=world.clock,
+            part_bytes=PART_SLOTS * min(geometry.slot_sizes),
+            threaded=False,
+        )
+        return WorkerParts(mover, (staging,) if self.arena is None else (self.arena, staging))
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def before_forward(self, work: StepWork) -> None:
+        """See ``LocalRank``."""
+        self._jobs |= {job.id: job for job in work.plan.jobs if job.kind is not JobKind.STORE}
+        super().before_forward(work)
+
+    def after_forward(self, work: StepWork) -> None:
+        """See ``LocalRank``."""
+        self._jobs |= {job.id: job for job in work.plan.jobs if job.kind is JobKind.STORE}
+        super().after_forward(work)
+
+    def take_report(self) -> tuple[Report, dict[str, list[int]]]:
+        """Return what ended since the last call, and by request whose load ended the blocks that failed."""
+        self._collect()
+        reply = self.finish()
+        for job_id, result in reply.report.results.items():
+            job = self._jobs.pop(job_id)
+            failed = {at: reason.name for at, reason in sorted(result.failed.items())}
+            self.seen.update(f"{job.kind.name} {reason}" for reason in failed.values())
+            self.seen[f"{job.kind.name} late"] += len(result.late)
+            self.seen[f"{job.kind.name} whole"] += not failed
+            self._world.note(f"rank {self.rank} ended {job.kind.name} {job_id}: {failed} late {sorted(result.late)}")
+        self.seen["released"] += len(reply.report.released)
+        for job_id in reply.report.released:
+            self._world.note(f"rank {self.rank} released {job_id}")
+        return reply.report, reply.loads
+
+    def readers_of(self, block_id: int) -> list[JobId]:
+        """Return the stores of a GPU block that the rank has not reported."""
+        return self._users(block_id, JobKind.STORE)
+
+    def writers_of(self, block_id: int) -> list[JobId]:
+        """Return the loads into a GPU block that the rank has not reported."""
+        return self._users(block_id, JobKind.LOAD)
+
+    def _users(self, block_id: int, kind: JobKind) -> list[JobId]:
+        found = [job for job in self._jobs.values() if job.kind is kind]
+        return [job.id for job in found if any(move.block == block_id for move in job.moves)]
+
+    # -- time ----------------------------------------------------------------------------------
+
+    def stir(self) -> None:
+        """Let the mover turn, or end a batch or a copy."""
+        what = self._world.rng.randrange(4)
+        if what == 0:
+            self.device.end_one()
+        elif what == 1:
+            self.copier.end_one()
+        else:
+            self._turn()
+
+    def _turn(self) -> bool:
+        happened = self.mover.turn()
+        if happened:
+            self._world.note(f"rank {self.rank} turns")
+        return happened
+
+    def work_off(self) -> None:
+        """Do all that can be done; batches that hang do so further on."""
+        for _ in range(TURNS_OF_WORK):
+            self.device.release()
+            self.copier.end_all()
+            if not self._turn():
+                return
+        raise AssertionError(f"the mover of rank {self.rank} never comes to rest")
+
+    def crash(self) -> None:
+        """End as a process does that is killed: no copy goes on, some of what is at the device does."""
+        self.device.crash()
+        for arena in self._parts.memory:
+            arena.close()
+
+    # -- questions -----------------------------------------------------------------------------
+
+    def slot(self, tier: Tier, slot: Slot, slot_bytes: int) -> memoryview:
+        """Return what a slot of this length holds."""
+        if tier is Tier.NVME:
+            return self.drive.slot(slot.segment, slot_bytes, slot.index)
+        assert self.arena is not None
+        return self.arena.view(*slot)
+
+    def check_idle(self) -> None:
+        """Assert that nothing is under way, nothing late, and all staging free."""
+        runner = self.mover._runner
+        assert not self._jobs, f"rank {self.rank} has not reported {sorted(self._jobs)}"
+        assert runner.idle and not runner.at_device and not runner.copying
+        assert runner._shuttle.late == 0 and runner._shuttle.reads == 0 and runner._writes == 0
+        free = [len(slots) for slots in runner._staging._free]
+        assert free == list(runner._staging._counts), f"staging of rank {self.rank} is not given back: {free}"

@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A deterministic simulation: the real manager and the real movers of two ranks over drives that fail, from one seed.
+
+``python -m kvdisk.testing.simulator --seed N`` runs one; ``--trace`` prints each event. An engine without a model
+serves requests; the time, the order in which movers turn and batches end, what fails, when the index commits, aborts,
+resets, restarts and kills come from one generator, and nothing else does. The KV of a block is a pure function of the
+weights, its text and the rank, so that every byte that is served, or read by a step, is looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+from kvdisk.blocks import Tier, group_of, make_block_key
+from kvdisk.geometry import HEADER_BYTES
+from kvdisk.index.memory_index import MemoryIndex
+from kvdisk.manager.catalog import CopyState
+from kvdisk.testing.fake_engine import Phase
+from kvdisk.testing.live_model import PromptTree
+from kvdisk.testing.manager_parts import ManagerParts
+from kvdisk.testing.sim_drive import SimDrive, Weather
+from kvdisk.testing.sim_engine import PICKS, SHAPES, ByteWatch, SimEngine
+from kvdisk.testing.sim_rank import SimRank, World
+
+RANKS = 2
+ACTIONS = 120
+BUDGET_TOKENS = 16
+MOST_REQUESTS = 5
+QUIET_ROUNDS = 120
+LONGEST_QUARANTINE_S = 3601.0
+_TAIL = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended. ``digest``: of every event, the same for the same seed. ``counts``: how often what happened."""
+
+    seed: int
+    digest: str
+    counts: Counter[str]
+
+
+class Simulation:
+    """One run. ``on_event`` sees each event of the trace."""
+
+    def __init__(self, seed: int, on_event: Callable[[str], None] | None = None) -> None:
+        self.seed = seed
+        self._rng = random.Random(seed)  # noqa: S311 - seeded on purpose
+        self._on_event = on_event
+        self._hash = blake2b(digest_size=16)
+        self._tail: deque[str] = deque(maxlen=_TAIL)
+        self.counts: Counter[str] = Counter()
+        self.now = 1000.0
+        self._weather = Weather()
+        self._world = World(self._rng, self._weather, self._note, lambda: self.now)
+        self._shape = self._rng.choice(PICKS)
+        self._model, self._sizes = SHAPES[self._shape]
+        self._tree = PromptTree(3, 6, 26)
+        self._pace = self._rng.choice((2, 4, 8, 16))
+        self._faults = self._draw_faults()
+        self._drives = [SimDrive() for _ in range(RANKS)]
+        self._index = MemoryIndex(max_queued=8)
+        self._lives = self._requests = 0
+        self.counts[self._shape] += 1
+        self._note(f"{self._shape}, pace {self._pace}, faults {self._faults}")
+        self._live(self._sizes.segments)
+
+    def _note(self, event: str) -> None:
+        self._hash.update(event.encode() + b"\n")
+        self._tail.append(event)
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def _draw_faults(self) -> dict[str, float]:
+        """Return what can go wrong in this run: not everything, so that not one fault hides the others."""
+        rng = self._rng
+        faults = {name: rng.choice((0.0, 0.0, 0.03, 0.1, 0.3)) for name in ("eio", "tear", "flip", "files")}
+        faults |= {name: rng.choice((0.0, 0.0, 0.1, 0.3, 0.6)) for name in ("hang", "lose")}
+        faults["slow_copies"] = rng.choice((0.0, 0.3, 1.0))
+        faults["home"] = rng.choice((0.0,) * 19 + (0.5,))
+        return faults
+
+    def _live(self, segments: int) -> None:
+        """Start a process, whose cap has room for so many segments of each size class."""
+        self._lives += 1
+        sizes = self._sizes
+        self.ranks = [SimRank(sizes, self._model, rank, self._drives[rank], self._world) for rank in range(RANKS)]
+        self.engine = SimEngine(sizes.geometry, sizes.block_count, self.ranks, self._drift)
+        self.engine.now = self.now
+        limited = replace(sizes, segments=segments)
+        self.parts = ManagerParts.make(limited, self.engine, self._index, self._lives * 10_000)
+        self.watch = ByteWatch(sizes, self.parts, self.engine, self.ranks, self._index, self._model, self._note)
+
+    # -- the run -------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """Run to the end. Raises AssertionError, with the last events, and how to repeat it, in its notes."""
+        try:
+            for _ in range(ACTIONS):
+                name = self._rng.choices(_NAMES, _WEIGHTS)[0]
+                self.counts[name] += 1
+                self._note(f"-- {name} at {self.now:.2f}")
+                _ACTIONS[name][1](self)
+                self.watch.check()
+            self._end()
+        except BaseException as error:
+            error.add_note(f"Seed {self.seed}: python -m kvdisk.testing.simulator --trace --seed {self.seed}")
+            error.add_note("The last events:\n" + "\n".join(self._tail))
+            raise
+        return Outcome(self.seed, self._hash.hexdigest(), self.counts)
+
+    def _end(self) -> None:
+        """Everything works, and every request ends: first while some batches still hang, then without."""
+        self._note("-- the end")
+        self._weather.clear_up()
+        self._run_until_quiet()
+        for rank in self.ranks:
+            rank.device.let_go()
+        self._round()
+        self._run_until_quiet()
+        for rank in self.ranks:
+            rank.check_idle()
+        assert not self.parts.transfers._zombies, "a zombie is left, and no device has anything to do"
+        self._must_work()
+        self._must_survive_a_restart()
+        self._count_life()
+        for rank in self.ranks:
+            rank.close()
+
+    def _must_work(self) -> None:
+        """What is stored now is loaded."""
+        self._advance(LONGEST_QUARANTINE_S)
+        prompt = "".join(self._rng.choices("uvwxy", k=17))
+        for _ in range(4):
+            loaded = self._serve(prompt)
+        nvme = self.parts.nvme
+        if self.parts.cpu is not None or (nvme is not None and nvme.home_open):
+            assert loaded, f"nothing is stored or loaded any more: {prompt}"
+
+    def _must_survive_a_restart(self) -> None:
+        """What the index names is loaded by the next process."""
+        if self.parts.nvme is None or not self.parts.nvme.home_open or self.engine.weights:
+            return
+        prompt = "".join(self._rng.choices("uvwxy", k=17))
+        for _ in range(2):
+            self._serve(prompt)
+        self._end_process()
+        self._index = self._index.reopened()
+        self._live(self._sizes.segments)
+        keys = {record.key for record in self._index.blocks()}
+        named = all(
+            make_block_key(prompt[:end].encode(), group.group) in keys
+            for group in self._sizes.geometry.groups
+            for end in range(group.block_tokens, 17, group.block_tokens)
+        )
+        loaded = self._serve(prompt)
+        self._note(f"the index names all: {named}, and {loaded} blocks were loaded")
+        self.counts["restarted, and loaded"] += named
+        assert loaded or not named, f"nothing of {prompt} was loaded after a restart"
+
+    def _serve(self, prompt: str) -> int:
+        """Run one request to its end, with nothing on the GPU before; return how many blocks were loaded."""
+        self.engine.pool.forget_all()
+        before = self.parts.manager.stats.counts.get("loaded_blocks", 0)
+        self._begin(prompt, 0, finishing=True)
+        self._run_until_quiet()
+        return self.parts.manager.stats.counts.get("loaded_blocks", 0) - before
+
+    def _run_until_quiet(self) -> None:
+        self._finish_step()
+        for request in self.engine.requests.values():
+            request.finishing = True
+        self._index.refuse_puts = False
+        for _ in range(QUIET_ROUNDS):
+            self.parts.manager.commit()  # as the connector does before it asks
+            self.watch.note_progress()
+            if not self.engine.requests and not self.parts.manager.has_pending_work(self.now):
+                break
+            self._round()
+        else:
+            left = list(self.engine.requests.values())
+            raise AssertionError(f"it never becomes quiet: {left}, {len(self.parts.transfers)} jobs")
+        self.watch.check()
+        self.watch.check_quiet()
+
+    def _round(self) -> None:
+        for rank in self.ranks:
+            rank.work_off()
+        self._index.refuse_puts = False
+        self._index.commit()
+        self._advance(2.5)
+        self.engine.schedule(BUDGET_TOKENS)
+        self._finish_step()
+
+    # -- time ----------------------------------------------------------------------------------
+
+    def _advance(self, seconds: float) -> None:
+        self.now += seconds
+        self.engine.now = self.now
+
+    def _drift(self) -> None:
+        """Let movers, devices and copies go on a little."""
+        for _ in range(self._rng.randrange(self._pace + 1)):
+            self._rng.choice(self.ranks).stir()
+
+    def _step(self) -> None:
+        """Run a step of the engine."""
+        self.engine.schedule(self._rng.choice((4, BUDGET_TOKENS, BUDGET_TOKENS)))
+        self._finish_step()
+
+    def _finish_step(self) -> None:
+        if self.engine.phase is Phase.SCHEDULED:
+            self.engine.forward()
+        if self.engine.phase is Phase.COMPUTED:
+            self._drift()
+            self.engine.update()
+
+    def _wait(self) -> None:
+        self._advance(self._rng.choice((0.01, 0.06, 0.3, 1.0, 2.5, 6.0, 6.0, 61.0)))
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def _come(self) -> None:
+        if len(self.engine.requests) < MOST_REQUESTS:
+            outputs = self._rng.randrange(self._sizes.most_outputs + 1)
+            self._begin(self._tree.draw(self._rng), outputs, finishing=self._rng.random() < 0.7)
+
+    def _begin(self, prompt: str, outputs: int, *, finishing: bool) -> None:
+        self._requests += 1
+        self._note(f"request {self._requests}: {prompt}, {outputs} outputs, finishing {finishing}")
+        self.engine.add(f"request {self._requests}", prompt, outputs).finishing = finishing
+
+    def _abort(self) -> None:
+        if self.engine.queued:
+            request = self._rng.choice(self.engine.queued)
+            self._note(f"{request.id} is aborted, {request.status.value}")
+            self.engine.abort(request)
+
+    def _finish(self) -> None:
+        for request in self.engine.queued:
+            request.finishing = True
+
+    def _forget(self) -> None:
+        self.engine.pool.forget_all()
+
+    # -- what goes wrong -----------------------------------------------------------------------
+
+    def _change_weather(self) -> None:
+        self._weather.clear_up()
+        if self._rng.random() < 0.7:
+            for name, likelihood in self._faults.items():
+                setattr(self._weather, name, likelihood)
+            full = [rank for rank in range(RANKS) if self._rng.random() < 0.2]
+            self._weather.full = frozenset(full)
+
+    def _let_one_go(self) -> None:
+        self._rng.choice(self.ranks).device.let_go()
+
+    def _commit(self) -> None:
+        fails = self._rng.random() < 0.1
+        self._index.commit(self._rng.randrange(1, 6), fail=fails)
+        if not fails:
+            self._index.refuse_puts = False
+
+    def _damage(self) -> None:
+        """A bit of a copy changes, or on a drive another block arrives in its place, and nobody says so.
+
+        In memory not while a job uses it: nobody could tell, once it was verified.
+        """
+        catalog = self.parts.catalog
+        copies = [
+            (row, tier)
+            for row in catalog.rows()
+            for tier in (Tier.CPU, Tier.NVME)
+            if catalog.state(row, tier) == CopyState.READY and (tier is Tier.NVME or not catalog.pins(row, tier))
+        ]
+        if not copies:
+            return
+        row, tier = self._rng.choice(copies)
+        rank, key, slot = self._rng.choice(self.ranks), catalog.keys[row], catalog.slot(row, tier)
+        slot_bytes = self._sizes.geometry.groups[group_of(key)].slot_bytes
+        byte = self._rng.choice((self._rng.randrange(HEADER_BYTES), HEADER_BYTES + self._rng.randrange(200)))
+        other = self._rng.randrange(8)
+        if tier is Tier.CPU:
+            rank.slot(tier, slot, slot_bytes)[byte] ^= 1
+        elif slot.segment not in rank.drive.files:
+            return
+        elif other < 4:
+            rank.drive.misdirect(slot.segment, slot_bytes, slot.index, other)
+        else:
+            rank.drive.flip(slot.segment, slot_bytes, slot.index, byte)
+        rank.drive.damaged.add((key, catalog.generations[row]))
+        self._note(f"{tier.name} {slot} of rank {rank.rank} is damaged: byte {byte}, or by slot {other}")
+
+    def _reset(self) -> None:
+        epoch = 1000 * self._lives + self.engine.weights + 1
+        self.watch.reset(epoch, self.engine.weights + 1)
+        self.engine.reset(epoch)
+
+    def _end_process(self) -> None:
+        """The process ends in order: the ranks finish what the devices have begun, then the index commits."""
+        for rank in self.ranks:
+            rank.close()
+        assert self._index.flush(0.0)
+        self._count_life()
+
+    def _restart(self) -> None:
+        self._end_process()
+        self._go_on()
+
+    def _kill(self) -> None:
+        for rank in self.ranks:
+            rank.crash()
+        self._count_life()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Another process finds what is on the drives; its cap may be smaller."""
+        self._index = self._index.reopened()
+        self._live(max(1, self._sizes.segments - self._rng.randrange(2)))
+
+    def _count_life(self) -> None:
+        self.counts.update(self.parts.manager.stats.counts)
+        for rank in self.ranks:
+            self.counts.update(rank.device.seen)
+            self.counts.update(rank.seen)
+        self.counts["preempted"] += self.watch.preempted
+
+
+_ACTIONS: dict[str, tuple[float, Callable[[Simulation], None]]] = {
+    "a step": (50, Simulation._step),
+    "a request comes": (18, Simulation._come),
+    "time for transfers": (10, Simulation._drift),
+    "a commit": (10, Simulation._commit),
+    "a wait": (8, Simulation._wait),
+    "requests finish": (4, Simulation._finish),
+    "an abort": (2, Simulation._abort),
+    "the GPU forgets": (12, Simulation._forget),
+    "other weather": (4, Simulation._change_weather),
+    "a device lets go": (3, Simulation._let_one_go),
+    "damage": (4, Simulation._damage),
+    "a reset": (0.5, Simulation._reset),
+    "a restart": (0.8, Simulation._restart),
+    "a kill": (0.8, Simulation._kill),
+}
+_NAMES = tuple(_ACTIONS)
+_WEIGHTS = tuple(weight for weight, _ in _ACTIONS.values())
+
+
+def run_seeds(first: int, count: int) -> Counter[str]:
+    """Run so many seeds; return what happened in all of them together."""
+    total: Counter[str] = Counter()
+    for seed in range(first, first + count):
+        total.update(Simulation(seed).run().counts)
+    return total
+
+
+def main() -> None:
+    """Be the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--count", type=int, default=1, help="how many seeds")
+    parser.add_argument("--trace", action="store_true", help="print every event")
+    options = parser.parse_args()
+    logging.disable(logging.CRITICAL)  # the trace says more
+    for seed in range(options.seed, options.seed + options.count):
+        outcome = Simulation(seed, print if options.trace else None).run()
+        print(f"seed {seed}: {outcome.digest} {dict(sorted(outcome.counts.items()))}")
+
+
+if __name__ == "__main__":
+    main()

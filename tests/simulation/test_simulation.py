@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real manager and the real movers of two ranks over drives that fail: everything from one seed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from kvdisk.testing.simulator import SHAPES, Simulation, run_seeds
+
+SEEDS = 200
+SHIFT = 10_000 * int(os.environ.get("KVDISK_TORTURE_SEED", "0"))
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("CRITICAL", "kvdisk")
+
+
+def test_what_is_served_is_right_and_nothing_is_left_over() -> None:
+    counts = run_seeds(0, SEEDS)
+    missing = [what for what in MUST_HAPPEN if not counts[what]]
+    assert not missing, f"it never happened, so nothing is shown about it: {missing}"
+
+
+MUST_HAPPEN = (
+    *("a reset", "a restart", "a kill", "an abort", "damage", "preempted", "restarted, and loaded"),
+    *(f"{op} {fault}" for op in ("read", "write") for fault in ("eio", "tear", "hang")),
+    *("read flip", "write full", "write lose"),
+    *(f"LOAD {reason}" for reason in ("CANCELLED", "CHECKSUM", "DEADLINE", "HEADER", "IO_ERROR", "late", "whole")),
+    *(f"STORE {reason}" for reason in ("DEADLINE", "IO_ERROR", "NO_SPACE", "late", "whole")),
+    *(f"DEMOTE {reason}" for reason in ("DEADLINE", "IO_ERROR", "NO_SPACE", "late", "whole")),
+    *(f"OPEN_SEGMENT {reason}" for reason in ("IO_ERROR", "NO_SPACE", "whole")),
+    *("OPEN_HOME IO_ERROR", "DROP_SEGMENT whole", "dropped_records", "released", "drive_quarantines", "write_pauses"),
+    *("promoted_blocks", "demoted_blocks", "evicted_blocks_cpu", "evicted_blocks_nvme", "segment_failures"),
+    *SHAPES,
+)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("first", range(0, 2000, 200))
+def test_for_long(first: int) -> None:
+    run_seeds(SHIFT + SEEDS + first, 200)
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_seed_is_a_run(seed: int) -> None:
+    """Once more here, and in another process whose hashes of strings are others."""
+    first = Simulation(seed).run()
+    assert Simulation(seed).run() == first
+    assert Simulation(seed + 10).run().digest != first.digest
+    environment = os.environ | {"PYTHONHASHSEED": "12"}
+    command = [sys.executable, "-m", "kvdisk.testing.simulator", "--seed", str(seed)]
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert first.digest in shown
+
+
+def test_a_failure_says_how_to_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Simulation, "_end", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        run_seeds(5, 1)
+    assert "python -m kvdisk.testing.simulator --trace --seed 5" in caught.value.__notes__[0]
+    assert len(caught.value.__notes__[1].splitlines()) > 10
+
+
+def test_the_counts_are_of_the_whole_run() -> None:
+    total = Counter(Simulation(7).run().counts) + Counter(Simulation(8).run().counts)
+    assert run_seeds(7, 2) == total
