@@ -107,7 +107,10 @@ class SegmentSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Work for every rank. ``epoch`` is part of each slot header; ``request_id`` only for LOAD."""
+    """Work for every rank. ``epoch`` is part of each slot header; ``request_id`` and ``arrival`` only for LOAD.
+
+    ``arrival``: the number of its request in order of arrival: loads of earlier ones go first.
+    """
 
     id: JobId
     kind: JobKind
@@ -116,6 +119,7 @@ class Job:
     request_id: str | None = None
     home: HomeSpec | None = None
     segment: SegmentSpec | None = None
+    arrival: int = 0
 
 
 @dataclass(frozen=True, slots=True)

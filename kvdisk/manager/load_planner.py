@@ -46,7 +46,6 @@ class LoadPlanner:
 
     def lookup(self, request: RequestState, local_tokens: int, total_tokens: int, now: float) -> int | None:
         """See ``TierManager.lookup``."""
-        request.looked_up = True
         request.update_keys(self._geometry)
         limit = total_tokens - 1
         if request.load_limit_tokens is not None:
@@ -112,7 +111,9 @@ class LoadPlanner:
         request.loading = True
         request.wait_started_s = None
         self._count_served(request, local_tokens, external_tokens, moves, details)
-        self._transfers.add(JobKind.LOAD, moves, details, epoch=epoch, request_id=request.request_id)
+        self._transfers.add(
+            JobKind.LOAD, moves, details, epoch=epoch, request_id=request.request_id, arrival=request.arrival
+        )
 
     def _source_of(self, key: BlockKey, parent: BlockKey | None, block: int, request_id: str) -> tuple[Move, int]:
         """Pin the best copy of a key, and return its row: -1 for another home's; a move without slots has none."""

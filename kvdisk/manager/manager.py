@@ -79,6 +79,7 @@ class TierManager:
         """When a job was last sent, or answered; at the start there are some to be sent."""
         self._longest_silence_s = LONGEST_SILENCE * config.io_deadline_s
         self.stats = stats
+        self._arrivals = 0
         self._foreign = ForeignCopies(geometry, catalog, transfers, stats, neighbours)
         self._settlement = Settlement(
             geometry, context, catalog, stats, cpu, nvme, store_policy, nvme_admission, self._requests, self._foreign
@@ -116,6 +117,8 @@ class TierManager:
         """
         request = RequestState.make(request_id, hashes, prompt_tokens, self._geometry, limits)
         self._requests[request_id] = request
+        self._arrivals += 1
+        request.arrival = self._arrivals
         request.update_keys(self._geometry)
         if request.most_load_tokens != 0:
             self._foreign.ask(request)

@@ -28,6 +28,7 @@ class RequestState:
 
     ``hashes``: the engine's own growing list of block hashes, one per ``hash_tokens``; read only.
     ``hash_count``: how many of them are in ``keys``. ``lookups``: what was found of them.
+    ``arrival``: its number in order of arrival.
     ``load_limit_tokens``: no external hit reaches beyond this any more, because a load failed there.
     ``most_load_tokens``, ``store_limit_tokens``: what its user allows: so many tokens to load beyond those on the GPU,
     and to store up to this one; None: no limit.
@@ -43,12 +44,12 @@ class RequestState:
     keys: tuple[list[BlockKey], ...]
     lookups: Lookups
     hash_count: int = 0
+    arrival: int = 0
     load_limit_tokens: int | None = None
     most_load_tokens: int | None = None
     store_limit_tokens: int | None = None
     wait_started_s: float | None = None
     gave_up_waiting: bool = False
-    looked_up: bool = False
     loading: bool = False
     stale: bool = False
     question: int = 0

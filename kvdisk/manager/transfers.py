@@ -78,12 +78,15 @@ class Transfers:
         request_id: str | None = None,
         home: HomeSpec | None = None,
         segment: SegmentSpec | None = None,
+        arrival: int = 0,
     ) -> JobRecord:
-        """Queue a job for the next plan."""
+        """Queue a job for the next plan. ``request_id``: whose it is, if anybody's."""
         assert len(moves) == len(details)
         job_id = JobId(self._next_id)
         self._next_id += 1
-        job = Job(job_id, kind, tuple(moves), epoch, request_id if kind is JobKind.LOAD else None, home, segment)
+        job = Job(
+            job_id, kind, tuple(moves), epoch, request_id if kind is JobKind.LOAD else None, home, segment, arrival
+        )
         record = JobRecord(job, details, request_id)
         self._records[job_id] = record
         self._counts[kind] += 1

@@ -11,19 +11,28 @@ from kvdisk.worker.legs import Lot, Part, Route
 
 
 class LotQueues:
-    """A queue of lots for each route, and for each route of stores one of those flushed, and one of the urgent."""
+    """A queue of lots for each route, and for each route of stores one of those flushed, and one of the urgent.
+
+    The urgent come first, then loads, those of requests that arrived earlier before others; then stores, promotions
+    and demotions.
+    """
 
     def __init__(self) -> None:
         self._queues: dict[Route, deque[Lot]] = {route: deque() for route in Route}
         self._flushed: dict[Route, deque[Lot]] = {route: deque() for route in Route if route.gathers}
         self._urgent: dict[Route, deque[Lot]] = {route: deque() for route in Route if route.gathers}
-        loads = [self._queues[route] for route in Route if route.scatters]
+        self._loads = [self._queues[route] for route in Route if route.scatters]
         others = [self._queues[route] for route in Route if not route.scatters]
-        self._order = [*self._urgent.values(), *loads, *self._flushed.values(), *others]
+        self._others = [*self._flushed.values(), *others]
+        self._order = [*self._urgent.values(), *self._loads, *self._others]
 
     def add(self, lot: Lot) -> None:
-        """Put a lot behind the others of its route."""
-        (self._urgent if lot.work.urgent else self._queues)[lot.route].append(lot)
+        """Put a lot behind the others of its route, but for loads of requests that arrived later."""
+        queue = (self._urgent if lot.work.urgent else self._queues)[lot.route]
+        at = len(queue)
+        while at and queue[at - 1].work.job.arrival > lot.work.job.arrival:
+            at -= 1
+        queue.insert(at, lot)
 
     def flush(self, job_ids: Collection[JobId]) -> None:
         """Let the stores among these jobs go before all others."""
@@ -38,7 +47,9 @@ class LotQueues:
 
     def heads(self) -> Iterator[Lot]:
         """Yield the first lot of each queue. A lot that is taken whole has to be passed to ``pop`` at once."""
-        for queue in self._order:
+        yield from (queue[0] for queue in self._urgent.values() if queue)
+        yield from sorted((queue[0] for queue in self._loads if queue), key=lambda lot: lot.work.job.arrival)
+        for queue in self._others:
             if queue:
                 yield queue[0]
 

@@ -178,6 +178,24 @@ def test_promotions_and_demotions_come_last(rank):
     assert set(order[:2]) == {load, store}
 
 
+def test_loads_of_requests_that_arrived_earlier_go_first(rank):
+    """Whatever the order of their plans, and wherever their blocks come from."""
+    rank.do(JobKind.STORE, [move(b, 0, b, rank.cpu(0, b)) for b in range(32)])
+    rank.do(JobKind.DEMOTE, [move(b, cpu=rank.cpu(0, b), nvme=b) for b in range(32)])
+    rank.device.plan.hold = True
+    first = rank.submit(JobKind.LOAD, [move(b, 0, b, nvme=b) for b in range(16)], arrival=9)
+    rank.run()  # it has taken all the reads that may be under way
+    staged = [rank.submit(JobKind.LOAD, [move(16 + at, 0, 16 + at, nvme=16 + at)], arrival=at) for at in (5, 3, 7)]
+    kept = rank.submit(JobKind.LOAD, [move(24, 0, 24, rank.cpu(0, 40), 24)], arrival=4)
+    rank.device.plan.hold = False
+    order: list[int] = []
+    rank.device.release()
+    while rank.mover.turn():
+        order += [job_id for job_id in rank.poll() if job_id in {first, *staged, kept} - set(order)]
+    assert order.index(staged[1]) < order.index(kept) < order.index(staged[0]) < order.index(staged[2])
+    assert order[-1] == staged[2] or order[-1] == first
+
+
 def test_a_dropped_segment_waits_for_its_transfers_and_what_follows_waits_for_it(rank):
     rank.do(JobKind.STORE, [move(1, 0, 1, nvme=1), move(2, 1, 2, nvme=2), move(2, 0, 2, rank.cpu(0, 0))])
     rank.device.plan.hold = True
