@@ -34,6 +34,7 @@ class Config:
     the CPU tier over all ranks; 0: no CPU tier. ``staging_bytes``: per worker; None: by block size.
     ``nvme_write_bytes_per_day``: written to NVMe in any 24 hours, over all ranks; None: no bound.
     ``max_pinned_gpu_blocks``: GPU blocks that stores may hold at once; None: half of the pool.
+    ``min_load_tokens``: None: learnt while running (``"auto"``).
     """
 
     store_dirs: tuple[Path, ...] = ()
@@ -50,7 +51,7 @@ class Config:
     lookup_wait_s: float = 2.0
     io_deadline_s: float = 30.0
     index_commit_s: float = 0.05
-    min_load_tokens: int = 0
+    min_load_tokens: int | None = None
     max_pinned_gpu_blocks: int | None = None
     on_reset: str = "epoch"
     segment_bytes: int = 1 << 30
@@ -113,6 +114,14 @@ def _parse_count(key: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ConfigError(f"{key} must be a whole number that is not negative, not {value!r}.")
     return value
+
+
+def _parse_tokens(key: str, value: Any) -> int | None:
+    if value == "auto":
+        return None
+    if isinstance(value, str):
+        raise ConfigError(f"{key} must be 'auto' or a whole number that is not negative, not {value!r}.")
+    return _parse_count(key, value)
 
 
 def _parse_flag(key: str, value: Any) -> bool:
@@ -182,7 +191,7 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "lookup_wait_s": _parse_seconds,
     "io_deadline_s": _parse_seconds,
     "index_commit_s": _parse_seconds,
-    "min_load_tokens": _parse_count,
+    "min_load_tokens": _parse_tokens,
     "max_pinned_gpu_blocks": _parse_count,
     "on_reset": _one_of(ON_RESET),
     "segment_bytes": parse_bytes,

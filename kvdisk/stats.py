@@ -32,6 +32,7 @@ COUNTERS: Mapping[str, str] = {
     "deadline_misses": "transfers given up at their deadline",
     "late_moves": "of these, transfers that the drive had begun and not ended",
     "lookup_waits": "lookups answered 'not yet' because a block was on its way",
+    "short_hits": "lookups whose hit was too short to be worth a load",
     "wait_timeouts": "waits for a block on its way that ran out",
     "foreign_questions": "requests for which the other homes of the store were asked",
     "loaded_blocks_foreign": "of the loaded blocks, those read from another home",

@@ -115,7 +115,8 @@ class EngineChild:
             arguments["kv_transfer_config"] = {
                 "kv_connector": CONNECTOR,
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": dict(extra_config),
+                # What a short hit is worth depends on the machine; here every hit is loaded.
+                "kv_connector_extra_config": {"min_load_tokens": 0} | dict(extra_config),
             }
         with log.open("ab") as log_file:
             self._process = subprocess.Popen(

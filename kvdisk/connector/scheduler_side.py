@@ -161,7 +161,8 @@ class SchedulerSide:
                 block_ids = state.get_block_ids(request_id)
                 if block_ids is not None:
                     manager.plan_store(request_id, computed_tokens, block_ids, now)
-        return manager.take_plan(now, idle=not output.num_scheduled_tokens)
+        step_tokens = sum(output.num_scheduled_tokens.values())
+        return manager.take_plan(now, idle=step_tokens == 0, step_tokens=step_tokens)
 
     def settle(self, report: Report | None, invalid_blocks: set[int]) -> None:
         """Take in what the workers finished, and which blocks of the step no load has filled, whosever it was."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvdisk.blocks import BlockKey, Tier, group_of
 from kvdisk.config import Config
@@ -12,7 +12,8 @@ from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies
-from kvdisk.manager.lookup import is_ready
+from kvdisk.manager.load_price import LoadPrice
+from kvdisk.manager.lookup import first_needed, is_ready
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.transfers import MoveDetail, Transfers
 from kvdisk.messages import JobKind, Move
@@ -33,6 +34,7 @@ class LoadPlanner:
         cpu_admission: AdmissionPolicy,
         nvme_admission: AdmissionPolicy,
         foreign: ForeignCopies,
+        price: LoadPrice,
     ) -> None:
         self._config = config
         self._geometry = geometry
@@ -43,6 +45,7 @@ class LoadPlanner:
         self._cpu_admission = cpu_admission
         self._nvme_admission = nvme_admission
         self._foreign = foreign
+        self._price = price
 
     def lookup(self, request: RequestState, local_tokens: int, total_tokens: int, now: float) -> int | None:
         """See ``TierManager.lookup``."""
@@ -70,7 +73,24 @@ class LoadPlanner:
                 self._stats.add("lookup_waits")
                 return None
         tokens = hit - local_tokens
-        return tokens if tokens >= max(1, self._config.min_load_tokens) else 0
+        if tokens <= 0 or (self._price.may_refuse(tokens) and not self._is_worth(request, local_tokens, hit)):
+            self._stats.add("short_hits", tokens > 0)
+            return 0
+        request.wait_started_s = None
+        return tokens
+
+    def _needed_keys(self, request: RequestState, local_tokens: int, hit: int) -> Iterator[list[BlockKey]]:
+        """Yield, group by group, the keys of what a hit needs from outside the GPU."""
+        for group in self._geometry.groups:
+            first = first_needed(group, local_tokens, hit)
+            yield request.keys[group.group][first : hit // group.block_tokens]
+
+    def _is_worth(self, request: RequestState, local_tokens: int, hit: int) -> bool:
+        """Whether a short hit is worth its load."""
+        catalog = self._catalog
+        rows = [catalog.find(key) for keys in self._needed_keys(request, local_tokens, hit) for key in keys]
+        on_cpu = all(row >= 0 and catalog.state(row, Tier.CPU) == CopyState.READY for row in rows)
+        return self._price.is_worth(hit - local_tokens, Tier.CPU if on_cpu else Tier.NVME, request.arrival)
 
     def _may_wait(self, request: RequestState, now: float) -> bool:
         if request.wait_started_s is None:

@@ -21,6 +21,7 @@ from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.events import Journal
 from kvdisk.manager.foreign import ForeignCopies
 from kvdisk.manager.load_planner import LoadPlanner
+from kvdisk.manager.load_price import LoadPrice
 from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.requests import RequestLimits, RequestState
 from kvdisk.manager.settlement import Settlement
@@ -80,14 +81,15 @@ class TierManager:
         self._longest_silence_s = LONGEST_SILENCE * config.io_deadline_s
         self.stats = stats
         self._arrivals = 0
-        self._foreign = ForeignCopies(geometry, catalog, transfers, stats, neighbours)
+        self._price = LoadPrice(config.min_load_tokens, geometry.step_tokens)
+        self._foreign = foreign = ForeignCopies(geometry, catalog, transfers, stats, neighbours)
         self._settlement = Settlement(
-            geometry, context, catalog, stats, cpu, nvme, store_policy, nvme_admission, self._requests, self._foreign
+            geometry, context, catalog, stats, cpu, nvme, store_policy, nvme_admission, self._requests, foreign
         )
         if cpu is not None:
             cpu.before_evict = self._settlement.ask_before_leaving
         self._loads = LoadPlanner(
-            config, geometry, catalog, transfers, stats, cpu, cpu_admission, nvme_admission, self._foreign
+            config, geometry, catalog, transfers, stats, cpu, cpu_admission, nvme_admission, foreign, self._price
         )
         self._stores = StorePlanner(
             config,
@@ -214,8 +216,11 @@ class TierManager:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def take_plan(self, now: float, *, idle: bool) -> Plan:
-        """Return the step's plan: what was decided since the last one, stores of free blocks, and demotions."""
+    def take_plan(self, now: float, *, idle: bool, step_tokens: int = 0) -> Plan:
+        """Return the step's plan: what was decided since the last one, stores of free blocks, and demotions.
+
+        ``step_tokens``: what the step computes; 0: not known, and nothing is learnt from it.
+        """
         if self._cpu is not None:
             self._cpu_admission.note_room(*self._cpu.room)
         if self._nvme is not None:
@@ -233,6 +238,7 @@ class TierManager:
         jobs = self._transfers.take_queued()
         if jobs:
             self._heard_s = now
+        self._price.stepped(now, step_tokens, jobs)
         urgent, self._urgent = tuple(self._urgent), []
         return Plan(jobs, flush, void, idle and self.has_pending_work(now), urgent)
 
@@ -268,6 +274,7 @@ class TierManager:
             self._heard_s = now
         for record in records:
             self._settlement.settle(record, now, now_s)
+            self._price.settled(record, now)
         for record in self._transfers.take_released():
             self._settlement.release(record)
 

@@ -156,7 +156,8 @@ class FakeEngine:
             if self.manager.may_offer(request.id, computed_tokens):
                 self.manager.plan_store(request.id, computed_tokens, request.copied_table(), self.now)
             self.watch.offered(request, computed_tokens)
-        self._plan = self.manager.take_plan(self.now, idle=not any(self._scheduled.values()))
+        step_tokens = sum(self._scheduled.values())
+        self._plan = self.manager.take_plan(self.now, idle=step_tokens == 0, step_tokens=step_tokens)
         self.watch.planned(self._plan, preempted)
         self.victims.clear()
         self._send_plan()

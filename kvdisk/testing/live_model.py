@@ -98,6 +98,7 @@ class LiveModel:
             "cpu_bytes": 8 * per_block // parts * self.ranks,
             "staging_bytes": 16 * largest,
             "index_commit_s": 0.01,
+            "min_load_tokens": 0,
         } | values
         return Config.from_mapping(fixed | values)
 

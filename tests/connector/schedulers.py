@@ -55,6 +55,9 @@ MODEL = {
     "head_dim": 32,
 }
 
+BENCH_SETTINGS = {"cpu_bytes": "16MiB", "lookup_wait_s": 5.0, "min_load_tokens": 0}
+"""Every hit is loaded, however short: what else is worth a load depends on the machine."""
+
 
 class Bench:
     """One scheduler. ``step`` schedules, lets the fake workers answer, and hands the output back.
@@ -251,7 +254,7 @@ def vllm_config(
     others: Sequence[str] = (),
     events: bool = False,
 ) -> VllmConfig:
-    mine = {"cpu_bytes": "16MiB", "lookup_wait_s": 5.0, **(extra or {})}
+    mine = BENCH_SETTINGS | dict(extra or {})
     transfer = KVTransferConfig(kv_connector="KVDiskConnector", kv_role="kv_both", kv_connector_extra_config=mine)
     if others:
         children = [
