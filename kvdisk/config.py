@@ -52,6 +52,7 @@ class Config:
     io_deadline_s: float = 30.0
     index_commit_s: float = 0.05
     min_load_tokens: int | None = None
+    prefetch: bool = True
     max_pinned_gpu_blocks: int | None = None
     on_reset: str = "epoch"
     segment_bytes: int = 1 << 30
@@ -192,6 +193,7 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "io_deadline_s": _parse_seconds,
     "index_commit_s": _parse_seconds,
     "min_load_tokens": _parse_tokens,
+    "prefetch": _parse_flag,
     "max_pinned_gpu_blocks": _parse_count,
     "on_reset": _one_of(ON_RESET),
     "segment_bytes": parse_bytes,

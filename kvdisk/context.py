@@ -45,5 +45,8 @@ class SchedulerContext(Protocol):
     def free_blocks(self, block_ids: Iterable[int]) -> None:
         """Give back one reference on each block, in this order (the first becomes the first to be reused)."""
 
+    def is_cached(self, key: BlockKey) -> bool:
+        """Whether the engine's own prefix cache has a block now."""
+
     def iter_free_blocks(self) -> Iterator[KVCacheBlockView]:
         """Yield the blocks of the free queue, the next to be reused first."""

@@ -13,6 +13,8 @@ COUNTERS: Mapping[str, str] = {
     "stored_blocks": "blocks copied from the GPU to the CPU tier (or through staging to NVMe)",
     "demoted_blocks": "blocks written from the CPU tier to NVMe",
     "promoted_blocks": "blocks read from NVMe into CPU slots",
+    "prefetched_blocks": "of these, blocks read ahead for requests that waited in the queue",
+    "failed_promotions": "blocks that could not be read ahead",
     "loaded_blocks": "blocks loaded to the GPU",
     "evicted_blocks_cpu": "copies that left the CPU tier for room",
     "evicted_blocks_nvme": "copies that left the NVMe tier for room",

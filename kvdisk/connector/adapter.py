@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
     group_kernel_blocks,
 )
 
-from kvdisk.blocks import BlockKey, make_block_key
+from kvdisk.blocks import GROUP_BYTES, BlockKey, group_of, make_block_key
 from kvdisk.context import KVCacheBlockView
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
@@ -236,7 +236,7 @@ class BlockPoolContext:
     """``SchedulerContext`` over vLLM's ``BlockPool``. ``step_blocks``: see there. Scheduler thread only."""
 
     def __init__(self, pool: BlockPool, geometry: Geometry, step_blocks: int) -> None:
-        for name in ("blocks", "touch", "free_blocks", "free_block_queue"):
+        for name in ("blocks", "touch", "free_blocks", "free_block_queue", "get_cached_block"):
             if not hasattr(pool, name):
                 raise ConfigError(f"kvdisk needs the engine's block pool, and this one has no {name!r}.")
         self._pool = pool
@@ -269,6 +269,10 @@ class BlockPoolContext:
     def free_blocks(self, block_ids: Iterable[int]) -> None:
         """Give back one reference on each block, in order."""
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
+
+    def is_cached(self, key: BlockKey) -> bool:
+        """Whether the prefix cache has a block now."""
+        return self._pool.get_cached_block(key[:-GROUP_BYTES], [group_of(key)]) is not None
 
     def iter_free_blocks(self) -> Iterator[KVCacheBlockView]:
         """Yield the blocks of the free queue, the next to be reused first."""

@@ -46,11 +46,14 @@ class CpuSpace:
             if count:
                 self.pool.add_segment(size_class, size_class, count)
 
-    def allocate(self, size_class: int, count: int) -> list[Slot]:
-        """Take up to ``count`` slots, evicting where none is free; fewer where the rest is pinned or to be demoted."""
+    def allocate(self, size_class: int, count: int, *, spare_backlog: bool = False) -> list[Slot]:
+        """Take up to ``count`` slots, evicting where none is free; fewer where the rest is pinned or to be demoted.
+
+        ``spare_backlog``: what is to be demoted stays, even while nothing of it can be written.
+        """
         short = count - self.pool.free[size_class]
         while short > 0:
-            rows = self._victims(size_class, short)
+            rows = self._victims(size_class, short, spare_backlog)
             left = 0
             for row in rows:
                 # Where what follows a copy went to the backlog instead, the copy stays before it.
@@ -63,10 +66,10 @@ class CpuSpace:
                 break  # else some went to the backlog, which is bounded, and there may be others
         return self.pool.allocate(size_class, count)
 
-    def _victims(self, size_class: int, count: int) -> list[int]:
+    def _victims(self, size_class: int, count: int, spare_backlog: bool) -> list[int]:
         backlog, policy, catalog = self._backlogs[size_class], self._policies[size_class], self._catalog
         rows = policy.victims(count, lambda row: row not in backlog and catalog.evictable(row, Tier.CPU))
-        if not rows and not self.is_draining:
+        if not rows and not self.is_draining and not spare_backlog:
             rows = policy.victims(count, lambda row: catalog.evictable(row, Tier.CPU))
         return rows
 

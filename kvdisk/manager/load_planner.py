@@ -14,6 +14,7 @@ from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies
 from kvdisk.manager.load_price import LoadPrice
 from kvdisk.manager.lookup import first_needed, is_ready
+from kvdisk.manager.promotions import PendingReads
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.transfers import MoveDetail, Transfers
 from kvdisk.messages import JobKind, Move
@@ -34,6 +35,7 @@ class LoadPlanner:
         cpu_admission: AdmissionPolicy,
         nvme_admission: AdmissionPolicy,
         foreign: ForeignCopies,
+        reads: PendingReads,
         price: LoadPrice,
     ) -> None:
         self._config = config
@@ -45,6 +47,7 @@ class LoadPlanner:
         self._cpu_admission = cpu_admission
         self._nvme_admission = nvme_admission
         self._foreign = foreign
+        self._reads = reads
         self._price = price
 
     def lookup(self, request: RequestState, local_tokens: int, total_tokens: int, now: float) -> int | None:
@@ -69,7 +72,9 @@ class LoadPlanner:
         if not request.gave_up_waiting:
             step = self._geometry.step_tokens
             asking = coming < limit // step * step and self._foreign.is_asking(request)
-            if (coming > hit or asking) and self._may_wait(request, now):
+            reader = self._reader_of(request, local_tokens, hit)
+            if (coming > hit or asking or reader is not None) and self._may_wait(request, now):
+                self._reads.promotion_awaited |= reader is JobKind.PROMOTE
                 self._stats.add("lookup_waits")
                 return None
         tokens = hit - local_tokens
@@ -84,6 +89,13 @@ class LoadPlanner:
         for group in self._geometry.groups:
             first = first_needed(group, local_tokens, hit)
             yield request.keys[group.group][first : hit // group.block_tokens]
+
+    def _reader_of(self, request: RequestState, local_tokens: int, hit: int) -> JobKind | None:
+        """Return what kind of job is just reading a block of a hit into a CPU slot, where one is."""
+        if not self._reads.any or hit <= local_tokens:
+            return None
+        readers = [self._reads.reader_of(keys) for keys in self._needed_keys(request, local_tokens, hit)]
+        return JobKind.PROMOTE if JobKind.PROMOTE in readers else next(filter(None, readers), None)
 
     def _is_worth(self, request: RequestState, local_tokens: int, hit: int) -> bool:
         """Whether a short hit is worth its load."""
@@ -174,6 +186,7 @@ class LoadPlanner:
                 if details[at].row < 0:
                     details[at].row = catalog.add(move.key, move.generation, epoch, move.parent)
                 catalog.begin(details[at].row, Tier.CPU, slot)
+                self._reads.begin(JobKind.LOAD, move.key, details[at].row)
                 moves[at] = move._replace(cpu=slot)
 
     def _count_served(

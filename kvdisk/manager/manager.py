@@ -23,6 +23,7 @@ from kvdisk.manager.foreign import ForeignCopies
 from kvdisk.manager.load_planner import LoadPlanner
 from kvdisk.manager.load_price import LoadPrice
 from kvdisk.manager.nvme_space import NvmeSpace
+from kvdisk.manager.promotions import PendingReads, Promotions
 from kvdisk.manager.requests import RequestLimits, RequestState
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.store_planner import StorePlanner
@@ -81,15 +82,19 @@ class TierManager:
         self._longest_silence_s = LONGEST_SILENCE * config.io_deadline_s
         self.stats = stats
         self._arrivals = 0
+        reads = PendingReads()
         self._price = LoadPrice(config.min_load_tokens, geometry.step_tokens)
         self._foreign = foreign = ForeignCopies(geometry, catalog, transfers, stats, neighbours)
         self._settlement = Settlement(
-            geometry, context, catalog, stats, cpu, nvme, store_policy, nvme_admission, self._requests, foreign
+            geometry, context, catalog, stats, cpu, nvme, store_policy, nvme_admission, self._requests, foreign, reads
+        )
+        self._promotions = Promotions(
+            config, geometry, context, catalog, transfers, cpu, nvme, cpu_admission, foreign, reads
         )
         if cpu is not None:
             cpu.before_evict = self._settlement.ask_before_leaving
         self._loads = LoadPlanner(
-            config, geometry, catalog, transfers, stats, cpu, cpu_admission, nvme_admission, foreign, self._price
+            config, geometry, catalog, transfers, stats, cpu, cpu_admission, nvme_admission, foreign, reads, self._price
         )
         self._stores = StorePlanner(
             config,
@@ -124,6 +129,7 @@ class TierManager:
         request.update_keys(self._geometry)
         if request.most_load_tokens != 0:
             self._foreign.ask(request)
+            self._promotions.enqueue(request)
 
     def prompt_changed(self, request_id: str, prompt_tokens: int) -> None:
         """A session's prompt may have grown: its last answer is a part of it, less that answer's last token."""
@@ -140,6 +146,7 @@ class TierManager:
 
     def request_finished(self, request_id: str) -> bool:
         """Forget a request; return whether its GPU blocks may be freed now: always, what copies need is touched."""
+        self._promotions.leave(request_id)
         if self._requests.pop(request_id, None) is not None:
             self._stores.finished(request_id)
         return True
@@ -147,6 +154,7 @@ class TierManager:
     def preempt(self, request_ids: Iterable[str], now: float, overwritten: Collection[int] = ()) -> None:
         """Have the victims' copies from the GPU finished first, so that their blocks come free, and save the rest.
 
+        They wait again.
         Once a step, before its stores are planned. What the store policy saves of them is in the step's plan as
         ``Plan.urgent``. ``overwritten``: GPU blocks that the model runner writes to before the urgent jobs begin.
         """
@@ -157,6 +165,8 @@ class TierManager:
                 job_id = self._stores.save(request, overwritten, now, self._epoch)
                 if job_id is not None:
                     self._urgent.append(job_id)
+                if not request.loading and request.most_load_tokens != 0:  # it can have been taken up in this very step
+                    self._promotions.enqueue_first(request)
 
     def elsewhere(self, key: BlockKey) -> bool:
         """Whether another home of the store is thought to have a block."""
@@ -190,6 +200,7 @@ class TierManager:
         ``block_ids``: the request's block table by group; 0 means that the engine needs no block
         there. A block that is gone by now becomes a failed move, which the engine recomputes.
         """
+        self._promotions.leave(request_id)
         self._loads.plan(self._requests[request_id], local_tokens, external_tokens, block_ids, self._epoch)
 
     def served_tokens(self, request_id: str) -> dict[Tier, int]:
@@ -200,7 +211,8 @@ class TierManager:
     # -- stores --------------------------------------------------------------------------------
 
     def may_offer(self, request_id: str, computed_tokens: int) -> bool:
-        """Whether ``plan_store`` could have something to do: cheap, for every request of every step."""
+        """Whether ``plan_store`` could have something to do: cheap, for every request of every step, which runs."""
+        self._promotions.leave(request_id)
         request = self._requests.get(request_id)
         return request is not None and self._stores.may_offer(request, computed_tokens)
 
@@ -217,7 +229,7 @@ class TierManager:
     # -- steps ---------------------------------------------------------------------------------
 
     def take_plan(self, now: float, *, idle: bool, step_tokens: int = 0) -> Plan:
-        """Return the step's plan: what was decided since the last one, stores of free blocks, and demotions.
+        """Return the step's plan: what was decided since the last one, stores of free blocks, demotions, promotions.
 
         ``step_tokens``: what the step computes; 0: not known, and nothing is learnt from it.
         """
@@ -230,6 +242,7 @@ class TierManager:
             self._settlement.room += self._nvme.resumes(now)
             if self._cpu is not None:
                 self._plan_demotions(self._cpu, self._nvme, now)
+                self._promotions.plan(self._epoch)
             else:
                 self._nvme.make_room(now, [1] * len(self._geometry.slot_sizes))
         self._stores.plan_free(now, self._epoch)
@@ -318,6 +331,7 @@ class TierManager:
         self._void = list(self._transfers.sent_loads())
         for record in self._transfers.cancel_queued():
             self._settlement.cancel(record)
+        self._promotions.reset()
         for row in self._catalog.rows_in(Tier.CPU):
             if self._cpu is not None and self._catalog.state(row, Tier.CPU) in {CopyState.WRITING, CopyState.READY}:
                 self._cpu.discard(row)

@@ -15,6 +15,7 @@ from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies, is_foreign
 from kvdisk.manager.nvme_space import NvmeSpace
+from kvdisk.manager.promotions import PendingReads
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.transfers import JobRecord
@@ -41,6 +42,7 @@ class Settlement:
         nvme_admission: AdmissionPolicy,
         requests: dict[str, RequestState],
         foreign: ForeignCopies,
+        reads: PendingReads,
     ) -> None:
         self._geometry = geometry
         self._context = context
@@ -52,6 +54,7 @@ class Settlement:
         self._nvme_admission = nvme_admission
         self._requests = requests
         self._foreign = foreign
+        self._reads = reads
         self.pinned_blocks = 0
         self.room = 0
 
@@ -63,6 +66,8 @@ class Settlement:
             self._settle_store(record, now, now_s)
         elif kind is JobKind.LOAD:
             self._settle_load(record, now)
+        elif kind is JobKind.PROMOTE:
+            self._settle_promote(record, now)
         elif kind is JobKind.DEMOTE:
             self._settle_demote(record, now, now_s)
         elif record.job.segment is None or record.job.segment.source is None:
@@ -75,7 +80,7 @@ class Settlement:
         kind = record.job.kind
         for at in sorted(record.late, reverse=True):
             row, move = record.details[at].row, record.job.moves[at]
-            if kind is JobKind.LOAD:
+            if kind in {JobKind.LOAD, JobKind.PROMOTE}:
                 if is_foreign(move.nvme):
                     assert move.nvme is not None
                     self._foreign.unpin(move.nvme)
@@ -93,6 +98,8 @@ class Settlement:
         record.failed = dict.fromkeys(range(len(record.details)), Reason.CANCELLED)
         if record.job.kind is JobKind.STORE:
             self._settle_store(record, 0.0, 0)
+        elif record.job.kind is JobKind.PROMOTE:
+            self._settle_promote(record, 0.0)
         else:
             self._settle_demote(record, 0.0, 0)
 
@@ -238,18 +245,35 @@ class Settlement:
                     self._store_policy.refuse(
                         request.request_id, detail.group, detail.position, Refusal.NO_ROOM, -1, 0.0
                     )
-            late = at in record.late
-            if is_foreign(move.nvme):
-                self._settle_foreign(move, reason, late)
-            elif detail.row >= 0:
-                self._settle_source(detail.row, Tier.CPU if move.nvme is None else Tier.NVME, reason, late)
-            if move.nvme is not None and move.cpu is not None:
-                if reason is None:
-                    self._finish(detail.row, Tier.CPU, kept)
-                    self._stats.add("promoted_blocks")
-                else:
-                    self._fail(detail.row, Tier.CPU, late)
+            self._stats.add("loaded_blocks_foreign", reason is None and is_foreign(move.nvme))
+            self._settle_read(record, at, kept)
         self._stats.add("loaded_blocks", len(record.details) - len(record.failed))
+
+    def _settle_promote(self, record: JobRecord, now: float) -> None:
+        """As a load, but for the request: it was promised nothing, and reads from NVMe what was not promoted."""
+        assert self._nvme is not None
+        self._nvme.note_reads(record, now)
+        kept: list[int] = []
+        for at in reversed(range(len(record.details))):
+            self._settle_read(record, at, kept)
+        self._stats.add("prefetched_blocks", len(kept))
+        self._stats.add("failed_promotions", sum(reason is not Reason.CANCELLED for reason in record.failed.values()))
+
+    def _settle_read(self, record: JobRecord, at: int, kept: list[int]) -> None:
+        """End a move that reads: unpin its source, or drop a bad one; keep the CPU copy that it wrote, or drop it."""
+        detail, move = record.details[at], record.job.moves[at]
+        reason, late = record.failed.get(at), at in record.late
+        if is_foreign(move.nvme):
+            self._settle_foreign(move, reason, late)
+        elif detail.row >= 0:
+            self._settle_source(detail.row, Tier.CPU if move.nvme is None else Tier.NVME, reason, late)
+        if move.nvme is not None and move.cpu is not None:
+            self._reads.end(record.job.kind, move.key, detail.row)
+            if reason is None:
+                self._finish(detail.row, Tier.CPU, kept)
+                self._stats.add("promoted_blocks")
+            else:
+                self._fail(detail.row, Tier.CPU, late)
 
     def _settle_foreign(self, move: Move, reason: Reason | None, late: bool) -> None:
         assert move.nvme is not None
@@ -257,7 +281,6 @@ class Settlement:
             self._foreign.deny(move.key, self._foreign.home_of(move.nvme), move.generation)
         if not late:
             self._foreign.unpin(move.nvme)
-        self._stats.add("loaded_blocks_foreign", reason is None)
 
     def _settle_source(self, row: int, tier: Tier, reason: Reason | None, late: bool) -> None:
         space = self._space(tier)

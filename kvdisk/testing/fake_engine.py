@@ -53,17 +53,21 @@ class FakeEngine:
     ``zeroes``: new blocks are overwritten before urgent copies can begin, as some of vLLM's runners do.
     ``most_gathers``: how many blocks of urgent stores a rank copies before it gives them up. ``victims``: how many
     tokens each request that was preempted since the last step had computed, and in which blocks.
+    ``most_running``: while so many requests run or are loaded, the others wait, and are not looked up.
     """
 
     request_type: type[FakeRequest] = FakeRequest
 
-    def __init__(self, geometry: Geometry, block_count: int, ranks: Sequence[FakeRank]) -> None:
+    def __init__(
+        self, geometry: Geometry, block_count: int, ranks: Sequence[FakeRank], most_running: int = 2**31
+    ) -> None:
         self._geometry = geometry
         self._ranks = ranks
         self.pool = FakePool(block_count, self._check_reuse)
         self._tables = BlockTables(geometry, self.pool)
         self.manager: TierManager
         self.watch: Watch
+        self.most_running = most_running
         self.now = 0.0
         self.weights = 0
         self.phase = Phase.IDLE
@@ -193,6 +197,9 @@ class FakeEngine:
         # Those that hold blocks come first, as in vLLM.
         for request in sorted(self.waiting, key=lambda request: not any(request.table)):
             if request.status is Status.LOADING and not self._finish_load(request):
+                continue
+            loading = sum(other.status is Status.LOADING for other in self.waiting)
+            if len(self.running) + loading >= self.most_running and not any(request.table):
                 continue
             local: list[list[int]] = [[] for _ in self._geometry.groups]
             if request.computed == 0 and not any(request.table):

@@ -58,6 +58,9 @@ def legs_of(kind: JobKind, move: Move) -> tuple[Leg, ...]:
         if move.nvme is not None:
             return Leg.READ, Leg.CHECK, Leg.SCATTER
         return () if move.cpu is None else (Leg.CHECK, Leg.SCATTER)
+    if kind is JobKind.PROMOTE:
+        assert move.cpu is not None
+        return () if move.nvme is None else (Leg.READ, Leg.CHECK)
     assert kind is JobKind.DEMOTE and move.cpu is not None and move.nvme is not None
     return (Leg.WRITE,)
 

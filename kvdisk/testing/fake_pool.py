@@ -64,6 +64,10 @@ class FakePool:
             if block.ref_cnt == 0:
                 self._free[block_id] = None
 
+    def is_cached(self, key: BlockKey) -> bool:
+        """See ``SchedulerContext``."""
+        return self.find(key) is not None
+
     def iter_free_blocks(self) -> Iterator[FakeBlock]:
         """See ``SchedulerContext``."""
         for block_id in self._free:

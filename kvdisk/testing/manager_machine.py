@@ -75,13 +75,29 @@ class ManagerMachine(RuleBasedStateMachine):
         self.neighbour_generation = 2**40
         self.now = 1000.0
         self._live(self.sizes.segments)
+        for prompt in range(self.sizes.stored):
+            self.serve(prompt, finishing=True, cold=False, steps=3, hanging=0)
+            self._run_until_quiet()
+        if self.sizes.stored:
+            self._restart(self.sizes.segments)
+
+    def _restart(self, segments: int) -> None:
+        """Let the process end well, and another one find what is on the drive."""
+        assert self.index.flush(0.0)
+        self._succeed(segments)
+
+    def _succeed(self, segments: int) -> None:
+        self.ranks = [rank.survivor() for rank in self.ranks]
+        self.index = self.index.reopened()
+        self._live(segments)
 
     def _live(self, segments: int) -> None:
         """Start a process, whose cap has room for so many segments of each size class."""
         self.lives += 1
         self.last_event = 0
-        self.engine = FakeEngine(self.sizes.geometry, self.sizes.block_count, self.ranks)
-        self.engine.now, self.engine.zeroes = self.now, self.sizes.zeroes
+        sizes = self.sizes
+        self.engine = FakeEngine(sizes.geometry, sizes.block_count, self.ranks, sizes.most_running)
+        self.engine.now, self.engine.zeroes = self.now, sizes.zeroes
         self.parts = ManagerParts.make(
             replace(self.sizes, segments=segments), self.engine, self.index, self.lives * 10_000, self.neighbours
         )
@@ -114,6 +130,17 @@ class ManagerMachine(RuleBasedStateMachine):
                     rank.hang(rank.hangable[0], 0, whole=False)
             self._work_off(*self.ranks)
             self.index.commit()
+
+    @precondition(lambda self: len(self.engine.requests) <= MOST_REQUESTS - 2)
+    @rule(prompts=st.tuples(_picks, _picks), steps=st.integers(0, 3))
+    def crowd(self, prompts: tuple[int, int], steps: int) -> None:
+        """Two requests come at once, and the GPU has cached nothing."""
+        self._finish_step()
+        for prompt in prompts:
+            self.add_request(prompt, 0, finishing=True, cold=True)
+        for _ in range(steps):
+            self._step(BUDGET_TOKENS)
+            self._work_off(self.ranks[0])
 
     @precondition(lambda self: self.engine.queued)
     @rule(pick=_picks, abort=st.booleans())
@@ -301,11 +328,8 @@ class ManagerMachine(RuleBasedStateMachine):
             self.watch.reset(epoch, self.engine.weights + 1)
             self.engine.reset(epoch)
         elif kind in {Event.KILLED, Event.RESTARTED}:
-            if kind is Event.RESTARTED:
-                assert self.index.flush(0.0)
-            self.ranks = [rank.survivor() for rank in self.ranks]
-            self.index = self.index.reopened()
-            self._live(segments=max(1, pick % (self.sizes.segments + 1)))
+            go_on = self._restart if kind is Event.RESTARTED else self._succeed
+            go_on(max(1, pick % (self.sizes.segments + 1)))
         elif kind is Event.REFUSING:
             self.index.refuse_puts = not self.index.refuse_puts
         elif kind is Event.ROTTEN:

@@ -37,6 +37,7 @@ class Sizes:
 
     ``segments``: on all ``drives`` together. ``zeroes``: the engine overwrites new blocks before urgent copies can
     begin, as some of vLLM's runners do.
+    ``stored``: so many of the prompts lie on NVMe at the start.
     """
 
     geometry: Geometry
@@ -49,6 +50,8 @@ class Sizes:
     most_outputs: int = 3
     drives: int = 1
     zeroes: bool = False
+    most_running: int = 2**31
+    stored: int = 0
 
     @property
     def largest_bytes(self) -> int:
@@ -108,7 +111,7 @@ class WatchedCpuSpace(CpuSpace):
 
     wanted: Callable[[BlockKey], bool]
 
-    def allocate(self, size_class: int, count: int) -> list[Slot]:
+    def allocate(self, size_class: int, count: int, *, spare_backlog: bool = False) -> list[Slot]:
         """See ``CpuSpace``."""
         catalog = self._catalog
         only_here = [
@@ -119,7 +122,10 @@ class WatchedCpuSpace(CpuSpace):
             and self.class_of(row) == size_class
         ]
         before = ready_copies(catalog, Tier.CPU)
-        slots = super().allocate(size_class, count)
+        waiting = list(self._backlogs[size_class])
+        slots = super().allocate(size_class, count, spare_backlog=spare_backlog)
+        kept = all(row in self._backlogs[size_class] for row in waiting)
+        assert kept or not spare_backlog, "a copy that was to be demoted has left for a block read ahead"
         check_tails_first(before, catalog, Tier.CPU)
         full = self.backlog_count(size_class) >= self._limits[size_class]
         for row, key in only_here:

@@ -14,6 +14,7 @@ RANKS = 2
 _ONE_GROUP = Geometry((GroupGeometry(0, 2, 4096),), RANKS, 2)
 _TWO_GROUPS = Geometry((GroupGeometry(0, 4, 8192), GroupGeometry(1, 2, 4096, window_tokens=4)), RANKS, 2)
 _PROMPTS = ("aab", "aabb", "aabbt", "aabbcc", "aabbcct", "aabbddt", "eet", "eefft")
+_QUEUED = ("aabbt", "aabbccddt", "eeffgghht", "aabbiikkt", "llmmoott", "eefft")
 _LONG_PROMPTS = ("aabbt", "aabbccddt", "aabbccdd", "aabbeefft", "gghht", "aabbcct")
 
 
@@ -52,7 +53,17 @@ SPILLOVER_REUSE = Sizes(
     _ONE_GROUP, _config(store_policy="spillover", cpu_admission="reuse(2)"), 8, (2,), (2,), 2, _PROMPTS
 )
 SPILLOVER_WINDOW = Sizes(_TWO_GROUPS, _config(store_policy="spillover"), 12, (2, 2), (2, 2), 2, _LONG_PROMPTS, 2)
-ON_COMPUTE_SIZES = (ONE_GROUP, WINDOW, REUSE, REUSE_CPU, NVME_ONLY, NVME_REUSE, ADAPTIVE, BUDGET, NVME_BUDGET, CPU_ONLY)
+QUEUE = Sizes(_ONE_GROUP, _config(lookup_wait_s=0.5), 7, (4,), (6,), 2, _QUEUED, most_running=1, stored=3)
+QUEUE_WINDOW = Sizes(
+    _TWO_GROUPS, _config(max_pinned_gpu_blocks=5), 10, (4, 4), (6, 6), 2, _QUEUED, 2, most_running=1, stored=3
+)
+QUEUE_REUSE = Sizes(_ONE_GROUP, _config(cpu_admission="reuse(2)"), 7, (4,), (6,), 2, _QUEUED, most_running=1, stored=3)
+QUEUE_SIZES = (QUEUE, QUEUE_WINDOW, QUEUE_REUSE)
+"""Requests wait in line, and are read ahead for."""
+ON_COMPUTE_SIZES = (
+    *(ONE_GROUP, WINDOW, REUSE, REUSE_CPU, NVME_ONLY, NVME_REUSE, ADAPTIVE, BUDGET, NVME_BUDGET, CPU_ONLY),
+    *QUEUE_SIZES,
+)
 ON_PREEMPTION_SIZES = (ON_PREEMPTION, ON_PREEMPTION_WINDOW, ON_PREEMPTION_NVME)
 SPILLOVER_SIZES = (SPILLOVER, SPILLOVER_REUSE, SPILLOVER_WINDOW)
 ALL_SIZES = (*ON_COMPUTE_SIZES, *ON_PREEMPTION_SIZES, *SPILLOVER_SIZES)

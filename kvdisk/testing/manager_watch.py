@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
@@ -23,8 +23,10 @@ from kvdisk.testing.fake_ranks import FakeRank
 from kvdisk.testing.fake_requests import FakeRequest, Status, key_of, value_of
 from kvdisk.testing.manager_parts import DAY_S, ManagerParts, Sizes
 from kvdisk.testing.policy_watch import PolicyWatch
+from kvdisk.testing.read_watch import ReadWatch
 
 _BAD_COPY = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
+_READS = frozenset({JobKind.LOAD, JobKind.PROMOTE})
 _BAD_WRITE = frozenset({Reason.NO_SPACE, Reason.IO_ERROR})
 FIRST_BACK_OFF_S = 1.0
 """Nothing is written to NVMe for so long after a write has failed."""
@@ -43,7 +45,6 @@ class ManagerWatch:
     ranks: Sequence[FakeRank]
     index: MemoryIndex
     weights: dict[int, int] = field(default_factory=lambda: {0: 0})
-    _wait_started_s: dict[str, float] = field(default_factory=dict)
     _load_limits: dict[str, int] = field(default_factory=dict)
     _jobs: dict[JobId, tuple[Job, str | None]] = field(default_factory=dict)
     _ranks_left: dict[JobId, int] = field(default_factory=dict)
@@ -67,6 +68,7 @@ class ManagerWatch:
     def __post_init__(self) -> None:
         self._allowed_s = self.engine.now
         self.engine.manager, self.engine.watch = self.parts.manager, self
+        self.reads = ReadWatch(self.sizes, self.parts, self.engine)
         self.parts.policy.on_accept = self._accepted
         self._policy = PolicyWatch(self.sizes, self.parts, self.engine)
         if self.parts.cpu is not None:
@@ -78,11 +80,14 @@ class ManagerWatch:
             return False
         return self._is_admitted(self.sizes.config.nvme_admission, key)
 
-    def _is_admitted(self, admission: str, key: BlockKey) -> bool:
-        """Whether enough requests wanted a block; ``adaptive`` may let others in too."""
+    def _is_admitted(self, admission: str, key: BlockKey, hopes: Collection[str] = ()) -> bool:
+        """Whether enough requests wanted a block; ``adaptive`` may let others in too.
+
+        ``hopes``: requests that may have wanted it, besides.
+        """
         needed = {"all": 0, "adaptive": 2}.get(admission) if "(" not in admission else int(admission[6:-1])
         assert needed is not None
-        return len(self._wants.get(key, ())) >= needed
+        return len(self._wants.get(key, set()).union(hopes)) >= needed
 
     # -- what the engine saw -------------------------------------------------------------------
 
@@ -92,14 +97,12 @@ class ManagerWatch:
         A victim gets what was saved of it.
         """
         self._policy.answered(request, local_tokens, answer, self._load_limits.get(request.id))
+        self.reads.answered(request, answer, now)
         if answer is None:
-            started_s = self._wait_started_s.setdefault(request.id, now)
-            assert now - started_s <= self.sizes.config.lookup_wait_s, "a lookup waits for ever"
             return
         limit = self._load_limits.get(request.id)
         assert limit is None or answer == 0 or local_tokens + answer <= limit, "what failed to load is promised again"
         if answer:
-            self._wait_started_s.pop(request.id, None)
             end = local_tokens + answer
             for group in self.sizes.geometry.groups:
                 for position in range(first_needed(group, local_tokens, end), end // group.block_tokens):
@@ -151,9 +154,11 @@ class ManagerWatch:
             job_id for job_id, (job, owner) in self._jobs.items() if owner in victims and job.kind is JobKind.STORE
         ]
         assert set(outstanding) <= set(plan.flush), "a victim's store is not flushed"
+        self.reads.planned(preempted)
         for job in plan.jobs:
             self._note_job(job)
         self._policy.planned(plan, preempted)
+        self.reads.check_bounds([job for job, _ in self._jobs.values()])
         kinds = [job.kind for job, _ in self._jobs.values()]
         assert kinds.count(JobKind.DEMOTE) <= MAX_DEMOTE_JOBS
         touched = list(self.parts.transfers.touched_blocks())
@@ -173,6 +178,7 @@ class ManagerWatch:
         owner = self.parts.transfers._records[job.id].request_id
         self._jobs[job.id] = (job, owner)
         self._ranks_left[job.id] = len(self.ranks)
+        self.reads.note_job(job, owner)
         config = self.sizes.config
         writes = _writes(job)
         paused = self.engine.now < self._write_failed_s + FIRST_BACK_OFF_S and job.id >= self._first_paused
@@ -182,15 +188,16 @@ class ManagerWatch:
             self._spend(config.nvme_write_bytes_per_day, sum(slot_bytes) * len(self.ranks))
         for move in job.moves:
             self._bad_copies.discard(_target(job, move))
-            if job.kind is JobKind.LOAD:
+            if job.kind in _READS:
                 assert _source(move) not in self._bad_copies, "a copy that failed to load is loaded again"
                 foreign = is_foreign(move.nvme)
                 assert not foreign or self.weights[job.epoch] == 0, "another home's block, of other weights"
                 if owner is not None:
                     self._wants.setdefault(move.key, set()).add(owner)
-            else:
+            if job.kind is not JobKind.LOAD:
                 admission = config.nvme_admission if writes else config.cpu_admission
-                may_enter = admission == "adaptive" or self._is_admitted(admission, move.key)
+                hopes: Collection[str] = () if writes else self.reads.hopes.get(move.key, ())
+                may_enter = admission == "adaptive" or self._is_admitted(admission, move.key, hopes)
                 assert may_enter, "a block has entered a tier that does not admit it"
 
     def _spend(self, bytes_per_day: int, written_bytes: int) -> None:
@@ -215,6 +222,7 @@ class ManagerWatch:
                 self._failures.setdefault(job_id, {}).setdefault(position, reason)
             if self._ranks_left[job_id] == 0:
                 del self._jobs[job_id], self._ranks_left[job_id]
+                self.reads.settled(job)
                 self.parts.policy.changes += 1
                 late = self._late[job_id][1] if self._late_ranks[job_id] else ()
                 for position, reason in self._failures.pop(job_id, {}).items():
@@ -232,7 +240,7 @@ class ManagerWatch:
         if position < 0:
             return
         move = job.moves[position]
-        if job.kind is JobKind.LOAD and reason in _BAD_COPY:
+        if job.kind in _READS and reason in _BAD_COPY:
             self._bad_copies.add(_source(move))
         if owner is not None and job.kind in {JobKind.STORE, JobKind.LOAD}:
             self._stored.discard((owner, move.key))
@@ -245,6 +253,7 @@ class ManagerWatch:
         self._policy.reset()
         self.weights[epoch] = weights
         self._stored.clear()
+        self.reads.reset()
         self._wants.clear()
 
     # -- what must hold ------------------------------------------------------------------------
@@ -333,6 +342,7 @@ class ManagerWatch:
         parts, catalog = self.parts, self.parts.catalog
         zombies = self._zombie_pins()
         assert len(parts.transfers) == 0 and not self._jobs, "a job is out"
+        self.reads.check_quiet()
         assert self._late or not parts.manager.foreign_segments, "another home's segment stays open"
         for row in catalog.rows():
             for tier in (Tier.CPU, Tier.NVME):
@@ -381,7 +391,7 @@ def _source(move: Move) -> tuple[BlockKey, int, Tier, Slot | None]:
 
 def _target(job: Job, move: Move) -> tuple[BlockKey, int, Tier, Slot | None]:
     """Return the copy that a move of a job writes, if any."""
-    if job.kind is JobKind.LOAD:
+    if job.kind in _READS:
         return move.key, move.generation, Tier.CPU, None if move.nvme is None else move.cpu
     return _source(move)
 

@@ -77,6 +77,7 @@ class Bench:
         num_blocks: int = 64,
         window_tokens: int | None = None,
         max_batched_tokens: int = 512,
+        max_seqs: int = 8,
         ranks: int = 1,
         extra: Mapping[str, Any] | None = None,
         connector: bool = True,
@@ -87,7 +88,7 @@ class Bench:
         register()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(MODEL))
-        config = vllm_config(folder, num_blocks, max_batched_tokens, extra, connector, others, events)
+        config = vllm_config(folder, num_blocks, max_batched_tokens, extra, connector, others, events, max_seqs)
         sizes = {"block_size": BLOCK_TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
         groups = [KVCacheGroupSpec(["full.0"], FullAttentionSpec(**sizes))]
         if window_tokens is not None:
@@ -253,6 +254,7 @@ def vllm_config(
     connector: bool,
     others: Sequence[str] = (),
     events: bool = False,
+    max_seqs: int = 8,
 ) -> VllmConfig:
     mine = BENCH_SETTINGS | dict(extra or {})
     transfer = KVTransferConfig(kv_connector="KVDiskConnector", kv_role="kv_both", kv_connector_extra_config=mine)
@@ -275,7 +277,7 @@ def vllm_config(
         model_config=ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=2048),
         cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),
         scheduler_config=SchedulerConfig(
-            max_num_seqs=8,
+            max_num_seqs=max_seqs,
             max_num_batched_tokens=max_batched_tokens,
             max_model_len=2048,
             is_encoder_decoder=False,

@@ -12,7 +12,10 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import invariant, run_state_machine_as_test
 
 from kvdisk.blocks import Tier
+from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.foreign import is_foreign
+from kvdisk.manager.transfers import JobRecord, Transfers
+from kvdisk.messages import JobKind
 from kvdisk.testing.manager_machine import ManagerMachine
 from kvdisk.testing.manager_parts import ManagerParts, Sizes
 from kvdisk.testing.manager_sizes import ON_COMPUTE_SIZES
@@ -71,6 +74,31 @@ def wrap(patch: Patch, owner: type, name: str, around: Callable[..., Any]) -> No
     """Replace a method by ``around(original, self, ...)``."""
     original = getattr(owner, name)
     patch.setattr(owner, name, lambda self, *args, **kwargs: around(original, self, *args, **kwargs))
+
+
+def tolerate_missing_pins(patch: Patch) -> None:
+    """Let a pin be given back that was never taken."""
+
+    def unpin(original: Any, self: Catalog, row: int, tier: Tier) -> None:
+        if self.pins(row, tier) > 0:
+            original(self, row, tier)
+
+    wrap(patch, Catalog, "unpin", unpin)
+
+
+def forget_late(patch: Patch, kinds: set[JobKind]) -> None:
+    """Let jobs of these kinds be settled as if nothing of them were late."""
+
+    def absorb(original: Any, self: Transfers, report: Any) -> list[JobRecord]:
+        known = {**self._records, **self._zombies}
+        for job_id in [job_id for job_id in report.released if job_id not in known or known[job_id].job.kind in kinds]:
+            del report.released[job_id]
+        for job_id, result in report.results.items():
+            if known[job_id].job.kind in kinds:
+                result.late, result.late_ranks = set(), 0
+        return original(self, report)
+
+    wrap(patch, Transfers, "absorb", absorb)
 
 
 def check_pins(parts: ManagerParts) -> None:

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from machines import Bugs, Patch, wrap
+from machines import Bugs, Patch, forget_late, tolerate_missing_pins, wrap
 
 from kvdisk.blocks import Tier
 from kvdisk.manager.catalog import Catalog, CopyState
@@ -71,7 +71,7 @@ def demotion_without_a_pin(patch: Patch) -> None:
                     self._catalog.unpin(detail.row, Tier.CPU)
 
     wrap(patch, TierManager, "_plan_demotions", plan)
-    _tolerate_missing_pins(patch)
+    tolerate_missing_pins(patch)
 
 
 @BUGS.plant
@@ -83,15 +83,7 @@ def load_without_a_pin(patch: Patch) -> None:
         return move, row
 
     wrap(patch, LoadPlanner, "_source_of", source)
-    _tolerate_missing_pins(patch)
-
-
-def _tolerate_missing_pins(patch: Patch) -> None:
-    def unpin(original: Any, self: Catalog, row: int, tier: Tier) -> None:
-        if self.pins(row, tier) > 0:
-            original(self, row, tier)
-
-    wrap(patch, Catalog, "unpin", unpin)
+    tolerate_missing_pins(patch)
 
 
 class _Untouching:
@@ -217,34 +209,19 @@ def pinned_copy_evicted(patch: Patch) -> None:
     patch.setattr(Catalog, "evictable", lambda self, row, tier: self.state(row, tier) == CopyState.READY)
 
 
-def _forget_late(patch: Patch, kinds: set[JobKind]) -> None:
-    """Let jobs of these kinds be settled as if nothing of them were late."""
-
-    def absorb(original: Any, self: Transfers, report: Any) -> list[JobRecord]:
-        known = {**self._records, **self._zombies}
-        for job_id in [job_id for job_id in report.released if job_id not in known or known[job_id].job.kind in kinds]:
-            del report.released[job_id]
-        for job_id, result in report.results.items():
-            if known[job_id].job.kind in kinds:
-                result.late, result.late_ranks = set(), 0
-        return original(self, report)
-
-    wrap(patch, Transfers, "absorb", absorb)
-
-
 @BUGS.plant
 def late_slot_of_a_load_freed_at_settlement(patch: Patch) -> None:
-    _forget_late(patch, {JobKind.LOAD})
+    forget_late(patch, {JobKind.LOAD})
 
 
 @BUGS.plant
 def late_slot_of_a_demotion_freed_at_settlement(patch: Patch) -> None:
-    _forget_late(patch, {JobKind.DEMOTE})
+    forget_late(patch, {JobKind.DEMOTE})
 
 
 @BUGS.plant
 def late_slot_of_a_store_freed_at_settlement(patch: Patch) -> None:
-    _forget_late(patch, {JobKind.STORE})
+    forget_late(patch, {JobKind.STORE})
 
 
 @BUGS.plant
@@ -273,7 +250,7 @@ def pins_of_late_moves_given_back_twice(patch: Patch) -> None:
                 self._catalog.unpin(row, Tier.CPU)
 
     wrap(patch, Settlement, "settle", settle)
-    _tolerate_missing_pins(patch)
+    tolerate_missing_pins(patch)
 
 
 @BUGS.plant

@@ -25,7 +25,7 @@ def test_values_are_read():
     config = Config.from_mapping(STORE | {"cpu_admission": "my.own:Policy", "nvme_write_bytes_per_day": "2TB"})
     assert (config.cpu_admission, config.nvme_write_bytes_per_day) == ("my.own:Policy", 2 * 10**12)
     assert Config.from_mapping({"store_dirs": ["/nvme/kv"], "nvme_bytes": 5}).nvme_bytes == 5
-    assert Config().min_load_tokens is None
+    assert (Config().min_load_tokens, Config().prefetch) == (None, True)
     values = [Config.from_mapping({"min_load_tokens": value}).min_load_tokens for value in ("auto", 0, 64)]
     assert values == [None, 0, 64]
     several = Config.from_mapping(STORE | {"store_dirs": ["/nvme1/kv", Path("/nvme0/kv")]})
@@ -73,6 +73,7 @@ def test_wrong_sizes(wrong):
         ({"io_deadline_s": -1}, "seconds"),
         ({"min_load_tokens": -1}, "whole number"),
         ({"min_load_tokens": "many"}, "'auto' or a whole number"),
+        ({"prefetch": "yes"}, "true or false"),
         ({"on_reset": "panic"}, "'keep'"),
     ],
 )

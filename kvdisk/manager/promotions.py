@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks read from a drive into CPU slots: which are on their way, and those read ahead. Scheduler thread only.
+
+A request that waits in the engine's queue has its NVMe blocks promoted, so that the queue hides the disk. What is
+promoted is an ordinary CPU copy: it may be evicted like any other, and its request reads it from NVMe then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from kvdisk.blocks import BlockKey, Slot, Tier, group_of
+from kvdisk.config import Config
+from kvdisk.context import SchedulerContext
+from kvdisk.geometry import Geometry
+from kvdisk.manager.admission import AdmissionPolicy
+from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.cpu_space import CpuSpace
+from kvdisk.manager.foreign import ForeignCopies
+from kvdisk.manager.lookup import first_needed, longest_hit
+from kvdisk.manager.nvme_space import NvmeSpace
+from kvdisk.manager.requests import RequestState
+from kvdisk.manager.transfers import MoveDetail, Transfers
+from kvdisk.messages import JobKind, Move
+
+MAX_PROMOTE_JOBS = 4
+"""Promotions queued or out; the worker reads for them only where loads leave half of its reads."""
+MAX_PROMOTE_MOVES = 64
+PREFETCH_DIVISOR = 2
+"""Of each size class's CPU slots, one in so many may hold, or get, blocks read ahead for requests that still wait."""
+MOST_EXAMINED = 4
+"""Requests whose blocks are looked for in one step: bounds a step."""
+
+
+class PendingReads:
+    """Blocks whose bytes are just being read into a CPU slot, with the row whose copy is written: once is enough.
+
+    ``promotion_awaited``: whether a request whose turn has come waits for one of the promotions, in this step.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[JobKind, dict[BlockKey, int]] = {JobKind.LOAD: {}, JobKind.PROMOTE: {}}
+        self.promotion_awaited = False
+
+    def begin(self, kind: JobKind, key: BlockKey, row: int) -> None:
+        """Note that a job reads a block into the CPU slot of its row."""
+        self._rows[kind][key] = row
+
+    def end(self, kind: JobKind, key: BlockKey, row: int) -> None:
+        """The job is settled. After a reset the key may stand for another row."""
+        if self._rows[kind].get(key) == row:
+            del self._rows[kind][key]
+
+    def reader_of(self, keys: Collection[BlockKey]) -> JobKind | None:
+        """Return what kind of job reads one of these blocks, PROMOTE before LOAD; None: none is read."""
+        for kind in (JobKind.PROMOTE, JobKind.LOAD):
+            if self._rows[kind] and not self._rows[kind].keys().isdisjoint(keys):
+                return kind
+        return None
+
+    @property
+    def any(self) -> bool:
+        """Whether any block is being read."""
+        return any(self._rows.values())
+
+    def forget_all(self) -> None:
+        """For a new epoch: nobody finds these blocks any more."""
+        for rows in self._rows.values():
+            rows.clear()
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request in the engine's queue. ``wanted``: its blocks to be read ahead, with their parents, in the order of
+    its prompt; None: not looked for yet."""
+
+    request: RequestState
+    wanted: deque[tuple[BlockKey, BlockKey | None]] | None = None
+
+
+class Promotions:
+    """Reads ahead for the requests that wait, in order of arrival. Does nothing where a tier is missing, or if told so.
+
+    Each block is read ahead once for a request's stay in the queue, so the reads are bounded whatever becomes of them.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        geometry: Geometry,
+        context: SchedulerContext,
+        catalog: Catalog,
+        transfers: Transfers,
+        cpu: CpuSpace | None,
+        nvme: NvmeSpace | None,
+        cpu_admission: AdmissionPolicy,
+        foreign: ForeignCopies,
+        reads: PendingReads,
+    ) -> None:
+        self._geometry = geometry
+        self._context = context
+        self._catalog = catalog
+        self._transfers = transfers
+        self._tiers = (cpu, nvme) if config.prefetch and cpu is not None and nvme is not None else None
+        self._cpu_admission = cpu_admission
+        self._foreign = foreign
+        self._reads = reads
+        self._waiting: dict[str, _Waiting] = {}
+        """Those with something left to be read ahead, or not looked at; in order of arrival."""
+        self._ahead: dict[str, list[int]] = {}
+        """By waiting request: slots by size class that were taken for it."""
+        self._taken = [0] * len(geometry.slot_sizes)
+        self._limits = [total // PREFETCH_DIVISOR for total in cpu.pool.total] if cpu is not None else []
+
+    # -- the queue -----------------------------------------------------------------------------
+
+    def enqueue(self, request: RequestState) -> None:
+        """A request has come, and waits."""
+        if self._tiers is not None:
+            self._waiting[request.request_id] = _Waiting(request)
+
+    def enqueue_first(self, request: RequestState) -> None:
+        """A request waits again, before those that came after it."""
+        if self._tiers is not None:
+            self.leave(request.request_id)
+            self._waiting = {request.request_id: _Waiting(request), **self._waiting}
+
+    def leave(self, request_id: str) -> None:
+        """A request waits no more: it is loaded, runs or has ended. What was read ahead for it is left to the tier."""
+        self._waiting.pop(request_id, None)
+        for size_class, count in enumerate(self._ahead.pop(request_id, ())):
+            self._taken[size_class] -= count
+
+    def reset(self) -> None:
+        """The weights may have changed: what was read ahead is gone, and is looked for anew."""
+        for waiting in self._waiting.values():
+            waiting.wanted = None
+        self._ahead.clear()
+        self._taken = [0] * len(self._taken)
+        self._reads.forget_all()
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def plan(self, epoch: int) -> None:
+        """Plan promotions for those that wait, as far as the bounds allow. ``epoch``: the current one.
+
+        None while a request whose turn has come waits for one: it would only wait the longer.
+        """
+        awaited, self._reads.promotion_awaited = self._reads.promotion_awaited, False
+        if self._tiers is None or awaited or not self._waiting or not self._tiers[1].home_open:
+            return
+        examined = 0
+        for request_id, waiting in list(self._waiting.items()):
+            if waiting.wanted is None and not self._foreign.is_asking(waiting.request):
+                if examined >= MOST_EXAMINED:
+                    return
+                examined += 1
+                waiting.wanted = self._find_wanted(waiting.request)
+            while waiting.wanted:
+                if self._transfers.count(JobKind.PROMOTE) >= MAX_PROMOTE_JOBS:
+                    return
+                if not self._plan_job(request_id, waiting.wanted, epoch):
+                    return  # for want of room: those behind it would take what comes free
+            if waiting.wanted is not None:
+                del self._waiting[request_id]
+
+    def _find_wanted(self, request: RequestState) -> deque[tuple[BlockKey, BlockKey | None]]:
+        """Return what of a request's hit is to be read ahead; what the CPU tier has of it counts as used."""
+        request.update_keys(self._geometry)
+        known = max(request.prompt_tokens, len(request.hashes) * self._geometry.hash_tokens)
+        limit = known - 1 if request.load_limit_tokens is None else min(known - 1, request.load_limit_tokens)
+        catalog, elsewhere = self._catalog, self._foreign.known
+        # To the end of what is there or on its way: behind a block that is just being stored there may be others.
+        hit = longest_hit(catalog, self._geometry, request.keys, 0, limit, coming=True, elsewhere=elsewhere)
+        found: list[tuple[int, BlockKey, BlockKey | None]] = []
+        held: list[int] = []
+        for group in self._geometry.groups:
+            keys = request.keys[group.group]
+            for position in range(first_needed(group, 0, hit), hit // group.block_tokens):
+                row = catalog.find(keys[position])
+                if row >= 0 and catalog.state(row, Tier.CPU) == CopyState.READY:
+                    held.append(row)
+                elif self._is_wanted(keys[position]):
+                    parent = keys[position - 1] if position else None
+                    found.append((position * group.block_tokens, keys[position], parent))
+        if found and self._tiers is not None:
+            for row in reversed(held):  # or reading ahead would make room by letting just these leave
+                self._tiers[0].accessed(row)
+        found.sort(key=lambda block: block[0])
+        return deque((key, parent) for _, key, parent in found)
+
+    def _is_wanted(self, key: BlockKey) -> bool:
+        """Whether a drive has a block that neither the GPU nor the CPU tier has or gets."""
+        catalog, row = self._catalog, self._catalog.find(key)
+        if row >= 0 and (catalog.state(row, Tier.CPU) != CopyState.ABSENT or not catalog.readable(row, Tier.NVME)):
+            return False
+        return (row >= 0 or self._foreign.find(key) is not None) and not self._context.is_cached(key)
+
+    def _plan_job(self, request_id: str, wanted: deque[tuple[BlockKey, BlockKey | None]], epoch: int) -> bool:
+        """Plan one job of a request's first wanted blocks; False where there is no room for any."""
+        picked: list[tuple[BlockKey, BlockKey | None]] = []
+        while wanted and len(picked) < MAX_PROMOTE_MOVES:
+            key, parent = wanted.popleft()
+            if self._is_wanted(key):
+                self._cpu_admission.want(key, request_id)
+                if self._cpu_admission.admits(key):
+                    picked.append((key, parent))
+        slots = self._take_slots(request_id, [key for key, _ in picked])
+        moves: list[Move] = []
+        details: list[MoveDetail] = []
+        left: list[tuple[BlockKey, BlockKey | None]] = []
+        for key, parent in picked:
+            of_class = slots[self._geometry.size_classes[group_of(key)]]
+            if not of_class:
+                left.append((key, parent))
+                continue
+            move, row = self._make_move(key, parent, of_class.popleft(), epoch)
+            self._reads.begin(JobKind.PROMOTE, key, row)
+            moves.append(move)
+            details.append(MoveDetail(row))
+        wanted.extendleft(reversed(left))
+        if moves:
+            self._transfers.add(JobKind.PROMOTE, moves, details, epoch=epoch, request_id=request_id)
+        return bool(moves) or not left
+
+    def _take_slots(self, request_id: str, keys: list[BlockKey]) -> list[deque[Slot]]:
+        """Take CPU slots for blocks, by size class, within the share of what may be read ahead."""
+        assert self._tiers is not None
+        wanted = [0] * len(self._taken)
+        for key in keys:
+            wanted[self._geometry.size_classes[group_of(key)]] += 1
+        ahead = self._ahead.setdefault(request_id, [0] * len(self._taken))
+        slots: list[deque[Slot]] = []
+        for size_class, of_class in enumerate(wanted):
+            count = min(of_class, self._limits[size_class] - self._taken[size_class])
+            taken = self._tiers[0].allocate(size_class, count, spare_backlog=True) if count > 0 else []
+            ahead[size_class] += len(taken)
+            self._taken[size_class] += len(taken)
+            slots.append(deque(taken))
+        return slots
+
+    def _make_move(self, key: BlockKey, parent: BlockKey | None, cpu: Slot, epoch: int) -> tuple[Move, int]:
+        """Pin a block's copy on a drive and begin its CPU copy; return the move and the row."""
+        catalog = self._catalog
+        row = catalog.find(key)
+        if row >= 0:
+            catalog.pin(row, Tier.NVME)
+            nvme, parent = catalog.slot(row, Tier.NVME), catalog.parents[row]
+        else:
+            foreign = self._foreign.find(key)
+            assert foreign is not None
+            nvme = self._foreign.pin(foreign)
+            row = catalog.add(key, foreign.generation, epoch, parent)
+        catalog.begin(row, Tier.CPU, cpu)
+        return Move(key, catalog.generations[row], -1, cpu, nvme, parent), row

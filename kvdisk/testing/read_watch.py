@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold of reads from NVMe: none twice at a time for nothing, and what is read ahead is bounded.
+
+A part of ``ManagerWatch``, which tells it what it sees.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from kvdisk.blocks import BlockKey, JobId, group_of
+from kvdisk.manager.promotions import MAX_PROMOTE_JOBS, MAX_PROMOTE_MOVES, PREFETCH_DIVISOR
+from kvdisk.messages import Job, JobKind
+from kvdisk.testing.fake_engine import FakeEngine
+from kvdisk.testing.fake_requests import FakeRequest, Status, key_of
+from kvdisk.testing.manager_parts import ManagerParts, Sizes
+
+
+@dataclass
+class ReadWatch:
+    """See the module."""
+
+    sizes: Sizes
+    parts: ManagerParts
+    engine: FakeEngine
+    _wait_started_s: dict[str, float] = field(default_factory=dict)
+    _gave_up: set[str] = field(default_factory=set)
+    """Requests that have waited for as long as they may."""
+    _reads: dict[tuple[int, BlockKey], JobId] = field(default_factory=dict)
+    """By epoch and key: the job that is reading a block into a CPU slot."""
+    _ahead: dict[str, Counter[int]] = field(default_factory=dict)
+    """By waiting request: blocks that were read ahead, by size class."""
+
+    hopes: dict[BlockKey, set[str]] = field(default_factory=dict)
+    """Requests that waited and could have had a block read ahead."""
+
+    def answered(self, request: FakeRequest, answer: int | None, now: float) -> None:
+        """Waits are bounded."""
+        if answer is None:
+            started_s = self._wait_started_s.setdefault(request.id, now)
+            assert now - started_s <= self.sizes.config.lookup_wait_s, "a lookup waits for ever"
+        elif now - self._wait_started_s.get(request.id, now) >= self.sizes.config.lookup_wait_s:
+            self._gave_up.add(request.id)
+        if answer:
+            self._wait_started_s.pop(request.id, None)
+
+    def planned(self, preempted: Collection[str]) -> None:
+        """A plan is made, whose jobs come next: of those that wait no more nothing is read ahead."""
+        for request_id in list(self._ahead):
+            request = self.engine.requests.get(request_id)
+            if request is None or request.status is not Status.WAITING or request_id in preempted:
+                del self._ahead[request_id]
+        for request in self.engine.waiting if self.sizes.has_nvme and self.sizes.has_cpu else ():
+            for group in self.sizes.geometry.groups:
+                for position in range(len(request.tokens) // group.block_tokens):
+                    self.hopes.setdefault(key_of(request, group, position), set()).add(request.id)
+
+    def note_job(self, job: Job, owner: str | None) -> None:
+        """A job was planned."""
+        kinds = {JobKind.LOAD, JobKind.PROMOTE}
+        for move in job.moves if job.kind in kinds else ():
+            if move.nvme is None:
+                continue
+            twice = (job.epoch, move.key) in self._reads
+            patient = job.kind is JobKind.PROMOTE or owner not in self._gave_up
+            assert not (twice and patient), f"{move.key!r} is read a second time before the first has ended"
+            if move.cpu is not None:
+                self._reads[job.epoch, move.key] = job.id
+        if job.kind is JobKind.PROMOTE:
+            self._note_promotion(job, owner)
+
+    def _note_promotion(self, job: Job, owner: str | None) -> None:
+        assert self.sizes.config.prefetch, "a promotion that nobody wanted"
+        assert owner is not None
+        assert self.engine.requests[owner].status is Status.WAITING, "a block is read ahead for one that does not wait"
+        assert len(job.moves) <= MAX_PROMOTE_MOVES
+        classes = self.sizes.geometry.size_classes
+        self._ahead.setdefault(owner, Counter()).update(classes[group_of(move.key)] for move in job.moves)
+        for size_class, slots in enumerate(self.sizes.cpu_slots):
+            taken = sum(ahead[size_class] for ahead in self._ahead.values())
+            assert taken <= slots // PREFETCH_DIVISOR, "more is read ahead than may be"
+
+    def check_bounds(self, jobs: Collection[Job]) -> None:
+        """Assert that of the jobs under way not too many are promotions."""
+        assert [job.kind for job in jobs].count(JobKind.PROMOTE) <= MAX_PROMOTE_JOBS
+
+    def settled(self, job: Job) -> None:
+        """Every rank has answered a job."""
+        for name in [name for name, job_id in self._reads.items() if job_id == job.id]:
+            del self._reads[name]
+
+    def reset(self) -> None:
+        """The weights have changed: what was read ahead is gone."""
+        self._ahead.clear()
+        self.hopes.clear()
+
+    def check_quiet(self) -> None:
+        """Assert that nothing is left when nothing is under way."""
+        promotions = self.parts.manager._promotions
+        assert not self._reads and not promotions._reads.any, "a read that has ended is still waited for"
+        assert not promotions._waiting and not any(promotions._taken), "one that has ended is still read ahead for"
