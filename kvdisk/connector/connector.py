@@ -107,7 +107,7 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self.worker.register(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Finish the victims' copies first."""
+        """Finish the victims' copies first, and save what they have lost before the step writes to it."""
         assert isinstance(kv_connector_metadata, KVDiskMetadata)
         self.worker.flush(kv_connector_metadata.plan)
 

@@ -170,7 +170,7 @@ class StorePlanner:
         ``overwritten``: blocks that the step has written to by the time that the job can begin.
         """
         table = self._tables.take(request.request_id)
-        if request.loading or request.stale:
+        if request.stale:
             return None
         job, computed_tokens = _Job(), table.computed_tokens
         if request.store_limit_tokens is not None:

@@ -249,6 +249,7 @@ class ManagerMachine(RuleBasedStateMachine):
             while rank.late:
                 rank.end_late()
 
+    @precondition(lambda self: self.sizes.config.store_policy == "on_preemption")
     @rule(most=st.sampled_from((0, 1, 2, 1000, 1000)))
     def copy_slowly(self, most: int) -> None:
         """From now on no rank copies more blocks than that before it gives urgent stores up."""

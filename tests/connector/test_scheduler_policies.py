@@ -215,6 +215,7 @@ def test_what_is_stored_lazily_was_free_and_is_what_the_gpu_knows_it_by(
     for move in (move for job in bench.held for move in job.moves):
         assert context.get_block(move.block).key == move.key
     assert len(_held(bench)) <= 10, "half of what was looked at"
+    assert bench.connector.has_pending_block_frees(), "nobody else holds these"
     bench.release()
     bench.run()
 
