@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from kvdisk.blocks import BlockKey
 from kvdisk.index.base import Answer, ForeignCopy, SegmentRecord
-from kvdisk.testing.fake_legs import Content
+from kvdisk.testing.fake_legs import TORN, Content
+from kvdisk.testing.fake_requests import value_of
 
 
 @dataclass(slots=True)
@@ -33,6 +34,14 @@ class FakeHome:
             del self.records[other]
         self.records[key] = (slot, generation)
         self.contents[slot] = contents
+
+    def store(self, key: BlockKey, place: int, generation: int, ranks: int, torn_rank: int | None) -> None:
+        """Store what a block must hold, on every rank but one that broke off, in the slot that ``place`` wraps to."""
+        values = [value_of(key, 0, rank) for rank in range(ranks)]
+        contents = [Content(0, key, generation, value, value) for value in values]
+        if torn_rank is not None:
+            contents[torn_rank] = contents[torn_rank]._replace(payload=TORN)
+        self.put(key, place % self.segment.slot_count, generation, contents)
 
     def find(self, key: BlockKey) -> ForeignCopy | None:
         """Return what the index says of a key."""

@@ -63,12 +63,21 @@ class FakeRank:
 
     def survivor(self) -> FakeRank:
         """Return this rank after its process was killed, and what it had at the device has ended: the drive is left."""
-        while self._late:
-            self.end_late()
+        self.end_all_late()
         survivor = FakeRank(self.rank, self.neighbours)
         survivor.drive = dict(self.drive)
         survivor.segments = dict(self.segments)
         return survivor
+
+    def end_all_late(self) -> None:
+        """The device ends all that was given up."""
+        while self._late:
+            self.end_late()
+
+    def work_off(self) -> None:
+        """Run all jobs to their ends."""
+        while self.runnable:
+            self.run_job(self.runnable[0])
 
     # -- plans and reports ---------------------------------------------------------------------
 

@@ -22,10 +22,9 @@ from kvdisk.index.base import SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.messages import Reason
 from kvdisk.testing.fake_engine import FakeEngine, Phase
-from kvdisk.testing.fake_legs import ROTTEN, TORN, Content
+from kvdisk.testing.fake_legs import ROTTEN, TORN
 from kvdisk.testing.fake_neighbours import FakeHome, FakeNeighbours
 from kvdisk.testing.fake_ranks import FakeRank
-from kvdisk.testing.fake_requests import value_of
 from kvdisk.testing.manager_parts import ManagerParts, Sizes
 from kvdisk.testing.manager_sizes import ALL_SIZES, RANKS
 from kvdisk.testing.manager_watch import ManagerWatch
@@ -246,8 +245,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def _end_all_late(self) -> None:
         for rank in self.ranks:
-            while rank.late:
-                rank.end_late()
+            rank.end_all_late()
 
     @precondition(lambda self: self.sizes.config.store_policy == "on_preemption")
     @rule(most=st.sampled_from((0, 1, 2, 1000, 1000)))
@@ -262,8 +260,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def _work_off(self, *ranks: FakeRank) -> None:
         for rank in ranks:
-            while rank.runnable:
-                rank.run_job(rank.runnable[0])
+            rank.work_off()
 
     # -- another engine of the store -----------------------------------------------------------
 
@@ -280,12 +277,8 @@ class ManagerMachine(RuleBasedStateMachine):
         for position in range(min(blocks, len(text) // group.block_tokens)):
             key = make_block_key(text[: (position + 1) * group.block_tokens].encode(), group.group)
             self.neighbour_generation -= 1
-            values = [value_of(key, 0, rank) for rank in range(RANKS)]
-            contents = [Content(0, key, self.neighbour_generation, value, value) for value in values]
-            if torn:
-                contents[position % RANKS] = contents[position % RANKS]._replace(payload=TORN)
-            slot = (first + position) % NEIGHBOUR_SLOTS
-            self.neighbours.homes[0].put(key, slot, self.neighbour_generation, contents)
+            torn_rank = position % RANKS if torn else None
+            self.neighbours.homes[0].store(key, first + position, self.neighbour_generation, RANKS, torn_rank)
 
     @precondition(lambda self: self.neighbours.waiting)
     @rule(count=st.integers(1, 4))

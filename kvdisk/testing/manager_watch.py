@@ -18,10 +18,11 @@ from kvdisk.manager.lookup import first_needed
 from kvdisk.manager.manager import MAX_DEMOTE_JOBS
 from kvdisk.manager.pool import SlotPool
 from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
+from kvdisk.testing.budget_watch import BudgetWatch
 from kvdisk.testing.fake_engine import FakeEngine
 from kvdisk.testing.fake_ranks import FakeRank
 from kvdisk.testing.fake_requests import FakeRequest, Status, key_of, value_of
-from kvdisk.testing.manager_parts import DAY_S, ManagerParts, Sizes
+from kvdisk.testing.manager_parts import ManagerParts, Sizes
 from kvdisk.testing.policy_watch import PolicyWatch
 from kvdisk.testing.read_watch import ReadWatch
 
@@ -62,11 +63,8 @@ class ManagerWatch:
     _wants: dict[BlockKey, set[str]] = field(default_factory=dict)
     _policy: PolicyWatch = field(init=False)
 
-    _allowed_bytes: float = 0.0
-    _allowed_s: float = 0.0
-
     def __post_init__(self) -> None:
-        self._allowed_s = self.engine.now
+        self._budget = BudgetWatch(self.sizes, self.engine.now)
         self.engine.manager, self.engine.watch = self.parts.manager, self
         self.reads = ReadWatch(self.sizes, self.parts, self.engine)
         self.parts.policy.on_accept = self._accepted
@@ -183,9 +181,9 @@ class ManagerWatch:
         writes = _writes(job)
         paused = self.engine.now < self._write_failed_s + FIRST_BACK_OFF_S and job.id >= self._first_paused
         assert not (writes and paused), "a write during a back-off"
-        if writes and config.nvme_write_bytes_per_day is not None:
+        if writes:
             slot_bytes = [self.sizes.slot_bytes_of(move.key) for move in job.moves]
-            self._spend(config.nvme_write_bytes_per_day, sum(slot_bytes) * len(self.ranks))
+            self._budget.spend(sum(slot_bytes) * len(self.ranks), self.engine.now)
         for move in job.moves:
             self._bad_copies.discard(_target(job, move))
             if job.kind in _READS:
@@ -199,14 +197,6 @@ class ManagerWatch:
                 hopes: Collection[str] = () if writes else self.reads.hopes.get(move.key, ())
                 may_enter = admission == "adaptive" or self._is_admitted(admission, move.key, hopes)
                 assert may_enter, "a block has entered a tier that does not admit it"
-
-    def _spend(self, bytes_per_day: int, written_bytes: int) -> None:
-        """Keep the account of the budget: an hour's bytes at most, none at the start, and the rest over the day."""
-        now, burst = self.engine.now, max(bytes_per_day / 24, self.sizes.largest_bytes)
-        filled = (now - self._allowed_s) * (bytes_per_day - burst) / DAY_S
-        self._allowed_bytes = min(burst, self._allowed_bytes + filled) - written_bytes
-        self._allowed_s = now
-        assert self._allowed_bytes >= -1.0, "the budget of written bytes is overdrawn"
 
     def settled(self, report: Report) -> None:
         """Note failed loads and stores, and that room may have come free."""
