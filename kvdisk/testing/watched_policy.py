@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from kvdisk.blocks import BlockKey
-from kvdisk.context import SchedulerContext
+from kvdisk.context import KVCacheBlockView, SchedulerContext
 from kvdisk.manager.spillover import AHEAD_STEPS, Spillover
 from kvdisk.manager.store_policy import FreeOffer, StorePolicy
 from kvdisk.manager.watermark import Refusal
@@ -33,7 +33,7 @@ class WatchedPolicy:
         """Offers that wait for their answer: (request, group, position), or the key of a free block."""
         self._answered: dict[tuple[str, int, int], tuple[Refusal | None, int, int, float]] = {}
         self._free: dict[int, BlockKey] = {}
-        """Free blocks that were offered, and have not left the queue since, as far as each step shows it."""
+        """Blocks at the front of the free queue whose key has been offered since they are there."""
         self._refused_free: dict[BlockKey, tuple[Refusal, int, int, float]] = {}
 
     # -- questions -----------------------------------------------------------------------------
@@ -74,7 +74,9 @@ class WatchedPolicy:
     ) -> Sequence[FreeOffer]:
         """See ``StorePolicy``."""
         queue = {block.block_id: block.key for block in context.iter_free_blocks()}
-        self._free = {block: key for block, key in self._free.items() if queue.get(block) == key}
+        front = list(islice(context.iter_free_blocks(), AHEAD_STEPS * context.step_blocks))
+        keys = {block.block_id: block.key for block in front}
+        self._free = {block: key for block, key in self._free.items() if keys.get(block) == key}
         offers = self.inner.free_offers(context, held, room, now, count_of)
         assert not self._open, "an offer was not answered"
         self._open = {offer.key for offer in offers}
@@ -87,20 +89,19 @@ class WatchedPolicy:
                 self._check_repeated(refused, now, count_of(offer.key))
             else:
                 assert self._free.get(offer.block) != offer.key, "a free block is offered twice"
-            self._free[offer.block] = offer.key
+        self._free |= {block.block_id: block.key for block in front if block.key in self._open and block.key}
         if isinstance(self.inner, Spillover):
-            self._check_front(self.inner, context, held, len(offers))
+            self._check_front(self.inner, front, held, len(offers))
         return offers
 
-    def _check_front(self, inner: Spillover, context: SchedulerContext, held: int, offered: int) -> None:
+    def _check_front(self, inner: Spillover, front: Sequence[KVCacheBlockView], held: int, offered: int) -> None:
         """Nothing at the front of the queue is left out, where nothing stands against it."""
-        front = list(islice(context.iter_free_blocks(), AHEAD_STEPS * context.step_blocks))
         if offered >= (len(front) + held) // 2 - held:
             return
         for block in front:
             key = block.key
             dealt_with = key in self._refused_free or key in self._open or self._free.get(block.block_id) == key
-            assert key not in inner._known or dealt_with or key in self._free.values(), f"{key!r} is not offered"
+            assert key not in inner._known or dealt_with, f"{key!r} is not offered"
 
     def _check_repeated(self, before: tuple[Refusal, int, int, float], now: float, count: int) -> None:
         why, mark, changes, answered_s = before
