@@ -136,7 +136,7 @@ def test_a_victim_is_read_ahead_before_those_that_came_later():
     queue.engine.pool.forget_all()
     for key in keys_of(PROMPTS[3]):
         queue.parts.cpu.discard(queue.parts.catalog.find(key))  # type: ignore[union-attr]
-    queue.parts.manager.preempt([running.id])
+    queue.parts.manager.preempt([running.id], queue.engine.now)
     queue.parts.manager._promotions.plan(0)
     jobs = [job for job in queue.parts.transfers.take_queued() if job.kind is JobKind.PROMOTE]
     assert keys(jobs) == [keys_of(PROMPTS[3]), keys_of(PROMPTS[0])]
