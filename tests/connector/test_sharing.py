@@ -20,8 +20,9 @@ pytestmark = pytest.mark.vllm
 
 BLOCK_TOKENS = 32
 LIMITS = {"max_model_len": 512, "num_gpu_blocks_override": 120}
-PATIENT = {"lookup_wait_s": 60.0}
-"""An engine that waits for its neighbours however busy the machine is: their answer is what is tested."""
+PATIENT = {"lookup_wait_s": 60.0, "prefetch": False}
+"""An engine that waits for its neighbours however busy the machine is: their answer is what is tested, and its loads,
+none of which has been read ahead."""
 FAILURES = {name for name in COUNTERS if name.endswith("_failures") or name.startswith("failed")} | {"wait_timeouts"}
 
 
