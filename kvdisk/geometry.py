@@ -34,13 +34,15 @@ class GroupGeometry:
     """One KV-cache group.
 
     ``block_tokens``: tokens of a block. ``payload_bytes``: one block's KV on one rank, all layers
-    of the group. ``window_tokens``: sliding window, or None for full attention.
+    of the group. ``window_tokens``: sliding window, or None for full attention. ``volatile_last``: the KV of a token
+    depends on the next one, too (a drafter's layers): that of a block's last token is not what its hash says.
     """
 
     group: int
     block_tokens: int
     payload_bytes: int
     window_tokens: int | None = None
+    volatile_last: bool = False
 
     @property
     def slot_bytes(self) -> int:

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 SUPPORTED_VERSIONS = ((0, 32), (0, 33))
 """0.32 is what the tests run on; 0.33 adds ``supports_sleep_mode`` and keeps no reference count on null blocks."""
 
+SUPPORTED_DRAFTERS = frozenset({"ngram", "suffix", "eagle", "eagle3", "mtp"})
+"""Those with layers of their own have them in KV-cache groups that vLLM marks, or among the model's own."""
+
 _SUPPORTED_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 """Exact classes: a subclass may keep its KV in another way."""
 
@@ -69,8 +72,8 @@ def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ite
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism"
     speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in {"ngram", "suffix"}:
-        yield f"speculative decoding with a drafter that has KV of its own ({speculative.method})"
+    if speculative is not None and speculative.method not in SUPPORTED_DRAFTERS:
+        yield f"speculative decoding by the method {speculative.method}"
     if vllm_config.kv_transfer_config.kv_role != "kv_both":
         yield f"the role {vllm_config.kv_transfer_config.kv_role}; set kv_role to kv_both"
     yield from _unsupported_groups(vllm_config, kv_cache_config)
@@ -81,11 +84,13 @@ def _unsupported_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
         # vLLM's reference of MLA for CPUs, which has it off, leaves out what was computed before a prompt's step.
         yield "MLA with chunked prefill off, where attention may begin with the first token that is not loaded"
     for group in kv_cache_config.kv_cache_groups:
-        if group.host_resident or not group.enable_kv_transfer or group.is_eagle_group:
-            yield "KV-cache groups that live on the host, are rebuilt locally, or belong to a drafter"
+        if group.host_resident or not group.enable_kv_transfer:
+            yield "KV-cache groups that live on the host or are rebuilt locally"
         for spec in _layer_specs(group.kv_cache_spec, group.layer_names).values():
             if type(spec) not in _SUPPORTED_SPECS:
                 yield f"KV-cache groups of the kind {type(spec).__name__}"
+            if group.is_eagle_group and type(spec) is SlidingWindowSpec:
+                yield "drafters with sliding windows"
             if getattr(spec, "extra_retained_tokens", 0):
                 yield "sliding windows that retain extra tokens"
 
@@ -106,7 +111,7 @@ def geometry_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geom
             raise ConfigError("kvdisk does not support KV-cache groups whose layers have different windows.")
         payload_bytes = sum(spec.unpadded_page_size_bytes for spec in specs.values())
         window = windows.pop() if windows else None
-        groups.append(GroupGeometry(index, group.kv_cache_spec.block_size, payload_bytes, window))
+        groups.append(GroupGeometry(index, group.kv_cache_spec.block_size, payload_bytes, window, group.is_eagle_group))
     hash_tokens = kv_cache_config.hash_block_size or min(group.block_tokens for group in groups)
     ranks = vllm_config.parallel_config.tensor_parallel_size
     # MLA's latent KV has no heads to divide: each rank computes all of it.

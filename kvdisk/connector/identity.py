@@ -22,7 +22,7 @@ from kvdisk.errors import ConfigError
 from kvdisk.geometry import FORMAT_VERSION
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _SAMPLE_BYTES = 4096
@@ -49,7 +49,8 @@ def fingerprint_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> t
         "format": FORMAT_VERSION,
         "vllm": vllm_minor_version(),
         "model_config": final_config,
-        "weights": weights_digest(vllm_config),
+        "weights": weights_digest(vllm_config, model),
+        "drafter": _drafter_facts(vllm_config),
         "quantization": model.quantization,
         "dtype": str(model.dtype),
         "kv_dtype": cache.cache_dtype,
@@ -91,8 +92,17 @@ def _cpu_flags() -> list[str]:
     return []
 
 
-def weights_digest(vllm_config: VllmConfig) -> str:
-    """Return a digest of the weight files: names, sizes, headers, and 4 KiB of every tensor.
+def _drafter_facts(vllm_config: VllmConfig) -> list[str] | None:
+    """Return what decides the KV of a drafter's layers, where there are any."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.draft_model_config is None:
+        return None
+    drafter = speculative.draft_model_config
+    return [speculative.method, str(drafter.quantization), weights_digest(vllm_config, drafter)]
+
+
+def weights_digest(vllm_config: VllmConfig, model: ModelConfig) -> str:
+    """Return a digest of a model's weight files: names, sizes, headers, and 4 KiB of every tensor.
 
     Weights replaced under the same path are another model; reading them all would cost minutes.
     Raises ConfigError where there are no files to read.
@@ -103,7 +113,7 @@ def weights_digest(vllm_config: VllmConfig) -> str:
             f"The NVMe tier needs weights that come from files, and load_format is {load_format!r}: leave out "
             "store_dirs."
         )
-    folder = _model_folder(vllm_config)
+    folder = _model_folder(model)
     digest = hashlib.sha256()
     files = sorted(folder.glob("*.safetensors"))
     files = files or sorted(file for kind in ("*.bin", "*.pt", "*.gguf") for file in folder.glob(kind))
@@ -120,8 +130,7 @@ def weights_digest(vllm_config: VllmConfig) -> str:
     return digest.hexdigest()
 
 
-def _model_folder(vllm_config: VllmConfig) -> Path:
-    model = vllm_config.model_config
+def _model_folder(model: ModelConfig) -> Path:
     folder = Path(model.model_weights or model.model)
     if folder.is_file():
         return folder.parent

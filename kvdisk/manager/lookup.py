@@ -122,9 +122,11 @@ class Lookups:
                 windows.append(group)
                 continue
             first, last = local_tokens // group.block_tokens, coming // group.block_tokens
+            if group.volatile_last:  # the block after a hit must be there: then the hit's last one was not the last
+                last = min(last + 1, len(keys[group.group]))
             ends = self._extend(catalog, group.group, keys[group.group], first, last, elsewhere)
-            ready = min(ready, ends[0] * group.block_tokens // step * step)
-            coming = min(coming, ends[1] * group.block_tokens // step * step)
+            ready = min(ready, (ends[0] - group.volatile_last) * group.block_tokens // step * step)
+            coming = min(coming, (ends[1] - group.volatile_last) * group.block_tokens // step * step)
         if coming <= local_tokens:
             return Hits(local_tokens, local_tokens)
         found = [_Window(catalog, group, keys[group.group], local_tokens, coming, elsewhere) for group in windows]

@@ -102,7 +102,8 @@ class StorePlanner:
         job = _Job()
         for group in self._geometry.groups:
             keys, blocks = request.keys[group.group], block_ids[group.group]
-            storable = min(storable_tokens // group.block_tokens, len(keys), len(blocks))
+            final_tokens = min(storable_tokens, max(0, computed_tokens - group.volatile_last))
+            storable = min(final_tokens // group.block_tokens, len(keys), len(blocks))
             self._note_reached(request, keys, min(known_tokens // group.block_tokens, storable), storable)
             offers = self._store_policy.offers(
                 request.request_id,
@@ -180,7 +181,8 @@ class StorePlanner:
                 break
             keys = request.keys[group.group]
             blocks = [0 if block in overwritten else block for block in table.block_ids[group.group]]
-            storable = min(computed_tokens // group.block_tokens, len(keys), len(blocks))
+            final_tokens = max(0, computed_tokens - group.volatile_last)
+            storable = min(final_tokens // group.block_tokens, len(keys), len(blocks))
             self._leave_out_what_has_gone(group, keys, blocks, table.computed_tokens)
             offers = self._store_policy.preempted(request.request_id, group.group, storable)
             taken = self._answer(request, group.group, offers, blocks, now)

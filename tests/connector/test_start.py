@@ -38,6 +38,7 @@ pytestmark = pytest.mark.vllm
 SIZES = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
 
 
+WINDOWED_DRAFTER = KVCacheGroupSpec(["layer.0"], SlidingWindowSpec(**SIZES, sliding_window=64), is_eagle_group=True)
 MLA = MLAAttentionSpec(**(SIZES | {"num_kv_heads": 1, "head_size": 576}))
 MLA_CASES = [
     ((MLA,), 4, True),
@@ -101,7 +102,8 @@ FULL = FullAttentionSpec(**SIZES)
             "sleep",
         ),
         (_config(kv_transfer_config=SimpleNamespace(kv_role="kv_producer")), _cache(FULL), "kv_producer"),
-        (_config(speculative_config=SimpleNamespace(method="eagle")), _cache(FULL), "eagle"),
+        (_config(speculative_config=SimpleNamespace(method="medusa")), _cache(FULL), "medusa"),
+        (_config(), KVCacheConfig(8, [], [WINDOWED_DRAFTER], hash_block_size=32), "drafters with sliding windows"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(config: Any, cache: KVCacheConfig, named: str) -> None:
@@ -277,6 +279,23 @@ def test_other_rope_or_other_groups_change_the_fingerprint(engine_config: Any) -
 def test_without_identity_the_nvme_tier_is_refused(engine_config: Any, name: str, value: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         _fingerprint(engine_config(**{name: value}))
+
+
+def test_another_drafter_changes_the_fingerprint(engine_config: Any, tmp_path: Path) -> None:
+    first = _fingerprint(engine_config())
+    drafter = engine_config().model_config
+    drafter.model = str(shutil.copytree(engine_config.folder, tmp_path / "drafter"))
+    config = engine_config()
+    config.speculative_config = SimpleNamespace(method="eagle", draft_model_config=drafter)
+    drafted = _fingerprint(config)
+    assert drafted != first
+    assert _fingerprint(config) == drafted
+    (weights,) = (tmp_path / "drafter").glob("*.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    content[8 + int.from_bytes(content[:8], "little")] ^= 1
+    weights.write_bytes(content)
+    assert _fingerprint(config) != drafted
 
 
 def test_without_weight_files_the_nvme_tier_is_refused(engine_config: Any) -> None:
