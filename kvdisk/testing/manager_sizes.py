@@ -60,6 +60,7 @@ QUEUE_WINDOW = Sizes(
 QUEUE_REUSE = Sizes(_ONE_GROUP, _config(cpu_admission="reuse(2)"), 7, (4,), (6,), 2, _QUEUED, most_running=1, stored=3)
 QUEUE_SIZES = (QUEUE, QUEUE_WINDOW, QUEUE_REUSE)
 """Requests wait in line, and are read ahead for."""
+ADMISSION_SIZES = (REUSE, REUSE_CPU, NVME_REUSE, ADAPTIVE, BUDGET, NVME_BUDGET)
 ON_COMPUTE_SIZES = (
     *(ONE_GROUP, WINDOW, REUSE, REUSE_CPU, NVME_ONLY, NVME_REUSE, ADAPTIVE, BUDGET, NVME_BUDGET, CPU_ONLY),
     *QUEUE_SIZES,

@@ -15,8 +15,9 @@ from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.reuse import ReuseTable
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.write_budget import WriteBudget
+from kvdisk.testing.manager_sizes import ADMISSION_SIZES
 
-BUGS = Bugs()
+BUGS = Bugs(ADMISSION_SIZES)
 
 
 @BUGS.plant

@@ -15,8 +15,9 @@ from kvdisk.manager.promotions import PendingReads, Promotions
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.transfers import JobRecord
 from kvdisk.messages import JobKind
+from kvdisk.testing.manager_sizes import QUEUE_SIZES
 
-BUGS = Bugs()
+BUGS = Bugs(QUEUE_SIZES)
 
 
 @BUGS.plant
