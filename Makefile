@@ -8,6 +8,8 @@ STORE ?= .demo/store
 PROMPT_TOKENS ?= 4000
 
 BIN := .venv/bin
+# Two files of tests at a time: most of what they do is waiting.
+ON_TWO_CORES := -n 2 --dist loadfile
 INSTALL := $(PYTHON) tools/install.py --torch-index "$(TORCH_INDEX)"
 # Runs a check; says nothing when it passes and everything when it does not.
 quiet = @output=$$($(1) 2>&1) || { printf '%s\n' "$$output"; exit 1; }
@@ -33,11 +35,11 @@ check: install-dev ## format, lint, types and imports
 	@echo "kvdisk: format, lint, types and imports are in order"
 
 test: check ## the checks and every test that needs no GPU
-	@$(BIN)/python -m pytest --timeout 600 -m "not gpu and not torture"; code=$$?; \
+	@$(BIN)/python -m pytest $(ON_TWO_CORES) --timeout 600 -m "not gpu and not torture"; code=$$?; \
 	[ -z "$(PYTEST_CODE_FILE)" ] || echo $$code >"$(PYTEST_CODE_FILE)"; exit $$code
 
 torture: install-dev ## the long tests; see docs/TESTING.md
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m torture
+	@$(BIN)/python -m pytest $(ON_TWO_CORES) -m torture
 
 demo: install ## run the main job on real vLLM: cold, warm from memory, warm from NVMe after a restart
 	@$(BIN)/python tools/demo.py --store "$(STORE)" --prompt-tokens "$(PROMPT_TOKENS)" $(if $(MODEL),--model "$(MODEL)")
