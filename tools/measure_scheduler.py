@@ -18,6 +18,7 @@ import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,14 +45,16 @@ from kvdisk.manager.admission import make_admission
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.eviction import make_eviction
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.store_policy import make_store_policy
+from kvdisk.manager.store_policies import make_store_policy
 from kvdisk.manager.transfers import Transfers
+from kvdisk.messages import JobKind, Plan
 from kvdisk.stats import Stats
 
 PROMPT_BLOCKS = 2000
 RUNNING = 100
 NEW_BLOCKS = 10
 ASKS = 20
+WITH_NVME = ", with NVMe"
 PARTS = ("steps", "stores", "lookups")
 OURS, THEIRS, BARE = "kvdisk", "vLLM", "dictionary"
 PLACES = {"prompts": "stored", "keys": "found at start"}
@@ -160,10 +163,11 @@ class _NoBlocks:
 
 
 class Steps:
-    """Steps of RUNNING requests, as both connectors' scheduler sides plan them."""
+    """Steps of RUNNING requests, as both connectors' scheduler sides plan them. ``store_dir``: see ``BothSides``."""
 
-    def __init__(self) -> None:
-        self._sides = BothSides(RUNNING, 128, cpu_blocks=200_000)
+    def __init__(self, store_dir: Path | None = None) -> None:
+        self._sides = BothSides(RUNNING, 128, 200_000, store_dir)
+        self._with = WITH_NVME if store_dir else ""
 
     def round(self) -> Iterator[Sample]:
         """Plan a step in which nothing is new, and one in which NEW_BLOCKS requests fill a block."""
@@ -176,26 +180,30 @@ class Steps:
         sides = self._sides
         ours_s, plan = timed(lambda: sides.ours.plan(output))
         theirs_s, meta = timed(lambda: sides.theirs.build_connector_meta(output))
-        assert len(plan.jobs) == len(meta.store_jobs) == (NEW_BLOCKS if settling else 0)
-        yield what, OURS, ours_s
-        yield what, THEIRS, theirs_s
+        assert stored_by(plan) == len(meta.store_jobs) == (NEW_BLOCKS if settling else 0)
+        yield what + self._with, OURS, ours_s
+        yield what + self._with, THEIRS, theirs_s
+        report, done = report_of(plan), completed(meta)
+        ours_s, _ = timed(lambda: sides.ours.settle(report, set()))
         if settling:
-            report, done = report_of(plan), completed(meta)
-            yield settling, OURS, timed(lambda: sides.ours.settle(report))[0]
-            yield settling, THEIRS, timed(lambda: sides.theirs.update_connector_output(done))[0]
+            yield settling + self._with, OURS, ours_s
+            yield settling + self._with, THEIRS, timed(lambda: sides.theirs.update_connector_output(done))[0]
 
 
 class Stores:
-    """Prompts that are stored whole; ``is_full``: each block takes the place of another."""
+    """Prompts that are stored whole; ``is_full``: each block takes the place of another.
 
-    def __init__(self, blocks: int, *, is_full: bool) -> None:
+    ``store_dir``: see ``BothSides``.
+    """
+
+    def __init__(self, blocks: int, *, is_full: bool, store_dir: Path | None = None) -> None:
         from vllm.v1.kv_offload.base import ReqContext, make_offload_key
         from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
         self._blocks = blocks
         self._tier_blocks = 4096 if is_full else 10**6
-        self._where = "each for another" if is_full else "into free room"
-        self._sides = BothSides(0, 1, self._tier_blocks)
+        self._where = ("each for another" if is_full else "into free room") + (WITH_NVME if store_dir else "")
+        self._sides = BothSides(0, 1, self._tier_blocks, store_dir)
         self._manager = CPUOffloadingManager(self._tier_blocks)
         self._make_context, self._make_key = ReqContext, make_offload_key
         while is_full and self._sides.stored_blocks < 2 * self._tier_blocks:
@@ -211,9 +219,9 @@ class Stores:
         ours_s, plan = timed(lambda: sides.ours.plan(output))
         theirs_s, meta = timed(lambda: sides.theirs.build_connector_meta(output))
         report, done = report_of(plan), completed(meta)
-        ours_s += timed(lambda: sides.ours.settle(report))[0]
+        ours_s += timed(lambda: sides.ours.settle(report, set()))[0]
         theirs_s += timed(lambda: sides.theirs.update_connector_output(done))[0]
-        assert sum(len(job.moves) for job in plan.jobs) == blocks
+        assert stored_by(plan) == blocks
         (request_id,) = output.num_scheduled_tokens
         hashes = [bytes(bytearray(block_hash)) for block_hash in sides.requests[request_id].block_hashes]
         sides.finish(output)
@@ -230,18 +238,28 @@ class Stores:
         yield f"{what}: vLLM's manager alone", THEIRS, alone_s / blocks
 
 
-def measure(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Run the rounds; return seconds by what was measured and whose it is."""
+def stored_by(plan: Plan) -> int:
+    """Return how many blocks a plan stores; it may demote others."""
+    return sum(len(job.moves) for job in plan.jobs if job.kind is JobKind.STORE)
+
+
+def measure(options: argparse.Namespace, store_dir: Path) -> dict[str, dict[str, list[float]]]:
+    """Run the rounds; return seconds by what was measured and whose it is. ``store_dir``: an empty directory."""
     found: dict[str, dict[str, list[float]]] = {}
     if "steps" in options.parts:
-        run_rounds([Steps()], options.rounds, found)
+        run_rounds([Steps(), Steps(store_dir)], options.rounds, found)
     if "stores" in options.parts:
         for blocks in (1, 512):
-            run_rounds([Stores(blocks, is_full=is_full) for is_full in (False, True)], options.rounds, found)
+            stores = [
+                Stores(blocks, is_full=is_full, store_dir=where)
+                for where in (None, store_dir)
+                for is_full in (False, True)
+            ]
+            run_rounds(stores, options.rounds, found)
     if "lookups" in options.parts:
         # All sizes at once, so that growth is that of the same minute.
-        stores = [Lookups(block_count, order) for block_count in options.blocks for order in PLACES]
-        run_rounds(stores, options.rounds, found)
+        lookups = [Lookups(block_count, order) for block_count in options.blocks for order in PLACES]
+        run_rounds(lookups, options.rounds, found)
     return found
 
 
@@ -311,7 +329,8 @@ def main() -> int:
     options = parser.parse_args()
     console = Console(highlight=False, soft_wrap=True, width=200)
     start_s, load_before = time.monotonic(), os.getloadavg()[0]
-    figures = figures_of(measure(options))
+    with tempfile.TemporaryDirectory() as directory:
+        figures = figures_of(measure(options, Path(directory)))
     console.print(table_of(figures))
     if "lookups" in options.parts:
         for line in growth(figures, options.blocks):

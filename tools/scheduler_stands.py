@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from kvdisk.messages import JobResult, Plan, Report
 BLOCK_TOKENS = 16
 PAYLOAD_BYTES = 4096
 SLOT_BYTES = 2 * PAYLOAD_BYTES
+NVME_BYTES = 2 << 30
 
 
 def hash_of(number: int) -> bytes:
@@ -75,10 +78,11 @@ def full_offloading_manager(numbers: Sequence[int], call_blocks: int) -> Any:
 class BothSides:
     """Running requests, and kvdisk's and vLLM's scheduler sides that follow them. ``cpu_blocks``: of each one's tier.
 
-    Each request decodes; what it computes is stored by both.
+    Each request decodes; what it computes is stored by both. ``store_dir``: where kvdisk has an NVMe tier as well, an
+    index and all; of its blocks nothing is written.
     """
 
-    def __init__(self, request_count: int, prompt_blocks: int, cpu_blocks: int) -> None:
+    def __init__(self, request_count: int, prompt_blocks: int, cpu_blocks: int, store_dir: Path | None = None) -> None:
         import torch
         from vllm.v1.core.block_pool import BlockPool
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -90,9 +94,11 @@ class BothSides:
         pool_blocks = 2 * request_count * prompt_blocks + 65536
         cache = KVCacheConfig(pool_blocks, [], [KVCacheGroupSpec(["layer"], spec)], hash_block_size=BLOCK_TOKENS)
         settings = _settings()
-        config = Config(cpu_bytes=cpu_blocks * SLOT_BYTES, store_decode=True)
+        drive = {} if store_dir is None else {"store_dirs": (store_dir,), "nvme_bytes": NVME_BYTES}
+        config = Config(cpu_bytes=cpu_blocks * SLOT_BYTES, store_decode=True, **drive)  # type: ignore[arg-type]
         self.pool = BlockPool(pool_blocks, True, BLOCK_TOKENS)
-        self.ours = SchedulerSide(config, settings, cache)
+        with mock.patch("kvdisk.connector.scheduler_side.fingerprint_of", lambda *_: (bytes(32), {})):  # no model
+            self.ours = SchedulerSide(config, settings, cache)
         self.ours.bind_pool(self.pool)
         self.theirs = _offloading_scheduler(cpu_blocks, settings, cache)
         self._random = random.Random(0)  # noqa: S311 - not a secret
@@ -203,7 +209,7 @@ class BothSides:
 
     def settle(self, plan: Plan, meta: Any) -> None:
         """Let all jobs of both plans end well."""
-        self.ours.settle(report_of(plan))
+        self.ours.settle(report_of(plan), set())
         self.theirs.update_connector_output(completed(meta))
 
 
@@ -229,6 +235,8 @@ def _settings() -> Any:
         ),
         cache_config=SimpleNamespace(prefix_cache_retention_interval=None, enable_prefix_caching=True),
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute"),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=256),
+        kv_events_config=None,
         speculative_config=None,
     )
 
