@@ -48,7 +48,7 @@ class ModelTier:
         rows = [catalog.find(key) for key in keys]
         hits = next((position for position, row in enumerate(rows) if row < 0), len(rows))
         for key in keys:
-            self._admission.want(key, request_id)
+            self._admission.want((key,), request_id)
         for row in reversed(rows):
             if row >= 0:
                 order.access(row)

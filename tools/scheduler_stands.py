@@ -97,7 +97,7 @@ class BothSides:
         drive = {} if store_dir is None else {"store_dirs": (store_dir,), "nvme_bytes": NVME_BYTES}
         config = Config(cpu_bytes=cpu_blocks * SLOT_BYTES, store_decode=True, **drive)  # type: ignore[arg-type]
         self.pool = BlockPool(pool_blocks, True, BLOCK_TOKENS)
-        with mock.patch("kvdisk.connector.scheduler_side.fingerprint_of", lambda *_: (bytes(32), {})):  # no model
+        with mock.patch("kvdisk.connector.scheduler_side.fingerprint_of", return_value=(bytes(32), {})):  # no model
             self.ours = SchedulerSide(config, settings, cache)
         self.ours.bind_pool(self.pool)
         self.theirs = _offloading_scheduler(cpu_blocks, settings, cache)

@@ -155,7 +155,8 @@ class SchedulerSide:
                 continue
             # Of the tokens computed when this step is over, only those whose ids are known are final.
             computed_tokens = min(request.num_computed_tokens + scheduled_tokens, request.num_tokens)
-            self._follow_session(request)
+            if request.streaming_queue is not None:
+                self._follow_session(request)
             if manager.may_offer(request_id, computed_tokens):
                 self._describe(request)
                 block_ids = state.get_block_ids(request_id)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvdisk.blocks import BlockKey
@@ -19,8 +20,12 @@ class AdmissionPolicy(Protocol):
     READY, each time a request wants it there, and before it leaves; without a CPU tier, when a request offers it.
     """
 
-    def want(self, key: BlockKey, request_id: str) -> None:
-        """A request wanted this block (offered it, or was served from it). May be told again for the same request."""
+    @property
+    def is_open(self) -> bool:
+        """Whether ``admits`` would now return True for whichever block: many are then let in without a question."""
+
+    def want(self, keys: Sequence[BlockKey], request_id: str) -> None:
+        """A request wanted these blocks (offered them, or was served from them). May be told again for the same one."""
 
     def admits(self, key: BlockKey) -> bool:
         """Whether the block may enter now."""
@@ -38,7 +43,9 @@ class AdmissionPolicy(Protocol):
 class AdmitAll:
     """Every block may enter."""
 
-    def want(self, key: BlockKey, request_id: str) -> None:
+    is_open = True
+
+    def want(self, keys: Sequence[BlockKey], request_id: str) -> None:
         """Nothing to remember."""
 
     def admits(self, key: BlockKey) -> bool:  # noqa: ARG002 - the protocol's signature
@@ -63,9 +70,14 @@ class AdmitReused:
         self._needed = needed
         self.table = ReuseTable(needed, places)
 
-    def want(self, key: BlockKey, request_id: str) -> None:
+    @property
+    def is_open(self) -> bool:
+        """Return False."""
+        return False
+
+    def want(self, keys: Sequence[BlockKey], request_id: str) -> None:
         """Count a request once per key."""
-        self.table.want(key, request_id)
+        self.table.want(keys, request_id)
 
     def admits(self, key: BlockKey) -> bool:
         """Return whether enough distinct requests wanted the block."""
@@ -107,19 +119,22 @@ class AdmitAdaptive(AdmitReused):
         self._seconds = 0
         self.distance = 0.0
 
-    def want(self, key: BlockKey, request_id: str) -> None:
+    @property
+    def is_open(self) -> bool:
+        """Return whether there is room, or all requests have their new blocks admitted."""
+        return not self._is_full or self.share >= 1.0
+
+    def want(self, keys: Sequence[BlockKey], request_id: str) -> None:
         """Count a request once per key, and learn from the second."""
-        age = self.table.want(key, request_id)
-        if age is not None:
+        for age in self.table.want(keys, request_id):
             self._seconds = min(self._seconds + 1, self._MEMORY)
             self.distance += (age - self.distance) / self._seconds
 
     def admits(self, key: BlockKey) -> bool:
         """Return whether there is room, or two requests wanted the block, or the first is one of the share."""
-        if not self._is_full or self.table.count(key) >= self._needed:
+        if self.is_open or self.table.count(key) >= self._needed:
             return True
-        share = self.share
-        return share >= 1.0 or self.table.first_request(key) < share
+        return self.table.first_request(key) < self.share
 
     @property
     def share(self) -> float:

@@ -9,7 +9,7 @@ count the jobs that use it. A copy is READY only when every rank's slot holds th
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from itertools import repeat
 from typing import NamedTuple
@@ -129,12 +129,22 @@ class Catalog:
         """Return the row of a block of the current epoch, or -1."""
         return self._rows.get(key, -1)
 
+    def find_all(self, keys: Iterable[BlockKey]) -> list[int]:
+        """Return the row, or -1, of each block: no Python call for each."""
+        return list(map(self._rows.get, keys, repeat(NONE)))
+
     def add(self, key: BlockKey, generation: int, epoch: int, parent: BlockKey | None) -> int:
         """Make a row without copies for a key that has none. The caller begins a copy at once."""
         assert key not in self._rows
         parent_row = NONE if parent is None else self._rows.get(parent, NONE)
-        row = self._make_row(key, generation, epoch, parent if parent_row == NONE else self.keys[parent_row])
+        if not self._vacant:
+            self._grow()
+        row = self._vacant.pop()
         self._rows[key] = row
+        self.keys[row] = key
+        self.parents[row] = parent if parent_row == NONE else self.keys[parent_row]
+        self.generations[row] = generation
+        self.epochs[row] = epoch
         for child in self.chains.take_orphans(key):
             self.parents[child] = key
             tiers = [tier for tier in _TIERS if self._states[tier][child] != CopyState.ABSENT]
@@ -161,16 +171,6 @@ class Catalog:
         self._presences[:0] = bytes([Presence.READY]) * count
         self.gains += 1
         self.chains.fill(tier, copies.parent_rows, copies.parents)
-
-    def _make_row(self, key: BlockKey, generation: int, epoch: int, parent: BlockKey | None) -> int:
-        if not self._vacant:
-            self._grow()
-        row = self._vacant.pop()
-        self.keys[row] = key
-        self.parents[row] = parent
-        self.generations[row] = generation
-        self.epochs[row] = epoch
-        return row
 
     def _grow(self) -> None:
         """Make vacant rows, a few at a time: it takes a tenth as long as one by one."""
@@ -201,7 +201,7 @@ class Catalog:
 
     def presences(self, keys: Iterable[BlockKey]) -> bytes:
         """Return each key's ``Presence`` as a byte. Asked for every block of every prompt: no Python call for each."""
-        rows = list(map(self._rows.get, keys, repeat(NONE)))
+        rows = self.find_all(keys)
         if not self._hidden and self._unready.isdisjoint(rows):
             return bytes([Presence.READY]) * len(rows)
         return bytes(map(self._presences.__getitem__, rows))
@@ -244,51 +244,64 @@ class Catalog:
 
     def begin(self, row: int, tier: Tier, slot: Slot) -> None:
         """Start writing a copy into ``slot``; the writer holds one pin."""
-        self._change(row, tier, Change.BEGIN)
-        self._segments[tier][row], self._indices[tier][row] = slot
-        self._pins[tier][row] = 1
-        self.chains.link(row, tier)
+        self.begin_all((row,), tier, (slot,))
 
-    def finish(self, row: int, tier: Tier) -> None:
-        """The writer is done on every rank: READY, its pin is gone."""
-        self._change(row, tier, Change.READY)
-        self.unpin(row, tier)
-        if self.journal is not None:
-            self._note(row, tier, stored=True)
+    def begin_all(self, rows: Sequence[int], tier: Tier, slots: Sequence[Slot]) -> None:
+        """Start writing many copies, each into its slot."""
+        self._change(rows, tier, Change.BEGIN)
+        segments, indices, pins = self._segments[tier], self._indices[tier], self._pins[tier]
+        for row, (segments[row], indices[row]) in zip(rows, slots, strict=True):
+            pins[row] = 1
+        self.chains.link(rows, tier)
+
+    def finish(self, rows: Sequence[int], tier: Tier) -> None:
+        """The writers of some copies are done on every rank: READY, their pins are gone."""
+        self._change(rows, tier, Change.READY)
+        pins = self._pins[tier]
+        for row in rows:
+            assert pins[row] > 0
+            pins[row] -= 1
+        self._note(rows, tier, stored=True)
 
     def adopt(self, row: int, tier: Tier, slot: Slot) -> None:
         """Take over a copy that a committed record names: READY without a writer."""
         self.begin(row, tier, slot)
-        self.finish(row, tier)
+        self.finish((row,), tier)
 
     def doom(self, row: int, tier: Tier) -> None:
         """Serve this copy to nobody any more. The caller drops it when its pins are gone."""
-        if self.journal is not None and self._states[tier][row] == CopyState.READY:
-            self._note(row, tier, stored=False)
-        self._change(row, tier, Change.DOOM)
+        self._note((row,), tier, stored=False)
+        self._change((row,), tier, Change.DOOM)
 
     def drop(self, row: int, tier: Tier) -> Slot:
         """End an unpinned copy and return its slot; the row goes with its last copy."""
-        slot = self.slot(row, tier)
-        assert self._pins[tier][row] == 0, "a pinned copy cannot be dropped"
-        if self.journal is not None and self._states[tier][row] == CopyState.READY:
-            self._note(row, tier, stored=False)
-        self._change(row, tier, Change.DROP)
-        self.chains.unlink(row, tier)
-        if self._cpu_states[row] == self._nvme_states[row] == _ABSENT:
-            self._vacate(row)
-        return slot
+        return self.drop_all((row,), tier)[0]
 
-    def _vacate(self, row: int) -> None:
-        key = self.keys[row]
-        found = self._rows.get(key) == row
-        if found:
-            del self._rows[key]
-        self.chains.remove(row, self.parents[row], key if found else None)
-        self.keys[row] = _NOBODY
-        self.parents[row] = None
-        self._unready.discard(row)
-        self._vacant.append(row)
+    def drop_all(self, rows: Sequence[int], tier: Tier) -> list[Slot]:
+        """End many unpinned copies, those that follow a copy before it."""
+        pins, segments, indices = self._pins[tier], self._segments[tier], self._indices[tier]
+        slots = [Slot(segments[row], indices[row]) for row in rows]
+        for row in rows:
+            assert pins[row] == 0, "a pinned copy cannot be dropped"
+        self._note(rows, tier, stored=False)
+        self._change(rows, tier, Change.DROP)
+        self.chains.unlink(rows, tier)
+        cpu, nvme = self._cpu_states, self._nvme_states
+        self._vacate([row for row in rows if cpu[row] == nvme[row] == _ABSENT])
+        return slots
+
+    def _vacate(self, rows: Sequence[int]) -> None:
+        keys, parents, rows_of, remove = self.keys, self.parents, self._rows, self.chains.remove
+        for row in rows:
+            key = keys[row]
+            found = rows_of.get(key) == row
+            if found:
+                del rows_of[key]
+            remove(row, parents[row], key if found else None)
+            keys[row] = _NOBODY
+            parents[row] = None
+        self._unready.difference_update(rows)
+        self._vacant += rows
 
     def pin(self, row: int, tier: Tier) -> None:
         """Hold a READY copy for one job."""
@@ -331,12 +344,12 @@ class Catalog:
         rows: list[int] = np.flatnonzero(found).tolist()
         return rows
 
-    def _note(self, row: int, tier: Tier, *, stored: bool) -> None:
-        """Tell of a copy, unless a new epoch has hidden it: then its end was told already."""
-        assert self.journal is not None
-        key = self.keys[row]
-        if self._rows.get(key) == row:
-            self.journal.note(tier, stored, (key,))
+    def _note(self, rows: Iterable[int], tier: Tier, *, stored: bool) -> None:
+        """Tell of those copies that are READY, unless a new epoch has hidden them: then their end was told already."""
+        if self.journal is not None:
+            keys, states = self.keys, self._states[tier]
+            told = [keys[row] for row in rows if states[row] == _READY and self._rows.get(keys[row]) == row]
+            self.journal.note(tier, stored, told)
 
     def rows(self) -> Iterator[int]:
         """Yield every live row, hidden ones included. Takes seconds for a million: for tests."""
@@ -344,21 +357,24 @@ class Catalog:
             if any(self._states[tier][row] != CopyState.ABSENT for tier in _TIERS):
                 yield row
 
-    def _change(self, row: int, tier: Tier, change: Change) -> None:
-        states = self._states[tier]
-        target = _NEXT[states[row] * 4 + change]
-        assert target != _ILLEGAL, f"{change!r} of a copy that is {CopyState(states[row])!r}"
-        states[row] = target
-        nvme = self._nvme_states[row]
-        if self._hidden and nvme == _READY and self._segments[Tier.NVME][row] in self._hidden:
-            nvme = _ABSENT
-        before, now = self._presences[row], _PRESENCES[self._cpu_states[row] * 4 + nvme]
-        if now != before:
-            self._presences[row] = now
+    def _change(self, rows: Iterable[int], tier: Tier, change: Change) -> None:
+        states, cpu_states, nvme_states = self._states[tier], self._cpu_states, self._nvme_states
+        presences, unready, hidden = self._presences, self._unready, self._hidden
+        for row in rows:
+            target = _NEXT[states[row] * 4 + change]
+            assert target != _ILLEGAL, f"{change!r} of a copy that is {CopyState(states[row])!r}"
+            states[row] = target
+            nvme = nvme_states[row]
+            if hidden and nvme == _READY and self._segments[Tier.NVME][row] in hidden:
+                nvme = _ABSENT
+            before, now = presences[row], _PRESENCES[cpu_states[row] * 4 + nvme]
+            if now == before:
+                continue
+            presences[row] = now
             if now == _READY:
-                self._unready.discard(row)
+                unready.discard(row)
             else:
-                self._unready.add(row)
+                unready.add(row)
             if now > before:
                 self.gains += 1
             else:

@@ -61,7 +61,7 @@ class Chains:
         """A row's parent has come. ``tiers``: where the row has copies."""
         self.parent_rows[row] = parent_row
         for tier in tiers:
-            self.link(row, tier)
+            self.link((row,), tier)
 
     def remove(self, row: int, parent: BlockKey | None, key: BlockKey | None) -> None:
         """A row has lost its last copy. ``key``: its own, for which its children wait; None: it never comes back."""
@@ -88,30 +88,35 @@ class Chains:
         """No parent that somebody waits for will come: its weights are gone."""
         self._orphans.clear()
 
-    def link(self, row: int, tier: Tier) -> None:
-        """A row's copy in a tier has begun."""
-        parent_row = self.parent_rows[row]
-        if parent_row == NONE:
-            return
-        first = self._first[tier]
-        sibling = first[parent_row]
-        self._next[tier][row], self._previous[tier][row] = sibling, NONE
-        if sibling != NONE:
-            self._previous[tier][sibling] = row
-        first[parent_row] = row
+    def link(self, rows: Iterable[int], tier: Tier) -> None:
+        """Some rows' copies in a tier have begun."""
+        parent_rows, first = self.parent_rows, self._first[tier]
+        after, before = self._next[tier], self._previous[tier]
+        for row in rows:
+            parent_row = parent_rows[row]
+            if parent_row == NONE:
+                continue
+            sibling = first[parent_row]
+            after[row], before[row] = sibling, NONE
+            if sibling != NONE:
+                before[sibling] = row
+            first[parent_row] = row
 
-    def unlink(self, row: int, tier: Tier) -> None:
-        """A row's copy in a tier has ended."""
-        parent_row = self.parent_rows[row]
-        if parent_row == NONE:
-            return
-        after, before = self._next[tier][row], self._previous[tier][row]
-        if before == NONE:
-            self._first[tier][parent_row] = after
-        else:
-            self._next[tier][before] = after
-        if after != NONE:
-            self._previous[tier][after] = before
+    def unlink(self, rows: Iterable[int], tier: Tier) -> None:
+        """Some rows' copies in a tier have ended."""
+        parent_rows, first = self.parent_rows, self._first[tier]
+        after, before = self._next[tier], self._previous[tier]
+        for row in rows:
+            parent_row = parent_rows[row]
+            if parent_row == NONE:
+                continue
+            younger, older = after[row], before[row]
+            if older == NONE:
+                first[parent_row] = younger
+            else:
+                after[older] = younger
+            if younger != NONE:
+                before[younger] = older
 
     def fill(self, tier: Tier, parent_rows: NDArray[np.int32], parents: Sequence[BlockKey | None]) -> None:
         """Take over rows 0, 1, ... which all have a copy in ``tier`` and nowhere else; there are none yet."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from kvdisk.blocks import Slot, Tier, group_of
 from kvdisk.geometry import Geometry
@@ -20,7 +20,7 @@ class CpuSpace:
     A copy in the backlog is not evicted: it is about to be written to NVMe. The backlog holds at
     most half of the slots, so that the other half always serves new blocks (invariant 8).
     ``before_evict(row)`` is asked before a copy leaves for room: True: it was put in the backlog instead; never for
-    one that is there.
+    one that is there. None: nobody else wants them.
     ``is_draining``: whether the backlog is being written. While it is not, its copies leave where nothing else can:
     they would hold back the copies before them for as long as the NVMe tier takes nothing.
     """
@@ -38,7 +38,7 @@ class CpuSpace:
         self._stats = stats
         self._policies = [TailFirst(make_policy(), catalog, Tier.CPU) for _ in slot_counts]
         self.pool = SlotPool(len(slot_counts))
-        self.before_evict: Callable[[int], bool] = _nobody_else_wants_it
+        self.before_evict: Callable[[int], bool] | None = None
         self.is_draining = True
         self._limits = [count // 2 for count in slot_counts]
         self._backlogs: list[dict[int, None]] = [{} for _ in slot_counts]
@@ -54,17 +54,25 @@ class CpuSpace:
         short = count - self.pool.free[size_class]
         while short > 0:
             rows = self._victims(size_class, short, spare_backlog)
-            left = 0
-            for row in rows:
-                # Where what follows a copy went to the backlog instead, the copy stays before it.
-                if not self._catalog.is_followed(row, Tier.CPU) and not self.before_evict(row):
-                    self.drop(row)
-                    left += 1
-            self._stats.add("evicted_blocks_cpu", left)
-            short -= left
-            if left == len(rows):
+            leaving = rows if self.before_evict is None else self._ask(rows, self.before_evict)
+            self._drop(size_class, leaving)
+            self._stats.add("evicted_blocks_cpu", len(leaving))
+            short -= len(leaving)
+            if len(leaving) == len(rows):
                 break  # else some went to the backlog, which is bounded, and there may be others
         return self.pool.allocate(size_class, count)
+
+    def _ask(self, rows: list[int], before_evict: Callable[[int], bool]) -> list[int]:
+        """Return which of the victims, those that follow a copy before it, leave."""
+        leaving: list[int] = []
+        held: set[int] = set()
+        for row in rows:
+            # Where what follows a copy went to the backlog instead, the copy stays before it.
+            if row in held or before_evict(row):
+                held.add(self._catalog.chains.parent_rows[row])
+            else:
+                leaving.append(row)
+        return leaving
 
     def _victims(self, size_class: int, count: int, spare_backlog: bool) -> list[int]:
         backlog, policy, catalog = self._backlogs[size_class], self._policies[size_class], self._catalog
@@ -78,9 +86,10 @@ class CpuSpace:
         """Free slots, and all."""
         return sum(self.pool.free), sum(self.pool.total)
 
-    def inserted(self, row: int) -> None:
-        """A copy became READY on every rank."""
-        self._policies[self.class_of(row)].insert(row)
+    def inserted(self, rows: Iterable[int]) -> None:
+        """Copies became READY on every rank: of one chain the tail comes first."""
+        for row in rows:
+            self._policies[self.class_of(row)].insert(row)
 
     def accessed(self, row: int) -> None:
         """A copy was used: of one chain the tail is told first."""
@@ -88,10 +97,16 @@ class CpuSpace:
 
     def drop(self, row: int) -> None:
         """End an unpinned copy; its slot is free at once."""
-        size_class = self.class_of(row)
-        self._policies[size_class].remove(row)
-        self._backlogs[size_class].pop(row, None)
-        self.pool.release((self._catalog.drop(row, Tier.CPU),))
+        self._drop(self.class_of(row), (row,))
+
+    def _drop(self, size_class: int, rows: Sequence[int]) -> None:
+        """End unpinned copies of one size class, those that follow a copy before it."""
+        backlog, remove = self._backlogs[size_class], self._policies[size_class].remove
+        for row in rows:
+            remove(row)
+            if backlog:
+                backlog.pop(row, None)
+        self.pool.release(self._catalog.drop_all(rows, Tier.CPU))
 
     def discard(self, row: int) -> None:
         """Serve a READY or WRITING copy to nobody any more, and end it as soon as no job uses it."""
@@ -142,7 +157,3 @@ class CpuSpace:
         if len(self._policies) == 1:
             return 0
         return self._geometry.size_classes[group_of(self._catalog.keys[row])]
-
-
-def _nobody_else_wants_it(row: int) -> bool:  # noqa: ARG001 - the signature of ``before_evict``
-    return False

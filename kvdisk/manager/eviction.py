@@ -178,10 +178,11 @@ class S3FifoPolicy:
 
     def remove(self, row: int) -> None:
         """Take a row out; one on probation is remembered. Rows that are not there are ignored."""
-        if self._queues.holds(row):
-            self._queues.remove(row, self._is_main[row])
-            if not self._is_main[row]:
-                self._left.add(self._keys[row], sum(self._queues.counts) + 1)
+        queues, is_main = self._queues, self._is_main
+        if queues.holds(row):
+            queues.remove(row, is_main[row])
+            if not is_main[row]:
+                self._left.add(self._keys[row], queues.counts[0] + queues.counts[1] + 1)
 
     def fill(self, rows: NDArray[np.int32]) -> None:
         """Insert many rows, the oldest first: all on probation, since nothing says which were used."""

@@ -156,8 +156,8 @@ class LoadPlanner:
             foreign = self._foreign.find(key)
             if foreign is None:
                 return Move(key, 0, block), -1
-        self._cpu_admission.want(key, request_id)
-        self._nvme_admission.want(key, request_id)
+        self._cpu_admission.want((key,), request_id)
+        self._nvme_admission.want((key,), request_id)
         if foreign is not None:
             return Move(key, foreign.generation, block, None, self._foreign.pin(foreign), parent), -1
         tier = Tier.CPU if catalog.state(row, Tier.CPU) == CopyState.READY else Tier.NVME

@@ -15,7 +15,7 @@ from kvdisk.config import Config
 from kvdisk.context import SchedulerContext
 from kvdisk.geometry import FILE_EPOCH, Geometry
 from kvdisk.index.base import Neighbours
-from kvdisk.manager.admission import AdmissionPolicy
+from kvdisk.manager.admission import AdmissionPolicy, AdmitAll
 from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.events import Journal
@@ -63,6 +63,8 @@ class TierManager:
         neighbours: Neighbours | None = None,
     ) -> None:
         assert cpu is not None or nvme is not None
+        if nvme is None:
+            nvme_admission = AdmitAll()  # nobody asks it, and counting costs
         self._geometry = geometry
         self._context = context
         self._catalog = catalog
@@ -91,7 +93,7 @@ class TierManager:
         self._promotions = Promotions(
             config, geometry, context, catalog, transfers, cpu, nvme, cpu_admission, foreign, reads
         )
-        if cpu is not None:
+        if cpu is not None and nvme is not None:
             cpu.before_evict = self._settlement.ask_before_leaving
         self._loads = LoadPlanner(
             config, geometry, catalog, transfers, stats, cpu, cpu_admission, nvme_admission, foreign, reads, self._price

@@ -138,10 +138,10 @@ class NvmeSpace:
             return self.pool.free[size_class]
         return self.pool.free_in(size_class, self.segments.on_drives(self.segments.writable))
 
-    def inserted(self, row: int) -> None:
-        """A copy became READY on every rank: order it, and write its record."""
-        size_class = self._class_of(row)
-        self._policies[size_class].insert(row)
+    def inserted(self, rows: Iterable[int]) -> None:
+        """Copies became READY on every rank: of one chain the tail comes first."""
+        for row in rows:
+            self._policies[self._class_of(row)].insert(row)
 
     def record(self, rows: Iterable[int], now_s: int) -> None:
         """Queue the records of READY copies for the index. A full queue costs only their life after a restart."""
@@ -171,7 +171,7 @@ class NvmeSpace:
         keys = [(self._catalog.epochs[row], self._catalog.keys[row]) for row in rows]
         for row in rows:
             self._policies[self._class_of(row)].remove(row)
-        slots = [self._catalog.drop(row, Tier.NVME) for row in rows]
+        slots = self._catalog.drop_all(rows, Tier.NVME)
         self._ticket = self._index.delete(keys)
         self.pool.retain(slots, self._ticket)
 

@@ -130,8 +130,9 @@ class Promotions:
     def leave(self, request_id: str) -> None:
         """A request waits no more: it is loaded, runs or has ended. What was read ahead for it is left to the tier."""
         self._waiting.pop(request_id, None)
-        for size_class, count in enumerate(self._ahead.pop(request_id, ())):
-            self._taken[size_class] -= count
+        if request_id in self._ahead:
+            for size_class, count in enumerate(self._ahead.pop(request_id)):
+                self._taken[size_class] -= count
 
     def reset(self) -> None:
         """The weights may have changed: what was read ahead is gone, and is looked for anew."""
@@ -204,7 +205,7 @@ class Promotions:
         while wanted and len(picked) < MAX_PROMOTE_MOVES:
             key, parent = wanted.popleft()
             if self._is_wanted(key):
-                self._cpu_admission.want(key, request_id)
+                self._cpu_admission.want((key,), request_id)
                 if self._cpu_admission.admits(key):
                     picked.append((key, parent))
         slots = self._take_slots(request_id, [key for key, _ in picked])

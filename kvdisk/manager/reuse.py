@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from zlib import crc32
 
 from kvdisk.blocks import BlockKey
@@ -40,28 +41,29 @@ class ReuseTable:
         self._counts = bytearray(places)
         self._requests = array("I", [0]) * (places * self._known)
 
-    def want(self, key: BlockKey, request_id: str) -> int | None:
-        """Count a request once per key. For the second request of a key return how many keys were met since the first.
-
-        None for any other.
-        """
+    def want(self, keys: Sequence[BlockKey], request_id: str) -> list[int]:
+        """Count a request once per key. Return of each key's second request how many keys were met since the first."""
         if request_id != self._request[0]:
             self._request = (request_id, _mark_of(request_id))
         request = self._request[1]
-        place = self._find(key)
-        if place < 0:
-            self._take(key, request)
-            return None
-        count, first = self._counts[place], place * self._known
-        if count < self.most:
-            if request in self._requests[first : first + min(count, self._known)]:
-                return None
-            if count < self._known:
-                self._requests[first + count] = request
-            self._counts[place] = count + 1
-        age = self.now - self._times[place] & 0xFFFFFFFF
-        self._times[place] = self.now & 0xFFFFFFFF
-        return age if count == 1 and self.most > 1 else None
+        counts, times, known, most = self._counts, self._times, self._known, self.most
+        ages: list[int] = []
+        for key in keys:
+            place = self._find(key)
+            if place < 0:
+                self._take(key, request)
+                continue
+            count, first = counts[place], place * known
+            if count < most:
+                if request in self._requests[first : first + min(count, known)]:
+                    continue
+                if count < known:
+                    self._requests[first + count] = request
+                counts[place] = count + 1
+            if count == 1 and most > 1:
+                ages.append(self.now - times[place] & 0xFFFFFFFF)
+            times[place] = self.now & 0xFFFFFFFF
+        return ages
 
     def count(self, key: BlockKey) -> int:
         """Return the distinct requests that wanted a key, at most ``most``."""

@@ -7,6 +7,8 @@ keeps its pin, until ``release``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvdisk.blocks import Tier
 from kvdisk.context import SchedulerContext
 from kvdisk.geometry import Geometry
@@ -113,21 +115,19 @@ class Settlement:
         request = self._requests.get(record.request_id or "")
         if request is not None:
             request.store_jobs.discard(record.job.id)
-        stored: list[int] = []
-        for at in reversed(range(len(record.details))):
-            detail, move = record.details[at], record.job.moves[at]
-            tier = Tier.CPU if move.cpu is not None else Tier.NVME
-            reason = record.failed.get(at)
-            if reason is None:
-                self._finish(detail.row, tier, stored)
-                continue
+        tier = Tier.NVME if self._cpu is None else Tier.CPU
+        failed = record.failed
+        details = record.details if not failed else [one for at, one in enumerate(record.details) if at not in failed]
+        stored = self._finish([detail.row for detail in reversed(details)], tier)
+        for at in sorted(failed, reverse=True):
+            detail, key = record.details[at], record.job.moves[at].key
             self._fail(detail.row, tier, at in record.late)
-            if reason is not Reason.CANCELLED:
+            if failed[at] is not Reason.CANCELLED:
                 self._stats.add("failed_stores")
             # It had its slot, and that is free again: only the back-off stands before the next offer.
             why = (Refusal.NO_ROOM, self.room - 1, now)
             if record.request_id is None:
-                self._store_policy.refuse_free(move.key, *why)
+                self._store_policy.refuse_free(key, *why)
             else:
                 self._store_policy.refuse(record.request_id, detail.group, detail.position, *why)
         self._stats.add("stored_blocks", len(record.details) - len(record.failed))
@@ -139,14 +139,20 @@ class Settlement:
                 for row in reversed(stored):
                     self.offer_to_nvme(row)
 
-    def _finish(self, row: int, tier: Tier, finished: list[int]) -> None:
-        """A copy was written on every rank: READY, unless it was doomed on the way."""
-        if self._catalog.state(row, tier) == CopyState.DOOMED:
+    def _finish(self, rows: Sequence[int], tier: Tier) -> Sequence[int]:
+        """Copies were written on every rank: READY, but for those that were doomed on the way. Return the READY ones.
+
+        Of one chain the tail comes first.
+        """
+        catalog = self._catalog
+        doomed = [row for row in rows if catalog.state(row, tier) == CopyState.DOOMED]
+        for row in doomed:
             self._abandon(row, tier)
-            return
-        self._catalog.finish(row, tier)
-        (self._cpu if tier is Tier.CPU else self._nvme).inserted(row)  # type: ignore[union-attr]
-        finished.append(row)
+        if doomed:
+            rows = [row for row in rows if row not in doomed]
+        catalog.finish(rows, tier)
+        self._space(tier).inserted(rows)
+        return rows
 
     def _abandon(self, row: int, tier: Tier) -> None:
         """A copy was not written, or is not wanted any more: give back its writer's pin and its slot."""
@@ -206,18 +212,16 @@ class Settlement:
 
     def _settle_demote(self, record: JobRecord, now: float, now_s: int) -> None:
         assert self._cpu is not None and self._nvme is not None
-        written: list[int] = []
-        for at in reversed(range(len(record.details))):
-            row = record.details[at].row
+        rows = [detail.row for detail in record.details]
+        written = self._finish([row for at, row in reversed([*enumerate(rows)]) if at not in record.failed], Tier.NVME)
+        for at in reversed(range(len(rows))):
             reason = record.failed.get(at)
-            if reason is None:
-                self._finish(row, Tier.NVME, written)
-            else:
+            if reason is not None:
                 if reason is not Reason.CANCELLED:
                     self._stats.add("failed_stores")
-                self._fail(row, Tier.NVME, at in record.late)
+                self._fail(rows[at], Tier.NVME, at in record.late)
             if at not in record.late:
-                self._cpu.unpin(row)
+                self._cpu.unpin(rows[at])
         self._stats.add("demoted_blocks", len(written))
         self._nvme.record(written, now_s)
         self._nvme.note_writes(record, now)
@@ -270,7 +274,7 @@ class Settlement:
         if move.nvme is not None and move.cpu is not None:
             self._reads.end(record.job.kind, move.key, detail.row)
             if reason is None:
-                self._finish(detail.row, Tier.CPU, kept)
+                kept += self._finish((detail.row,), Tier.CPU)
                 self._stats.add("promoted_blocks")
             else:
                 self._fail(detail.row, Tier.CPU, late)

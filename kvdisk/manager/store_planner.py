@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.config import Config
@@ -133,15 +134,16 @@ class StorePlanner:
         if start == stop:
             return
         self._store_policy.reached(request.request_id, keys, start, stop)
-        used: list[int] = []
-        for position in range(start, stop):
-            key = keys[position]
-            self._admission.want(key, request.request_id)
-            self._nvme_admission.want(key, request.request_id)
-            row = self._catalog.find(key)
-            if is_coming(self._catalog, row):
-                used.append(row)
-                self._settlement.offer_to_nvme(row)
+        wanted = keys[start:stop]
+        self._admission.want(wanted, request.request_id)
+        if self._nvme_admission is not self._admission:
+            self._nvme_admission.want(wanted, request.request_id)
+        rows = self._catalog.find_all(wanted)
+        if max(rows) < 0:
+            return
+        used = [row for row in rows if is_coming(self._catalog, row)]
+        for row in used:
+            self._settlement.offer_to_nvme(row)
         for space, tier in ((self._cpu, Tier.CPU), (self._nvme, Tier.NVME)):
             if space is not None:
                 for row in reversed(used):  # the head last, so that it leaves last
@@ -224,10 +226,12 @@ class StorePlanner:
         job = _Job()
         for size_class, wanted in taken.items():
             slots = self._allocate(size_class, min(self._pins_left - len(job.moves), len(wanted)), now)
-            for offer, slot in zip(wanted, slots, strict=False):
+            accepted, refused = wanted[: len(slots)], wanted[len(slots) :]
+            for offer in accepted:
                 policy.accept_free(offer.key)
-                self._begin(job, offer.key, offer.parent, offer.block, slot, epoch)
-            for offer in wanted[len(slots) :]:
+            keys, parents = [offer.key for offer in accepted], [offer.parent for offer in accepted]
+            self._begin(job, keys, parents, [offer.block for offer in accepted], slots, epoch)
+            for offer in refused:
                 self._refuse_free(offer, Refusal.NO_ROOM, self._settlement.room, now)
         # Given back in the order of the queue, as settlement turns them round.
         job.moves.reverse()
@@ -250,23 +254,30 @@ class StorePlanner:
         return is_coming(self._catalog, row) or (self._target is Tier.NVME and self._foreign.holds(key))
 
     def _answer(
-        self, request: RequestState, group: int, offers: Iterable[int], blocks: Sequence[int], now: float
-    ) -> list[int]:
+        self, request: RequestState, group: int, offers: Sequence[int], blocks: Sequence[int], now: float
+    ) -> Sequence[int]:
         """Answer one group's offers that need no slot: accept (there, or no block) or refuse. Return the rest."""
-        policy, keys = self._store_policy, request.keys[group]
+        if not offers:
+            return offers
+        policy, keys, catalog = self._store_policy, request.keys[group], self._catalog
+        rows = catalog.find_all([keys[position] for position in offers])
+        may_be_abroad = self._target is Tier.NVME and self._foreign.known
+        if max(rows) < 0 and not may_be_abroad and self._admission.is_open and all(map(blocks.__getitem__, offers)):
+            return offers  # new blocks of a prompt: no question for each
         taken: list[int] = []
-        for position in offers:
+        there: list[int] = []
+        for position, row in zip(offers, rows, strict=True):
             key = keys[position]
-            row = self._catalog.find(key)
             if blocks[position] == 0 or self._is_there(key, row):
-                policy.accept(request.request_id, group, position)
+                there.append(position)
             elif not self._admission.admits(key):
                 self._count_refusal(Refusal.NOT_REUSED)
                 policy.refuse(request.request_id, group, position, Refusal.NOT_REUSED, self._admission.count(key), now)
-            elif row >= 0 and self._catalog.state(row, self._target) != CopyState.ABSENT:
+            elif row >= 0 and catalog.state(row, self._target) != CopyState.ABSENT:
                 self._refuse_for_room(request, group, position, now)
             else:
                 taken.append(position)
+        policy.accept(request.request_id, group, there)
         return taken
 
     def _count_refusal(self, why: Refusal) -> None:
@@ -286,7 +297,7 @@ class StorePlanner:
         self,
         request: RequestState,
         group: GroupGeometry,
-        taken: list[int],
+        taken: Sequence[int],
         blocks: Sequence[int],
         now: float,
         epoch: int,
@@ -294,13 +305,24 @@ class StorePlanner:
         most: int,
     ) -> None:
         """Begin copies of as many blocks as there are slots for, ``most`` at most; refuse the rest."""
-        keys = request.keys[group.group]
+        if not taken:
+            return
         slots = self._allocate(self._geometry.size_classes[group.group], most, now)
-        for position, slot in zip(taken, slots, strict=False):
-            self._store_policy.accept(request.request_id, group.group, position)
-            parent = keys[position - 1] if position else None
-            self._begin(job, keys[position], parent, blocks[position], slot, epoch, group.group, position)
-        for position in taken[len(slots) :]:
+        accepted, refused = taken[: len(slots)], taken[len(slots) :]
+        if accepted:
+            keys = request.keys[group.group]
+            self._store_policy.accept(request.request_id, group.group, accepted)
+            self._begin(
+                job,
+                [keys[position] for position in accepted],
+                [keys[position - 1] if position else None for position in accepted],
+                [blocks[position] for position in accepted],
+                slots,
+                epoch,
+                group.group,
+                accepted,
+            )
+        for position in refused:
             self._refuse_for_room(request, group.group, position, now)
 
     def _allocate(self, size_class: int, count: int, now: float) -> list[Slot]:
@@ -313,24 +335,26 @@ class StorePlanner:
     def _begin(
         self,
         job: _Job,
-        key: BlockKey,
-        parent: BlockKey | None,
-        block: int,
-        slot: Slot,
+        keys: Sequence[BlockKey],
+        parents: Sequence[BlockKey | None],
+        blocks: Sequence[int],
+        slots: Sequence[Slot],
         epoch: int,
         group: int = -1,
-        position: int = -1,
+        positions: Iterable[int] = repeat(-1),
     ) -> None:
-        """Begin a copy in a slot, and add its move to a job. ``group``, ``position``: its place in a request."""
+        """Begin copies in slots, and add their moves to a job. ``group``, ``positions``: their places in a request."""
         catalog = self._catalog
-        row = catalog.find(key)
-        if row < 0:
-            self._generation += 1
-            row = catalog.add(key, self._generation, epoch, parent)
-        catalog.begin(row, self._target, slot)
-        cpu, nvme = (slot, None) if self._target is Tier.CPU else (None, slot)
-        job.moves.append(Move(key, catalog.generations[row], block, cpu, nvme, parent))
-        job.details.append(MoveDetail(row, group=group, position=position))
+        rows = catalog.find_all(keys)
+        for at, row in enumerate(rows):
+            if row < 0:
+                self._generation += 1
+                rows[at] = catalog.add(keys[at], self._generation, epoch, parents[at])
+        catalog.begin_all(rows, self._target, slots)
+        generations = map(catalog.generations.__getitem__, rows)
+        cpu, nvme = (slots, repeat(None)) if self._target is Tier.CPU else (repeat(None), slots)
+        job.moves += map(Move, keys, generations, blocks, cpu, nvme, parents)
+        job.details += map(MoveDetail, rows, repeat(-1), repeat(group), positions)
 
     def _touch(self, job: _Job) -> None:
         """Hold a job's GPU blocks until it is settled."""

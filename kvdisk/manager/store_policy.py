@@ -57,8 +57,8 @@ class StorePolicy(Protocol):
     ) -> Sequence[FreeOffer]:
         """Return the free blocks to offer in this step, no key twice. ``held``: GPU blocks that stores hold now."""
 
-    def accept(self, request_id: str, group: int, position: int) -> None:
-        """The offer was taken, or the block is there already."""
+    def accept(self, request_id: str, group: int, positions: Sequence[int]) -> None:
+        """The offers were taken, or the blocks are there already."""
 
     def refuse(self, request_id: str, group: int, position: int, why: Refusal, mark: int, now: float) -> None:
         """The offer was refused, or a taken one failed: offer it again when things have changed."""
@@ -114,7 +114,7 @@ class NoStores:
         """Return nothing."""
         return ()
 
-    def accept(self, request_id: str, group: int, position: int) -> None:
+    def accept(self, request_id: str, group: int, positions: Sequence[int]) -> None:
         """Nothing to note."""
 
     def refuse(self, request_id: str, group: int, position: int, why: Refusal, mark: int, now: float) -> None:
@@ -143,6 +143,8 @@ class OnCompute(NoStores):
     def __init__(self) -> None:
         self._watermarks: dict[str, dict[int, Watermark]] = {}
         """By request and group."""
+        self._waiting: set[str] = set()
+        """Those with refused blocks: few, and asked for in every step."""
 
     def offers(
         self, request_id: str, group: int, storable: int, room: int, now: float, count_of: Callable[[int], int]
@@ -156,23 +158,32 @@ class OnCompute(NoStores):
             return ()
         return watermark.candidates(storable, room, now, count_of)
 
-    def accept(self, request_id: str, group: int, position: int) -> None:
-        """Do not offer the block again."""
-        self._watermarks[request_id][group].accept(position)
+    def accept(self, request_id: str, group: int, positions: Sequence[int]) -> None:
+        """Do not offer the blocks again."""
+        if request_id not in self._waiting:
+            return  # what was never refused is not offered twice
+        watermarks = self._watermarks[request_id]
+        for position in positions:
+            watermarks[group].accept(position)
+        if not any(watermark.refused for watermark in watermarks.values()):
+            self._waiting.discard(request_id)
 
     def refuse(self, request_id: str, group: int, position: int, why: Refusal, mark: int, now: float) -> None:
         """Offer the block again when its cause has changed. A request that is gone is ignored."""
         watermark = self._watermarks.get(request_id, {}).get(group)
         if watermark is not None:
             watermark.refuse(position, why, mark, now)
+            if watermark.refused:
+                self._waiting.add(request_id)
 
     def waits(self, request_id: str) -> bool:
         """Return whether any group has refused blocks."""
-        return any(watermark.refused for watermark in self._watermarks.get(request_id, {}).values())
+        return request_id in self._waiting
 
     def request_finished(self, request_id: str) -> None:
         """Forget the request's watermarks."""
         self._watermarks.pop(request_id, None)
+        self._waiting.discard(request_id)
 
 
 class OnPreemption(NoStores):

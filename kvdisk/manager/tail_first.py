@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvdisk.blocks import Tier
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.chains import NONE
@@ -24,32 +21,20 @@ MAX_STEPS = 4096
 
 
 class TailFirst:
-    """One tier's and size class's copies under an ``EvictionPolicy``; READY copies are inserted, and removed once."""
+    """One tier's and size class's copies under an ``EvictionPolicy``; READY copies are inserted, and removed once.
+
+    ``insert``, ``access`` (of one chain the tail first), ``remove`` and ``fill`` are the policy's own.
+    """
 
     def __init__(self, policy: EvictionPolicy, catalog: Catalog, tier: Tier) -> None:
         self._policy = policy
+        self.insert, self.access, self.remove, self.fill = policy.insert, policy.access, policy.remove, policy.fill
         self._catalog = catalog
         self._tier = tier
         self._steps = 0
         self._held: set[int] = set()
         # Where the last descent ended: the proposed row, the row reached, and that row's generation.
         self._reached = (NONE, NONE, 0)
-
-    def insert(self, row: int) -> None:
-        """A copy became READY."""
-        self._policy.insert(row)
-
-    def access(self, row: int) -> None:
-        """A copy was used; of one chain the caller tells the tail first. Rows that are not there are ignored."""
-        self._policy.access(row)
-
-    def remove(self, row: int) -> None:
-        """A copy leaves the tier and still has its row; rows that are not there are ignored."""
-        self._policy.remove(row)
-
-    def fill(self, rows: NDArray[np.int32]) -> None:
-        """Insert many rows at once, the first to leave first, where there are none."""
-        self._policy.fill(rows)
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         """Return up to ``count`` rows that may leave, in an order in which each leaves after all that follow it.
@@ -64,7 +49,10 @@ class TailFirst:
         for row in self._policy.proposals() if count > 0 else ():
             before = len(found)
             if row not in found and row not in self._held:
-                self._gather(row, count, evictable, found)
+                if evictable(row) and self._nothing_stays_behind(row, found):
+                    found[row] = None
+                else:
+                    self._gather(row, count, evictable, found)
             if len(found) >= count or self._steps <= 0:
                 break
             if len(found) == before and row not in found:

@@ -113,12 +113,13 @@ class WatchedPolicy:
 
     # -- answers -------------------------------------------------------------------------------
 
-    def accept(self, request_id: str, group: int, position: int) -> None:
+    def accept(self, request_id: str, group: int, positions: Sequence[int]) -> None:
         """See ``StorePolicy``."""
-        self.inner.accept(request_id, group, position)
-        self._open.discard((request_id, group, position))
-        self.on_accept(request_id, group, position)
-        self._answered[request_id, group, position] = (None, 0, 0, 0.0)
+        self.inner.accept(request_id, group, positions)
+        for position in positions:
+            self._open.discard((request_id, group, position))
+            self.on_accept(request_id, group, position)
+            self._answered[request_id, group, position] = (None, 0, 0, 0.0)
 
     def refuse(self, request_id: str, group: int, position: int, why: Refusal, mark: int, now: float) -> None:
         """See ``StorePolicy``."""

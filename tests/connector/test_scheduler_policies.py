@@ -369,13 +369,13 @@ def test_a_block_refused_for_lack_of_reuse_is_offered_when_its_count_rises(
     cold = (1, 2)
     for position, key in enumerate(_keys(request)):
         if position not in cold:
-            both.admission.want(key, "somebody else")
+            both.admission.want((key,), "somebody else")
     both.theirs.refused = {make_block_key(both.keys[at], 0)[:-2] + bytes(4) for at in cold}
     for step in range(8):
         if step == 5:
             both.theirs.refused.clear()
             for position in cold:
-                both.admission.want(_keys(request)[position], "somebody else")
+                both.admission.want((_keys(request)[position],), "somebody else")
         both.step()
     #                                  step 0, 1, and 2: the prompt; then decoding; the counts rise before step 5
     assert both.offers["kvdisk"] == [[0, 1], [2, 3], [4, 5], [], [], [1, 2], [], []]

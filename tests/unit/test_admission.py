@@ -26,9 +26,9 @@ def test_distinct_requests_count_once_each(needed):
         assert (policy.count(KEY), policy.admits(KEY)) == (seen, False)
         for _ in range(2):
             for request in range(seen + 1):  # all so far, in turns
-                policy.want(KEY, str(request))
+                policy.want((KEY,), str(request))
     assert policy.count(KEY) == needed and policy.admits(KEY)
-    policy.want(KEY, "one more")
+    policy.want((KEY,), "one more")
     assert policy.count(KEY) == needed
     assert not policy.admits(OTHER)
 
@@ -37,8 +37,8 @@ def test_distinct_requests_count_once_each(needed):
 def test_counts_do_not_survive_a_reset(make):
     policy = make()
     policy.note_room(0, 1)
-    policy.want(KEY, "1")
-    policy.want(KEY, "2")
+    policy.want((KEY,), "1")
+    policy.want((KEY,), "2")
     policy.distance = 1e9
     assert policy.admits(KEY)
     policy.reset()
@@ -48,8 +48,8 @@ def test_counts_do_not_survive_a_reset(make):
 def test_the_table_is_bounded_and_forgets_what_was_wanted_longest_ago():
     table = ReuseTable(2, 256)
     for number in range(2000):
-        table.want(key_number(0), str(number))  # one that is always asked for
-        table.want(key_number(number), "once")
+        table.want((key_number(0),), str(number))  # one that is always asked for
+        table.want((key_number(number),), "once")
     held = [table.count(key_number(number)) for number in range(2000)]
     assert held[0] == 2
     assert sum(map(bool, held)) <= 256
@@ -60,7 +60,7 @@ def test_what_a_tracked_key_takes():
     tracemalloc.start()
     table = ReuseTable(2, 1 << 16)
     for number in range(100_000):
-        table.want(key_number(number), "request")
+        table.want((key_number(number),), "request")
     taken = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert table.bytes_per_key == 13.0
@@ -71,12 +71,12 @@ def test_what_a_tracked_key_takes():
 
 def test_the_age_of_a_second_want():
     table = ReuseTable(2, 256)
-    assert table.want(KEY, "1") is None
+    assert table.want((KEY,), "1") == []
     for number in range(10):
-        assert table.want(key_number(number), "1") is None
-    assert table.want(KEY, "1") is None, "the same request"
-    assert table.want(KEY, "2") == 10
-    assert table.want(KEY, "3") is None
+        assert table.want((key_number(number),), "1") == []
+    assert table.want((KEY,), "1") == [], "the same request"
+    assert table.want((KEY,), "2") == [10]
+    assert table.want((KEY,), "3") == []
 
 
 def test_places_by_slots():
@@ -96,7 +96,7 @@ class TestAdaptive:
         for number in range(1000):
             pair = [make_block_key(f"{number} {part}".encode(), 0) for part in (0, 1)]
             for key in pair:
-                policy.want(key, f"request-{number}")
+                policy.want((key,), f"request-{number}")
             answers = {policy.admits(key) for key in pair}
             assert len(answers) == 1, "one request's blocks are all in or all out"
             assert answers == {policy.admits(pair[0])}, "asking again changes nothing"
@@ -138,18 +138,18 @@ class TestAdaptive:
     def test_a_second_request_lets_a_block_in(self):
         policy = AdmitAdaptive(1 << 16)
         policy.note_room(0, 1)
-        policy.want(KEY, "1")
+        policy.want((KEY,), "1")
         policy.distance = 1e9
         assert not policy.admits(KEY)
-        policy.want(KEY, "2")
+        policy.want((KEY,), "2")
         assert policy.admits(KEY)
 
     def test_the_distance_is_learned(self):
         policy = AdmitAdaptive(1 << 16)
         for number in range(5000):
-            policy.want(key_number(number), f"{number}")
+            policy.want((key_number(number),), f"{number}")
             if number >= 300:
-                policy.want(key_number(number - 300), f"{number}")
+                policy.want((key_number(number - 300),), f"{number}")
         assert policy.distance == pytest.approx(300, abs=5)
 
 
@@ -159,8 +159,11 @@ class Own:
     def __init__(self):
         self.counts = {}
 
-    def want(self, key, request_id):
-        self.counts[key] = self.counts.get(key, 0) + 1
+    is_open = False
+
+    def want(self, keys, request_id):
+        for key in keys:
+            self.counts[key] = self.counts.get(key, 0) + 1
 
     def admits(self, key):
         return self.count(key) >= 3
@@ -176,7 +179,7 @@ class Own:
 
 
 class Half:
-    def want(self, key, request_id):
+    def want(self, keys, request_id):
         pass
 
 
@@ -185,9 +188,9 @@ def test_names():
     assert isinstance(make_admission("adaptive", 10), AdmitAdaptive)
     reused = make_admission("reuse(3)", 10)
     for request in "12":
-        reused.want(KEY, request)
+        reused.want((KEY,), request)
     assert not reused.admits(KEY)
-    reused.want(KEY, "3")
+    reused.want((KEY,), "3")
     assert reused.admits(KEY)
     assert isinstance(make_admission(f"{__name__}:Own", 10), Own)
 
@@ -199,7 +202,7 @@ def test_names():
         ("no_such_module:Own", "cannot be imported: ModuleNotFoundError"),
         (f"{__name__}:Nobody", "no class of that name"),
         (f"{__name__}:KEY", "no class of that name"),
-        (f"{__name__}:Half", "'admits', 'count', 'note_room', 'reset'"),
+        (f"{__name__}:Half", "'is_open', 'admits', 'count', 'note_room', 'reset'"),
     ],
 )
 def test_a_wrong_name_is_one_sentence_that_names_the_setting(text, said):

@@ -52,7 +52,7 @@ def _catalog(states, keys):
             tier = Tier.CPU if position % 2 else Tier.NVME
             catalog.begin(row, tier, Slot(group, position))
             if state == "r":
-                catalog.finish(row, tier)
+                catalog.finish((row,), tier)
     return catalog
 
 
@@ -124,7 +124,7 @@ def _change(catalog, key, tier, segment, step):
     if state == CopyState.ABSENT:
         catalog.begin(row, tier, Slot(segment, 0))
     elif state == CopyState.WRITING and step:
-        catalog.finish(row, tier)
+        catalog.finish((row,), tier)
     elif state == CopyState.READY and step == 2:
         catalog.doom(row, tier)
     else:

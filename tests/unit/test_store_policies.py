@@ -62,7 +62,7 @@ def test_on_compute_keeps_watermarks_by_request_and_group():
     assert list(policy.offers("a", 0, 2, 0, 0.0, never)) == [0, 1]
     assert list(policy.offers("a", 1, 1, 0, 0.0, never)) == [0]
     assert list(policy.offers("b", 0, 2, 0, 0.0, never)) == [0, 1]
-    policy.accept("a", 0, 0)
+    policy.accept("a", 0, [0])
     policy.refuse("a", 0, 1, Refusal.NO_ROOM, 0, 0.0)
     assert policy.waits("a")
     assert not policy.waits("b")
@@ -182,7 +182,7 @@ class Lacking:
 
     saves_victims = False
 
-    def accept(self, request_id, group, position):
+    def accept(self, request_id, group, positions):
         pass
 
 

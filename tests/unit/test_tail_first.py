@@ -31,7 +31,7 @@ class Copies:
             row = self.catalog.add(KEYS[number], self.stored, 0, KEYS[parent] if parent >= 0 else None)
         if self.catalog.state(row, Tier.CPU) == CopyState.ABSENT:
             self.catalog.begin(row, Tier.CPU, Slot(0, number))
-            self.catalog.finish(row, Tier.CPU)
+            self.catalog.finish((row,), Tier.CPU)
             self.order.insert(row)
 
     def drop(self, row: int) -> None:
