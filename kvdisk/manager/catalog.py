@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdisk.blocks import BlockKey, Slot, Tier
+from kvdisk.blocks import BlockKey, Slot, Tier, make_slots
 from kvdisk.manager.chains import NONE, Chains
 from kvdisk.manager.events import Journal
 
@@ -280,7 +280,7 @@ class Catalog:
     def drop_all(self, rows: Sequence[int], tier: Tier) -> list[Slot]:
         """End many unpinned copies, those that follow a copy before it."""
         pins, segments, indices = self._pins[tier], self._segments[tier], self._indices[tier]
-        slots = [Slot(segments[row], indices[row]) for row in rows]
+        slots = make_slots(map(segments.__getitem__, rows), map(indices.__getitem__, rows))
         for row in rows:
             assert pins[row] == 0, "a pinned copy cannot be dropped"
         self._note(rows, tier, stored=False)

@@ -269,14 +269,15 @@ class TierManager:
                 slots = nvme.allocate(size_class, min(MAX_DEMOTE_MOVES, cpu.backlog_count(size_class)))
                 if not slots:
                     break
-                moves, details = [], []
-                for row, slot in zip(cpu.take_backlog(size_class, len(slots)), slots, strict=True):
-                    self._catalog.pin(row, Tier.CPU)
-                    self._catalog.begin(row, Tier.NVME, slot)
-                    key, parent = self._catalog.keys[row], self._catalog.parents[row]
-                    source = self._catalog.slot(row, Tier.CPU)
-                    moves.append(Move(key, self._catalog.generations[row], -1, source, slot, parent))
-                    details.append(MoveDetail(row))
+                rows = cpu.take_backlog(size_class, len(slots))
+                moves, catalog = [], self._catalog
+                catalog.begin_all(rows, Tier.NVME, slots)
+                for row, slot in zip(rows, slots, strict=True):
+                    catalog.pin(row, Tier.CPU)
+                    source = catalog.slot(row, Tier.CPU)
+                    generation, parent = catalog.generations[row], catalog.parents[row]
+                    moves.append(Move(catalog.keys[row], generation, -1, source, slot, parent))
+                details = list(map(MoveDetail, rows))
                 self._transfers.add(JobKind.DEMOTE, moves, details, epoch=self._epoch)
 
     def settle(self, report: Report, now: float, now_s: int) -> None:
@@ -287,8 +288,8 @@ class TierManager:
             self._imminent_answers = 0
         if report.results or report.released:
             self._heard_s = now
+        self._settlement.settle_all(records, now, now_s)
         for record in records:
-            self._settlement.settle(record, now, now_s)
             self._price.settled(record, now)
         for record in self._transfers.take_released():
             self._settlement.release(record)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdisk.blocks import Slot
+from kvdisk.blocks import Slot, make_slots
 
 _FREE, _USED, _LIMBO = 1, 2, 3
 
@@ -79,8 +80,12 @@ class SlotPool:
         ``segments``: only from these, by default from all.
         """
         slots: list[Slot] = []
-        places = [segment for segment in self._open[size_class] if segments is None or segment in segments]
-        want = min(count, sum(self._free_in[segment] for segment in places))
+        places = list(self._open[size_class])
+        free = self.free[size_class]
+        if segments is not None:
+            places = [segment for segment in places if segment in segments]
+            free = sum(self._free_in[segment] for segment in places)
+        want = min(count, free)
         run = want
         while want > 0:
             run = min(run, want)
@@ -96,7 +101,7 @@ class SlotPool:
             self._free_in[segment] -= run
             if not self._free_in[segment]:
                 del self._open[size_class][segment]
-            slots += [Slot(segment, index) for index in range(start, start + run)]
+            slots += make_slots(repeat(segment), range(start, start + run))
             want -= run
         return slots
 

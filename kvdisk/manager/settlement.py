@@ -7,7 +7,8 @@ keeps its pin, until ``release``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from kvdisk.blocks import Tier
 from kvdisk.context import SchedulerContext
@@ -60,6 +61,17 @@ class Settlement:
         self.pinned_blocks = 0
         self.room = 0
 
+    def settle_all(self, records: Iterable[JobRecord], now: float, now_s: int) -> None:
+        """End jobs that every rank has answered, in order: at once those stores that follow each other."""
+        for stored, some in groupby(records, lambda record: record.job.kind is JobKind.STORE and not record.failed):
+            if stored:
+                ended = list(some)
+                self.room += len(ended)
+                self._settle_stores(ended, now, now_s)
+            else:
+                for record in some:
+                    self.settle(record, now, now_s)
+
     def settle(self, record: JobRecord, now: float, now_s: int) -> None:
         """End a job that every rank has answered. ``now_s``: seconds since the Unix epoch."""
         self.room += 1
@@ -108,21 +120,12 @@ class Settlement:
     # -- stores --------------------------------------------------------------------------------
 
     def _settle_store(self, record: JobRecord, now: float, now_s: int) -> None:
-        # The tail of a chain is given back first, as the engine does, so that it is reused first.
-        held = [detail.block for detail in reversed(record.details) if detail.block >= 0]
-        self._context.free_blocks(held)
-        self.pinned_blocks -= len(held)
-        request = self._requests.get(record.request_id or "")
-        if request is not None:
-            request.store_jobs.discard(record.job.id)
+        self._settle_stores((record,), now, now_s)
         tier = Tier.NVME if self._cpu is None else Tier.CPU
-        failed = record.failed
-        details = record.details if not failed else [one for at, one in enumerate(record.details) if at not in failed]
-        stored = self._finish([detail.row for detail in reversed(details)], tier)
-        for at in sorted(failed, reverse=True):
+        for at in sorted(record.failed, reverse=True):
             detail, key = record.details[at], record.job.moves[at].key
             self._fail(detail.row, tier, at in record.late)
-            if failed[at] is not Reason.CANCELLED:
+            if record.failed[at] is not Reason.CANCELLED:
                 self._stats.add("failed_stores")
             # It had its slot, and that is free again: only the back-off stands before the next offer.
             why = (Refusal.NO_ROOM, self.room - 1, now)
@@ -130,14 +133,34 @@ class Settlement:
                 self._store_policy.refuse_free(key, *why)
             else:
                 self._store_policy.refuse(record.request_id, detail.group, detail.position, *why)
-        self._stats.add("stored_blocks", len(record.details) - len(record.failed))
-        if self._nvme is not None:
-            if self._cpu is None:
-                self._nvme.record(stored, now_s)
+
+    def _settle_stores(self, records: Sequence[JobRecord], now: float, now_s: int) -> None:
+        """End stores but for their moves that failed."""
+        held: list[int] = []
+        written: list[int] = []
+        # The tail of a chain is given back first, as the engine does, so that it is reused first.
+        for record in reversed(records):
+            details, failed = record.details, record.failed
+            held += [detail.block for detail in reversed(details) if detail.block >= 0]
+            if failed:
+                details = [detail for at, detail in enumerate(details) if at not in failed]
+            written += [detail.row for detail in reversed(details)]
+            request = self._requests.get(record.request_id or "")
+            if request is not None:
+                request.store_jobs.discard(record.job.id)
+        self._context.free_blocks(held)
+        self.pinned_blocks -= len(held)
+        self._stats.add("stored_blocks", len(written))
+        stored = self._finish(written, Tier.NVME if self._cpu is None else Tier.CPU)
+        if self._nvme is None:
+            return
+        if self._cpu is None:
+            self._nvme.record(stored, now_s)
+            for record in records:
                 self._nvme.note_writes(record, now)
-            else:
-                for row in reversed(stored):
-                    self.offer_to_nvme(row)
+        elif self._nvme.home_open:
+            for row in reversed(stored):
+                self.offer_to_nvme(row)
 
     def _finish(self, rows: Sequence[int], tier: Tier) -> Sequence[int]:
         """Copies were written on every rank: READY, but for those that were doomed on the way. Return the READY ones.

@@ -23,7 +23,7 @@ from kvdisk.manager.store_policy import FreeOffer, StorePolicy
 from kvdisk.manager.tables import BlockTables, Table
 from kvdisk.manager.transfers import MoveDetail, Transfers
 from kvdisk.manager.watermark import Refusal
-from kvdisk.messages import JobKind, Move
+from kvdisk.messages import JobKind, Move, make_moves
 from kvdisk.stats import Stats
 
 
@@ -353,7 +353,7 @@ class StorePlanner:
         catalog.begin_all(rows, self._target, slots)
         generations = map(catalog.generations.__getitem__, rows)
         cpu, nvme = (slots, repeat(None)) if self._target is Tier.CPU else (repeat(None), slots)
-        job.moves += map(Move, keys, generations, blocks, cpu, nvme, parents)
+        job.moves += make_moves(keys, generations, blocks, cpu, nvme, parents)
         job.details += map(MoveDetail, rows, repeat(-1), repeat(group), positions)
 
     def _touch(self, job: _Job) -> None:
