@@ -220,41 +220,39 @@ class S3FifoPolicy:
 class RecentKeys:
     """Keys that were added not long ago, by their hashes in a fixed table: 8 bytes a place, one or two places a row.
 
-    A place keeps a part of the hash and when it was written; a later key takes it over. A key may be forgotten early,
-    and, once in 2**32 times, another be taken for it: it decides nothing but who leaves first.
+    A place keeps a part of the hash, never 0, and when it was written; a later key takes it over. A key may be
+    forgotten early, and, once in 2**32 times, another be taken for it: it decides nothing but who leaves first.
     """
 
     def __init__(self) -> None:
         self._marks = array("I", [0])
         self._times = array("I", [0])
+        self._mask = 0
         self._now = 0
         self._life = 0
 
     def add(self, key: BlockKey, life: int) -> None:
         """Remember a key until about ``life`` more have been added."""
-        if len(self._marks) < life:  # the larger table is empty; it grows to more than asked for, so this is rare
+        if self._mask + 1 < life:  # the larger table is empty; it grows to more than asked for, so this is rare
             size = 1 << (life - 1).bit_length()
-            self._marks, self._times = array("I", [0]) * size, array("I", [0]) * size
-        self._now = (self._now + 1) & 0xFFFFFFFF
+            self._marks, self._times, self._mask = array("I", [0]) * size, array("I", [0]) * size, size - 1
+        self._now = now = (self._now + 1) & 0xFFFFFFFF
         self._life = life
-        place, mark = self._place(key)
-        self._marks[place], self._times[place] = mark, self._now
+        name = hash(key)
+        place = name & self._mask
+        self._marks[place], self._times[place] = name >> 31 & 0xFFFFFFFF | 1, now
 
     def take(self, key: BlockKey) -> bool:
         """Return whether a key is remembered; forget it."""
-        if self._life == 0:
-            return False
-        place, mark = self._place(key)
-        age = (self._now - self._times[place]) & 0xFFFFFFFF
-        if self._marks[place] != mark or age >= self._life:
+        name = hash(key)
+        place = name & self._mask
+        if (
+            self._marks[place] != (name >> 31 & 0xFFFFFFFF | 1)
+            or (self._now - self._times[place]) & 0xFFFFFFFF >= self._life
+        ):
             return False
         self._marks[place] = 0
         return True
-
-    def _place(self, key: BlockKey) -> tuple[int, int]:
-        """Return a key's place, and its mark, which is never 0."""
-        name = hash(key)
-        return name % len(self._marks), (name >> 31 & 0xFFFFFFFF) | 1
 
 
 _POLICIES: Mapping[str, Callable[[Sequence[BlockKey]], EvictionPolicy]] = {

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kvdisk.blocks import Slot, make_slots
 
 _FREE, _USED, _LIMBO = 1, 2, 3
+_FREE_SLOT, _USED_SLOT = bytes([_FREE]), bytes([_USED])
 
 
 class SlotPool:
@@ -95,7 +96,7 @@ class SlotPool:
                 run //= 2
                 continue
             segment, start = found
-            self._maps[segment][start : start + run] = bytes([_USED]) * run
+            self._maps[segment][start : start + run] = _USED_SLOT * run
             self._cursors[segment] = start + run
             self.free[size_class] -= run
             self._free_in[segment] -= run
@@ -106,7 +107,7 @@ class SlotPool:
         return slots
 
     def _find_run(self, segments: Iterable[int], length: int) -> tuple[int, int] | None:
-        pattern = bytes([_FREE]) * length
+        pattern = _FREE_SLOT * length
         for segment in segments:
             states = self._maps[segment]
             start = states.find(pattern, self._cursors[segment])
@@ -133,18 +134,21 @@ class SlotPool:
             self._change(self._limbo.popleft()[1], _LIMBO, _FREE)
 
     def _change(self, slots: Iterable[Slot], source: int, target: int) -> None:
+        counts: dict[int, int] = {}
         for segment, index in slots:
             states = self._maps.get(segment)
             if states is None:
                 continue  # its segment was retired
             assert states[index] == source, f"slot {segment}/{index} is {states[index]}, not {source}"
             states[index] = target
+            counts[segment] = counts.get(segment, 0) + 1
+        for segment, count in counts.items():
             size_class = self._class_of[segment]
-            self.free[size_class] += target == _FREE
+            self.limbo[size_class] += count * ((target == _LIMBO) - (source == _LIMBO))
             if target == _FREE:
-                self._free_in[segment] += 1
+                self.free[size_class] += count
+                self._free_in[segment] += count
                 self._open[size_class][segment] = None
-            self.limbo[size_class] += (target == _LIMBO) - (source == _LIMBO)
 
     def used_indices(self, segment: int) -> list[int]:
         """Return the indices of a segment's slots that copies hold. For tests and for dropping a segment."""
