@@ -347,9 +347,11 @@ class Catalog:
     def _note(self, rows: Iterable[int], tier: Tier, *, stored: bool) -> None:
         """Tell of those copies that are READY, unless a new epoch has hidden them: then their end was told already."""
         if self.journal is not None:
-            keys, states = self.keys, self._states[tier]
-            told = [keys[row] for row in rows if states[row] == _READY and self._rows.get(keys[row]) == row]
-            self.journal.note(tier, stored, told)
+            states = self._states[tier]
+            for row in rows:
+                key = self.keys[row]
+                if states[row] == _READY and self._rows.get(key) == row:
+                    self.journal.note(tier, stored, (key,))  # one by one: so they count for the journal's bound
 
     def rows(self) -> Iterator[int]:
         """Yield every live row, hidden ones included. Takes seconds for a million: for tests."""
