@@ -86,7 +86,7 @@ class Lookups:
         geometry = Geometry((GroupGeometry(0, BLOCK_TOKENS, 4096),), 1, BLOCK_TOKENS)
         catalog, stats = catalog_of(numbers, PROMPT_BLOCKS), Stats()
         cpu = CpuSpace(geometry, (1,), catalog, stats, lambda: make_eviction(Config().eviction, catalog.keys))
-        policy, admission = make_store_policy("on_compute"), make_admission("all")
+        policy, admission = make_store_policy("on_compute"), make_admission("all", 0)
         self._manager = TierManager(
             Config(), geometry, _NoBlocks(), catalog, Transfers(1), stats, cpu, None, policy, admission, admission, 1
         )
