@@ -19,9 +19,11 @@ AHEAD_STEPS = 2
 
 @dataclass(slots=True)
 class _Known:
-    """A block that may be offered. ``refused``: how its last offer ended, if it was refused."""
+    """A block that may be offered. ``is_dealt_with``: it was offered since it was last reached; ``refused``: how that
+    offer ended, if it was refused."""
 
     parent: BlockKey | None
+    is_dealt_with: bool = False
     refused: Refused | None = None
 
 
@@ -29,8 +31,9 @@ class Spillover(NoStores):
     """Offers free, cached blocks at the front of the engine's free queue.
 
     The cursor stands behind the first blocks of the queue, as many as ``AHEAD_STEPS`` steps can take. Each step it
-    goes over them, from the queue's head: a block that it has passed, and that is still there with the same key, is not
-    offered again unless its refusal is over; one that has left the queue meanwhile, and come back, is looked at anew.
+    goes over them, from the queue's head, and offers each once; again only when its refusal is over, or when a request
+    has reached it again. What a store held comes back at the queue's end, so that every block comes to its front
+    in the end: offered each time, blocks of which the tiers cannot hold all would be stored without end.
     Of the free blocks and those that stores hold already, stores never get more than half: the engine needs the rest.
 
     Only blocks of requests that kvdisk follows are offered (an adapter's are not), and that were reached since the last
@@ -39,44 +42,42 @@ class Spillover(NoStores):
 
     def __init__(self) -> None:
         self._known: OrderedDict[BlockKey, _Known] = OrderedDict()
-        self._passed: dict[int, BlockKey] = {}
-        """The blocks before the cursor that were offered, by number."""
 
     def reached(self, request_id: str, keys: Sequence[BlockKey], start: int, stop: int) -> None:  # noqa: ARG002
         """Note keys and parents."""
         for position in range(start, stop):
             key = keys[position]
-            if key in self._known:
-                self._known.move_to_end(key)
-            else:
+            known = self._known.get(key)
+            if known is None:
                 self._known[key] = _Known(keys[position - 1] if position else None)
+            else:
+                known.is_dealt_with = False
+                self._known.move_to_end(key)
 
     def free_offers(
         self, context: SchedulerContext, held: int, room: int, now: float, count_of: Callable[[BlockKey], int]
     ) -> Sequence[FreeOffer]:
-        """Return blocks before the cursor that were not offered since they are there, and refused ones that are due."""
+        """Return blocks before the cursor that were not offered since they were reached, and those that are due."""
         while len(self._known) > 2 * context.block_count:
             self._known.popitem(last=False)
         blocks = list(islice(context.iter_free_blocks(), AHEAD_STEPS * context.step_blocks))
         most = (len(blocks) + held) // 2 - held
-        before, self._passed = self._passed, {}
         offers: dict[BlockKey, FreeOffer] = {}
         for block in blocks:
+            if len(offers) >= most:
+                break
             key = block.key
             known = self._known.get(key) if key is not None else None
-            if key is None or known is None:
+            if key is None or known is None or key in offers:
                 continue
             refused = known.refused
-            due = before.get(block.block_id) != key if refused is None else refused.is_over(room, now, count_of(key))
-            if not due or key in offers:
-                self._passed[block.block_id] = key
-            elif len(offers) < most:
-                self._passed[block.block_id] = key
+            if not known.is_dealt_with if refused is None else refused.is_over(room, now, count_of(key)):
+                known.is_dealt_with = True
                 offers[key] = FreeOffer(block.block_id, key, known.parent)
         return list(offers.values())
 
     def accept_free(self, key: BlockKey) -> None:
-        """Do not offer the block again while it stays in the queue."""
+        """Do not offer the block again until it is reached again."""
         known = self._known.get(key)
         if known is not None:
             known.refused = None
@@ -90,4 +91,3 @@ class Spillover(NoStores):
     def reset(self) -> None:
         """Forget all keys: the blocks may keep theirs, and what they hold is not what those mean any more."""
         self._known.clear()
-        self._passed.clear()

@@ -67,7 +67,7 @@ class ManagerWatch:
         self._budget = BudgetWatch(self.sizes, self.engine.now)
         self.engine.manager, self.engine.watch = self.parts.manager, self
         self.reads = ReadWatch(self.sizes, self.parts, self.engine)
-        self.parts.policy.on_accept = self._accepted
+        self.parts.policy.on_accept, self.parts.policy.before_free = self._accepted, self.note_progress
         self._policy = PolicyWatch(self.sizes, self.parts, self.engine)
         if self.parts.cpu is not None:
             self.parts.cpu.wanted = self._is_wanted_on_nvme

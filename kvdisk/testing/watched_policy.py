@@ -20,10 +20,11 @@ class WatchedPolicy:
     """``StorePolicy`` around another.
 
     ``changes``: a number that rises whenever room may have come free. ``on_accept(request_id, group, position)`` is
-    called with every offer of a request's block that is accepted.
+    called with every offer of a request's block that is accepted, ``before_free()`` before free blocks are asked for.
     """
 
     on_accept: Callable[[str, int, int], None]
+    before_free: Callable[[], None]
 
     def __init__(self, inner: StorePolicy) -> None:
         self.inner = inner
@@ -32,8 +33,8 @@ class WatchedPolicy:
         self._open: set[object] = set()
         """Offers that wait for their answer: (request, group, position), or the key of a free block."""
         self._answered: dict[tuple[str, int, int], tuple[Refusal | None, int, int, float]] = {}
-        self._free: dict[int, BlockKey] = {}
-        """Blocks at the front of the free queue whose key has been offered since they are there."""
+        self._free: set[BlockKey] = set()
+        """Free blocks that were offered, and that no request has reached since."""
         self._refused_free: dict[BlockKey, tuple[Refusal, int, int, float]] = {}
 
     # -- questions -----------------------------------------------------------------------------
@@ -41,6 +42,7 @@ class WatchedPolicy:
     def reached(self, request_id: str, keys: Sequence[BlockKey], start: int, stop: int) -> None:
         """See ``StorePolicy``."""
         assert 0 <= start < stop <= len(keys)
+        self._free.difference_update(keys[start:stop])
         self.inner.reached(request_id, keys, start, stop)
 
     def offers(
@@ -73,10 +75,9 @@ class WatchedPolicy:
         self, context: SchedulerContext, held: int, room: int, now: float, count_of: Callable[[BlockKey], int]
     ) -> Sequence[FreeOffer]:
         """See ``StorePolicy``."""
+        self.before_free()
         queue = {block.block_id: block.key for block in context.iter_free_blocks()}
         front = list(islice(context.iter_free_blocks(), AHEAD_STEPS * context.step_blocks))
-        keys = {block.block_id: block.key for block in front}
-        self._free = {block: key for block, key in self._free.items() if keys.get(block) == key}
         offers = self.inner.free_offers(context, held, room, now, count_of)
         assert not self._open, "an offer was not answered"
         self._open = {offer.key for offer in offers}
@@ -88,8 +89,8 @@ class WatchedPolicy:
             if refused is not None:
                 self._check_repeated(refused, now, count_of(offer.key))
             else:
-                assert self._free.get(offer.block) != offer.key, "a free block is offered twice"
-        self._free |= {block.block_id: block.key for block in front if block.key in self._open and block.key}
+                assert offer.key not in self._free, "a free block is offered twice"
+            self._free.add(offer.key)
         if isinstance(self.inner, Spillover):
             self._check_front(self.inner, front, held, len(offers))
         return offers
@@ -100,7 +101,7 @@ class WatchedPolicy:
             return
         for block in front:
             key = block.key
-            dealt_with = key in self._refused_free or key in self._open or self._free.get(block.block_id) == key
+            dealt_with = key in self._refused_free or key in self._free
             assert key not in inner._known or dealt_with, f"{key!r} is not offered"
 
     def _check_repeated(self, before: tuple[Refusal, int, int, float], now: float, count: int) -> None:

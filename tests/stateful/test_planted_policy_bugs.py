@@ -62,20 +62,21 @@ def urgent_blocks_given_back_though_never_held(patch: Patch) -> None:
 
 
 @SPILL.plant
-def cursor_not_looked_at_again(patch: Patch) -> None:
-    def free_offers(original: Any, self: Spillover, *args: Any) -> Any:
-        before = dict(self._passed)
-        offers = original(self, *args)
-        self._passed = before | self._passed
-        return offers
+def block_that_was_reached_again_not_offered(patch: Patch) -> None:
+    def reached(original: Any, self: Spillover, *args: Any) -> None:
+        before = {key for key, known in self._known.items() if known.is_dealt_with}
+        original(self, *args)
+        for key in before:
+            self._known[key].is_dealt_with = True
 
-    wrap(patch, Spillover, "free_offers", free_offers)
+    wrap(patch, Spillover, "reached", reached)
 
 
 @SPILL.plant
-def free_block_offered_every_step(patch: Patch) -> None:
+def free_block_offered_again_though_nobody_reached_it(patch: Patch) -> None:
     def free_offers(original: Any, self: Spillover, *args: Any) -> Any:
-        self._passed.clear()
+        for known in self._known.values():
+            known.is_dealt_with = False
         return original(self, *args)
 
     wrap(patch, Spillover, "free_offers", free_offers)
@@ -84,7 +85,9 @@ def free_block_offered_every_step(patch: Patch) -> None:
 @SPILL.plant
 def refused_free_block_offered_every_step(patch: Patch) -> None:
     def refuse(self: Spillover, key: Any, *_: Any) -> None:
-        self._passed = {block: passed for block, passed in self._passed.items() if passed != key}
+        known = self._known.get(key)
+        if known is not None:
+            known.is_dealt_with = False
 
     patch.setattr(Spillover, "refuse_free", refuse)
 

@@ -9,12 +9,19 @@ import types
 import pytest
 
 from kvdisk.blocks import BlockKey, make_block_key
+from kvdisk.config import Config
 from kvdisk.errors import ConfigError
+from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.spillover import AHEAD_STEPS, Spillover
 from kvdisk.manager.store_policies import make_store_policy
 from kvdisk.manager.store_policy import NoStores, OnCompute, OnPreemption
 from kvdisk.manager.watermark import Refusal
+from kvdisk.testing.fake_engine import FakeEngine
 from kvdisk.testing.fake_pool import FakePool
+from kvdisk.testing.fake_ranks import FakeRank
+from kvdisk.testing.manager_parts import ManagerParts, Sizes
+from kvdisk.testing.manager_watch import ManagerWatch
 
 KEYS = [make_block_key(bytes([position]), 0) for position in range(40)]
 
@@ -92,7 +99,7 @@ def test_spillover_never_has_more_than_half_of_what_is_free():
     assert queue.offers(held=3) == []
 
 
-def test_a_block_that_left_the_queue_is_looked_at_anew():
+def test_a_block_comes_again_when_a_request_has_reached_it_again_and_not_before():
     queue = Queue(blocks=6)
     assert queue.offers() == [1, 2]
     queue.accept(1, 2)
@@ -105,9 +112,9 @@ def test_a_block_that_left_the_queue_is_looked_at_anew():
     queue.pool.take(3)
     assert queue.offers() == [6]
     queue.accept(6)
-    assert queue.offers() == [1], "its copy may have been evicted since it was offered"
-    queue.accept(1)
-    assert queue.offers() == [2]
+    assert queue.offers() == [], "they have left the queue and come back: a store has held them"
+    queue.policy.reached("b", KEYS, 1, 2)
+    assert queue.offers() == [2], "its copy may have been evicted since it was offered"
     queue.accept(2)
     assert queue.offers() == []
     # Another block under the number of one that was passed.
@@ -168,6 +175,35 @@ def test_what_is_known_is_bounded():
     queue.policy.reached("a", more, 0, 1000)
     queue.offers()
     assert len(queue.policy._known) == 2 * queue.pool.block_count
+
+
+@pytest.mark.parametrize("cpu_slots", [2, 4, 6, 16])
+def test_an_idle_engine_comes_to_rest_though_the_tier_cannot_hold_what_is_free(cpu_slots):
+    geometry = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
+    sizes = Sizes(geometry, Config(cpu_bytes=1, store_policy="spillover"), 14, (cpu_slots,), (), 0, ())
+    rank, index = FakeRank(0), MemoryIndex()
+    engine = FakeEngine(geometry, sizes.block_count, [rank])
+    parts = ManagerParts.make(sizes, engine, index, 1)
+    ManagerWatch(sizes, parts, engine, [rank], index)
+    for number, prompt in enumerate(("aabbccddt", "eeffgghht", "iijjkkllt", "mmnnooppt", "qqrrssttt")):
+        engine.add(str(number), prompt, 0).finishing = True
+        while engine.requests:
+            step(engine, rank)
+    step(engine, rank)
+    for _ in range(40):
+        if not parts.manager.has_pending_work(engine.now):
+            return
+        step(engine, rank)
+    raise AssertionError("it goes on storing what has been stored")
+
+
+def step(engine: FakeEngine, rank: FakeRank) -> None:
+    """Run a step, whose transfers end in the course of the next."""
+    engine.now += 1.0
+    rank.work_off()
+    engine.schedule(16)
+    engine.forward()
+    engine.update()
 
 
 class EveryOther(NoStores):
