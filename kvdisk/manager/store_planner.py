@@ -159,6 +159,10 @@ class StorePlanner:
         """Forget a request."""
         self.restarted(request_id)
 
+    def forget_tables(self) -> None:
+        """What the running requests hold may be wrong: only what they are seen to hold from now on is."""
+        self._tables.clear()
+
     def reset(self) -> None:
         """The weights may have changed: nothing that was computed before is offered."""
         self._tables.clear()
@@ -187,6 +191,9 @@ class StorePlanner:
             storable = min(final_tokens // group.block_tokens, len(keys), len(blocks))
             self._leave_out_what_has_gone(group, keys, blocks, table.computed_tokens)
             offers = self._store_policy.preempted(request.request_id, group.group, storable)
+            for position in offers:  # generated tokens too, which nobody has been told of without ``store_decode``
+                self._admission.want(keys[position], request.request_id)
+                self._nvme_admission.want(keys[position], request.request_id)
             taken = self._answer(request, group.group, offers, blocks, now)
             self._take(request, group, taken, blocks, now, epoch, job, len(taken))
         return self._add(job, request, epoch)

@@ -149,3 +149,27 @@ def test_nothing_is_kept_of_what_was_computed_on_a_failed_load_of_another_one(fi
     generations = [catalog.generations[row] for row in catalog.rows()]
     assert len(generations) == BLOCKS, "stored again, computed properly"
     assert min(generations) > newest
+
+
+def test_nothing_computed_on_a_failed_load_of_another_one_is_saved_of_a_victim(tmp_path: Path) -> None:
+    """It is preempted before it has gone on: what its table says is computed is poison."""
+    bench = make_bench(tmp_path, ORDERS[0], extra={"store_policy": "on_preemption"})
+    other = other_of(bench)
+    other.promise, other.asynchronous = 2 * BLOCK_TOKENS, False
+    request = bench.add("a", PROMPT, max_tokens=9)
+    output = bench.scheduler.schedule()
+    (table,) = bench.scheduler.kv_cache_manager.get_block_ids("a")
+    bench.invalid = {table[1]}
+    transfer = bench._work(output.kv_connector_metadata)
+    bench.scheduler.update_from_output(output, bench._model_output(output, transfer))
+    assert request.num_computed_tokens == BLOCK_TOKENS
+    other.promise = 0
+    assert bench.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert bench.step().preempted_req_ids == {"a"}
+    assert not bench.jobs
+    assert bench.scheduler.reset_prefix_cache(reset_running_requests=True)
+    bench.step()
+    (store,) = bench.jobs
+    assert len(store.moves) == BLOCKS, "computed properly"
+    bench.run()
+    assert_nothing_is_left(bench)

@@ -88,3 +88,15 @@ def test_what_is_stored_already_is_not_stored_again(place):
         place.preempt()
     place.step()
     assert len(place.stored) == len(set(place.stored)) >= 2 + 4
+
+
+def test_admission_is_told_who_wants_a_generated_block_before_it_is_asked(place, monkeypatch):
+    admission, told = place.planner._admission, []
+    monkeypatch.setattr(admission, "want", lambda key, request_id: told.append((key, request_id)))
+    monkeypatch.setattr(admission, "admits", lambda key: (key, "a") in told)
+    place.engine.add("a", "aabbccddt", 4)
+    for _ in range(4):
+        place.step()
+    place.preempt()
+    place.step()
+    assert make_block_key(b"aabbccddtzzz", 0) in place.stored
