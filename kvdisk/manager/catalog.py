@@ -370,13 +370,13 @@ class Catalog:
             if hidden and nvme == _READY and self._segments[Tier.NVME][row] in hidden:
                 nvme = _ABSENT
             before, now = presences[row], _PRESENCES[cpu_states[row] * 4 + nvme]
-            if now == before:
-                continue
-            presences[row] = now
             if now == _READY:
                 unready.discard(row)
             else:
-                unready.add(row)
+                unready.add(row)  # it may be farther already, for its drive
+            if now == before:
+                continue
+            presences[row] = now
             if now > before:
                 self.gains += 1
             else:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvdisk.blocks import Slot, Tier, make_block_key
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager import lookup
-from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.catalog import Catalog, CopyState, Presence
 from kvdisk.manager.lookup import Hits, Lookups, first_needed
 
 BLOCKS = 12
@@ -188,3 +188,16 @@ def test_what_is_remembered_is_what_would_be_found(situation, events, span, miss
             row = catalog.find(key)
             assert catalog.is_ready(row) == _is_there(catalog, key, (), coming=False)
             assert catalog.is_coming(row) == _is_there(catalog, key, (), coming=True)
+
+
+def test_what_ends_while_its_drive_is_hidden_is_not_ready_when_the_drive_is_back():
+    catalog, (key,) = Catalog(), _keys(Geometry((GroupGeometry(0, 2, 100),), 1, 2))[0][:1]
+    row = catalog.add(key, 1, 0, None)
+    catalog.begin(row, Tier.NVME, Slot(3, 0))
+    catalog.finish(row, Tier.NVME)
+    catalog.pin(row, Tier.NVME)
+    catalog.hidden_segments = frozenset({3})
+    catalog.doom(row, Tier.NVME)
+    catalog.hidden_segments = frozenset()
+    assert not catalog.is_ready(row)
+    assert catalog.presences([key]) == bytes([Presence.NOWHERE])
