@@ -91,6 +91,8 @@ class SchedulerSide:
             return
         self._requests[request.request_id] = request
         limits = self._controls.read(request.kv_transfer_params)
+        if request.skip_reading_prefix_cache:
+            limits = limits._replace(most_load_tokens=0)  # so that nothing is asked for or read ahead, either
         self._manager.new_request(request.request_id, request.block_hashes, request.num_prompt_tokens, limits)
         self._describe(request)
 

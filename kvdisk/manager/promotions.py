@@ -172,7 +172,9 @@ class Promotions:
         request.update_keys(self._geometry)
         known = max(request.prompt_tokens, len(request.hashes) * self._geometry.hash_tokens)
         limit = known - 1 if request.load_limit_tokens is None else min(known - 1, request.load_limit_tokens)
-        catalog, elsewhere = self._catalog, self._foreign.known
+        if request.most_load_tokens is not None:
+            limit = min(limit, self._local_tokens(request) + request.most_load_tokens)
+        catalog, elsewhere = self._catalog, self._foreign.promised
         # To the end of what is there or on its way: behind a block that is just being stored there may be others.
         hit = longest_hit(catalog, self._geometry, request.keys, 0, limit, coming=True, elsewhere=elsewhere)
         found: list[tuple[int, BlockKey, BlockKey | None]] = []
@@ -197,7 +199,17 @@ class Promotions:
         catalog, row = self._catalog, self._catalog.find(key)
         if row >= 0 and (catalog.state(row, Tier.CPU) != CopyState.ABSENT or not catalog.readable(row, Tier.NVME)):
             return False
-        return (row >= 0 or self._foreign.find(key) is not None) and not self._context.is_cached(key)
+        return (row >= 0 or key in self._foreign.promised) and not self._context.is_cached(key)
+
+    def _local_tokens(self, request: RequestState) -> int:
+        """Return how much of a request's prompt the GPU has now, by the groups that need all of it."""
+        found = [0]
+        for group in self._geometry.groups:
+            if group.window_tokens is None:
+                keys = request.keys[group.group]
+                blocks = next((at for at, key in enumerate(keys) if not self._context.is_cached(key)), len(keys))
+                found.append(blocks * group.block_tokens)
+        return min(found[1:] or found)
 
     def _plan_job(self, request_id: str, wanted: deque[tuple[BlockKey, BlockKey | None]], epoch: int) -> bool:
         """Plan one job of a request's first wanted blocks; False where there is no room for any."""

@@ -302,3 +302,12 @@ def test_nothing_is_read_ahead_where_the_user_says_so():
     queue.add(PROMPTS[0])
     assert queue.promoted() == []
     queue.finish()
+
+
+def test_no_more_is_read_ahead_than_the_request_may_load(monkeypatch):
+    queue = Queue()
+    blocks = keys_of(PROMPTS[0])
+    monkeypatch.setattr(queue.engine.pool, "is_cached", lambda key: key == blocks[0])
+    request = queue.add(PROMPTS[0])
+    queue.parts.manager._requests[request.id].most_load_tokens = 4
+    assert keys(queue.promoted()) == [blocks[1:3]], "behind what the GPU has"

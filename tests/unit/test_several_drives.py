@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvdisk.blocks import Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
@@ -53,7 +55,7 @@ class Served:
             self.engine.forward()
             while runnable := [job for job in self.rank.runnable if self._kind(job) not in self.hung]:
                 self.rank.run_job(runnable[0])
-            for job in [job for job in self.rank._works if self._kind(job) is JobKind.LOAD]:
+            for job in [job for job in self.rank._works if self._kind(job) in {JobKind.LOAD, JobKind.PROMOTE}]:
                 self.rank.fail_job(job, Reason.DEADLINE)
             self.engine.update()
             if self.commits:
@@ -127,7 +129,8 @@ def test_nobody_steps_for_an_index_that_takes_nothing():
     assert served.on_nvme("ccdd") == [0, 0]
 
 
-def test_what_waits_for_files_that_do_not_open_is_bounded(monkeypatch):
+@pytest.mark.parametrize("read_ahead", [False, True])
+def test_what_waits_for_files_that_do_not_open_is_bounded(read_ahead, monkeypatch):
     monkeypatch.setattr("kvdisk.manager.foreign.MOST_FILE_JOBS", 4)
     served = Served(drives=1, segments=1)
     texts = [2 * letter for letter in "abcdefghijkl"]
@@ -139,8 +142,16 @@ def test_what_waits_for_files_that_do_not_open_is_bounded(monkeypatch):
     served.neighbours.homes.append(home)
     served.steps(2)
     served.hung = {JobKind.OPEN_SEGMENT, JobKind.DROP_SEGMENT}
-    for text in texts:
-        served.serve(f"{text}x")
-    assert served.manager.stats["failed_loads"]
+    if read_ahead:
+        served.engine.most_running = 0
+    for number, text in enumerate(texts):
+        if read_ahead:
+            request = served.engine.add(f"waiting {number}", f"{text}x", 1)
+            served.neighbours.answer()
+            served.steps(2)
+            served.engine.abort(request)
+        else:
+            served.serve(f"{text}x")
+    assert served.manager.stats["failed_promotions" if read_ahead else "failed_loads"]
     transfers = served.parts.transfers
     assert transfers.count(JobKind.OPEN_SEGMENT) + transfers.count(JobKind.DROP_SEGMENT) <= 5
