@@ -298,12 +298,13 @@ class TierManager:
         """Learn which GPU blocks of a step were not filled by a load. Call it before ``settle`` of the same report.
 
         Those that are not of a load of kvdisk's own were for another connector to fill while the model ran, which has
-        computed on what was there: no store that is out leaves a copy, and nothing is saved of a request that is
-        preempted before it has gone on. What is computed again is offered again.
+        computed on what was there: no store that is out leaves a copy, and nothing is saved, or stored from the
+        engine's cache, of a request that is preempted or ends before it has gone on. What is computed again is offered
+        again.
         """
         if blocks - self._transfers.failed_load_blocks(report):
             self._transfers.fail_stores()
-            self._stores.forget_tables()
+            self._stores.distrust()
 
     def publish(self) -> Journal:
         """Keep a journal of what becomes loadable and what goes, from what is there now on. At most once."""

@@ -159,9 +159,11 @@ class StorePlanner:
         """Forget a request."""
         self.restarted(request_id)
 
-    def forget_tables(self) -> None:
-        """What the running requests hold may be wrong: only what they are seen to hold from now on is."""
+    def distrust(self) -> None:
+        """What requests hold, or have left in the engine's cache, may be wrong: nothing is saved or stored of it, but
+        of what they are seen to have computed from now on."""
         self._tables.clear()
+        self._store_policy.reset()
 
     def reset(self) -> None:
         """The weights may have changed: nothing that was computed before is offered."""

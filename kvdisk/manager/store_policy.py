@@ -76,7 +76,11 @@ class StorePolicy(Protocol):
         """Forget the request."""
 
     def reset(self) -> None:
-        """The weights may have changed: what was computed before is not to be offered."""
+        """The weights may have changed, or a block was not filled: no preempted or free block of before is offered.
+
+        Running requests reach again what they still hold. The planner offers nothing of those that went on through a
+        change of weights.
+        """
 
 
 class NoStores:

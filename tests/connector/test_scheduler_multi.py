@@ -173,3 +173,26 @@ def test_nothing_computed_on_a_failed_load_of_another_one_is_saved_of_a_victim(t
     assert len(store.moves) == BLOCKS, "computed properly"
     bench.run()
     assert_nothing_is_left(bench)
+
+
+def test_what_nobody_filled_is_not_stored_lazily(tmp_path: Path) -> None:
+    """The engine's cache keeps it under its hashes when the request is aborted before it has gone on."""
+    bench = make_bench(tmp_path, ORDERS[0], num_blocks=24, extra={"store_policy": "spillover"})
+    other = other_of(bench)
+    other.promise, other.asynchronous = 2 * BLOCK_TOKENS, False
+    request = bench.add("a", PROMPT, max_tokens=9)
+    output = bench.scheduler.schedule()
+    (table,) = bench.scheduler.kv_cache_manager.get_block_ids("a")
+    bench.invalid = {table[1]}
+    transfer = bench._work(output.kv_connector_metadata)
+    bench.scheduler.update_from_output(output, bench._model_output(output, transfer))
+    bench.abort("a")
+    assert all(bench.pool.get_cached_block(block_hash, [0]) for block_hash in request.block_hashes)
+    other.promise = 0
+    bench.add("b", [token + 1 for token in PROMPT])
+    bench.run()
+    bench.add("c", PROMPT[: BLOCK_TOKENS - 1])
+    bench.run()
+    stored = {move.key[:-2] for job in bench.jobs for move in job.moves}
+    assert stored, "what was computed properly"
+    assert not stored & set(request.block_hashes)
