@@ -38,6 +38,7 @@ NVME_ONLY = Sizes(_ONE_GROUP, _config(cpu_bytes=0), 7, (), (2,), 2, _PROMPTS)
 NVME_REUSE = Sizes(_ONE_GROUP, _config(cpu_bytes=0, nvme_admission="reuse(2)"), 7, (), (2,), 2, _PROMPTS)
 ADAPTIVE = Sizes(_ONE_GROUP, _config(nvme_admission="adaptive"), 7, (2,), (2,), 2, _PROMPTS)
 _TWO_BLOCKS_AN_HOUR = {"nvme_write_bytes_per_day": 48 * RANKS * _ONE_GROUP.slot_sizes[0]}
+_TWO_LARGE_BLOCKS_AN_HOUR = {"nvme_write_bytes_per_day": 48 * RANKS * max(_TWO_GROUPS.slot_sizes)}
 BUDGET = Sizes(_ONE_GROUP, _config(**_TWO_BLOCKS_AN_HOUR), 7, (2,), (3,), 2, _PROMPTS)
 NVME_BUDGET = Sizes(_ONE_GROUP, _config(cpu_bytes=0, **_TWO_BLOCKS_AN_HOUR), 7, (), (2,), 2, _PROMPTS)
 CPU_ONLY = Sizes(_ONE_GROUP, _config(store_dirs=(), nvme_bytes=None), 7, (2,), (), 0, _PROMPTS)
@@ -58,6 +59,26 @@ QUEUE_WINDOW = Sizes(
     _TWO_GROUPS, _config(max_pinned_gpu_blocks=5), 10, (4, 4), (6, 6), 2, _QUEUED, 2, most_running=1, stored=3
 )
 QUEUE_REUSE = Sizes(_ONE_GROUP, _config(cpu_admission="reuse(2)"), 7, (4,), (6,), 2, _QUEUED, most_running=1, stored=3)
+ON_PREEMPTION_QUEUE = Sizes(
+    _TWO_GROUPS,
+    _config(store_policy="on_preemption", nvme_admission="adaptive", **_TWO_LARGE_BLOCKS_AN_HOUR),
+    *(10, (4, 4), (6, 6), 2, _QUEUED, 2),
+    zeroes=True,
+    most_running=2,
+    stored=3,
+)
+SPILLOVER_QUEUE = Sizes(
+    _TWO_GROUPS,
+    _config(store_policy="spillover", cpu_admission="adaptive", **_TWO_LARGE_BLOCKS_AN_HOUR),
+    *(12, (4, 4), (6, 6), 2, _QUEUED, 2),
+    most_running=1,
+    stored=3,
+)
+SPILLOVER_NVME = Sizes(
+    _ONE_GROUP, _config(store_policy="spillover", cpu_bytes=0, **_TWO_BLOCKS_AN_HOUR), 8, (), (3,), 2, _PROMPTS
+)
+COMBINED_SIZES = (ON_PREEMPTION_QUEUE, SPILLOVER_QUEUE, SPILLOVER_NVME)
+"""Rooms that were built apart, together."""
 QUEUE_SIZES = (QUEUE, QUEUE_WINDOW, QUEUE_REUSE)
 """Requests wait in line, and are read ahead for."""
 ADMISSION_SIZES = (REUSE, REUSE_CPU, NVME_REUSE, ADAPTIVE, BUDGET, NVME_BUDGET)
@@ -67,4 +88,4 @@ ON_COMPUTE_SIZES = (
 )
 ON_PREEMPTION_SIZES = (ON_PREEMPTION, ON_PREEMPTION_WINDOW, ON_PREEMPTION_NVME)
 SPILLOVER_SIZES = (SPILLOVER, SPILLOVER_REUSE, SPILLOVER_WINDOW)
-ALL_SIZES = (*ON_COMPUTE_SIZES, *ON_PREEMPTION_SIZES, *SPILLOVER_SIZES)
+ALL_SIZES = (*ON_COMPUTE_SIZES, *ON_PREEMPTION_SIZES, *SPILLOVER_SIZES, *COMBINED_SIZES)
