@@ -103,7 +103,7 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Answer ``get_num_new_matched_tokens``."""
-        if request.request_id not in self._requests or request.skip_reading_prefix_cache:
+        if request.request_id not in self._requests:
             return 0, False
         self._follow_session(request)
         self._local_tokens[request.request_id] = local_tokens

@@ -52,6 +52,8 @@ class LoadPlanner:
 
     def lookup(self, request: RequestState, local_tokens: int, total_tokens: int, now: float) -> int | None:
         """See ``TierManager.lookup``."""
+        if request.most_load_tokens == 0:
+            return 0
         request.update_keys(self._geometry)
         limit = total_tokens - 1
         if request.load_limit_tokens is not None:

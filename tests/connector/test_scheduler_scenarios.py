@@ -323,6 +323,9 @@ def test_requests_that_need_the_whole_prompt_computed_load_nothing(kind: dict[st
     bench.run()
     bench.add("c", [token + 1 for token in PROMPT], **kind)
     bench.run()
+    bench.add("d", [token + 2 for token in PROMPT], **kind)
+    assert bench.connector.reset_cache()
+    bench.run()
     assert not _jobs(bench, JobKind.LOAD)
-    assert len(_stored(bench)) == 2 * BLOCKS, "what they compute is stored all the same, once"
+    assert len(_stored(bench)) == 3 * BLOCKS, "what they compute is stored all the same, once, also after a reset"
     _assert_all_given_back(bench)
