@@ -164,6 +164,7 @@ class TierManager:
             request = self._requests.get(request_id)
             if request is not None:
                 self._flush.extend(sorted(request.store_jobs))
+                request.may_wait_again()
                 job_id = self._stores.save(request, overwritten, now, self._epoch)
                 if job_id is not None:
                     self._urgent.append(job_id)
@@ -185,8 +186,8 @@ class TierManager:
         """Return how many tokens beyond ``local_tokens`` can be loaded, or None: ask again, a block is on its way.
 
         No side effect on blocks; may be repeated every step. At least one of the ``total_tokens``
-        is left to compute, because the engine needs its logits. None is answered for at most
-        ``lookup_wait_s`` in a request's life, per wait.
+        is left to compute, because the engine needs its logits. None is answered for at most ``lookup_wait_s``,
+        per wait; once that was too short, not again until the request is preempted.
         """
         request = self._requests[request_id]
         if request.stale:  # the engine asks for requests without computed tokens only: this one starts again

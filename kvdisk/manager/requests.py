@@ -90,6 +90,11 @@ class RequestState:
             hashes = self.hashes[(len(keys) + 1) * scale - 1 : self.hash_count : scale]
             keys.extend(make_block_keys(hashes, group.group))
 
+    def may_wait_again(self) -> None:
+        """It is preempted: what is just being stored of it is worth a wait, however it fared before."""
+        self.wait_started_s = None
+        self.gave_up_waiting = False
+
     def forget_changed_keys(self, geometry: Geometry) -> bool:
         """Drop all keys where the engine has hashed the prompt anew; return whether it has.
 

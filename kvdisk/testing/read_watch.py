@@ -47,7 +47,13 @@ class ReadWatch:
             self._wait_started_s.pop(request.id, None)
 
     def planned(self, preempted: Collection[str]) -> None:
-        """A plan is made, whose jobs come next: of those that wait no more nothing is read ahead."""
+        """A plan is made, whose jobs come next: of those that wait no more nothing is read ahead.
+
+        Victims may wait again.
+        """
+        for request_id in preempted:
+            self._wait_started_s.pop(request_id, None)
+            self._gave_up.discard(request_id)
         for request_id in list(self._ahead):
             request = self.engine.requests.get(request_id)
             if request is None or request.status is not Status.WAITING or request_id in preempted:

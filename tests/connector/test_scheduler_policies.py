@@ -93,6 +93,20 @@ def test_a_victim_is_saved_though_its_blocks_are_given_away_in_the_same_call(tmp
     assert not _held(bench)
 
 
+def test_a_victim_waits_for_what_was_saved_of_it_though_it_has_once_waited_in_vain(tmp_path: Path) -> None:
+    bench, _ = _preempting(tmp_path / "model")
+    request = bench.connector.scheduler._manager._requests["b"]
+    request.gave_up_waiting, request.wait_started_s = True, 0.0
+    bench.hold = {JobKind.STORE}
+    _step_until_preempted(bench)
+    while "a" in bench.scheduler.requests:
+        bench.step()
+    bench.step()
+    bench.release()
+    bench.run(200)
+    assert [job.request_id for job in bench.jobs if job.kind is JobKind.LOAD] == ["b"]
+
+
 def test_urgent_stores_hold_no_block(tmp_path: Path) -> None:
     bench, _ = _preempting(tmp_path / "model")
     bench.hold = {JobKind.STORE}
