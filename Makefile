@@ -9,7 +9,7 @@ PROMPT_TOKENS ?= 4000
 
 BIN := .venv/bin
 # Two files of tests at a time: most of what they do is waiting.
-ON_TWO_CORES := -n 2 --dist loadfile
+ON_TWO_CORES := -n 2 --dist loadfile --no-loadscope-reorder
 INSTALL := $(PYTHON) tools/install.py --torch-index "$(TORCH_INDEX)"
 # Runs a check; says nothing when it passes and everything when it does not.
 quiet = @output=$$($(1) 2>&1) || { printf '%s\n' "$$output"; exit 1; }

@@ -135,9 +135,7 @@ class StorePlanner:
             return
         self._store_policy.reached(request.request_id, keys, start, stop)
         wanted = keys[start:stop]
-        self._admission.want(wanted, request.request_id)
-        if self._nvme_admission is not self._admission:
-            self._nvme_admission.want(wanted, request.request_id)
+        self._want(wanted, request.request_id)
         rows = self._catalog.find_all(wanted)
         if max(rows) < 0:
             return
@@ -149,6 +147,11 @@ class StorePlanner:
                 for row in reversed(used):  # the head last, so that it leaves last
                     if self._catalog.state(row, tier) == CopyState.READY:
                         space.accessed(row)
+
+    def _want(self, keys: Sequence[BlockKey], request_id: str) -> None:
+        self._admission.want(keys, request_id)
+        if self._nvme_admission is not self._admission:
+            self._nvme_admission.want(keys, request_id)
 
     def restarted(self, request_id: str) -> None:
         """What a request has computed is gone: it begins anew."""
@@ -193,9 +196,8 @@ class StorePlanner:
             storable = min(final_tokens // group.block_tokens, len(keys), len(blocks))
             self._leave_out_what_has_gone(group, keys, blocks, table.computed_tokens)
             offers = self._store_policy.preempted(request.request_id, group.group, storable)
-            for position in offers:  # generated tokens too, which nobody has been told of without ``store_decode``
-                self._admission.want(keys[position], request.request_id)
-                self._nvme_admission.want(keys[position], request.request_id)
+            # Generated tokens too, which nobody has been told of without ``store_decode``.
+            self._want([keys[position] for position in offers], request.request_id)
             taken = self._answer(request, group.group, offers, blocks, now)
             self._take(request, group, taken, blocks, now, epoch, job, len(taken))
         return self._add(job, request, epoch)
