@@ -194,7 +194,7 @@ def test_what_ends_while_its_drive_is_hidden_is_not_ready_when_the_drive_is_back
     catalog, (key,) = Catalog(), _keys(Geometry((GroupGeometry(0, 2, 100),), 1, 2))[0][:1]
     row = catalog.add(key, 1, 0, None)
     catalog.begin(row, Tier.NVME, Slot(3, 0))
-    catalog.finish(row, Tier.NVME)
+    catalog.finish([row], Tier.NVME)
     catalog.pin(row, Tier.NVME)
     catalog.hidden_segments = frozenset({3})
     catalog.doom(row, Tier.NVME)
