@@ -124,13 +124,13 @@ def test_a_restored_catalog_is_like_one_that_was_filled_block_by_block(records):
 
 
 def in_circles(records: list[BlockRecord]) -> bool:
-    """Whether some block's way to its head has no end, other than by its naming itself."""
-    parents = {record.key: record.parent for record in records if record.parent != record.key}
-    for parent in parents.values():
+    """Whether some block's way to its head has no end, other than by its naming itself alone."""
+    parents = {record.key: record.parent for record in records}
+    for block, parent in parents.items():
         key, steps = parent, 0
-        while key in parents and steps <= len(parents):
+        while block != parent and key in parents and steps <= len(parents):
             key, steps = parents[key], steps + 1
-        if key in parents:
+        if block != parent and key in parents:
             return True
     return False
 
