@@ -45,6 +45,9 @@ class SchedulerContext(Protocol):
     def free_blocks(self, block_ids: Iterable[int]) -> None:
         """Give back one reference on each block, in this order (the first becomes the first to be reused)."""
 
+    def free_first(self, block_ids: Sequence[int]) -> None:
+        """As ``free_blocks``; those that come free become the first of all to be reused, in this order."""
+
     def is_cached(self, key: BlockKey) -> bool:
         """Whether the engine's own prefix cache has a block now."""
 

@@ -275,6 +275,17 @@ class BlockPoolContext:
         """Give back one reference on each block, in order."""
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
 
+    def free_first(self, block_ids: Sequence[int]) -> None:
+        """Give back one reference on each block; those that come free go before all others of the free queue."""
+        blocks = [self._pool.blocks[block_id] for block_id in block_ids]
+        self._pool.free_blocks(blocks)
+        # Blocks that the prefix cache does not know are put there by the pool itself.
+        free = [block for block in blocks if block.ref_cnt == 0 and block.block_hash is not None]
+        queue = self._pool.free_block_queue
+        for block in free:
+            queue.remove(block)
+        queue.prepend_n(free)
+
     def is_cached(self, key: BlockKey) -> bool:
         """Whether the prefix cache has a block now."""
         return self._pool.get_cached_block(key[:-GROUP_BYTES], [group_of(key)]) is not None

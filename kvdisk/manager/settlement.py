@@ -137,11 +137,14 @@ class Settlement:
     def _settle_stores(self, records: Sequence[JobRecord], now: float, now_s: int) -> None:
         """End stores but for their moves that failed."""
         held: list[int] = []
+        spilled: list[int] = []
         written: list[int] = []
         # The tail of a chain is given back first, as the engine does, so that it is reused first.
         for record in reversed(records):
             details, failed = record.details, record.failed
-            held += [detail.block for detail in reversed(details) if detail.block >= 0]
+            # What was free before its store is the first to be reused, as it was.
+            touched = spilled if record.request_id is None else held
+            touched += [detail.block for detail in reversed(details) if detail.block >= 0]
             if failed:
                 details = [detail for at, detail in enumerate(details) if at not in failed]
             written += [detail.row for detail in reversed(details)]
@@ -149,7 +152,9 @@ class Settlement:
             if request is not None:
                 request.store_jobs.discard(record.job.id)
         self._context.free_blocks(held)
-        self.pinned_blocks -= len(held)
+        if spilled:
+            self._context.free_first(spilled)
+        self.pinned_blocks -= len(held) + len(spilled)
         self._stats.add("stored_blocks", len(written))
         stored = self._finish(written, Tier.NVME if self._cpu is None else Tier.CPU)
         if self._nvme is None:

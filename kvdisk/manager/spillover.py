@@ -32,8 +32,7 @@ class Spillover(NoStores):
 
     The cursor stands behind the first blocks of the queue, as many as ``AHEAD_STEPS`` steps can take. Each step it
     goes over them, from the queue's head, and offers each once; again only when its refusal is over, or when a request
-    has reached it again. What a store held comes back at the queue's end, so that every block comes to its front
-    in the end: offered each time, blocks of which the tiers cannot hold all would be stored without end.
+    has reached it again. What a store held comes back at the queue's head, as it was: the engine reuses it next.
     Of the free blocks and those that stores hold already, stores never get more than half: the engine needs the rest.
 
     Only blocks of requests that kvdisk follows are offered (an adapter's are not), and that were reached since the last

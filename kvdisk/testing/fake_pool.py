@@ -64,6 +64,13 @@ class FakePool:
             if block.ref_cnt == 0:
                 self._free[block_id] = None
 
+    def free_first(self, block_ids: Sequence[int]) -> None:
+        """See ``SchedulerContext``."""
+        others = dict(self._free)
+        self.free_blocks(block_ids)
+        first = {block_id: None for block_id in block_ids if block_id in self._free}
+        self._free = first | {block_id: None for block_id in others if block_id not in first}
+
     def is_cached(self, key: BlockKey) -> bool:
         """See ``SchedulerContext``."""
         return self.find(key) is not None

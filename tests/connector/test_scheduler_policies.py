@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
@@ -265,6 +266,45 @@ def test_blocks_of_an_adapter_are_not_stored_lazily(tmp_path: Path) -> None:
     bench = _lazy(tmp_path / "model")
     _serve(bench, *range(1, 10), lora_request=LoRARequest("adapter", 1, "/nowhere"))
     assert not _stores(bench)
+
+
+def test_a_free_block_whose_store_failed_is_offered_again(tmp_path: Path) -> None:
+    bench = _lazy(tmp_path / "model")
+    bench.fail = {JobKind.STORE: tuple(range(64))}
+    _serve(bench, 1, 2, 3, 4, 5, 6)
+    failed = {move.key for job in _stores(bench) for move in job.moves}
+    assert failed
+    context: BlockPoolContext = bench.connector.scheduler._manager._stores._context
+    at_front = {block.key for block in list(context.iter_free_blocks())[: 2 * context.step_blocks]} & failed
+    assert at_front
+    bench.jobs.clear()
+    bench.fail = {}
+    time.sleep(0.06)  # the first back-off
+    for _ in range(10):
+        bench.step()
+    assert at_front <= {move.key for job in _stores(bench) for move in job.moves}
+    assert bench.counters()["failed_stores"] == len(failed)
+
+
+def test_what_was_stored_is_still_the_first_to_be_reused(tmp_path: Path) -> None:
+    """At the queue's end it would let others come to the front, until all of the queue were stored."""
+    bench = _lazy(tmp_path / "model")
+    context: BlockPoolContext = bench.connector.scheduler._manager._stores._context
+    bench.hold = {JobKind.STORE}
+    _serve_until_stored(bench)
+    stored = [move.block for job in bench.held for move in job.moves]
+    bench.release()
+    bench.run()
+    while bench.connector.has_pending_push_work():
+        bench.step()
+    queue = [block.block_id for block in context.iter_free_blocks()]
+    count = sum(len(job.moves) for job in _stores(bench))
+    assert count <= 2 * context.step_blocks, "no more than what the cursor passes"
+    assert set(stored) <= set(queue[: 2 * context.step_blocks])
+    for _ in range(20):
+        bench.step()
+    assert sum(len(job.moves) for job in _stores(bench)) == count
+    assert [block.block_id for block in context.iter_free_blocks()] == queue
 
 
 def test_keys_are_the_same_on_both_sides(tmp_path: Path) -> None:

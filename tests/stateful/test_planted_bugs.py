@@ -98,6 +98,9 @@ class _Untouching:
     def free_blocks(self, blocks: Iterable[int]) -> None:
         pass
 
+    def free_first(self, blocks: Iterable[int]) -> None:
+        pass
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 

@@ -9,7 +9,6 @@ import pytest
 from machines import Bugs, Patch, wrap
 
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.spillover import Spillover
 from kvdisk.manager.store_planner import StorePlanner
 from kvdisk.manager.store_policy import OnPreemption
@@ -110,24 +109,6 @@ def free_blocks_stored_and_not_held(patch: Patch) -> None:
 @SPILL.plant
 def free_blocks_of_before_a_reset_offered(patch: Patch) -> None:
     patch.setattr(Spillover, "reset", lambda _: None)
-
-
-@SPILL.plant
-def imminent_frees_promised_without_end(patch: Patch) -> None:
-    def imminent(self: TierManager) -> bool:
-        return any(self._context.get_block(block).ref_cnt for block in self._transfers.touched_blocks())
-
-    patch.setattr(TierManager, "has_imminent_frees", imminent)
-
-
-@SPILL.plant
-def failed_store_of_a_free_block_not_told(patch: Patch) -> None:
-    def settle(original: Any, self: Settlement, record: Any, *args: Any) -> None:
-        refuse, self._store_policy.refuse_free = self._store_policy.refuse_free, lambda *_: None  # type: ignore[method-assign]
-        original(self, record, *args)
-        self._store_policy.refuse_free = refuse  # type: ignore[method-assign]
-
-    wrap(patch, Settlement, "_settle_store", settle)
 
 
 @pytest.mark.parametrize("name", PREEMPTION)
