@@ -355,7 +355,7 @@ class TierManager:
         Not for zombies, nor for jobs when nothing has been heard of any for long: a drive that never answers would
         keep an idle engine stepping.
         """
-        if len(self._transfers) > 0 and now - self._heard_s < self._longest_silence_s:
+        if self._transfers.any_queued or (len(self._transfers) and now - self._heard_s < self._longest_silence_s):
             return True
         nvme, cpu = self._nvme, self._cpu
         if nvme is None:

@@ -93,6 +93,11 @@ class Transfers:
         self._queued.append(job)
         return record
 
+    @property
+    def any_queued(self) -> bool:
+        """Whether a job waits for the next plan."""
+        return bool(self._queued)
+
     def take_queued(self) -> tuple[Job, ...]:
         """Return the jobs that no plan has carried yet, in order."""
         queued = tuple(self._queued)

@@ -177,6 +177,8 @@ class Simulation:
         for request in self.engine.requests.values():
             request.finishing = True
         self._index.refuse_puts = False
+        # Movers without threads have stood still, and nothing may have been heard of them for long.
+        self._round()
         for _ in range(QUIET_ROUNDS):
             self.parts.manager.commit()  # as the connector does before it asks
             self.watch.note_progress()

@@ -113,6 +113,15 @@ def test_nobody_steps_for_a_segment_that_is_never_made():
     assert not served.manager.has_pending_work(served.engine.now)
 
 
+def test_what_no_step_has_sent_yet_is_stepped_for_however_long_it_was_quiet():
+    served = Served(drives=1, segments=2)
+    served.serve("aabbx")
+    served.steps(4)
+    served.engine.now += 1000.0
+    served.parts.transfers.add(JobKind.DEMOTE, [], [])  # as a request's end leaves a store to the next step
+    assert served.manager.has_pending_work(served.engine.now)
+
+
 def test_nobody_steps_for_an_index_that_takes_nothing():
     """What was evicted to make room is in limbo for as long as that lasts."""
     served = Served(drives=1, segments=1)
