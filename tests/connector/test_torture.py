@@ -86,11 +86,11 @@ def model(request: pytest.FixtureRequest) -> Path:
 
 
 RESTARTED = {"tiny segments, evictions"}
+LAZY = ("victims saved, tiny GPU pool", "victims saved, no CPU tier", "spillover")
 BOTH = [
-    *(("llama", name) for name in WORKLOADS),
-    # With several KV-cache groups those that fill and empty the tiers most.
-    *(("gemma3", name) for name in ("tiny GPU pool, preemptions", "tiny segments, evictions")),
-    *(("gemma3", name) for name in ("victims saved, tiny GPU pool", "spillover")),
+    *(("llama", name) for name in WORKLOADS if name not in LAZY),
+    # With several KV-cache groups those that fill and empty the tiers most, and those that store little or late.
+    *(("gemma3", name) for name in ("tiny GPU pool, preemptions", "tiny segments, evictions", *LAZY)),
 ]
 ONE_GROUP = pytest.mark.parametrize("model", ["llama"], indirect=True)
 SEVERAL_GROUPS = pytest.mark.parametrize("model", ["gemma3"], indirect=True)
@@ -156,7 +156,8 @@ def test_workload(name: str, model: Path, expected: list[list[int]], tmp_path: P
                     assert verify_store(store, extra["nvme_bytes"]) + facts["dropped_puts"] >= facts["nvme_blocks"]
                 if at == 0 and start == 0:
                     assert engine.call("torture_acts:reset", True), "with the connector's cache"
-            assert counters.get("loaded_blocks", 0) > 0
+            # What is saved of a victim is mostly still in the engine's own cache when it comes back.
+            assert counters.get("stored_blocks" if name.startswith("victims") else "loaded_blocks", 0) > 0
         if "nvme_bytes" in extra:
             verify_store(store, extra["nvme_bytes"])
 
