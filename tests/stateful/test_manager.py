@@ -20,4 +20,4 @@ def test_the_invariants_hold(sizes):
 @pytest.mark.torture
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_the_invariants_hold_for_long(sizes):
-    run_machine((sizes,), examples=120)
+    run_machine((sizes,), examples=80)
