@@ -157,10 +157,10 @@ def _parse_admission(key: str, value: Any) -> str:
     )
 
 
-def load_class(key: str, text: str, protocol: type) -> type[Any]:
-    """Import the class that a setting names as ``module:Class``. Raises ConfigError.
+def make_own(key: str, text: str, protocol: type) -> Any:
+    """Return a new object, built without arguments, of the class that a setting names as ``module:Class``.
 
-    ``protocol``: the class must have all that it has, so that a slip is told at start.
+    ``protocol``: the class must have all that it has. Raises ConfigError, so that a slip is told at start.
     """
     module, _, name = text.partition(":")
     try:
@@ -174,7 +174,11 @@ def load_class(key: str, text: str, protocol: type) -> type[Any]:
     missing = [name for name in wanted if not hasattr(found, name)]
     if missing:
         raise ConfigError(f"{key} names {text!r}, which does not have {', '.join(map(repr, missing))}.")
-    return found
+    try:
+        return found()
+    except Exception as error:  # whatever the user's class raises
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{key} names {text!r}, which cannot be built without arguments: {said}.") from error
 
 
 _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {

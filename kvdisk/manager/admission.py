@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvdisk.blocks import BlockKey
-from kvdisk.config import load_class
+from kvdisk.config import make_own
 from kvdisk.errors import ConfigError
 from kvdisk.manager.reuse import ReuseTable, places_for
 
@@ -161,5 +161,5 @@ def make_admission(text: str, slots: int, key: str = "admission") -> AdmissionPo
         return AdmitReused(int(reuse[1]), places_for(slots))
     if ":" not in text:
         raise ConfigError(f"{key} must be 'all', 'adaptive', 'reuse(n)' or 'module:Class', not {text!r}.")
-    policy: AdmissionPolicy = load_class(key, text, AdmissionPolicy)()
+    policy: AdmissionPolicy = make_own(key, text, AdmissionPolicy)
     return policy

@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import cast
 
-from kvdisk.config import load_class
-from kvdisk.errors import ConfigError
+from kvdisk.config import make_own
 from kvdisk.manager.spillover import Spillover
 from kvdisk.manager.store_policy import OnCompute, OnPreemption, StorePolicy
 
@@ -22,8 +20,5 @@ def make_store_policy(name: str) -> StorePolicy:
     """Return a new policy by its name, or of the class that ``module:Class`` names. Raises ConfigError."""
     if name in _POLICIES:
         return _POLICIES[name]()
-    own = load_class("store_policy", name, StorePolicy)
-    try:
-        return cast("StorePolicy", own())
-    except Exception as error:  # whatever the user's class raises
-        raise ConfigError(f"store_policy {name!r}: the class cannot be built without arguments ({error}).") from error
+    own: StorePolicy = make_own("store_policy", name, StorePolicy)
+    return own

@@ -7,7 +7,7 @@ import tracemalloc
 import pytest
 
 from kvdisk.blocks import make_block_key
-from kvdisk.config import load_class
+from kvdisk.config import make_own
 from kvdisk.errors import ConfigError
 from kvdisk.manager.admission import AdmissionPolicy, AdmitAdaptive, AdmitAll, AdmitReused, make_admission
 from kvdisk.manager.reuse import FEWEST_PLACES, MOST_PLACES, ReuseTable, places_for
@@ -183,6 +183,11 @@ class Half:
         pass
 
 
+class Failing(Own):
+    def __init__(self):
+        raise ValueError("no luck")
+
+
 def test_names():
     assert isinstance(make_admission("all", 10), AdmitAll)
     assert isinstance(make_admission("adaptive", 10), AdmitAdaptive)
@@ -202,6 +207,7 @@ def test_names():
         ("no_such_module:Own", "cannot be imported: ModuleNotFoundError"),
         (f"{__name__}:Nobody", "no class of that name"),
         (f"{__name__}:KEY", "no class of that name"),
+        (f"{__name__}:Failing", "cannot be built without arguments: ValueError: no luck"),
         (f"{__name__}:Half", "'is_open', 'admits', 'count', 'note_room', 'reset'"),
     ],
 )
@@ -214,4 +220,4 @@ def test_a_wrong_name_is_one_sentence_that_names_the_setting(text, said):
 def test_a_class_needs_what_its_protocol_has():
     methods = [name for name, _ in inspect.getmembers(AdmissionPolicy, inspect.isfunction) if not name.startswith("_")]
     assert methods == ["admits", "count", "note_room", "reset", "want"]
-    assert load_class("nvme_admission", f"{__name__}:Own", AdmissionPolicy) is Own
+    assert isinstance(make_own("nvme_admission", f"{__name__}:Own", AdmissionPolicy), Own)
