@@ -127,7 +127,8 @@ class ManagerMachine(RuleBasedStateMachine):
             for rank in [rank for rank in self.ranks if hanging // 4 == step and hanging >> rank.rank & 1]:
                 while rank.hangable:
                     rank.hang(rank.hangable[0], 0, whole=False)
-            self._work_off(*self.ranks)
+            for rank in self.ranks:
+                rank.work_off()
             self.index.commit()
 
     @precondition(lambda self: len(self.engine.requests) <= MOST_REQUESTS - 2)
@@ -139,7 +140,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.add_request(prompt, 0, finishing=True, cold=True)
         for _ in range(steps):
             self._step(BUDGET_TOKENS)
-            self._work_off(self.ranks[0])
+            self.ranks[0].work_off()
 
     @precondition(lambda self: self.engine.queued)
     @rule(pick=_picks, abort=st.booleans())
@@ -165,7 +166,9 @@ class ManagerMachine(RuleBasedStateMachine):
         self._finish_step()
         self.engine.schedule(budget)
         self.engine.forward()
-        self._work_off(*(rank for rank in self.ranks if ranks >> rank.rank & 1))
+        for rank in self.ranks:
+            if ranks >> rank.rank & 1:
+                rank.work_off()
         self.engine.update()
 
     @rule(budget=_budgets)
@@ -257,10 +260,6 @@ class ManagerMachine(RuleBasedStateMachine):
         busy = [rank for rank in self.ranks if rank.runnable]
         rank = busy[pick % len(busy)]
         return rank, rank.runnable[job % len(rank.runnable)]
-
-    def _work_off(self, *ranks: FakeRank) -> None:
-        for rank in ranks:
-            rank.work_off()
 
     # -- another engine of the store -----------------------------------------------------------
 
@@ -380,7 +379,8 @@ class ManagerMachine(RuleBasedStateMachine):
             raise AssertionError(f"it never becomes quiet: {left}, {len(self.parts.transfers)} jobs")
 
     def _round(self) -> None:
-        self._work_off(*self.ranks)
+        for rank in self.ranks:
+            rank.work_off()
         self.neighbours.answer()
         self.index.refuse_puts = False
         self.index.commit()

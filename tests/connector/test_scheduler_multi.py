@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from other_connectors import OTHER, OtherConnector, register_other
 from schedulers import BLOCK_TOKENS, Bench
+from vllm.v1.request import Request
 
 from kvdisk.messages import JobKind
 
@@ -151,9 +152,8 @@ def test_nothing_is_kept_of_what_was_computed_on_a_failed_load_of_another_one(fi
     assert min(generations) > newest
 
 
-def test_nothing_computed_on_a_failed_load_of_another_one_is_saved_of_a_victim(tmp_path: Path) -> None:
-    """It is preempted before it has gone on: what its table says is computed is poison."""
-    bench = make_bench(tmp_path, ORDERS[0], extra={"store_policy": "on_preemption"})
+def computed_on_a_hole(bench: Bench) -> Request:
+    """Let the other connector promise two blocks and fill one; return the request, which has computed on both."""
     other = other_of(bench)
     other.promise, other.asynchronous = 2 * BLOCK_TOKENS, False
     request = bench.add("a", PROMPT, max_tokens=9)
@@ -162,8 +162,15 @@ def test_nothing_computed_on_a_failed_load_of_another_one_is_saved_of_a_victim(t
     bench.invalid = {table[1]}
     transfer = bench._work(output.kv_connector_metadata)
     bench.scheduler.update_from_output(output, bench._model_output(output, transfer))
-    assert request.num_computed_tokens == BLOCK_TOKENS
     other.promise = 0
+    return request
+
+
+def test_nothing_computed_on_a_failed_load_of_another_one_is_saved_of_a_victim(tmp_path: Path) -> None:
+    """It is preempted before it has gone on: what its table says is computed is poison."""
+    bench = make_bench(tmp_path, ORDERS[0], extra={"store_policy": "on_preemption"})
+    request = computed_on_a_hole(bench)
+    assert request.num_computed_tokens == BLOCK_TOKENS
     assert bench.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert bench.step().preempted_req_ids == {"a"}
     assert not bench.jobs
@@ -178,17 +185,9 @@ def test_nothing_computed_on_a_failed_load_of_another_one_is_saved_of_a_victim(t
 def test_what_nobody_filled_is_not_stored_lazily(tmp_path: Path) -> None:
     """The engine's cache keeps it under its hashes when the request is aborted before it has gone on."""
     bench = make_bench(tmp_path, ORDERS[0], num_blocks=24, extra={"store_policy": "spillover"})
-    other = other_of(bench)
-    other.promise, other.asynchronous = 2 * BLOCK_TOKENS, False
-    request = bench.add("a", PROMPT, max_tokens=9)
-    output = bench.scheduler.schedule()
-    (table,) = bench.scheduler.kv_cache_manager.get_block_ids("a")
-    bench.invalid = {table[1]}
-    transfer = bench._work(output.kv_connector_metadata)
-    bench.scheduler.update_from_output(output, bench._model_output(output, transfer))
+    request = computed_on_a_hole(bench)
     bench.abort("a")
     assert all(bench.pool.get_cached_block(block_hash, [0]) for block_hash in request.block_hashes)
-    other.promise = 0
     bench.add("b", [token + 1 for token in PROMPT])
     bench.run()
     bench.add("c", PROMPT[: BLOCK_TOKENS - 1])

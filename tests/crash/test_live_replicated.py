@@ -86,7 +86,7 @@ def test_another_engine_reads_them_too(quick_path: Path) -> None:
     meets(two, 1)
     serve(one, PROMPTS, "one")
     serve(two, PROMPTS, "two")
-    assert two.manager.stats["loaded_blocks_foreign"] > 20
+    assert two.manager.stats["promoted_blocks"] > 20
     assert not two.manager.stats["failed_loads"]
     for engine in (one, two):
         audit(engine)
