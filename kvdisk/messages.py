@@ -115,8 +115,7 @@ class SegmentSpec(NamedTuple):
     source: ForeignSegment | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """Work for every rank. ``epoch`` is part of each slot header; ``request_id`` and ``arrival`` only for LOAD.
 
     ``arrival``: the number of its request in order of arrival: loads of earlier ones go first.
@@ -132,8 +131,7 @@ class Job:
     arrival: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """One step's work. ``flush``: jobs already sent whose GPU-reading legs are to be finished first.
 
     ``void``: loads already sent whose bytes stopped being right (a reset): they end as failed whatever they read.

@@ -59,7 +59,7 @@ class ModelTier:
             parent = keys[position - 1] if position else None
             row = catalog.add(keys[position], self._stored, 0, parent)
             catalog.adopt(row, Tier.NVME, Slot(0, 0))
-            order.insert(row)
+            order.insert((row,))
         return Outcome(hits, len(taken))
 
     def _make_room(self, count: int, own: set[int]) -> int:
@@ -70,7 +70,7 @@ class ModelTier:
             if not leaving:
                 break
             for row in leaving:
-                self._order.remove(row)
+                self._order.remove((row,))
                 self._catalog.drop(row, Tier.NVME)
             free += len(leaving)
         return min(free, count)

@@ -190,6 +190,25 @@ class Steps:
             yield settling + self._with, THEIRS, timed(lambda: sides.theirs.update_connector_output(done))[0]
 
 
+class Decoding:
+    """A request that decodes alone: the steps of one block, of which the last fills and stores it."""
+
+    def __init__(self, store_dir: Path | None = None) -> None:
+        self._sides = BothSides(1, 128, 200_000, store_dir)
+        self._what = f"a decoded block of a lone request, its {BLOCK_TOKENS} steps{WITH_NVME if store_dir else ''}"
+
+    def round(self) -> Iterator[Sample]:
+        """Plan and settle a block's steps."""
+        sides, ours_s, theirs_s = self._sides, 0.0, 0.0
+        for step in range(BLOCK_TOKENS):
+            output = sides.still() if step < BLOCK_TOKENS - 1 else sides.filling(1)
+            both_s, plan = timed_sides(sides, output)
+            ours_s, theirs_s = ours_s + both_s[0], theirs_s + both_s[1]
+        assert stored_by(plan) == 1
+        yield self._what, OURS, ours_s
+        yield self._what, THEIRS, theirs_s
+
+
 class Stores:
     """Prompts that are stored whole; ``is_full``: each block takes the place of another.
 
@@ -216,11 +235,7 @@ class Stores:
     def _prompt(self, blocks: int) -> Iterator[Sample]:
         sides, manager = self._sides, self._manager
         output = sides.prefill(blocks)
-        ours_s, plan = timed(lambda: sides.ours.plan(output))
-        theirs_s, meta = timed(lambda: sides.theirs.build_connector_meta(output))
-        report, done = report_of(plan), completed(meta)
-        ours_s += timed(lambda: sides.ours.settle(report, set()))[0]
-        theirs_s += timed(lambda: sides.theirs.update_connector_output(done))[0]
+        (ours_s, theirs_s), plan = timed_sides(sides, output)
         assert stored_by(plan) == blocks
         (request_id,) = output.num_scheduled_tokens
         hashes = [bytes(bytearray(block_hash)) for block_hash in sides.requests[request_id].block_hashes]
@@ -238,6 +253,16 @@ class Stores:
         yield f"{what}: vLLM's manager alone", THEIRS, alone_s / blocks
 
 
+def timed_sides(sides: BothSides, output: Any) -> tuple[tuple[float, float], Plan]:
+    """Let both scheduler sides plan a step and book it as done; return the time of each, and kvdisk's plan."""
+    ours_s, plan = timed(lambda: sides.ours.plan(output))
+    theirs_s, meta = timed(lambda: sides.theirs.build_connector_meta(output))
+    report, done = report_of(plan), completed(meta)
+    ours_s += timed(lambda: sides.ours.settle(report, set()))[0]
+    theirs_s += timed(lambda: sides.theirs.update_connector_output(done))[0]
+    return (ours_s, theirs_s), plan
+
+
 def stored_by(plan: Plan) -> int:
     """Return how many blocks a plan stores; it may demote others."""
     return sum(len(job.moves) for job in plan.jobs if job.kind is JobKind.STORE)
@@ -247,7 +272,7 @@ def measure(options: argparse.Namespace, store_dir: Path) -> dict[str, dict[str,
     """Run the rounds; return seconds by what was measured and whose it is. ``store_dir``: an empty directory."""
     found: dict[str, dict[str, list[float]]] = {}
     if "steps" in options.parts:
-        run_rounds([Steps(), Steps(store_dir)], options.rounds, found)
+        run_rounds([Steps(), Steps(store_dir), Decoding(), Decoding(store_dir)], options.rounds, found)
     if "stores" in options.parts:
         for blocks in (1, 512):
             stores = [

@@ -149,7 +149,8 @@ class SchedulerSide:
         """Offer what this step computes, and return its plan."""
         now = time.monotonic()
         manager = self._manager
-        manager.preempt(output.preempted_req_ids or (), now, overwritten_blocks(output))
+        if output.preempted_req_ids:
+            manager.preempt(output.preempted_req_ids, now, overwritten_blocks(output))
         state = output.kv_connector_block_state
         for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
             request = self._requests.get(request_id)

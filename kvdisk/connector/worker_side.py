@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvdisk.assembly import WorkerParts, assemble_worker
@@ -64,7 +63,7 @@ class WorkerSide:
                 self._loads[job.id] = job
         early = tuple(job for job in plan.jobs if job.kind is not JobKind.STORE)
         if early or plan.void:
-            self.mover.submit(replace(plan, jobs=early, urgent=()), self.mover.compute_done())
+            self.mover.submit(plan._replace(jobs=early, urgent=()), self.mover.compute_done())
 
     def after_forward(self, plan: Plan) -> None:
         """Start the stores, which read what the forward pass computes."""

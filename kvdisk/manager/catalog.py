@@ -9,87 +9,22 @@ count the jobs that use it. A copy is READY only when every rank's slot holds th
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from enum import IntEnum
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvdisk.blocks import BlockKey, Slot, Tier, make_slots
 from kvdisk.manager.chains import NONE, Chains
+from kvdisk.manager.copies import ILLEGAL, NEXT, PRESENCES, Change, CommittedCopies, CopyState, Presence
 from kvdisk.manager.events import Journal
 
-
-class CopyState(IntEnum):
-    """State of one copy. DOOMED: not served any more, waits for its last pin."""
-
-    ABSENT = 0
-    WRITING = 1
-    READY = 2
-    DOOMED = 3
-
-
-class Change(IntEnum):
-    """What can happen to a copy."""
-
-    BEGIN = 0
-    READY = 1
-    DOOM = 2
-    DROP = 3
-
-
-TRANSITIONS: dict[tuple[CopyState, Change], CopyState] = {
-    (CopyState.ABSENT, Change.BEGIN): CopyState.WRITING,
-    (CopyState.WRITING, Change.READY): CopyState.READY,
-    (CopyState.WRITING, Change.DOOM): CopyState.DOOMED,
-    (CopyState.WRITING, Change.DROP): CopyState.ABSENT,
-    (CopyState.READY, Change.DOOM): CopyState.DOOMED,
-    (CopyState.READY, Change.DROP): CopyState.ABSENT,
-    (CopyState.DOOMED, Change.DROP): CopyState.ABSENT,
-}
-"""The whole life cycle of a copy. DROP asks for zero pins."""
-
-
-class Presence(IntEnum):
-    """Whether a block can be loaded: NOWHERE, from no tier; COMING: it is being written; READY: now."""
-
-    NOWHERE = 0
-    COMING = 1
-    READY = 2
-
-
-def _presence_by(cpu: int, nvme: int) -> Presence:
-    if CopyState.READY in {cpu, nvme}:
-        return Presence.READY
-    return Presence.COMING if CopyState.WRITING in {cpu, nvme} else Presence.NOWHERE
-
-
 _TIERS = (Tier.CPU, Tier.NVME)
+_OTHER = {Tier.CPU: Tier.NVME, Tier.NVME: Tier.CPU}
 _NOBODY = BlockKey(b"")
 _READY, _ABSENT = int(CopyState.READY), int(CopyState.ABSENT)
 _MOST_PINS = 2**16 - 1
 _GROWN_ROWS = 64
-_ILLEGAL = 255
-# By state and change, and by the states in both tiers, four of each: what is asked for every block of every job.
-_NEXT = bytes(TRANSITIONS.get((state, change), _ILLEGAL) for state in CopyState for change in Change)
-_PRESENCES = bytes(_presence_by(cpu, nvme) for cpu in CopyState for nvme in CopyState)
-
-
-class CommittedCopies(NamedTuple):
-    """Columns of blocks whose NVMe copies a committed record names, a row each; arrays of one length.
-
-    ``parent_rows``: positions in these columns, or -1 where the parent is not among them. ``parents``: the very
-    objects of ``keys`` where it is.
-    """
-
-    keys: list[BlockKey]
-    parents: list[BlockKey | None]
-    parent_rows: NDArray[np.int32]
-    generations: NDArray[np.uint64]
-    segments: NDArray[np.uint32]
-    indices: NDArray[np.uint32]
 
 
 class Catalog:
@@ -133,24 +68,65 @@ class Catalog:
         """Return the row, or -1, of each block: no Python call for each."""
         return list(map(self._rows.get, keys, repeat(NONE)))
 
+    def find_chain(self, keys: Sequence[BlockKey]) -> list[int]:
+        """As ``find_all``, for keys that follow each other in a chain, each the parent of the next.
+
+        The last one's row leads to those before it, through an array that is small beside a dictionary of as many
+        keys: a third of the time. A key names all that is before it, so what has led there is the chain itself.
+        """
+        row = self._rows.get(keys[-1], NONE) if keys else NONE
+        if row == NONE:
+            return self.find_all(keys)
+        parent_rows, rows = self.chains.parent_rows, [row]
+        for _ in range(len(keys) - 1):
+            row = parent_rows[row]
+            rows.append(row)
+            if row == NONE:
+                return self.find_all(keys)
+        rows.reverse()
+        return rows if self.keys[row] == keys[0] else self.find_all(keys)
+
     def add(self, key: BlockKey, generation: int, epoch: int, parent: BlockKey | None) -> int:
         """Make a row without copies for a key that has none. The caller begins a copy at once."""
-        assert key not in self._rows
-        parent_row = NONE if parent is None else self._rows.get(parent, NONE)
-        if not self._vacant:
+        return self.add_all((key,), generation, epoch, (parent,))[0]
+
+    def add_all(
+        self, keys: Sequence[BlockKey], first_generation: int, epoch: int, parents: Sequence[BlockKey | None]
+    ) -> list[int]:
+        """Make rows for many keys that have none, parents before those that follow them; see ``add``.
+
+        Generations count up from the first.
+        """
+        count, vacant = len(keys), self._vacant
+        while len(vacant) < count:
             self._grow()
-        row = self._vacant.pop()
-        self._rows[key] = row
-        self.keys[row] = key
-        self.parents[row] = parent if parent_row == NONE else self.keys[parent_row]
-        self.generations[row] = generation
-        self.epochs[row] = epoch
+        rows = vacant[: -count - 1 : -1]
+        del vacant[-count:]
+        rows_of, keys_of, parents_of, chains = self._rows, self.keys, self.parents, self.chains
+        generations, epochs, parent_rows = self.generations, self.epochs, chains.parent_rows
+        generation = first_generation
+        for row, key, parent in zip(rows, keys, parents, strict=True):
+            assert key not in rows_of
+            parent_row = NONE if parent is None else rows_of.get(parent, NONE)
+            rows_of[key] = row
+            keys_of[row] = key
+            generations[row] = generation
+            generation += 1
+            epochs[row] = epoch
+            parents_of[row] = parent if parent_row == NONE else keys_of[parent_row]
+            if chains.is_awaited(key):
+                self._give_parent(key, row)
+            parent_rows[row] = parent_row
+            if parent_row == NONE and parent is not None:
+                chains.await_parent(row, parent)
+        return rows
+
+    def _give_parent(self, key: BlockKey, row: int) -> None:
+        """Let the rows that have waited for a key's row follow it."""
         for child in self.chains.take_orphans(key):
             self.parents[child] = key
             tiers = [tier for tier in _TIERS if self._states[tier][child] != CopyState.ABSENT]
             self.chains.give_parent(child, row, tiers)
-        self.chains.add(row, parent, parent_row)
-        return row
 
     def fill(self, tier: Tier, copies: CommittedCopies, epoch: int) -> None:
         """Take over many blocks at once as rows 0, 1, ... with a READY copy each; the catalog must be empty."""
@@ -191,6 +167,10 @@ class Catalog:
         """Return the ``CopyState`` of a row's copy in a tier, as a plain int."""
         return self._states[tier][row]
 
+    def any_doomed(self, rows: Iterable[int], tier: Tier) -> bool:
+        """Whether the copy of any of these rows is DOOMED."""
+        return CopyState.DOOMED in bytes(map(self._states[tier].__getitem__, rows))
+
     def is_ready(self, row: int) -> bool:
         """Whether a row (or -1) can be loaded from some tier now."""
         return self._presences[row] == _READY
@@ -199,9 +179,10 @@ class Catalog:
         """Whether a row (or -1) can be loaded now, or is being written."""
         return self._presences[row] > 0
 
-    def presences(self, keys: Iterable[BlockKey]) -> bytes:
-        """Return each key's ``Presence`` as a byte. Asked for every block of every prompt: no Python call for each."""
-        rows = self.find_all(keys)
+    def presences(self, keys: Sequence[BlockKey]) -> bytes:
+        """Return the ``Presence`` of each key of a chain (see ``find_chain``) as a byte. Asked for every block of every
+        prompt: no Python call for each."""
+        rows = self.find_chain(keys)
         if not self._hidden and self._unready.isdisjoint(rows):
             return bytes([Presence.READY]) * len(rows)
         return bytes(map(self._presences.__getitem__, rows))
@@ -225,7 +206,7 @@ class Catalog:
             rows = np.flatnonzero((states == CopyState.READY) & np.isin(places, changed))
             nvme = np.where(np.isin(places[rows], list(segments)), CopyState.ABSENT, CopyState.READY)
             pairs = np.frombuffer(self._cpu_states, np.uint8)[rows] * len(CopyState) + nvme
-            np.frombuffer(self._presences, np.uint8)[rows] = np.frombuffer(_PRESENCES, np.uint8)[pairs]
+            np.frombuffer(self._presences, np.uint8)[rows] = np.frombuffer(PRESENCES, np.uint8)[pairs]
 
     def slot(self, row: int, tier: Tier) -> Slot:
         """Return the slot of a copy that is not ABSENT."""
@@ -291,13 +272,16 @@ class Catalog:
         return slots
 
     def _vacate(self, rows: Sequence[int]) -> None:
-        keys, parents, rows_of, remove = self.keys, self.parents, self._rows, self.chains.remove
+        keys, parents, rows_of = self.keys, self.parents, self._rows
+        names: list[BlockKey | None] = []
         for row in rows:
             key = keys[row]
             found = rows_of.get(key) == row
             if found:
                 del rows_of[key]
-            remove(row, parents[row], key if found else None)
+            names.append(key if found else None)
+        self.chains.remove(rows, [parents[row] for row in rows], names)
+        for row in rows:
             keys[row] = _NOBODY
             parents[row] = None
         self._unready.difference_update(rows)
@@ -317,6 +301,11 @@ class Catalog:
     def evictable(self, row: int, tier: Tier) -> bool:
         """Whether a copy may be dropped for room: READY and unpinned."""
         return self._states[tier][row] == CopyState.READY and self._pins[tier][row] == 0
+
+    def evictable_in(self, tier: Tier) -> Callable[[int], bool]:
+        """Return ``evictable`` for one tier: to be asked for many rows at once, and not kept."""
+        states, pins = self._states[tier], self._pins[tier]
+        return lambda row: states[row] == _READY and pins[row] == 0
 
     def is_followed(self, row: int, tier: Tier) -> bool:
         """Whether a tier has a copy, in any state, of a block whose parent this row is."""
@@ -359,25 +348,52 @@ class Catalog:
             if any(self._states[tier][row] != CopyState.ABSENT for tier in _TIERS):
                 yield row
 
-    def _change(self, rows: Iterable[int], tier: Tier, change: Change) -> None:
-        states, cpu_states, nvme_states = self._states[tier], self._cpu_states, self._nvme_states
-        presences, unready, hidden = self._presences, self._unready, self._hidden
+    def _change(self, rows: Sequence[int], tier: Tier, change: Change) -> None:
+        if len(rows) > 1 and not self._hidden:
+            before = bytes(map(self._states[tier].__getitem__, rows))
+            if not before.strip(before[:1]) and not any(map(self._states[_OTHER[tier]].__getitem__, rows)):
+                self._change_alike(rows, tier, before[0], change)
+                return
         for row in rows:
-            target = _NEXT[states[row] * 4 + change]
-            assert target != _ILLEGAL, f"{change!r} of a copy that is {CopyState(states[row])!r}"
+            self._change_one(row, tier, change)
+
+    def _change_alike(self, rows: Sequence[int], tier: Tier, state: int, change: Change) -> None:
+        """What ``_change_one`` does, for rows that have a copy in one tier at most, all in one state, as most have."""
+        target = _target_of(state, change)
+        scale = len(CopyState) if tier is Tier.CPU else 1
+        before, now = PRESENCES[state * scale], PRESENCES[target * scale]
+        states, presences = self._states[tier], self._presences
+        for row in rows:
             states[row] = target
-            nvme = nvme_states[row]
-            if hidden and nvme == _READY and self._segments[Tier.NVME][row] in hidden:
-                nvme = _ABSENT
-            before, now = presences[row], _PRESENCES[cpu_states[row] * 4 + nvme]
-            if now == _READY:
-                unready.discard(row)
-            else:
-                unready.add(row)  # it may be farther already, for its drive
-            if now == before:
-                continue
             presences[row] = now
-            if now > before:
-                self.gains += 1
-            else:
-                self.losses += 1
+        if now == _READY:
+            self._unready.difference_update(rows)
+        else:
+            self._unready.update(rows)
+        self._count(before, now, len(rows))
+
+    def _change_one(self, row: int, tier: Tier, change: Change) -> None:
+        states, presences = self._states[tier], self._presences
+        states[row] = _target_of(states[row], change)
+        nvme = self._nvme_states[row]
+        if self._hidden and nvme == _READY and self._segments[Tier.NVME][row] in self._hidden:
+            nvme = _ABSENT
+        before, now = presences[row], PRESENCES[self._cpu_states[row] * len(CopyState) + nvme]
+        if now == _READY:
+            self._unready.discard(row)
+        else:
+            self._unready.add(row)  # it may be farther already, for its drive
+        presences[row] = now
+        self._count(before, now, 1)
+
+    def _count(self, before: int, now: int, count: int) -> None:
+        if now > before:
+            self.gains += count
+        elif now < before:
+            self.losses += count
+
+
+def _target_of(state: int, change: Change) -> int:
+    target = NEXT[state * len(Change) + change]
+    assert target != ILLEGAL, f"{change!r} of a copy that is {CopyState(state)!r}"
+    return target

@@ -21,7 +21,8 @@ _TIERS = (Tier.CPU, Tier.NVME)
 
 
 class Chains:
-    """Trees of rows, which the catalog keeps. ``parent_rows[row]``: NONE where no row is the parent's."""
+    """Trees of rows, which the catalog keeps. ``parent_rows[row]``, which the catalog sets for a row that comes: NONE
+    where no row is the parent's."""
 
     def __init__(self) -> None:
         self.parent_rows = array("i")
@@ -35,6 +36,10 @@ class Chains:
         """Return a row whose copy in ``tier`` follows this row's block; NONE where there is none."""
         return self._first[tier][row]
 
+    def firsts(self, tier: Tier) -> array[int]:
+        """Return the first followers of all rows, as ``first`` does of one: to be read at once, and not kept."""
+        return self._first[tier]
+
     def next(self, row: int, tier: Tier) -> int:
         """Return another row whose copy follows the same parent; NONE after the last."""
         return self._next[tier][row]
@@ -47,11 +52,13 @@ class Chains:
             for links in arrays.values():
                 links.extend(nothing)
 
-    def add(self, row: int, parent: BlockKey | None, parent_row: int) -> None:
-        """A row has come, without copies. ``parent_row``: NONE where ``parent`` has no row."""
-        self.parent_rows[row] = parent_row
-        if parent is not None and parent_row == NONE:
-            self._orphans.setdefault(parent, set()).add(row)
+    def await_parent(self, row: int, parent: BlockKey) -> None:
+        """A row has come whose parent has none."""
+        self._orphans.setdefault(parent, set()).add(row)
+
+    def is_awaited(self, key: BlockKey) -> bool:
+        """Whether any row waits for its parent of this key."""
+        return key in self._orphans
 
     def take_orphans(self, key: BlockKey) -> Iterable[int]:
         """Return the rows that waited for their parent ``key``, which wait no more."""
@@ -63,15 +70,24 @@ class Chains:
         for tier in tiers:
             self.link((row,), tier)
 
-    def remove(self, row: int, parent: BlockKey | None, key: BlockKey | None) -> None:
-        """A row has lost its last copy. ``key``: its own, for which its children wait; None: it never comes back."""
-        if parent is not None and self.parent_rows[row] == NONE:
-            waiting = self._orphans.get(parent)
-            if waiting is not None:
-                waiting.discard(row)
-                if not waiting:
-                    del self._orphans[parent]
-        self.parent_rows[row] = NONE
+    def remove(self, rows: Iterable[int], parents: Iterable[BlockKey | None], keys: Iterable[BlockKey | None]) -> None:
+        """Some rows have lost their last copies. ``keys``: their own, for which children wait; None: never back."""
+        parent_rows, (firsts, others) = self.parent_rows, self._first.values()
+        for row, parent, key in zip(rows, parents, keys, strict=True):
+            if parent is not None and parent_rows[row] == NONE:
+                self._forget_orphan(row, parent)
+            parent_rows[row] = NONE
+            if firsts[row] != NONE or others[row] != NONE:
+                self._leave_children(row, key)
+
+    def _forget_orphan(self, row: int, parent: BlockKey) -> None:
+        waiting = self._orphans.get(parent)
+        if waiting is not None:
+            waiting.discard(row)
+            if not waiting:
+                del self._orphans[parent]
+
+    def _leave_children(self, row: int, key: BlockKey | None) -> None:
         children: set[int] = set()
         for tier in _TIERS:
             child = self._first[tier][row]

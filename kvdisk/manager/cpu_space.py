@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvdisk.blocks import Slot, Tier, group_of
 from kvdisk.geometry import Geometry
-from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.copies import CopyState
 from kvdisk.manager.eviction import EvictionPolicy
 from kvdisk.manager.pool import SlotPool
 from kvdisk.manager.tail_first import TailFirst
@@ -75,10 +76,13 @@ class CpuSpace:
         return leaving
 
     def _victims(self, size_class: int, count: int, spare_backlog: bool) -> list[int]:
-        backlog, policy, catalog = self._backlogs[size_class], self._policies[size_class], self._catalog
-        rows = policy.victims(count, lambda row: row not in backlog and catalog.evictable(row, Tier.CPU))
+        backlog, policy = self._backlogs[size_class], self._policies[size_class]
+        evictable = self._catalog.evictable_in(Tier.CPU)
+        if not backlog:
+            return policy.victims(count, evictable)
+        rows = policy.victims(count, lambda row: row not in backlog and evictable(row))
         if not rows and not self.is_draining and not spare_backlog:
-            rows = policy.victims(count, lambda row: catalog.evictable(row, Tier.CPU))
+            rows = policy.victims(count, evictable)
         return rows
 
     @property
@@ -86,10 +90,10 @@ class CpuSpace:
         """Free slots, and all."""
         return sum(self.pool.free), sum(self.pool.total)
 
-    def inserted(self, rows: Iterable[int]) -> None:
+    def inserted(self, rows: Sequence[int]) -> None:
         """Copies became READY on every rank: of one chain the tail comes first."""
-        for row in rows:
-            self._policies[self.class_of(row)].insert(row)
+        for size_class, alike in self._by_class(rows):
+            self._policies[size_class].insert(alike)
 
     def accessed(self, row: int) -> None:
         """A copy was used: of one chain the tail is told first."""
@@ -101,17 +105,17 @@ class CpuSpace:
 
     def _drop(self, size_class: int, rows: Sequence[int]) -> None:
         """End unpinned copies of one size class, those that follow a copy before it."""
-        backlog, remove = self._backlogs[size_class], self._policies[size_class].remove
-        for row in rows:
-            remove(row)
-            if backlog:
+        self._policies[size_class].remove(rows)
+        backlog = self._backlogs[size_class]
+        if backlog:
+            for row in rows:
                 backlog.pop(row, None)
         self.pool.release(self._catalog.drop_all(rows, Tier.CPU))
 
     def discard(self, row: int) -> None:
         """Serve a READY or WRITING copy to nobody any more, and end it as soon as no job uses it."""
         size_class = self.class_of(row)
-        self._policies[size_class].remove(row)
+        self._policies[size_class].remove((row,))
         self._backlogs[size_class].pop(row, None)
         self._catalog.doom(row, Tier.CPU)
         self._end_doomed(row)
@@ -151,6 +155,15 @@ class CpuSpace:
         """Forget who waits: there will be no demotion."""
         for backlog in self._backlogs:
             backlog.clear()
+
+    def _by_class(self, rows: Sequence[int]) -> Iterable[tuple[int, Sequence[int]]]:
+        """Return rows by the size class of their blocks, each in the order given."""
+        if len(self._policies) == 1:
+            return ((0, rows),)
+        found: dict[int, list[int]] = {}
+        for row in rows:
+            found.setdefault(self.class_of(row), []).append(row)
+        return found.items()
 
     def class_of(self, row: int) -> int:
         """Return the size class of a row's block."""

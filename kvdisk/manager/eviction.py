@@ -21,16 +21,19 @@ _GROWN_ROWS = 64
 
 
 class EvictionPolicy(Protocol):
-    """Order of the copies of one tier and size class. A row is inserted once and removed once."""
+    """Order of the copies of one tier and size class. A row is inserted once and removed once.
 
-    def insert(self, row: int) -> None:
-        """A copy became READY."""
+    Many come, and go, at a time: a prompt's blocks, and those that make room for them.
+    """
+
+    def insert(self, rows: Sequence[int]) -> None:
+        """Copies became READY, the first of them first."""
 
     def access(self, row: int) -> None:
         """A copy was used. Rows that are not there are ignored."""
 
-    def remove(self, row: int) -> None:
-        """A copy left the tier, for whatever reason; the row still has its key. Rows that are not there are ignored."""
+    def remove(self, rows: Sequence[int]) -> None:
+        """Copies left the tier, for whatever reason; rows still have their keys. Those not there are ignored."""
 
     def fill(self, rows: NDArray[np.int32]) -> None:
         """Insert many rows at once, in this order, into an empty policy: what was there before a restart."""
@@ -53,28 +56,39 @@ class RowLists:
         self._newer = array("i", range(list_count))
         self.counts = [0] * list_count
 
-    def append(self, row: int, number: int = 0) -> None:
-        """Make a row the newest of a list."""
-        place = row + self._ends
-        if len(self._older) <= place:
-            nothing = array("i", [-1]) * (place + 1 - len(self._older) + _GROWN_ROWS)
+    def append(self, rows: Sequence[int], number: int = 0) -> None:
+        """Make rows the newest of a list, the last of them the newest of all."""
+        if not rows:
+            return
+        ends = self._ends
+        lacking = max(rows) + ends + 1 - len(self._older)
+        if lacking > 0:
+            nothing = array("i", [-1]) * (lacking + _GROWN_ROWS)
             self._older += nothing
             self._newer += nothing
-        assert self._older[place] == -1, "inserted twice"
-        newest = self._older[number]
-        self._older[place], self._newer[place] = newest, number
-        self._newer[newest] = place
-        self._older[number] = place
-        self.counts[number] += 1
+        older, newer = self._older, self._newer
+        newest = older[number]
+        for row in rows:
+            place = row + ends
+            assert older[place] == -1, "inserted twice"
+            older[place] = newest
+            newer[newest] = place
+            newest = place
+        newer[newest] = number
+        older[number] = newest
+        self.counts[number] += len(rows)
 
-    def remove(self, row: int, number: int = 0) -> None:
-        """Take a row out of the list that it is in."""
-        place = row + self._ends
-        older, newer = self._older[place], self._newer[place]
-        assert older != -1
-        self._newer[older], self._older[newer] = newer, older
-        self._older[place] = self._newer[place] = -1
-        self.counts[number] -= 1
+    def remove(self, rows: Sequence[int], number: int = 0) -> None:
+        """Take rows out of the list that all of them are in."""
+        ends, olders, newers = self._ends, self._older, self._newer
+        for row in rows:
+            place = row + ends
+            older, newer = olders[place], newers[place]
+            assert older != -1
+            newers[older] = newer
+            olders[newer] = older
+            olders[place] = newers[place] = -1
+        self.counts[number] -= len(rows)
 
     def holds(self, row: int) -> bool:
         """Whether the row is in any list."""
@@ -111,20 +125,19 @@ class LruPolicy:
     def __init__(self) -> None:
         self._rows = RowLists(1)
 
-    def insert(self, row: int) -> None:
-        """Make a row the newest."""
-        self._rows.append(row)
+    def insert(self, rows: Sequence[int]) -> None:
+        """Make rows the newest."""
+        self._rows.append(rows)
 
     def access(self, row: int) -> None:
         """Make a row the newest again."""
         if self._rows.holds(row):
-            self._rows.remove(row)
-            self._rows.append(row)
+            self._rows.remove((row,))
+            self._rows.append((row,))
 
-    def remove(self, row: int) -> None:
-        """Take a row out; rows that are not there are ignored."""
-        if self._rows.holds(row):
-            self._rows.remove(row)
+    def remove(self, rows: Sequence[int]) -> None:
+        """Take rows out; those that are not there are ignored."""
+        self._rows.remove([row for row in rows if self._rows.holds(row)])
 
     def fill(self, rows: NDArray[np.int32]) -> None:
         """Insert many rows, the oldest first."""
@@ -161,28 +174,39 @@ class S3FifoPolicy:
         self._is_main = bytearray()
         self._left = RecentKeys()
 
-    def insert(self, row: int) -> None:
-        """Put a row on probation, or in the main queue where it has left not long ago."""
-        if len(self._uses) <= row:
-            nothing = bytes(row + 1 - len(self._uses) + _GROWN_ROWS)
+    def insert(self, rows: Sequence[int]) -> None:
+        """Put rows on probation, or in the main queue where they have left not long ago."""
+        if not rows:
+            return
+        lacking = max(rows) + 1 - len(self._uses)
+        if lacking > 0:
+            nothing = bytes(lacking + _GROWN_ROWS)
             self._uses += nothing
             self._is_main += nothing
-        self._uses[row] = 0
-        self._is_main[row] = self._left.take(self._keys[row])
-        self._queues.append(row, self._is_main[row])
+        uses, is_main, keys = self._uses, self._is_main, self._keys
+        back = self._left.take([keys[row] for row in rows])
+        for row, was_here in zip(rows, back, strict=True):
+            uses[row] = 0
+            is_main[row] = was_here
+        if any(back):
+            self._queues.append([row for row in rows if is_main[row]], 1)
+            rows = [row for row in rows if not is_main[row]]
+        self._queues.append(rows, 0)
 
     def access(self, row: int) -> None:
         """Count a use."""
         if self._queues.holds(row) and self._uses[row] < self._MOST_USES:
             self._uses[row] += 1
 
-    def remove(self, row: int) -> None:
-        """Take a row out; one on probation is remembered. Rows that are not there are ignored."""
-        queues, is_main = self._queues, self._is_main
-        if queues.holds(row):
-            queues.remove(row, is_main[row])
-            if not is_main[row]:
-                self._left.add(self._keys[row], queues.counts[0] + queues.counts[1] + 1)
+    def remove(self, rows: Sequence[int]) -> None:
+        """Take rows out; those on probation are remembered. Rows that are not there are ignored."""
+        queues, is_main, keys = self._queues, self._is_main, self._keys
+        holds, life = queues.holds, sum(queues.counts)
+        on_probation = [row for row in rows if holds(row) and not is_main[row]]
+        in_main = [row for row in rows if holds(row) and is_main[row]] if len(on_probation) < len(rows) else ()
+        queues.remove(on_probation, 0)
+        queues.remove(in_main, 1)
+        self._left.add([keys[row] for row in on_probation], life)
 
     def fill(self, rows: NDArray[np.int32]) -> None:
         """Insert many rows, the oldest first: all on probation, since nothing says which were used."""
@@ -197,7 +221,7 @@ class S3FifoPolicy:
         waiting = list(queues.counts)  # rows that this search has not looked at
         moves, streak = self._MOST_MOVES, 0
         while places[0] >= 0 or places[1] >= 0:
-            surplus = waiting[0] >= self._PROBATION_SHARE * sum(waiting)
+            surplus = waiting[0] >= self._PROBATION_SHARE * (waiting[0] + waiting[1])
             # Those of a main queue that is all in use must not keep the others from being proposed at all.
             number = 0 if places[0] >= 0 and (surplus or places[1] < 0 or streak >= self._LONGEST_STREAK) else 1
             row = places[number]
@@ -209,8 +233,8 @@ class S3FifoPolicy:
                 continue
             moves -= 1
             uses[row] = uses[row] - 1 if number else 0
-            queues.remove(row, number)
-            queues.append(row, 1)
+            queues.remove((row,), number)
+            queues.append((row,), 1)
             self._is_main[row] = 1
             waiting[1] += 1
             if places[1] < 0:
@@ -231,28 +255,33 @@ class RecentKeys:
         self._now = 0
         self._life = 0
 
-    def add(self, key: BlockKey, life: int) -> None:
-        """Remember a key until about ``life`` more have been added."""
+    def add(self, keys: Sequence[BlockKey], life: int) -> None:
+        """Remember each key until about ``life`` more have been added."""
+        if not keys:
+            return
         if self._mask + 1 < life:  # the larger table is empty; it grows to more than asked for, so this is rare
             size = 1 << (life - 1).bit_length()
             self._marks, self._times, self._mask = array("I", [0]) * size, array("I", [0]) * size, size - 1
-        self._now = now = (self._now + 1) & 0xFFFFFFFF
         self._life = life
-        name = hash(key)
-        place = name & self._mask
-        self._marks[place], self._times[place] = name >> 31 & 0xFFFFFFFF | 1, now
+        marks, times, mask, now = self._marks, self._times, self._mask, self._now
+        for name in map(hash, keys):
+            now = (now + 1) & 0xFFFFFFFF
+            place = name & mask
+            marks[place] = name >> 31 & 0xFFFFFFFF | 1
+            times[place] = now
+        self._now = now
 
-    def take(self, key: BlockKey) -> bool:
-        """Return whether a key is remembered; forget it."""
-        name = hash(key)
-        place = name & self._mask
-        if (
-            self._marks[place] != (name >> 31 & 0xFFFFFFFF | 1)
-            or (self._now - self._times[place]) & 0xFFFFFFFF >= self._life
-        ):
-            return False
-        self._marks[place] = 0
-        return True
+    def take(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Return for each key whether it is remembered; forget it."""
+        marks, times, mask, now, life = self._marks, self._times, self._mask, self._now, self._life
+        found = []
+        for name in map(hash, keys):
+            place = name & mask
+            known = marks[place] == name >> 31 & 0xFFFFFFFF | 1 and (now - times[place]) & 0xFFFFFFFF < life
+            if known:
+                marks[place] = 0
+            found.append(known)
+        return found
 
 
 _POLICIES: Mapping[str, Callable[[Sequence[BlockKey]], EvictionPolicy]] = {

@@ -9,7 +9,8 @@ from kvdisk.blocks import BlockKey, Tier, group_of
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry
 from kvdisk.manager.admission import AdmissionPolicy
-from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.copies import CopyState
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies
 from kvdisk.manager.load_price import LoadPrice
@@ -184,11 +185,12 @@ class LoadPlanner:
                 wanted.setdefault(self._geometry.size_classes[group_of(move.key)], []).append(at)
         for size_class, positions in wanted.items():
             for at, slot in zip(positions, self._cpu.allocate(size_class, len(positions)), strict=False):
-                move = moves[at]
-                if details[at].row < 0:
-                    details[at].row = catalog.add(move.key, move.generation, epoch, move.parent)
-                catalog.begin(details[at].row, Tier.CPU, slot)
-                self._reads.begin(JobKind.LOAD, move.key, details[at].row)
+                move, row = moves[at], details[at].row
+                if row < 0:
+                    row = catalog.add(move.key, move.generation, epoch, move.parent)
+                    details[at] = details[at]._replace(row=row)
+                catalog.begin(row, Tier.CPU, slot)
+                self._reads.begin(JobKind.LOAD, move.key, row)
                 moves[at] = move._replace(cpu=slot)
 
     def _count_served(

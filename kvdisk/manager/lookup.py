@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager.catalog import Catalog, Presence
+from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.copies import Presence
 
 _SPAN = 256
 """Blocks that are looked up at a time: so many too many where a prefix ends."""

@@ -16,7 +16,8 @@ from kvdisk.context import SchedulerContext
 from kvdisk.geometry import FILE_EPOCH, Geometry
 from kvdisk.index.base import Neighbours
 from kvdisk.manager.admission import AdmissionPolicy, AdmitAll
-from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.copies import CopyState
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.events import Journal
 from kvdisk.manager.foreign import ForeignCopies
@@ -266,8 +267,10 @@ class TierManager:
         cpu.is_draining = nvme.may_write(now)
         nvme.make_room(now, [cpu.backlog_count(size_class) for size_class in classes])
         for size_class in classes:
-            while nvme.may_write(now) and self._transfers.count(JobKind.DEMOTE) < MAX_DEMOTE_JOBS:
-                slots = nvme.allocate(size_class, min(MAX_DEMOTE_MOVES, cpu.backlog_count(size_class)))
+            while (waiting := cpu.backlog_count(size_class)) and nvme.may_write(now):
+                if self._transfers.count(JobKind.DEMOTE) >= MAX_DEMOTE_JOBS:
+                    return
+                slots = nvme.allocate(size_class, min(MAX_DEMOTE_MOVES, waiting))
                 if not slots:
                     break
                 rows = cpu.take_backlog(size_class, len(slots))

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from kvdisk.blocks import Slot, Tier, group_of
 from kvdisk.geometry import Geometry
 from kvdisk.index.base import BlockRecord, Index, IndexState, SegmentRecord
-from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.copies import CopyState
 from kvdisk.manager.drive_health import Turns
 from kvdisk.manager.eviction import EvictionPolicy
 from kvdisk.manager.nvme_layout import NvmeLayout
@@ -141,7 +142,7 @@ class NvmeSpace:
     def inserted(self, rows: Iterable[int]) -> None:
         """Copies became READY on every rank: of one chain the tail comes first."""
         for row in rows:
-            self._policies[self._class_of(row)].insert(row)
+            self._policies[self._class_of(row)].insert((row,))
 
     def record(self, rows: Iterable[int], now_s: int) -> None:
         """Queue the records of READY copies for the index. A full queue costs only their life after a restart."""
@@ -170,14 +171,14 @@ class NvmeSpace:
             return
         keys = [(self._catalog.epochs[row], self._catalog.keys[row]) for row in rows]
         for row in rows:
-            self._policies[self._class_of(row)].remove(row)
+            self._policies[self._class_of(row)].remove((row,))
         slots = self._catalog.drop_all(rows, Tier.NVME)
         self._ticket = self._index.delete(keys)
         self.pool.retain(slots, self._ticket)
 
     def discard(self, row: int) -> None:
         """Serve a READY copy to nobody any more, and end it as soon as no job uses it."""
-        self._policies[self._class_of(row)].remove(row)
+        self._policies[self._class_of(row)].remove((row,))
         self._catalog.doom(row, Tier.NVME)
         self._end_doomed(row)
 
@@ -258,7 +259,7 @@ class NvmeSpace:
         rows = self._catalog.rows_in(Tier.NVME, spec.segment)
         for row in rows:
             if self._catalog.state(row, Tier.NVME) != CopyState.DOOMED:
-                self._policies[self._class_of(row)].remove(row)
+                self._policies[self._class_of(row)].remove((row,))
                 self._catalog.doom(row, Tier.NVME)
         pinned = [row for row in rows if self._catalog.pins(row, Tier.NVME) > 0]
         self.drop([row for row in rows if self._catalog.pins(row, Tier.NVME) == 0])

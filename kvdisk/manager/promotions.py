@@ -16,7 +16,8 @@ from kvdisk.config import Config
 from kvdisk.context import SchedulerContext
 from kvdisk.geometry import Geometry
 from kvdisk.manager.admission import AdmissionPolicy
-from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.copies import CopyState
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies
 from kvdisk.manager.lookup import first_needed, longest_hit

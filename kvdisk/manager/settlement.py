@@ -14,7 +14,8 @@ from kvdisk.blocks import Tier
 from kvdisk.context import SchedulerContext
 from kvdisk.geometry import Geometry
 from kvdisk.manager.admission import AdmissionPolicy
-from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.copies import CopyState
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies, is_foreign
 from kvdisk.manager.nvme_space import NvmeSpace
@@ -173,10 +174,10 @@ class Settlement:
         Of one chain the tail comes first.
         """
         catalog = self._catalog
-        doomed = [row for row in rows if catalog.state(row, tier) == CopyState.DOOMED]
-        for row in doomed:
-            self._abandon(row, tier)
-        if doomed:
+        if catalog.any_doomed(rows, tier):
+            doomed = [row for row in rows if catalog.state(row, tier) == CopyState.DOOMED]
+            for row in doomed:
+                self._abandon(row, tier)
             rows = [row for row in rows if row not in doomed]
         catalog.finish(rows, tier)
         self._space(tier).inserted(rows)

@@ -3,36 +3,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import repeat
+from collections.abc import Collection, Sequence
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.config import Config
 from kvdisk.context import SchedulerContext
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager.admission import AdmissionPolicy
-from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.admission import AdmissionPolicy, AdmitAll
+from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.chains import NONE
+from kvdisk.manager.copies import CopyState
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies
 from kvdisk.manager.lookup import is_coming
 from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.settlement import Settlement
+from kvdisk.manager.store_drafts import StoreDraft, StoreDrafts
 from kvdisk.manager.store_policy import FreeOffer, StorePolicy
 from kvdisk.manager.tables import BlockTables, Table
-from kvdisk.manager.transfers import MoveDetail, Transfers
+from kvdisk.manager.transfers import Transfers
 from kvdisk.manager.watermark import Refusal
-from kvdisk.messages import JobKind, Move, make_moves
 from kvdisk.stats import Stats
-
-
-@dataclass(slots=True)
-class _Job:
-    """A job of stores in the making."""
-
-    moves: list[Move] = field(default_factory=list)
-    details: list[MoveDetail] = field(default_factory=list)
 
 
 class StorePlanner:
@@ -62,17 +54,18 @@ class StorePlanner:
         self._geometry = geometry
         self._context = context
         self._catalog = catalog
-        self._transfers = transfers
         self._stats = stats
         self._cpu = cpu
         self._nvme = nvme
         self._store_policy = store_policy
-        self._nvme_admission = nvme_admission
         self._target = Tier.CPU if cpu is not None else Tier.NVME
         self._admission = cpu_admission if cpu is not None else nvme_admission
+        # Those that are told what is wanted, each once.
+        asked = dict.fromkeys((self._admission, nvme_admission))
+        self._counting = [admission for admission in asked if not isinstance(admission, AdmitAll)]
         self._settlement = settlement
         self._foreign = foreign
-        self._generation = first_generation
+        self._drafts = StoreDrafts(context, catalog, transfers, settlement, self._target, first_generation)
         limit = config.max_pinned_gpu_blocks
         self._max_pinned = max(1, context.block_count // 2) if limit is None else limit
         self._min_block_tokens = min(group.block_tokens for group in geometry.groups)
@@ -100,12 +93,13 @@ class StorePlanner:
         known_tokens = self._tables.get(request.request_id).computed_tokens
         self._tables.put(request.request_id, Table(computed_tokens, block_ids))
         storable_tokens = self._storable_tokens(request, computed_tokens)
-        job = _Job()
+        draft = StoreDraft(request, epoch)
         for group in self._geometry.groups:
             keys, blocks = request.keys[group.group], block_ids[group.group]
             final_tokens = min(storable_tokens, max(0, computed_tokens - group.volatile_last))
             storable = min(final_tokens // group.block_tokens, len(keys), len(blocks))
-            self._note_reached(request, keys, min(known_tokens // group.block_tokens, storable), storable)
+            first = min(known_tokens // group.block_tokens, storable)
+            are_new = self._note_reached(request, keys, first, storable)
             offers = self._store_policy.offers(
                 request.request_id,
                 group.group,
@@ -115,30 +109,32 @@ class StorePlanner:
                 lambda position, keys=keys: self._admission.count(keys[position]),  # type: ignore[misc]
             )
             if offers:
-                taken = self._answer(request, group.group, offers, blocks, now)
-                allowed = self._pins_left - len(job.moves)
-                self._take(request, group, taken, blocks, now, epoch, job, min(allowed, len(taken)))
-        self._touch(job)
-        self._add(job, request, epoch)
+                are_new = are_new and offers[0] >= first
+                taken = self._answer(request, group.group, offers, blocks, now, are_new)
+                allowed = self._pins_left - len(draft.moves)
+                self._take(draft, request, group, taken, blocks, now, min(allowed, len(taken)), are_new)
+        self._drafts.queue(draft)
 
     def _storable_tokens(self, request: RequestState, computed_tokens: int) -> int:
         if request.store_limit_tokens is not None:
             computed_tokens = min(computed_tokens, request.store_limit_tokens)
         return computed_tokens if self._config.store_decode else min(computed_tokens, request.prompt_tokens)
 
-    def _note_reached(self, request: RequestState, keys: Sequence[BlockKey], start: int, stop: int) -> None:
+    def _note_reached(self, request: RequestState, keys: Sequence[BlockKey], start: int, stop: int) -> bool:
         """A request has come to blocks of one group, computed or loaded: it wants them, and uses their copies.
 
-        Where the CPU tier has a block already, NVMe is asked again: its count may have risen.
+        Where the CPU tier has a block already, NVMe is asked again: its count may have risen. Returns whether the
+        catalog has none of them.
         """
         if start == stop:
-            return
+            return False
         self._store_policy.reached(request.request_id, keys, start, stop)
         wanted = keys[start:stop]
-        self._want(wanted, request.request_id)
+        for admission in self._counting:
+            admission.want(wanted, request.request_id)
         rows = self._catalog.find_all(wanted)
         if max(rows) < 0:
-            return
+            return True
         used = [row for row in rows if is_coming(self._catalog, row)]
         for row in used:
             self._settlement.offer_to_nvme(row)
@@ -147,11 +143,7 @@ class StorePlanner:
                 for row in reversed(used):  # the head last, so that it leaves last
                     if self._catalog.state(row, tier) == CopyState.READY:
                         space.accessed(row)
-
-    def _want(self, keys: Sequence[BlockKey], request_id: str) -> None:
-        self._admission.want(keys, request_id)
-        if self._nvme_admission is not self._admission:
-            self._nvme_admission.want(keys, request_id)
+        return False
 
     def restarted(self, request_id: str) -> None:
         """What a request has computed is gone: it begins anew."""
@@ -184,7 +176,7 @@ class StorePlanner:
         table = self._tables.take(request.request_id)
         if request.stale:
             return None
-        job, computed_tokens = _Job(), table.computed_tokens
+        draft, computed_tokens = StoreDraft(request, epoch, holds=False), table.computed_tokens
         if request.store_limit_tokens is not None:
             computed_tokens = min(computed_tokens, request.store_limit_tokens)
         for group in self._geometry.groups:
@@ -197,10 +189,12 @@ class StorePlanner:
             self._leave_out_what_has_gone(group, keys, blocks, table.computed_tokens)
             offers = self._store_policy.preempted(request.request_id, group.group, storable)
             # Generated tokens too, which nobody has been told of without ``store_decode``.
-            self._want([keys[position] for position in offers], request.request_id)
-            taken = self._answer(request, group.group, offers, blocks, now)
-            self._take(request, group, taken, blocks, now, epoch, job, len(taken))
-        return self._add(job, request, epoch)
+            wanted = [keys[position] for position in offers]
+            for admission in self._counting:
+                admission.want(wanted, request.request_id)
+            taken = self._answer(request, group.group, offers, blocks, now, are_new=False)
+            self._take(draft, request, group, taken, blocks, now, len(taken), are_new=False)
+        return self._drafts.queue(draft)
 
     def _leave_out_what_has_gone(
         self, group: GroupGeometry, keys: Sequence[BlockKey], blocks: list[int], computed_tokens: int
@@ -234,21 +228,20 @@ class StorePlanner:
                 self._refuse_free(offer, Refusal.NO_ROOM, self._settlement.room, now)
             else:
                 taken.setdefault(self._geometry.size_classes[group_of(offer.key)], []).append(offer)
-        job = _Job()
+        draft = StoreDraft(None, epoch)
         for size_class, wanted in taken.items():
-            slots = self._allocate(size_class, min(self._pins_left - len(job.moves), len(wanted)), now)
+            slots = self._allocate(size_class, min(self._pins_left - len(draft.moves), len(wanted)), now)
             accepted, refused = wanted[: len(slots)], wanted[len(slots) :]
             for offer in accepted:
                 policy.accept_free(offer.key)
             keys, parents = [offer.key for offer in accepted], [offer.parent for offer in accepted]
-            self._begin(job, keys, parents, [offer.block for offer in accepted], slots, epoch)
+            self._drafts.begin(draft, keys, parents, [offer.block for offer in accepted], slots)
             for offer in refused:
                 self._refuse_free(offer, Refusal.NO_ROOM, self._settlement.room, now)
         # Given back in the order of the queue, as settlement turns them round.
-        job.moves.reverse()
-        job.details.reverse()
-        self._touch(job)
-        self._add(job, None, epoch)
+        draft.moves.reverse()
+        draft.details.reverse()
+        self._drafts.queue(draft)
 
     def _refuse_free(self, offer: FreeOffer, why: Refusal, mark: int, now: float) -> None:
         self._count_refusal(why)
@@ -265,13 +258,22 @@ class StorePlanner:
         return is_coming(self._catalog, row) or (self._target is Tier.NVME and self._foreign.holds(key))
 
     def _answer(
-        self, request: RequestState, group: int, offers: Sequence[int], blocks: Sequence[int], now: float
+        self,
+        request: RequestState,
+        group: int,
+        offers: Sequence[int],
+        blocks: Sequence[int],
+        now: float,
+        are_new: bool,
     ) -> Sequence[int]:
-        """Answer one group's offers that need no slot: accept (there, or no block) or refuse. Return the rest."""
+        """Answer one group's offers that need no slot: accept (there, or no block) or refuse. Return the rest.
+
+        ``are_new``: the catalog is known to have none of them.
+        """
         if not offers:
             return offers
         policy, keys, catalog = self._store_policy, request.keys[group], self._catalog
-        rows = catalog.find_all([keys[position] for position in offers])
+        rows = [NONE] * len(offers) if are_new else catalog.find_all([keys[position] for position in offers])
         may_be_abroad = self._target is Tier.NVME and self._foreign.known
         if max(rows) < 0 and not may_be_abroad and self._admission.is_open and all(map(blocks.__getitem__, offers)):
             return offers  # new blocks of a prompt: no question for each
@@ -306,14 +308,14 @@ class StorePlanner:
 
     def _take(
         self,
+        draft: StoreDraft,
         request: RequestState,
         group: GroupGeometry,
         taken: Sequence[int],
         blocks: Sequence[int],
         now: float,
-        epoch: int,
-        job: _Job,
         most: int,
+        are_new: bool,
     ) -> None:
         """Begin copies of as many blocks as there are slots for, ``most`` at most; refuse the rest."""
         if not taken:
@@ -323,15 +325,15 @@ class StorePlanner:
         if accepted:
             keys = request.keys[group.group]
             self._store_policy.accept(request.request_id, group.group, accepted)
-            self._begin(
-                job,
+            self._drafts.begin(
+                draft,
                 [keys[position] for position in accepted],
                 [keys[position - 1] if position else None for position in accepted],
                 [blocks[position] for position in accepted],
                 slots,
-                epoch,
-                group.group,
-                accepted,
+                group=group.group,
+                positions=accepted,
+                are_new=are_new,
             )
         for position in refused:
             self._refuse_for_room(request, group.group, position, now)
@@ -342,45 +344,3 @@ class StorePlanner:
         assert space is not None
         may_store = self._cpu is not None or (self._nvme is not None and self._nvme.may_write(now))
         return space.allocate(size_class, count) if count > 0 and may_store else []
-
-    def _begin(
-        self,
-        job: _Job,
-        keys: Sequence[BlockKey],
-        parents: Sequence[BlockKey | None],
-        blocks: Sequence[int],
-        slots: Sequence[Slot],
-        epoch: int,
-        group: int = -1,
-        positions: Iterable[int] = repeat(-1),
-    ) -> None:
-        """Begin copies in slots, and add their moves to a job. ``group``, ``positions``: their places in a request."""
-        catalog = self._catalog
-        rows = catalog.find_all(keys)
-        for at, row in enumerate(rows):
-            if row < 0:
-                self._generation += 1
-                rows[at] = catalog.add(keys[at], self._generation, epoch, parents[at])
-        catalog.begin_all(rows, self._target, slots)
-        generations = map(catalog.generations.__getitem__, rows)
-        cpu, nvme = (slots, repeat(None)) if self._target is Tier.CPU else (repeat(None), slots)
-        job.moves += make_moves(keys, generations, blocks, cpu, nvme, parents)
-        job.details += map(MoveDetail, rows, repeat(-1), repeat(group), positions)
-
-    def _touch(self, job: _Job) -> None:
-        """Hold a job's GPU blocks until it is settled."""
-        if job.moves:
-            self._context.touch([move.block for move in job.moves])
-            self._settlement.pinned_blocks += len(job.moves)
-            for move, detail in zip(job.moves, job.details, strict=True):
-                detail.block = move.block
-
-    def _add(self, job: _Job, request: RequestState | None, epoch: int) -> JobId | None:
-        """Queue a job of stores, if it has any moves."""
-        if not job.moves:
-            return None
-        request_id = request.request_id if request is not None else None
-        record = self._transfers.add(JobKind.STORE, job.moves, job.details, epoch=epoch, request_id=request_id)
-        if request is not None:
-            request.store_jobs.add(record.job.id)
-        return record.job.id

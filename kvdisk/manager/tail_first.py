@@ -44,12 +44,13 @@ class TailFirst:
         """
         found: dict[int, None] = {}
         passed: list[int] = []
+        first = self._catalog.chains.firsts(self._tier)
         self._held.clear()
         self._steps = MAX_STEPS + 4 * count
         for row in self._policy.proposals() if count > 0 else ():
             before = len(found)
             if row not in found and row not in self._held:
-                if evictable(row) and self._nothing_stays_behind(row, found):
+                if evictable(row) and (first[row] == NONE or self._nothing_stays_behind(row, found)):
                     found[row] = None
                 else:
                     self._gather(row, count, evictable, found)

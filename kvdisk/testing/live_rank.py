@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Protocol
 
@@ -145,7 +145,7 @@ class LocalRank:
         self._loads |= {job.id: job for job in early if job.kind is JobKind.LOAD}
         self._out |= {job.id for job in plan.jobs}
         if early or plan.void:
-            mover.submit(replace(plan, jobs=early, urgent=()), mover.compute_done())
+            mover.submit(plan._replace(jobs=early, urgent=()), mover.compute_done())
 
     def forward(self, work: StepWork) -> None:
         """Run the model: write what it computes, and look at all that it reads."""

@@ -11,7 +11,8 @@ from kvdisk.config import Config
 from kvdisk.geometry import Geometry, segment_charge_bytes
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.admission import make_admission
-from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.copies import CopyState
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.eviction import LruPolicy
 from kvdisk.manager.manager import TierManager

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models for the real engine, built once per test run."""
+"""Models for the real engine, built once per test run, and what vLLM alone answers with them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from torture_rounds import answers_alone
 
 from kvdisk.testing import tiny_models
 
@@ -26,3 +27,25 @@ def tiny_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _build(kind: str, factory: pytest.TempPathFactory) -> Path:
     return tiny_models.build(kind, factory.mktemp("models") / kind, [(ROOT / "LICENSE").read_text()])
+
+
+@pytest.fixture(params=["llama", "gemma3"])
+def model(request: pytest.FixtureRequest) -> Path:
+    """Each of them in turn, in tests that do not choose."""
+    return request.getfixturevalue(f"tiny_{request.param}")
+
+
+@pytest.fixture(scope="session")
+def baselines() -> dict[Path, list[list[int]]]:
+    """By model. A fixture that depended on the parameter would be made anew for each of its pairs with another."""
+    return {}
+
+
+@pytest.fixture
+def expected(
+    model: Path, baselines: dict[Path, list[list[int]]], tmp_path_factory: pytest.TempPathFactory
+) -> list[list[int]]:
+    """What vLLM alone answers to each prompt, one after the other; and, preempted and batched anyhow, all the same."""
+    if model not in baselines:
+        baselines[model] = answers_alone(model, tmp_path_factory.mktemp("expected") / "log")
+    return baselines[model]

@@ -15,7 +15,7 @@ from live_children import SEED
 from kvdisk.blocks import Tier
 from kvdisk.device import posix
 from kvdisk.device.base import Op
-from kvdisk.manager.catalog import CopyState
+from kvdisk.manager.copies import CopyState
 from kvdisk.manager.drive_health import Turns
 from kvdisk.testing.live_engine import LiveEngine
 from kvdisk.testing.live_load import LiveLoad, LoadShape

@@ -11,15 +11,16 @@ import pytest
 from machines import Bugs, Patch, forget_late, tolerate_missing_pins, wrap
 
 from kvdisk.blocks import Tier
-from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.chains import Chains
+from kvdisk.manager.copies import CopyState
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.load_planner import LoadPlanner
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.pool import SlotPool
 from kvdisk.manager.settlement import Settlement
-from kvdisk.manager.store_planner import StorePlanner
+from kvdisk.manager.store_drafts import StoreDrafts
 from kvdisk.manager.store_policy import OnCompute
 from kvdisk.manager.tail_first import TailFirst
 from kvdisk.manager.transfers import JobRecord, Transfers
@@ -113,7 +114,7 @@ class _Keeping(_Untouching):
 
 
 def _with_context(patch: Patch, make: type[_Untouching]) -> None:
-    for owner in (StorePlanner, Settlement):
+    for owner in (StoreDrafts, Settlement):
 
         def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)

@@ -10,6 +10,7 @@ from machines import Bugs, Patch, wrap
 
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.spillover import Spillover
+from kvdisk.manager.store_drafts import StoreDraft, StoreDrafts
 from kvdisk.manager.store_planner import StorePlanner
 from kvdisk.manager.store_policy import OnPreemption
 from kvdisk.manager.tables import BlockTables, Table
@@ -52,9 +53,11 @@ def blocks_stored_though_nobody_was_preempted(patch: Patch) -> None:
 @PREEMPTION.plant
 def urgent_blocks_given_back_though_never_held(patch: Patch) -> None:
     def add(original: Any, self: Transfers, kind: Any, moves: Any, details: Any, **more: Any) -> Any:
-        for move, detail in zip(moves, details, strict=True):
-            if move.block > 0 and detail.row >= 0 and kind.name == "STORE":
-                detail.block = move.block
+        if kind.name == "STORE":
+            details = [
+                detail._replace(block=move.block) if move.block > 0 and detail.row >= 0 else detail
+                for move, detail in zip(moves, details, strict=True)
+            ]
         return original(self, kind, moves, details, **more)
 
     wrap(patch, Transfers, "add", add)
@@ -98,12 +101,11 @@ def refused_free_block_never_offered_again(patch: Patch) -> None:
 
 @SPILL.plant
 def free_blocks_stored_and_not_held(patch: Patch) -> None:
-    def plan(original: Any, self: StorePlanner, *args: Any) -> None:
-        touch, self._touch = self._touch, lambda _: None  # type: ignore[method-assign]
-        original(self, *args)
-        self._touch = touch  # type: ignore[method-assign]
+    def queue(original: Any, self: StoreDrafts, draft: StoreDraft) -> Any:
+        draft.holds = draft.request is not None and draft.holds
+        return original(self, draft)
 
-    wrap(patch, StorePlanner, "plan_free", plan)
+    wrap(patch, StoreDrafts, "queue", queue)
 
 
 @SPILL.plant

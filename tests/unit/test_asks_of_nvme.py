@@ -11,7 +11,7 @@ from kvdisk.blocks import Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.catalog import CopyState
+from kvdisk.manager.copies import CopyState
 from kvdisk.testing.fake_engine import FakeEngine
 from kvdisk.testing.fake_ranks import FakeRank
 from kvdisk.testing.manager_parts import DAY_S, ManagerParts, Sizes

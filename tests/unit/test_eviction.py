@@ -23,14 +23,14 @@ def test_lru_is_an_ordered_dictionary(steps, filled):
     policy.fill(np.array(filled, np.int32))
     for step, row in steps:
         if step == "insert" and row not in model:
-            policy.insert(row)
+            policy.insert((row,))
             model[row] = None
         elif step == "access":
             policy.access(row)
             if row in model:
                 model.move_to_end(row)
         elif step == "remove":
-            policy.remove(row)
+            policy.remove((row,))
             model.pop(row, None)
         assert list(policy.proposals()) == list(model)
 
@@ -42,12 +42,12 @@ def test_every_policy_proposes_each_row_that_it_has(name, steps, filled):
     policy.fill(np.array(filled, np.int32))
     for step, row in steps:
         if step == "insert" and row not in model:
-            policy.insert(row)
+            policy.insert((row,))
             model.add(row)
         elif step == "access":
             policy.access(row)
         elif step == "remove":
-            policy.remove(row)
+            policy.remove((row,))
             model.discard(row)
         proposed = list(policy.proposals())
         assert len(proposed) == len(set(proposed))

@@ -9,7 +9,8 @@ from kvdisk.blocks import BlockKey, Slot, Tier, group_of, make_block_key
 from kvdisk.geometry import FILE_EPOCH, Geometry, GroupGeometry
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.copies import CopyState
 from kvdisk.manager.eviction import LruPolicy
 from kvdisk.manager.nvme_restore import restore_blocks
 from kvdisk.manager.tail_first import TailFirst
@@ -164,6 +165,6 @@ def test_records_whose_parents_go_in_a_circle_leave_all_the_same(length: int) ->
     restore_blocks(index, geometry, catalog, [order], {0: segment})
     for _ in range(length + 2):
         (row,) = order.victims(1, lambda row: catalog.evictable(row, Tier.NVME))
-        order.remove(row)
+        order.remove((row,))
         catalog.drop(row, Tier.NVME)
     assert len(catalog) == 0

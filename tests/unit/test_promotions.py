@@ -12,7 +12,7 @@ from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager import promotions
-from kvdisk.manager.catalog import CopyState
+from kvdisk.manager.copies import CopyState
 from kvdisk.messages import Job, JobKind, Plan
 from kvdisk.testing.fake_engine import FakeEngine
 from kvdisk.testing.fake_neighbours import FakeNeighbours

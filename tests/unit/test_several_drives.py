@@ -10,7 +10,7 @@ from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.base import SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.catalog import CopyState
+from kvdisk.manager.copies import CopyState
 from kvdisk.messages import JobKind, Reason
 from kvdisk.testing.fake_engine import FakeEngine
 from kvdisk.testing.fake_legs import Content

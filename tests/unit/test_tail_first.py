@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from kvdisk.blocks import BlockKey, Slot, Tier
 from kvdisk.manager import tail_first
-from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.copies import CopyState
 from kvdisk.manager.eviction import EVICTIONS, make_eviction
 from kvdisk.manager.tail_first import TailFirst
 
@@ -32,10 +33,10 @@ class Copies:
         if self.catalog.state(row, Tier.CPU) == CopyState.ABSENT:
             self.catalog.begin(row, Tier.CPU, Slot(0, number))
             self.catalog.finish((row,), Tier.CPU)
-            self.order.insert(row)
+            self.order.insert((row,))
 
     def drop(self, row: int) -> None:
-        self.order.remove(row)
+        self.order.remove((row,))
         self.catalog.drop(row, Tier.CPU)
 
     def ready(self) -> dict[int, int]:
@@ -109,7 +110,7 @@ def long_chain(eviction: str, length: int) -> tuple[Catalog, TailFirst, list[int
     for number in range(length):
         row = catalog.add(BlockKey(b"%d" % number), number, 0, BlockKey(b"%d" % (number - 1)) if number else None)
         catalog.adopt(row, Tier.NVME, Slot(0, number))
-        order.insert(row)
+        order.insert((row,))
         rows.append(row)
     return catalog, order, rows
 
@@ -128,7 +129,7 @@ def test_the_tail_of_a_chain_longer_than_a_search_is_found_in_the_end(eviction, 
     for _ in range(400):
         before = len(asked)
         for row in order.victims(2, evictable):
-            order.remove(row)
+            order.remove((row,))
             catalog.drop(row, Tier.NVME)
             left.append(row)
         assert len(asked) - before < 100
@@ -142,6 +143,6 @@ def test_a_chain_in_use_does_not_keep_others_from_leaving(eviction, monkeypatch)
     catalog.pin(rows[-1], Tier.NVME)
     other = catalog.add(BlockKey(b"other"), 1000, 0, None)
     catalog.adopt(other, Tier.NVME, Slot(0, 1000))
-    order.insert(other)
+    order.insert((other,))
     calls = (order.victims(1, lambda row: catalog.evictable(row, Tier.NVME)) for _ in range(400))
     assert next(filter(None, calls)) == [other]

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs of stores in the making: copies begun in slots, GPU blocks held, and the job queued. Scheduler thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+
+from kvdisk.blocks import BlockKey, JobId, Slot, Tier
+from kvdisk.context import SchedulerContext
+from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.requests import RequestState
+from kvdisk.manager.settlement import Settlement
+from kvdisk.manager.transfers import MoveDetail, Transfers, make_details
+from kvdisk.messages import JobKind, Move, make_moves
+
+
+@dataclass(slots=True)
+class StoreDraft:
+    """A job in the making. ``request``: whose blocks it stores; None: nobody's, they are free.
+
+    ``holds``: whether its GPU blocks are held until it is settled.
+    """
+
+    request: RequestState | None
+    epoch: int
+    holds: bool = True
+    moves: list[Move] = field(default_factory=list)
+    details: list[MoveDetail] = field(default_factory=list)
+
+
+class StoreDrafts:
+    """Fills drafts, and queues them. ``target``: the tier that stores go to.
+
+    ``first_generation``: larger than any that this home has seen.
+    """
+
+    def __init__(
+        self,
+        context: SchedulerContext,
+        catalog: Catalog,
+        transfers: Transfers,
+        settlement: Settlement,
+        target: Tier,
+        first_generation: int,
+    ) -> None:
+        self._context = context
+        self._catalog = catalog
+        self._transfers = transfers
+        self._settlement = settlement
+        self._target = target
+        self._generation = first_generation
+
+    def begin(
+        self,
+        draft: StoreDraft,
+        keys: Sequence[BlockKey],
+        parents: Sequence[BlockKey | None],
+        blocks: Sequence[int],
+        slots: Sequence[Slot],
+        *,
+        group: int = -1,
+        positions: Iterable[int] = repeat(-1),
+        are_new: bool = False,
+    ) -> None:
+        """Begin copies in slots, and add their moves. ``group``, ``positions``: their places in the request.
+
+        ``are_new``: the catalog is known to have none of the keys. It has a copy of none of them in the target.
+        """
+        catalog = self._catalog
+        if are_new:
+            rows = catalog.add_all(keys, self._generation + 1, draft.epoch, parents)
+            self._generation += len(rows)
+        else:
+            rows = catalog.find_all(keys)
+            for at, row in enumerate(rows):
+                if row < 0:
+                    self._generation += 1
+                    rows[at] = catalog.add(keys[at], self._generation, draft.epoch, parents[at])
+        catalog.begin_all(rows, self._target, slots)
+        generations = map(catalog.generations.__getitem__, rows)
+        cpu, nvme = (slots, repeat(None)) if self._target is Tier.CPU else (repeat(None), slots)
+        draft.moves += make_moves(keys, generations, blocks, cpu, nvme, parents)
+        draft.details += make_details(rows, blocks if draft.holds else repeat(-1), repeat(group), positions)
+
+    def queue(self, draft: StoreDraft) -> JobId | None:
+        """Hold the draft's GPU blocks, if it does that, and queue its job; return it, None where there are no moves."""
+        moves, request = draft.moves, draft.request
+        if not moves:
+            return None
+        if draft.holds:
+            self._context.touch([move.block for move in moves])
+            self._settlement.pinned_blocks += len(moves)
+        request_id = request.request_id if request is not None else None
+        record = self._transfers.add(JobKind.STORE, moves, draft.details, epoch=draft.epoch, request_id=request_id)
+        if request is not None:
+            request.store_jobs.add(record.job.id)
+        return record.job.id
