@@ -20,7 +20,6 @@ from kvdisk.manager.copies import ILLEGAL, NEXT, PRESENCES, Change, CommittedCop
 from kvdisk.manager.events import Journal
 
 _TIERS = (Tier.CPU, Tier.NVME)
-_OTHER = {Tier.CPU: Tier.NVME, Tier.NVME: Tier.CPU}
 _NOBODY = BlockKey(b"")
 _READY, _ABSENT = int(CopyState.READY), int(CopyState.ABSENT)
 _MOST_PINS = 2**16 - 1
@@ -46,6 +45,7 @@ class Catalog:
         self.epochs = array("Q")
         self._cpu_states, self._nvme_states = bytearray(), bytearray()
         self._states = {Tier.CPU: self._cpu_states, Tier.NVME: self._nvme_states}
+        self._others = {Tier.CPU: self._nvme_states, Tier.NVME: self._cpu_states}
         # The last is that of row -1, which no block has.
         self._presences = bytearray([Presence.NOWHERE])
         # That row, and all with a key that are not READY but for their drive: few, and soon looked up.
@@ -167,9 +167,9 @@ class Catalog:
         """Return the ``CopyState`` of a row's copy in a tier, as a plain int."""
         return self._states[tier][row]
 
-    def any_doomed(self, rows: Iterable[int], tier: Tier) -> bool:
-        """Whether the copy of any of these rows is DOOMED."""
-        return CopyState.DOOMED in bytes(map(self._states[tier].__getitem__, rows))
+    def any_in(self, state: CopyState, rows: Iterable[int], tier: Tier) -> bool:
+        """Whether the copy of any of these rows is in a state."""
+        return state in bytes(map(self._states[tier].__getitem__, rows))
 
     def is_ready(self, row: int) -> bool:
         """Whether a row (or -1) can be loaded from some tier now."""
@@ -180,8 +180,7 @@ class Catalog:
         return self._presences[row] > 0
 
     def presences(self, keys: Sequence[BlockKey]) -> bytes:
-        """Return the ``Presence`` of each key of a chain (see ``find_chain``) as a byte. Asked for every block of every
-        prompt: no Python call for each."""
+        """Return the ``Presence`` of each key of a chain (see ``find_chain``) as a byte: no Python call for each."""
         rows = self.find_chain(keys)
         if not self._hidden and self._unready.isdisjoint(rows):
             return bytes([Presence.READY]) * len(rows)
@@ -210,8 +209,12 @@ class Catalog:
 
     def slot(self, row: int, tier: Tier) -> Slot:
         """Return the slot of a copy that is not ABSENT."""
-        assert self._states[tier][row] != CopyState.ABSENT
-        return Slot(self._segments[tier][row], self._indices[tier][row])
+        return self.slots((row,), tier)[0]
+
+    def slots(self, rows: Sequence[int], tier: Tier) -> list[Slot]:
+        """Return the slots of copies that are not ABSENT."""
+        assert _ABSENT not in bytes(map(self._states[tier].__getitem__, rows))
+        return make_slots(map(self._segments[tier].__getitem__, rows), map(self._indices[tier].__getitem__, rows))
 
     def readable(self, row: int, tier: Tier) -> bool:
         """Whether a copy is READY and its drive is not quarantined."""
@@ -238,10 +241,7 @@ class Catalog:
     def finish(self, rows: Sequence[int], tier: Tier) -> None:
         """The writers of some copies are done on every rank: READY, their pins are gone."""
         self._change(rows, tier, Change.READY)
-        pins = self._pins[tier]
-        for row in rows:
-            assert pins[row] > 0
-            pins[row] -= 1
+        self.unpin(rows, tier)
         self._note(rows, tier, stored=True)
 
     def adopt(self, row: int, tier: Tier, slot: Slot) -> None:
@@ -260,10 +260,8 @@ class Catalog:
 
     def drop_all(self, rows: Sequence[int], tier: Tier) -> list[Slot]:
         """End many unpinned copies, those that follow a copy before it."""
-        pins, segments, indices = self._pins[tier], self._segments[tier], self._indices[tier]
-        slots = make_slots(map(segments.__getitem__, rows), map(indices.__getitem__, rows))
-        for row in rows:
-            assert pins[row] == 0, "a pinned copy cannot be dropped"
+        slots = self.slots(rows, tier)
+        assert not any(map(self._pins[tier].__getitem__, rows)), "a pinned copy cannot be dropped"
         self._note(rows, tier, stored=False)
         self._change(rows, tier, Change.DROP)
         self.chains.unlink(rows, tier)
@@ -287,16 +285,20 @@ class Catalog:
         self._unready.difference_update(rows)
         self._vacant += rows
 
-    def pin(self, row: int, tier: Tier) -> None:
-        """Hold a READY copy for one job."""
-        assert self._states[tier][row] == CopyState.READY
-        assert self._pins[tier][row] < _MOST_PINS
-        self._pins[tier][row] += 1
+    def pin(self, rows: Iterable[int], tier: Tier) -> None:
+        """Hold READY copies for one job."""
+        states, pins = self._states[tier], self._pins[tier]
+        for row in rows:
+            assert states[row] == _READY
+            assert pins[row] < _MOST_PINS
+            pins[row] += 1
 
-    def unpin(self, row: int, tier: Tier) -> None:
-        """Give one pin back."""
-        assert self._pins[tier][row] > 0
-        self._pins[tier][row] -= 1
+    def unpin(self, rows: Iterable[int], tier: Tier) -> None:
+        """Give one pin of each copy back."""
+        pins = self._pins[tier]
+        for row in rows:
+            assert pins[row] > 0
+            pins[row] -= 1
 
     def evictable(self, row: int, tier: Tier) -> bool:
         """Whether a copy may be dropped for room: READY and unpinned."""
@@ -306,10 +308,6 @@ class Catalog:
         """Return ``evictable`` for one tier: to be asked for many rows at once, and not kept."""
         states, pins = self._states[tier], self._pins[tier]
         return lambda row: states[row] == _READY and pins[row] == 0
-
-    def is_followed(self, row: int, tier: Tier) -> bool:
-        """Whether a tier has a copy, in any state, of a block whose parent this row is."""
-        return self.chains.first(row, tier) != NONE
 
     def ready_keys(self, tier: Tier) -> list[BlockKey]:
         """Return the keys of all copies of the current epoch that are READY in a tier."""
@@ -351,7 +349,7 @@ class Catalog:
     def _change(self, rows: Sequence[int], tier: Tier, change: Change) -> None:
         if len(rows) > 1 and not self._hidden:
             before = bytes(map(self._states[tier].__getitem__, rows))
-            if not before.strip(before[:1]) and not any(map(self._states[_OTHER[tier]].__getitem__, rows)):
+            if not before.strip(before[:1]) and not any(map(self._others[tier].__getitem__, rows)):
                 self._change_alike(rows, tier, before[0], change)
                 return
         for row in rows:
@@ -360,7 +358,7 @@ class Catalog:
     def _change_alike(self, rows: Sequence[int], tier: Tier, state: int, change: Change) -> None:
         """What ``_change_one`` does, for rows that have a copy in one tier at most, all in one state, as most have."""
         target = _target_of(state, change)
-        scale = len(CopyState) if tier is Tier.CPU else 1
+        scale = 4 if tier is Tier.CPU else 1
         before, now = PRESENCES[state * scale], PRESENCES[target * scale]
         states, presences = self._states[tier], self._presences
         for row in rows:
@@ -378,7 +376,7 @@ class Catalog:
         nvme = self._nvme_states[row]
         if self._hidden and nvme == _READY and self._segments[Tier.NVME][row] in self._hidden:
             nvme = _ABSENT
-        before, now = presences[row], PRESENCES[self._cpu_states[row] * len(CopyState) + nvme]
+        before, now = presences[row], PRESENCES[self._cpu_states[row] * 4 + nvme]
         if now == _READY:
             self._unready.discard(row)
         else:
@@ -394,6 +392,6 @@ class Catalog:
 
 
 def _target_of(state: int, change: Change) -> int:
-    target = NEXT[state * len(Change) + change]
+    target = NEXT[state * 4 + change]
     assert target != ILLEGAL, f"{change!r} of a copy that is {CopyState(state)!r}"
     return target

@@ -120,10 +120,12 @@ class CpuSpace:
         self._catalog.doom(row, Tier.CPU)
         self._end_doomed(row)
 
-    def unpin(self, row: int) -> None:
-        """Give back one pin; the last one of a doomed copy ends it."""
-        self._catalog.unpin(row, Tier.CPU)
-        self._end_doomed(row)
+    def unpin(self, rows: Sequence[int]) -> None:
+        """Give back one pin of each copy; the last one of a doomed copy ends it."""
+        self._catalog.unpin(rows, Tier.CPU)
+        if self._catalog.any_in(CopyState.DOOMED, rows, Tier.CPU):
+            for row in reversed(rows):
+                self._end_doomed(row)
 
     def _end_doomed(self, row: int) -> None:
         if self._catalog.state(row, Tier.CPU) == CopyState.DOOMED and self._catalog.pins(row, Tier.CPU) == 0:
@@ -131,13 +133,16 @@ class CpuSpace:
 
     # -- waiting for NVMe ----------------------------------------------------------------------
 
-    def enqueue(self, row: int) -> bool:
-        """Put a READY copy in the backlog; False where it is full or the copy is there already."""
-        backlog = self._backlogs[self.class_of(row)]
-        if row in backlog or len(backlog) >= self._limits[self.class_of(row)]:
-            return False
-        backlog[row] = None
-        return True
+    def enqueue(self, rows: Sequence[int]) -> int:
+        """Put READY copies in the backlog; return how many: not those that are there already, nor more than fit."""
+        taken = 0
+        for size_class, alike in self._by_class(rows):
+            backlog = self._backlogs[size_class]
+            before = len(backlog)
+            new = alike if backlog.keys().isdisjoint(alike) else [row for row in alike if row not in backlog]
+            backlog.update(dict.fromkeys(new[: max(0, self._limits[size_class] - before)]))
+            taken += len(backlog) - before
+        return taken
 
     def backlog_count(self, size_class: int) -> int:
         """Return how many copies of a size class wait to be demoted."""

@@ -164,7 +164,7 @@ class LoadPlanner:
         if foreign is not None:
             return Move(key, foreign.generation, block, None, self._foreign.pin(foreign), parent), -1
         tier = Tier.CPU if catalog.state(row, Tier.CPU) == CopyState.READY else Tier.NVME
-        catalog.pin(row, tier)
+        catalog.pin((row,), tier)
         slot = catalog.slot(row, tier)
         parent = catalog.parents[row]
         if tier is Tier.CPU:

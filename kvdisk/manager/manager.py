@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from itertools import repeat
 
 from kvdisk.blocks import BlockKey, JobId, Tier
 from kvdisk.config import Config
@@ -29,8 +30,8 @@ from kvdisk.manager.requests import RequestLimits, RequestState
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.store_planner import StorePlanner
 from kvdisk.manager.store_policy import StorePolicy
-from kvdisk.manager.transfers import MoveDetail, Transfers
-from kvdisk.messages import JobKind, Move, Plan, Report
+from kvdisk.manager.transfers import Transfers, make_details
+from kvdisk.messages import JobKind, Plan, Report, make_moves
 from kvdisk.stats import Stats
 
 MAX_DEMOTE_MOVES = 64
@@ -273,15 +274,14 @@ class TierManager:
                 slots = nvme.allocate(size_class, min(MAX_DEMOTE_MOVES, waiting))
                 if not slots:
                     break
-                rows = cpu.take_backlog(size_class, len(slots))
-                moves, catalog = [], self._catalog
+                rows, catalog = cpu.take_backlog(size_class, len(slots)), self._catalog
                 catalog.begin_all(rows, Tier.NVME, slots)
-                for row, slot in zip(rows, slots, strict=True):
-                    catalog.pin(row, Tier.CPU)
-                    source = catalog.slot(row, Tier.CPU)
-                    generation, parent = catalog.generations[row], catalog.parents[row]
-                    moves.append(Move(catalog.keys[row], generation, -1, source, slot, parent))
-                details = list(map(MoveDetail, rows))
+                catalog.pin(rows, Tier.CPU)
+                keys, generations, parents = (
+                    map(column.__getitem__, rows) for column in (catalog.keys, catalog.generations, catalog.parents)
+                )
+                moves = make_moves(keys, generations, repeat(-1), catalog.slots(rows, Tier.CPU), slots, parents)
+                details = make_details(rows, repeat(-1), repeat(-1), repeat(-1))
                 self._transfers.add(JobKind.DEMOTE, moves, details, epoch=self._epoch)
 
     def settle(self, report: Report, now: float, now_s: int) -> None:

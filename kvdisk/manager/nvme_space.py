@@ -7,7 +7,7 @@ record never names a slot that holds other bytes (invariant 2).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvdisk.blocks import Slot, Tier, group_of
@@ -139,23 +139,22 @@ class NvmeSpace:
             return self.pool.free[size_class]
         return self.pool.free_in(size_class, self.segments.on_drives(self.segments.writable))
 
-    def inserted(self, rows: Iterable[int]) -> None:
+    def inserted(self, rows: Sequence[int]) -> None:
         """Copies became READY on every rank: of one chain the tail comes first."""
+        if len(self._policies) == 1:
+            self._policies[0].insert(rows)
+            return
         for row in rows:
             self._policies[self._class_of(row)].insert((row,))
 
-    def record(self, rows: Iterable[int], now_s: int) -> None:
+    def record(self, rows: Sequence[int], now_s: int) -> None:
         """Queue the records of READY copies for the index. A full queue costs only their life after a restart."""
+        catalog = self._catalog
         records = [
             BlockRecord(
-                self._catalog.epochs[row],
-                self._catalog.keys[row],
-                self._catalog.slot(row, Tier.NVME),
-                self._catalog.generations[row],
-                self._catalog.parents[row],
-                now_s,
+                catalog.epochs[row], catalog.keys[row], slot, catalog.generations[row], catalog.parents[row], now_s
             )
-            for row in rows
+            for row, slot in zip(rows, catalog.slots(rows, Tier.NVME), strict=True)
         ]
         ticket = self._index.put(records) if records else None
         if ticket is not None:
@@ -182,10 +181,11 @@ class NvmeSpace:
         self._catalog.doom(row, Tier.NVME)
         self._end_doomed(row)
 
-    def unpin(self, row: int) -> None:
-        """Give back one pin; the last one of a doomed copy ends it."""
-        self._catalog.unpin(row, Tier.NVME)
-        self._end_doomed(row)
+    def unpin(self, rows: Sequence[int]) -> None:
+        """Give back one pin of each copy; the last one of a doomed copy ends it."""
+        self._catalog.unpin(rows, Tier.NVME)
+        for row in rows:
+            self._end_doomed(row)
 
     def _end_doomed(self, row: int) -> None:
         if self._catalog.state(row, Tier.NVME) == CopyState.DOOMED and self._catalog.pins(row, Tier.NVME) == 0:

@@ -260,7 +260,7 @@ class Promotions:
         catalog = self._catalog
         row = catalog.find(key)
         if row >= 0:
-            catalog.pin(row, Tier.NVME)
+            catalog.pin((row,), Tier.NVME)
             nvme, parent = catalog.slot(row, Tier.NVME), catalog.parents[row]
         else:
             foreign = self._foreign.find(key)

@@ -100,13 +100,13 @@ class Settlement:
                     assert move.nvme is not None
                     self._foreign.unpin(move.nvme)
                 else:
-                    self._space(Tier.NVME).unpin(row)
+                    self._space(Tier.NVME).unpin((row,))
                 if move.cpu is not None:
                     self._abandon(row, Tier.CPU)
             else:
                 self._abandon(row, Tier.NVME)
                 if kind is JobKind.DEMOTE:
-                    self._space(Tier.CPU).unpin(row)
+                    self._space(Tier.CPU).unpin((row,))
 
     def cancel(self, record: JobRecord) -> None:
         """End a job that no worker has seen: as if every move had failed, with no consequence for the tiers."""
@@ -164,9 +164,8 @@ class Settlement:
             self._nvme.record(stored, now_s)
             for record in records:
                 self._nvme.note_writes(record, now)
-        elif self._nvme.home_open:
-            for row in reversed(stored):
-                self.offer_to_nvme(row)
+        else:
+            self._offer_all(stored[::-1])
 
     def _finish(self, rows: Sequence[int], tier: Tier) -> Sequence[int]:
         """Copies were written on every rank: READY, but for those that were doomed on the way. Return the READY ones.
@@ -174,7 +173,7 @@ class Settlement:
         Of one chain the tail comes first.
         """
         catalog = self._catalog
-        if catalog.any_doomed(rows, tier):
+        if catalog.any_in(CopyState.DOOMED, rows, tier):
             doomed = [row for row in rows if catalog.state(row, tier) == CopyState.DOOMED]
             for row in doomed:
                 self._abandon(row, tier)
@@ -187,11 +186,11 @@ class Settlement:
         """A copy was not written, or is not wanted any more: give back its writer's pin and its slot."""
         if tier is Tier.CPU:
             assert self._cpu is not None
-            self._catalog.unpin(row, tier)
+            self._catalog.unpin((row,), tier)
             self._cpu.drop(row)
         else:
             assert self._nvme is not None
-            self._catalog.unpin(row, tier)
+            self._catalog.unpin((row,), tier)
             self._nvme.drop([row])
 
     def _fail(self, row: int, tier: Tier, late: bool) -> None:
@@ -214,8 +213,22 @@ class Settlement:
             and self._catalog.state(row, Tier.NVME) == CopyState.ABSENT
             and not self._foreign.holds(self._catalog.keys[row])
             and self._nvme_admission.admits(self._catalog.keys[row])
-            and self._cpu.enqueue(row)
+            and self._cpu.enqueue((row,)) > 0
         )
+
+    def _offer_all(self, rows: Sequence[int]) -> None:
+        """Ask the NVMe tier's admission for copies that have become READY."""
+        assert self._nvme is not None and self._cpu is not None
+        if not self._nvme.home_open:
+            return
+        if self._nvme_admission.is_open and not self._foreign.known and not self._any_on_nvme(rows):
+            self._cpu.enqueue(rows)  # no question for each
+            return
+        for row in rows:
+            self.offer_to_nvme(row)
+
+    def _any_on_nvme(self, rows: Sequence[int]) -> bool:
+        return any(self._catalog.any_in(state, rows, Tier.NVME) for state in CopyState if state != CopyState.ABSENT)
 
     def ask_before_leaving(self, row: int) -> bool:
         """Ask once more before a copy leaves the CPU tier for room: True: it waits for its demotion instead.
@@ -249,8 +262,7 @@ class Settlement:
                 if reason is not Reason.CANCELLED:
                     self._stats.add("failed_stores")
                 self._fail(rows[at], Tier.NVME, at in record.late)
-            if at not in record.late:
-                self._cpu.unpin(rows[at])
+        self._cpu.unpin([row for at, row in enumerate(rows) if at not in record.late])
         self._stats.add("demoted_blocks", len(written))
         self._nvme.record(written, now_s)
         self._nvme.note_writes(record, now)
@@ -327,7 +339,7 @@ class Settlement:
             if tier is Tier.CPU and self._catalog.state(row, tier) == CopyState.READY:
                 self.offer_to_nvme(row)  # its count rose when the load was planned
         if not late:
-            space.unpin(row)
+            space.unpin((row,))
 
     def _space(self, tier: Tier) -> CpuSpace | NvmeSpace:
         space = self._cpu if tier is Tier.CPU else self._nvme

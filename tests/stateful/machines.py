@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -79,9 +79,8 @@ def wrap(patch: Patch, owner: type, name: str, around: Callable[..., Any]) -> No
 def tolerate_missing_pins(patch: Patch) -> None:
     """Let a pin be given back that was never taken."""
 
-    def unpin(original: Any, self: Catalog, row: int, tier: Tier) -> None:
-        if self.pins(row, tier) > 0:
-            original(self, row, tier)
+    def unpin(original: Any, self: Catalog, rows: Iterable[int], tier: Tier) -> None:
+        original(self, [row for row in rows if self.pins(row, tier) > 0], tier)
 
     wrap(patch, Catalog, "unpin", unpin)
 

@@ -69,7 +69,7 @@ def demotion_without_a_pin(patch: Patch) -> None:
             record = self._transfers._records[job_id]
             if record.job.kind is JobKind.DEMOTE:
                 for detail in record.details:
-                    self._catalog.unpin(detail.row, Tier.CPU)
+                    self._catalog.unpin((detail.row,), Tier.CPU)
 
     wrap(patch, TierManager, "_plan_demotions", plan)
     tolerate_missing_pins(patch)
@@ -80,7 +80,7 @@ def load_without_a_pin(patch: Patch) -> None:
     def source(original: Any, self: LoadPlanner, *args: Any) -> Any:
         move, row = original(self, *args)
         if row >= 0:
-            self._catalog.unpin(row, Tier.CPU if move.nvme is None else Tier.NVME)
+            self._catalog.unpin((row,), Tier.CPU if move.nvme is None else Tier.NVME)
         return move, row
 
     wrap(patch, LoadPlanner, "_source_of", source)
@@ -249,9 +249,9 @@ def pins_of_late_moves_given_back_twice(patch: Patch) -> None:
         for at in record.late:
             row, move = record.details[at].row, record.job.moves[at]
             if record.job.kind is JobKind.LOAD:
-                self._catalog.unpin(row, Tier.NVME)
+                self._catalog.unpin((row,), Tier.NVME)
             elif move.cpu is not None:
-                self._catalog.unpin(row, Tier.CPU)
+                self._catalog.unpin((row,), Tier.CPU)
 
     wrap(patch, Settlement, "settle", settle)
     tolerate_missing_pins(patch)
@@ -273,7 +273,6 @@ def head_evicted_before_its_tail(patch: Patch) -> None:
         return list(islice(filter(evictable, self._policy.proposals()), count))
 
     patch.setattr(TailFirst, "victims", victims)
-    patch.setattr(Catalog, "is_followed", lambda self, row, tier: False)
 
 
 @BUGS.plant

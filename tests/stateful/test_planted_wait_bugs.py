@@ -26,7 +26,7 @@ def promotion_without_a_pin(patch: Patch) -> None:
         row = self._catalog.find(key)
         made = original(self, key, *args)
         if row >= 0:
-            self._catalog.unpin(row, Tier.NVME)
+            self._catalog.unpin((row,), Tier.NVME)
         return made
 
     wrap(patch, Promotions, "_make_move", make_move)

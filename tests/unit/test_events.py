@@ -57,7 +57,7 @@ def test_the_catalog_tells_of_each_copy_that_can_be_read_and_of_its_end() -> Non
     catalog.finish((row,), Tier.CPU)
     catalog.begin(row, Tier.NVME, Slot(0, 0))
     catalog.doom(row, Tier.NVME)
-    catalog.unpin(row, Tier.NVME)
+    catalog.unpin((row,), Tier.NVME)
     catalog.drop(row, Tier.NVME)
     assert told(journal) == [(Tier.CPU, True, [KEYS[0]])], "of the one that was never READY nothing"
     catalog.doom(row, Tier.CPU)

@@ -71,7 +71,7 @@ def test_a_segment_that_cannot_be_made(parts):
 def test_a_segment_that_cannot_be_opened_takes_its_own_copies_only(parts):
     spec = SegmentSpec(3, GEOMETRY.slot_sizes[0], IN_SEGMENT, create=False)
     rows = parts.catalog.rows_in(Tier.NVME, 3)
-    parts.catalog.pin(rows[0], Tier.NVME)
+    parts.catalog.pin((rows[0],), Tier.NVME)
     fail(parts, spec)
     catalog = parts.catalog
     assert len(rows) == IN_SEGMENT

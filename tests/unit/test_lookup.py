@@ -130,7 +130,7 @@ def _change(catalog, key, tier, segment, step):
         catalog.doom(row, tier)
     else:
         if catalog.pins(row, tier):
-            catalog.unpin(row, tier)
+            catalog.unpin((row,), tier)
         catalog.drop(row, tier)
 
 
@@ -196,7 +196,7 @@ def test_what_ends_while_its_drive_is_hidden_is_not_ready_when_the_drive_is_back
     row = catalog.add(key, 1, 0, None)
     catalog.begin(row, Tier.NVME, Slot(3, 0))
     catalog.finish([row], Tier.NVME)
-    catalog.pin(row, Tier.NVME)
+    catalog.pin((row,), Tier.NVME)
     catalog.hidden_segments = frozenset({3})
     catalog.doom(row, Tier.NVME)
     catalog.hidden_segments = frozenset()

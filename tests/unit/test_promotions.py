@@ -186,12 +186,12 @@ def test_reading_ahead_spares_what_is_pinned_or_to_be_demoted():
         queue.step()
     assert (queue.on_cpu("uux"), queue.on_cpu("vvx"), cpu.backlog_count(0)) == ([True], [True], 1)
     (used,) = (catalog.find(key) for key in keys_of("vvx"))
-    catalog.pin(used, Tier.CPU)
+    catalog.pin((used,), Tier.CPU)
     queue.add(RUNNING)
     queue.step()
     queue.add(PROMPTS[0])
     assert queue.promoted() == []
-    cpu.unpin(used)
+    cpu.unpin((used,))
     assert keys(queue.promoted()) == [keys_of(PROMPTS[0])[:1]]
     assert (queue.on_cpu("uux"), queue.on_cpu("vvx")) == ([True], [False])
     queue.finish()

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kvdisk.blocks import BlockKey, Slot, Tier
 from kvdisk.manager import tail_first
 from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.chains import NONE
 from kvdisk.manager.copies import CopyState
 from kvdisk.manager.eviction import EVICTIONS, make_eviction
 from kvdisk.manager.tail_first import TailFirst
@@ -56,7 +57,7 @@ class Copies:
         assert len(rows) == len(set(rows)) <= count
         for row in rows:
             assert not self.followers(numbers[row]), "a head leaves before its tail"
-            assert self.catalog.is_followed(row, Tier.CPU) is False
+            assert self.catalog.chains.first(row, Tier.CPU) == NONE
             self.drop(row)
         return len(rows)
 
@@ -90,14 +91,14 @@ def test_of_any_tree_the_tails_leave_first_and_nothing_is_stuck(eviction, parent
             copies.order.access(row)
         elif row >= 0 and step == "pin":
             if copies.catalog.pins(row, Tier.CPU):
-                copies.catalog.unpin(row, Tier.CPU)
+                copies.catalog.unpin((row,), Tier.CPU)
             else:
-                copies.catalog.pin(row, Tier.CPU)
+                copies.catalog.pin((row,), Tier.CPU)
         elif row >= 0 and not copies.catalog.pins(row, Tier.CPU):
             copies.drop(row)
     for row in copies.ready().values():
         if copies.catalog.pins(row, Tier.CPU):
-            copies.catalog.unpin(row, Tier.CPU)
+            copies.catalog.unpin((row,), Tier.CPU)
     while copies.ready():
         assert copies.evict(3)
     assert copies.catalog.chains._orphans == {}
@@ -140,7 +141,7 @@ def test_the_tail_of_a_chain_longer_than_a_search_is_found_in_the_end(eviction, 
 def test_a_chain_in_use_does_not_keep_others_from_leaving(eviction, monkeypatch):
     monkeypatch.setattr(tail_first, "MAX_SKIPPED", 16)
     catalog, order, rows = long_chain(eviction, 200)
-    catalog.pin(rows[-1], Tier.NVME)
+    catalog.pin((rows[-1],), Tier.NVME)
     other = catalog.add(BlockKey(b"other"), 1000, 0, None)
     catalog.adopt(other, Tier.NVME, Slot(0, 1000))
     order.insert((other,))
