@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvdisk.device import gds
-from kvdisk.device.base import Buffer, Device, Op, Outcome, Transfer
+from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.gds import GdsDevice
 from kvdisk.device.gpu_range import GpuRange
 from kvdisk.geometry import ALIGNMENT
+from kvdisk.testing.addressed_device import range_of
 from kvdisk.testing.device_conformance import DeviceConformance, fill, make_memory
 
 
@@ -151,19 +152,10 @@ class ByAddress:
         return getattr(self.inner, name)
 
     def submit(self, op: Op, batch: Sequence[Transfer]) -> int:
-        return self.inner.submit(op, [item._replace(buffers=tuple(map(as_range, item.buffers))) for item in batch])
+        return self.inner.submit(op, [item._replace(buffers=tuple(map(self._range, item.buffers))) for item in batch])
 
-    def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
-        return self.inner.poll(timeout_s)
-
-
-def as_range(buffer: Buffer) -> GpuRange:
-    if isinstance(buffer, GpuRange):
-        return buffer
-    exported = ctypes.c_char.from_buffer(buffer)
-    address = ctypes.addressof(exported)
-    del exported  # the owner is None so that the caller can release the memory
-    return GpuRange(address, buffer.nbytes, None)
+    def _range(self, buffer: Buffer) -> GpuRange:
+        return buffer if isinstance(buffer, GpuRange) else range_of(buffer)
 
 
 class TestGdsByAddress(TestGds):
@@ -174,7 +166,7 @@ class TestGdsByAddress(TestGds):
 def test_a_slice_of_a_range_is_a_range() -> None:
     memory = make_memory(4 * ALIGNMENT)
     data = fill(memory, 1)
-    whole = as_range(memory)
+    whole = range_of(memory)
     part = whole[ALIGNMENT : 3 * ALIGNMENT][ALIGNMENT:]
     assert (part.address, len(part)) == (whole.address + 2 * ALIGNMENT, ALIGNMENT)
     assert ctypes.string_at(part.address, part.nbytes) == data[2 * ALIGNMENT : 3 * ALIGNMENT]
