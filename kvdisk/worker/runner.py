@@ -8,7 +8,6 @@ verified and scattered, the next one's read is in flight. The bounds below are n
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from kvdisk.blocks import JobId
 from kvdisk.device.base import Op, Outcome
 from kvdisk.messages import Job, JobKind, JobResult, Reason
 from kvdisk.stats import Stats
+from kvdisk.worker.copies import Copies
 from kvdisk.worker.file_jobs import FILE_KINDS, FileJobs
 from kvdisk.worker.gear import Gear
 from kvdisk.worker.legs import Leg, Lot, Part, Route, Work, lots_of
@@ -25,7 +25,7 @@ from kvdisk.worker.seals import check_part, seal_part
 from kvdisk.worker.shuttle import Shuttle
 
 if TYPE_CHECKING:
-    from kvdisk.worker.copier import CopyTicket, Mark
+    from kvdisk.worker.copier import Mark
 
 PART_BYTES = 8 << 20
 MOST_READS = 4
@@ -78,8 +78,7 @@ class Runner:
         """Jobs that name a segment which is being opened or dropped."""
         self._part_slots = [max(1, part_bytes // size) for size in self._geometry.slot_sizes]
         self._staging = FreeStaging(gear.staging.slot_counts, self._part_slots)
-        self._copies: tuple[deque[tuple[Part, CopyTicket]], ...] = (deque(), deque())
-        """Gathers and scatters under way. The copier keeps the order of each kind."""
+        self._copies = Copies(gear, self.stats)
         self._writes = 0
         self._stopping = False
 
@@ -162,7 +161,7 @@ class Runner:
     @property
     def copying(self) -> bool:
         """Whether a copy has to be asked for its end."""
-        return any(self._copies)
+        return self._copies.busy
 
     def turn(self, now_s: float, wait_s: float = 0.0) -> bool:
         """Note what has ended, and start one part at most. Return whether anything happened.
@@ -188,21 +187,16 @@ class Runner:
         self._note_files(self._files.stop())
         while self._shuttle.busy:
             self._reap(self._shuttle.drain())
-        for copies in self._copies:
-            while copies:
-                part, ticket = copies.popleft()
-                self._gear.copier.wait(ticket)
-                self._advance(part)
+        for part in self._copies.await_all():
+            self._advance(part)
         assert self.idle
 
     def abandon(self) -> None:
         """After an error of ours: wait until nothing is in flight, then fail every open job with CANCELLED."""
         for part in self._shuttle.abandon():
             self._end_late(part)
-        for copies in self._copies:
-            for _, ticket in copies:
-                self._gear.copier.wait(ticket)
-            copies.clear()
+        for _ in self._copies.await_all():
+            pass
         for work in list(self._works.values()):
             self._finish(work.cancelled())
 
@@ -225,12 +219,11 @@ class Runner:
     def _take(self, lot: Lot) -> Part | None:
         """Cut the next part from a lot; None where it has to wait for parts under way."""
         route, gear = lot.route, self._gear
-        gathers, scatters = self._copies
         if (
             (route.reads and self._shuttle.reads >= (MOST_READS // 2 if route is Route.PROMOTE else MOST_READS))
             or (route.writes and self._writes >= MOST_WRITES)
-            or (route.gathers and len(gathers) >= MOST_GATHERS)
-            or (route.scatters and len(scatters) >= MOST_SCATTERS)
+            or (route.gathers and self._copies.of_stores >= MOST_GATHERS)
+            or (route.scatters and self._copies.of_loads >= MOST_SCATTERS)
         ):
             return None
         size_class = self._geometry.size_classes[lot.group]
@@ -302,7 +295,7 @@ class Runner:
                 self._drop(part, self._send(part, Op.READ if leg is Leg.READ else Op.WRITE))
                 if part.positions:
                     return
-            elif not self._copy(part, leg):
+            elif not self._copies.start(part, leg):
                 return
         self._end(part)
 
@@ -310,23 +303,6 @@ class Runner:
         if self._is_stuck(part.drive):
             return dict.fromkeys(part.positions, Reason.DEADLINE)
         return self._shuttle.send(part, op, self._files.open, self._clock())
-
-    def _copy(self, part: Part, leg: Leg) -> bool:
-        """Start a gather or scatter; return whether it has ended already."""
-        copier, moves, after = self._gear.copier, part.work.job.moves, part.work.mark
-        blocks = [moves[position].block for position in part.positions]
-        copied_bytes = len(blocks) * self._geometry.groups[part.group].payload_bytes
-        if leg is Leg.GATHER:
-            ticket = copier.gather(part.group, blocks, part.arena, part.size_class, part.slots, after=after)
-            self.stats.add("rank_bytes_gpu_to_cpu", copied_bytes)
-        else:
-            ticket = copier.scatter(part.group, part.arena, part.size_class, part.slots, blocks, after=after)
-            self.stats.add("rank_bytes_cpu_to_gpu", copied_bytes)
-        copies = self._copies[leg is Leg.SCATTER]
-        if not copies and copier.done(ticket):
-            return True
-        copies.append((part, ticket))
-        return False
 
     def _reap(self, outcomes: Sequence[Outcome]) -> None:
         for part, failed in self._shuttle.ended(outcomes):
@@ -338,10 +314,9 @@ class Runner:
 
     def _reap_copies(self) -> bool:
         ended = False
-        for copies in self._copies:
-            while copies and self._gear.copier.done(copies[0][1]):
-                ended = True
-                self._advance(copies.popleft()[0])
+        for part in self._copies.ended():
+            ended = True
+            self._advance(part)
         return ended
 
     def _check(self, part: Part) -> None:

@@ -14,6 +14,7 @@ from kvdisk.device.base import Op, Outcome
 from kvdisk.messages import JobKind, JobResult, Reason
 from kvdisk.testing.simulator import run_seeds
 from kvdisk.worker import seals
+from kvdisk.worker.copies import Copies
 from kvdisk.worker.legs import Part, Work
 from kvdisk.worker.runner import Runner
 from kvdisk.worker.shuttle import Shuttle
@@ -187,15 +188,15 @@ def second_try_of_a_transfer_forgets_the_first(patch: Patch) -> None:
 def copies_not_awaited(patch: Patch) -> None:
     """A part goes on when its copy was begun."""
 
-    def copy(original: Any, self: Runner, part: Part, leg: Any) -> bool:
+    def start(original: Any, self: Copies, part: Part, leg: Any) -> bool:
         ended = original(self, part, leg)
         if not ended:
-            for copies in self._copies:
+            for copies in self._under_way:
                 if copies and copies[-1][0] is part:
                     copies.pop()
         return True
 
-    wrap(patch, Runner, "_copy", copy)
+    wrap(patch, Copies, "start", start)
 
 
 @plant
