@@ -23,7 +23,7 @@ def view_of(place: GpuRange) -> Buffer:
 
 
 class AddressedDevice:
-    """``Device`` of ``GpuRange`` buffers in host memory (GPU staging over CPU tensors), which ``inner`` moves.
+    """``Device`` that takes ``GpuRange`` buffers, too: of host memory (GPU staging over CPU tensors). ``inner`` moves.
 
     ``registered``: what was attached, in order.
     """
@@ -39,8 +39,10 @@ class AddressedDevice:
 
     def attach_memory(self, memory: Buffer) -> None:
         """See ``Device``."""
-        assert isinstance(memory, GpuRange)
-        self.registered.append(memory)
+        if isinstance(memory, GpuRange):
+            self.registered.append(memory)
+        else:
+            self.inner.attach_memory(memory)
 
     def attach_file(self, fd: int) -> None:
         """See ``Device``."""
@@ -68,7 +70,8 @@ class AddressedDevice:
 
     def _view(self, buffer: Buffer) -> Buffer:
         place = cast(object, buffer)
-        assert isinstance(place, GpuRange)
+        if not isinstance(place, GpuRange):
+            return buffer
         if self.registered:
             known = [memory.address <= place.address < memory.address + memory.nbytes for memory in self.registered]
             assert any(known), "memory that was not attached"

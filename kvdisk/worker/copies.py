@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts whose bytes are being copied to or from the GPU's blocks: begun, and waited for without waiting."""
+"""Parts whose bytes are being copied to or from the GPU's blocks, or summed on the GPU."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 
 class Copies:
-    """Gathers and scatters under way. The mover's thread calls everything. ``stats`` is the caller's."""
+    """What copier and GPU have under way. The mover's thread calls everything. ``stats`` is the caller's."""
 
     def __init__(self, gear: Gear, stats: Stats) -> None:
         self._gear = gear
         self._stats = stats
         self._under_way: tuple[deque[tuple[Part, CopyTicket]], ...] = (deque(), deque())
-        """Of stores and of loads. The copier keeps the order of each kind."""
+        """Of stores and of loads. The order of each kind is kept: they are a lane of the GPU each."""
 
     @property
     def of_stores(self) -> int:
-        """Number of parts on their way from the GPU's blocks."""
+        """Number of parts that were gathered, or are just being."""
         return len(self._under_way[0])
 
     @property
     def of_loads(self) -> int:
-        """Number of parts on their way to the GPU's blocks."""
+        """Number of parts that are being verified on the GPU, or scattered."""
         return len(self._under_way[1])
 
     @property
@@ -40,18 +40,10 @@ class Copies:
         return any(self._under_way)
 
     def start(self, part: Part, leg: Leg) -> bool:
-        """Start a part's copy; return whether it has ended already. Otherwise ``ended`` yields the part."""
-        copier, moves, after = self._gear.copier, part.work.job.moves, part.work.mark
-        blocks = [moves[position].block for position in part.positions]
-        copied_bytes = len(blocks) * self._gear.geometry.groups[part.group].payload_bytes
-        if leg is Leg.GATHER:
-            ticket = copier.gather(part.group, blocks, part.arena, part.size_class, part.slots, after=after)
-            self._stats.add("rank_bytes_gpu_to_cpu", copied_bytes)
-        else:
-            ticket = copier.scatter(part.group, part.arena, part.size_class, part.slots, blocks, after=after)
-            self._stats.add("rank_bytes_cpu_to_gpu", copied_bytes)
-        copies = self._under_way[leg is Leg.SCATTER]
-        if not copies and copier.done(ticket):
+        """Start a leg of a part; return whether it has ended already. Otherwise ``ended`` yields the part."""
+        ticket = self._begin(part, leg)
+        copies = self._under_way[not part.route.gathers]
+        if not copies and self._gear.copier.done(ticket):
             return True
         copies.append((part, ticket))
         return False
@@ -69,3 +61,23 @@ class Copies:
                 part, ticket = copies.popleft()
                 self._gear.copier.wait(ticket)
                 yield part
+
+    def _begin(self, part: Part, leg: Leg) -> CopyTicket:
+        copier, moves, after = self._gear.copier, part.work.job.moves, part.work.mark
+        payload_bytes = self._gear.geometry.groups[part.group].payload_bytes
+        if leg is Leg.SUM or leg is Leg.SEAL:
+            from kvdisk.worker.copier import Lane
+
+            assert self._gear.direct is not None
+            staging = self._gear.direct.staging
+            if leg is Leg.SEAL:
+                return staging.start_headers(part.size_class, part.slots)
+            lane = Lane.STORE if part.route.gathers else Lane.LOAD
+            return staging.start_sums(part.size_class, part.slots, payload_bytes, lane)
+        blocks = [moves[position].block for position in part.positions]
+        copied_bytes = 0 if part.route.direct else len(blocks) * payload_bytes
+        if leg is Leg.GATHER:
+            self._stats.add("rank_bytes_gpu_to_cpu", copied_bytes)
+            return copier.gather(part.group, blocks, part.arena, part.size_class, part.slots, after=after)
+        self._stats.add("rank_bytes_cpu_to_gpu", copied_bytes)
+        return copier.scatter(part.group, part.arena, part.size_class, part.slots, blocks, after=after)

@@ -82,7 +82,7 @@ def staging_of_a_late_part_reused(patch: Patch) -> None:
         happened = original(self, now_s)
         for part in _parts_at_device(self):
             if part.late and part not in before:
-                self._staging.give_back(part)
+                self._parts.give_back(part)
                 part.staging = []
         return happened
 
@@ -101,7 +101,7 @@ def late_slots_released_before_the_device_has_ended_them(patch: Patch) -> None:
             self.released.append(work.job.id)
 
     def end_late(original: Any, self: Runner, part: Part) -> None:
-        self._staging.give_back(part)
+        self._parts.give_back(part)
 
     wrap(patch, Runner, "_finish", finish)
     wrap(patch, Runner, "_end_late", end_late)
@@ -109,7 +109,7 @@ def late_slots_released_before_the_device_has_ended_them(patch: Patch) -> None:
 
 @plant
 def late_slots_never_released(patch: Patch) -> None:
-    wrap(patch, Runner, "_end_late", lambda original, self, part: self._staging.give_back(part))
+    wrap(patch, Runner, "_end_late", lambda original, self, part: self._parts.give_back(part))
 
 
 @plant
@@ -120,7 +120,7 @@ def late_moves_not_said_to_be_late(patch: Patch) -> None:
         return found
 
     wrap(patch, Work, "result", result)
-    wrap(patch, Runner, "_end_late", lambda original, self, part: self._staging.give_back(part))
+    wrap(patch, Runner, "_end_late", lambda original, self, part: self._parts.give_back(part))
 
 
 @plant

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import random
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import CpuLanes
 
 from kvdisk.device.base import Buffer
 from kvdisk.device.checksum import multilinear_digest
@@ -18,37 +18,6 @@ from kvdisk.device.gpu_range import GpuRange
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, round_up
 from kvdisk.worker.copier import Lane
 from kvdisk.worker.gpu_staging import GpuStaging, PayloadSums
-
-
-class Now:
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-
-class CpuLanes:
-    """``Lanes`` whose work is done when it is given; notes which lane it was."""
-
-    device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.log: list[tuple[str, Lane | None]] = []
-
-    def on(self, lane):
-        return contextlib.nullcontext()
-
-    def record(self, lane):
-        self.log.append(("record", lane))
-        return Now()
-
-    def wait(self, lane, event) -> None:
-        self.log.append(("wait", lane))
-
-    def numbers(self, values):
-        return torch.tensor(values)
-
 
 SIZES = (HEADER_BYTES + 8192, HEADER_BYTES + 4096)
 
