@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from kvdisk.config import Config
 from kvdisk.context import SchedulerContext
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES
+from kvdisk.device.choice import choose_device
 from kvdisk.device.home import Home
-from kvdisk.device.posix import PosixDevice
 from kvdisk.device.store import Store
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
 from kvdisk.geometry import Geometry
@@ -274,5 +274,7 @@ def assemble_worker(
     ]
     staging = Arena(geometry.slot_sizes, staging_slots, pin=on_gpu)
     files = HomeFiles(config.store_dirs or None, rank, geometry.rank_count, replicated=geometry.replicated)
-    mover = Mover(geometry, rank, arena, staging, copier, PosixDevice(), files, io_deadline_s=config.io_deadline_s)
+    most = max(zip(geometry.shares, geometry.slot_sizes, strict=True))[1]
+    disk = choose_device(config.device, config.store_dirs, most)
+    mover = Mover(geometry, rank, arena, staging, copier, disk, files, io_deadline_s=config.io_deadline_s)
     return WorkerParts(mover, (staging,) if arena is None else (arena, staging))

@@ -19,7 +19,7 @@ _UNITS |= {f"{prefix}b": factor for prefix, factor in list(_UNITS.items()) if pr
 _UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate(("k", "m", "g", "t"), start=1)}
 
 STORE_POLICIES = ("on_compute", "on_preemption", "spillover")
-DEVICES = ("posix",)
+DEVICES = ("auto", "posix", "nixl", "gds")
 EVICTIONS = ("lru", "s3fifo")
 ON_RESET = ("epoch", "keep")
 _CLASS_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -47,7 +47,7 @@ class Config:
     nvme_admission: str = "adaptive"
     nvme_write_bytes_per_day: int | None = None
     eviction: str = "s3fifo"
-    device: str = "posix"
+    device: str = "auto"
     lookup_wait_s: float = 2.0
     io_deadline_s: float = 30.0
     index_commit_s: float = 0.05
