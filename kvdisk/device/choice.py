@@ -10,7 +10,6 @@ from pathlib import Path
 from kvdisk.device.base import Device
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import MAKERS, probe
-from kvdisk.errors import ConfigError
 
 logger = logging.getLogger("kvdisk")
 
@@ -19,15 +18,19 @@ def choose_device(wanted: str, directories: Sequence[Path], block_bytes: int) ->
     """Return a new device, which is the caller's to close.
 
     ``wanted``: one of ``config.DEVICES``. ``auto`` probes the first directory, for slots of ``block_bytes``, and logs
-    one line. Without directories nothing is probed, and nothing will move. Raises ConfigError where a device that was
+    one line, and so does ``gds``, whose GPU memory is another device's: what goes through host memory needs one, too.
+    Without directories nothing is probed, and nothing will move. Raises ConfigError where a device that was
     named cannot be had.
     """
     if not directories:
         return PosixDevice()
-    if wanted == "auto":
+    if wanted in {"auto", "gds"}:
         report = probe(directories[0], block_bytes)
         logger.info("%s", report.line)
         return MAKERS[report.chosen]()
-    if wanted not in MAKERS:
-        raise ConfigError(f"device {wanted!r} is not part of this kvdisk; use 'auto', 'nixl' or 'posix'.")
     return MAKERS[wanted]()
+
+
+def make_like(device: Device) -> Device:
+    """Return another device of the same kind, which is the caller's to close. Raises ConfigError."""
+    return MAKERS[device.name]()
