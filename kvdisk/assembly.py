@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvdisk.config import Config
 from kvdisk.context import SchedulerContext
+from kvdisk.device.base import Device
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES
+from kvdisk.device.choice import choose_device, make_like
+from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.home import Home
-from kvdisk.device.posix import PosixDevice
+from kvdisk.device.pair import PairDevice
 from kvdisk.device.store import Store
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
 from kvdisk.geometry import Geometry
@@ -31,11 +34,15 @@ from kvdisk.manager.transfers import Transfers
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.recovery import open_index, rebuild_index
 from kvdisk.stats import Stats
+from kvdisk.worker.direct_choice import choose_direct
 
 if TYPE_CHECKING:
     import torch
 
     from kvdisk.worker.arena import Arena
+    from kvdisk.worker.copier import Lanes
+    from kvdisk.worker.direct import Direct
+    from kvdisk.worker.gpu_staging import GpuStaging
     from kvdisk.worker.mover import Mover
 
 logger = logging.getLogger("kvdisk")
@@ -241,13 +248,13 @@ class WorkerParts:
     """One rank's mover and the memory it works in."""
 
     mover: Mover
-    memory: tuple[Arena, ...]
+    memory: tuple[Arena | GpuStaging, ...]
 
     def close(self) -> None:
         """Finish what the device has started, then give the memory back."""
         self.mover.close()
-        for arena in self.memory:
-            arena.close()
+        for memory in self.memory:
+            memory.close()
 
 
 def assemble_worker(
@@ -265,14 +272,62 @@ def assemble_worker(
     device = layers[0][0].device
     on_gpu = device.type == "cuda"
     groups = [LayerBlocks(group) for group in layers]
-    copier = CudaCopier(groups, CudaLanes(device.index), _GPU_SCRATCH_BYTES) if on_gpu else HostCopier(groups)
+    lanes = CudaLanes(device.index) if on_gpu else None
+    copier = HostCopier(groups) if lanes is None else CudaCopier(groups, lanes, _GPU_SCRATCH_BYTES)
     arena = Arena(geometry.slot_sizes, geometry.cpu_slots(config.cpu_bytes), pin=on_gpu) if config.cpu_bytes else None
-    staging_bytes = config.staging_bytes if config.staging_bytes is not None else _DEFAULT_STAGING_BYTES
-    staging_slots = [
-        max(_LEAST_STAGING_SLOTS, int(staging_bytes * share) // size)
+    staging = Arena(geometry.slot_sizes, _staging_slots(config.staging_bytes, geometry), pin=on_gpu)
+    files = HomeFiles(config.store_dirs or None, rank, geometry.rank_count, replicated=geometry.replicated)
+    most = max(zip(geometry.shares, geometry.slot_sizes, strict=True))[1]
+    disk = choose_device(config.device, config.store_dirs, most)
+    disk, direct = _pair_with_gpu(config, geometry, lanes, disk)
+    mover = Mover(
+        geometry, rank, arena, staging, copier, disk, files, io_deadline_s=config.io_deadline_s, direct=direct
+    )
+    memory = (arena, staging, None if direct is None else direct.staging)
+    return WorkerParts(mover, tuple(each for each in memory if each is not None))
+
+
+def _staging_slots(byte_count: int | None, geometry: Geometry) -> list[int]:
+    """Return the slots of each size class in a staging of so many bytes."""
+    wanted = byte_count if byte_count is not None else _DEFAULT_STAGING_BYTES
+    return [
+        max(_LEAST_STAGING_SLOTS, int(wanted * share) // size)
         for share, size in zip(geometry.shares, geometry.slot_sizes, strict=True)
     ]
-    staging = Arena(geometry.slot_sizes, staging_slots, pin=on_gpu)
-    files = HomeFiles(config.store_dirs or None, rank, geometry.rank_count, replicated=geometry.replicated)
-    mover = Mover(geometry, rank, arena, staging, copier, PosixDevice(), files, io_deadline_s=config.io_deadline_s)
-    return WorkerParts(mover, (staging,) if arena is None else (arena, staging))
+
+
+def _pair_with_gpu(
+    config: Config, geometry: Geometry, lanes: Lanes | None, disk: Device
+) -> tuple[Device, Direct | None]:
+    """Return the device for all of a worker's memory, and what of it goes straight between drive and GPU.
+
+    Raises ConfigError where ``device`` demands that, and it cannot be.
+    """
+    demanded = config.device == "gds"
+    if not config.store_dirs or not (demanded or (config.device == "auto" and lanes is not None)):
+        return disk, None
+    why: str | None
+    if lanes is None:
+        why = "the model is not on a GPU"
+    elif config.gpu_staging_bytes == 0:
+        why = "gpu_staging_bytes is 0"
+    else:
+        why = gds_unavailable()
+        if why is None:
+            choice = choose_direct(
+                config.store_dirs[0],
+                geometry.slot_sizes,
+                _staging_slots(config.gpu_staging_bytes, geometry),
+                lanes,
+                lambda: PairDevice(make_like(disk), GdsDevice()),
+                always=demanded,
+            )
+            why = choice.line
+            if choice.usable or not demanded:
+                logger.info("%s", choice.line)
+                return (disk, None) if choice.direct is None else (PairDevice(disk, GdsDevice()), choice.direct)
+    if demanded:
+        disk.close()
+        raise ConfigError(f"device 'gds' cannot be used: {why}.")
+    logger.info("kvdisk moves nothing straight between drive and GPU: %s", why)
+    return disk, None

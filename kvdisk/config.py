@@ -19,7 +19,7 @@ _UNITS |= {f"{prefix}b": factor for prefix, factor in list(_UNITS.items()) if pr
 _UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate(("k", "m", "g", "t"), start=1)}
 
 STORE_POLICIES = ("on_compute", "on_preemption", "spillover")
-DEVICES = ("posix",)
+DEVICES = ("auto", "posix", "nixl", "gds")
 EVICTIONS = ("lru", "s3fifo")
 ON_RESET = ("epoch", "keep")
 _CLASS_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -30,8 +30,8 @@ class Config:
     """Everything a user can set; see the table in the README. Sizes are bytes, times are seconds.
 
     ``store_dirs``: directories of the NVMe tier, one per drive, the first with the indexes; empty: CPU tier only.
-    ``nvme_bytes``: cap of this engine over all ranks, index included. ``cpu_bytes``: host memory of
-    the CPU tier over all ranks; 0: no CPU tier. ``staging_bytes``: per worker; None: by block size.
+    ``nvme_bytes``: cap of this engine over all ranks, index included. ``cpu_bytes``: host memory of the CPU tier over
+    all ranks; 0: no CPU tier. ``staging_bytes``, ``gpu_staging_bytes``: per worker; None: by block size.
     ``nvme_write_bytes_per_day``: written to NVMe in any 24 hours, over all ranks; None: no bound.
     ``max_pinned_gpu_blocks``: GPU blocks that stores may hold at once; None: half of the pool.
     ``min_load_tokens``: None: learnt while running (``"auto"``).
@@ -41,13 +41,14 @@ class Config:
     nvme_bytes: int | None = None
     cpu_bytes: int = 4 << 30
     staging_bytes: int | None = None
+    gpu_staging_bytes: int | None = None
     store_policy: str = "on_compute"
     store_decode: bool = False
     cpu_admission: str = "all"
     nvme_admission: str = "adaptive"
     nvme_write_bytes_per_day: int | None = None
     eviction: str = "s3fifo"
-    device: str = "posix"
+    device: str = "auto"
     lookup_wait_s: float = 2.0
     io_deadline_s: float = 30.0
     index_commit_s: float = 0.05
@@ -186,6 +187,7 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "nvme_bytes": parse_bytes,
     "cpu_bytes": parse_bytes,
     "staging_bytes": parse_bytes,
+    "gpu_staging_bytes": parse_bytes,
     "store_policy": _parse_store_policy,
     "store_decode": _parse_flag,
     "cpu_admission": _parse_admission,

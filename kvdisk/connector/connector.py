@@ -22,6 +22,7 @@ from vllm.v1.request import RequestStatus
 
 from kvdisk.config import Config
 from kvdisk.connector.adapter import refuse_unsupported
+from kvdisk.connector.log import join_log
 from kvdisk.connector.metrics import KVDiskPromMetrics, KVDiskStats
 from kvdisk.connector.scheduler_side import SchedulerSide
 from kvdisk.connector.worker_side import WorkerSide
@@ -70,6 +71,7 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        join_log()
         refuse_unsupported(vllm_config, kv_cache_config)
         config = Config.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config)
         sides = (config, vllm_config, kv_cache_config)

@@ -10,7 +10,8 @@ Layout, little-endian::
    4088  xxh3_64 of the 4088 bytes before it, u64
 
 Magic, version and the last field keep their place in every format version. What a reader knows
-beforehand lies together at the front, so that ``check_slot`` compares it in one go.
+beforehand lies together at the front, so that ``check_slot`` compares it in one go. Of the checksum's
+kind it knows nothing: a slot is verified by the kind that it names, whoever wrote it.
 """
 
 from __future__ import annotations
@@ -26,13 +27,18 @@ from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION, HEADER_BYTES, Nam
 from kvdisk.messages import Reason
 
 XXH3_128 = 1
-"""The checksum kind written today; every other number is reserved."""
+"""The checksum kind of processors: the fastest there."""
+MULTILINEAR = 2
+"""The checksum kind that a GPU computes too; see ``device/checksum.py``."""
+CHECKSUM_KINDS = (XXH3_128, MULTILINEAR)
+"""Every other number is reserved."""
 CHECKSUM_BYTES = 16
 
 MAGIC = b"KVDSLOT\0"
 _IDENTITY = struct.Struct(f"<8sHBxHHH6xQQQ{FINGERPRINT_BYTES}s{MAX_KEY_BYTES}s")
 _REST = struct.Struct(f"<{CHECKSUM_BYTES}sH6x{MAX_KEY_BYTES}s")
 _HEADER_SUM = struct.Struct("<Q")
+_KIND_OFFSET = 10
 _REST_OFFSET = _IDENTITY.size
 _CHECKSUM_END = _REST_OFFSET + CHECKSUM_BYTES
 _ZEROS_OFFSET = _REST_OFFSET + _REST.size
@@ -55,17 +61,28 @@ class SlotHeader:
     checksum_kind: int = XXH3_128
 
 
-def payload_checksum(payload: memoryview) -> bytes:
-    """Return the xxh3_128 of a payload, 16 bytes."""
-    return xxh3_128_digest(payload)
+def payload_checksum(payload: memoryview, kind: int = XXH3_128) -> bytes:
+    """Return the checksum of a payload, 16 bytes. ``kind``: one of CHECKSUM_KINDS."""
+    if kind == XXH3_128:
+        return xxh3_128_digest(payload)
+    assert kind == MULTILINEAR, kind
+    from kvdisk.device.checksum import multilinear_digest  # with numpy, which the tools do without
+
+    return multilinear_digest(payload)
 
 
 def write_header(view: memoryview, header: SlotHeader) -> None:
     """Fill the first ``HEADER_BYTES`` of ``view``, all of them. Any thread that owns the bytes."""
-    assert header.checksum_kind == XXH3_128, "other checksum kinds are reserved"
+    assert header.checksum_kind in CHECKSUM_KINDS, "other checksum kinds are reserved"
     assert len(header.checksum) == CHECKSUM_BYTES
     identity = _identity(
-        header.namespace, header.key, header.generation, header.payload_bytes, header.rank, header.rank_count
+        header.namespace,
+        header.key,
+        header.generation,
+        header.payload_bytes,
+        header.rank,
+        header.rank_count,
+        header.checksum_kind,
     )
     _fill(view, identity, header.checksum, header.parent)
 
@@ -80,11 +97,12 @@ def seal_slot(
     payload_bytes: int,
     rank: int,
     rank_count: int,
+    kind: int = XXH3_128,
 ) -> None:
     """Write the header of a slot whose payload, ``payload_bytes`` behind the header, is already in place."""
     assert len(slot_view) >= HEADER_BYTES + payload_bytes
-    checksum = xxh3_128_digest(slot_view[HEADER_BYTES : HEADER_BYTES + payload_bytes])
-    _fill(slot_view, _identity(namespace, key, generation, payload_bytes, rank, rank_count), checksum, parent)
+    checksum = payload_checksum(slot_view[HEADER_BYTES : HEADER_BYTES + payload_bytes], kind)
+    _fill(slot_view, _identity(namespace, key, generation, payload_bytes, rank, rank_count, kind), checksum, parent)
 
 
 def check_slot(
@@ -103,16 +121,46 @@ def check_slot(
     unless the ``payload_bytes`` behind it have their checksum, else None.
     """
     assert len(slot_view) >= HEADER_BYTES + payload_bytes
-    expected = _identity(namespace, key, generation, payload_bytes, rank, rank_count)
-    head = bytes(slot_view[:HEADER_BYTES])
-    if (
-        not head.startswith(expected)
-        or xxh3_64_intdigest(head[:HEADER_SUM_OFFSET]) != _HEADER_SUM.unpack_from(head, HEADER_SUM_OFFSET)[0]
-    ):
+    named = named_checksum(
+        slot_view[:HEADER_BYTES],
+        namespace=namespace,
+        key=key,
+        generation=generation,
+        payload_bytes=payload_bytes,
+        rank=rank,
+        rank_count=rank_count,
+    )
+    if named is None:
         return Reason.HEADER
-    if xxh3_128_digest(slot_view[HEADER_BYTES : HEADER_BYTES + payload_bytes]) != head[_REST_OFFSET:_CHECKSUM_END]:
+    kind, checksum = named
+    if payload_checksum(slot_view[HEADER_BYTES : HEADER_BYTES + payload_bytes], kind) != checksum:
         return Reason.CHECKSUM
     return None
+
+
+def named_checksum(
+    header_view: memoryview,
+    *,
+    namespace: Namespace,
+    key: BlockKey,
+    generation: int,
+    payload_bytes: int,
+    rank: int,
+    rank_count: int,
+) -> tuple[int, bytes] | None:
+    """Return kind and value of the payload's checksum, as a header names them that is sound and that of this block.
+
+    None for any other header: the slot must not be used. Any thread that owns the ``HEADER_BYTES`` bytes.
+    """
+    head = bytes(header_view[:HEADER_BYTES])
+    kind = head[_KIND_OFFSET]
+    if (
+        kind not in CHECKSUM_KINDS
+        or not head.startswith(_identity(namespace, key, generation, payload_bytes, rank, rank_count, kind))
+        or xxh3_64_intdigest(head[:HEADER_SUM_OFFSET]) != _HEADER_SUM.unpack_from(head, HEADER_SUM_OFFSET)[0]
+    ):
+        return None
+    return kind, head[_REST_OFFSET:_CHECKSUM_END]
 
 
 def read_header(view: memoryview) -> SlotHeader:
@@ -133,7 +181,7 @@ def read_header(view: memoryview) -> SlotHeader:
     if version != FORMAT_VERSION:
         raise GeometryMismatch(f"slot header: format version {version}, this kvdisk reads {FORMAT_VERSION}")
     checksum, parent_length, parent = _REST.unpack_from(head, _REST_OFFSET)
-    if kind != XXH3_128 or not 0 < key_length <= MAX_KEY_BYTES or parent_length > MAX_KEY_BYTES:
+    if kind not in CHECKSUM_KINDS or not 0 < key_length <= MAX_KEY_BYTES or parent_length > MAX_KEY_BYTES:
         raise CorruptRecord(f"slot header: checksum kind {kind}, key length {key_length}, parent {parent_length}")
     return SlotHeader(
         namespace=Namespace(fingerprint, epoch),
@@ -149,7 +197,7 @@ def read_header(view: memoryview) -> SlotHeader:
 
 
 def _identity(
-    namespace: Namespace, key: BlockKey, generation: int, payload_bytes: int, rank: int, rank_count: int
+    namespace: Namespace, key: BlockKey, generation: int, payload_bytes: int, rank: int, rank_count: int, kind: int
 ) -> bytes:
     """Return the bytes of a header before its payload checksum."""
     assert 0 < len(key) <= MAX_KEY_BYTES  # struct would cut a longer string silently
@@ -157,7 +205,7 @@ def _identity(
     return _IDENTITY.pack(
         MAGIC,
         FORMAT_VERSION,
-        XXH3_128,
+        kind,
         rank,
         rank_count,
         len(key),

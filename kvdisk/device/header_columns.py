@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES
-from kvdisk.device.header import HEADER_SUM_OFFSET, MAGIC, XXH3_128
+from kvdisk.device.header import CHECKSUM_KINDS, HEADER_SUM_OFFSET, MAGIC
 from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION
 
 _EPOCH_LIMIT = 2**63
@@ -101,7 +101,7 @@ def decode_headers(view: memoryview, stride_bytes: int, first: int, count: int, 
     sound = (
         (np.array(sums, np.uint64) == said)
         & (raw["version"] == FORMAT_VERSION)
-        & (raw["kind"] == XXH3_128)
+        & np.isin(raw["kind"], CHECKSUM_KINDS)
         & (raw["rank_count"] == expected.rank_count)
         & (raw["fingerprint"] == np.void(expected.fingerprint))
         & (raw["epoch"] < _EPOCH_LIMIT)

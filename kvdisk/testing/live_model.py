@@ -99,6 +99,7 @@ class LiveModel:
             "staging_bytes": 16 * largest,
             "index_commit_s": 0.01,
             "min_load_tokens": 0,
+            "device": "posix",  # or each start would probe the drive
         } | values
         return Config.from_mapping(fixed | values)
 

@@ -294,5 +294,4 @@ class SimRank(LocalRank):
         assert not self._jobs, f"rank {self.rank} has not reported {sorted(self._jobs)}"
         assert runner.idle and not runner.at_device and not runner.copying
         assert not runner._shuttle.late.total() and runner._shuttle.reads == 0 and runner._writes == 0
-        free = [len(slots) for slots in runner._staging._free]
-        assert free == list(runner._staging._counts), f"staging of rank {self.rank} is not given back: {free}"
+        assert runner._parts.all_given_back, f"staging of rank {self.rank} is not given back"

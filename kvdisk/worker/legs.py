@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvdisk.blocks import group_of
 from kvdisk.device.base import Buffer, Transfer
@@ -14,9 +14,13 @@ from kvdisk.geometry import Geometry, contiguous_runs, slot_offset
 from kvdisk.messages import Job, JobKind, JobResult, Move, Reason
 from kvdisk.worker.arena import Arena
 
+if TYPE_CHECKING:
+    from kvdisk.worker.direct import Direct
+
 
 class Leg(IntEnum):
-    """A stretch of a route. GATHER and SCATTER run on the copier, READ and WRITE on the device."""
+    """A stretch of a route. GATHER and SCATTER run on the copier, READ and WRITE on the device. SUM: checksums computed
+    on the GPU, which also SEAL has to wait for where slots lie there."""
 
     GATHER = 1
     SEAL = 2
@@ -24,15 +28,19 @@ class Leg(IntEnum):
     READ = 4
     CHECK = 5
     SCATTER = 6
+    SUM = 7
 
 
 class Route(Enum):
-    """The ways of a move, first the most urgent. ``staged``: its slot in memory is one of staging, not of the tier."""
+    """The ways of a move, first the most urgent. ``staged``: its slot in memory is one of staging, not of the tier;
+    ``direct``: of staging on the GPU, so that nothing but its header is ever in host memory."""
 
+    LOAD_DIRECT = ((Leg.READ, Leg.SUM, Leg.CHECK, Leg.SCATTER), True)
     LOAD_STAGED = ((Leg.READ, Leg.CHECK, Leg.SCATTER), True)
     LOAD_KEPT = ((Leg.READ, Leg.CHECK, Leg.SCATTER), False)
     LOAD_CPU = ((Leg.CHECK, Leg.SCATTER), False)
     STORE_CPU = ((Leg.GATHER, Leg.SEAL), False)
+    STORE_DIRECT = ((Leg.GATHER, Leg.SUM, Leg.SEAL, Leg.WRITE), True)
     STORE_STAGED = ((Leg.GATHER, Leg.SEAL, Leg.WRITE), True)
     PROMOTE = ((Leg.READ, Leg.CHECK), False)
     DEMOTE = ((Leg.WRITE,), False)
@@ -40,6 +48,7 @@ class Route(Enum):
     def __init__(self, legs: tuple[Leg, ...], staged: bool) -> None:
         self.legs = legs
         self.staged = staged
+        self.direct = Leg.SUM in legs
         self.gathers = Leg.GATHER in legs
         self.scatters = Leg.SCATTER in legs
         self.reads = Leg.READ in legs
@@ -106,7 +115,8 @@ class Part:
     """What of a lot is under way together: on one drive, so that one that hangs holds up nothing of the others.
 
     ``positions``: moves that have not failed, and ``slots``: where in ``arena`` each of them lies. ``staging``:
-    slots to give back at the end. ``leg``: legs begun. ``late``: its moves have failed, and it is still at the device,
+    slots to give back at the end. On a direct route ``arena`` is GPU staging, which has of an arena what
+    copier and device need. ``leg``: legs begun. ``late``: its moves have failed, and it is still at the device,
     which owns its slots.
     """
 
@@ -149,13 +159,19 @@ NO_DRIVE = -1
 
 
 def lots_of(
-    work: Work, geometry: Geometry, part_slots: Sequence[int], files: Mapping[int, OpenFile], rank: int
+    work: Work,
+    geometry: Geometry,
+    part_slots: Sequence[int],
+    files: Mapping[int, OpenFile],
+    rank: int,
+    direct: Direct | None = None,
 ) -> list[Lot]:
     """Sort a job's moves into lots; moves without a source fail with ABSENT. Sets ``work.left``.
 
     Where the KV is the same on every rank, what another rank writes to the drive has ended well here, unmoved.
     ``part_slots``: slots of a part, by size class; ``files``: by segment. What lies on several drives is taken from
     each in turn, a lot of one part at a time, so that the parts under way read from, or write to, all of them.
+    ``direct``: says of staged moves whether they go straight to the GPU.
     """
     moves, kind = work.job.moves, work.job.kind
     one_group = len(geometry.groups) == 1
@@ -168,7 +184,10 @@ def lots_of(
         elif route.writes and move.nvme is not None and not geometry.writes(rank, move.nvme.segment):
             others += 1
         else:
-            found.setdefault((route, 0 if one_group else group_of(move.key)), []).append(position)
+            group = 0 if one_group else group_of(move.key)
+            if direct is not None and route.staged:
+                route = direct.route(route, geometry.size_classes[group], move)
+            found.setdefault((route, group), []).append(position)
     work.left = len(moves) - len(work.failed) - others
     work.to_gather = work.left if kind is JobKind.STORE else 0
     lots = []

@@ -20,6 +20,7 @@ from kvdisk.worker.runner import PART_BYTES, Runner
 
 if TYPE_CHECKING:
     from kvdisk.worker.copier import Copier, Mark
+    from kvdisk.worker.direct import Direct
 
 _DEVICE_WAIT_S = 0.001
 """Longest look at the device before new plans are looked for."""
@@ -37,6 +38,7 @@ class Mover:
     become the mover's, which closes them. ``fingerprint``: of the namespace while no home is open;
     without an NVMe tier any will do. ``io_deadline_s``: what has not started so long after ``submit`` fails, and so do
     the moves of a batch that is so long at the device: late, until the device has ended it.
+    ``direct``: the way between drive and GPU, where ``device`` has one; its staging stays the caller's, too.
     ``threaded``: False for simulations, which call ``turn`` themselves.
 
     The model's thread calls everything but ``turn``; no call waits for a transfer but ``wait_any``
@@ -59,13 +61,15 @@ class Mover:
         clock: Callable[[], float] = time.monotonic,
         part_bytes: int = PART_BYTES,
         threaded: bool = True,
+        direct: Direct | None = None,
     ) -> None:
         assert 0 <= rank < geometry.rank_count
         assert all(memory is None or memory.slot_sizes == geometry.slot_sizes for memory in (arena, staging))
+        assert direct is None or direct.staging.slot_sizes == geometry.slot_sizes
         self._copier = copier
         self._io_deadline_s = io_deadline_s
         self._clock = clock
-        gear = Gear(geometry, rank, arena, staging, copier, device, files)
+        gear = Gear(geometry, rank, arena, staging, copier, device, files, direct)
         self._runner = Runner(
             gear,
             fingerprint=fingerprint,

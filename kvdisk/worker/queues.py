@@ -98,3 +98,8 @@ class FreeStaging:
             free = self._free[part.size_class]
             free.extend(part.staging)
             free.sort()  # so that parts find neighbours
+
+    @property
+    def all_free(self) -> bool:
+        """Whether every slot has been given back."""
+        return tuple(map(len, self._free)) == self._counts

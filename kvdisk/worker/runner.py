@@ -8,24 +8,26 @@ verified and scattered, the next one's read is in flight. The bounds below are n
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvdisk.blocks import JobId
 from kvdisk.device.base import Op, Outcome
+from kvdisk.device.header import XXH3_128
 from kvdisk.messages import Job, JobKind, JobResult, Reason
 from kvdisk.stats import Stats
+from kvdisk.worker.copies import Copies
 from kvdisk.worker.file_jobs import FILE_KINDS, FileJobs
 from kvdisk.worker.gear import Gear
 from kvdisk.worker.legs import Leg, Lot, Part, Route, Work, lots_of
-from kvdisk.worker.queues import FreeStaging, LotQueues
+from kvdisk.worker.parts import Parts
+from kvdisk.worker.queues import LotQueues
 from kvdisk.worker.quiet_log import QuietLog
-from kvdisk.worker.seals import check_part, seal_part
+from kvdisk.worker.seals import check_direct, check_part, seal_direct, seal_part
 from kvdisk.worker.shuttle import Shuttle
 
 if TYPE_CHECKING:
-    from kvdisk.worker.copier import CopyTicket, Mark
+    from kvdisk.worker.copier import Mark
 
 PART_BYTES = 8 << 20
 MOST_READS = 4
@@ -77,17 +79,16 @@ class Runner:
         self._waiting: list[Work] = []
         """Jobs that name a segment which is being opened or dropped."""
         self._part_slots = [max(1, part_bytes // size) for size in self._geometry.slot_sizes]
-        self._staging = FreeStaging(gear.staging.slot_counts, self._part_slots)
-        self._copies: tuple[deque[tuple[Part, CopyTicket]], ...] = (deque(), deque())
-        """Gathers and scatters under way. The copier keeps the order of each kind."""
+        self._parts = Parts(gear, self._part_slots)
+        self._direct = gear.direct
+        self._copies = Copies(gear, self.stats)
         self._writes = 0
         self._stopping = False
 
     def attach(self) -> None:
         """Make the memory known to the device. Once, before the first turn."""
-        for arena in (self._gear.staging, self._gear.arena):
-            if arena is not None:
-                self._gear.device.attach_memory(arena.memory)
+        for memory in self._gear.memories:
+            self._gear.device.attach_memory(memory)
 
     # -- intake --------------------------------------------------------------------------------
 
@@ -125,7 +126,7 @@ class Runner:
             self._fail_rest(lot, Reason.CANCELLED)
 
     def _admit(self, work: Work) -> None:
-        for lot in lots_of(work, self._geometry, self._part_slots, self._files.open, self._gear.rank):
+        for lot in lots_of(work, self._geometry, self._part_slots, self._files.open, self._gear.rank, self._direct):
             if work.void:
                 self._fail_rest(lot, Reason.CANCELLED)
             else:
@@ -141,6 +142,8 @@ class Runner:
             work = self._works[job.id]
             if reason is not None:
                 work.failed[-1] = reason
+            if self._direct is not None and job.segment is not None:
+                self._direct.note_changed(job.segment.segment)
             self._finish(work)
         for work in [work for work in self._waiting if work.waits_for <= self._files.ended]:
             self._waiting.remove(work)
@@ -162,7 +165,7 @@ class Runner:
     @property
     def copying(self) -> bool:
         """Whether a copy has to be asked for its end."""
-        return any(self._copies)
+        return self._copies.busy
 
     def turn(self, now_s: float, wait_s: float = 0.0) -> bool:
         """Note what has ended, and start one part at most. Return whether anything happened.
@@ -188,21 +191,16 @@ class Runner:
         self._note_files(self._files.stop())
         while self._shuttle.busy:
             self._reap(self._shuttle.drain())
-        for copies in self._copies:
-            while copies:
-                part, ticket = copies.popleft()
-                self._gear.copier.wait(ticket)
-                self._advance(part)
+        for part in self._copies.await_all():
+            self._advance(part)
         assert self.idle
 
     def abandon(self) -> None:
         """After an error of ours: wait until nothing is in flight, then fail every open job with CANCELLED."""
         for part in self._shuttle.abandon():
             self._end_late(part)
-        for copies in self._copies:
-            for _, ticket in copies:
-                self._gear.copier.wait(ticket)
-            copies.clear()
+        for _ in self._copies.await_all():
+            pass
         for work in list(self._works.values()):
             self._finish(work.cancelled())
 
@@ -224,29 +222,15 @@ class Runner:
 
     def _take(self, lot: Lot) -> Part | None:
         """Cut the next part from a lot; None where it has to wait for parts under way."""
-        route, gear = lot.route, self._gear
-        gathers, scatters = self._copies
+        route = lot.route
         if (
             (route.reads and self._shuttle.reads >= (MOST_READS // 2 if route is Route.PROMOTE else MOST_READS))
             or (route.writes and self._writes >= MOST_WRITES)
-            or (route.gathers and len(gathers) >= MOST_GATHERS)
-            or (route.scatters and len(scatters) >= MOST_SCATTERS)
+            or (route.gathers and self._copies.of_stores >= MOST_GATHERS)
+            or (route.scatters and self._copies.of_loads >= MOST_SCATTERS)
         ):
             return None
-        size_class = self._geometry.size_classes[lot.group]
-        if route.staged:
-            arena, staging = gear.staging, self._staging.take(size_class, len(lot.positions) - lot.taken)
-            if not staging:
-                return None
-            positions = lot.positions[lot.taken : lot.taken + len(staging)]
-            slots = list(staging)
-        else:
-            assert gear.arena is not None, "a move names a CPU slot, and there is no CPU tier"
-            arena, staging = gear.arena, []
-            positions = lot.positions[lot.taken : lot.taken + self._part_slots[size_class]]
-            slots = [lot.work.job.moves[position].cpu.index for position in positions]  # type: ignore[union-attr]
-        lot.taken += len(positions)
-        return Part(lot.work, route, lot.group, lot.drive, size_class, arena, positions, slots, staging)
+        return self._parts.cut(lot)
 
     def _expire(self, now_s: float) -> bool:
         """Fail what has not started by its deadline, and what its drive would not take."""
@@ -287,23 +271,28 @@ class Runner:
 
         ``part.leg``: legs begun. What has started ends as usual; when stopping, or void, no further leg starts.
         """
-        legs = part.route.legs
+        legs, direct = part.route.legs, self._direct if part.route.direct else None
         while part.positions and part.leg < len(legs):
+            if part.leg == 1 and part.route.gathers:
+                part.work.note_gathered(len(part.positions))
             leg = legs[part.leg]
             part.leg += 1
-            if leg is Leg.SEAL:
-                part.work.note_gathered(len(part.positions))
-                seal_part(part, self._fingerprint, self._geometry, self._gear.rank)
-            elif leg is Leg.CHECK:
+            if leg is Leg.CHECK:
                 self._check(part)
+            elif leg is Leg.SEAL and direct is None:
+                kind = XXH3_128 if self._direct is None else self._direct.checksum_kind(part.size_class)
+                seal_part(part, self._fingerprint, self._geometry, self._gear.rank, kind)
             elif part.leg > 1 and (self._stopping or part.work.void):
                 self._drop(part, dict.fromkeys(part.positions, Reason.CANCELLED))
             elif leg in {Leg.READ, Leg.WRITE}:
                 self._drop(part, self._send(part, Op.READ if leg is Leg.READ else Op.WRITE))
                 if part.positions:
                     return
-            elif not self._copy(part, leg):
-                return
+            else:
+                if leg is Leg.SEAL and direct is not None:
+                    seal_direct(part, direct.staging, self._fingerprint, self._geometry, self._gear.rank)
+                if not self._copies.start(part, leg):
+                    return
         self._end(part)
 
     def _send(self, part: Part, op: Op) -> dict[int, Reason]:
@@ -311,45 +300,59 @@ class Runner:
             return dict.fromkeys(part.positions, Reason.DEADLINE)
         return self._shuttle.send(part, op, self._files.open, self._clock())
 
-    def _copy(self, part: Part, leg: Leg) -> bool:
-        """Start a gather or scatter; return whether it has ended already."""
-        copier, moves, after = self._gear.copier, part.work.job.moves, part.work.mark
-        blocks = [moves[position].block for position in part.positions]
-        copied_bytes = len(blocks) * self._geometry.groups[part.group].payload_bytes
-        if leg is Leg.GATHER:
-            ticket = copier.gather(part.group, blocks, part.arena, part.size_class, part.slots, after=after)
-            self.stats.add("rank_bytes_gpu_to_cpu", copied_bytes)
-        else:
-            ticket = copier.scatter(part.group, part.arena, part.size_class, part.slots, blocks, after=after)
-            self.stats.add("rank_bytes_cpu_to_gpu", copied_bytes)
-        copies = self._copies[leg is Leg.SCATTER]
-        if not copies and copier.done(ticket):
-            return True
-        copies.append((part, ticket))
-        return False
-
     def _reap(self, outcomes: Sequence[Outcome]) -> None:
         for part, failed in self._shuttle.ended(outcomes):
             if part.late:
                 self._end_late(part)
             else:
-                self._drop(part, failed)
+                self._drop(part, self._note_direct(part, failed) if failed and part.route.direct else failed)
                 self._advance(part)
 
     def _reap_copies(self) -> bool:
         ended = False
-        for copies in self._copies:
-            while copies and self._gear.copier.done(copies[0][1]):
-                ended = True
-                self._advance(copies.popleft()[0])
+        for part in self._copies.ended():
+            ended = True
+            self._advance(part)
         return ended
 
     def _check(self, part: Part) -> None:
-        bad = check_part(part, self._fingerprint, self._geometry, self._gear.rank)
+        if self._direct is not None and part.route.direct:
+            staging = self._direct.staging
+            bad, unknown = check_direct(part, staging, self._fingerprint, self._geometry, self._gear.rank)
+            self._direct.note_of_host(part.work.job.moves[position] for position in unknown)
+            self._load_by_host(part, unknown)
+        else:
+            bad = check_part(part, self._fingerprint, self._geometry, self._gear.rank)
         for position, reason in bad.items():
             move = part.work.job.moves[position]
             self._log.warn(reason.name, f"a block was refused: {reason.name} of {move.nvme or move.cpu}")
         self._drop(part, bad)
+
+    def _note_direct(self, part: Part, failed: Mapping[int, Reason]) -> Mapping[int, Reason]:
+        """Count what the drive failed on its way to or from the GPU; loads of it go the host's way once more.
+
+        Returns the failures that stay.
+        """
+        assert self._direct is not None
+        mine = [position for position, reason in failed.items() if reason is Reason.IO_ERROR]
+        if self._direct.note_failures(len(mine)):
+            self._log.warn("direct", "GPUDirect has failed too often: all blocks go through host memory from now on")
+        if not part.route.reads:
+            return failed
+        self._load_by_host(part, mine)
+        return {position: reason for position, reason in failed.items() if reason is not Reason.IO_ERROR}
+
+    def _load_by_host(self, part: Part, positions: Sequence[int]) -> None:
+        """Take moves out of a part, and load them through host memory."""
+        if not positions:
+            return
+        positions = [position for position in part.positions if position in positions]  # in the order of their slots
+        part.drop(dict.fromkeys(positions, Reason.IO_ERROR))
+        lot = Lot(part.work, Route.LOAD_STAGED, part.group, part.drive, positions)
+        if self._stopping or part.work.void:
+            self._fail_rest(lot, Reason.CANCELLED)
+        else:
+            self._queues.add(lot)
 
     # -- endings -------------------------------------------------------------------------------
 
@@ -360,13 +363,13 @@ class Runner:
             self._fail(part.work, failed)
 
     def _end(self, part: Part) -> None:
-        self._staging.give_back(part)
+        self._parts.give_back(part)
         self._writes -= part.route.writes
         self._close_moves(part.work, len(part.positions))
 
     def _end_late(self, part: Part) -> None:
         """The device has ended a late part: nothing more is done with it, and its slots are free to be used."""
-        self._staging.give_back(part)
+        self._parts.give_back(part)
         work = part.work
         work.late_parts -= 1
         if work.left:  # nobody has been told

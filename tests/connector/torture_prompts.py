@@ -88,6 +88,6 @@ def verify_store(store: Path, cap_bytes: int) -> int:
                 record.parent,
             )
             payload = slot[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
-            assert payload_checksum(payload) == header.checksum
+            assert payload_checksum(payload, header.checksum_kind) == header.checksum
         count += len(records)
     return count

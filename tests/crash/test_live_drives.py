@@ -36,9 +36,11 @@ class Clock:
         return self.now_s
 
 
-def start(dirs: list[Path], model: LiveModel, clock: Clock, cpu_bytes: int = 1 << 20) -> LiveEngine:
+def start(
+    dirs: list[Path], model: LiveModel, clock: Clock, cpu_bytes: int = 1 << 20, device: str = "posix"
+) -> LiveEngine:
     listed = [str(path) for path in dirs]
-    config = model.config(listed[0], blocks=300, cpu_bytes=cpu_bytes, store_dirs=listed)
+    config = model.config(listed[0], blocks=300, cpu_bytes=cpu_bytes, store_dirs=listed, device=device)
     return LiveEngine(config, model, clock=clock)
 
 
@@ -63,11 +65,14 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Turns, "of_slots", lambda sizes: Turns([2 for _ in sizes]))
 
 
-@pytest.mark.parametrize("windowed", [False, True])
-def test_blocks_lie_on_all_drives_and_come_back_in_any_order(windowed: bool, quick_path: Path) -> None:
+@pytest.mark.parametrize(("windowed", "device"), [(False, "posix"), (True, "posix"), (True, "nixl"), (True, "auto")])
+def test_blocks_lie_on_all_drives_and_come_back_in_any_order(
+    windowed: bool, device: str, quick_path: Path, tmp_path: Path
+) -> None:
     model = LiveModel(windowed=windowed)
-    dirs = [quick_path / name for name in ("first", "second", "third")]
-    engine = start(dirs, model, Clock())
+    # What is in memory may refuse O_DIRECT, and with it NIXL.
+    dirs = [(quick_path if device == "posix" else tmp_path) / name for name in ("first", "second", "third")]
+    engine = start(dirs, model, Clock(), device=device)
     LiveLoad(engine, SEED, SHAPE).run_requests(60)
     engine.run_until_quiet()
     before = blocks_by_drive(engine)
@@ -76,7 +81,7 @@ def test_blocks_lie_on_all_drives_and_come_back_in_any_order(windowed: bool, qui
     engine.close()
     assert all(list(path.glob("homes/*/segments/*/rank1.kv")) for path in dirs)
 
-    again = start([dirs[0], dirs[2], dirs[1]], model, Clock())
+    again = start([dirs[0], dirs[2], dirs[1]], model, Clock(), device=device)
     assert blocks_by_drive(again).total() == before.total(), "all are found again"
     LiveLoad(again, SEED, SHAPE).run_requests(30)
     stats = again.manager.stats

@@ -132,7 +132,7 @@ def turned_rank(hook: Hook) -> Callable[..., LocalRank]:
     def make(config: Any, model: LiveModel, rank: int, layers: Any) -> Any:
         with (
             patch("kvdisk.worker.mover.Mover", partial(Mover, threaded=False)),
-            patch("kvdisk.assembly.PosixDevice", lambda *_, **__: TurnedDevice(hook)),
+            patch("kvdisk.assembly.choose_device", lambda *_, **__: TurnedDevice(hook)),
             patch("kvdisk.worker.files.HomeFiles", Files),
         ):
             return assemble_worker(config, model.geometry, rank, layers)

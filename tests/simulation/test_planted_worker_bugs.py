@@ -14,6 +14,7 @@ from kvdisk.device.base import Op, Outcome
 from kvdisk.messages import JobKind, JobResult, Reason
 from kvdisk.testing.simulator import run_seeds
 from kvdisk.worker import seals
+from kvdisk.worker.copies import Copies
 from kvdisk.worker.legs import Part, Work
 from kvdisk.worker.runner import Runner
 from kvdisk.worker.shuttle import Shuttle
@@ -81,7 +82,7 @@ def staging_of_a_late_part_reused(patch: Patch) -> None:
         happened = original(self, now_s)
         for part in _parts_at_device(self):
             if part.late and part not in before:
-                self._staging.give_back(part)
+                self._parts.give_back(part)
                 part.staging = []
         return happened
 
@@ -100,7 +101,7 @@ def late_slots_released_before_the_device_has_ended_them(patch: Patch) -> None:
             self.released.append(work.job.id)
 
     def end_late(original: Any, self: Runner, part: Part) -> None:
-        self._staging.give_back(part)
+        self._parts.give_back(part)
 
     wrap(patch, Runner, "_finish", finish)
     wrap(patch, Runner, "_end_late", end_late)
@@ -108,7 +109,7 @@ def late_slots_released_before_the_device_has_ended_them(patch: Patch) -> None:
 
 @plant
 def late_slots_never_released(patch: Patch) -> None:
-    wrap(patch, Runner, "_end_late", lambda original, self, part: self._staging.give_back(part))
+    wrap(patch, Runner, "_end_late", lambda original, self, part: self._parts.give_back(part))
 
 
 @plant
@@ -119,7 +120,7 @@ def late_moves_not_said_to_be_late(patch: Patch) -> None:
         return found
 
     wrap(patch, Work, "result", result)
-    wrap(patch, Runner, "_end_late", lambda original, self, part: self._staging.give_back(part))
+    wrap(patch, Runner, "_end_late", lambda original, self, part: self._parts.give_back(part))
 
 
 @plant
@@ -187,15 +188,15 @@ def second_try_of_a_transfer_forgets_the_first(patch: Patch) -> None:
 def copies_not_awaited(patch: Patch) -> None:
     """A part goes on when its copy was begun."""
 
-    def copy(original: Any, self: Runner, part: Part, leg: Any) -> bool:
+    def start(original: Any, self: Copies, part: Part, leg: Any) -> bool:
         ended = original(self, part, leg)
         if not ended:
-            for copies in self._copies:
+            for copies in self._under_way:
                 if copies and copies[-1][0] is part:
                     copies.pop()
         return True
 
-    wrap(patch, Runner, "_copy", copy)
+    wrap(patch, Copies, "start", start)
 
 
 @plant

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 
@@ -14,9 +15,12 @@ from kvdisk.errors import DeviceError
 from kvdisk.geometry import Geometry, GroupGeometry, slot_offset
 from kvdisk.messages import HomeSpec, Job, JobKind, JobResult, Move, Plan, SegmentSpec
 from kvdisk.stats import Stats
+from kvdisk.testing.addressed_device import AddressedDevice, view_of
 from kvdisk.testing.faulty_device import FaultyDevice
 from kvdisk.worker.arena import Arena
-from kvdisk.worker.copier import HostCopier, LayerBlocks
+from kvdisk.worker.copier import HostCopier, Lane, LayerBlocks
+from kvdisk.worker.direct import Direct
+from kvdisk.worker.gpu_staging import GpuStaging
 from kvdisk.worker.mover import Mover
 
 GPU_BLOCKS = 48
@@ -70,8 +74,51 @@ class NamedFiles:
         self.closed = True
 
 
+class Now:
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+class CpuLanes:
+    """``Lanes`` whose work is done when it is given; notes which lane it was."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, Lane | None]] = []
+
+    def on(self, lane):
+        return contextlib.nullcontext()
+
+    def record(self, lane):
+        self.log.append(("record", lane))
+        return Now()
+
+    def wait(self, lane, event) -> None:
+        self.log.append(("wait", lane))
+
+    def numbers(self, values):
+        return torch.tensor(values)
+
+
+class TicketCopier(HostCopier):
+    """Asks tickets of GPU staging for their end, too."""
+
+    def done(self, ticket) -> bool:
+        return ticket.event is None or ticket.event.query()
+
+    def wait(self, ticket) -> None:
+        if ticket.event is not None:
+            ticket.event.synchronize()
+
+
 class Rank:
-    """A mover that ``run`` turns, over random KV. ``device``: faulty, over bytes in RAM, unless given."""
+    """A mover that ``run`` turns, over random KV. ``device``: faulty, over bytes in RAM, unless given. ``direct``: what
+    is staged goes through GPU staging, over CPU tensors, of as many slots.
+    """
 
     def __init__(
         self,
@@ -86,6 +133,7 @@ class Rank:
         part_bytes: int = 4 * max(geometry().slot_sizes),
         threaded: bool = False,
         home: HomeSpec | None = None,
+        direct: bool = False,
     ) -> None:
         shape = geometry(rank_count)
         generator = torch.Generator().manual_seed(100 + rank)
@@ -101,18 +149,23 @@ class Rank:
         self.arena = Arena(shape.slot_sizes, [cpu_slots] * classes, pin=False) if cpu_slots else None
         self.staging = Arena(shape.slot_sizes, [staging_slots] * classes, pin=False)
         self.classes = shape.size_classes
+        self.direct = None
+        if direct:
+            every = frozenset(range(classes))
+            self.direct = Direct(GpuStaging(shape.slot_sizes, [staging_slots] * classes, CpuLanes()), every, every)
         self.mover = Mover(
             shape,
             rank,
             self.arena,
             self.staging,
-            copier or HostCopier([LayerBlocks(layers) for layers in self.layers]),
-            self.device,
+            copier or TicketCopier([LayerBlocks(layers) for layers in self.layers]),
+            AddressedDevice(self.device) if direct else self.device,
             self.files,
             io_deadline_s=10.0,
             clock=lambda: self.now_s,
             part_bytes=part_bytes,
             threaded=threaded,
+            direct=self.direct,
         )
         self.last_job = 0
         self.results: dict[int, JobResult] = {}
@@ -158,6 +211,12 @@ class Rank:
 
     def cpu(self, group: int, index: int) -> Slot:
         return Slot(self.classes[group], index)
+
+    def staging_view(self, size_class: int, count: int) -> memoryview:
+        """The first slots of the staging that staged moves go through."""
+        if self.direct is None:
+            return self.staging.run_view(size_class, 0, count)
+        return view_of(self.direct.staging.run_view(size_class, 0, count))
 
     def payload(self, group: int, block: int) -> bytes:
         return b"".join(bytes(layer[block].numpy()) for layer in self.layers[group])

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvdisk.assembly import SchedulerParts, assemble_scheduler, describe_geometry
 from kvdisk.blocks import BlockKey, Slot, Tier, make_block_key
 from kvdisk.config import Config
-from kvdisk.device.header import seal_slot
+from kvdisk.device.header import CHECKSUM_KINDS, seal_slot
 from kvdisk.device.home import Home
 from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
@@ -96,6 +96,7 @@ def write_block(
             seal_slot(
                 view, namespace=Namespace(fingerprint, epoch), key=key, generation=generation, parent=parent,
                 payload_bytes=size, rank=rank, rank_count=RANKS,
+                kind=CHECKSUM_KINDS[slot.index % 2],  # whoever wrote it
             )  # fmt: skip
             with file_of(home, slot.segment, rank, drive).open("r+b") as file:
                 file.seek(slot_offset(group.slot_bytes, slot.index))

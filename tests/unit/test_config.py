@@ -60,7 +60,7 @@ def test_wrong_sizes(wrong):
         ({"store_policy": "sometimes"}, "'on_preemption', 'spillover', or a class"),
         ({"store_policy": "no_class:"}, "'module:Class'"),
         ({"eviction": "arc"}, "'lru'"),
-        ({"device": "gds"}, "'posix'"),
+        ({"device": "uring"}, "'posix', 'nixl'"),
         ({"nvme_admission": "reuse(0)"}, "reuse"),
         ({"cpu_admission": "reuse(17)"}, "from 1 to 16"),
         ({"nvme_admission": "adaptiv"}, "'adaptive'"),

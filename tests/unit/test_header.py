@@ -10,9 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdisk.blocks import MAX_KEY_BYTES
+from kvdisk.device.checksum import multilinear_digest
 from kvdisk.device.header import (
+    CHECKSUM_KINDS,
+    MULTILINEAR,
     SlotHeader,
     check_slot,
+    named_checksum,
     payload_checksum,
     read_header,
     seal_slot,
@@ -62,7 +66,7 @@ keys = st.binary(min_size=1, max_size=MAX_KEY_BYTES)
         rank=u16,
         rank_count=u16,
         checksum=st.binary(min_size=16, max_size=16),
-        checksum_kind=st.just(1),
+        checksum_kind=st.sampled_from(CHECKSUM_KINDS),
     )
 )
 def test_what_is_written_is_read(header):
@@ -118,8 +122,9 @@ def test_another_block_is_refused(change):
     assert check_slot(make_slot(), **(WHO | change)) is Reason.HEADER
 
 
-def test_a_flipped_bit_anywhere_in_the_header_is_refused():
-    slot = make_slot()
+@pytest.mark.parametrize("kind", CHECKSUM_KINDS)
+def test_a_flipped_bit_anywhere_in_the_header_is_refused(kind):
+    slot = make_slot(kind=kind)
     for at in range(HEADER_BYTES):
         slot[at] ^= 1 << at % 8
         assert check_slot(slot, **WHO) is Reason.HEADER, at
@@ -129,8 +134,9 @@ def test_a_flipped_bit_anywhere_in_the_header_is_refused():
     assert check_slot(slot, **WHO) is None
 
 
-def test_the_checksum_covers_exactly_the_payload():
-    slot = make_slot()
+@pytest.mark.parametrize("kind", CHECKSUM_KINDS)
+def test_the_checksum_covers_exactly_the_payload(kind):
+    slot = make_slot(kind=kind)
     for at in (0, 1, 63, 64, 4095, 4096, PAYLOAD_BYTES - 1):
         slot[HEADER_BYTES + at] ^= 1
         assert check_slot(slot, **WHO) is Reason.CHECKSUM, at
@@ -143,6 +149,18 @@ def test_the_header_is_judged_before_the_payload():
     slot = make_slot()
     slot[HEADER_BYTES] ^= 1
     assert check_slot(slot, **(WHO | {"generation": 8})) is Reason.HEADER
+
+
+def test_a_slot_is_verified_by_the_kind_that_it_names():
+    slot = make_slot(kind=MULTILINEAR)
+    payload = slot[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES]
+    header = read_header(slot)
+    assert (header.checksum_kind, header.checksum) == (MULTILINEAR, multilinear_digest(payload))
+    assert named_checksum(slot[:HEADER_BYTES], **WHO) == (MULTILINEAR, header.checksum)
+    assert check_slot(slot, **WHO) is None
+    other = dataclasses.replace(header, checksum_kind=1)
+    write_header(slot, other)
+    assert check_slot(slot, **WHO) is Reason.CHECKSUM
 
 
 def test_another_payload_checksum_in_a_sound_header_is_a_checksum_failure():
@@ -165,7 +183,7 @@ def test_another_format_version_is_told_apart_from_damage():
 @pytest.mark.parametrize(
     ("at", "packed"),
     [
-        (10, b"\x02"),  # a reserved checksum kind
+        (10, b"\x03"),  # a reserved checksum kind
         (16, struct.pack("<H", MAX_KEY_BYTES + 1)),  # key length
         (16, struct.pack("<H", 0)),
         (208 + 16, struct.pack("<H", MAX_KEY_BYTES + 1)),  # parent length
@@ -192,6 +210,6 @@ def test_keys_that_do_not_fit_are_a_programmers_error(change):
 
 
 def test_reserved_checksum_kinds_are_not_written():
-    header = SlotHeader(WHO["namespace"], b"key", 1, None, 9, 0, 1, b"c" * 16, checksum_kind=2)
+    header = SlotHeader(WHO["namespace"], b"key", 1, None, 9, 0, 1, b"c" * 16, checksum_kind=3)
     with pytest.raises(AssertionError):
         write_header(memoryview(bytearray(HEADER_BYTES)), header)

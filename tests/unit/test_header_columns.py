@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey, Slot, group_of
-from kvdisk.device.header import SlotHeader, read_header, write_header
+from kvdisk.device.header import CHECKSUM_KINDS, SlotHeader, read_header, write_header
 from kvdisk.device.header_columns import Expected, HeaderColumns, agreed, decode_headers, join_headers, newest
 from kvdisk.errors import KvdiskError
 from kvdisk.geometry import HEADER_BYTES, Namespace
@@ -63,6 +63,7 @@ def headers(draw) -> bytes:
         draw(or_else(1, st.just(0))),
         draw(or_else(2, st.integers(0, 2**16 - 1))),
         draw(st.binary(min_size=16, max_size=16)),
+        draw(st.sampled_from(CHECKSUM_KINDS)),
     )
     block = bytearray(draw(st.sampled_from([bytes(HEADER_BYTES), b"\xff" * HEADER_BYTES])))
     write_header(memoryview(block), header)

@@ -22,9 +22,9 @@ BLOCKS = [5, 1, 2, 3, 40, 17, 16, 47]
 """Neighbours and strangers, in no order."""
 
 
-@pytest.fixture
-def rank():
-    made = Rank()
+@pytest.fixture(params=[False, True], ids=["through host memory", "direct"])
+def rank(request):
+    made = Rank(direct=request.param)
     yield made
     made.mover.close()
 

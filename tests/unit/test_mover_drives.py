@@ -17,9 +17,9 @@ SEGMENTS = {GOOD: 0, BAD: 7}
 """By drive; all for blocks of group 0."""
 
 
-@pytest.fixture
-def rank():
-    made = Rank()
+@pytest.fixture(params=[False, True], ids=["through host memory", "direct"])
+def rank(request):
+    made = Rank(direct=request.param)
     spec = segment_of(0)._replace(segment=SEGMENTS[BAD], drive=BAD)
     made.do(JobKind.OPEN_SEGMENT, segment=spec)
     yield made

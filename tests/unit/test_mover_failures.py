@@ -22,9 +22,9 @@ from kvdisk.worker.runner import MOST_SCATTERS
 WAIT_S = 60.0
 
 
-@pytest.fixture
-def rank():
-    made = Rank()
+@pytest.fixture(params=[False, True], ids=["through host memory", "direct"])
+def rank(request):
+    made = Rank(direct=request.param)
     yield made
     made.mover.close()
 

@@ -15,9 +15,9 @@ DEADLINE_S = 10.0
 """Of ``Rank``."""
 
 
-@pytest.fixture
-def rank():
-    made = Rank()
+@pytest.fixture(params=[False, True], ids=["through host memory", "direct"])
+def rank(request):
+    made = Rank(direct=request.param)
     yield made
     made.mover.close()
 
@@ -80,7 +80,7 @@ def test_staging_is_reused_only_after_the_device_has_ended(rank):
 def fresh_staging(rank: Rank, act) -> set[int]:
     """Which of the eight slots are written by what ``act`` does; it does not fail."""
     slot_bytes = GROUPS[0].slot_bytes
-    memory = rank.staging.run_view(rank.classes[0], 0, 8)
+    memory = rank.staging_view(rank.classes[0], 8)
     memory[:] = b"\x11" * len(memory)
     assert act() == {}
     return {at for at in range(8) if memory[at * slot_bytes : at * slot_bytes + 8] != b"\x11" * 8}

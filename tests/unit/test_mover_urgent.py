@@ -15,9 +15,9 @@ from kvdisk.worker.mover import URGENT_S
 BLOCKS = range(20)
 
 
-@pytest.fixture
-def rank():
-    made = Rank(staging_slots=8)
+@pytest.fixture(params=[False, True], ids=["through host memory", "direct"])
+def rank(request):
+    made = Rank(staging_slots=8, direct=request.param)
     made.run()
     yield made
     made.device.plan.hold = False

@@ -43,6 +43,7 @@ def overwritten(block: bytearray, what: list[tuple[int, bytes]], *, summed: bool
 @given(changes, st.booleans())
 @example([(8, b"\xff\xff")], True)
 @example([(10, b"\x02")], True)
+@example([(10, b"\x03")], True)
 def test_any_slot_header_is_read_or_refused(what: list[tuple[int, bytes]], summed: bool) -> None:
     block = overwritten(sound_slot_header(), what, summed=summed)
     try:
@@ -71,6 +72,7 @@ def test_bytes_of_no_kind_are_no_slot_header(data: bytes) -> None:
 
 @settings(max_examples=300)
 @given(changes, st.booleans(), st.binary(max_size=60))
+@example([(10, b"\x02")], True, b"")
 def test_any_slot_is_checked_without_an_exception(what: list[tuple[int, bytes]], summed: bool, payload: bytes) -> None:
     slot = overwritten(sound_slot_header(), what, summed=summed) + payload.ljust(100, b"\0")
     found = check_slot(

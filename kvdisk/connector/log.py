@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where kvdisk's log lines go within vLLM, which shows only those of its own loggers."""
+
+from __future__ import annotations
+
+import logging
+
+
+def join_log() -> None:
+    """Let kvdisk's lines go where vLLM's go, at vLLM's level, unless somebody has said where they go. Idempotent."""
+    ours, theirs = logging.getLogger("kvdisk"), logging.getLogger("vllm")
+    if ours.hasHandlers() or not theirs.handlers:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    if ours.level == logging.NOTSET:
+        ours.setLevel(theirs.level)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slots in GPU memory for blocks between drive and vLLM's tensors, and their payload checksums, computed there.
+
+A slot lies here as it lies in an ``Arena`` and on the drive: 4 KiB header and payload. The host never sees a
+payload: it reads and writes headers through a small pinned area, and gets 16 bytes of sums for each slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from kvdisk.device.base import Buffer
+from kvdisk.device.checksum import LANES, ROW_BYTES, ROW_WORDS, WORD_BYTES, multipliers
+from kvdisk.device.gpu_range import GpuRange
+from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, contiguous_runs, round_up
+from kvdisk.worker.copier import CopyTicket, Lane, Lanes
+
+SCRATCH_BYTES = 8 << 20
+"""GPU memory in which sums are computed, for each lane; never less than one slot's payload."""
+_GPU_ALIGNMENT = 64 << 10
+
+
+class PayloadSums:
+    """``checksum.multilinear_digest`` of many payloads at once, with torch: the same bytes.
+
+    ``largest_bytes``: of a payload. ``scratch_bytes``: of memory beside the payloads. Work goes to the calling
+    thread's current stream; one computation at a time.
+    """
+
+    def __init__(self, device: torch.device, largest_bytes: int, scratch_bytes: int = SCRATCH_BYTES) -> None:
+        rows = -(-largest_bytes // ROW_BYTES)
+        self._words = [_on_device(multipliers(lane, ROW_WORDS), device) for lane in range(LANES)]
+        self._rows = [_on_device(multipliers(2 + lane, rows), device) for lane in range(LANES)]
+        self._starts = _on_device(multipliers(4, LANES), device)
+        self._turned = torch.arange(WORD_BYTES - 1, -1, -1, device=device)
+        scratch_bytes = max(scratch_bytes, rows * ROW_BYTES)
+        self._scratch = torch.empty(scratch_bytes // WORD_BYTES, dtype=torch.int64, device=device)
+
+    def of(self, slots: torch.Tensor, payload_bytes: int, out: torch.Tensor) -> None:
+        """Put the checksums of the payloads in ``slots``, uint8 (n, slot_bytes), into ``out``, int64 (n, 2).
+
+        Whatever is behind the payloads in their last rows becomes zeros.
+        """
+        rows = -(-payload_bytes // ROW_BYTES)
+        slots[:, HEADER_BYTES + payload_bytes : HEADER_BYTES + rows * ROW_BYTES].zero_()
+        most = max(1, self._scratch.numel() // max(1, rows * ROW_WORDS))
+        for start in range(0, slots.shape[0], most):
+            some = slots[start : start + most, HEADER_BYTES : HEADER_BYTES + rows * ROW_BYTES]
+            self._some(some, rows, out[start : start + most])
+
+    def _some(self, payloads: torch.Tensor, rows: int, out: torch.Tensor) -> None:
+        count = payloads.shape[0]
+        scratch = self._scratch[: count * rows * ROW_WORDS]
+        products = scratch.view(count, rows, ROW_WORDS)
+        # Products and sums of signed words wrap as those of unsigned ones do.
+        torch.mul(payloads.view(torch.int64).unflatten(1, (rows, ROW_WORDS)), self._words[0], out=products)
+        self._fold(products, 0, out)
+        in_bytes = payloads.unflatten(1, (rows * ROW_WORDS, WORD_BYTES))
+        torch.index_select(
+            in_bytes, 2, self._turned, out=scratch.view(torch.uint8).view(count, rows * ROW_WORDS, WORD_BYTES)
+        )
+        self._fold(products.mul_(self._words[1]), 1, out)
+
+    def _fold(self, products: torch.Tensor, lane: int, out: torch.Tensor) -> None:
+        row_sums = products.sum(2)
+        out[:, lane] = row_sums.mul_(self._rows[lane][: row_sums.shape[1]]).sum(1).add_(self._starts[lane])
+
+
+def _on_device(numbers: np.ndarray[Any, np.dtype[np.uint64]], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(numbers.view(np.int64).copy()).to(device)
+
+
+class GpuStaging:
+    """Registered staging of one rank on its GPU: for a ``Part`` what an ``Arena`` is, but for addresses only.
+
+    ``slot_sizes``, ``slot_counts``: as an ``Arena``'s. ``lanes``: those of the copier, whose streams the work here
+    goes to: sums of what was gathered to STORE, of what was read to LOAD. On a CPU (tests) it is host memory.
+
+    The staging owns its memory until ``close``, when neither a copy nor a batch may be in flight. The mover's thread
+    calls everything. A ticket is asked for its end through the copier, as any copy's. Raises torch's
+    OutOfMemoryError where the GPU has not so much left.
+    """
+
+    def __init__(self, slot_sizes: Sequence[int], slot_counts: Sequence[int], lanes: Lanes) -> None:
+        assert len(slot_sizes) == len(slot_counts) > 0
+        assert all(size > HEADER_BYTES and size % ALIGNMENT == 0 for size in slot_sizes)
+        self.slot_sizes = tuple(slot_sizes)
+        self.slot_counts = tuple(slot_counts)
+        self._lanes = lanes
+        device = lanes.device
+        on_gpu = device.type == "cuda"
+        total_bytes = sum(size * count for size, count in zip(slot_sizes, slot_counts, strict=True))
+        self.total_bytes = max(round_up(total_bytes, _GPU_ALIGNMENT), _GPU_ALIGNMENT)
+        # cuFile registers the whole allocation that an address lies in: it must not be one that torch shares out.
+        self._pool: Any = torch.cuda.MemPool() if on_gpu else None
+        within: AbstractContextManager[Any] = torch.cuda.use_mem_pool(self._pool) if on_gpu else nullcontext()
+        with within:
+            # Zeros, so that headers and padding that go to the drive hold no stale bytes.
+            raw = torch.zeros(self.total_bytes + _GPU_ALIGNMENT, dtype=torch.uint8, device=device)
+        skipped = -raw.data_ptr() % _GPU_ALIGNMENT
+        whole = raw[skipped : skipped + self.total_bytes]
+        self._address = whole.data_ptr()
+        self._owner: object = raw
+        self._offsets: list[int] = []
+        self._tensors: list[torch.Tensor] = []
+        start = 0
+        for size, count in zip(slot_sizes, slot_counts, strict=True):
+            self._offsets.append(start)
+            self._tensors.append(whole[start : start + size * count].view(count, size))
+            start += size * count
+
+        def on_host(shape: Callable[[int], tuple[int, ...]], dtype: torch.dtype) -> list[torch.Tensor]:
+            return [torch.zeros(shape(count), dtype=dtype, pin_memory=on_gpu) for count in slot_counts]
+
+        self._heads = on_host(lambda count: (count, HEADER_BYTES), torch.uint8)
+        self._host_sums = on_host(lambda count: (count, LANES), torch.int64)
+        self._sums = [torch.zeros(count, LANES, dtype=torch.int64, device=device) for count in slot_counts]
+        largest = max(slot_sizes) - HEADER_BYTES
+        self._payload_sums = {lane: PayloadSums(device, largest) for lane in Lane}
+        made = lanes.record(None)
+        for lane in Lane:
+            lanes.wait(lane, made)
+
+    @property
+    def memory(self) -> Buffer:
+        """All of it, for ``Device.attach_memory``."""
+        return self._range(0, self.total_bytes)
+
+    def run_view(self, size_class: int, index: int, count: int) -> Buffer:
+        """Return ``count`` neighbouring slots from ``index`` on, as a buffer of transfers: in truth a ``GpuRange``."""
+        assert 0 <= index <= self.slot_counts[size_class] - count, (size_class, index, count)
+        slot_bytes = self.slot_sizes[size_class]
+        return self._range(self._offsets[size_class] + index * slot_bytes, count * slot_bytes)
+
+    def tensor(self, size_class: int) -> torch.Tensor:
+        """Return all slots of a size class as uint8, shape (slot_count, slot_bytes), sharing the memory."""
+        return self._tensors[size_class]
+
+    def header(self, size_class: int, index: int) -> memoryview:
+        """Return a slot's header in host memory: as last read, or to be filled and written."""
+        return memoryview(self._heads[size_class][index].numpy())
+
+    def digest(self, size_class: int, index: int) -> bytes:
+        """Return a payload's checksum of kind MULTILINEAR, once the ticket of ``start_sums`` has ended."""
+        sums: bytes = self._host_sums[size_class][index].numpy().astype("<i8").tobytes()
+        return sums
+
+    def start_sums(self, size_class: int, slots: Sequence[int], payload_bytes: int, lane: Lane) -> CopyTicket:
+        """Compute the checksums of slots, and bring them to host memory; on lane LOAD with their headers."""
+        with self._lanes.on(lane):
+            for start, count in contiguous_runs(slots, len(slots)):
+                run = slice(slots[start], slots[start] + count)
+                if lane is Lane.LOAD:
+                    heads = self._tensors[size_class][run, :HEADER_BYTES].contiguous()
+                    self._heads[size_class][run].copy_(heads, non_blocking=True)
+                sums = self._sums[size_class][run]
+                self._payload_sums[lane].of(self._tensors[size_class][run], payload_bytes, sums)
+                self._host_sums[size_class][run].copy_(sums, non_blocking=True)
+            return CopyTicket(self._lanes.record(lane))
+
+    def start_headers(self, size_class: int, slots: Sequence[int]) -> CopyTicket:
+        """Copy headers, which were filled in host memory, in front of the payloads."""
+        with self._lanes.on(Lane.STORE):
+            for start, count in contiguous_runs(slots, len(slots)):
+                run = slice(slots[start], slots[start] + count)
+                heads = self._heads[size_class][run].to(self._lanes.device, non_blocking=True)
+                self._tensors[size_class][run, :HEADER_BYTES].copy_(heads)
+            return CopyTicket(self._lanes.record(Lane.STORE))
+
+    def close(self) -> None:
+        """Give the memory back to the GPU. Idempotent."""
+        self._tensors, self._owner, self._pool = [], None, None
+        self._sums.clear()
+        self._payload_sums.clear()
+
+    def _range(self, start: int, byte_count: int) -> Buffer:
+        assert self._owner is not None, "the staging is closed"
+        return cast(Buffer, GpuRange(self._address + start, byte_count, self._owner))

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device suite over kvikio, and what the wrapping of its futures promises. ``test_gds_suite`` runs this file in a
+process of its own, where a stub of the driver is found: kvikio moves host memory then, in its own threads."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import resource
+import signal
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvdisk.device import gds
+from kvdisk.device.base import Buffer, Device, Op, Transfer
+from kvdisk.device.gds import GdsDevice
+from kvdisk.device.gpu_range import GpuRange
+from kvdisk.geometry import ALIGNMENT
+from kvdisk.testing.addressed_device import range_of
+from kvdisk.testing.device_conformance import DeviceConformance, fill, make_memory
+
+
+class TestGds(DeviceConformance):
+    def setup_method(self, _method) -> None:
+        self.directory = tempfile.TemporaryDirectory()
+        self.fds: dict[int, Path] = {}
+        super().setup_method(_method)
+
+    def make_device(self) -> Device:
+        return GdsDevice(threads=2, compat=True)
+
+    def open_file(self) -> int:
+        path = Path(self.directory.name) / str(len(self.fds))
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        self.fds[fd] = path
+        return fd
+
+    def close_files(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        self.directory.cleanup()
+
+    def stored(self, fd: int, byte_count: int) -> bytes:
+        return self.fds[fd].read_bytes()[:byte_count]
+
+    # What only this device promises
+
+    def test_every_byte_of_many_pieces_and_short_calls(self, monkeypatch) -> None:
+        monkeypatch.setattr(gds, "PIECE_BYTES", ALIGNMENT)
+        fd = self.attach()
+        data = self.written(fd, 61 * ALIGNMENT)
+        assert self.stored(fd, len(data)) == data
+        assert self.read(fd, 0, len(data)) == data
+
+    def test_a_batch_ends_only_when_all_its_calls_have(self) -> None:
+        """One fails at once, before the others have begun: the outcome waits for them."""
+        fd = self.attach()
+        data = self.written(fd, 24 << 20)
+        memory = self.memory(24 << 20)
+        for _ in range(5):
+            memory[:] = bytes(len(memory))
+            beyond = Transfer(fd, 64 << 20, (self.memory(ALIGNMENT),))
+            half = len(memory) // 2
+            halves = [Transfer(fd, at, (memory[at : at + half],)) for at in (0, half)]
+            assert self.run(Op.READ, beyond, *halves) == {0: errno.EIO}
+            assert memory == data
+
+    def test_one_call_is_one_task_of_kvikio(self) -> None:
+        """The future of a call that is cut ends with its last task, although others may still be moving bytes."""
+        fd = self.attach()
+        data = self.written(fd, 5 * gds.PIECE_BYTES // 2)
+        calls: list[tuple[int, int]] = []
+        drive, file = self.device._files[fd]
+
+        class Watched:
+            def pread(self, buffer, size, offset, task_size):
+                calls.append((buffer.nbytes, task_size))
+                return file.pread(buffer, size, offset, task_size)
+
+            def close(self):
+                file.close()
+
+        self.device._files[fd] = drive, Watched()
+        assert self.read(fd, 0, len(data)) == data
+        assert sorted(calls) == [(gds.PIECE_BYTES // 2,) * 2, (gds.PIECE_BYTES,) * 2, (gds.PIECE_BYTES,) * 2]
+
+    def test_a_full_drive_keeps_its_number(self) -> None:
+        fd = self.attach()
+        self.written(fd, ALIGNMENT)
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        memory = self.memory(4 * ALIGNMENT)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (ALIGNMENT, limit[1]))
+        try:
+            found = self.run(Op.WRITE, Transfer(fd, ALIGNMENT, (memory,)))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert found == {0: errno.EFBIG}
+        full = RuntimeError(f"Unable to write. Linux system/library function call error: {os.strerror(errno.ENOSPC)}")
+        assert gds._errno_of(full) == errno.ENOSPC
+
+    def test_a_file_that_can_only_be_read(self) -> None:
+        writable = self.attach()
+        data = self.written(writable, 2 * ALIGNMENT)
+        fd = os.open(self.fds[writable], os.O_RDONLY | os.O_DIRECT)
+        self.fds[fd] = self.fds[writable]
+        self.device.attach_file(fd)
+        self.fds[writable].unlink()  # its owner deletes it
+        assert self.read(fd, 0, len(data)) == data
+        assert self.run(Op.WRITE, Transfer(fd, 0, (self.memory(ALIGNMENT),))) == {0: errno.EIO}
+
+    def test_a_file_that_cufile_does_not_take_fails_its_transfers(self, monkeypatch) -> None:
+        fd = self.open_file()
+
+        def refuse(path, flags):
+            raise RuntimeError("cuFile error at: GPUDirect Storage not supported on current file")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(self.device._kvikio, "CuFile", refuse)
+            self.device.attach_file(fd)
+        assert self.run(Op.READ, Transfer(fd, 0, (self.memory(ALIGNMENT),))) == {0: errno.EIO}
+
+    def test_memory_that_cannot_be_moved_is_an_error_of_its_transfer(self) -> None:
+        fd = self.attach()
+        data = self.written(fd, 2 * ALIGNMENT)
+        memory = self.memory(ALIGNMENT)
+        nowhere = GpuRange(0, ALIGNMENT, None)
+        found = self.run(Op.READ, Transfer(fd, 0, (nowhere,)), Transfer(fd, ALIGNMENT, (memory,)))
+        assert found == {0: errno.EIO}
+        assert memory == data[ALIGNMENT:]
+
+    def test_all_settings_are_ours(self) -> None:
+        from kvikio import CompatMode, defaults
+
+        assert defaults.get("compat_mode") == CompatMode.ON
+        assert defaults.get("num_threads") == gds._KVIKIO_THREADS
+        assert defaults.get("task_size") == gds.PIECE_BYTES
+        assert defaults.get("gds_threshold") == ALIGNMENT
+        assert defaults.get("auto_direct_io_read")
+        assert defaults.get("auto_direct_io_write")
+
+
+class ByAddress:
+    """A device that is given host memory as addresses only, as it is given a GPU's."""
+
+    def __init__(self, inner: GdsDevice) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def submit(self, op: Op, batch: Sequence[Transfer]) -> int:
+        return self.inner.submit(op, [item._replace(buffers=tuple(map(self._range, item.buffers))) for item in batch])
+
+    def _range(self, buffer: Buffer) -> GpuRange:
+        return buffer if isinstance(buffer, GpuRange) else range_of(buffer)
+
+
+class TestGdsByAddress(TestGds):
+    def make_device(self) -> Device:
+        return ByAddress(GdsDevice(threads=3, compat=True))
+
+
+def test_a_slice_of_a_range_is_a_range() -> None:
+    memory = make_memory(4 * ALIGNMENT)
+    data = fill(memory, 1)
+    whole = range_of(memory)
+    part = whole[ALIGNMENT : 3 * ALIGNMENT][ALIGNMENT:]
+    assert (part.address, len(part)) == (whole.address + 2 * ALIGNMENT, ALIGNMENT)
+    assert ctypes.string_at(part.address, part.nbytes) == data[2 * ALIGNMENT : 3 * ALIGNMENT]

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device suite over two devices as one, every other batch by the other, and what only the pair promises."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from kvdisk.device.base import Device, Op, Transfer
+from kvdisk.device.memory import MemoryDevice
+from kvdisk.device.pair import PairDevice
+from kvdisk.device.posix import PosixDevice
+from kvdisk.geometry import ALIGNMENT
+from kvdisk.testing.addressed_device import AddressedDevice, range_of
+from kvdisk.testing.device_conformance import WAIT_S, DeviceConformance, fill, make_memory
+from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
+
+
+class Alternating(PairDevice):
+    """Gives the buffers of every other batch as addresses."""
+
+    def submit(self, op, batch):
+        if self._tickets % 2:
+            batch = [item._replace(buffers=tuple(map(range_of, item.buffers))) for item in batch]
+        return super().submit(op, batch)
+
+
+class TestPair(DeviceConformance):
+    def setup_method(self, _method) -> None:
+        self.directory = tempfile.TemporaryDirectory()
+        self.fds: dict[int, Path] = {}
+        super().setup_method(_method)
+
+    def make_device(self) -> Device:
+        return Alternating(PosixDevice(threads=2), AddressedDevice(PosixDevice(threads=1)))
+
+    def open_file(self) -> int:
+        path = Path(self.directory.name) / str(len(self.fds))
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        self.fds[fd] = path
+        return fd
+
+    def close_files(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        self.directory.cleanup()
+
+    def stored(self, fd: int, byte_count: int) -> bytes:
+        return self.fds[fd].read_bytes()[:byte_count]
+
+
+@pytest.fixture
+def parts():
+    """Two references, the second for GPU memory, over a file each has by itself; both can be held."""
+    host, gpu = (FaultyDevice(MemoryDevice(file_bytes=ALIGNMENT), FaultPlan()) for _ in range(2))
+    pair = PairDevice(host, AddressedDevice(gpu))
+    pair.attach_file(7)
+    return pair, host, gpu
+
+
+def test_each_batch_goes_to_the_device_of_its_memory(parts):
+    pair, host, gpu = parts
+    memory = make_memory(2 * ALIGNMENT)
+    fill(memory, 1)
+    one, other = memory[:ALIGNMENT], memory[ALIGNMENT:]
+    tickets = [
+        pair.submit(Op.WRITE, [Transfer(7, 0, (one,))]),
+        pair.submit(Op.WRITE, [Transfer(7, 0, (range_of(other),))]),
+    ]
+    assert sorted(pair.drain()) == [(ticket, {}) for ticket in tickets]
+    assert host.inner.contents(7) == one
+    assert gpu.inner.contents(7) == other
+    with pytest.raises(AssertionError):
+        pair.submit(Op.WRITE, [Transfer(7, 0, (one,)), Transfer(7, 0, (range_of(other),))])
+
+
+@pytest.mark.parametrize("held", [0, 1])
+def test_one_that_hangs_does_not_hold_up_the_other(parts, held):
+    pair, *both = parts
+    both[held].plan.hold = True
+    memory = make_memory(2 * ALIGNMENT)
+    halves = [memory[:ALIGNMENT], range_of(memory[ALIGNMENT:])]
+    tickets = [pair.submit(Op.READ, [Transfer(7, 0, (half,))]) for half in halves]
+    assert pair.poll(WAIT_S) == [(tickets[1 - held], {})]
+    assert pair.poll() == []
+    both[held].release(1)
+    assert pair.poll(WAIT_S) == [(tickets[held], {})]
+
+
+def test_it_waits_for_both_at_once():
+    """Each ends a batch while the other has one that never ends."""
+
+    class Slow(MemoryDevice):
+        def __init__(self, ends_s: float) -> None:
+            super().__init__(file_bytes=ALIGNMENT)
+            self.ends_s = time.monotonic() + ends_s
+
+        def poll(self, timeout_s: float = 0.0):
+            time.sleep(max(0.0, min(timeout_s, self.ends_s - time.monotonic())))
+            return super().poll() if time.monotonic() >= self.ends_s else []
+
+    for ends_s in ((0.05, 3600.0), (3600.0, 0.05)):
+        pair = PairDevice(Slow(ends_s[0]), AddressedDevice(Slow(ends_s[1])))
+        pair.attach_file(7)
+        memory = make_memory(2 * ALIGNMENT)
+        for half in (memory[:ALIGNMENT], range_of(memory[ALIGNMENT:])):
+            pair.submit(Op.READ, [Transfer(7, 0, (half,))])
+        start_s = time.monotonic()
+        assert len(pair.poll(WAIT_S)) == 1
+        assert time.monotonic() - start_s < WAIT_S / 2
+
+
+def test_a_file_that_only_the_host_can_take(parts):
+    pair, _, gpu = parts
+    gpu.detach_file(7)
+    memory = make_memory(2 * ALIGNMENT)
+    assert pair.submit(Op.READ, [Transfer(7, 0, (memory[:ALIGNMENT],))]) == 1
+    assert pair.submit(Op.READ, [Transfer(7, 0, (range_of(memory[ALIGNMENT:]),))]) == 2
+    assert sorted(pair.drain()) == [(1, {}), (2, {0: errno.EBADF})]
+
+
+def test_memory_is_made_known_to_its_own_device(parts):
+    pair, _, _ = parts
+    memory = make_memory(ALIGNMENT)
+    place = range_of(memory)
+    pair.attach_memory(memory)
+    pair.attach_memory(place)
+    assert pair._both[1].registered == [place]
+    assert pair.name == "faulty(memory)+addressed(faulty(memory))"

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The multilinear checksum against its formula in plain integers, and what it never lets pass."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvdisk.device.checksum import LANES, ROW_BYTES, ROW_WORDS, multilinear_digest, multipliers
+
+MASK = 2**64 - 1
+KIB = 1024
+EMPTY = "4b80d4e79a47c912c5311ef26d55f2b0"
+PATTERN = "eb797df195cf26b3713701f60b4080e7"
+
+
+def plain_multiplier(table: int, at: int) -> int:
+    z = ((table << 32) + at + 1) * 0x9E3779B97F4A7C15 & MASK
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
+    return z ^ z >> 31 | 1
+
+
+def plain_digest(payload: bytes) -> bytes:
+    """As docs/STORE.md has it, word by word."""
+    padded = payload.ljust(-(-len(payload) // ROW_BYTES) * ROW_BYTES, b"\0")
+    sums = []
+    for lane, order in enumerate(("little", "big")):
+        total = plain_multiplier(4, lane)
+        for row in range(len(padded) // ROW_BYTES):
+            row_sum = 0
+            for at in range(ROW_WORDS):
+                start = row * ROW_BYTES + 8 * at
+                row_sum += plain_multiplier(lane, at) * int.from_bytes(padded[start : start + 8], order)
+            total += plain_multiplier(2 + lane, row) * (row_sum & MASK)
+        sums.append(total & MASK)
+    return b"".join(each.to_bytes(8, "little") for each in sums)
+
+
+def digest(payload: bytes) -> bytes:
+    return multilinear_digest(memoryview(payload))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 3 * ROW_BYTES), st.integers(0, 2**32))
+def test_it_is_the_formula(length, seed):
+    payload = random.Random(seed).randbytes(length)
+    assert digest(payload) == plain_digest(payload)
+
+
+def test_it_is_the_formula_over_many_rows_and_at_any_address():
+    payload = random.Random(1).randbytes(131 * ROW_BYTES + 77)
+    assert digest(payload) == plain_digest(payload)
+    assert multilinear_digest(memoryview(b"x" + payload)[1:]) == digest(payload)
+
+
+def test_it_stays_what_it_is_on_drives():
+    """Slots that lie on drives have these: no change of the code may change them."""
+    assert digest(b"").hex() == EMPTY
+    assert digest(bytes(range(256)) * 33).hex() == PATTERN
+
+
+def test_every_multiplier_is_odd_and_no_two_of_a_table_are_alike():
+    for table in range(4):
+        found = multipliers(table, 4096)
+        assert (found & np.uint64(1)).all()
+        assert len(np.unique(found)) == 4096
+        assert found[:ROW_WORDS].tolist() == [plain_multiplier(table, at) for at in range(ROW_WORDS)]
+
+
+def test_no_change_of_one_word_passes():
+    payload = bytearray(random.Random(2).randbytes(2 * ROW_BYTES + 100))
+    right = digest(payload)
+    for bit in range(0, 8 * len(payload), 7):
+        payload[bit // 8] ^= 1 << bit % 8
+        assert digest(payload)[:8] != right[:8], bit
+        payload[bit // 8] ^= 1 << bit % 8
+
+
+def test_the_same_bit_of_two_words_of_a_row_does_not_pass():
+    """The hardest there is: a flip of bit t in two words passes lane 0 where their multipliers' sum or difference has
+    64 - t zeros at its end, and lane 1, which sees it as bit u, with 64 - u. As t + u <= 70, one of them needs 29."""
+    for lane in range(LANES):
+        found = multipliers(lane, ROW_WORDS)
+        one, other = np.triu_indices(ROW_WORDS, 1)
+        for pairs in (found[one] - found[other], found[one] + found[other]):
+            assert (pairs & np.uint64(2**29 - 1)).all()
+    for bit in range(64):
+        row = bytearray(ROW_BYTES)
+        for at in (8, 500):
+            row[8 * at + bit // 8] = 1 << bit % 8
+        assert digest(bytes(row)) != digest(bytes(ROW_BYTES)), bit
+
+
+def test_moved_lost_and_repeated_bytes_do_not_pass():
+    chance = random.Random(3)
+    payload = chance.randbytes(64 * KIB + 12)
+    right = digest(payload)
+    for _ in range(300):
+        size = chance.choice([8, 64, 512, 4096])
+        one, other = (chance.randrange(0, len(payload) - size, 8) for _ in range(2))
+        changed = bytearray(payload)
+        changed[one : one + size] = payload[other : other + size]
+        if chance.random() < 0.5:
+            changed[other : other + size] = payload[one : one + size]
+        assert digest(changed) != right or changed == payload
+        zeroed = bytearray(payload)
+        zeroed[one : one + size] = bytes(size)
+        assert digest(zeroed) != right
+    rows = [payload[at : at + ROW_BYTES] for at in range(0, 64 * KIB, ROW_BYTES)]
+    assert len({digest(b"".join(rows[turn:] + rows[:turn])) for turn in range(16)}) == 16
+
+
+def test_zeros_have_sums_that_are_not_zero():
+    assert 0 not in np.frombuffer(digest(bytes(ROW_BYTES)), "<u8")
+    assert LANES == 2

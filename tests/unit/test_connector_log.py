@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvdisk's lines within vLLM: where vLLM's go, unless somebody has said otherwise."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from kvdisk.connector.log import join_log
+
+ROOT, OURS, THEIRS = (logging.getLogger(name) for name in (None, "kvdisk", "vllm"))
+
+
+class Shown(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def set_up(monkeypatch):
+    """Give each of the three loggers its handlers, within the test only: pytest has some on the root of its own."""
+    level = OURS.level
+
+    def change(root=(), ours=(), theirs=()):
+        for logger, handlers in ((ROOT, root), (OURS, ours), (THEIRS, theirs)):
+            monkeypatch.setattr(logger, "handlers", list(handlers))
+        THEIRS.setLevel(logging.INFO)
+        OURS.setLevel(logging.NOTSET)
+
+    yield change
+    OURS.setLevel(level)
+
+
+def test_lines_go_where_those_of_vllm_go_once_each(set_up):
+    shown = Shown()
+    set_up(theirs=[shown])
+    for _ in range(2):
+        join_log()
+    OURS.info("chosen")
+    OURS.getChild("device").info("deeper")
+    OURS.debug("hidden")
+    assert shown.lines == ["chosen", "deeper"]
+
+
+@pytest.mark.parametrize("whose", ["root", "ours"])
+def test_what_somebody_has_set_up_stays(set_up, whose):
+    shown, other = Shown(), Shown()
+    set_up(theirs=[shown], **{whose: [other]})
+    join_log()
+    OURS.warning("theirs to show")
+    assert (shown.lines, other.lines) == ([], ["theirs to show"])
+    assert OURS.level == logging.NOTSET
+
+
+def test_without_vllms_logging_nothing_changes(set_up):
+    set_up()
+    join_log()
+    assert not OURS.hasHandlers()

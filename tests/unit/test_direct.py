@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moves between drive and GPU staging: slots of both ways side by side, what sends a move the other way, and that
+no leg begins before the GPU has ended the one before. What both ways have in common is in ``test_mover*.py``."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import logging
+
+import pytest
+import torch
+from ranks import FINGERPRINT, GPU_BLOCKS, GROUPS, CpuLanes, Rank, move, segment_of
+
+from kvdisk.device.base import Op
+from kvdisk.device.header import MULTILINEAR, XXH3_128, check_slot, read_header
+from kvdisk.geometry import HEADER_BYTES, Namespace, slot_offset
+from kvdisk.messages import JobKind, Plan, Reason
+from kvdisk.worker.direct import MOST_FAILURES, Direct
+from kvdisk.worker.legs import Route
+
+STORED = range(6)
+
+
+@pytest.fixture
+def rank():
+    made = Rank(direct=True)
+    made.run()
+    yield made
+    made.device.plan.hold = False
+    made.device.release()
+    made.mover.close()
+
+
+def by_host(rank: Rank) -> Direct:
+    """Let staged moves go through host memory from now on; return what was before."""
+    before = rank.direct
+    assert before is not None
+    rank.mover._runner._direct = dataclasses.replace(before, loads=frozenset(), stores=frozenset())
+    return before
+
+
+def straight(rank: Rank, before: Direct) -> None:
+    rank.mover._runner._direct = before
+
+
+def slot_on_drive(rank: Rank, group: int, index: int) -> memoryview:
+    size = segment_of(group).slot_bytes
+    start = slot_offset(size, index)
+    return memoryview(rank.memory.contents(100 + group))[start : start + size]
+
+
+def store(rank: Rank, group: int = 0):
+    moves = [move(b, group, b, nvme=b) for b in STORED]
+    before = {b: rank.payload(group, b) for b in STORED}
+    assert rank.do(JobKind.STORE, moves) == {}
+    rank.erase()
+    return moves, before
+
+
+def arena_untouched(rank: Rank) -> bool:
+    return not any(any(bytes(rank.staging.run_view(at, 0, 8))) for at in set(rank.classes))
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_nothing_of_it_is_in_host_memory_and_the_host_can_verify_it(rank, group):
+    moves, before = store(rank, group)
+    assert arena_untouched(rank)
+    for b in STORED:
+        slot = slot_on_drive(rank, group, b)
+        header = read_header(slot)
+        assert header.checksum_kind == MULTILINEAR
+        named = {"namespace": Namespace(FINGERPRINT, 0), "key": moves[b].key, "generation": 7}
+        size = GROUPS[group].payload_bytes
+        assert check_slot(slot, **named, payload_bytes=size, rank=0, rank_count=1) is None
+        assert slot[HEADER_BYTES : HEADER_BYTES + size] == before[b]
+    assert rank.do(JobKind.LOAD, moves) == {}
+    assert arena_untouched(rank)
+    assert {b: rank.payload(group, b) for b in STORED} == before
+    assert rank.stats["rank_bytes_gpu_to_cpu"] == rank.stats["rank_bytes_cpu_to_gpu"] == 0
+    assert rank.stats["rank_bytes_read"] == rank.stats["rank_bytes_written"] == len(STORED) * GROUPS[group].slot_bytes
+
+
+def test_what_was_stored_straight_is_loaded_through_host_memory(rank):
+    moves, before = store(rank)
+    by_host(rank)
+    assert rank.do(JobKind.LOAD, moves) == {}
+    assert {b: rank.payload(0, b) for b in STORED} == before
+    assert rank.do(JobKind.PROMOTE, [move(b, cpu=rank.cpu(0, b), nvme=b) for b in STORED]) == {}
+    rank.erase()
+    assert rank.do(JobKind.LOAD, [move(b, 0, b, rank.cpu(0, b)) for b in STORED]) == {}
+    assert {b: rank.payload(0, b) for b in STORED} == before
+
+
+def test_slots_that_a_gpu_cannot_verify_are_read_again_and_their_segment_by_the_host_from_then_on(rank):
+    direct = by_host(rank)
+    moves, before = store(rank)
+    assert read_header(slot_on_drive(rank, 0, 0)).checksum_kind == XXH3_128
+    straight(rank, direct)
+    seen = len(rank.device.submitted)
+    assert rank.do(JobKind.LOAD, moves) == {}
+    assert {b: rank.payload(0, b) for b in STORED} == before
+    twice = len(rank.device.submitted) - seen
+    rank.erase()
+    seen = len(rank.device.submitted)
+    assert rank.do(JobKind.LOAD, moves) == {}
+    assert {b: rank.payload(0, b) for b in STORED} == before
+    assert len(rank.device.submitted) - seen == twice / 2
+    rank.do(JobKind.DROP_SEGMENT, segment=segment_of(0))
+    assert direct.route(Route.LOAD_STAGED, rank.classes[0], moves[0]) is Route.LOAD_DIRECT
+
+
+def test_both_kinds_in_one_part(rank):
+    """Only what the GPU cannot verify is read twice, and a bad one among them is refused."""
+    direct = by_host(rank)
+    moves, before = store(rank)
+    straight(rank, direct)
+    mixed = [move(b, 0, b, nvme=b, generation=8) for b in (1, 3)]
+    for each in mixed:  # the model computes them again
+        for layer, data in zip(rank.layers[0], split(before[each.block]), strict=True):
+            layer[each.block] = data
+    assert rank.do(JobKind.STORE, mixed) == {}
+    rank.erase()
+    wanted = [mixed[0] if b == 1 else mixed[1] if b == 3 else moves[b] for b in STORED]
+    rank.flip(0, 4, HEADER_BYTES + 3)
+    assert rank.do(JobKind.LOAD, wanted) == {4: Reason.CHECKSUM}
+    assert rank.is_erased(0, 4)
+    assert all(rank.payload(0, b) == before[b] for b in STORED if b != 4)
+
+
+def split(payload: bytes):
+    size = len(payload) // 3
+    return [torch.frombuffer(bytearray(payload[at * size : (at + 1) * size]), dtype=torch.uint8) for at in range(3)]
+
+
+def test_hosts_seal_what_a_gpu_shall_read(rank):
+    moves = [move(b, 0, b, rank.cpu(0, b), nvme=None) for b in STORED]
+    assert rank.do(JobKind.STORE, moves) == {}
+    assert read_header(rank.arena.view(rank.classes[0], 0)).checksum_kind == MULTILINEAR
+    assert rank.do(JobKind.DEMOTE, [move(b, cpu=rank.cpu(0, b), nvme=b) for b in STORED]) == {}
+    before = {b: rank.payload(0, b) for b in STORED}
+    rank.erase()
+    seen = len(rank.device.submitted)
+    assert rank.do(JobKind.LOAD, [move(b, 0, b, nvme=b) for b in STORED]) == {}
+    assert {b: rank.payload(0, b) for b in STORED} == before
+    assert len(rank.device.submitted) - seen == 3, "a quarter of eight staging slots each, none of them twice"
+    by_host(rank)
+    assert rank.do(JobKind.STORE, [move(9, 0, 9, rank.cpu(0, 9))]) == {}
+    assert read_header(rank.arena.view(rank.classes[0], 9)).checksum_kind == XXH3_128
+
+
+def test_a_read_that_fails_only_straight_is_not_a_bad_block(rank):
+    """Two slots together, each alone; and the same by the host's way."""
+    moves, before = store(rank)
+    numbered = rank.device._transfers
+    rank.device.plan.fail = dict.fromkeys(range(numbered + 1, numbered + 7), errno.EIO)
+    assert rank.do(JobKind.LOAD, moves[:2]) == {0: Reason.IO_ERROR, 1: Reason.IO_ERROR}, "the host's failed, too"
+    rank.device.plan.fail = dict.fromkeys(range(rank.device._transfers + 1, rank.device._transfers + 4), errno.EIO)
+    assert rank.do(JobKind.LOAD, moves[:2]) == {}
+    assert all(rank.payload(0, b) == before[b] for b in range(2))
+
+
+def test_a_way_that_keeps_failing_is_not_gone_any_more(rank, caplog):
+    moves, before = store(rank)
+    with caplog.at_level(logging.WARNING, "kvdisk.worker"):
+        for _ in range(MOST_FAILURES // 2):
+            first = rank.device._transfers + 1
+            rank.device.plan.fail = dict.fromkeys(range(first, first + 3), errno.EIO)
+            assert rank.do(JobKind.LOAD, moves[:2]) == {}
+    assert rank.direct.given_up
+    assert sum("GPUDirect has failed too often" in record.message for record in caplog.records) == 1
+    rank.erase()
+    rank.device.plan.fail = {}
+    assert rank.do(JobKind.LOAD, moves) == {}
+    assert {b: rank.payload(0, b) for b in STORED} == before
+    assert not arena_untouched(rank)
+    assert rank.do(JobKind.STORE, [move(30, 0, 30, nvme=30)]) == {}
+    assert read_header(slot_on_drive(rank, 0, 30)).checksum_kind == MULTILINEAR, "a later start may read it straight"
+
+
+def test_a_write_that_fails_straight_is_a_failed_store(rank):
+    first = rank.device._transfers + 1
+    rank.device.plan.fail = {first: errno.EIO, first + 2: errno.EIO}
+    moves = [move(b, 0, b, nvme=b) for b in range(2)]
+    assert rank.do(JobKind.STORE, moves) == {1: Reason.IO_ERROR}
+    rank.device.plan.full = True
+    assert rank.do(JobKind.STORE, moves) == dict.fromkeys(range(2), Reason.NO_SPACE)
+
+
+def test_a_short_read(rank):
+    store(rank)
+    tail = move(40, 0, 40, nvme=GPU_BLOCKS - 1)
+    assert rank.do(JobKind.LOAD, [tail]) == {0: Reason.IO_ERROR}, "behind the end of what was written"
+    assert rank.is_erased(0, 40)
+
+
+def test_void_and_stop_while_moves_wait_for_the_host(rank):
+    direct = by_host(rank)
+    moves, _ = store(rank)
+    straight(rank, direct)
+    rank.device.plan.hold = True
+    job = rank.submit(JobKind.LOAD, moves)
+    rank.run()
+    rank.mover.submit(Plan(void=(job,)))
+    rank.device.plan.hold = False
+    rank.device.release()
+    assert rank.run()[job].failed == dict.fromkeys(range(len(moves)), Reason.CANCELLED)
+    assert all(rank.is_erased(0, b) for b in STORED)
+    rank.device.plan.hold = True
+    job = rank.submit(JobKind.LOAD, moves)
+    rank.run()
+    rank.mover.close()
+    failed = rank.poll()[job].failed
+    assert failed == dict.fromkeys(range(len(moves)), Reason.CANCELLED)
+    assert rank.mover._runner._parts.all_given_back
+
+
+def test_nothing_is_read_again_for_a_mover_that_closes(rank):
+    direct = by_host(rank)
+    moves, _ = store(rank)
+    straight(rank, direct)
+    direct.staging._lanes = SlowLanes()
+    job = rank.submit(JobKind.LOAD, moves)
+    rank.run()
+    rank.mover.close()
+    assert rank.poll()[job].failed == dict.fromkeys(range(len(moves)), Reason.CANCELLED)
+
+
+class Later:
+    """An event that has not come."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def query(self) -> bool:
+        return self.ended
+
+    def synchronize(self) -> None:
+        self.ended = True
+
+
+class SlowLanes(CpuLanes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Later] = []
+
+    def record(self, lane):
+        self.events.append(Later())
+        return self.events[-1]
+
+
+def test_no_leg_begins_before_the_gpu_has_ended_the_last(rank):
+    lanes = rank.direct.staging._lanes = SlowLanes()
+    moves = [move(b, 0, b, nvme=b) for b in range(2)]
+    before = [rank.payload(0, b) for b in range(2)]
+    job = rank.submit(JobKind.STORE, moves)
+    rank.run()
+    assert rank.mover._runner.has_gathered(job), "the sums are of staging, and the blocks may be overwritten"
+    rank.erase()
+    assert (len(lanes.events), rank.device.submitted) == (1, [])
+    lanes.events[0].ended = True
+    rank.run()
+    assert (len(lanes.events), rank.device.submitted) == (2, []), "the headers are on their way"
+    lanes.events[1].ended = True
+    assert rank.run()[job].failed == {}
+    assert [op for op, _ in rank.device.submitted] == [Op.WRITE]
+
+    job = rank.submit(JobKind.LOAD, moves)
+    rank.run()
+    assert len(lanes.events) == 3
+    assert all(rank.is_erased(0, b) for b in range(2)), "nothing is scattered before it is verified"
+    lanes.events[2].ended = True
+    assert rank.run()[job].failed == {}
+    assert [rank.payload(0, b) for b in range(2)] == before
+
+
+def test_close_waits_for_the_gpu(rank):
+    lanes = rank.direct.staging._lanes = SlowLanes()
+    job = rank.submit(JobKind.STORE, [move(b, 0, b, nvme=b) for b in range(2)])
+    rank.run()
+    assert not lanes.events[0].ended
+    rank.mover.close()
+    assert lanes.events[0].ended
+    assert rank.poll()[job].failed == dict.fromkeys(range(2), Reason.CANCELLED)
+    assert rank.device.submitted == []
+
+
+def test_only_the_sizes_and_directions_that_were_chosen():
+    rank = Rank(direct=True)
+    rank.direct.loads = frozenset({rank.classes[0]})
+    rank.direct.stores = frozenset({rank.classes[1]})
+    for group, kinds in ((0, MULTILINEAR), (1, MULTILINEAR)):
+        assert rank.do(JobKind.STORE, [move(b, group, b, nvme=b) for b in range(2)]) == {}
+        assert read_header(slot_on_drive(rank, group, 0)).checksum_kind == kinds
+    used = [any(any(bytes(rank.staging.run_view(at, 0, 8))) for at in [rank.classes[group]]) for group in (0, 1)]
+    assert used == [True, False]
+    rank.mover.close()
+
+
+def test_many_jobs_at_once_on_the_movers_thread():
+    rank = Rank(direct=True, threaded=True)
+    before = {b: rank.payload(0, b) for b in range(GPU_BLOCKS)}
+    jobs = {rank.submit(JobKind.STORE, [move(b, 0, b, nvme=b) for b in range(at, at + 6)]) for at in range(0, 48, 6)}
+    while not jobs <= set(rank.poll()):
+        rank.mover.wait_any(1.0)
+    assert not any(rank.results[job].failed for job in jobs)
+    rank.erase()
+    jobs = {rank.submit(JobKind.LOAD, [move(b, 0, b, nvme=b) for b in range(at, 48, 8)]) for at in range(8)}
+    while not jobs <= set(rank.poll()):
+        rank.mover.wait_any(1.0)
+    assert not any(rank.results[job].failed for job in jobs)
+    assert {b: rank.payload(0, b) for b in range(GPU_BLOCKS)} == before
+    rank.mover.close()

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a start makes of the way between drive and GPU: kept, not kept, or refused in one sentence. Without a GPU."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from typing import ClassVar
+
+import pytest
+from ranks import CpuLanes
+
+from kvdisk import assembly
+from kvdisk.assembly import _pair_with_gpu
+from kvdisk.config import Config
+from kvdisk.device.memory import MemoryDevice
+from kvdisk.device.posix import PosixDevice
+from kvdisk.errors import ConfigError
+from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.testing.addressed_device import AddressedDevice
+from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
+from kvdisk.worker import direct_choice, direct_trial
+from kvdisk.worker.direct_choice import choose_direct
+
+GEOMETRY = Geometry((GroupGeometry(0, 16, 20000), GroupGeometry(1, 16, 3000)), 1, 16)
+SIZES = GEOMETRY.slot_sizes
+COUNTS = (4, 4)
+
+
+class OnFiles(AddressedDevice):
+    """Both kinds of memory by system calls; notes whether it was closed."""
+
+    made: ClassVar[list[OnFiles]] = []
+
+    def __init__(self, inner=None) -> None:
+        super().__init__(inner or PosixDevice(threads=1))
+        self.closed = False
+        OnFiles.made.append(self)
+
+    def close(self) -> None:
+        super().close()
+        self.closed = True
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    OnFiles.made = []
+    monkeypatch.setattr(direct_trial, "BUDGET_S", 0.1)
+
+
+def choose(path, make_device=OnFiles, *, always=False):
+    return choose_direct(path, SIZES, COUNTS, CpuLanes(), make_device, always=always, file_bytes=1 << 20)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_what_is_demanded_goes_however_fast(tmp_path):
+    before = open_files()
+    choice = choose(tmp_path, always=True)
+    assert choice.usable
+    assert choice.direct.loads == choice.direct.stores == {0, 1}
+    assert choice.direct.staging.slot_counts == COUNTS
+    assert "loads of" in choice.line
+    assert list(tmp_path.iterdir()) == []
+    assert [device.closed for device in OnFiles.made] == [True]
+    assert open_files() == before
+    choice.direct.staging.close()
+
+
+def test_what_is_slower_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(direct_trial, "FASTER", 1e9)
+    choice = choose(tmp_path)
+    assert (choice.direct, choice.usable) == (None, True)
+    assert "moves nothing straight" in choice.line
+
+
+def test_a_way_that_fails_is_not_kept_though_demanded(tmp_path):
+    choice = choose(tmp_path, lambda: OnFiles(FaultyDevice(PosixDevice(), FaultPlan(fail={1: errno.EIO}))), always=True)
+    assert (choice.direct, choice.usable) == (None, False)
+    assert "failed straight" in choice.line
+
+
+def test_what_cannot_be_made_is_said(tmp_path, monkeypatch):
+    def refuse():
+        raise ConfigError("kvikio cannot be used: no\nluck")
+
+    assert choose(tmp_path, refuse) == (None, choose(tmp_path, refuse).line, False)
+    assert "kvikio cannot be used: no luck" in choose(tmp_path, refuse).line
+    assert "No such file" in choose(tmp_path / "missing").line
+
+    class Full:
+        def __init__(self, *_) -> None:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 64.00 MiB.")
+
+    monkeypatch.setattr("kvdisk.worker.gpu_staging.GpuStaging", Full)
+    assert "out of memory" in choose(tmp_path).line
+
+
+def test_a_drive_that_hangs_keeps_its_memory_and_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(direct_trial, "_GIVE_UP_S", 0.05)
+    monkeypatch.setattr(direct_choice, "_given_up", [])
+    before = open_files()
+    plan = FaultPlan(hold=True)
+    choice = choose(tmp_path, lambda: OnFiles(FaultyDevice(MemoryDevice(), plan)), always=True)
+    assert (choice.direct, choice.usable) == (None, False)
+    assert "has not answered" in choice.line
+    (device, fd), (arena, staging) = direct_choice._given_up
+    assert not device.closed
+    assert open_files() == before + 1
+    assert arena.memory.nbytes
+    assert staging.memory.nbytes
+    os.close(fd)
+    arena.close()
+
+
+def pair(tmp_path, lanes, device="auto", **more):
+    config = Config.from_mapping({"store_dirs": str(tmp_path), "nvme_bytes": "1GiB", "device": device, **more})
+    return _pair_with_gpu(config, GEOMETRY, lanes, PosixDevice())
+
+
+@pytest.fixture
+def here(monkeypatch):
+    monkeypatch.setattr(assembly, "gds_unavailable", lambda: None)
+    monkeypatch.setattr(assembly, "GdsDevice", OnFiles)
+
+
+def test_a_start_with_a_gpu_pairs_the_devices(tmp_path, here, monkeypatch, caplog):
+    monkeypatch.setattr(direct_trial, "FASTER", 0.0)
+    with caplog.at_level(logging.INFO, "kvdisk"):
+        device, direct = pair(tmp_path, CpuLanes(), "gds", gpu_staging_bytes="1MiB")
+    assert device.name == "posix+addressed(posix)"
+    assert direct.loads == {0, 1}
+    assert sum(size * count for size, count in zip(SIZES, direct.staging.slot_counts, strict=True)) <= 1 << 20
+    assert [record.message.startswith("kvdisk moves loads of") for record in caplog.records] == [True]
+    assert [made.closed for made in OnFiles.made] == [True, False]
+    device.close()
+    direct.staging.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "why"),
+    [("auto", "the kernel module"), ("gds", "the kernel module"), ("posix", None), ("nixl", None)],
+)
+def test_a_start_without_gpudirect(tmp_path, monkeypatch, caplog, device, why):
+    monkeypatch.setattr(assembly, "gds_unavailable", lambda: "the kernel module nvidia-fs is not loaded")
+    monkeypatch.setattr(assembly, "GdsDevice", lambda: pytest.fail("it was made"))
+    with caplog.at_level(logging.INFO, "kvdisk"):
+        if device == "gds":
+            with pytest.raises(ConfigError, match=r"^device 'gds' cannot be used: the kernel module .* loaded\.$"):
+                pair(tmp_path, CpuLanes(), device)
+        else:
+            found, direct = pair(tmp_path, CpuLanes(), device)
+            assert (type(found), direct) == (PosixDevice, None)
+            found.close()
+    assert [why in record.message for record in caplog.records] == ([True] if device == "auto" else [])
+
+
+def test_other_reasons_why_not(tmp_path, here):
+    with pytest.raises(ConfigError, match=r"^device 'gds' cannot be used: the model is not on a GPU\.$"):
+        pair(tmp_path, None, "gds")
+    with pytest.raises(ConfigError, match=r"^device 'gds' cannot be used: gpu_staging_bytes is 0\.$"):
+        pair(tmp_path, CpuLanes(), "gds", gpu_staging_bytes=0)
+    with pytest.raises(ConfigError, match=r"^device 'gds' cannot be used: .*No such file"):
+        pair(tmp_path / "missing", CpuLanes(), "gds")
+    found, direct = pair(tmp_path, None)
+    assert (found.name, direct) == ("posix", None)
+    assert not OnFiles.made

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether GPUDirect Storage is here, and that asking never hangs, crashes or raises."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+
+import pytest
+
+from kvdisk.device import gds
+from kvdisk.device.gds import gds_unavailable
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+
+
+def proc_with(tmp_path, *names):
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def test_without_kvikio_it_says_so(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert gds_unavailable() == "kvikio is not installed"
+
+
+def test_a_missing_proc_modules_is_seen_before_kvikio_is_touched(installed, monkeypatch, tmp_path):
+    monkeypatch.setattr(gds, "_ask_kvikio", lambda *_: pytest.fail("kvikio was asked"))
+    assert "hangs" in gds_unavailable(tmp_path)
+
+
+def test_without_the_kernel_module_or_the_driver(installed, monkeypatch, tmp_path):
+    monkeypatch.setattr(gds, "_ask_kvikio", lambda *_: pytest.fail("kvikio was asked"))
+    assert "nvidia-fs" in gds_unavailable(proc_with(tmp_path, "modules"))
+
+    def refuse(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(gds.ctypes, "CDLL", refuse)
+    assert "libcuda" in gds_unavailable(proc_with(tmp_path, "driver/nvidia-fs"))
+
+
+def test_what_kvikio_says_is_the_answer(installed, monkeypatch, tmp_path):
+    monkeypatch.setattr(gds.ctypes, "CDLL", lambda name: None)
+    proc = proc_with(tmp_path, "modules", "driver/nvidia-fs")
+    monkeypatch.setattr(gds, "_ASK", "print('it is raining')")
+    assert gds_unavailable(proc) == "it is raining"
+    monkeypatch.setattr(gds, "_ASK", "print('here')")
+    assert gds_unavailable(proc) is None
+
+
+def test_a_child_that_hangs_dies_or_raises_is_a_clause():
+    start_s = time.monotonic()
+    assert "did not answer" in gds._ask_kvikio("import time; time.sleep(600)", 0.5)
+    assert time.monotonic() - start_s < 60
+    assert "ended with -11" in gds._ask_kvikio("import os; os.kill(os.getpid(), 11)", 60.0)
+    assert gds._ask_kvikio("raise RuntimeError('no driver')", 60.0) == "kvikio does not start: RuntimeError: no driver"
+
+
+def test_kvikio_itself_can_be_asked():
+    said = gds._ask_kvikio(gds._ASK, 60.0)
+    assert said is None or "host memory" in said or "cuFile driver" in said

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU report without a GPU: one line, and a rehearsal over CPU tensors in which every route moves something."""
+
+from __future__ import annotations
+
+import json
+
+import gpu_report
+import pytest
+from ranks import CpuLanes
+
+from kvdisk.device.posix import PosixDevice
+from kvdisk.errors import ConfigError
+from kvdisk.testing.addressed_device import AddressedDevice
+from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
+from kvdisk.worker import copier, runner
+
+SMALL = ["--sizes", "65536", "131072", "--file-bytes", "1000000", "--copy-bytes", "1000000", "--repetitions", "1"]
+
+
+def test_without_a_gpu_it_is_one_line_and_an_exit_code(monkeypatch, capsys):
+    def refuse(*_):
+        raise RuntimeError("Found no NVIDIA driver on your system.")
+
+    monkeypatch.setattr(copier, "CudaLanes", refuse)
+    assert gpu_report.main([]) == 2
+    assert capsys.readouterr().out.splitlines() == [gpu_report.NO_GPU]
+
+
+@pytest.fixture
+def rehearsal(monkeypatch):
+    monkeypatch.setattr(copier, "CudaLanes", CpuLanes)
+    monkeypatch.setattr(gpu_report, "gds_unavailable", lambda: None)
+    monkeypatch.setattr(gpu_report, "GdsDevice", lambda: AddressedDevice(PosixDevice()))
+    monkeypatch.setattr(gpu_report, "MAKERS", {"posix": PosixDevice})
+
+
+def test_every_route_and_size_is_in_the_table_and_the_json(rehearsal, tmp_path, capsys):
+    target = tmp_path / "report.json"
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    assert gpu_report.main([*SMALL, "--no-tests", "--dir", str(drive), "--json", str(target)]) == 0
+    assert list(drive.iterdir()) == []
+    printed = capsys.readouterr().out
+    found = json.loads(target.read_text())
+    assert {(row["route"], row["what"], row["block_bytes"]) for row in found["routes"]} == {
+        (route, what, size)
+        for route in ("posix, pinned memory", "gds, straight")
+        for what in ("store", "load", "load unverified")
+        for size in (65536, 131072)
+    }
+    assert {(row["what"], row["block_bytes"]) for row in found["copies"]} == {
+        (what, size) for what in ("gather", "scatter") for size in (65536, 131072)
+    }
+    assert all(row["bytes_per_s"] > 0 for row in found["routes"] + found["copies"])
+    rows = [line for line in printed.splitlines() if line.startswith("| ") and "KiB" in line]
+    assert len(rows) == 2 + 4
+    assert "One large copy" in printed
+    assert runner.check_part.__module__ == "kvdisk.worker.seals", "verification is back"
+
+
+def test_a_route_that_fails_is_a_row_that_says_so(rehearsal, tmp_path, monkeypatch, capsys):
+    failing = FaultPlan(full=True)
+    monkeypatch.setattr(gpu_report, "GdsDevice", lambda: AddressedDevice(FaultyDevice(PosixDevice(), failing)))
+
+    def absent():
+        raise ConfigError("device 'nixl' needs a package")
+
+    monkeypatch.setattr(gpu_report, "MAKERS", {"posix": PosixDevice, "nixl": absent})
+    assert gpu_report.main([*SMALL, "--no-tests", "--dir", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "Not here: nixl: device 'nixl' needs a package" in printed
+    assert "| 64 KiB | gds, straight | STORE: 14 blocks failed, NO_SPACE | | |" in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failed_tests_are_an_exit_code(rehearsal, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_report, "run_tests", lambda directory: {"code": 1, "failed": 2, "passed": 3})
+    monkeypatch.setattr(gpu_report, "measure_routes", lambda *_: [])
+    assert gpu_report.main([*SMALL, "--dir", str(tmp_path)]) == 1
