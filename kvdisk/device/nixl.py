@@ -19,7 +19,7 @@ import logging
 import os
 import select
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvdisk.device.base import Buffer, Op, Outcome, Transfer
@@ -122,12 +122,12 @@ class NixlDevice:
         flight = self._flights[ticket] = _Flight({})
         of_rings: dict[Ring | None, list[Range]] = {}
         for position, transfer in enumerate(batch):
-            ranges = list(_ranges(op, position, transfer))
             if transfer.fd not in self._files:
                 flight.errors[position] = errno.EBADF
                 continue
+            ranges = _ranges(op, position, transfer)
             ring = self._files[transfer.fd]
-            if ring is not None and not all(self._knows(piece) for piece in ranges):
+            if ring is not None and not self._knows(ranges):
                 ring = None
             of_rings.setdefault(ring, []).extend(ranges)
         for ring, ranges in of_rings.items():
@@ -189,9 +189,16 @@ class NixlDevice:
             self._rings[drive] = ring
         return ring
 
-    def _knows(self, piece: Range) -> bool:
-        end = piece.address + piece.buffer.nbytes
-        return any(start <= piece.address and end <= known_end for start, known_end in self._memory)
+    def _knows(self, ranges: Sequence[Range]) -> bool:
+        """Whether all that the ranges fill or empty was attached."""
+        for _, _, _, buffer, address in ranges:
+            end = address + buffer.nbytes
+            for start, known_end in self._memory:
+                if start <= address and end <= known_end:
+                    break
+            else:
+                return False
+        return True
 
     def _begin(self, ring: Ring) -> None:
         """Start what has room in the ring, in order."""
@@ -247,17 +254,25 @@ class NixlDevice:
             self._poller.poll(max(1, int(longest_s * 1000)))
 
 
-def _ranges(op: Op, position: int, transfer: Transfer) -> Iterator[Range]:
-    assert transfer.offset >= 0
-    assert transfer.offset % ALIGNMENT == 0
-    assert transfer.buffers
-    offset = transfer.offset
-    for buffer in transfer.buffers:
-        assert buffer.nbytes > 0
-        assert buffer.nbytes % ALIGNMENT == 0
+def _ranges(op: Op, position: int, transfer: Transfer) -> list[Range]:
+    """Cut a transfer where its buffers end, and where they are long."""
+    _, offset, buffers = transfer
+    assert offset >= 0
+    assert offset % ALIGNMENT == 0
+    assert buffers
+    found = []
+    for buffer in buffers:
+        total = buffer.nbytes
+        assert total > 0
+        assert total % ALIGNMENT == 0
         assert op is Op.WRITE or not buffer.readonly
         address = address_of(buffer)
-        for start in range(0, buffer.nbytes, _LONGEST_BYTES):
-            part = buffer[start : start + _LONGEST_BYTES]
-            yield Range(position, transfer.fd, offset + start, part, address + start)
-        offset += buffer.nbytes
+        if total <= _LONGEST_BYTES:
+            found.append(Range(position, transfer.fd, offset, buffer, address))
+        else:
+            found += [
+                Range(position, transfer.fd, offset + start, buffer[start : start + _LONGEST_BYTES], address + start)
+                for start in range(0, total, _LONGEST_BYTES)
+            ]
+        offset += total
+    return found

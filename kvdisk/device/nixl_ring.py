@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import itertools
 import logging
@@ -170,7 +171,9 @@ class Ring:
 
 def address_of(buffer: Buffer) -> int:
     """Return where a buffer begins."""
-    return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
+    if buffer.readonly:
+        return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))  # some times as fast
 
 
 def ring_fds() -> set[int]:

@@ -72,8 +72,8 @@ def blocks(memory):
     return [memory[start : start + ALIGNMENT] for start in range(0, len(memory), ALIGNMENT)]
 
 
-def went_through_nixl_alone():
-    return not any(thread.name.startswith("kvdisk-posix") for thread in threading.enumerate())
+def went_through_nixl_alone(device):
+    return device._posix is None
 
 
 def in_child(program, **environment):
@@ -86,7 +86,7 @@ def in_child(program, **environment):
     return done.stdout
 
 
-def test_batches_go_through_nixl_and_no_thread_is_started(device, fd):
+def test_batches_go_through_nixl_and_nothing_else(device, fd):
     memory = known(device, 8 * ALIGNMENT)
     data = fill(memory, 1)
     assert run(device, Op.WRITE, Transfer(fd, 0, (memory,))) == {}
@@ -95,7 +95,7 @@ def test_batches_go_through_nixl_and_no_thread_is_started(device, fd):
         run(device, Op.READ, *(Transfer(fd, at * ALIGNMENT, (view,)) for at, view in enumerate(blocks(memory)))) == {}
     )
     assert memory == data
-    assert went_through_nixl_alone()
+    assert went_through_nixl_alone(device)
 
 
 def test_a_file_that_was_truncated_fails_what_lies_beyond_its_end(device, fd):
@@ -191,7 +191,7 @@ def test_more_than_a_ring_holds(device, fd):
     memory[:] = bytes(len(memory))
     assert run(device, Op.READ, Transfer(fd, 0, (memory,))) == {}
     assert memory == data
-    assert went_through_nixl_alone()
+    assert went_through_nixl_alone(device)
 
 
 def test_close_waits_for_batches_in_flight(tmp_path):
@@ -220,7 +220,7 @@ def test_a_file_under_the_number_of_a_detached_one(device, tmp_path):
         device.detach_file(fd)
         os.close(fd)
         assert path.read_bytes() == data
-    assert went_through_nixl_alone()
+    assert went_through_nixl_alone(device)
 
 
 def test_memory_at_the_addresses_of_memory_given_back(device, fd):
@@ -234,7 +234,7 @@ def test_memory_at_the_addresses_of_memory_given_back(device, fd):
             assert run(device, Op.READ, Transfer(fd, 0, (memory,))) == {}
             assert memory == data
         mapping.close()  # BufferError while any view of it is left
-    assert went_through_nixl_alone()
+    assert went_through_nixl_alone(device)
 
 
 def test_a_transfer_that_hangs_holds_up_no_other(device, fd, pipe):
