@@ -16,8 +16,10 @@ import os
 import platform
 import queue
 import struct
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +31,11 @@ from kvdisk.geometry import ALIGNMENT
 SHORTEST_BYTES = 512 << 10
 LONGEST_BYTES = 2 << 20
 """A call is cut to between these: long enough for the drive, short enough that a batch keeps it busy."""
+LEAST_AHEAD_BYTES, MOST_AHEAD_BYTES = 8 << 20, 32 << 20
+"""What the kernel is given before any of it has ended: little, so that batches end in their order, one by one, and
+whoever waits has something to do meanwhile; more while the interpreter lock is long in coming back from a call, so that
+the drive has something to do meanwhile."""
+_CALM_CALLS = 64
 _MOST_EVENTS = 1024
 _FULL_WAIT_S = 0.001
 _NUMBERS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
@@ -116,10 +123,11 @@ class _Flight:
 
 
 class KernelQueue:
-    """``DriveQueue`` over a context of the kernel's. One thread submits, one waits for the ends.
+    """``DriveQueue`` over a context of the kernel's. One thread waits for the ends, and submits what comes next.
 
-    ``report`` is called for each batch, on one of the two. ``longest_bytes``: of a call, at most. Raises OSError where
-    the kernel has none, forbids it or has no room (``fs.aio-max-nr``).
+    A second one submits where the first has nothing to wait for: no caller waits in the kernel for a drive that
+    hangs. ``report`` is called for each batch, on one of the two. ``longest_bytes``: of a call, at most. Raises OSError
+    where the kernel has none, forbids it or has no room (``fs.aio-max-nr``).
     """
 
     def __init__(self, name: str, report: Callable[[Done], None], longest_bytes: int = LONGEST_BYTES) -> None:
@@ -127,12 +135,17 @@ class KernelQueue:
         self._context = self._kernel.setup(_MOST_EVENTS)
         self._report = report
         self._longest_bytes = min(longest_bytes, LONGEST_BYTES)
-        self._waiting: queue.SimpleQueue[tuple[_Flight, list[Call]] | None] = queue.SimpleQueue()
+        self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._lock = threading.Lock()
         # Under the lock, which nobody holds while waiting for anything:
         self._flights: dict[int, _Flight] = {}
+        self._waiting: deque[tuple[_Flight, Call, int]] = deque()
+        """Calls, with their bytes, that the kernel has not been given."""
         self._calls: dict[int, tuple[_Flight, Call, int]] = {}
-        """By number: what the kernel may still touch, kept alive here, and how many bytes that is."""
+        """By number: what the kernel has, and may still touch."""
+        self._bytes = 0
+        self._ahead_bytes = LEAST_AHEAD_BYTES
+        self._calm_calls = 0
         self._numbers = 0
         self._threads = [
             threading.Thread(target=target, name=f"{name}-{what}", daemon=True)
@@ -144,73 +157,91 @@ class KernelQueue:
     def put(self, ticket: int, op: Op, known: Sequence[tuple[int, Transfer]], share_bytes: int) -> int:
         """See ``DriveQueue``."""
         call_bytes = min(max(share_bytes, SHORTEST_BYTES), self._longest_bytes)
-        calls: list[Call] = []
+        calls: list[tuple[Call, int]] = []
         for position, transfer in known:
             buffers = transfer.buffers
             if len(buffers) == 1 and buffers[0].nbytes <= call_bytes:
-                calls.append(Call(position, transfer.fd, transfer.offset, (buffers[0][:],)))  # a view of its own
+                view = buffers[0][:]  # of its own, whatever the caller does to his
+                calls.append((Call(position, transfer.fd, transfer.offset, (view,)), view.nbytes))
             else:
-                calls += [call for part in cut([(position, transfer)], call_bytes) for call in part]
+                for part in cut([(position, transfer)], call_bytes):
+                    calls += [(call, sum([buffer.nbytes for buffer in call.buffers])) for call in part]
         flight = _Flight(ticket, op, len(calls))
         with self._lock:
             self._flights[ticket] = flight
-        self._waiting.put((flight, calls))
+            self._waiting.extend((flight, call, size) for call, size in calls)
+            wake = self._bytes < self._ahead_bytes
+        if wake:
+            self._wakes.put(True)
         return 1
 
     def close(self) -> None:
         """See ``DriveQueue``."""
         submitter, reaper = self._threads
-        self._waiting.put(None)
+        self._wakes.put(False)
         submitter.join()
         self._kernel.destroy(self._context)  # the reaper's wait ends with EINVAL
         reaper.join()
 
-    # -- the submitting thread -----------------------------------------------------------------
-
     def _submit_all(self) -> None:
-        while (item := self._waiting.get()) is not None:
-            flight, calls = item
-            del item
-            self._submit(flight, calls)
-            # Whoever hears of the end may release the memory: no view of it may be left in this frame.
-            del flight, calls
+        while self._wakes.get():
+            self._submit()
 
-    def _submit(self, flight: _Flight, calls: list[Call]) -> None:
-        vectors: list[Any] = []
-        iocbs = bytearray(_IOCB.size * len(calls))
-        base = ctypes.addressof(ctypes.c_char.from_buffer(iocbs))
+    def _submit(self) -> None:
+        """Give the kernel what it may have. Either thread."""
         with self._lock:
-            first = self._numbers
-            self._numbers += len(calls)
-            for number, call in enumerate(calls, first):
-                self._calls[number] = (flight, call, sum([buffer.nbytes for buffer in call.buffers]))
+            first, taken = self._numbers, []
+            while self._waiting and self._bytes < self._ahead_bytes and len(self._calls) < _MOST_EVENTS:
+                flight, call, size = self._calls[self._numbers] = self._waiting.popleft()
+                taken.append((flight.op, call))
+                self._numbers += 1
+                self._bytes += size
+        if not taken:
+            return
+        vectors: list[Any] = []
+        iocbs = bytearray(_IOCB.size * len(taken))
+        base = ctypes.addressof(ctypes.c_char.from_buffer(iocbs))
         made: list[int] = []
         refused: list[int] = []
-        for number, call in enumerate(calls, first):
+        for number, (op, call) in enumerate(taken, first):
             try:
-                opcode, address, length = _place(flight.op, call, vectors)
+                opcode, address, length = _place(op, call, vectors)
             except (ValueError, TypeError, BufferError):
-                refused.append(number)  # by Python: the memory is gone
+                refused.append(number)  # by Python
                 continue
             at = (number - first) * _IOCB.size
             _IOCB.pack_into(iocbs, at, number, 0, 0, opcode, 0, call.fd, address, length, call.offset, 0, 0, 0)
             made.append(base + at)
-        calls.clear()
-        call = None  # type: ignore[assignment]
+        # Whoever hears of the end may release the memory: no view of it may be left in this frame.
+        del call
+        taken.clear()
         for number in refused:
-            self._end(number, errno.EFAULT)
+            self._fail(number, errno.EFAULT)
+        self._hand_over(made, lambda address: first + (address - base) // _IOCB.size)
+
+    def _hand_over(self, made: Sequence[int], number_of: Callable[[int], int]) -> None:
         pointers = (ctypes.c_uint64 * len(made))(*made)
         done = 0
         while done < len(made):
             place = ctypes.byref(pointers, done * ctypes.sizeof(ctypes.c_uint64))
+            began_s = time.monotonic()
             try:
                 done += self._kernel.submit(self._context, len(made) - done, place)
+                self._note_call(time.monotonic() - began_s)
             except OSError as error:
                 if error.errno == errno.EAGAIN:
-                    time.sleep(_FULL_WAIT_S)  # until the drive has ended something
+                    time.sleep(_FULL_WAIT_S)  # the kernel is short of something
                 elif error.errno != errno.EINTR:
-                    self._end(first + (made[done] - base) // _IOCB.size, error.errno or errno.EIO)
+                    self._fail(number_of(made[done]), error.errno or errno.EIO)
                     done += 1
+
+    def _note_call(self, took_s: float) -> None:
+        with self._lock:
+            self._calm_calls += 1
+            if took_s > sys.getswitchinterval() / 2:
+                self._ahead_bytes, self._calm_calls = min(2 * self._ahead_bytes, MOST_AHEAD_BYTES), 0
+            elif self._calm_calls >= _CALM_CALLS:
+                self._ahead_bytes, self._calm_calls = max(self._ahead_bytes // 2, LEAST_AHEAD_BYTES), 0
 
     # -- the reaping thread --------------------------------------------------------------------
 
@@ -219,10 +250,7 @@ class KernelQueue:
         place = (ctypes.c_char * len(events)).from_buffer(events)
         patient = False
         while True:
-            with self._lock:
-                # No batch ends with fewer calls than that, and each wake-up costs the interpreter lock.
-                least = min([flight.left for flight in self._flights.values()], default=1)
-            least = min(least, _MOST_EVENTS) if patient else 1
+            least = self._least() if patient else 1
             timeout = _GATHER_WAIT if least > 1 else None
             try:
                 count = self._kernel.getevents(self._context, least, _MOST_EVENTS, place, timeout)
@@ -231,9 +259,23 @@ class KernelQueue:
                     continue
                 return  # the context is gone
             patient = count > 0
-            self._ended(memoryview(events)[: _EVENT.size * count])
+            ended, odd = self._sort(memoryview(events)[: _EVENT.size * count])
+            self._submit()
+            for flight in ended:
+                self._report(Done(flight.ticket, flight.errors))
+            for number, result in odd:
+                self._stopped(number, result)
 
-    def _ended(self, events: memoryview) -> None:
+    def _least(self) -> int:
+        """Return how many ends to wait for: each look costs the interpreter lock, and no batch ends with fewer."""
+        with self._lock:
+            least = min([flight.left for flight in self._flights.values()], default=1)
+            if self._waiting:
+                least = min(least, len(self._calls) // 2)  # and then the kernel is given more
+        return max(1, least)
+
+    def _sort(self, events: memoryview) -> tuple[list[_Flight], list[tuple[int, int]]]:
+        """Note what has ended well; return the batches that are through, and the other calls with their results."""
         ended: list[_Flight] = []
         odd: list[tuple[int, int]] = []
         with self._lock:
@@ -243,38 +285,43 @@ class KernelQueue:
                     odd.append((number, result))
                     continue
                 del self._calls[number]
+                self._bytes -= wanted
                 flight.left -= 1
                 if not flight.left:
                     ended.append(flight)
                     del self._flights[flight.ticket]
-        for flight in ended:
-            self._report(Done(flight.ticket, flight.errors))
-        for number, result in odd:
-            self._stopped(number, result)
+        return ended, odd
 
     def _stopped(self, number: int, result: int) -> None:
         """Go on with a call that moved less than it should, or note that it failed."""
         if result > 0 and result % ALIGNMENT == 0:
             with self._lock:
-                flight, call, _ = self._calls.pop(number)
-            rest = without(call.buffers, result)
-            self._waiting.put((flight, [Call(call.position, call.fd, call.offset + result, rest)]))
+                flight, call, wanted = self._calls.pop(number)
+                self._bytes -= wanted
+                rest = without(call.buffers, result)
+                call = Call(call.position, call.fd, call.offset + result, rest)
+                self._waiting.appendleft((flight, call, wanted - result))
+            self._wakes.put(True)
         else:
             # The end of the file, or a rest that O_DIRECT cannot go on from.
-            self._end(number, -result if result < 0 else errno.EIO)
+            self._fail(number, -result if result < 0 else errno.EIO)
 
-    def _end(self, number: int, error: int) -> None:
+    def _fail(self, number: int, error: int) -> None:
         """Note that a call failed with an errno."""
         with self._lock:
-            flight, call, _ = self._calls.pop(number)
+            flight, call, size = self._calls.pop(number)
             flight.errors.setdefault(call.position, error)
             del call
+            self._bytes -= size
             flight.left -= 1
             ended = flight.left == 0
             if ended:
                 del self._flights[flight.ticket]
+            wake = bool(self._waiting)
         if ended:
             self._report(Done(flight.ticket, flight.errors))
+        if wake:
+            self._wakes.put(True)
 
 
 def _place(op: Op, call: Call, vectors: list[Any]) -> tuple[int, int, int]:

@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import queue
+import sys
 import threading
 
 import pytest
@@ -22,7 +23,7 @@ from kvdisk.testing.device_conformance import WAIT_S, fill, make_memory
 @pytest.fixture
 def fd(tmp_path):
     number = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-    os.truncate(number, 64 * ALIGNMENT)
+    os.posix_fallocate(number, 0, 2 * aio.LONGEST_BYTES)
     yield number
     os.close(number)
 
@@ -141,16 +142,18 @@ def test_memory_that_python_has_released_is_an_error_and_the_queue_lives_on(driv
 
 def test_a_short_batch_is_not_held_up_by_a_long_one_before_it(drive, done, fd, monkeypatch):
     """The reaper waits for many ends at once, but not for ever: here the long batch never ends."""
-    real = aio._Kernel.submit
+    real, begun = aio._Kernel.submit, threading.Event()
 
     def only_the_first(kernel, context, count, pointers):
         real(kernel, context, 1, pointers)
+        begun.set()
         return count
 
     memory = make_memory(4 * ALIGNMENT)
     long = [(at, Transfer(fd, 0, (memory[at * ALIGNMENT :][:ALIGNMENT],))) for at in range(3)]
     monkeypatch.setattr(aio._Kernel, "submit", only_the_first)
     drive.put(1, Op.READ, long, ALIGNMENT)
+    assert begun.wait(WAIT_S)
     drive.put(2, Op.READ, [(0, Transfer(fd, 0, (memory[3 * ALIGNMENT :],)))], ALIGNMENT)
     assert done.get(timeout=WAIT_S).ticket == 2
 
@@ -185,21 +188,41 @@ def test_bytes_that_may_only_be_read_can_be_written_to_the_drive(drive, done, fd
 
 
 def test_large_transfers_are_cut_for_the_drive_and_small_ones_are_not(drive, done, fd, monkeypatch):
-    counts = []
-    real = aio._Kernel.submit
+    lengths = []
+    real = aio._place
 
-    def counted(kernel, context, count, pointers):
-        counts.append(count)
-        return real(kernel, context, count, pointers)
+    def recorded(op, call, vectors):
+        lengths.append(sum(buffer.nbytes for buffer in call.buffers))
+        return real(op, call, vectors)
 
-    monkeypatch.setattr(aio._Kernel, "submit", counted)
+    monkeypatch.setattr(aio, "_place", recorded)
     memory = make_memory(8 * aio.LONGEST_BYTES)
     drive.put(1, Op.WRITE, [(0, Transfer(fd, 0, (memory,)))], 2 * aio.LONGEST_BYTES)
     drive.put(2, Op.WRITE, [(0, Transfer(fd, 0, (memory[: 4 * aio.SHORTEST_BYTES],)))], ALIGNMENT)
     small = [(at, Transfer(fd, at * ALIGNMENT, (memory[at * ALIGNMENT :][:ALIGNMENT],))) for at in range(5)]
     drive.put(3, Op.WRITE, small, 2 * aio.LONGEST_BYTES)
     assert sorted(done.get(timeout=WAIT_S).ticket for _ in range(3)) == [1, 2, 3]
-    assert counts == [8, 4, 5]
+    assert sorted(lengths) == [ALIGNMENT] * 5 + [aio.SHORTEST_BYTES] * 4 + [aio.LONGEST_BYTES] * 8
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_the_kernel_is_given_little_ahead_unless_calls_are_slow_to_come_back(drive, done, fd, monkeypatch, slow):
+    most, real = [], aio._Kernel.submit
+
+    def submit(kernel, context, count, pointers):
+        most.append(drive._bytes)
+        return real(kernel, context, count, pointers)
+
+    monkeypatch.setattr(aio._Kernel, "submit", submit)
+    monkeypatch.setattr(sys, "getswitchinterval", lambda: 0.0 if slow else 1000.0)
+    memory = make_memory(2 * aio.LONGEST_BYTES)
+    count = 2 * aio.MOST_AHEAD_BYTES // aio.LONGEST_BYTES
+    batch = [(at, Transfer(fd, 0, (memory[: aio.LONGEST_BYTES],))) for at in range(count)]
+    for ticket in range(2):
+        drive.put(ticket, Op.READ, batch, aio.LONGEST_BYTES)
+    assert sorted(done.get(timeout=WAIT_S).ticket for _ in range(2)) == [0, 1]
+    assert max(most) == (aio.MOST_AHEAD_BYTES if slow else aio.LEAST_AHEAD_BYTES)
+    assert drive._bytes == 0
 
 
 def test_files_it_would_wait_for_are_left_to_threads(fd, tmp_path, monkeypatch):
