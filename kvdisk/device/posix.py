@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device that needs nothing but the kernel: ``preadv`` and ``pwritev`` on a few threads.
+"""The device that needs nothing but the kernel: O_DIRECT through the kernel's own queue, or calls on a few threads.
 
 While Python code runs elsewhere in the process, each system call waits for the interpreter lock when it
-returns. So few long calls are made: a batch is cut into about as many tasks as there are threads, each
-a list of calls of up to ``longest_bytes``; the kernel keeps the drive busy within a long call.
+returns. So few calls are made. Where the kernel takes a whole batch in one (``aio``), it does. Elsewhere a batch is
+cut into about as many tasks as there are threads, each a list of calls of ``preadv`` or ``pwritev`` of up to
+``longest_bytes``; the kernel keeps the drive busy within a long call.
 """
 
 from __future__ import annotations
@@ -13,26 +14,18 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
+from kvdisk.device import aio
 from kvdisk.device.base import Buffer, Op, Outcome, Transfer
+from kvdisk.device.calls import Call, Done, DriveQueue, cut, without
 from kvdisk.geometry import ALIGNMENT, round_up
 
-MOST_BUFFERS = 1024
-"""IOV_MAX of Linux: buffers of one call."""
 SHORTEST_BYTES = 1 << 20
-"""A task is not cut smaller than this: a drive reaches its speed at 1-2 MiB in a few calls at once."""
+"""A task of a thread is not cut smaller than this: a drive reaches its speed at 1-2 MiB in a few calls at once."""
 LONGEST_BYTES = 16 << 20
-
-
-class _Call(NamedTuple):
-    """One system call's worth of the transfer at ``position`` in its batch."""
-
-    position: int
-    fd: int
-    offset: int
-    buffers: list[Buffer]
 
 
 class _Task(NamedTuple):
@@ -40,38 +33,63 @@ class _Task(NamedTuple):
 
     ticket: int
     op: Op
-    calls: list[_Call]
+    calls: list[Call]
 
 
-class _Done(NamedTuple):
-    """A task that has ended, with errno by position of the failed transfers."""
+class _ThreadQueue:
+    """``DriveQueue`` of threads that wait in their calls."""
 
-    ticket: int
-    errors: dict[int, int]
+    def __init__(self, name: str, count: int, report: Callable[[Done], None], longest_bytes: int) -> None:
+        self._longest_bytes = longest_bytes
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=_work, args=(self._tasks, report), name=f"{name}-{number}", daemon=True)
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, ticket: int, op: Op, known: Sequence[tuple[int, Transfer]], share_bytes: int) -> int:
+        """See ``DriveQueue``."""
+        task_bytes = min(max(share_bytes, SHORTEST_BYTES), self._longest_bytes)
+        tasks = [_Task(ticket, op, calls) for calls in cut(known, task_bytes)]
+        for task in tasks:
+            self._tasks.put(task)
+        return len(tasks)
+
+    def close(self) -> None:
+        """See ``DriveQueue``."""
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
 
 
 class PosixDevice:
-    """``Device`` over system calls on ``threads`` threads for each drive, in files opened with O_DIRECT or without.
+    """``Device`` over system calls, in files opened with O_DIRECT or without, with a queue for each drive.
+
+    ``threads``: of a drive that the kernel has no queue for, or for files without O_DIRECT. ``longest_bytes``: of a
+    call. ``kernel_queue``: False: threads for all.
 
     A transfer of a file that is not attached fails with EBADF, so that a descriptor number used anew by
     somebody else is never written to. Errors of a transfer are those of its first failed call in time.
     """
 
-    def __init__(self, threads: int = 4, *, longest_bytes: int = LONGEST_BYTES) -> None:
+    def __init__(self, threads: int = 4, *, longest_bytes: int = LONGEST_BYTES, kernel_queue: bool = True) -> None:
         assert threads > 0
         assert longest_bytes > 0
         assert longest_bytes % ALIGNMENT == 0
         self._thread_count = threads
         self._longest_bytes = longest_bytes
-        self._files: dict[int, int] = {}
-        """Number of the drive that a file lies on (``st_dev``), by descriptor."""
+        self._kernel_queue = kernel_queue
+        self._files: dict[int, DriveQueue] = {}
+        """By descriptor, the queue of the drive that a file lies on."""
         self._tickets = 0
         self._in_flight: dict[int, tuple[int, dict[int, int]]] = {}
-        """Tasks that have not reported, and errors so far, by ticket."""
-        self._done: queue.SimpleQueue[_Done] = queue.SimpleQueue()
-        self._tasks: dict[int, queue.SimpleQueue[_Task | None]] = {}
-        """By drive, each with threads of its own: those of one that hangs are of no use to the others."""
-        self._threads: list[threading.Thread] = []
+        """Reports that are still to come, and errors so far, by ticket."""
+        self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
+        self._queues: dict[tuple[int, bool], DriveQueue] = {}
+        """By drive (``st_dev``) and whether it is the kernel's; one that hangs is of no use to the others."""
         self._closed = False
 
     @property
@@ -88,14 +106,11 @@ class PosixDevice:
             drive = os.fstat(fd).st_dev
         except OSError:
             drive = -1  # its transfers will say what is wrong with it
-        self._files[fd] = drive
-        if drive not in self._tasks:
-            tasks = self._tasks[drive] = queue.SimpleQueue()
-            for number in range(self._thread_count):
-                name = f"kvdisk-posix-{len(self._tasks)}-{number}"
-                thread = threading.Thread(target=_work, args=(tasks, self._done), name=name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
+        in_kernel = self._kernel_queue and drive != -1 and aio.serves(fd)
+        found = self._queues.get((drive, in_kernel))
+        if found is None:
+            found = self._queues[drive, in_kernel] = self._make_queue(in_kernel)
+        self._files[fd] = found
 
     def detach_file(self, fd: int) -> None:
         """See ``Device``."""
@@ -108,23 +123,21 @@ class PosixDevice:
         self._tickets += 1
         ticket = self._tickets
         errors: dict[int, int] = {}
-        known: dict[int, list[tuple[int, Transfer]]] = {}
+        known: dict[DriveQueue, list[tuple[int, Transfer]]] = {}
         total_bytes = 0
         for position, transfer in enumerate(batch):
             total_bytes += _checked_bytes(op, transfer)
-            drive = self._files.get(transfer.fd)
-            if drive is None:
+            place = self._files.get(transfer.fd)
+            if place is None:
                 errors[position] = errno.EBADF
             else:
-                known.setdefault(drive, []).append((position, transfer))
+                known.setdefault(place, []).append((position, transfer))
         share_bytes = round_up(-(-total_bytes // self._thread_count), ALIGNMENT)
-        task_bytes = min(max(share_bytes, SHORTEST_BYTES), self._longest_bytes)
-        tasks = [(drive, _Task(ticket, op, calls)) for drive, part in known.items() for calls in _cut(part, task_bytes)]
-        self._in_flight[ticket] = (max(1, len(tasks)), errors)
-        for drive, task in tasks:
-            self._tasks[drive].put(task)
-        if not tasks:
-            self._done.put(_Done(ticket, {}))
+        # No report is looked at before the next poll.
+        reports = sum(place.put(ticket, op, part, share_bytes) for place, part in known.items())
+        self._in_flight[ticket] = (max(1, reports), errors)
+        if not reports:
+            self._done.put(Done(ticket, {}))
         return ticket
 
     def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
@@ -154,13 +167,17 @@ class PosixDevice:
         """See ``Device``."""
         self.drain()
         self._closed = True
-        for tasks in self._tasks.values():
-            for _ in range(self._thread_count):
-                tasks.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._threads = []
-        self._tasks = {}
+        for place in self._queues.values():
+            place.close()
+        self._queues.clear()
+        self._files.clear()
+
+    def _make_queue(self, in_kernel: bool) -> DriveQueue:
+        name = f"kvdisk-posix-{len(self._queues) + 1}"
+        if in_kernel:
+            with suppress(OSError):  # forbidden, or too many of them on this machine: threads serve as well
+                return aio.KernelQueue(name, self._done.put, self._longest_bytes)
+        return _ThreadQueue(name, self._thread_count, self._done.put, self._longest_bytes)
 
     def _collect(self, ended: list[Outcome]) -> None:
         while True:
@@ -169,7 +186,7 @@ class PosixDevice:
             except queue.Empty:
                 return
 
-    def _note(self, done: _Done, ended: list[Outcome]) -> None:
+    def _note(self, done: Done, ended: list[Outcome]) -> None:
         tasks_left, errors = self._in_flight[done.ticket]
         for position, number in done.errors.items():
             errors.setdefault(position, number)
@@ -193,33 +210,7 @@ def _checked_bytes(op: Op, transfer: Transfer) -> int:
     return total_bytes
 
 
-def _cut(known: Sequence[tuple[int, Transfer]], task_bytes: int) -> Iterator[list[_Call]]:
-    """Yield the calls of tasks of up to ``task_bytes`` (a multiple of ALIGNMENT) each, in order of the batch."""
-    calls: list[_Call] = []
-    room_bytes = task_bytes
-    for position, transfer in known:
-        offset = transfer.offset
-        buffers: list[Buffer] = []
-        for buffer in transfer.buffers:
-            rest = buffer
-            while rest.nbytes:
-                if not buffers:
-                    calls.append(_Call(position, transfer.fd, offset, buffers))
-                piece = rest[:room_bytes]
-                buffers.append(piece)
-                offset += piece.nbytes
-                room_bytes -= piece.nbytes
-                rest = rest[piece.nbytes :]
-                if not room_bytes:
-                    yield calls
-                    calls, buffers, room_bytes = [], [], task_bytes
-                elif len(buffers) == MOST_BUFFERS:
-                    buffers = []
-    if calls:
-        yield calls
-
-
-def _work(tasks: queue.SimpleQueue[_Task | None], done: queue.SimpleQueue[_Done]) -> None:
+def _work(tasks: queue.SimpleQueue[_Task | None], report: Callable[[Done], None]) -> None:
     while True:
         task = tasks.get()
         if task is None:
@@ -229,13 +220,13 @@ def _work(tasks: queue.SimpleQueue[_Task | None], done: queue.SimpleQueue[_Done]
             number = _run(task.op, call)
             if number:
                 errors.setdefault(call.position, number)
-        report = _Done(task.ticket, errors)
+        done = Done(task.ticket, errors)
         # Whoever hears of the end may release the memory: no view of it may be left in this frame.
         del task, call
-        done.put(report)
+        report(done)
 
 
-def _run(op: Op, call: _Call) -> int:
+def _run(op: Op, call: Call) -> int:
     """Move every byte of a call; return 0 or the errno of the failure."""
     move = os.preadv if op is Op.READ else os.pwritev
     offset, buffers = call.offset, call.buffers
@@ -248,18 +239,9 @@ def _run(op: Op, call: _Call) -> int:
             if moved <= 0 or moved % ALIGNMENT:
                 return errno.EIO  # the end of the file, or a rest that O_DIRECT cannot go on from
             offset += moved
-            buffers = _without(buffers, moved)
+            buffers = without(buffers, moved)
     except OSError as error:
         return error.errno or errno.EIO
     except Exception:
         return errno.EFAULT  # Python refused the buffers; a thread that died of it would never report
     return 0
-
-
-def _without(buffers: list[Buffer], moved: int) -> list[Buffer]:
-    """Return what is left of ``buffers`` after their first ``moved`` bytes."""
-    for position, buffer in enumerate(buffers):
-        if moved < buffer.nbytes:
-            return [buffer[moved:], *buffers[position + 1 :]]
-        moved -= buffer.nbytes
-    return []

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A drive's queue in the kernel: Linux AIO (``io_submit``), where a batch is one system call.
+
+A thread that calls ``preadv`` waits for the interpreter lock after each call; while Python code runs elsewhere in the
+process that is 5 ms a time. Here the calls of a batch are handed over together, the kernel keeps them all at the
+drive, and their ends come in together too. It is asynchronous for O_DIRECT only, and on file systems that
+do not wait in between: others are served by threads. Unlike io_uring it is allowed by the usual profile of containers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import platform
+import queue
+import struct
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvdisk.device.base import Buffer, Op, Transfer
+from kvdisk.device.calls import Call, Done, cut, without
+from kvdisk.geometry import ALIGNMENT
+
+SHORTEST_BYTES = 512 << 10
+LONGEST_BYTES = 2 << 20
+"""A call is cut to between these: long enough for the drive, short enough that a batch keeps it busy."""
+LEAST_AHEAD_BYTES, MOST_AHEAD_BYTES = 8 << 20, 32 << 20
+"""What the kernel is given before any of it has ended: little, so that batches end in their order, one by one, and
+whoever waits has something to do meanwhile; more while the interpreter lock is long in coming back from a call, so that
+the drive has something to do meanwhile."""
+_CALM_CALLS = 64
+_MOST_EVENTS = 1024
+_FULL_WAIT_S = 0.001
+_NUMBERS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
+"""System calls by machine: io_setup, io_destroy, io_getevents, io_submit."""
+_ASYNC_FILE_SYSTEMS = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010})
+"""ext2 to ext4, XFS, btrfs, F2FS: a direct call on allocated blocks ends later."""
+_PREAD, _PWRITE, _PREADV, _PWRITEV = 0, 1, 7, 8
+
+
+_IOCB = struct.Struct("=QIiHhIQQqQII")
+"""``struct iocb``: data, key, rw_flags, opcode, priority, fd, buffer, length, offset, reserved, flags, event fd."""
+_EVENT = struct.Struct("=QQqq")
+"""``struct io_event``: data, iocb, and the result twice."""
+
+
+class _Vector(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_GATHER_WAIT = _Timespec(0, 2_000_000)
+"""Longest wait for a whole batch, in case a shorter one has been put behind it."""
+
+
+class _Kernel:
+    """The four system calls, with the arguments that the manual gives them; errors are OSErrors."""
+
+    def __init__(self) -> None:
+        numbers = _NUMBERS.get(platform.machine())
+        if numbers is None or ctypes.sizeof(ctypes.c_void_p) != 8:
+            raise OSError(errno.ENOSYS, "the numbers of the system calls are not known here")
+        self._setup, self._destroy, self._getevents, self._submit = map(ctypes.c_long, numbers)
+        self._libc = ctypes.CDLL(None, use_errno=True)  # lets other threads run meanwhile
+        self._call = self._libc.syscall
+        self._call.restype = ctypes.c_long
+
+    def setup(self, most_events: int) -> ctypes.c_ulong:
+        context = ctypes.c_ulong(0)
+        self._checked(self._call(self._setup, ctypes.c_uint(most_events), ctypes.byref(context)))
+        return context
+
+    def destroy(self, context: ctypes.c_ulong) -> None:
+        self._checked(self._call(self._destroy, context))
+
+    def submit(self, context: ctypes.c_ulong, count: int, pointers: Any) -> int:
+        return self._checked(self._call(self._submit, context, ctypes.c_long(count), pointers))
+
+    def getevents(self, context: ctypes.c_ulong, least: int, most: int, events: Any, timeout: _Timespec | None) -> int:
+        until = None if timeout is None else ctypes.byref(timeout)
+        return self._checked(
+            self._call(self._getevents, context, ctypes.c_long(least), ctypes.c_long(most), events, until)
+        )
+
+    @staticmethod
+    def _checked(result: int) -> int:
+        if result < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        return result
+
+
+def serves(fd: int) -> bool:
+    """Whether calls on an open file end later than they are submitted, so that the queue may be used for it."""
+    try:
+        if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            return False
+        room = (ctypes.c_long * 32)()  # struct statfs, which begins with the file system's number
+        libc = ctypes.CDLL(None, use_errno=True)
+        return libc.fstatfs(ctypes.c_int(fd), ctypes.byref(room)) == 0 and room[0] in _ASYNC_FILE_SYSTEMS
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A batch's share of this drive. ``left``: calls that have not ended."""
+
+    ticket: int
+    op: Op
+    left: int
+    errors: dict[int, int] = field(default_factory=dict)
+
+
+class KernelQueue:
+    """``DriveQueue`` over a context of the kernel's. One thread waits for the ends, and submits what comes next.
+
+    A second one submits where the first has nothing to wait for: no caller waits in the kernel for a drive that
+    hangs. ``report`` is called for each batch, on one of the two. ``longest_bytes``: of a call, at most. Raises OSError
+    where the kernel has none, forbids it or has no room (``fs.aio-max-nr``).
+    """
+
+    def __init__(self, name: str, report: Callable[[Done], None], longest_bytes: int = LONGEST_BYTES) -> None:
+        self._kernel = _Kernel()
+        self._context = self._kernel.setup(_MOST_EVENTS)
+        self._report = report
+        self._longest_bytes = min(longest_bytes, LONGEST_BYTES)
+        self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        # Under the lock, which nobody holds while waiting for anything:
+        self._flights: dict[int, _Flight] = {}
+        self._waiting: deque[tuple[_Flight, Call, int]] = deque()
+        """Calls, with their bytes, that the kernel has not been given."""
+        self._calls: dict[int, tuple[_Flight, Call, int]] = {}
+        """By number: what the kernel has, and may still touch."""
+        self._bytes = 0
+        self._ahead_bytes = LEAST_AHEAD_BYTES
+        self._calm_calls = 0
+        self._numbers = 0
+        self._threads = [
+            threading.Thread(target=target, name=f"{name}-{what}", daemon=True)
+            for target, what in ((self._submit_all, "submit"), (self._reap_all, "reap"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, ticket: int, op: Op, known: Sequence[tuple[int, Transfer]], share_bytes: int) -> int:
+        """See ``DriveQueue``."""
+        call_bytes = min(max(share_bytes, SHORTEST_BYTES), self._longest_bytes)
+        calls: list[tuple[Call, int]] = []
+        for position, transfer in known:
+            buffers = transfer.buffers
+            if len(buffers) == 1 and buffers[0].nbytes <= call_bytes:
+                view = buffers[0][:]  # of its own, whatever the caller does to his
+                calls.append((Call(position, transfer.fd, transfer.offset, (view,)), view.nbytes))
+            else:
+                for part in cut([(position, transfer)], call_bytes):
+                    calls += [(call, sum([buffer.nbytes for buffer in call.buffers])) for call in part]
+        flight = _Flight(ticket, op, len(calls))
+        with self._lock:
+            self._flights[ticket] = flight
+            self._waiting.extend((flight, call, size) for call, size in calls)
+            wake = self._bytes < self._ahead_bytes
+        if wake:
+            self._wakes.put(True)
+        return 1
+
+    def close(self) -> None:
+        """See ``DriveQueue``."""
+        submitter, reaper = self._threads
+        self._wakes.put(False)
+        submitter.join()
+        self._kernel.destroy(self._context)  # the reaper's wait ends with EINVAL
+        reaper.join()
+
+    def _submit_all(self) -> None:
+        while self._wakes.get():
+            self._submit()
+
+    def _submit(self) -> None:
+        """Give the kernel what it may have. Either thread."""
+        with self._lock:
+            first, taken = self._numbers, []
+            while self._waiting and self._bytes < self._ahead_bytes and len(self._calls) < _MOST_EVENTS:
+                flight, call, size = self._calls[self._numbers] = self._waiting.popleft()
+                taken.append((flight.op, call))
+                self._numbers += 1
+                self._bytes += size
+        if not taken:
+            return
+        vectors: list[Any] = []
+        iocbs = bytearray(_IOCB.size * len(taken))
+        base = ctypes.addressof(ctypes.c_char.from_buffer(iocbs))
+        made: list[int] = []
+        refused: list[int] = []
+        for number, (op, call) in enumerate(taken, first):
+            try:
+                opcode, address, length = _place(op, call, vectors)
+            except (ValueError, TypeError, BufferError):
+                refused.append(number)  # by Python
+                continue
+            at = (number - first) * _IOCB.size
+            _IOCB.pack_into(iocbs, at, number, 0, 0, opcode, 0, call.fd, address, length, call.offset, 0, 0, 0)
+            made.append(base + at)
+        # Whoever hears of the end may release the memory: no view of it may be left in this frame.
+        del call
+        taken.clear()
+        for number in refused:
+            self._fail(number, errno.EFAULT)
+        self._hand_over(made, lambda address: first + (address - base) // _IOCB.size)
+
+    def _hand_over(self, made: Sequence[int], number_of: Callable[[int], int]) -> None:
+        pointers = (ctypes.c_uint64 * len(made))(*made)
+        done = 0
+        while done < len(made):
+            place = ctypes.byref(pointers, done * ctypes.sizeof(ctypes.c_uint64))
+            began_s = time.monotonic()
+            try:
+                done += self._kernel.submit(self._context, len(made) - done, place)
+                self._note_call(time.monotonic() - began_s)
+            except OSError as error:
+                if error.errno == errno.EAGAIN:
+                    time.sleep(_FULL_WAIT_S)  # the kernel is short of something
+                elif error.errno != errno.EINTR:
+                    self._fail(number_of(made[done]), error.errno or errno.EIO)
+                    done += 1
+
+    def _note_call(self, took_s: float) -> None:
+        with self._lock:
+            self._calm_calls += 1
+            if took_s > sys.getswitchinterval() / 2:
+                self._ahead_bytes, self._calm_calls = min(2 * self._ahead_bytes, MOST_AHEAD_BYTES), 0
+            elif self._calm_calls >= _CALM_CALLS:
+                self._ahead_bytes, self._calm_calls = max(self._ahead_bytes // 2, LEAST_AHEAD_BYTES), 0
+
+    # -- the reaping thread --------------------------------------------------------------------
+
+    def _reap_all(self) -> None:
+        events = bytearray(_EVENT.size * _MOST_EVENTS)
+        place = (ctypes.c_char * len(events)).from_buffer(events)
+        patient = False
+        while True:
+            least = self._least() if patient else 1
+            timeout = _GATHER_WAIT if least > 1 else None
+            try:
+                count = self._kernel.getevents(self._context, least, _MOST_EVENTS, place, timeout)
+            except OSError as error:
+                if error.errno == errno.EINTR:
+                    continue
+                return  # the context is gone
+            patient = count > 0
+            ended, odd = self._sort(memoryview(events)[: _EVENT.size * count])
+            self._submit()
+            for flight in ended:
+                self._report(Done(flight.ticket, flight.errors))
+            for number, result in odd:
+                self._stopped(number, result)
+
+    def _least(self) -> int:
+        """Return how many ends to wait for: each look costs the interpreter lock, and no batch ends with fewer."""
+        with self._lock:
+            least = min([flight.left for flight in self._flights.values()], default=1)
+            if self._waiting:
+                least = min(least, len(self._calls) // 2)  # and then the kernel is given more
+        return max(1, least)
+
+    def _sort(self, events: memoryview) -> tuple[list[_Flight], list[tuple[int, int]]]:
+        """Note what has ended well; return the batches that are through, and the other calls with their results."""
+        ended: list[_Flight] = []
+        odd: list[tuple[int, int]] = []
+        with self._lock:
+            for number, _, result, _ in _EVENT.iter_unpack(events):
+                flight, _, wanted = self._calls[number]
+                if result != wanted:
+                    odd.append((number, result))
+                    continue
+                del self._calls[number]
+                self._bytes -= wanted
+                flight.left -= 1
+                if not flight.left:
+                    ended.append(flight)
+                    del self._flights[flight.ticket]
+        return ended, odd
+
+    def _stopped(self, number: int, result: int) -> None:
+        """Go on with a call that moved less than it should, or note that it failed."""
+        if result > 0 and result % ALIGNMENT == 0:
+            with self._lock:
+                flight, call, wanted = self._calls.pop(number)
+                self._bytes -= wanted
+                rest = without(call.buffers, result)
+                call = Call(call.position, call.fd, call.offset + result, rest)
+                self._waiting.appendleft((flight, call, wanted - result))
+            self._wakes.put(True)
+        else:
+            # The end of the file, or a rest that O_DIRECT cannot go on from.
+            self._fail(number, -result if result < 0 else errno.EIO)
+
+    def _fail(self, number: int, error: int) -> None:
+        """Note that a call failed with an errno."""
+        with self._lock:
+            flight, call, size = self._calls.pop(number)
+            flight.errors.setdefault(call.position, error)
+            del call
+            self._bytes -= size
+            flight.left -= 1
+            ended = flight.left == 0
+            if ended:
+                del self._flights[flight.ticket]
+            wake = bool(self._waiting)
+        if ended:
+            self._report(Done(flight.ticket, flight.errors))
+        if wake:
+            self._wakes.put(True)
+
+
+def _place(op: Op, call: Call, vectors: list[Any]) -> tuple[int, int, int]:
+    """Return opcode, address and length; ``vectors`` keeps what they point to until they have been submitted."""
+    buffers = call.buffers
+    if len(buffers) == 1:
+        return _PREAD if op is Op.READ else _PWRITE, _address(buffers[0]), buffers[0].nbytes
+    vector = (_Vector * len(buffers))(*(_Vector(_address(buffer), buffer.nbytes) for buffer in buffers))
+    vectors.append(vector)
+    return _PREADV if op is Op.READ else _PWRITEV, ctypes.addressof(vector), len(buffers)
+
+
+def _address(buffer: Buffer) -> int:
+    if buffer.readonly:
+        import numpy as np
+
+        return int(np.frombuffer(buffer, np.uint8).ctypes.data)
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

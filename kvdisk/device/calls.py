@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``PosixDevice`` gives to a queue of a drive: batches cut into calls, one contiguous range of a file each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from kvdisk.device.base import Buffer, Op, Transfer
+
+MOST_BUFFERS = 1024
+"""IOV_MAX of Linux: buffers of one call."""
+
+
+class Call(NamedTuple):
+    """One system call's worth of the transfer at ``position`` in its batch."""
+
+    position: int
+    fd: int
+    offset: int
+    buffers: Sequence[Buffer]
+
+
+class Done(NamedTuple):
+    """A task that has ended, with errno by position of the failed transfers."""
+
+    ticket: int
+    errors: dict[int, int]
+
+
+class DriveQueue(Protocol):
+    """Runs the calls of one drive, several at a time, on threads of its own: a drive that hangs holds up no other."""
+
+    def put(self, ticket: int, op: Op, known: Sequence[tuple[int, Transfer]], share_bytes: int) -> int:
+        """Start transfers, given with their positions, and return how many reports of them will come.
+
+        ``share_bytes``: what a thread should have of the batch, a multiple of ALIGNMENT. Does not wait for the drive.
+        """
+
+    def close(self) -> None:
+        """End the threads. Nothing is in flight."""
+
+
+def cut(known: Sequence[tuple[int, Transfer]], task_bytes: int) -> Iterator[list[Call]]:
+    """Yield the calls of tasks of up to ``task_bytes`` (a multiple of ALIGNMENT) each, in order of the batch."""
+    calls: list[Call] = []
+    room_bytes = task_bytes
+    for position, transfer in known:
+        offset = transfer.offset
+        buffers: list[Buffer] = []
+        for buffer in transfer.buffers:
+            rest = buffer
+            while rest.nbytes:
+                if not buffers:
+                    calls.append(Call(position, transfer.fd, offset, buffers))
+                piece = rest[:room_bytes]
+                buffers.append(piece)
+                offset += piece.nbytes
+                room_bytes -= piece.nbytes
+                rest = rest[piece.nbytes :]
+                if not room_bytes:
+                    yield calls
+                    calls, buffers, room_bytes = [], [], task_bytes
+                elif len(buffers) == MOST_BUFFERS:
+                    buffers = []
+    if calls:
+        yield calls
+
+
+def without(buffers: Sequence[Buffer], moved: int) -> list[Buffer]:
+    """Return what is left of ``buffers`` after their first ``moved`` bytes."""
+    for position, buffer in enumerate(buffers):
+        if moved < buffer.nbytes:
+            return [buffer[moved:], *buffers[position + 1 :]]
+        moved -= buffer.nbytes
+    return []
