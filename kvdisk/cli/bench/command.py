@@ -48,7 +48,7 @@ Devices = Annotated[
 CpuTotal = Annotated[
     str, typer.Option("--cpu-total", metavar="SIZE", help="Bytes that each contender of the part cpu moves.")
 ]
-Figures = Annotated[bool, typer.Option("--figures", help="Measure the figures that docs/BENCHMARKS.md has instead.")]
+Figures = Annotated[bool, typer.Option("--figures", help="Measure what docs/BENCHMARKS.md has instead.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Save = Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Also write that JSON object to a new file.")]
 Plot = Annotated[
@@ -170,7 +170,7 @@ def _progress() -> Iterator[Watch]:
 
 
 def _show(run: Run, *, as_json: bool) -> None:
-    from kvdisk.cli.bench import machine, report
+    from kvdisk.cli.bench import figures, machine, report
 
     if as_json:
         typer.echo(json.dumps(run.plain(), indent=2))
@@ -179,6 +179,8 @@ def _show(run: Run, *, as_json: bool) -> None:
     console.print(machine.sentence(run.machine))
     for route, results in report.by_route(run.results):
         console.print(report.table_of(report.TITLES[route], results))
+    if run.settings.figures:
+        console.print(figures.table_of(figures.rows_of(run.results)))
     for line in run.skipped:
         console.print(line)
 

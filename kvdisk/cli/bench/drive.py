@@ -11,12 +11,11 @@ import numpy as np
 
 from kvdisk.cli.bench.cases import Case, Flow, Layout, Sample
 from kvdisk.cli.bench.rounds import timed
+from kvdisk.cli.bench.settings import DEVICES
 from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.errors import DeviceError, KvdiskError
 from kvdisk.worker.runner import MOST_READS, PART_BYTES
 
-MAKERS = {"posix": ("kvdisk.device.posix", "PosixDevice"), "nixl": ("kvdisk.device.nixl", "NixlDevice")}
-"""Devices that move bytes of host memory, by name: where they are, without arguments."""
 LANES = MOST_READS
 """Batches that a device has at once, as from the mover."""
 AUTO_BYTES = MOST_READS * PART_BYTES
@@ -38,7 +37,7 @@ def under_way_bytes(depth: int, block_bytes: int) -> int:
 
 def make_device(name: str) -> Device:
     """Return a device of that name, the caller's to close. Raises ConfigError, DeviceError, ImportError, OSError."""
-    module, kind = MAKERS[name]
+    module, kind = DEVICES[name]
     device: Device = getattr(importlib.import_module(module), kind)()
     return device
 

@@ -17,7 +17,7 @@ from kvdisk.geometry import HEADER_BYTES
 from kvdisk.worker.arena import Arena
 
 if TYPE_CHECKING:
-    from kvdisk.worker.copier import CudaLanes
+    from kvdisk.worker.copier import Lanes
 
 _MOST_BYTES = 512 << 20
 _SCRATCH_BYTES = 128 << 20
@@ -44,7 +44,7 @@ def gpu_groups(stand: Stand, settings: Settings) -> list[Group]:
     ]
 
 
-def _group(lanes: CudaLanes, case: Case) -> Group:
+def _group(lanes: Lanes, case: Case) -> Group:
     def make(stack: ExitStack) -> list[Contender]:
         run = GpuRun(lanes, case)
         stack.callback(run.close)
@@ -59,19 +59,20 @@ def _group(lanes: CudaLanes, case: Case) -> Group:
 class GpuRun:
     """Blocks of a model on a GPU, and as many slots in pinned memory. One thread calls.
 
-    A READ case goes towards the GPU. ``measure_plain`` copies the bytes of all blocks in one piece.
+    ``pin``: False for tests without a GPU. A READ case goes towards the GPU. ``measure_plain`` copies the bytes of all
+    blocks in one piece.
     """
 
-    def __init__(self, lanes: CudaLanes, case: Case) -> None:
+    def __init__(self, lanes: Lanes, case: Case, *, pin: bool = True) -> None:
         from kvdisk.cli.bench.drive import block_order
         from kvdisk.worker.copier import CudaCopier, LayerBlocks
 
         count, block_bytes = case.block_count, case.block_bytes
         self._case = case
-        self._arena = Arena([block_bytes + HEADER_BYTES], [count], pin=True)
+        self._arena = Arena([block_bytes + HEADER_BYTES], [count], pin=pin)
         fill(self._arena.memory)
         self._flat = self._arena.tensor(0).view(-1)[: case.total_bytes]
-        self._gpu = self._flat.to(lanes.device)
+        self._gpu = self._flat.to(lanes.device, copy=True)
         part = case.total_bytes // LAYERS
         layers = [self._gpu[at * part : (at + 1) * part].view(count, block_bytes // LAYERS) for at in range(LAYERS)]
         self._copier = CudaCopier([LayerBlocks(layers)], lanes, _SCRATCH_BYTES)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -27,8 +26,12 @@ NO_TORCH = "torch is not installed: nothing is measured through the mover, nor b
 
 
 def has_torch() -> bool:
-    """Whether torch can be imported, without doing so."""
-    return importlib.util.find_spec("torch") is not None
+    """Whether torch is there for the rooms that need it. Loads it, which takes a while."""
+    try:
+        import kvdisk.worker.copier  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def drive_case(settings: Settings, flow: Flow, block_bytes: int, layout: Layout) -> Case:
@@ -59,11 +62,11 @@ def mover_case(settings: Settings, flow: Flow, block_bytes: int) -> Case:
     return Case(flow, block_bytes, depth, Layout.CONTIGUOUS, count * block_bytes, busy=settings.busy, route="mover")
 
 
-def mover_group(stand: Stand, case: Case) -> Group:
-    """Return fio, each device alone, and the mover over each of them, in contiguous slots."""
+def mover_group(stand: Stand, case: Case, *, limit: bool = True) -> Group:
+    """Return fio (or not, without ``limit``), each device alone, and the mover over each, in contiguous slots."""
 
     def make(stack: ExitStack) -> list[Contender]:
-        made = [*stand.limits(case), *stand.ours(case)]
+        made = [*(stand.limits(case) if limit else []), *stand.ours(case)]
         for name in stand.runs:
             run = _mover_run(stand, stack, name, case)
             made.append(Contender(f"{name} {THROUGH_MOVER}", Role.OURS, run.measure))
@@ -94,9 +97,10 @@ def groups_of(stand: Stand, settings: Settings) -> list[Group]:
     groups = []
     if Part.DRIVE in settings.parts:
         groups += [stand.drive_group(case) for case in drive_cases(settings)]
+    if not set(settings.parts) - {Part.DRIVE}:
+        return groups
     if not has_torch():
-        if set(settings.parts) - {Part.DRIVE}:
-            stand.skipped.append(NO_TORCH)
+        stand.skipped.append(NO_TORCH)
         return groups
     if Part.MOVER in settings.parts:
         for flow in settings.flows:

@@ -54,16 +54,19 @@ def _draw_field(axes: Any, title: str, results: Sequence[GroupResult]) -> None:
     """Draw the median of each contender by block size, with lowest and highest."""
     lines: dict[tuple[str, Role], list[tuple[int, float, float, float]]] = {}
     for result in results:
+        limit = result.best(Role.LIMIT)
         for one in result.series:
+            if one.role is Role.LIMIT and one is not limit:
+                continue
             rates = one.rates
+            name = "limit" if one.role is Role.LIMIT else one.name
             point = (result.case.block_bytes, one.rate / _MB, min(rates) / _MB, max(rates) / _MB)
-            lines.setdefault((one.name, one.role), []).append(point)
+            lines.setdefault((name, one.role), []).append(point)
     for at, ((name, role), points) in enumerate(lines.items()):
         points.sort()
         sizes, medians, lowest, highest = zip(*points, strict=True)
-        colour = "black" if role is Role.LIMIT else _COLOURS[at % len(_COLOURS)]
-        label = f"{name} (limit)" if role is Role.LIMIT else name
-        axes.plot(sizes, medians, _STYLES[role], marker="o", markersize=3, color=colour, label=label)
+        colour, width = ("black", 2.5) if role is Role.LIMIT else (_COLOURS[at % len(_COLOURS)], 1.5)
+        axes.plot(sizes, medians, _STYLES[role], marker="o", markersize=3, color=colour, linewidth=width, label=name)
         axes.fill_between(sizes, lowest, highest, color=colour, alpha=0.12, linewidth=0)
     axes.set_xscale("log", base=2)
     ticks = sorted({result.case.block_bytes for result in results})

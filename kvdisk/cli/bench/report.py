@@ -19,6 +19,7 @@ TITLES = {
     "mover": "NVMe, CPU and GPU through the mover (the GPU's blocks are in host memory)",
     "gpu": "CPU and GPU",
     "cpu": "Processor time",
+    "peer": "CPU and NVMe, beside vLLM's files",
 }
 _MB = 1e6
 
@@ -27,8 +28,9 @@ def table_of(title: str, results: Sequence[GroupResult]) -> Table:
     """Return the medians of groups of one route, with their spread and their ratio to limit and peer."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     peers = any(result.best(Role.PEER) for result in results)
+    limits = any(result.best(Role.LIMIT) for result in results)
     table.add_column("", overflow="fold")
-    for name in ("MB/s", "spread", "of limit", *(["of peer"] if peers else []), "CPU s/GiB"):
+    for name in ("MB/s", "spread", *["of limit"] * limits, *["of peer"] * peers, "CPU s/GiB"):
         table.add_column(name, justify="right", no_wrap=True)
     for result in results:
         limit, peer = result.best(Role.LIMIT), result.best(Role.PEER)
@@ -39,8 +41,8 @@ def table_of(title: str, results: Sequence[GroupResult]) -> Table:
                 f"  {one.name}",
                 f"{one.rate / _MB:,.0f}",
                 f"{min(one.rates) / _MB:,.0f}-{max(one.rates) / _MB:,.0f}",
-                _ratio(one, limit),
-                *([_ratio(one, peer)] if peers else []),
+                *[_ratio(one, limit)] * limits,
+                *[_ratio(one, peer)] * peers,
                 f"{statistics.median(cpu):.3f}" if cpu else "",
                 style="bold" if one.role is Role.OURS else "",
             )

@@ -12,10 +12,13 @@ from typing import Any
 
 from kvdisk.cli.bench import machine, report
 from kvdisk.cli.bench.cases import Group, GroupResult
+from kvdisk.cli.bench.figures import figure_groups, rows_of
 from kvdisk.cli.bench.groups import groups_of, most_under_way_bytes
 from kvdisk.cli.bench.rounds import run_group
-from kvdisk.cli.bench.settings import Settings
-from kvdisk.cli.bench.stand import Peer, Stand, all_devices, make_stand
+from kvdisk.cli.bench.settings import DEVICES, Settings
+from kvdisk.cli.bench.stand import Peer, Stand, make_stand
+from kvdisk.errors import KvdiskError
+from kvdisk.geometry import ALIGNMENT, round_up
 
 JSON_VERSION = 1
 
@@ -45,6 +48,7 @@ class Run:
             "settings": self.settings.plain(),
             "skipped": self.skipped,
             "groups": report.plain(self.results),
+            "figures": [row.plain() for row in rows_of(self.results)] if self.settings.figures else [],
         }
 
 
@@ -52,11 +56,11 @@ def measure(settings: Settings, peer: Peer | None, watch: Watch) -> Run:
     """Measure everything. Raises as ``make_stand``; what cannot be measured is left out, and ``skipped`` says why."""
     run = Run(settings, machine.describe(settings.directory))
     under_way = most_under_way_bytes(settings)
-    with make_stand(
-        settings.directory, settings.total_bytes, settings.devices or all_devices(), peer, under_way
-    ) as stand:
+    file_bytes = round_up(settings.total_bytes, ALIGNMENT)
+    with make_stand(settings.directory, file_bytes, settings.devices or tuple(DEVICES), peer, under_way) as stand:
         run.skipped = stand.skipped
-        run.results = measure_groups(stand, groups_of(stand, settings), settings.rounds, watch)
+        groups = figure_groups(stand, settings) if settings.figures else groups_of(stand, settings)
+        run.results = measure_groups(stand, groups, settings.rounds, watch)
     run.machine["load_at_the_end"] = list(os.getloadavg())
     return run
 
@@ -70,7 +74,11 @@ def measure_groups(stand: Stand, groups: list[Group], rounds: int, watch: Watch)
         def step(name: str, words: str = words, number: int = number) -> None:
             watch(f"{words}, {name}", number, len(groups))
 
-        result = run_group(group, rounds, step)
+        try:
+            result = run_group(group, rounds, step)
+        except (KvdiskError, OSError) as error:  # it could not be made
+            stand.skipped.append(f"{words}: {error}")
+            continue
         if result.series:
             results.append(result)
         else:

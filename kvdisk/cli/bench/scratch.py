@@ -51,11 +51,9 @@ def scratch(directory: Path, file_bytes: int, beside_bytes: int, content: memory
 
     What a killed run left in ``directory`` is removed first. ``beside_bytes``: what others will write beside the
     file. ``file_bytes``: a multiple of 4096. ``content``: aligned bytes that the file is filled with. Raises
-    ConfigError where the directory is none, is not writable, or has too little free space, and DeviceError where the
+    ConfigError where the directory is not writable or has too little free space, and DeviceError where the
     drive fails. Waits for the disk.
     """
-    if not directory.is_dir():
-        raise ConfigError(f"{directory} is not a directory.")
     _remove_abandoned(directory)
     needed = file_bytes + beside_bytes
     status = os.statvfs(directory)

@@ -14,6 +14,8 @@ from kvdisk.config import parse_bytes
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import ALIGNMENT
 
+DEVICES = {"posix": ("kvdisk.device.posix", "PosixDevice"), "nixl": ("kvdisk.device.nixl", "NixlDevice")}
+"""Devices that move bytes of host memory, by name: the module and class of each, which takes no arguments."""
 LARGEST_TOTAL_BYTES = 16 << 30
 _MOST_ROUNDS = 1000
 
@@ -71,6 +73,8 @@ class Settings:
 
 def check(settings: Settings) -> None:
     """Raise ConfigError, one sentence for people, where a run cannot be made so."""
+    if not settings.directory.is_dir():
+        raise ConfigError(f"{settings.directory} is not a directory.")
     if not 1 <= settings.rounds <= _MOST_ROUNDS:
         raise ConfigError(f"--rounds must be 1 to {_MOST_ROUNDS}, not {settings.rounds}.")
     if settings.depth is not None and not 1 <= settings.depth <= 4096:
@@ -84,6 +88,9 @@ def check(settings: Settings) -> None:
             f"--total must be at least two blocks ({size(2 * largest)}) and at most {size(LARGEST_TOTAL_BYTES)},"
             f" not {size(settings.total_bytes)}."
         )
+    for name in settings.devices:
+        if name not in DEVICES:
+            raise ConfigError(f"there is no device {name}: --device takes {', '.join(DEVICES)}.")
     if settings.depth is not None and settings.depth * largest > settings.total_bytes:
         raise ConfigError(f"--depth {settings.depth} is more than all the blocks of a measurement; see --total.")
 

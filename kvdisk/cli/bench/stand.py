@@ -13,7 +13,7 @@ import numpy as np
 
 from kvdisk.cli.bench import fio
 from kvdisk.cli.bench.cases import Case, Contender, Group, Role, Unmeasured
-from kvdisk.cli.bench.drive import AUTO_BYTES, MAKERS, DriveRun, try_device
+from kvdisk.cli.bench.drive import AUTO_BYTES, DriveRun, try_device
 from kvdisk.cli.bench.scratch import Scratch, scratch
 from kvdisk.device.base import Buffer
 from kvdisk.geometry import round_up
@@ -29,14 +29,14 @@ class Peer(Protocol):
     def name(self) -> str:
         """As the tables call it."""
 
-    def contenders(self, case: Case, directory: Path, memory: Buffer, direct: bool) -> Sequence[Contender]:
+    def contenders(
+        self, case: Case, directory: Path, memory: Buffer, direct: bool, stack: ExitStack
+    ) -> Sequence[Contender]:
         """Return its contenders in a case, such as one for each number of threads; none where it cannot do it.
 
-        It may write the case's bytes below ``directory``, twice at most, and no more.
+        ``directory``: its own, not made yet; what is in there is removed at the end of the run. The case's bytes may
+        take space there once, which is given back when ``stack`` ends at the latest.
         """
-
-    def clear(self, directory: Path) -> None:
-        """Remove what it wrote."""
 
 
 class Stand:
@@ -50,6 +50,7 @@ class Stand:
         self.memory = arena.memory
         self.runs = runs
         self.peer = peer
+        self._folders = 0
         self.skipped: list[str] = []
         self.fio = fio.find(files.file, files.direct)
         self.engines: tuple[str, ...] = ()
@@ -60,15 +61,18 @@ class Stand:
             self.engines = tuple(name for name, why in found.items() if not why)
             self.skipped += [f"fio with {name}: {why}" for name, why in found.items() if why]
 
-    def drive_group(self, case: Case) -> Group:
-        """Return the contenders of a case on the drive: fio's engines, each device, and the peer if there is one."""
+    def drive_group(self, case: Case, *, limit: bool = True, peer: bool = True) -> Group:
+        """Return the contenders of a case on the drive: fio's ways, each device, and the peer if there is one.
+
+        ``limit``, ``peer``: False: without fio, or without the peer.
+        """
 
         def make(stack: ExitStack) -> list[Contender]:
-            made = [*self.limits(case), *self.ours(case)]
-            if self.peer is not None:
-                folder = self.files.path / "peer"
-                stack.callback(self.peer.clear, folder)
-                made += self.peer.contenders(case, folder, self.memory, self.files.direct)
+            made = [*(self.limits(case) if limit else []), *self.ours(case)]
+            if peer and self.peer is not None:
+                self._folders += 1
+                folder = self.files.path / f"peer{self._folders}"
+                made += self.peer.contenders(case, folder, self.memory, self.files.direct, stack)
             return made
 
         return Group(case, make)
@@ -102,7 +106,7 @@ def make_stand(
         arena = Arena([_MEMORY_UNIT_BYTES], [memory_bytes // _MEMORY_UNIT_BYTES], pin=False)
         stack.callback(arena.close)
         fill(arena.memory)
-        beside_bytes = 2 * file_bytes if peer is not None else 0
+        beside_bytes = file_bytes if peer is not None else 0
         files = stack.enter_context(scratch(directory, file_bytes, beside_bytes, arena.memory))
         runs: dict[str, DriveRun] = {}
         skipped = []
@@ -130,8 +134,3 @@ def fill(memory: Buffer) -> None:
     for start in range(0, memory.nbytes, _MEMORY_UNIT_BYTES):
         piece = memory[start : start + _MEMORY_UNIT_BYTES]
         piece[:] = generator.bytes(piece.nbytes)
-
-
-def all_devices() -> tuple[str, ...]:
-    """Return the names of the devices that are measured unless others are asked for."""
-    return tuple(MAKERS)
