@@ -23,7 +23,7 @@ from kvdisk.cli.bench.drive import block_order
 from kvdisk.cli.bench.rounds import timed
 from kvdisk.errors import ConfigError
 
-THREADS = (1, 2, 4, 8, 16)
+THREADS = (1, 4, 8, 16)
 """Counts that are measured; vLLM's default is 16 for each direction. The best one counts."""
 _FOLDERS = 64
 

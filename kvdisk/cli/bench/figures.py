@@ -49,6 +49,8 @@ _SMALL = 256 * _KIB
 _PEER_SIZES = {2 * _MIB: 1.0, _SMALL: 1.3, 64 * _KIB: 2.0}
 _FLOWS = (Flow.READ, Flow.WRITE)
 _SHALLOW = 8
+_MOST_FILES = 1024
+"""Of the peer in one measurement: to make and remove more takes longer than everything else together."""
 
 
 class Cell(NamedTuple):
@@ -96,7 +98,7 @@ def figure_groups(stand: Stand, settings: Settings) -> list[Group]:
             groups += [stand.drive_group(case, peer=False), stand.drive_group(replace(case, busy=True), peer=False)]
         if stand.peer is not None:
             groups += [
-                stand.drive_group(replace(_case(settings, flow, size), route="peer"), limit=False)
+                stand.drive_group(_peer_case(settings, flow, size), limit=False)
                 for size in _PEER_SIZES
                 for flow in _FLOWS
             ]
@@ -156,6 +158,11 @@ def table_of(rows: Sequence[Row]) -> Table:
 def _case(settings: Settings, flow: Flow, size: int, layout: Layout = Layout.CONTIGUOUS) -> Case:
     total = settings.total_bytes // size * size
     return Case(flow, size, min(auto_depth(size), total // size), layout, total)
+
+
+def _peer_case(settings: Settings, flow: Flow, size: int) -> Case:
+    case = _case(settings, flow, size)
+    return replace(case, route="peer", total_bytes=min(case.total_bytes, _MOST_FILES * size))
 
 
 def _best_group(stand: Stand, case: Case) -> Group:
