@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvdisk import __version__
+from kvdisk.cli.bench.command import make_command
 from kvdisk.cli.inspect_command import inspect
 from kvdisk.cli.repair_command import repair
 
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.command()(inspect)
 app.command()(repair)
+app.command()(make_command())
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own way to a drive, as a peer of ours: one file for each block, moved by its C extension ``fs_io_C``.
+
+The extension is loaded from its file, without vLLM around it, and called as vLLM's tier for file systems does
+(``vllm/v1/kv_offload/tiering/fs``): a list of paths and of buffers for each call, threads of Python, files opened with
+O_DIRECT, each written under another name first. It is given more than it has in vLLM: directories exist already, and
+the blocks of a measurement are dealt out evenly, one call for each thread.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from kvdisk.cli.bench.cases import Case, Contender, Flow, Layout, Role, Sample
+from kvdisk.cli.bench.drive import block_order
+from kvdisk.cli.bench.rounds import timed
+from kvdisk.errors import ConfigError
+
+THREADS = (1, 4, 8, 16)
+"""Counts that are measured; vLLM's default is 16 for each direction. The best one counts."""
+_FOLDERS = 64
+
+
+def load_extension() -> Any:
+    """Return vLLM's ``fs_io_C``. Raises ConfigError where vLLM is not installed, or has none."""
+    missing = "vLLM's fs_io_C is not installed here: there is no peer to compare with."
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(missing)
+    found = sorted(Path(spec.submodule_search_locations[0]).glob("fs_io_C*.so"))
+    if not found:
+        raise ConfigError(missing)
+    loader = importlib.machinery.ExtensionFileLoader("fs_io_C", str(found[0]))
+    try:
+        import torch  # noqa: F401 - it is linked with torch's libraries, and finds them when they are loaded
+
+        loaded = importlib.util.module_from_spec(importlib.util.spec_from_loader("fs_io_C", loader))
+        loader.exec_module(loaded)
+    except ImportError as error:
+        raise ConfigError(f"vLLM's fs_io_C cannot be loaded, so that there is no peer: {error}") from None
+    return loaded
+
+
+class VllmFiles:
+    """``Peer``: vLLM's files, with each number of threads."""
+
+    name = "vLLM fs_io_C"
+
+    def __init__(self, threads: Sequence[int] = THREADS) -> None:
+        self._extension = load_extension()
+        self._threads = threads
+
+    def contenders(
+        self, case: Case, directory: Path, memory: memoryview, direct: bool, stack: ExitStack
+    ) -> list[Contender]:
+        """See ``Peer``. Files have no order on the drive, so that they take part where blocks are contiguous only."""
+        if case.flow is Flow.MIXED or case.layout is Layout.SCATTERED:
+            return []
+        files = _Files(self._extension, case, directory, memory, direct)
+        if case.flow is Flow.READ:
+            files.store(self._threads[-1])
+            stack.callback(files.empty)
+        return [Contender(f"{self.name} x {count}", Role.PEER, files.measure_with(count)) for count in self._threads]
+
+
+class _Files:
+    """The files of a case's blocks.
+
+    They are emptied when they were measured, and removed at the end of the run only: ext4 passes over inodes that were
+    freed in the last minutes one by one, which would slow the next files down, and not in vLLM, which removes none.
+    """
+
+    def __init__(self, extension: Any, case: Case, directory: Path, memory: memoryview, direct: bool) -> None:
+        self._extension = extension
+        self._case = case
+        self._memory = memory
+        self._direct = direct
+        self._directory = directory
+        self._order = block_order(case)
+        self._generation = 0
+        self._paths: list[str] = []
+        self._renew()
+
+    def _renew(self) -> None:
+        """Name files that do not exist, in directories that do."""
+        self._generation += 1
+        folders = [self._directory / f"{self._generation}" / f"{number:02x}" for number in range(_FOLDERS)]
+        for folder in folders:
+            folder.mkdir(parents=True)
+        self._paths = [str(folders[block % _FOLDERS] / f"{block:064x}.bin") for block in self._order]
+
+    def measure_with(self, count: int) -> Any:
+        """Return the contender's ``measure`` with so many threads."""
+
+        def measure(passes: int) -> Sample:
+            assert passes == 1, "the peer has no part in long measurements"
+            return self.load(count) if self._case.flow is Flow.READ else self._store_anew(count)
+
+        return measure
+
+    def load(self, count: int) -> Sample:
+        """Read every file."""
+        return self._run(count, lambda paths, views: self._extension.batch_load_block(paths, views, self._direct))
+
+    def store(self, count: int) -> Sample:
+        """Write every file; what exists already would be left as it is."""
+        store = self._extension.batch_store_block
+        return self._run(
+            count, lambda paths, views: store([f"{path}_1.tmp" for path in paths], paths, views, self._direct)
+        )
+
+    def empty(self) -> None:
+        """Give the files' space back, and wait until that is done."""
+        for path in self._paths:
+            if os.path.exists(path):
+                os.truncate(path, 0)
+        folder = os.open(self._directory, os.O_RDONLY)
+        os.fsync(folder)  # what the file system has to do for that is not for the next one to wait for
+        os.close(folder)
+
+    def _store_anew(self, count: int) -> Sample:
+        try:
+            return self.store(count)
+        finally:
+            self.empty()
+            self._renew()
+
+    def _run(self, count: int, call: Any) -> Sample:
+        """Deal the blocks out to threads, which are there already, and return what their calls took."""
+        tasks = [(self._paths[at::count], self._views(at, count)) for at in range(count)]
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(lambda _: None, range(count)))
+
+            def move() -> None:
+                for future in [pool.submit(call, *task) for task in tasks if task[0]]:
+                    future.result()
+
+            return timed(move)
+
+    def _views(self, thread: int, count: int) -> list[memoryview]:
+        """Return the buffers of a thread's blocks: it has its own part of the memory, and goes round in it."""
+        size = self._case.block_bytes
+        slots = max(1, self._memory.nbytes // size // count)
+        first = thread * slots if (thread + 1) * slots * size <= self._memory.nbytes else 0
+        mine = [self._memory[(first + at) * size : (first + at + 1) * size] for at in range(slots)]
+        return [mine[at % slots] for at in range(len(self._paths[thread::count]))]
