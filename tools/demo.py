@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import statistics
 import subprocess
@@ -263,6 +264,16 @@ def clear_store(store: Path) -> None:
     shutil.rmtree(store)
 
 
+def chosen_devices() -> list[str]:
+    """Return what the engines' logs say of the device that they chose, a line for each start."""
+    found = []
+    for name in ("first", "second"):
+        log = WORK / f"engine-{name}.log"
+        said = re.findall(r"kvdisk reads and writes .*", log.read_text(errors="replace")) if log.exists() else []
+        found += [f"{name} start: {line}" for line in said]
+    return found
+
+
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -320,6 +331,8 @@ def main() -> int:
         f"{DOCUMENTS} documents, {len(QUESTIONS)} users each, one after the other. TTFT is the time to the first token"
         " for those who ask a document first: nothing of it is on the GPU then. The 2nd user finds it there."
     )
+    for line in chosen_devices():
+        console.print(line, markup=False, soft_wrap=True)
     wrong = verdict(passes)
     for sentence in wrong:
         console.print(f"kvdisk: {sentence}", style="bold red", soft_wrap=True)
