@@ -106,6 +106,24 @@ def test_tables_a_picture_and_a_file(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_what_a_start_would_choose(tmp_path: Path) -> None:
+    found = measured(bench(tmp_path, "--json", "--parts", "probe", "-b", "64K", "-b", "1M"))
+    assert not list(tmp_path.iterdir()) and found["groups"] == []
+    assert [one["slot_bytes"] for one in found["probes"]] == [68 << 10, (1 << 20) + 4096]
+    for one in found["probes"]:
+        assert one["chosen"] in {"posix", "nixl"} and one["why"] and one["problem"] == ""
+        ways = [(speed["op"], speed["run"]) for speed in one["speeds"] if speed["device"] == one["chosen"]]
+        assert sorted(ways) == [("read", False), ("read", True), ("write", False), ("write", True)]
+        assert all(sample > 0 for speed in one["speeds"] for sample in speed["mb_per_s"])
+    assert "straight between drive and GPU" in found["straight_to_gpu"]
+    done = bench(tmp_path, "--parts", "probe", "-b", "64K", COLUMNS="80")
+    (line,) = [line.split() for line in done.stdout.splitlines() if line.strip().startswith("68 KiB  ")]
+    assert line[2] in {"posix", "nixl"} and all(figure.replace(",", "").isdigit() for figure in line[3:7])
+    shown = " ".join(done.stdout.split())
+    assert "68 KiB: posix, because" in shown or "68 KiB: nixl, because" in shown
+    assert "straight between drive and GPU" in shown
+
+
 def test_other_runs_are_refused(tmp_path: Path) -> None:
     saved, other = tmp_path / "run.json", tmp_path / "other.json"
     saved.write_text(json.dumps({"what": "kvdisk bench", "run": "1"}))

@@ -27,7 +27,7 @@ OTHER_RUN = (
     " what is looked for: measure all that is to be compared in one run."
 )
 _SIZES = ["64K", "256K", "1M", "2M", "8M"]
-_PARTS = [Part.DRIVE, Part.MOVER, Part.GPU]
+_PARTS = [Part.PROBE, Part.DRIVE, Part.MOVER, Part.GPU]
 _FLOWS = [Flow.READ, Flow.WRITE]
 _LAYOUTS = list(Layout)
 
@@ -170,13 +170,16 @@ def _progress() -> Iterator[Watch]:
 
 
 def _show(run: Run, *, as_json: bool) -> None:
-    from kvdisk.cli.bench import figures, machine, report
+    from kvdisk.cli.bench import figures, machine, probes, report
 
     if as_json:
         typer.echo(json.dumps(run.plain(), indent=2))
         return
     console = Console(markup=False, highlight=False, emoji=False)
     console.print(machine.sentence(run.machine))
+    if run.probes:
+        console.print(probes.table_of(run.probes))
+        console.print("\n".join([*probes.reasons(run.probes), run.direct]))
     for route, results in report.by_route(run.results):
         console.print(report.table_of(report.TITLES[route], results))
     if run.settings.figures:

@@ -97,7 +97,7 @@ def groups_of(stand: Stand, settings: Settings) -> list[Group]:
     groups = []
     if Part.DRIVE in settings.parts:
         groups += [stand.drive_group(case) for case in drive_cases(settings)]
-    if not set(settings.parts) - {Part.DRIVE}:
+    if not set(settings.parts) - {Part.PROBE, Part.DRIVE}:
         return groups
     if not has_torch():
         stand.skipped.append(NO_TORCH)

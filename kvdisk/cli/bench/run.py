@@ -10,13 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvdisk.cli.bench import machine, report
+from kvdisk.cli.bench import machine, probes, report
 from kvdisk.cli.bench.cases import Group, GroupResult
 from kvdisk.cli.bench.figures import figure_groups, rows_of
 from kvdisk.cli.bench.groups import groups_of, most_under_way_bytes
 from kvdisk.cli.bench.rounds import run_group
-from kvdisk.cli.bench.settings import DEVICES, Settings
+from kvdisk.cli.bench.settings import DEVICES, Part, Settings
 from kvdisk.cli.bench.stand import Peer, Stand, make_stand
+from kvdisk.device.probe import ProbeReport
 from kvdisk.errors import KvdiskError
 from kvdisk.geometry import ALIGNMENT, round_up
 
@@ -28,7 +29,10 @@ Watch = Callable[[str, int, int], None]
 
 @dataclass(slots=True)
 class Run:
-    """What a run gave. Its figures may be compared with each other, and with those of no other run."""
+    """What a run gave. Its figures may be compared with each other, and with those of no other run.
+
+    ``direct``: what would go straight between drive and GPU, in a line.
+    """
 
     settings: Settings
     machine: dict[str, Any]
@@ -36,6 +40,8 @@ class Run:
     started_s: int = field(default_factory=lambda: int(time.time()))
     results: list[GroupResult] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    probes: list[ProbeReport] = field(default_factory=list)
+    direct: str = ""
 
     def plain(self) -> dict[str, Any]:
         """Return everything as plain values, for JSON."""
@@ -47,6 +53,8 @@ class Run:
             "machine": self.machine,
             "settings": self.settings.plain(),
             "skipped": self.skipped,
+            "probes": [probes.plain(one) for one in self.probes],
+            "straight_to_gpu": self.direct,
             "groups": report.plain(self.results),
             "figures": [row.plain() for row in rows_of(self.results)] if self.settings.figures else [],
         }
@@ -59,6 +67,10 @@ def measure(settings: Settings, peer: Peer | None, watch: Watch) -> Run:
     file_bytes = round_up(settings.total_bytes, ALIGNMENT)
     with make_stand(settings.directory, file_bytes, settings.devices or tuple(DEVICES), peer, under_way) as stand:
         run.skipped = stand.skipped
+        if Part.PROBE in settings.parts:
+            watch("what a start would choose", 0, 1)
+            run.probes = probes.probe_sizes(stand.files.path, settings.block_sizes)
+            run.direct = probes.direct_line(stand.files.path, settings.block_sizes)
         groups = figure_groups(stand, settings) if settings.figures else groups_of(stand, settings)
         run.results = measure_groups(stand, groups, settings.rounds, watch)
     run.machine["load_at_the_end"] = list(os.getloadavg())

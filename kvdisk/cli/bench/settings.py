@@ -23,6 +23,8 @@ _MOST_ROUNDS = 1000
 class Part(Enum):
     """What a run measures."""
 
+    PROBE = "probe"
+    """What ``device: auto`` would choose, and why."""
     DRIVE = "drive"
     """CPU to NVMe and back, each device."""
     MOVER = "mover"
