@@ -257,7 +257,7 @@ def test_the_figures_and_the_peer(tmp_path: Path) -> None:
     for row, wanted in zip(peers, (1.0, 1.3, 2.0), strict=True):
         assert row["at_least"] == wanted and row["reached"] == min(one["ratio"] for one in row["cases"])
         assert [one["case"].split()[0] for one in row["cases"]] == ["read", "write"]
-        assert row["holds"] is (row["reached"] >= wanted)
+        assert row["holds"] is (row["reached"] >= wanted) and all(one["fio"] is None for one in row["cases"])
     assert rest[0]["at_least"] == 0.85 and len(rest[0]["cases"]) == 2
     for row, wanted in zip(rest[1:], (1.5, 4.0), strict=True):
         assert row["at_most"] == wanted and row["reached"] == max(one["ratio"] for one in row["cases"]) > 0

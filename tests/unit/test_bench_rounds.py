@@ -6,14 +6,28 @@ from __future__ import annotations
 import errno
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
-from kvdisk.cli.bench.cases import Case, Contender, Flow, Group, Layout, Role, Sample, Series, cpu_ratio, ratio
+from kvdisk.cli.bench.cases import (
+    Case,
+    Contender,
+    Flow,
+    Group,
+    GroupResult,
+    Layout,
+    Role,
+    Sample,
+    Series,
+    cpu_ratio,
+    ratio,
+)
 from kvdisk.cli.bench.drive import LANES, DriveRun, auto_depth, block_order, try_device, under_way_bytes
+from kvdisk.cli.bench.figures import rows_of
 from kvdisk.cli.bench.gpu import GpuRun
 from kvdisk.cli.bench.mover import MoverRun, blocks_of
 from kvdisk.cli.bench.rounds import busy_thread, run_group, timed
@@ -241,3 +255,53 @@ def test_sizes_as_people_write_them():
         assert parse_size("--total", text) == wanted
     with pytest.raises(ConfigError, match="--total"):
         parse_size("--total", "much")
+
+
+def group_result(wanted: Case, **rates: tuple[Role, float]) -> GroupResult:
+    """A group with one round of each contender; ``rates``: MB/s by name, ``_`` for a blank."""
+    moved = wanted.total_bytes * wanted.passes
+    series = [
+        Series(name.replace("_", " "), role, moved, [Sample(moved / 1e6 / rate, rate)])
+        for name, (role, rate) in rates.items()
+    ]
+    return GroupResult(wanted, series)
+
+
+def test_a_row_is_as_good_as_its_worst_case():
+    limit, ours, peer = Role.LIMIT, Role.OURS, Role.PEER
+    run = Case(Flow.READ, 1 << 20, 32, Layout.CONTIGUOUS, 64 << 20)
+    small = Case(Flow.READ, 256 * KIB, 128, Layout.SCATTERED, 64 << 20)
+    results = [
+        group_result(run, fio=(limit, 2000), fio_x_8=(limit, 1000), posix=(ours, 1800), nixl=(ours, 1960)),
+        group_result(replace(run, flow=Flow.WRITE), fio=(limit, 2000), posix=(ours, 2100), nixl=(ours, 1000)),
+        group_result(small, fio=(limit, 1000), posix=(ours, 100), nixl=(ours, 840)),
+        group_result(replace(small, busy=True), fio=(limit, 1000), posix=(ours, 760)),
+        group_result(
+            replace(run, block_bytes=64 * KIB, route="peer"), fio=(limit, 950), posix=(ours, 900), one=(peer, 400),
+            four=(peer, 500),
+        ),
+        group_result(
+            replace(run, block_bytes=2 << 20, route="mover"), posix=(ours, 1000), nixl=(ours, 900),
+            posix_through_the_mover=(ours, 700), nixl_through_the_mover=(ours, 860),
+        ),
+        group_result(
+            replace(run, route="cpu"), bare_preadv_loop=(limit, 1.0), posix=(ours, 1.4), nixl=(ours, 1.6),
+            **{"posix,_verified": (ours, 3.0), "nixl,_verified": (ours, 4.0)},
+        ),
+    ]  # fmt: skip
+    rows = rows_of(results)
+    found = [(row.wanted, None if row.reached is None else round(row.reached, 3), row.holds) for row in rows]
+    assert found == [
+        (0.95, 0.98, True),
+        (0.85, 0.84, False),
+        (0.75, 0.76, True),
+        (1.0, None, None),
+        (1.3, None, None),
+        (2.0, 1.8, False),
+        (0.85, 0.86, True),
+        (1.5, 1.6, False),
+        (4.0, 4.0, True),
+    ]
+    assert [cell.text for cell in rows[0].cells] == ["read 1 MiB 0.98 (nixl)", "write 1 MiB 1.05 (posix)"]
+    assert [cell.text for cell in rows[5].cells] == ["read 64 KiB 1.80 (posix; fio 1.90)"]
+    assert [cell.name for cell in rows[6].cells] == ["nixl"]

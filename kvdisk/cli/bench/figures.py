@@ -53,12 +53,27 @@ _MOST_FILES = 1024
 """Of the peer in one measurement: to make and remove more takes longer than everything else together."""
 
 
+_Reached = tuple[float, str, float | None]
+"""Ratio, by which contender, and the limit's ratio: as in ``Cell``."""
+
+
 class Cell(NamedTuple):
-    """One case of a row: in words, and the ratio that was reached, by which contender."""
+    """One case of a row: in words, and the ratio that was reached, by which contender.
+
+    ``limit``: what fio itself reached in the same rounds, where it was compared with the same thing: nothing that
+    comes from this drive can be better.
+    """
 
     words: str
     value: float
     name: str
+    limit: float | None = None
+
+    @property
+    def text(self) -> str:
+        """All of it, for people."""
+        limit = "" if self.limit is None else f"; fio {self.limit:.2f}"
+        return f"{self.words} {self.value:.2f} ({self.name}{limit})"
 
 
 class Row(NamedTuple):
@@ -83,7 +98,7 @@ class Row(NamedTuple):
 
     def plain(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
-        cells = [{"case": cell.words, "ratio": cell.value, "by": cell.name} for cell in self.cells]
+        cells = [{"case": one.words, "ratio": one.value, "by": one.name, "fio": one.limit} for one in self.cells]
         wanted = {"at_most" if self.most else "at_least": self.wanted}
         return {"what": self.what, **wanted, "reached": self.reached, "holds": self.holds, "cases": cells}
 
@@ -97,11 +112,7 @@ def figure_groups(stand: Stand, settings: Settings) -> list[Group]:
             case = _case(settings, flow, _SMALL, Layout.SCATTERED)
             groups += [stand.drive_group(case, peer=False), stand.drive_group(replace(case, busy=True), peer=False)]
         if stand.peer is not None:
-            groups += [
-                stand.drive_group(_peer_case(settings, flow, size), limit=False)
-                for size in _PEER_SIZES
-                for flow in _FLOWS
-            ]
+            groups += [stand.drive_group(_peer_case(settings, flow, size)) for size in _PEER_SIZES for flow in _FLOWS]
     if {Part.MOVER, Part.CPU} & set(settings.parts) and not has_torch():
         stand.skipped.append(NO_TORCH)
         return groups
@@ -149,7 +160,7 @@ def table_of(rows: Sequence[Row]) -> Table:
             row.what,
             f"{'<=' if row.most else '>='} {row.wanted:g}",
             "not measured" if reached is None else f"{reached:.2f}",
-            ", ".join(f"{cell.words} {cell.value:.2f} ({cell.name})" for cell in row.cells),
+            ", ".join(cell.text for cell in row.cells),
             style={True: "green", False: "red", None: "dim"}[holds],
         )
     return table
@@ -190,14 +201,14 @@ def _row(
     what: str,
     wanted: float,
     results: Sequence[GroupResult],
-    cell: Callable[[GroupResult], list[tuple[float, str]]],
+    cell: Callable[[GroupResult], list[_Reached]],
     *,
     most: bool = False,
 ) -> Row:
     cells = [
-        Cell(f"{result.case.flow.value} {short_size(result.case.block_bytes)}", value, name)
+        Cell(f"{result.case.flow.value} {short_size(result.case.block_bytes)}", *reached)
         for result in results
-        for value, name in cell(result)
+        for reached in cell(result)
     ]
     return Row(what, wanted, most, cells)
 
@@ -218,15 +229,19 @@ def _is_busy(case: Case) -> bool:
     return case.layout is Layout.SCATTERED and case.busy
 
 
-def _of_limit(result: GroupResult) -> list[tuple[float, str]]:
+def _of_limit(result: GroupResult) -> list[_Reached]:
     return _against(result.best(Role.OURS), result.best(Role.LIMIT))
 
 
-def _of_peer(result: GroupResult) -> list[tuple[float, str]]:
-    return _against(result.best(Role.OURS), result.best(Role.PEER))
+def _of_peer(result: GroupResult) -> list[_Reached]:
+    limit, peer = result.best(Role.LIMIT), result.best(Role.PEER)
+    return [
+        (value, name, None if limit is None or peer is None else ratio(limit, peer))
+        for value, name, _ in _against(result.best(Role.OURS), peer)
+    ]
 
 
-def _of_device(result: GroupResult) -> list[tuple[float, str]]:
+def _of_device(result: GroupResult) -> list[_Reached]:
     """The best mover against the best device alone."""
     movers = [one for one in result.series if one.name.endswith(THROUGH_MOVER)]
     alone = [one for one in result.series if one.role is Role.OURS and one not in movers]
@@ -234,22 +249,22 @@ def _of_device(result: GroupResult) -> list[tuple[float, str]]:
         return []
     best = max(movers, key=lambda one: one.rate)
     name = best.name.removesuffix(THROUGH_MOVER).strip()
-    return [(ratio(best, max(alone, key=lambda one: one.rate)), name)]
+    return [(ratio(best, max(alone, key=lambda one: one.rate)), name, None)]
 
 
-def _against(mine: Series | None, other: Series | None) -> list[tuple[float, str]]:
-    return [] if mine is None or other is None else [(ratio(mine, other), mine.name)]
+def _against(mine: Series | None, other: Series | None) -> list[_Reached]:
+    return [] if mine is None or other is None else [(ratio(mine, other), mine.name, None)]
 
 
-def _cpu_plain(result: GroupResult) -> list[tuple[float, str]]:
+def _cpu_plain(result: GroupResult) -> list[_Reached]:
     return _cpu(result, [one for one in result.series if one.name != BARE and not one.name.endswith(VERIFIED)])
 
 
-def _cpu_verified(result: GroupResult) -> list[tuple[float, str]]:
+def _cpu_verified(result: GroupResult) -> list[_Reached]:
     return _cpu(result, [one for one in result.series if one.name.endswith(VERIFIED)])
 
 
-def _cpu(result: GroupResult, series: Sequence[Series]) -> list[tuple[float, str]]:
+def _cpu(result: GroupResult, series: Sequence[Series]) -> list[_Reached]:
     """Each of them against the bare loop: of processor time there is no best device, the fastest one is used."""
     bare = result.named(BARE)
-    return [] if bare is None else [(cpu_ratio(one, bare), one.name) for one in series]
+    return [] if bare is None else [(cpu_ratio(one, bare), one.name, None) for one in series]

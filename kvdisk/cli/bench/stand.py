@@ -61,14 +61,14 @@ class Stand:
             self.engines = tuple(name for name, why in found.items() if not why)
             self.skipped += [f"fio with {name}: {why}" for name, why in found.items() if why]
 
-    def drive_group(self, case: Case, *, limit: bool = True, peer: bool = True) -> Group:
+    def drive_group(self, case: Case, *, peer: bool = True) -> Group:
         """Return the contenders of a case on the drive: fio's ways, each device, and the peer if there is one.
 
-        ``limit``, ``peer``: False: without fio, or without the peer.
+        ``peer``: False: without it.
         """
 
         def make(stack: ExitStack) -> list[Contender]:
-            made = [*(self.limits(case) if limit else []), *self.ours(case)]
+            made = [*self.limits(case), *self.ours(case)]
             if peer and self.peer is not None:
                 self._folders += 1
                 folder = self.files.path / f"peer{self._folders}"
