@@ -402,3 +402,26 @@ logging.info("still here")
 """
     assert in_child(program) == ""
     assert "still here" in (tmp_path / "log").read_text()
+
+
+def test_files_and_memory_come_and_go_while_a_batch_is_under_way(device, fd, pipe):
+    memory = known(device, 2 * ALIGNMENT)
+    hung, mine = blocks(memory)
+    late = device.submit(Op.READ, [Transfer(pipe[0], 0, (hung,))])
+    for seed in range(5):
+        other = direct_pipe()
+        device.attach_file(other[0])  # on the drive of the one that hangs
+        more = known(device, (1 + seed) * ALIGNMENT)
+        device.detach_file(other[0])
+        for end in other:
+            os.close(end)
+        data = fill(more, seed)
+        device.submit(Op.WRITE, [Transfer(fd, 0, (more,))])
+        assert device.poll(WAIT_S)[0].errors == {}
+        device.submit(Op.READ, [Transfer(fd, 0, (mine,))])
+        assert device.poll(WAIT_S)[0].errors == {}
+        assert mine == data[:ALIGNMENT]
+    os.write(pipe[1], b"z" * ALIGNMENT)
+    assert device.poll(WAIT_S) == [(late, {})]
+    assert bytes(hung) == b"z" * ALIGNMENT
+    assert went_through_nixl_alone(device)
