@@ -9,9 +9,13 @@ the blocks of a measurement are dealt out evenly, one call for each thread.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.machinery
 import importlib.util
 import os
+import secrets
+import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -25,7 +29,9 @@ from kvdisk.errors import ConfigError
 
 THREADS = (1, 4, 8, 16)
 """Counts that are measured; vLLM's default is 16 for each direction. The best one counts."""
-_FOLDERS = 64
+_FOLDERS = 16
+_GET_FLAGS, _SET_FLAGS, _SPREAD = 0x80086601, 0x40086602, 0x00020000
+"""Of Linux's ioctl for the attributes of a directory; the last is what ``chattr +T`` sets."""
 
 
 def load_extension() -> Any:
@@ -74,7 +80,8 @@ class _Files:
     """The files of a case's blocks.
 
     They are emptied when they were measured, and removed at the end of the run only: ext4 passes over inodes that were
-    freed in the last minutes one by one, which would slow the next files down, and not in vLLM, which removes none.
+    freed in the last minutes one by one, which would slow the next files down, and not in vLLM, which removes none. For
+    the same reason they lie where no run before had its files: ext4 is asked to spread directories over the drive.
     """
 
     def __init__(self, extension: Any, case: Case, directory: Path, memory: memoryview, direct: bool) -> None:
@@ -84,16 +91,16 @@ class _Files:
         self._direct = direct
         self._directory = directory
         self._order = block_order(case)
-        self._generation = 0
+        directory.mkdir()
+        _spread(directory)
         self._paths: list[str] = []
         self._renew()
 
     def _renew(self) -> None:
         """Name files that do not exist, in directories that do."""
-        self._generation += 1
-        folders = [self._directory / f"{self._generation}" / f"{number:02x}" for number in range(_FOLDERS)]
+        folders = [self._directory / secrets.token_hex(8) for _ in range(_FOLDERS)]
         for folder in folders:
-            folder.mkdir(parents=True)
+            folder.mkdir()
         self._paths = [str(folders[block % _FOLDERS] / f"{block:064x}.bin") for block in self._order]
 
     def measure_with(self, count: int) -> Any:
@@ -151,3 +158,14 @@ class _Files:
         first = thread * slots if (thread + 1) * slots * size <= self._memory.nbytes else 0
         mine = [self._memory[(first + at) * size : (first + at + 1) * size] for at in range(slots)]
         return [mine[at % slots] for at in range(len(self._paths[thread::count]))]
+
+
+def _spread(directory: Path) -> None:
+    """Ask the file system to put each directory in this one somewhere else; not all of them can."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            (flags,) = struct.unpack("l", fcntl.ioctl(fd, _GET_FLAGS, struct.pack("l", 0)))
+            fcntl.ioctl(fd, _SET_FLAGS, struct.pack("l", flags | _SPREAD))
+    finally:
+        os.close(fd)

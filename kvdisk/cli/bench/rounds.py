@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ def run_group(group: Group, rounds: int, step: Step = lambda _: None) -> GroupRe
     """
     with ExitStack() as stack:
         contenders = list(group.make(stack))
+        stack.enter_context(_settled_heap())
         passes = group.case.passes
         series = {one.name: Series(one.name, one.role, group.case.total_bytes * passes) for one in contenders}
         assert len(series) == len(contenders), "contenders of a group have different names"
@@ -43,6 +45,17 @@ def run_group(group: Group, rounds: int, step: Step = lambda _: None) -> GroupRe
                 step(contender.name)
         kept = [one for name, one in series.items() if name not in dropped]
         return GroupResult(group.case, kept, dropped)
+
+
+@contextmanager
+def _settled_heap() -> Iterator[None]:
+    """Keep Python's collector off what was there before, as vLLM does when an engine has started."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _turned(contenders: Sequence[Contender], turn: int) -> list[Contender]:
