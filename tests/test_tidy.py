@@ -38,6 +38,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "kvdisk/worker/arena.py",
         "kvdisk/worker/gpu_staging.py",
         "kvdisk/testing/live_rank.py",
+        "kvdisk/testing/sim_direct.py",
         "kvdisk/testing/sim_rank.py",
     ),
     "lmdb": ("kvdisk/index/lmdb_tables.py",),

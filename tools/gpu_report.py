@@ -198,13 +198,17 @@ class OneSegment:
 
 
 class Route:
-    """A mover whose stores and loads go one way between blocks on the GPU and a file, in jobs of all blocks."""
+    """A mover whose stores and loads go one way between blocks on the GPU and a file, in jobs of all blocks.
+
+    ``layers``: the blocks' bytes.
+    """
 
     def __init__(self, lanes: Lanes, directory: Path, device: Device, block_bytes: int, count: int, *, direct: bool):
         from kvdisk.worker.copier import CudaCopier, LayerBlocks
         from kvdisk.worker.gpu_staging import GpuStaging
 
         geometry = Geometry((GroupGeometry(0, 16, block_bytes),), 1, 16)
+        self.layers = make_layers(lanes, block_bytes, count)
         self._count = count
         slots = [max(8, STAGING_BYTES // geometry.slot_sizes[0])]
         self._memory: list[Any] = [Arena(geometry.slot_sizes, slots, pin=lanes.device.type == "cuda")]
@@ -217,7 +221,7 @@ class Route:
             0,
             None,
             self._memory[0],
-            CudaCopier([LayerBlocks(make_layers(lanes, block_bytes, count))], lanes, 64 * MIB),
+            CudaCopier([LayerBlocks(self.layers)], lanes, 64 * MIB),
             device,
             OneSegment(directory),
             io_deadline_s=120.0,

@@ -186,9 +186,7 @@ def measure_trace(options: argparse.Namespace) -> None:
         {h for request in read_trace(options.trace, options.split, options.requests) for h in request.hashes}
     )
     print(f"{distinct} distinct blocks of {options.block_kib} KiB, {options.running} requests at a time")
-    print(
-        f"{'room':>6} {'eviction':9} {'loads':>6} {'blocks':>7} {'read run':>9} {'MiB':>6} {'write run':>10} {'in a run of 8+':>15}"
-    )
+    print(f"{'room':>6} {'eviction':9} {'loads':>6} {'blocks':>7} {'read run':>9} {'MiB':>6} {'write run':>10}")
     for percent in options.percent:
         for eviction in options.evictions:
             churn = Churn(options, eviction, distinct * percent // 100)

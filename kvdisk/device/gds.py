@@ -46,8 +46,11 @@ _KVIKIO_THREADS = 64
 
 _ASK_TIMEOUT_S = 60.0
 _ASK = """
+import ctypes
+code = ctypes.CDLL("libcuda.so.1").cuInit(0)
 import kvikio.cufile_driver as driver, kvikio.defaults as defaults
-if defaults.is_compat_mode_preferred(): print("kvikio prefers its way through host memory")
+if code: print(f"the CUDA driver does not start (error {code})")
+elif defaults.is_compat_mode_preferred(): print("kvikio prefers its way through host memory")
 elif not driver.get("is_gds_available"): print("the cuFile driver says that it is not available")
 else: print("here")
 """

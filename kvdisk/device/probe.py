@@ -31,8 +31,7 @@ MAKERS: Mapping[str, Callable[[], Device]] = {"nixl": NixlDevice, "posix": Posix
 """The devices that ``auto`` chooses from. The first is taken unless a later one is clearly faster."""
 FALLBACK = "posix"
 CLEARLY = 1.15
-"""So many times faster. What is measured while nothing else runs is not worth less of a device that keeps its speed
-while Python is busy."""
+"""So many times as fast. Less is what the same drive differs by from one start to the next."""
 RUN_BYTES = 8 << 20
 """What a worker moves at once of neighbouring slots."""
 FILE_BYTES = 32 << 20
@@ -174,8 +173,8 @@ def choose(report: ProbeReport, preferred: Sequence[str]) -> tuple[str, str]:
         return chosen, "it is the only one that can be used"
     other = max((device for device in means if device != chosen), key=means.__getitem__)
     ratio = means[chosen] / means[other]
-    leader = "" if ratio >= 1 else ", and it keeps its speed while Python is busy"
-    return chosen, f"over reads and writes, blocks and runs it is {ratio:.2f} times as fast as {other}{leader}"
+    margin = "" if ratio >= 1 else f", which would be taken if it were {CLEARLY} times as fast"
+    return chosen, f"over reads and writes, blocks and runs it is {ratio:.2f} times as fast as {other}{margin}"
 
 
 @contextmanager

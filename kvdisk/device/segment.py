@@ -40,6 +40,7 @@ _SUM_OFFSET = SEGMENT_HEADER_BYTES - _SUM.size
 _FILE_NAME = re.compile(r"rank(0|[1-9][0-9]*)\.kv")
 _SEGMENT_NAME = re.compile(r"0|[1-9][0-9]*")
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+_FOLDER_TRIES = 10
 
 
 class HasSegments(Protocol):
@@ -115,13 +116,12 @@ def create_segment(home: HasSegments, spec: SegmentSpec, rank: int, rank_count: 
     temporary = _temporary(final)
     with device_errors(f"making segment {spec.segment} for rank {rank}"):
         _check_way(final)
-        make_directory(final.parent, exist_ok=True)
         try:
             if os.path.lexists(final):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
             with suppress(FileNotFoundError):
                 temporary.unlink()
-            _allocate(temporary, segment_file_bytes(spec.slot_bytes, spec.slot_count))
+            _allocate_with_folder(temporary, segment_file_bytes(spec.slot_bytes, spec.slot_count))
             encoded = _encode(header)
             fd, direct = _open_direct(temporary, os.O_RDWR, lambda fd: _write_header(fd, encoded))
         except BaseException:
@@ -135,6 +135,18 @@ def create_segment(home: HasSegments, spec: SegmentSpec, rank: int, rank_count: 
             _discard(temporary)
             raise
     return SegmentFile(fd, header, direct)
+
+
+def _allocate_with_folder(path: Path, byte_count: int) -> None:
+    """Make a file and, where it lacks, its folder, which another rank that cleans up may remove while it is empty."""
+    for tries_left in reversed(range(_FOLDER_TRIES)):
+        make_directory(path.parent, exist_ok=True)
+        try:
+            _allocate(path, byte_count)
+            return
+        except FileNotFoundError:
+            if not tries_left:
+                raise
 
 
 def open_segment(

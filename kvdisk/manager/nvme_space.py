@@ -28,6 +28,8 @@ from kvdisk.messages import JobKind, SegmentSpec
 from kvdisk.stats import Stats
 
 _MAX_EVICTED_PER_STEP = 256
+_MOST_SPARE_SLOTS, _SPARE_DIVISOR = 1024, 32
+"""Kept free of a large tier, so that there are long runs to choose from."""
 
 
 @dataclass(slots=True)
@@ -87,7 +89,7 @@ class NvmeSpace:
         self.segments.restore(records, home_id, fingerprint)
         for spec in self.segments.specs.values():
             used = restored.used.get(spec.segment)
-            self.pool.add_segment(spec.segment, self.segments.class_of(spec), spec.slot_count, used)
+            self.pool.add_segment(spec.segment, self.segments.class_of(spec), spec.slot_count, used, spec.drive)
         self.pool.retain(restored.stale_slots, self._ticket)
         for spec in self.segments.surplus():
             self._drop_segment(spec)
@@ -103,12 +105,10 @@ class NvmeSpace:
         if self._budget is not None:
             count = min(count, self._budget.affords(block_bytes))
         slots: list[Slot] = []
-        writable = self.segments.writable
-        on_drive = {drive: self.segments.on_drives([drive]) for drive in writable}
-        drives = [drive for drive in writable if self.pool.free_in(size_class, on_drive[drive])]
+        drives = [drive for drive in self.segments.writable if self.pool.free_on(size_class, (drive,))]
         while drives and len(slots) < count:
             drive, most = self._turns.next_piece(size_class, drives)
-            taken = self.pool.allocate(size_class, min(most, count - len(slots)), on_drive[drive])
+            taken = self.pool.allocate(size_class, min(most, count - len(slots)), drive)
             if taken:
                 self._turns.took(size_class, len(taken))
                 slots += taken
@@ -137,7 +137,7 @@ class NvmeSpace:
     def _free_slots(self, size_class: int) -> int:
         if self.segments.all_writable:
             return self.pool.free[size_class]
-        return self.pool.free_in(size_class, self.segments.on_drives(self.segments.writable))
+        return self.pool.free_on(size_class, self.segments.writable)
 
     def inserted(self, rows: Sequence[int]) -> None:
         """Copies became READY on every rank: of one chain the tail comes first."""
@@ -194,7 +194,8 @@ class NvmeSpace:
     def make_room(self, now: float, wanted: list[int]) -> None:
         """Open a segment where the cap allows, else evict, so that ``wanted`` slots by size class can be had soon."""
         for size_class, wish in enumerate(wanted):
-            low_slots = min(64, self.pool.total[size_class] // 8)
+            total = self.pool.total[size_class]
+            low_slots = max(min(64, total // 8), min(_MOST_SPARE_SLOTS, total // _SPARE_DIVISOR))
             if not self.may_write(now) or self.segments.hold_up(now):
                 continue
             allowed = wish if self._budget is None else self._budget.affords(self._block_bytes(size_class))
@@ -250,9 +251,9 @@ class NvmeSpace:
                 SegmentRecord(spec.segment, spec.slot_bytes, spec.slot_count, spec.drive)
             )
             if not self.segments.share(spec):
-                self.pool.add_segment(spec.segment, self.segments.class_of(spec), spec.slot_count)
+                self.pool.add_segment(spec.segment, self.segments.class_of(spec), spec.slot_count, drive=spec.drive)
         elif not self.pool.has_segment(spec.segment):
-            self.pool.add_segment(spec.segment, self.segments.class_of(spec), spec.slot_count)
+            self.pool.add_segment(spec.segment, self.segments.class_of(spec), spec.slot_count, drive=spec.drive)
 
     def _drop_segment(self, spec: SegmentSpec) -> None:
         """Take a segment out of service; its files go when the deletion of its records is committed."""

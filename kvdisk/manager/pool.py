@@ -8,22 +8,25 @@ touch, is held by a doomed copy that keeps its pin. Scheduler thread only.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import Slot, make_slots
+from kvdisk.manager.free_runs import FreeRuns
 
 _FREE, _USED, _LIMBO = 1, 2, 3
-_FREE_SLOT, _USED_SLOT = bytes([_FREE]), bytes([_USED])
+_SHIFT = 32
+"""A slot's position is its segment's number times 2**32 and its index, so that those of two segments never meet."""
 
 
 class SlotPool:
     """The slots of a tier's segments, handed out in runs of neighbours where there are any.
 
-    Each segment belongs to one size class. ``free``, ``limbo`` and ``total`` count slots by size class.
+    Each segment belongs to one size class and lies on one drive. ``free``, ``limbo`` and ``total`` count slots by size
+    class.
     """
 
     def __init__(self, size_class_count: int) -> None:
@@ -32,15 +35,14 @@ class SlotPool:
         self.limbo = [0] * size_class_count
         self._maps: dict[int, bytearray] = {}
         self._class_of: dict[int, int] = {}
-        self._segments: list[list[int]] = [[] for _ in range(size_class_count)]
-        self._open: list[dict[int, None]] = [{} for _ in range(size_class_count)]
-        """Those of them that have a free slot: few of many, in a tier that is full."""
-        self._cursors: dict[int, int] = {}
-        self._free_in: dict[int, int] = {}
+        self._runs_of: dict[int, FreeRuns] = {}
+        """By segment: those of its drive and size class."""
+        self._runs: list[dict[int, FreeRuns]] = [{} for _ in range(size_class_count)]
+        """By size class and drive."""
         self._limbo: deque[tuple[int, list[Slot]]] = deque()
 
     def add_segment(
-        self, segment: int, size_class: int, slot_count: int, used: NDArray[np.uint32] | None = None
+        self, segment: int, size_class: int, slot_count: int, used: NDArray[np.uint32] | None = None, drive: int = 0
     ) -> None:
         """Add a segment; the indices in ``used`` are held by copies already, the rest is free."""
         assert segment not in self._maps
@@ -52,11 +54,9 @@ class SlotPool:
             assert states.count(_USED) == taken, "two copies in one slot"
         self._maps[segment] = states
         self._class_of[segment] = size_class
-        self._segments[size_class].append(segment)
-        self._cursors[segment] = 0
-        self._free_in[segment] = slot_count - taken
-        if slot_count > taken:
-            self._open[size_class][segment] = None
+        runs = self._runs_of[segment] = self._runs[size_class].setdefault(drive, FreeRuns())
+        for start, end in _ranges_of(states, _FREE):
+            runs.add((segment << _SHIFT) + start, end - start)
         self.free[size_class] += slot_count - taken
         self.total[size_class] += slot_count
 
@@ -64,58 +64,35 @@ class SlotPool:
         """Take a segment's free slots out of service for good; used ones leave as they are freed."""
         states = self._maps.pop(segment)
         size_class = self._class_of.pop(segment)
-        self._segments[size_class].remove(segment)
-        self._open[size_class].pop(segment, None)
-        del self._cursors[segment], self._free_in[segment]
+        self._runs_of.pop(segment).drop(segment << _SHIFT, segment + 1 << _SHIFT)
         self.free[size_class] -= states.count(_FREE)
         self.limbo[size_class] -= states.count(_LIMBO)
         self.total[size_class] -= len(states)
 
-    def free_in(self, size_class: int, segments: Collection[int]) -> int:
-        """Return how many slots of a size class are free in some of its segments."""
-        return sum(self._free_in[segment] for segment in self._open[size_class] if segment in segments)
+    def free_on(self, size_class: int, drives: Collection[int]) -> int:
+        """Return how many slots of a size class are free on some drives."""
+        return sum(runs.free for drive, runs in self._runs[size_class].items() if drive in drives)
 
-    def allocate(self, size_class: int, count: int, segments: Collection[int] | None = None) -> list[Slot]:
-        """Take up to ``count`` slots, all there are where there are fewer, in as few runs as is cheap to find.
+    def allocate(self, size_class: int, count: int, drive: int | None = None) -> list[Slot]:
+        """Take up to ``count`` slots, all there are where there are fewer, in as few runs as there can be.
 
-        ``segments``: only from these, by default from all.
+        ``drive``: only from this one, by default from all. The shortest run that is long enough is cut, and where none
+        is, the longest are used up.
         """
         slots: list[Slot] = []
-        places = list(self._open[size_class])
-        free = self.free[size_class]
-        if segments is not None:
-            places = [segment for segment in places if segment in segments]
-            free = sum(self._free_in[segment] for segment in places)
-        want = min(count, free)
-        run = want
-        while want > 0:
-            run = min(run, want)
-            found = self._find_run(places, run)
-            if found is None:
-                assert run > 1, "free slots are counted but not there"
-                run //= 2
-                continue
-            segment, start = found
-            self._maps[segment][start : start + run] = _USED_SLOT * run
-            self._cursors[segment] = start + run
-            self.free[size_class] -= run
-            self._free_in[segment] -= run
-            if not self._free_in[segment]:
-                del self._open[size_class][segment]
-            slots += make_slots(repeat(segment), range(start, start + run))
-            want -= run
+        found = self._runs[size_class]
+        places = list(found.values()) if drive is None else [found[drive]] if drive in found else []
+        while len(slots) < count:
+            wanted = count - len(slots)
+            runs = places[0] if len(places) == 1 else _best(places, wanted)
+            if runs is None or not runs.free:
+                break
+            position, length = runs.take(wanted)
+            segment, start = divmod(position, 1 << _SHIFT)
+            self._maps[segment][start : start + length] = bytes([_USED]) * length
+            slots += make_slots(repeat(segment, length), range(start, start + length))
+        self.free[size_class] -= len(slots)
         return slots
-
-    def _find_run(self, segments: Iterable[int], length: int) -> tuple[int, int] | None:
-        pattern = _FREE_SLOT * length
-        for segment in segments:
-            states = self._maps[segment]
-            start = states.find(pattern, self._cursors[segment])
-            if start < 0:
-                start = states.find(pattern)
-            if start >= 0:
-                return segment, start
-        return None
 
     def release(self, slots: Iterable[Slot]) -> None:
         """Make used slots free at once: for those that no committed record names."""
@@ -134,21 +111,19 @@ class SlotPool:
             self._change(self._limbo.popleft()[1], _LIMBO, _FREE)
 
     def _change(self, slots: Iterable[Slot], source: int, target: int) -> None:
-        counts: dict[int, int] = {}
-        for segment, index in slots:
+        for segment, start, length in _neighbours(slots):
             states = self._maps.get(segment)
             if states is None:
                 continue  # its segment was retired
-            assert states[index] == source, f"slot {segment}/{index} is {states[index]}, not {source}"
-            states[index] = target
-            counts[segment] = counts.get(segment, 0) + 1
-        for segment, count in counts.items():
+            end = start + length
+            found = states[start:end]
+            assert found == bytes([source]) * length, f"slots {segment}/{start}-{end - 1} are {list(found)}"
+            states[start:end] = bytes([target]) * length
             size_class = self._class_of[segment]
-            self.limbo[size_class] += count * ((target == _LIMBO) - (source == _LIMBO))
+            self.limbo[size_class] += length * ((target == _LIMBO) - (source == _LIMBO))
             if target == _FREE:
-                self.free[size_class] += count
-                self._free_in[segment] += count
-                self._open[size_class][segment] = None
+                self.free[size_class] += length
+                self._runs_of[segment].add((segment << _SHIFT) + start, length)
 
     def used_indices(self, segment: int) -> list[int]:
         """Return the indices of a segment's slots that copies hold. For tests and for dropping a segment."""
@@ -159,11 +134,46 @@ class SlotPool:
         return segment in self._maps
 
     def check(self) -> None:
-        """Assert the counts against the maps (invariant 1). For tests."""
-        for size_class, segments in enumerate(self._segments):
-            maps = [self._maps[segment] for segment in segments]
-            assert self.free[size_class] == sum(states.count(_FREE) for states in maps)
-            assert self.limbo[size_class] == sum(states.count(_LIMBO) for states in maps)
-            assert all(self._free_in[segment] == self._maps[segment].count(_FREE) for segment in segments)
-            assert self.total[size_class] == sum(len(states) for states in maps)
-            assert set(self._open[size_class]) == {segment for segment in segments if self._free_in[segment]}
+        """Assert the counts and the runs against the maps (invariant 1). For tests."""
+        for size_class, by_drive in enumerate(self._runs):
+            maps = {segment: self._maps[segment] for segment, other in self._class_of.items() if other == size_class}
+            assert self.free[size_class] == sum(states.count(_FREE) for states in maps.values())
+            assert self.limbo[size_class] == sum(states.count(_LIMBO) for states in maps.values())
+            assert self.total[size_class] == sum(len(states) for states in maps.values())
+            assert self.free[size_class] == sum(runs.free for runs in by_drive.values())
+            for runs in by_drive.values():
+                expected = {
+                    ((segment << _SHIFT) + start, end - start)
+                    for segment, states in maps.items()
+                    if self._runs_of[segment] is runs
+                    for start, end in _ranges_of(states, _FREE)
+                }
+                assert set(runs) == expected
+                assert runs.free == sum(length for _, length in expected)
+
+
+def _best(places: Sequence[FreeRuns], count: int) -> FreeRuns | None:
+    """Return the place with the shortest run of at least ``count``, else with the longest."""
+    return min(places, key=lambda runs: ((fit := runs.fit(count)) < count, abs(fit - count)), default=None)
+
+
+def _ranges_of(states: bytearray, state: int) -> list[tuple[int, int]]:
+    """Return the ranges of slots in a state: first, and the one behind the last."""
+    edges = np.flatnonzero(np.diff(np.frombuffer(states, np.uint8) == state, prepend=False, append=False)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _neighbours(slots: Iterable[Slot]) -> Iterator[tuple[int, int, int]]:
+    """Yield slots that follow each other up or down as ranges: segment, first index, length."""
+    segment, start, end = -1, 0, 0
+    for place, index in slots:
+        if place == segment and index == end:
+            end += 1
+        elif place == segment and index == start - 1:
+            start = index
+        else:
+            if end > start:
+                yield segment, start, end - start
+            segment, start, end = place, index, index + 1
+    if end > start:
+        yield segment, start, end - start

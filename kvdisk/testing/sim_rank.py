@@ -15,9 +15,11 @@ from kvdisk.assembly import WorkerParts
 from kvdisk.blocks import JobId, Slot, Tier
 from kvdisk.config import Config
 from kvdisk.messages import Job, JobKind, Report
+from kvdisk.testing.addressed_device import AddressedDevice
 from kvdisk.testing.live_model import LiveModel
 from kvdisk.testing.live_rank import LocalRank, StepWork
 from kvdisk.testing.manager_parts import FINGERPRINT, Sizes
+from kvdisk.testing.sim_direct import draw_direct
 from kvdisk.testing.sim_drive import Note, SimDevice, SimDrive, SimFiles, Weather
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.copier import CopyTicket, HostCopier, LayerBlocks, Mark
@@ -29,12 +31,13 @@ TURNS_OF_WORK = 10_000
 
 
 class World(NamedTuple):
-    """What all rooms of a simulation share."""
+    """What all rooms of a simulation share. ``straight``: decides what goes straight to the GPU; None: nothing does."""
 
     rng: random.Random
     weather: Weather
     note: Note
     clock: Callable[[], float]
+    straight: random.Random | None = None
 
 
 class _CopyEnd:
@@ -190,19 +193,22 @@ class SimRank(LocalRank):
         self.device = SimDevice(rank, self.drive, files, world.weather, world.rng, world.note)
         self.arena = Arena(geometry.slot_sizes, self.sizes.cpu_slots, pin=False) if self.sizes.has_cpu else None
         staging = Arena(geometry.slot_sizes, [STAGING_SLOTS] * len(geometry.slot_sizes), pin=False)
+        rng = world.straight
+        direct = None if rng is None else draw_direct(geometry, STAGING_SLOTS, rng, world.weather)
         mover = Mover(
             geometry,
             rank,
             self.arena,
             staging,
             self.copier,
-            self.device,
+            self.device if direct is None else AddressedDevice(self.device),
             files,
             io_deadline_s=config.io_deadline_s,
             fingerprint=FINGERPRINT,
             clock=world.clock,
             part_bytes=PART_SLOTS * min(geometry.slot_sizes),
             threaded=False,
+            direct=direct,
         )
         return WorkerParts(mover, (staging,) if self.arena is None else (self.arena, staging))
 

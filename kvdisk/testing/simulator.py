@@ -47,10 +47,13 @@ class Outcome:
 
 
 class Simulation:
-    """One run. ``on_event`` sees each event of the trace."""
+    """One run. ``on_event`` sees each event of the trace. ``straight``: processes move some sizes of blocks straight
+    between drive and GPU, and others not.
+    """
 
-    def __init__(self, seed: int, on_event: Callable[[str], None] | None = None) -> None:
+    def __init__(self, seed: int, on_event: Callable[[str], None] | None = None, *, straight: bool = False) -> None:
         self.seed = seed
+        self._option = " --straight" if straight else ""
         self._rng = random.Random(seed)  # noqa: S311 - seeded on purpose
         self._on_event = on_event
         self._hash = blake2b(digest_size=16)
@@ -58,7 +61,8 @@ class Simulation:
         self.counts: Counter[str] = Counter()
         self.now = 1000.0
         self._weather = Weather()
-        self._world = World(self._rng, self._weather, self._note, lambda: self.now)
+        chooser = random.Random(seed) if straight else None  # noqa: S311 - seeded on purpose
+        self._world = World(self._rng, self._weather, self._note, lambda: self.now, chooser)
         self._shape = self._rng.choice(PICKS)
         self._model, self._sizes = SHAPES[self._shape]
         self._tree = PromptTree(3, 6, 26)
@@ -110,7 +114,9 @@ class Simulation:
                 self.watch.check()
             self._end()
         except BaseException as error:
-            error.add_note(f"Seed {self.seed}: python -m kvdisk.testing.simulator --trace --seed {self.seed}")
+            error.add_note(
+                f"Seed {self.seed}: python -m kvdisk.testing.simulator --trace --seed {self.seed}{self._option}"
+            )
             error.add_note("The last events:\n" + "\n".join(self._tail))
             raise
         return Outcome(self.seed, self._hash.hexdigest(), self.counts)
@@ -355,11 +361,11 @@ _NAMES = tuple(_ACTIONS)
 _WEIGHTS = tuple(weight for weight, _ in _ACTIONS.values())
 
 
-def run_seeds(first: int, count: int) -> Counter[str]:
+def run_seeds(first: int, count: int, *, straight: bool = False) -> Counter[str]:
     """Run so many seeds; return what happened in all of them together."""
     total: Counter[str] = Counter()
     for seed in range(first, first + count):
-        total.update(Simulation(seed).run().counts)
+        total.update(Simulation(seed, straight=straight).run().counts)
     return total
 
 
@@ -369,10 +375,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=1, help="how many seeds")
     parser.add_argument("--trace", action="store_true", help="print every event")
+    parser.add_argument("--straight", action="store_true", help="move some blocks straight between drive and GPU")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)  # the trace says more
     for seed in range(options.seed, options.seed + options.count):
-        outcome = Simulation(seed, print if options.trace else None).run()
+        outcome = Simulation(seed, print if options.trace else None, straight=options.straight).run()
         print(f"seed {seed}: {outcome.digest} {dict(sorted(outcome.counts.items()))}")
 
 

@@ -98,7 +98,7 @@ class GpuStaging:
         self.total_bytes = max(round_up(total_bytes, _GPU_ALIGNMENT), _GPU_ALIGNMENT)
         # cuFile registers the whole allocation that an address lies in: it must not be one that torch shares out.
         self._pool: Any = torch.cuda.MemPool() if on_gpu else None
-        within: AbstractContextManager[Any] = torch.cuda.use_mem_pool(self._pool) if on_gpu else nullcontext()
+        within: AbstractContextManager[Any] = torch.cuda.use_mem_pool(self._pool, device) if on_gpu else nullcontext()
         with within:
             # Zeros, so that headers and padding that go to the drive hold no stale bytes.
             raw = torch.zeros(self.total_bytes + _GPU_ALIGNMENT, dtype=torch.uint8, device=device)

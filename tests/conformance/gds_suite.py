@@ -7,19 +7,28 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import random
 import resource
 import signal
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+import torch
+from gpu_report import Route
+
 from kvdisk.device import gds
 from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.gds import GdsDevice
 from kvdisk.device.gpu_range import GpuRange
+from kvdisk.device.pair import PairDevice
+from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import ALIGNMENT
 from kvdisk.testing.addressed_device import range_of
 from kvdisk.testing.device_conformance import DeviceConformance, fill, make_memory
+from kvdisk.testing.sim_direct import SimLanes
+from kvdisk.testing.sim_drive import Weather
 
 
 class TestGds(DeviceConformance):
@@ -170,3 +179,24 @@ def test_a_slice_of_a_range_is_a_range() -> None:
     part = whole[ALIGNMENT : 3 * ALIGNMENT][ALIGNMENT:]
     assert (part.address, len(part)) == (whole.address + 2 * ALIGNMENT, ALIGNMENT)
     assert ctypes.string_at(part.address, part.nbytes) == data[2 * ALIGNMENT : 3 * ALIGNMENT]
+
+
+@pytest.mark.parametrize("stored_straight", [True, False])
+@pytest.mark.parametrize("loaded_straight", [True, False])
+def test_the_whole_way_of_a_mover(tmp_path, stored_straight, loaded_straight) -> None:
+    """Blocks of CPU tensors, by kvikio's hands and the host's, each reading what the other wrote."""
+    lanes = SimLanes(random.Random(1), Weather())
+    device = PairDevice(PosixDevice(), GdsDevice(compat=True))
+    route = Route(lanes, tmp_path, device, 1 << 16, 48, direct=True)
+    direct = route._mover._runner._direct
+    before = [layer.clone() for layer in route.layers]
+    for straight, act in ((stored_straight, route.store), (loaded_straight, route.load)):
+        every = frozenset({0}) if straight else frozenset()
+        direct.loads, direct.stores = frozenset({0}) if act == route.store else every, every
+        act()
+        if act == route.store:
+            for layer in route.layers:
+                layer.zero_()
+    for layer, was in zip(route.layers, before, strict=True):
+        assert torch.equal(layer, was)
+    route.close()

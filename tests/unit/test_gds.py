@@ -10,6 +10,7 @@ import pytest
 
 from kvdisk.device import gds
 from kvdisk.device.gds import gds_unavailable
+from kvdisk.testing.cuda_stub import write_stub
 
 
 @pytest.fixture
@@ -62,6 +63,10 @@ def test_a_child_that_hangs_dies_or_raises_is_a_clause():
     assert gds._ask_kvikio("raise RuntimeError('no driver')", 60.0) == "kvikio does not start: RuntimeError: no driver"
 
 
-def test_kvikio_itself_can_be_asked():
-    said = gds._ask_kvikio(gds._ASK, 60.0)
-    assert said is None or "host memory" in said or "cuFile driver" in said
+def test_the_driver_and_kvikio_themselves_can_be_asked(monkeypatch, tmp_path):
+    write_stub(tmp_path)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    assert gds._ask_kvikio(gds._ASK, 60.0) == "the CUDA driver does not start (error 3)"
+    started = gds._ASK.replace("cuInit(0)", "cuDriverGetVersion(bytes(4))")
+    said = gds._ask_kvikio(started, 60.0)
+    assert said in {"kvikio prefers its way through host memory", "the cuFile driver says that it is not available"}

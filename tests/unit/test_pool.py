@@ -10,6 +10,10 @@ from kvdisk.blocks import Slot
 from kvdisk.manager.pool import SlotPool
 
 STEPS = st.lists(st.tuples(st.sampled_from(["take", "release", "retain", "commit"]), st.integers(1, 5)), max_size=60)
+DRIVES = {0: 0, 1: 1, 2: 0}
+TURNS = st.lists(
+    st.tuples(st.sampled_from([None, 0, 1]), st.integers(1, 12), st.lists(st.integers(0, 40), max_size=12)), max_size=25
+)
 
 
 @given(STEPS)
@@ -65,3 +69,85 @@ def test_size_classes_are_apart_and_segments_go():
     assert pool.allocate(1, 1) == []
     with pytest.raises(AssertionError):
         pool.release([Slot(0, 0)])  # it is free already
+
+
+def runs_of(free):
+    """Return the lengths of the runs of a set of slots, longest first."""
+    starts = [slot for slot in free if Slot(slot.segment, slot.index - 1) not in free]
+    lengths = []
+    for segment, index in starts:
+        length = 1
+        while Slot(segment, index + length) in free:
+            length += 1
+        lengths.append(length)
+    return sorted(lengths, reverse=True)
+
+
+@given(TURNS)
+def test_the_shortest_run_that_is_long_enough_is_cut_else_the_longest_are_used_up(turns):
+    """Against a pool that looks at every slot."""
+    pool = SlotPool(1)
+    free, used = set(), []
+    for segment, drive in DRIVES.items():
+        pool.add_segment(segment, 0, 14, drive=drive)
+        free |= {Slot(segment, index) for index in range(14)}
+    for drive, count, gone in turns:
+        mine = {slot for slot in free if drive is None or DRIVES[slot.segment] == drive}
+        assert pool.free_on(0, DRIVES.values() if drive is None else (drive,)) == len(mine)
+        lengths, expected, wanted = runs_of(mine), [], min(count, len(mine))
+        while wanted:
+            enough = [length for length in lengths if length >= wanted]
+            length = min(enough) if enough else lengths[0]
+            lengths.remove(length)
+            expected.append(min(length, wanted))
+            wanted -= expected[-1]
+            if length > expected[-1]:
+                lengths = sorted([*lengths, length - expected[-1]], reverse=True)
+        taken = pool.allocate(0, count, drive)
+        assert set(taken) <= mine and len(set(taken)) == len(taken) == sum(expected)
+        # Runs of different segments, or taken one after the other, may touch: so they are compared as they came.
+        at = 0
+        for length in expected:
+            first = taken[at]
+            assert taken[at : at + length] == [Slot(first.segment, first.index + step) for step in range(length)]
+            at += length
+        assert runs_of(mine - set(taken)) == lengths
+        free -= set(taken)
+        used += taken
+        back = list(dict.fromkeys(used[at % len(used)] for at in gone)) if used else []
+        pool.release(back)
+        used = [slot for slot in used if slot not in back]
+        free |= set(back)
+        pool.check()
+
+
+@pytest.mark.parametrize("order", [range(10), range(9, -1, -1), [0, 2, 4, 6, 8, 1, 3, 5, 7, 9]])
+def test_what_comes_free_in_any_order_is_one_run_again(order):
+    pool = SlotPool(1)
+    pool.add_segment(4, 0, 10)
+    slots = pool.allocate(0, 10)
+    pool.release([slots[at] for at in order])
+    pool.check()
+    assert pool.allocate(0, 10) == slots
+
+
+def test_a_slot_that_is_given_back_twice_is_an_error():
+    pool = SlotPool(1)
+    pool.add_segment(0, 0, 4)
+    slots = pool.allocate(0, 3)
+    pool.release(slots[1:2])
+    with pytest.raises(AssertionError, match="0/0-2"):
+        pool.release(slots)
+    with pytest.raises(AssertionError):
+        pool.release([slots[0], slots[0]])
+
+
+def test_segments_of_a_drive_that_go_take_their_free_slots_only():
+    pool = SlotPool(1)
+    for segment in range(3):
+        pool.add_segment(segment, 0, 4, drive=segment // 2)
+    pool.retire_segment(1)
+    assert (pool.free_on(0, (0,)), pool.free_on(0, (1,)), pool.free_on(0, (0, 1, 2))) == (4, 4, 8)
+    assert {slot.segment for slot in pool.allocate(0, 8, 0)} == {0}
+    assert pool.allocate(0, 8, 2) == []
+    pool.check()

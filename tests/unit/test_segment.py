@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvdisk.device import segment as segment_room
 from kvdisk.device.segment import (
     create_segment,
     drop_segment,
@@ -241,6 +242,27 @@ def test_a_failed_rank_does_not_take_the_others_file(home, monkeypatch):
         create(home, rank=1)
     assert caught.value.errno == errno.EIO
     assert names(home) == ["5", "5/rank0.kv"]
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+def test_a_folder_that_another_rank_removes_while_it_is_empty_is_made_again(home, monkeypatch, times):
+    """As the cleaning of a rank that joins a little later does. For ever only where somebody else is at work there."""
+    allocate, removed = segment_room._allocate, []
+
+    def remove_first(path: Path, byte_count: int) -> None:
+        if len(removed) < times:
+            removed.append(path.parent.rmdir())
+        allocate(path, byte_count)
+
+    monkeypatch.setattr(segment_room, "_allocate", remove_first)
+    if times == 1:
+        os.close(create(home).fd)
+        assert names(home) == ["5", "5/rank0.kv"]
+    else:
+        with pytest.raises(DeviceError) as caught:
+            create(home)
+        assert caught.value.errno == errno.ENOENT
+        assert names(home) == []
 
 
 def test_until_it_is_complete_a_segment_has_no_name(home, monkeypatch):
