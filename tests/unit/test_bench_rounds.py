@@ -23,6 +23,7 @@ from kvdisk.cli.bench.cases import (
     Role,
     Sample,
     Series,
+    Unmeasured,
     cpu_ratio,
     ratio,
 )
@@ -193,6 +194,12 @@ def test_the_mover_loads_what_it_stored(flow):
     assert {op for op, _ in moved} == {Op.READ if flow is Flow.READ else Op.WRITE}
     assert sum(size for _, batch in moved for _, _, size in batch) == 2 * 20 * (BLOCK + 4096)
     run.promote(1)
+    device.plan.corrupt = {device._reads + 1: 9000}
+    if flow is Flow.READ:
+        run.measure_unverified(1)
+        device.plan.corrupt = {device._reads + 1: 9000}
+        with pytest.raises(Unmeasured, match="CHECKSUM"):
+            run.measure(1)
     run.close()
 
 
@@ -283,6 +290,7 @@ def test_a_row_is_as_good_as_its_worst_case():
         group_result(
             replace(run, block_bytes=2 << 20, route="mover"), posix=(ours, 1000), nixl=(ours, 900),
             posix_through_the_mover=(ours, 700), nixl_through_the_mover=(ours, 860),
+            **{"posix_through_the_mover,_unverified": (ours, 700), "nixl_through_the_mover,_unverified": (ours, 1000)},
         ),
         group_result(
             replace(run, route="cpu"), bare_preadv_loop=(limit, 1.0), posix=(ours, 1.4), nixl=(ours, 1.6),
@@ -299,6 +307,7 @@ def test_a_row_is_as_good_as_its_worst_case():
         (1.3, None, None),
         (2.0, 1.8, False),
         (0.85, 0.86, True),
+        (0.95, 0.86, False),
         (1.5, 1.6, False),
         (4.0, 4.0, True),
     ]

@@ -33,6 +33,7 @@ from kvdisk.cli.bench.groups import (
     BARE,
     NO_TORCH,
     THROUGH_MOVER,
+    UNVERIFIED,
     VERIFIED,
     cpu_group,
     has_torch,
@@ -141,6 +142,7 @@ def rows_of(results: Sequence[GroupResult]) -> list[Row]:
     ]
     mover = [one for one in results if one.case.route == "mover"]
     rows.append(_row("through the mover, GPU tier in host memory, 2 MiB, of the device alone", 0.85, mover, _of_device))
+    rows.append(_row("the same, of what it loads without verification", 0.95, mover, _of_unverified))
     cpu = [one for one in results if one.case.route == "cpu"]
     rows.append(_row("processor time for a GiB, unverified, to a bare preadv loop's", 1.5, cpu, _cpu_plain, most=True))
     rows.append(_row("the same, verified", 4.0, cpu, _cpu_verified, most=True))
@@ -244,7 +246,7 @@ def _of_peer(result: GroupResult) -> list[_Reached]:
 def _of_device(result: GroupResult) -> list[_Reached]:
     """The best mover against the best device alone."""
     movers = [one for one in result.series if one.name.endswith(THROUGH_MOVER)]
-    alone = [one for one in result.series if one.role is Role.OURS and one not in movers]
+    alone = [one for one in result.series if one.role is Role.OURS and THROUGH_MOVER not in one.name]
     if not movers or not alone:
         return []
     best = max(movers, key=lambda one: one.rate)
@@ -252,16 +254,26 @@ def _of_device(result: GroupResult) -> list[_Reached]:
     return [(ratio(best, max(alone, key=lambda one: one.rate)), name, None)]
 
 
+def _of_unverified(result: GroupResult) -> list[_Reached]:
+    """Each device's mover against itself, not looking at what it has read."""
+    found: list[_Reached] = []
+    for one in result.series:
+        blind = result.named(f"{one.name}, {UNVERIFIED}")
+        if blind is not None:
+            found.append((ratio(one, blind), one.name.removesuffix(THROUGH_MOVER).strip(), None))
+    return found
+
+
 def _against(mine: Series | None, other: Series | None) -> list[_Reached]:
     return [] if mine is None or other is None else [(ratio(mine, other), mine.name, None)]
 
 
 def _cpu_plain(result: GroupResult) -> list[_Reached]:
-    return _cpu(result, [one for one in result.series if one.name != BARE and not one.name.endswith(VERIFIED)])
+    return _cpu(result, [one for one in result.series if one.name != BARE and not one.name.endswith(f", {VERIFIED}")])
 
 
 def _cpu_verified(result: GroupResult) -> list[_Reached]:
-    return _cpu(result, [one for one in result.series if one.name.endswith(VERIFIED)])
+    return _cpu(result, [one for one in result.series if one.name.endswith(f", {VERIFIED}")])
 
 
 def _cpu(result: GroupResult, series: Sequence[Series]) -> list[_Reached]:

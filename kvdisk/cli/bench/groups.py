@@ -20,7 +20,7 @@ CPU_BLOCK_BYTES = 2 << 20
 MOST_MOVER_BYTES = 512 << 20
 """Of one measurement through the mover: the blocks lie in memory, all of them."""
 THROUGH_MOVER = "through the mover"
-VERIFIED = "verified"
+VERIFIED, UNVERIFIED = "verified", "unverified"
 BARE = "bare preadv loop"
 NO_TORCH = "torch is not installed: nothing is measured through the mover, nor between GPU and CPU."
 
@@ -63,13 +63,18 @@ def mover_case(settings: Settings, flow: Flow, block_bytes: int) -> Case:
 
 
 def mover_group(stand: Stand, case: Case, *, limit: bool = True) -> Group:
-    """Return fio (or not, without ``limit``), each device alone, and the mover over each, in contiguous slots."""
+    """Return fio (or not, without ``limit``), each device alone, and the mover over each, in contiguous slots.
+
+    Reads through the mover are measured without verification, too.
+    """
 
     def make(stack: ExitStack) -> list[Contender]:
         made = [*(stand.limits(case) if limit else []), *stand.ours(case)]
         for name in stand.runs:
             run = _mover_run(stand, stack, name, case)
             made.append(Contender(f"{name} {THROUGH_MOVER}", Role.OURS, run.measure))
+            if case.flow is Flow.READ:
+                made.append(Contender(f"{name} {THROUGH_MOVER}, {UNVERIFIED}", Role.OURS, run.measure_unverified))
         return made
 
     return Group(case, make)
