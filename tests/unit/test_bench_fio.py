@@ -49,6 +49,21 @@ def test_a_real_failure_is_told_in_a_sentence(tmp_path: Path) -> None:
     assert all("fio with" in why for why in found.engines().values())
 
 
+def test_small_cases_are_moved_often_and_their_time_is_of_one(file: Path, tmp_path: Path) -> None:
+    program = tmp_path / "fio"
+    program.write_text(
+        '#!/bin/sh\nfor word in "$@"; do case $word in --io_size=*) size=${word#--io_size=};; esac; done\n'
+        'echo "{\\"jobs\\": [{\\"error\\": 0, \\"read\\": {\\"io_bytes\\": $size, \\"runtime\\": 2400},'
+        ' \\"write\\": {\\"io_bytes\\": 0, \\"runtime\\": 0}}]}"\n'
+    )
+    program.chmod(0o700)
+    made = fio.Fio(str(program), file, direct=True)
+    assert made.measure(CASE, "libaio", 1).seconds == pytest.approx(0.3), "eight times"
+    large = Case(Flow.READ, 1 << 20, 4, Layout.CONTIGUOUS, 256 << 20)
+    assert made.measure(large, "libaio", 1).seconds == pytest.approx(1.2), "512 MiB are enough"
+    assert made.measure(large, "libaio", 5).seconds == pytest.approx(2.4)
+
+
 def test_without_fio_there_is_none(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     assert fio.find(file, direct=True) is None and fio.version() is None

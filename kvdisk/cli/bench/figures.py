@@ -61,8 +61,7 @@ _Reached = tuple[float, str, float | None]
 class Cell(NamedTuple):
     """One case of a row: in words, and the ratio that was reached, by which contender.
 
-    ``limit``: what fio itself reached in the same rounds, where it was compared with the same thing: nothing that
-    comes from this drive can be better.
+    ``limit``: what fio reached in the same rounds, where it was compared with the same thing.
     """
 
     words: str
