@@ -7,9 +7,10 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 from kvdisk.cli.bench.cases import Contender, Group, GroupResult, Sample, Series
+from kvdisk.cli.bench.scratch import signals_held
 from kvdisk.errors import KvdiskError
 
 Step = Callable[[str], None]
@@ -33,7 +34,8 @@ def run_group(group: Group, rounds: int, step: Step = lambda _: None) -> GroupRe
                 if contender.name in dropped:
                     continue
                 try:
-                    with busy_thread(group.case.busy and contender.in_process):
+                    holding = signals_held() if contender.in_process else nullcontext()
+                    with holding, busy_thread(group.case.busy and contender.in_process):
                         sample = contender.measure(passes if turn else 1)
                     if group.case.busy:  # the thread's time is in there
                         sample = Sample(sample.seconds)

@@ -128,6 +128,31 @@ def _remove_abandoned(directory: Path) -> None:
                 os.close(fd)
 
 
+class _Held:
+    """``depth``: of ``signals_held``; ``number``: of the signal that came, 0: none. Main thread only."""
+
+    depth = 0
+    number = 0
+
+
+_held = _Held()
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Let a signal end the program only afterwards.
+
+    An exception out of nowhere in the middle of a device's call would lose a batch, which is waited for later.
+    """
+    _held.depth += 1
+    try:
+        yield
+    finally:
+        _held.depth -= 1
+        if _held.number and not _held.depth:
+            raise SystemExit(128 + _held.number)
+
+
 @contextmanager
 def ending_on_signals() -> Iterator[None]:
     """Let SIGINT, SIGTERM and SIGHUP end the program in order (exit code 128 + signal), so that it cleans up.
@@ -138,8 +163,11 @@ def ending_on_signals() -> Iterator[None]:
     def end(number: int, _: FrameType | None) -> None:
         for one in _SIGNALS:
             signal.signal(one, signal.SIG_IGN)
-        raise SystemExit(128 + number)
+        _held.number = number
+        if not _held.depth:
+            raise SystemExit(128 + number)
 
+    _held.number = 0
     before = {number: signal.signal(number, end) for number in _SIGNALS}
     try:
         yield
