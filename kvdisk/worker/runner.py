@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 PART_BYTES = 8 << 20
 MOST_READS = 4
 """Read batches at the device; promotions start only below half of it."""
-MOST_WRITES = 2
+MOST_WRITES = 4
+"""Parts from their gather to the end of their write: while one is gathered and sealed, the others are written."""
 MOST_LATE = 16
 """With so many late batches on a drive no other starts there: it does not answer. Late ones count nowhere else."""
 MOST_GATHERS = 2
@@ -76,7 +77,8 @@ class Runner:
         self._queues = LotQueues()
         self._waiting: list[Work] = []
         """Jobs that name a segment which is being opened or dropped."""
-        self._part_slots = [max(1, part_bytes // size) for size in self._geometry.slot_sizes]
+        # To the nearest, since the header makes slots a little longer than a power of two.
+        self._part_slots = [max(1, round(part_bytes / size)) for size in self._geometry.slot_sizes]
         self._staging = FreeStaging(gear.staging.slot_counts, self._part_slots)
         self._copies: tuple[deque[tuple[Part, CopyTicket]], ...] = (deque(), deque())
         """Gathers and scatters under way. The copier keeps the order of each kind."""
@@ -235,7 +237,8 @@ class Runner:
             return None
         size_class = self._geometry.size_classes[lot.group]
         if route.staged:
-            arena, staging = gear.staging, self._staging.take(size_class, len(lot.positions) - lot.taken)
+            wanted = len(lot.positions) - lot.taken
+            arena, staging = gear.staging, self._staging.take(size_class, wanted, writes=route.writes)
             if not staging:
                 return None
             positions = lot.positions[lot.taken : lot.taken + len(staging)]
