@@ -36,6 +36,8 @@ LEAST_AHEAD_BYTES, MOST_AHEAD_BYTES = 8 << 20, 32 << 20
 whoever waits has something to do meanwhile; more while the interpreter lock is long in coming back from a call, so that
 the drive has something to do meanwhile."""
 _CALM_CALLS = 64
+MOST_READS_IN_ROW = 8
+"""So many calls that read go before one that writes and came earlier."""
 _MOST_EVENTS = 1024
 _FULL_WAIT_S = 0.001
 _NUMBERS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
@@ -139,8 +141,9 @@ class KernelQueue:
         self._lock = threading.Lock()
         # Under the lock, which nobody holds while waiting for anything:
         self._flights: dict[int, _Flight] = {}
-        self._waiting: deque[tuple[_Flight, Call, int]] = deque()
+        self._waiting: dict[Op, deque[tuple[_Flight, Call, int]]] = {op: deque() for op in Op}
         """Calls, with their bytes, that the kernel has not been given."""
+        self._reads_in_row = 0
         self._calls: dict[int, tuple[_Flight, Call, int]] = {}
         """By number: what the kernel has, and may still touch."""
         self._bytes = 0
@@ -169,7 +172,7 @@ class KernelQueue:
         flight = _Flight(ticket, op, len(calls))
         with self._lock:
             self._flights[ticket] = flight
-            self._waiting.extend((flight, call, size) for call, size in calls)
+            self._waiting[op].extend((flight, call, size) for call, size in calls)
             wake = self._bytes < self._ahead_bytes
         if wake:
             self._wakes.put(True)
@@ -187,12 +190,25 @@ class KernelQueue:
         while self._wakes.get():
             self._submit()
 
+    @property
+    def _any_waiting(self) -> bool:
+        return any(self._waiting.values())
+
+    def _next(self) -> tuple[_Flight, Call, int]:
+        """Take out the call that is next: reads first, for which requests wait, and a write from time to time."""
+        reads, writes = self._waiting[Op.READ], self._waiting[Op.WRITE]
+        if reads and (self._reads_in_row < MOST_READS_IN_ROW or not writes):
+            self._reads_in_row += 1
+            return reads.popleft()
+        self._reads_in_row = 0
+        return writes.popleft()
+
     def _submit(self) -> None:
         """Give the kernel what it may have. Either thread."""
         with self._lock:
             first, taken = self._numbers, []
-            while self._waiting and self._bytes < self._ahead_bytes and len(self._calls) < _MOST_EVENTS:
-                flight, call, size = self._calls[self._numbers] = self._waiting.popleft()
+            while self._any_waiting and self._bytes < self._ahead_bytes and len(self._calls) < _MOST_EVENTS:
+                flight, call, size = self._calls[self._numbers] = self._next()
                 taken.append((flight.op, call))
                 self._numbers += 1
                 self._bytes += size
@@ -270,7 +286,7 @@ class KernelQueue:
         """Return how many ends to wait for: each look costs the interpreter lock, and no batch ends with fewer."""
         with self._lock:
             least = min([flight.left for flight in self._flights.values()], default=1)
-            if self._waiting:
+            if self._any_waiting:
                 least = min(least, len(self._calls) // 2)  # and then the kernel is given more
         return max(1, least)
 
@@ -300,7 +316,7 @@ class KernelQueue:
                 self._bytes -= wanted
                 rest = without(call.buffers, result)
                 call = Call(call.position, call.fd, call.offset + result, rest)
-                self._waiting.appendleft((flight, call, wanted - result))
+                self._waiting[flight.op].appendleft((flight, call, wanted - result))
             self._wakes.put(True)
         else:
             # The end of the file, or a rest that O_DIRECT cannot go on from.
@@ -317,7 +333,7 @@ class KernelQueue:
             ended = flight.left == 0
             if ended:
                 del self._flights[flight.ticket]
-            wake = bool(self._waiting)
+            wake = self._any_waiting
         if ended:
             self._report(Done(flight.ticket, flight.errors))
         if wake:

@@ -8,6 +8,7 @@ move in one transfer. ``torch`` is imported only where a tensor or pinning is as
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -16,9 +17,12 @@ import numpy as np
 
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES
+from kvdisk.worker.numa import node_of, pci_address, prefer_node
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger("kvdisk.worker")
 
 
 class Arena:
@@ -26,7 +30,8 @@ class Arena:
 
     ``slot_sizes``: bytes of a slot by size class, multiples of 4096. ``slot_counts``: slots of each
     class; 0 is allowed. ``pin``: register the mapping with CUDA, which touches all of it; otherwise
-    memory is taken as slots are first written.
+    memory is taken as slots are first written. Pinned memory comes from the NUMA node of the process's current
+    GPU, where the machine has several.
 
     The arena owns the memory until ``close``; a view or tensor that outlives it keeps the mapping
     alive, never dangling. What lies in a slot belongs to the mover, and to the device while a batch
@@ -60,6 +65,29 @@ class Arena:
         self._pinned_address = 0
         if pin:
             self._pin()
+
+    def _come_near(self, gpu: int) -> None:
+        """Let the memory come from the node of a GPU, before it is touched. Farther memory serves as well, slower."""
+        import torch
+
+        properties = torch.cuda.get_device_properties(gpu)
+        if not hasattr(properties, "pci_bus_id"):
+            return  # an older torch, or not a CUDA device
+        address = pci_address(properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
+        node = node_of(address)
+        if node is None:
+            return
+        try:
+            prefer_node(self._address, self.total_bytes, node)
+        except OSError as error:
+            logger.warning("kvdisk could not take host memory from NUMA node %d, near its GPU: %s", node, error)
+        else:
+            logger.info("kvdisk takes %d bytes of host memory from NUMA node %d, near its GPU.", self.total_bytes, node)
+
+    @property
+    def _address(self) -> int:
+        assert self._mapping is not None
+        return int(np.frombuffer(self._mapping, np.uint8).ctypes.data)
 
     @property
     def memory(self) -> memoryview:
@@ -117,7 +145,8 @@ class Arena:
             raise ConfigError("pinned host memory needs torch with CUDA") from error
         if not torch.cuda.is_available():
             raise ConfigError("pinned host memory needs CUDA, and torch finds no CUDA device")
-        address = np.frombuffer(self._mapping, np.uint8).ctypes.data
+        self._come_near(torch.cuda.current_device())
+        address = self._address
         status = int(torch.cuda.cudart().cudaHostRegister(address, self.total_bytes, 0))
         if status != 0:
             raise ConfigError(f"CUDA cannot pin {self.total_bytes} bytes of host memory (error {status})")

@@ -4,7 +4,6 @@ way."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from kvdisk.worker.gear import Gear
@@ -16,15 +15,16 @@ if TYPE_CHECKING:
 
 
 class Parts:
-    """Cuts parts, and takes their staging back. ``part_slots``: slots of a part, by size class; fewer where staging is
-    small. The mover's thread calls everything.
+    """Cuts parts of about ``part_bytes``, and takes their staging back. ``slots``: of a part, by size class; fewer
+    where staging is small. The mover's thread calls everything.
     """
 
-    def __init__(self, gear: Gear, part_slots: Sequence[int]) -> None:
+    def __init__(self, gear: Gear, part_bytes: int) -> None:
         self._gear = gear
-        self._part_slots = part_slots
-        self._staging = FreeStaging(gear.staging.slot_counts, part_slots)
-        self._direct = None if gear.direct is None else FreeStaging(gear.direct.staging.slot_counts, part_slots)
+        # To the nearest, since the header makes slots a little longer than a power of two.
+        self.slots = [max(1, round(part_bytes / size)) for size in gear.geometry.slot_sizes]
+        self._staging = FreeStaging(gear.staging.slot_counts, self.slots)
+        self._direct = None if gear.direct is None else FreeStaging(gear.direct.staging.slot_counts, self.slots)
 
     def cut(self, lot: Lot) -> Part | None:
         """Cut the next part from a lot; None where it has to wait for staging."""
@@ -33,7 +33,7 @@ class Parts:
         rest = len(lot.positions) - lot.taken
         staging: list[int] = []
         if route.staged:
-            staging = self._free_of(route).take(size_class, rest)
+            staging = self._free_of(route).take(size_class, rest, writes=route.writes)
             if not staging:
                 return None
             arena = gear.staging
@@ -43,7 +43,7 @@ class Parts:
         else:
             assert gear.arena is not None, "a move names a CPU slot, and there is no CPU tier"
             arena = gear.arena
-        count = len(staging) or min(rest, self._part_slots[size_class])
+        count = len(staging) or min(rest, self.slots[size_class])
         positions = lot.positions[lot.taken : lot.taken + count]
         slots = staging[:] or [lot.work.job.moves[position].cpu.index for position in positions]  # type: ignore[union-attr]
         lot.taken += count

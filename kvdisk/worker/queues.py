@@ -64,7 +64,7 @@ class LotQueues:
     def remove(self, wanted: Callable[[Lot], bool]) -> list[Lot]:
         """Take out all lots that are ``wanted``, and return them."""
         found: list[Lot] = []
-        for queue in self._order:
+        for queue in filter(None, self._order):
             gone = [lot for lot in queue if wanted(lot)]
             for lot in gone:
                 queue.remove(lot)
@@ -78,14 +78,17 @@ class FreeStaging:
     def __init__(self, slot_counts: Sequence[int], part_slots: Sequence[int]) -> None:
         self._free = [list(range(count)) for count in slot_counts]
         self._counts = tuple(slot_counts)
-        # A quarter of staging for a part: several are under way, and MOST_WRITES of stores leave half to loads.
-        self._most = [min(most, max(1, count // 4)) for most, count in zip(part_slots, slot_counts, strict=True)]
+        # A quarter of staging for a part of a load, an eighth of a store: MOST_WRITES of them leave half to loads.
+        self._most = {
+            writes: [min(most, max(1, count // share)) for most, count in zip(part_slots, slot_counts, strict=True)]
+            for writes, share in ((False, 4), (True, 8))
+        }
 
-    def take(self, size_class: int, wanted: int) -> list[int]:
-        """Take slots for a part of at most ``wanted``; an empty list where it has to wait."""
+    def take(self, size_class: int, wanted: int, *, writes: bool) -> list[int]:
+        """Take slots for a part of at most ``wanted``, to be written to a drive or read; empty where it has to wait."""
         assert self._counts[size_class], "there is no staging for this size of slot"
         free = self._free[size_class]
-        count = min(wanted, self._most[size_class])
+        count = min(wanted, self._most[writes][size_class])
         if count > len(free):
             return []
         taken = free[:count]

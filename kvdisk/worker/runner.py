@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 PART_BYTES = 8 << 20
 MOST_READS = 4
 """Read batches at the device; promotions start only below half of it."""
-MOST_WRITES = 2
+MOST_WRITES = 4
+"""Parts from their gather to the end of their write: while one is gathered and sealed, the others are written."""
 MOST_LATE = 16
 """With so many late batches on a drive no other starts there: it does not answer. Late ones count nowhere else."""
 MOST_GATHERS = 2
@@ -78,8 +79,7 @@ class Runner:
         self._queues = LotQueues()
         self._waiting: list[Work] = []
         """Jobs that name a segment which is being opened or dropped."""
-        self._part_slots = [max(1, part_bytes // size) for size in self._geometry.slot_sizes]
-        self._parts = Parts(gear, self._part_slots)
+        self._parts = Parts(gear, part_bytes)
         self._direct = gear.direct
         self._copies = Copies(gear, self.stats)
         self._writes = 0
@@ -126,7 +126,7 @@ class Runner:
             self._fail_rest(lot, Reason.CANCELLED)
 
     def _admit(self, work: Work) -> None:
-        for lot in lots_of(work, self._geometry, self._part_slots, self._files.open, self._gear.rank, self._direct):
+        for lot in lots_of(work, self._geometry, self._parts.slots, self._files.open, self._gear.rank, self._direct):
             if work.void:
                 self._fail_rest(lot, Reason.CANCELLED)
             else:

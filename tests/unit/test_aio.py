@@ -205,6 +205,34 @@ def test_large_transfers_are_cut_for_the_drive_and_small_ones_are_not(drive, don
     assert sorted(lengths) == [ALIGNMENT] * 5 + [aio.SHORTEST_BYTES] * 4 + [aio.LONGEST_BYTES] * 8
 
 
+def test_reads_go_before_writes_that_wait_but_not_for_ever(drive, done, fd, monkeypatch):
+    go, begun, order = threading.Event(), threading.Event(), []
+    real, real_place = aio._Kernel.submit, aio._place
+
+    def late(*arguments):
+        begun.set()
+        assert go.wait(WAIT_S)
+        return real(*arguments)
+
+    def recorded(op, call, vectors):
+        order.append(op)
+        return real_place(op, call, vectors)
+
+    monkeypatch.setattr(aio._Kernel, "submit", late)
+    memory = make_memory(aio.LONGEST_BYTES)
+    ahead = aio.LEAST_AHEAD_BYTES // aio.LONGEST_BYTES
+    drive.put(0, Op.WRITE, [(at, Transfer(fd, 0, (memory,))) for at in range(ahead)], aio.LONGEST_BYTES)
+    assert begun.wait(WAIT_S)  # with all that the kernel may have
+    monkeypatch.setattr(aio, "_place", recorded)
+    small = [(at, Transfer(fd, 0, (memory[:ALIGNMENT],))) for at in range(2 * aio.MOST_READS_IN_ROW)]
+    drive.put(1, Op.WRITE, small[:4], ALIGNMENT)
+    drive.put(2, Op.READ, small, ALIGNMENT)
+    go.set()
+    assert sorted(done.get(timeout=WAIT_S) for _ in range(3)) == [Done(0, {}), Done(1, {}), Done(2, {})]
+    row = [Op.READ] * aio.MOST_READS_IN_ROW + [Op.WRITE]
+    assert order == row * 2 + [Op.WRITE] * 2
+
+
 @pytest.mark.parametrize("slow", [False, True])
 def test_the_kernel_is_given_little_ahead_unless_calls_are_slow_to_come_back(drive, done, fd, monkeypatch, slow):
     most, real = [], aio._Kernel.submit

@@ -15,7 +15,7 @@ from kvdisk.device.store import Store
 from kvdisk.geometry import HEADER_BYTES, Namespace
 from kvdisk.messages import HomeSpec, JobKind, Plan, Reason, Report
 from kvdisk.worker.files import HomeFiles
-from kvdisk.worker.runner import MOST_READS
+from kvdisk.worker.runner import MOST_READS, MOST_WRITES
 
 WAIT_S = 60.0
 BLOCKS = [5, 1, 2, 3, 40, 17, 16, 47]
@@ -347,3 +347,28 @@ def test_submit_and_poll_do_not_wait_for_a_device_that_hangs():
     # The names in NamedFiles are no open files: the device refuses them.
     assert rank.results[first].failed == {0: Reason.IO_ERROR}
     rank.mover.close()
+
+
+def test_stores_through_staging_are_several_at_the_drive_and_leave_half_of_it_to_loads():
+    rank = Rank(staging_slots=2 * MOST_WRITES, part_bytes=8 * GROUPS[0].slot_bytes)
+    try:
+        before = {block: rank.payload(0, block) for block in range(12)}
+        rank.run()
+        rank.device.plan.hold = True
+        moves = [move(block, 0, block, nvme=block) for block in before]
+        store = rank.submit(JobKind.STORE, moves)
+        rank.run()
+        assert (rank.device.held, store in rank.results) == (MOST_WRITES, False)
+        late = rank.submit(JobKind.LOAD, [move(99, 0, 20, nvme=30)])
+        rank.run()
+        assert rank.device.held == MOST_WRITES + 1, "there is staging for a load"
+        rank.device.plan.hold = False
+        while rank.device.held:
+            rank.device.release()
+            rank.run()
+        assert rank.results[store].failed == {} and list(rank.results[late].failed) == [0]
+        rank.erase()
+        assert rank.do(JobKind.LOAD, moves) == {}
+        assert {block: rank.payload(0, block) for block in before} == before
+    finally:
+        rank.mover.close()
