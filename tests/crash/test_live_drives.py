@@ -73,11 +73,17 @@ def test_blocks_lie_on_all_drives_and_come_back_in_any_order(
     # What is in memory may refuse O_DIRECT, and with it NIXL.
     dirs = [(quick_path if device == "posix" else tmp_path) / name for name in ("first", "second", "third")]
     engine = start(dirs, model, Clock(), device=device)
-    LiveLoad(engine, SEED, SHAPE).run_requests(60)
+    load = LiveLoad(engine, SEED, SHAPE)
+    load.run_requests(60)
+
+    def even() -> bool:
+        """A slow drive's first segment comes late; from then on it gets its turns."""
+        found = blocks_by_drive(engine)
+        return len(found) == 3 and min(found.values()) > max(found.values()) // 3
+
+    serve_until(load, "about as many blocks on each drive", even)
     engine.run_until_quiet()
     before = blocks_by_drive(engine)
-    assert len(before) == 3, before
-    assert min(before.values()) > max(before.values()) // 3, f"the drives have about as much each: {before}"
     engine.close()
     assert all(list(path.glob("homes/*/segments/*/rank1.kv")) for path in dirs)
 
