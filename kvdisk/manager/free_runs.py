@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+LONGEST = 2048
+"""Runs of this length and more are told apart only where one is not enough: else the bit set of a fresh tier of a
+million slots would have as many bits, and each call would copy them."""
+
 
 class FreeRuns:
     """Positions are plain integers; neighbours are those that differ by one. ``free``: how many there are.
 
     Each call takes time by the runs that it changes, not by those that there are: finding one is a look at a few
-    words of a bit set, in which bit n says that there is a run of n.
+    words of a bit set, in which bit n says that there is a run of n, and the last one that there are longer ones.
     """
 
     __slots__ = ("_by_length", "_ends", "_lengths", "_starts", "free")
@@ -43,16 +47,24 @@ class FreeRuns:
         self._insert(start, end - start)
 
     def fit(self, count: int) -> int:
-        """Return the length of the shortest run of at least ``count``, else of the longest; 0 where nothing is free."""
-        longer = self._lengths >> count
+        """Return the length of the shortest run of at least ``count``, else of the longest; 0 where nothing is free.
+
+        LONGEST stands for all lengths from there on.
+        """
+        least = min(count, LONGEST)
+        longer = self._lengths >> least
         if longer:
-            return count + (longer & -longer).bit_length() - 1
+            return least + (longer & -longer).bit_length() - 1
         return max(0, self._lengths.bit_length() - 1)
 
     def take(self, count: int) -> tuple[int, int]:
         """Take up to ``count`` neighbours of the run that ``fit`` finds: (first position, how many). Some are free."""
-        length = self.fit(count)
-        start = next(reversed(self._by_length[length]))
+        kind = self.fit(count)
+        found = self._by_length[kind]
+        start = next(reversed(found))
+        if kind == LONGEST and self._starts[start] < count:
+            start = max(found, key=self._starts.__getitem__)  # there are few so long
+        length = self._starts[start]
         self._remove(start, length)
         if length > count:
             self._insert(start + count, length - count)
@@ -70,17 +82,19 @@ class FreeRuns:
     def _insert(self, start: int, length: int) -> None:
         self._starts[start] = length
         self._ends[start + length] = start
-        same = self._by_length.get(length)
+        kind = min(length, LONGEST)
+        same = self._by_length.get(kind)
         if same is None:
-            self._by_length[length] = {start: None}
-            self._lengths |= 1 << length
+            self._by_length[kind] = {start: None}
+            self._lengths |= 1 << kind
         else:
             same[start] = None
 
     def _remove(self, start: int, length: int) -> None:
         del self._starts[start], self._ends[start + length]
-        same = self._by_length[length]
+        kind = min(length, LONGEST)
+        same = self._by_length[kind]
         del same[start]
         if not same:
-            del self._by_length[length]
-            self._lengths ^= 1 << length
+            del self._by_length[kind]
+            self._lengths ^= 1 << kind

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdisk.blocks import Slot
+from kvdisk.manager.free_runs import LONGEST
 from kvdisk.manager.pool import SlotPool
 
 STEPS = st.lists(st.tuples(st.sampled_from(["take", "release", "retain", "commit"]), st.integers(1, 5)), max_size=60)
@@ -119,6 +120,23 @@ def test_the_shortest_run_that_is_long_enough_is_cut_else_the_longest_are_used_u
         used = [slot for slot in used if slot not in back]
         free |= set(back)
         pool.check()
+
+
+def test_runs_longer_than_the_longest_kind():
+    """They are one kind: any of them serves what is shorter, and the longest what is longer."""
+    pool = SlotPool(1)
+    for segment, length in enumerate((LONGEST + 5, 3 * LONGEST, LONGEST)):
+        pool.add_segment(segment, 0, length)
+    slots = pool.allocate(0, 2 * LONGEST)
+    assert slots == [Slot(1, index) for index in range(2 * LONGEST)]
+    few = pool.allocate(0, 10)
+    assert len({slot.segment for slot in few}) == 1
+    pool.check()
+    rest = pool.allocate(0, 10 * LONGEST)
+    assert len(rest) == 3 * LONGEST - 5 and len({*slots, *few, *rest}) == 5 * LONGEST + 5
+    pool.release(slots + few + rest)
+    pool.check()
+    assert pool.allocate(0, 3 * LONGEST) == [Slot(1, index) for index in range(3 * LONGEST)]
 
 
 @pytest.mark.parametrize("order", [range(10), range(9, -1, -1), [0, 2, 4, 6, 8, 1, 3, 5, 7, 9]])
