@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvdisk.device.aio import serves
 from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.control import check_directory
 from kvdisk.device.drives import make_missing_directory
@@ -28,7 +29,11 @@ from kvdisk.errors import ConfigError, KvdiskError
 from kvdisk.geometry import ALIGNMENT
 
 MAKERS: Mapping[str, Callable[[], Device]] = {"nixl": NixlDevice, "posix": PosixDevice}
-"""The devices that ``auto`` chooses from. The first is taken unless a later one is clearly faster."""
+"""The devices that ``auto`` chooses from. The first is taken unless a later one is clearly faster.
+
+Where ``posix`` has the kernel's own queue it goes first: beside the mover's other work its thread sees sooner what has
+ended (docs/BENCHMARKS.md, tiers). Where it has only threads, NIXL does, since they slow down while Python is busy.
+"""
 FALLBACK = "posix"
 CLEARLY = 1.15
 """So many times as fast. Less is what the same drive differs by from one start to the next."""
@@ -134,10 +139,12 @@ def probe(
     run_bytes = min(run_bytes, file_bytes)
     report = ProbeReport(directory, min(block_bytes, run_bytes), run_bytes)
     began_s = time.monotonic()
+    queued = False
     try:
         make_missing_directory(directory)
         check_directory(directory)
         with nameless_file(directory, file_bytes) as (fd, report.direct):
+            queued = serves(fd)
             _Trial(report, fd, file_bytes, budget_s).run(makers)
     except _Silence:
         report.problem = f"the drive has not answered for {_GIVE_UP_S:.0f} s"
@@ -145,7 +152,7 @@ def probe(
         number = getattr(error, "errno", None)
         full = number in {errno.ENOSPC, errno.EDQUOT}
         report.problem = "the drive is full" if full else f"nothing could be tried there: {error}".rstrip(".")
-    report.chosen, report.why = choose(report, list(makers))
+    report.chosen, report.why = choose(report, sorted(makers, key=lambda name: queued and name != FALLBACK))
     report.seconds = time.monotonic() - began_s
     return report
 

@@ -107,6 +107,12 @@ def test_the_slower_one_is_not_chosen(tmp_path):
     assert quick(tmp_path, makers={"posix": PosixDevice, "slow": SlowDevice}).chosen == "posix"
 
 
+@pytest.mark.parametrize(("queued", "chosen"), [(True, "posix"), (False, "nixl")])
+def test_of_two_alike_posix_goes_first_where_it_has_a_queue_of_the_kernels(tmp_path, monkeypatch, queued, chosen):
+    monkeypatch.setattr(probe, "serves", lambda fd: queued)
+    assert quick(tmp_path, makers={"nixl": SlowDevice, "posix": SlowDevice}).chosen == chosen
+
+
 @pytest.mark.parametrize(
     ("nixl", "posix", "chosen"), [(100, 50, "nixl"), (100, 100, "nixl"), (90, 100, "nixl"), (80, 100, "posix")]
 )
