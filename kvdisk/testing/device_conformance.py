@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import errno
 import mmap
+import os
 import random
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from kvdisk.device.base import Buffer, Device, Op, Outcome, Transfer
@@ -279,3 +282,32 @@ class DeviceConformance:
         batch.clear()
         for view in views:
             view.release()
+
+
+class FilesConformance(DeviceConformance):
+    """The suite over real files of a temporary directory, opened with ``flags`` besides."""
+
+    flags = 0
+
+    def setup_method(self, method: Any) -> None:
+        """Make the directory, then the device."""
+        self.directory = tempfile.TemporaryDirectory()
+        self.fds: dict[int, Path] = {}
+        super().setup_method(method)
+
+    def open_file(self) -> int:
+        """See ``DeviceConformance``."""
+        path = Path(self.directory.name) / str(len(self.fds))
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | self.flags, 0o600)
+        self.fds[fd] = path
+        return fd
+
+    def close_files(self) -> None:
+        """See ``DeviceConformance``."""
+        for fd in self.fds:
+            os.close(fd)
+        self.directory.cleanup()
+
+    def stored(self, fd: int, byte_count: int) -> bytes:
+        """See ``DeviceConformance``."""
+        return self.fds[fd].read_bytes()[:byte_count]

@@ -10,9 +10,7 @@ import os
 import random
 import resource
 import signal
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,33 +24,16 @@ from kvdisk.device.pair import PairDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import ALIGNMENT
 from kvdisk.testing.addressed_device import range_of
-from kvdisk.testing.device_conformance import DeviceConformance, fill, make_memory
+from kvdisk.testing.device_conformance import FilesConformance, fill, make_memory
 from kvdisk.testing.sim_direct import SimLanes
 from kvdisk.testing.sim_drive import Weather
 
 
-class TestGds(DeviceConformance):
-    def setup_method(self, _method) -> None:
-        self.directory = tempfile.TemporaryDirectory()
-        self.fds: dict[int, Path] = {}
-        super().setup_method(_method)
+class TestGds(FilesConformance):
+    flags = os.O_DIRECT
 
     def make_device(self) -> Device:
         return GdsDevice(threads=2, compat=True)
-
-    def open_file(self) -> int:
-        path = Path(self.directory.name) / str(len(self.fds))
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        self.fds[fd] = path
-        return fd
-
-    def close_files(self) -> None:
-        for fd in self.fds:
-            os.close(fd)
-        self.directory.cleanup()
-
-    def stored(self, fd: int, byte_count: int) -> bytes:
-        return self.fds[fd].read_bytes()[:byte_count]
 
     # What only this device promises
 

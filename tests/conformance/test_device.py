@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -15,34 +13,13 @@ from kvdisk.device.memory import MemoryDevice
 from kvdisk.device.nixl import NixlDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import ALIGNMENT
-from kvdisk.testing.device_conformance import WAIT_S, DeviceConformance, fill, make_memory
+from kvdisk.testing.device_conformance import WAIT_S, DeviceConformance, FilesConformance, fill, make_memory
 from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
 
 
-class PosixFiles(DeviceConformance):
-    flags = 0
-
-    def setup_method(self, _method) -> None:
-        self.directory = tempfile.TemporaryDirectory()
-        self.fds: dict[int, Path] = {}
-        super().setup_method(_method)
-
+class PosixFiles(FilesConformance):
     def make_device(self) -> Device:
         return PosixDevice(threads=3)
-
-    def open_file(self) -> int:
-        path = Path(self.directory.name) / str(len(self.fds))
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | self.flags, 0o600)
-        self.fds[fd] = path
-        return fd
-
-    def close_files(self) -> None:
-        for fd in self.fds:
-            os.close(fd)
-        self.directory.cleanup()
-
-    def stored(self, fd: int, byte_count: int) -> bytes:
-        return self.fds[fd].read_bytes()[:byte_count]
 
 
 class TestPosix(PosixFiles):

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -14,31 +12,14 @@ from kvdisk.device import aio
 from kvdisk.device.base import Device
 from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import ALIGNMENT
-from kvdisk.testing.device_conformance import DeviceConformance
+from kvdisk.testing.device_conformance import FilesConformance
 
 
-class DirectFiles(DeviceConformance):
-    def setup_method(self, _method) -> None:
-        self.directory = tempfile.TemporaryDirectory()
-        self.fds: dict[int, Path] = {}
-        super().setup_method(_method)
+class DirectFiles(FilesConformance):
+    flags = os.O_DIRECT
 
     def make_device(self) -> Device:
         return PosixDevice(threads=3)
-
-    def open_file(self) -> int:
-        path = Path(self.directory.name) / str(len(self.fds))
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        self.fds[fd] = path
-        return fd
-
-    def close_files(self) -> None:
-        for fd in self.fds:
-            os.close(fd)
-        self.directory.cleanup()
-
-    def stored(self, fd: int, byte_count: int) -> bytes:
-        return self.fds[fd].read_bytes()[:byte_count]
 
 
 @pytest.fixture

@@ -4,10 +4,7 @@
 from __future__ import annotations
 
 import errno
-import os
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +14,7 @@ from kvdisk.device.pair import PairDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import ALIGNMENT
 from kvdisk.testing.addressed_device import AddressedDevice, range_of
-from kvdisk.testing.device_conformance import WAIT_S, DeviceConformance, fill, make_memory
+from kvdisk.testing.device_conformance import WAIT_S, FilesConformance, fill, make_memory
 from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
 
 
@@ -30,28 +27,9 @@ class Alternating(PairDevice):
         return super().submit(op, batch)
 
 
-class TestPair(DeviceConformance):
-    def setup_method(self, _method) -> None:
-        self.directory = tempfile.TemporaryDirectory()
-        self.fds: dict[int, Path] = {}
-        super().setup_method(_method)
-
+class TestPair(FilesConformance):
     def make_device(self) -> Device:
         return Alternating(PosixDevice(threads=2), AddressedDevice(PosixDevice(threads=1)))
-
-    def open_file(self) -> int:
-        path = Path(self.directory.name) / str(len(self.fds))
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        self.fds[fd] = path
-        return fd
-
-    def close_files(self) -> None:
-        for fd in self.fds:
-            os.close(fd)
-        self.directory.cleanup()
-
-    def stored(self, fd: int, byte_count: int) -> bytes:
-        return self.fds[fd].read_bytes()[:byte_count]
 
 
 @pytest.fixture
