@@ -77,14 +77,16 @@ CASES: dict[str, tuple[Damage, str]] = {
 
 @pytest.mark.parametrize("cpu_bytes", [0, 16 * 2 * SLOT_BYTES], ids=["no memory tier", "small memory tier"])
 @pytest.mark.parametrize("case", CASES)
-def test_damage_while_running(case: str, cpu_bytes: int, quick_path: Path) -> None:
+def test_damage_while_running(case: str, cpu_bytes: int, quick_path: Path, request: pytest.FixtureRequest) -> None:
     damage, counter = CASES[case]
     rng = random.Random(f"{SEED} {case}")
     config = MODEL.config(str(quick_path / "store"), blocks=48, cpu_bytes=cpu_bytes, store_decode=True)
     engine = LiveEngine(config, MODEL)
+    request.addfinalizer(engine.close)
     load = LiveLoad(engine, SEED, LoadShape(width=3, forgets=0.5, resets=0.01))
     home = engine.parts.home
     assert home is not None
+    engine.run_until_quiet()  # the home and the first segment are open, however busy the machine is
     for step in range(STEPS):
         load.step()
         files = sorted(home.segments_path.glob("*/rank*.kv"))
