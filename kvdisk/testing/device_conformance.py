@@ -13,6 +13,7 @@ import mmap
 import os
 import random
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,20 +36,20 @@ def fill(buffer: Buffer, seed: int) -> bytes:
     return bytes(buffer)
 
 
-class DeviceConformance:
+class DeviceConformance(ABC):
     """See the module. Files begin empty and grow by writes."""
 
     device: Device
 
+    @abstractmethod
     def make_device(self) -> Device:
         """Return a new device; the suite closes it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def open_file(self) -> int:
         """Return the descriptor of a new, empty file; open until the test is over."""
-        raise NotImplementedError
 
-    def close_files(self) -> None:
+    def close_files(self) -> None:  # noqa: B027 - what is in memory has nothing to close
         """Close and remove what ``open_file`` opened."""
 
     def setup_method(self, _method: Any) -> None:
@@ -272,9 +273,9 @@ class DeviceConformance:
         self.device.close()
         assert self.stored(fd, len(data)) == data
 
+    @abstractmethod
     def stored(self, fd: int, byte_count: int) -> bytes:
         """Return the first bytes of a file, though the device is closed."""
-        raise NotImplementedError
 
     def _write_and_forget(self, fd: int, views: Sequence[Buffer]) -> None:
         batch = [Transfer(fd, at * ALIGNMENT, (view,)) for at, view in enumerate(views)]
@@ -302,7 +303,7 @@ class FilesConformance(DeviceConformance):
         self.fds[fd] = path
         return fd
 
-    def close_files(self) -> None:
+    def close_files(self) -> None:  # noqa: B027 - what is in memory has nothing to close
         """See ``DeviceConformance``."""
         for fd in self.fds:
             os.close(fd)

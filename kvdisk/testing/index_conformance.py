@@ -6,6 +6,7 @@ The suite needs nothing but the protocol, two ways to open, and pytest's ``tmp_p
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import permutations, product, starmap
@@ -60,16 +61,16 @@ def put_all(index: Index, records: list[BlockRecord]) -> int:
     return ticket
 
 
-class IndexConformance:
+class IndexConformance(ABC):
     """The suite. A subclass says how to open an index that commits a handful of operations only when it is told to."""
 
+    @abstractmethod
     def open_index(self, path: Path, max_queued: int) -> Index:
         """Return an empty index, whose files (if it has any) go into the directory ``path``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reopen_index(self, index: Index, path: Path) -> Index:
         """Close ``index``; return one opened anew on what it has left."""
-        raise NotImplementedError
 
     @contextmanager
     def opened(self, path: Path, max_queued: int = 100_000) -> Iterator[Index]:
