@@ -166,9 +166,8 @@ class ManagerMachine(RuleBasedStateMachine):
         self._finish_step()
         self.engine.schedule(budget)
         self.engine.forward()
-        for rank in self.ranks:
-            if ranks >> rank.rank & 1:
-                rank.work_off()
+        for rank in [rank for rank in self.ranks if ranks >> rank.rank & 1]:
+            rank.work_off()
         self.engine.update()
 
     @rule(budget=_budgets)

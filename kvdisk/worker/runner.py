@@ -174,8 +174,7 @@ class Runner:
         """
         outcomes = self._shuttle.poll(wait_s)
         self._reap(outcomes)
-        happened = bool(outcomes)
-        happened |= self._reap_copies()
+        happened = bool(outcomes) | self._reap_copies()
         happened |= self._note_files(self._files.turn())
         happened |= self._give_up(now_s)
         happened |= self._expire(now_s)
