@@ -303,7 +303,7 @@ class FilesConformance(DeviceConformance):
         self.fds[fd] = path
         return fd
 
-    def close_files(self) -> None:  # noqa: B027 - what is in memory has nothing to close
+    def close_files(self) -> None:
         """See ``DeviceConformance``."""
         for fd in self.fds:
             os.close(fd)
