@@ -21,13 +21,6 @@ class Call(NamedTuple):
     buffers: Sequence[Buffer]
 
 
-class Done(NamedTuple):
-    """A task that has ended, with errno by position of the failed transfers."""
-
-    ticket: int
-    errors: dict[int, int]
-
-
 class DriveQueue(Protocol):
     """Runs the calls of one drive, several at a time, on threads of its own: a drive that hangs holds up no other."""
 

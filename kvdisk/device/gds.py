@@ -24,14 +24,14 @@ import queue
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvdisk.device.base import Buffer, Op, Outcome, Transfer
 from kvdisk.device.gpu_range import GpuRange
+from kvdisk.device.tickets import Done, Tickets
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import ALIGNMENT
 
@@ -113,11 +113,6 @@ class _Task(NamedTuple):
     pieces: list[_Piece]
 
 
-class _Done(NamedTuple):
-    ticket: int
-    errors: dict[int, int]
-
-
 class GdsDevice:
     """``Device`` between files and GPU memory (``GpuRange`` in the place of ``Buffer``), without a copy in host memory.
 
@@ -153,10 +148,7 @@ class GdsDevice:
         self._registered: list[GpuRange] = []
         self._files: dict[int, tuple[int, Any]] = {}
         """Number of the drive (``st_dev``), and the ``CuFile`` or None, by descriptor."""
-        self._tickets = 0
-        self._in_flight: dict[int, tuple[int, dict[int, int]]] = {}
-        """Tasks that have not reported, and errors so far, by ticket."""
-        self._done: queue.SimpleQueue[_Done] = queue.SimpleQueue()
+        self._tickets = Tickets()
         self._tasks: dict[int, queue.SimpleQueue[_Task | None]] = {}
         self._threads: list[threading.Thread] = []
         self._closed = False
@@ -190,7 +182,7 @@ class GdsDevice:
             tasks = self._tasks[drive] = queue.SimpleQueue()
             for number in range(self._thread_count):
                 name = f"kvdisk-gds-{len(self._tasks)}-{number}"
-                thread = threading.Thread(target=_work, args=(tasks, self._done), name=name, daemon=True)
+                thread = threading.Thread(target=_work, args=(tasks, self._tickets.report), name=name, daemon=True)
                 self._threads.append(thread)
                 thread.start()
 
@@ -204,8 +196,7 @@ class GdsDevice:
         """See ``Device``."""
         assert not self._closed, "the device is closed"
         assert batch
-        self._tickets += 1
-        ticket = self._tickets
+        ticket = self._tickets.take()
         errors: dict[int, int] = {}
         by_drive: dict[int, list[_Piece]] = {}
         for position, transfer in enumerate(batch):
@@ -219,31 +210,18 @@ class GdsDevice:
         tasks = [
             (drive, _Task(ticket, op, share)) for drive, pieces in by_drive.items() for share in self._shares(pieces)
         ]
-        self._in_flight[ticket] = (max(1, len(tasks)), errors)
         for drive, task in tasks:
             self._tasks[drive].put(task)
-        if not tasks:
-            self._done.put(_Done(ticket, {}))
+        self._tickets.expect(ticket, len(tasks), errors)
         return ticket
 
     def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
         """See ``Device``."""
-        ended: list[Outcome] = []
-        deadline_s = time.monotonic() + timeout_s
-        while self._in_flight:
-            remaining_s = 0.0 if ended else max(0.0, deadline_s - time.monotonic())
-            try:
-                self._note(self._done.get(timeout=remaining_s) if remaining_s else self._done.get_nowait(), ended)
-            except queue.Empty:
-                break
-        return ended
+        return self._tickets.poll(timeout_s)
 
     def drain(self) -> list[Outcome]:
         """See ``Device``."""
-        ended: list[Outcome] = []
-        while self._in_flight:
-            self._note(self._done.get(), ended)
-        return ended
+        return self._tickets.drain()
 
     def close(self) -> None:
         """See ``Device``. Registered memory is still there: it is closed after the device."""
@@ -267,16 +245,6 @@ class GdsDevice:
         """Deal pieces out to as many tasks as there are threads, neighbours to different ones."""
         return [share for start in range(self._thread_count) if (share := pieces[start :: self._thread_count])]
 
-    def _note(self, done: _Done, ended: list[Outcome]) -> None:
-        tasks_left, errors = self._in_flight[done.ticket]
-        for position, number in done.errors.items():
-            errors.setdefault(position, number)
-        if tasks_left > 1:
-            self._in_flight[done.ticket] = (tasks_left - 1, errors)
-        else:
-            del self._in_flight[done.ticket]
-            ended.append(Outcome(done.ticket, errors))
-
 
 def _listed(settings: dict[str, Any]) -> str:
     return ", ".join(f"{name} {getattr(value, 'name', value)}" for name, value in settings.items())
@@ -293,15 +261,15 @@ def _cut(op: Op, position: int, file: Any, transfer: Transfer) -> Iterator[_Piec
             offset += piece.nbytes
 
 
-def _work(tasks: queue.SimpleQueue[_Task | None], done: queue.SimpleQueue[_Done]) -> None:
+def _work(tasks: queue.SimpleQueue[_Task | None], tell: Callable[[Done], None]) -> None:
     while True:
         task = tasks.get()
         if task is None:
             return
-        report = _Done(task.ticket, _run(task))
+        report = Done(task.ticket, _run(task))
         # Whoever hears of the end may release the memory: no view of it may be left in this frame.
         del task
-        done.put(report)
+        tell(report)
 
 
 def _run(task: _Task) -> dict[int, int]:

@@ -13,14 +13,14 @@ import errno
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 from kvdisk.device import aio
 from kvdisk.device.base import Buffer, Op, Outcome, Transfer
-from kvdisk.device.calls import Call, Done, DriveQueue, cut, without
+from kvdisk.device.calls import Call, DriveQueue, cut, without
+from kvdisk.device.tickets import Done, Tickets
 from kvdisk.geometry import ALIGNMENT, round_up
 
 SHORTEST_BYTES = 1 << 20
@@ -84,10 +84,7 @@ class PosixDevice:
         self._kernel_queue = kernel_queue
         self._files: dict[int, DriveQueue] = {}
         """By descriptor, the queue of the drive that a file lies on."""
-        self._tickets = 0
-        self._in_flight: dict[int, tuple[int, dict[int, int]]] = {}
-        """Reports that are still to come, and errors so far, by ticket."""
-        self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
+        self._tickets = Tickets()
         self._queues: dict[tuple[int, bool], DriveQueue] = {}
         """By drive (``st_dev``) and whether it is the kernel's; one that hangs is of no use to the others."""
         self._closed = False
@@ -120,8 +117,7 @@ class PosixDevice:
         """See ``Device``."""
         assert not self._closed, "the device is closed"
         assert batch
-        self._tickets += 1
-        ticket = self._tickets
+        ticket = self._tickets.take()
         errors: dict[int, int] = {}
         known: dict[DriveQueue, list[tuple[int, Transfer]]] = {}
         total_bytes = 0
@@ -133,35 +129,17 @@ class PosixDevice:
             else:
                 known.setdefault(place, []).append((position, transfer))
         share_bytes = round_up(-(-total_bytes // self._thread_count), ALIGNMENT)
-        # No report is looked at before the next poll.
         reports = sum(place.put(ticket, op, part, share_bytes) for place, part in known.items())
-        self._in_flight[ticket] = (max(1, reports), errors)
-        if not reports:
-            self._done.put(Done(ticket, {}))
+        self._tickets.expect(ticket, reports, errors)
         return ticket
 
     def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
         """See ``Device``."""
-        ended: list[Outcome] = []
-        self._collect(ended)
-        deadline = time.monotonic() + timeout_s
-        while not ended and self._in_flight:
-            remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0:
-                break
-            try:
-                self._note(self._done.get(timeout=remaining_s), ended)
-            except queue.Empty:
-                break
-            self._collect(ended)
-        return ended
+        return self._tickets.poll(timeout_s)
 
     def drain(self) -> list[Outcome]:
         """See ``Device``."""
-        ended: list[Outcome] = []
-        while self._in_flight:
-            self._note(self._done.get(), ended)
-        return ended
+        return self._tickets.drain()
 
     def close(self) -> None:
         """See ``Device``."""
@@ -176,25 +154,8 @@ class PosixDevice:
         name = f"kvdisk-posix-{len(self._queues) + 1}"
         if in_kernel:
             with suppress(OSError):  # forbidden, or too many of them on this machine: threads serve as well
-                return aio.KernelQueue(name, self._done.put, self._longest_bytes)
-        return _ThreadQueue(name, self._thread_count, self._done.put, self._longest_bytes)
-
-    def _collect(self, ended: list[Outcome]) -> None:
-        while True:
-            try:
-                self._note(self._done.get_nowait(), ended)
-            except queue.Empty:
-                return
-
-    def _note(self, done: Done, ended: list[Outcome]) -> None:
-        tasks_left, errors = self._in_flight[done.ticket]
-        for position, number in done.errors.items():
-            errors.setdefault(position, number)
-        if tasks_left > 1:
-            self._in_flight[done.ticket] = (tasks_left - 1, errors)
-        else:
-            del self._in_flight[done.ticket]
-            ended.append(Outcome(done.ticket, errors))
+                return aio.KernelQueue(name, self._tickets.report, self._longest_bytes)
+        return _ThreadQueue(name, self._thread_count, self._tickets.report, self._longest_bytes)
 
 
 def _checked_bytes(op: Op, transfer: Transfer) -> int:
