@@ -357,7 +357,8 @@ class Catalog:
 
     def _change_alike(self, rows: Sequence[int], tier: Tier, state: int, change: Change) -> None:
         """What ``_change_one`` does, for rows that have a copy in one tier at most, all in one state, as most have."""
-        target = _target_of(state, change)
+        target = NEXT[state * 4 + change]
+        assert target != ILLEGAL, f"{change!r} of copies that are {CopyState(state)!r}"
         scale = 4 if tier is Tier.CPU else 1
         before, now = PRESENCES[state * scale], PRESENCES[target * scale]
         states, presences = self._states[tier], self._presences
@@ -368,11 +369,15 @@ class Catalog:
             self._unready.difference_update(rows)
         else:
             self._unready.update(rows)
-        self._count(before, now, len(rows))
+        if now > before:
+            self.gains += len(rows)
+        elif now < before:
+            self.losses += len(rows)
 
     def _change_one(self, row: int, tier: Tier, change: Change) -> None:
         states, presences = self._states[tier], self._presences
-        states[row] = _target_of(states[row], change)
+        states[row] = target = NEXT[states[row] * 4 + change]
+        assert target != ILLEGAL, f"{change!r} of a copy of row {row}"
         nvme = self._nvme_states[row]
         if self._hidden and nvme == _READY and self._segments[Tier.NVME][row] in self._hidden:
             nvme = _ABSENT
@@ -382,16 +387,5 @@ class Catalog:
         else:
             self._unready.add(row)  # it may be farther already, for its drive
         presences[row] = now
-        self._count(before, now, 1)
-
-    def _count(self, before: int, now: int, count: int) -> None:
-        if now > before:
-            self.gains += count
-        elif now < before:
-            self.losses += count
-
-
-def _target_of(state: int, change: Change) -> int:
-    target = NEXT[state * 4 + change]
-    assert target != ILLEGAL, f"{change!r} of a copy that is {CopyState(state)!r}"
-    return target
+        self.gains += now > before
+        self.losses += now < before

@@ -60,15 +60,24 @@ class FreeRuns:
     def take(self, count: int) -> tuple[int, int]:
         """Take up to ``count`` neighbours of the run that ``fit`` finds: (first position, how many). Some are free."""
         kind = self.fit(count)
-        found = self._by_length[kind]
+        found, starts = self._by_length[kind], self._starts
         start = next(reversed(found))
-        if kind == LONGEST and self._starts[start] < count:
-            start = max(found, key=self._starts.__getitem__)  # there are few so long
-        length = self._starts[start]
-        self._remove(start, length)
-        if length > count:
-            self._insert(start + count, length - count)
+        length = starts[start]
+        if length < count and kind == LONGEST:
+            start = max(found, key=starts.__getitem__)  # there are few so long
+            length = starts[start]
+        if length - count >= LONGEST:  # it stays among the longest: as when a fresh tier fills
+            del found[start], starts[start]
+            rest = start + count
+            found[rest] = None
+            starts[rest] = length - count
+            self._ends[start + length] = rest
             length = count
+        else:
+            self._remove(start, length)
+            if length > count:
+                self._insert(start + count, length - count)
+                length = count
         self.free -= length
         return start, length
 

@@ -19,6 +19,7 @@ from kvdisk.manager.free_runs import FreeRuns
 
 _FREE, _USED, _LIMBO = 1, 2, 3
 _SHIFT = 32
+_INDEX = (1 << _SHIFT) - 1
 """A slot's position is its segment's number times 2**32 and its index, so that those of two segments never meet."""
 
 
@@ -82,16 +83,21 @@ class SlotPool:
         slots: list[Slot] = []
         found = self._runs[size_class]
         places = list(found.values()) if drive is None else [found[drive]] if drive in found else []
-        while len(slots) < count:
-            wanted = count - len(slots)
+        wanted = count
+        while wanted > 0:
             runs = places[0] if len(places) == 1 else _best(places, wanted)
             if runs is None or not runs.free:
                 break
             position, length = runs.take(wanted)
-            segment, start = divmod(position, 1 << _SHIFT)
-            self._maps[segment][start : start + length] = bytes([_USED]) * length
-            slots += make_slots(repeat(segment, length), range(start, start + length))
-        self.free[size_class] -= len(slots)
+            segment, start = position >> _SHIFT, position & _INDEX
+            if length == 1:
+                self._maps[segment][start] = _USED
+                slots.append(Slot(segment, start))
+            else:
+                self._maps[segment][start : start + length] = bytes([_USED]) * length
+                slots += make_slots(repeat(segment, length), range(start, start + length))
+            wanted -= length
+        self.free[size_class] -= count - wanted
         return slots
 
     def release(self, slots: Iterable[Slot]) -> None:

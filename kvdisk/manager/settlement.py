@@ -8,7 +8,6 @@ keeps its pin, until ``release``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 
 from kvdisk.blocks import Tier
 from kvdisk.context import SchedulerContext
@@ -64,14 +63,20 @@ class Settlement:
 
     def settle_all(self, records: Iterable[JobRecord], now: float, now_s: int) -> None:
         """End jobs that every rank has answered, in order: at once those stores that follow each other."""
-        for stored, some in groupby(records, lambda record: record.job.kind is JobKind.STORE and not record.failed):
-            if stored:
-                ended = list(some)
-                self.room += len(ended)
-                self._settle_stores(ended, now, now_s)
-            else:
-                for record in some:
-                    self.settle(record, now, now_s)
+        stored: list[JobRecord] = []
+        for record in records:
+            if record.job.kind is JobKind.STORE and not record.failed:
+                stored.append(record)
+                continue
+            self._settle_whole(stored, now, now_s)
+            stored = []
+            self.settle(record, now, now_s)
+        self._settle_whole(stored, now, now_s)
+
+    def _settle_whole(self, stored: list[JobRecord], now: float, now_s: int) -> None:
+        if stored:
+            self.room += len(stored)
+            self._settle_stores(stored, now, now_s)
 
     def settle(self, record: JobRecord, now: float, now_s: int) -> None:
         """End a job that every rank has answered. ``now_s``: seconds since the Unix epoch."""
@@ -142,14 +147,15 @@ class Settlement:
         written: list[int] = []
         # The tail of a chain is given back first, as the engine does, so that it is reused first.
         for record in reversed(records):
-            details, failed = record.details, record.failed
+            details, failed, request_id = record.details[::-1], record.failed, record.request_id
             # What was free before its store is the first to be reused, as it was.
-            touched = spilled if record.request_id is None else held
-            touched += [detail.block for detail in reversed(details) if detail.block >= 0]
+            touched = spilled if request_id is None else held
+            touched += [detail.block for detail in details if detail.block >= 0]
             if failed:
-                details = [detail for at, detail in enumerate(details) if at not in failed]
-            written += [detail.row for detail in reversed(details)]
-            request = self._requests.get(record.request_id or "")
+                last = len(details) - 1
+                details = [detail for at, detail in enumerate(details) if last - at not in failed]
+            written += [detail.row for detail in details]
+            request = None if request_id is None else self._requests.get(request_id)
             if request is not None:
                 request.store_jobs.discard(record.job.id)
         self._context.free_blocks(held)

@@ -70,16 +70,18 @@ class StoreDrafts:
         """
         catalog = self._catalog
         if are_new:
-            rows = catalog.add_all(keys, self._generation + 1, draft.epoch, parents)
+            first = self._generation + 1
+            rows = catalog.add_all(keys, first, draft.epoch, parents)
             self._generation += len(rows)
+            generations: Iterable[int] = range(first, first + len(rows))
         else:
             rows = catalog.find_all(keys)
             for at, row in enumerate(rows):
                 if row < 0:
                     self._generation += 1
                     rows[at] = catalog.add(keys[at], self._generation, draft.epoch, parents[at])
+            generations = map(catalog.generations.__getitem__, rows)
         catalog.begin_all(rows, self._target, slots)
-        generations = map(catalog.generations.__getitem__, rows)
         cpu, nvme = (slots, repeat(None)) if self._target is Tier.CPU else (repeat(None), slots)
         draft.moves += make_moves(keys, generations, blocks, cpu, nvme, parents)
         draft.details += make_details(rows, blocks if draft.holds else repeat(-1), repeat(group), positions)

@@ -56,16 +56,15 @@ class Watermark:
 
         ``room``: a number that rises when room comes free. ``count_of(position)``: the block's reuse count.
         """
+        start, self.frontier = self.frontier, max(limit, self.frontier)
+        if not self.refused:
+            return list(range(start, limit))
         offered = [
             position
             for position, refused in self.refused.items()
             if position < limit and refused.is_over(room, now, count_of(position))
         ]
-        offered.sort()
-        if limit > self.frontier:
-            offered.extend(range(self.frontier, limit))
-            self.frontier = limit
-        return offered
+        return sorted(offered) + list(range(start, limit))
 
     def accept(self, position: int) -> None:
         """The block is stored, on its way, or of no use: it is not offered again."""
