@@ -39,7 +39,7 @@ test: check ## the checks and every test that needs no GPU
 	[ -z "$(PYTEST_CODE_FILE)" ] || echo $$code >"$(PYTEST_CODE_FILE)"; exit $$code
 
 torture: install-dev ## the long tests; see docs/TESTING.md
-	@$(BIN)/python -m pytest $(ON_TWO_CORES) -m torture
+	@$(BIN)/python -m pytest $(ON_TWO_CORES) -n 3 -m torture --durations 12 # many wait for drives and processes
 
 demo: install ## run the main job on real vLLM: cold, warm from memory, warm from NVMe after a restart
 	@$(BIN)/python tools/demo.py --store "$(STORE)" --prompt-tokens "$(PROMPT_TOKENS)" $(if $(MODEL),--model "$(MODEL)")
