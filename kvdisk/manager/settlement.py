@@ -7,7 +7,7 @@ keeps its pin, until ``release``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 from kvdisk.blocks import Tier
@@ -29,6 +29,12 @@ from kvdisk.stats import Stats
 
 _SOURCE_IS_BAD = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
 """Failures of a load after which its source copy is dropped. A deadline says nothing about the copy."""
+_TIMED = {
+    JobKind.STORE: "job_seconds.store",
+    JobKind.LOAD: "job_seconds.load",
+    JobKind.DEMOTE: "job_seconds.demote",
+    JobKind.PROMOTE: "job_seconds.promote",
+}
 
 
 class Settlement:
@@ -62,8 +68,12 @@ class Settlement:
         self.pinned_blocks = 0
         self.room = 0
 
-    def settle_all(self, records: Iterable[JobRecord], now: float, now_s: int) -> None:
+    def settle_all(self, records: Sequence[JobRecord], now: float, now_s: int) -> None:
         """End jobs that every rank has answered, in order: at once those stores that follow each other."""
+        for record in records:
+            series = _TIMED.get(record.job.kind)
+            if series is not None and record.sent_s is not None:
+                self._stats.observe(series, max(0.0, now - record.sent_s))
         for stored, some in groupby(records, lambda record: record.job.kind is JobKind.STORE and not record.failed):
             if stored:
                 ended = list(some)
@@ -245,9 +255,9 @@ class Settlement:
             and not self._foreign.holds(key)
         ):
             if not self._nvme_admission.admits(key):
-                self._stats.add("left_without_reuse")
+                self._stats.add("left_blocks.reuse")
             else:
-                self._stats.add("left_without_budget" if self._nvme.is_spent else "left_without_room")
+                self._stats.add("left_blocks.budget" if self._nvme.is_spent else "left_blocks.room")
         return False
 
     # -- demotions -----------------------------------------------------------------------------
