@@ -108,9 +108,10 @@ class Figures:
         gauges as they are. ``now``: seconds, monotonic."""
         stats, busy = self._stats, self._gauges.busy
         ended, self._was_busy = self._was_busy and not busy, busy
-        look = ended or (busy and now >= self._look_at_s)
         changed = stats.changes != self._told_changes
-        if not look and not (changed and (not busy or now >= self._tell_at_s)):
+        # A quiet engine may not take another step: then nothing is left for later.
+        look = now >= self._look_at_s if busy else ended or changed
+        if not look and not (changed and now >= self._tell_at_s):
             return None
         self._tell_at_s = now + TELL_S
         fresh = self._fresh()
@@ -118,8 +119,6 @@ class Figures:
             self._look_at_s = now + LOOK_S
             self._latest = self._look()
             fresh.gauges = dict(self._latest.gauges)
-        elif not busy:  # nothing has moved since the gauges were read
-            self._latest = self._snapshot(self._latest.gauges)
         return fresh
 
     def _fresh(self) -> Stats:
@@ -139,9 +138,7 @@ class Figures:
         return fresh
 
     def _look(self) -> _Snapshot:
-        return self._snapshot({**self._gauges.read(), "pinned_gpu_blocks": self._pinned_blocks()})
-
-    def _snapshot(self, gauges: Mapping[str, float]) -> _Snapshot:
+        gauges = {**self._gauges.read(), "pinned_gpu_blocks": self._pinned_blocks()}
         sums = {series: (samples.count, samples.total) for series, samples in self._stats.samples.items()}
         return _Snapshot(time.time(), dict(self._stats.counts), sums, gauges)
 

@@ -200,8 +200,9 @@ class Stats:
             if mine is None:
                 mine = self.samples[series] = Samples()
             mine.merge(samples)
-        self.gauges.update(other.gauges)
-        self.changes += 1
+        if other.samples or other.gauges:
+            self.gauges.update(other.gauges)
+            self.changes += 1
 
     def take(self) -> Stats:
         """Return what there is so far and start again from nothing."""
