@@ -9,16 +9,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvdisk.background import Background
 from kvdisk.config import Config
 from kvdisk.context import SchedulerContext
 from kvdisk.device.base import Device
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES
 from kvdisk.device.choice import choose_device, make_like
+from kvdisk.device.figures_file import write_figures
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.home import Home
 from kvdisk.device.pair import PairDevice
 from kvdisk.device.store import Store
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
+from kvdisk.figures import LOG_S, WRITE_S, Figures
 from kvdisk.geometry import Geometry
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader
@@ -26,6 +29,7 @@ from kvdisk.manager.admission import make_admission
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.eviction import EvictionPolicy, make_eviction
+from kvdisk.manager.gauges import Gauges
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme_layout import NvmeLayout
 from kvdisk.manager.nvme_space import NvmeSpace
@@ -65,10 +69,13 @@ class SchedulerParts:
     home: Home | None
     neighbours: NeighbourReader | None
     nvme: NvmeSpace | None
+    figures: Figures
+    background: Background
 
     def close(self) -> None:
         """Commit what is queued, note a clean end, and release the home. The workers are gone already."""
         committed = True
+        self.background.close()
         if self.neighbours is not None:
             self.neighbours.close()
         try:
@@ -137,7 +144,35 @@ def assemble_scheduler(
         neighbours=neighbours,
     )
     _log_start(config, geometry, catalog, home)
-    return SchedulerParts(manager, index, home, neighbours, nvme)
+    gauges = Gauges(geometry, transfers, cpu, nvme)
+    figures = _make_figures(manager, gauges, geometry, home, str(description.get("model", "")))
+    background = Background([(WRITE_S, figures.write), (LOG_S, figures.log)])
+    return SchedulerParts(manager, index, home, neighbours, nvme, figures, background)
+
+
+def _make_figures(manager: TierManager, gauges: Gauges, geometry: Geometry, home: Home | None, model: str) -> Figures:
+    """Return what tells of the engine; what its home's last owner has told there is replaced."""
+
+    def write_file(figures: dict[str, Any]) -> None:
+        assert home is not None
+        write_figures(home.path, figures)
+
+    figures = Figures(
+        manager.stats,
+        gauges,
+        lambda: manager.pinned_gpu_blocks,
+        model=model,
+        ranks=geometry.rank_count,
+        drives=[]
+        if home is None
+        else [str(folder.path.parent.parent) for folder in home.folders if folder is not None],
+        write_file=None if home is None else write_file,
+    )
+    try:
+        figures.write()
+    except OSError as error:
+        logger.debug("kvdisk could not write its figures: %s", error)
+    return figures
 
 
 def _make_budget(config: Config, geometry: Geometry) -> WriteBudget | None:

@@ -1,86 +1,238 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters that add up over steps and ranks. Plain dictionaries, so that they travel as they are."""
+"""What kvdisk counts and measures: the one table of metrics, and the values, which add up over steps and ranks.
+
+A *series* is a metric, or one value of its label: ``stored_blocks``, ``hit_tokens.cpu``. Values are plain dictionaries
+by series, so that they travel as they are. docs/METRICS.md is this table in words.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
 
-COUNTERS: Mapping[str, str] = {
-    "lookup_tokens": "tokens of requests that asked for an external hit",
-    "hit_tokens_cpu": "tokens loaded from the CPU tier",
-    "hit_tokens_nvme": "tokens loaded from the NVMe tier",
-    "stored_blocks": "blocks copied from the GPU to the CPU tier (or through staging to NVMe)",
-    "demoted_blocks": "blocks written from the CPU tier to NVMe",
-    "promoted_blocks": "blocks read from NVMe into CPU slots",
-    "prefetched_blocks": "of these, blocks read ahead for requests that waited in the queue",
-    "failed_promotions": "blocks that could not be read ahead",
-    "loaded_blocks": "blocks loaded to the GPU",
-    "evicted_blocks_cpu": "copies that left the CPU tier for room",
-    "evicted_blocks_nvme": "copies that left the NVMe tier for room",
-    "refused_blocks": "offers refused for lack of room or reuse",
-    "refused_reuse": "of these, offers of blocks that too few requests had wanted",
-    "refused_room": "of these, offers for which no slot, or no GPU block to hold, was left",
-    "refused_budget": "of these, offers that came when the day's bytes to write were spent",
-    "left_without_reuse": "copies that left the CPU tier and that too few requests had wanted for NVMe",
-    "left_without_room": "copies that left the CPU tier because NVMe could not take them in time",
-    "left_without_budget": "copies that left the CPU tier when the day's bytes to write were spent",
-    "budget_pauses": "times that writes to NVMe stopped because the day's bytes were spent",
-    "failed_loads": "block loads that failed and were recomputed",
-    "failed_stores": "block stores or demotions that failed",
-    "checksum_failures": "loads refused because the payload did not match its checksum",
-    "header_failures": "loads refused because the slot held another record",
-    "io_errors": "transfers that the device failed",
-    "deadline_misses": "transfers given up at their deadline",
-    "late_moves": "of these, transfers that the drive had begun and not ended",
-    "lookup_waits": "lookups answered 'not yet' because a block was on its way",
-    "short_hits": "lookups whose hit was too short to be worth a load",
-    "wait_timeouts": "waits for a block on its way that ran out",
-    "foreign_questions": "requests for which the other homes of the store were asked",
-    "loaded_blocks_foreign": "of the loaded blocks, those read from another home",
-    "foreign_failures": "loads from another home whose slot did not hold what its index said",
-    "write_pauses": "times that writes to a drive stopped for a while after a failure",
-    "segment_failures": "segments that could not be made for want of room, or for another failure",
-    "dropped_records": "blocks on NVMe whose record could not be committed: a restart does not find them",
-    "lost_events": "stored and removed blocks that were not published because too many waited",
-    "drive_quarantines": "times that a drive was left alone because it failed to read or did not answer",
-    "rank_bytes_gpu_to_cpu": "bytes copied from the GPU, summed over ranks",
-    "rank_bytes_cpu_to_gpu": "bytes copied to the GPU, summed over ranks",
-    "rank_bytes_written": "bytes written to NVMe, summed over ranks",
-    "rank_bytes_read": "bytes read from NVMe, summed over ranks",
+MOST_SAMPLES = 1024
+"""Samples of one series that are kept one by one between two reports; of what is beyond, number and sum are."""
+
+
+class Kind(Enum):
+    """COUNTER: only rises. GAUGE: how it is now. HISTOGRAM: samples, of which number and sum only rise."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Metric(NamedTuple):
+    """One row of the table. ``label`` has one of ``values``; without ``values``, any: a number of a drive.
+
+    ``about``: what is counted, in a phrase that names the unit. ``buckets``: upper bounds, of histograms.
+    """
+
+    name: str
+    kind: Kind
+    about: str
+    label: str = ""
+    values: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+TIERS = ("cpu", "nvme")
+REFUSALS = ("reuse", "room", "budget")
+JOBS = ("store", "load", "demote", "promote")
+ROUTES = ("gpu_to_cpu", "cpu_to_gpu", "cpu_to_nvme", "nvme_to_cpu", "gpu_to_nvme", "nvme_to_gpu")
+_TRANSFER_S = (2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_WAIT_S = (1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_PART_BYTES = tuple(float(1 << shift) for shift in (12, 14, 16, 18, 20, 21, 22, 23, 24))
+_C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+
+METRICS: Mapping[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        # What requests found. The CPU tier is asked for every token that the GPU has not got, the NVMe tier (other
+        # homes of the store included) for those that the CPU tier has not got: hit / (hit + missed) is a tier's rate.
+        Metric("lookup_tokens", _C, "tokens beyond the GPU's own cache that requests asked the tiers for"),
+        Metric("hit_tokens", _C, "tokens that requests were given from a tier", "tier", TIERS),
+        Metric("missed_tokens", _C, "tokens that a tier was asked for, and that it did not give", "tier", TIERS),
+        Metric("hit_blocks", _C, "blocks that requests were given from a tier", "tier", TIERS),
+        Metric("missed_blocks", _C, "blocks that a tier was asked for, and that it did not give", "tier", TIERS),
+        Metric("short_hits", _C, "lookups whose hit was too short to be worth a load"),
+        Metric("lookup_waits", _C, "lookups answered 'not yet' because a block was on its way"),
+        Metric("wait_timeouts", _C, "waits for a block on its way that ran out"),
+        Metric("wait_seconds", _H, "seconds that a request waited for blocks on their way", buckets=_WAIT_S),
+        # Blocks that moved.
+        Metric("stored_blocks", _C, "blocks copied from the GPU to the CPU tier (or through staging to NVMe)"),
+        Metric("demoted_blocks", _C, "blocks written from the CPU tier to NVMe"),
+        Metric("loaded_blocks", _C, "blocks loaded to the GPU"),
+        Metric("loaded_blocks_foreign", _C, "of the loaded blocks, those read from another home"),
+        Metric("promoted_blocks", _C, "blocks read from NVMe into CPU slots"),
+        Metric("prefetched_blocks", _C, "of these, blocks read ahead for requests that waited in the queue"),
+        Metric("failed_stores", _C, "block stores or demotions that failed"),
+        Metric("failed_loads", _C, "block loads that failed and were recomputed"),
+        Metric("failed_promotions", _C, "blocks that could not be read ahead"),
+        Metric("transfer_bytes", _H, "bytes of a part of a job, on one rank, by route", "route", ROUTES, _PART_BYTES),
+        Metric("transfer_seconds", _H, "seconds that such a part took on its route", "route", ROUTES, _TRANSFER_S),
+        Metric("job_seconds", _H, "seconds from a job's plan until every rank has done it", "job", JOBS, _WAIT_S),
+        Metric("drive_read_bytes", _C, "bytes read from a drive, on all ranks", "drive"),
+        Metric("drive_written_bytes", _C, "bytes written to a drive, on all ranks", "drive"),
+        # What left, and what was not taken.
+        Metric("evicted_blocks", _C, "copies that left a tier for room", "tier", TIERS),
+        Metric("refused_blocks", _C, "offers to the first tier that were refused, by reason", "reason", REFUSALS),
+        Metric(
+            "left_blocks",
+            _C,
+            "copies that left the CPU tier and that NVMe had not taken, by reason",
+            "reason",
+            REFUSALS,
+        ),
+        Metric("budget_pauses", _C, "times that writes to NVMe stopped because the day's bytes were spent"),
+        Metric("dropped_records", _C, "blocks on NVMe whose record could not be committed: a restart misses them"),
+        Metric("lost_events", _C, "stored and removed blocks that were not published because too many waited"),
+        # What failed.
+        Metric(
+            "verification_failures",
+            _C,
+            "blocks refused because their slot held another record (header), or their bytes were wrong (checksum)",
+            "kind",
+            ("header", "checksum"),
+        ),
+        Metric("io_errors", _C, "transfers that the device failed", "op", ("read", "write")),
+        Metric("deadline_misses", _C, "moves given up at their deadline"),
+        Metric("late_moves", _C, "of these, moves that the drive had begun and not ended"),
+        Metric("write_pauses", _C, "times that writes to a drive stopped for a while after a failure"),
+        Metric("segment_failures", _C, "segments that could not be made, for want of room or another failure"),
+        Metric("drive_quarantines", _C, "times that a drive was left alone because it failed to read or to answer"),
+        Metric("foreign_questions", _C, "requests for which the other homes of the store were asked"),
+        Metric("foreign_failures", _C, "blocks of another home whose slot did not hold what its index said"),
+        # How it is now.
+        Metric("used_bytes", _G, "bytes of a tier's slots that hold blocks, on all ranks", "tier", TIERS),
+        Metric("capacity_bytes", _G, "bytes of all the slots that a tier may have, on all ranks", "tier", TIERS),
+        Metric("held_blocks", _G, "blocks that a tier holds", "tier", TIERS),
+        Metric("limbo_blocks", _G, "NVMe slots that come free when the deletion of their record is committed"),
+        Metric("queued_jobs", _G, "jobs planned or under way", "job", (*JOBS, "files")),
+        Metric("backlog_blocks", _G, "blocks in the CPU tier that wait to be written to NVMe"),
+        Metric("uncommitted_changes", _G, "changes of the index that wait for their commit"),
+        Metric("pinned_gpu_blocks", _G, "blocks on the GPU that stores hold until they are copied"),
+        Metric("fragmentation_ratio", _G, "share of the free NVMe slots that lie in runs of less than 8, 0 to 1"),
+        Metric("write_budget_bytes", _G, "bytes that may be written to NVMe now; only where there is a budget"),
+        Metric("drive_quarantined", _G, "1 while a drive is left alone, else 0", "drive"),
+    )
 }
-"""Every counter by name, with its meaning. Counters of moves count on one side only, so ranks do not double them,
-but for those that say *summed over ranks* and the failure counters of the workers."""
+"""Every metric by name. A block counts once however many ranks have a part of it, and so does a job; the bytes and
+parts of transfers, and the failures that workers find, count on each rank."""
+
+
+def _listed(metric: Metric) -> Iterator[str]:
+    if metric.label:
+        yield from (f"{metric.name}.{value}" for value in metric.values)
+    else:
+        yield metric.name
+
+
+SERIES: Mapping[str, Kind] = {series: metric.kind for metric in METRICS.values() for series in _listed(metric)}
+"""The series whose names are known beforehand."""
+
+
+def kind_of(series: str) -> Kind | None:
+    """Return the kind of a series, None where there is none of that name."""
+    kind = SERIES.get(series)
+    if kind is None:
+        name, _, value = series.partition(".")
+        metric = METRICS.get(name)
+        if metric is not None and metric.label and not metric.values and value:
+            return metric.kind
+    return kind
+
+
+@dataclass(slots=True)
+class Samples:
+    """What was measured of a series: how often, the sum, and of the first MOST_SAMPLES not taken yet each value."""
+
+    count: int = 0
+    total: float = 0.0
+    values: list[float] = field(default_factory=list)
+
+    def merge(self, other: Samples) -> None:
+        """Add another rank's, or step's."""
+        self.count += other.count
+        self.total += other.total
+        self.values += other.values[: max(0, MOST_SAMPLES - len(self.values))]
 
 
 @dataclass(slots=True)
 class Stats:
-    """A set of counters; a name that is not in ``COUNTERS`` is a programmer's error."""
+    """Values of series. A series that is not in the table, or is of another kind, is a programmer's error.
+
+    ``changes`` rises with each change.
+    """
 
     counts: dict[str, int] = field(default_factory=dict)
+    samples: dict[str, Samples] = field(default_factory=dict)
+    gauges: dict[str, float] = field(default_factory=dict)
+    changes: int = 0
 
-    def add(self, name: str, amount: int = 1) -> None:
-        """Increase one counter."""
-        assert name in COUNTERS, name
+    def add(self, series: str, amount: int = 1) -> None:
+        """Increase a counter."""
+        assert SERIES.get(series) is _C or kind_of(series) is _C, series
         if amount:
-            self.counts[name] = self.counts.get(name, 0) + amount
+            self.counts[series] = self.counts.get(series, 0) + amount
+            self.changes += 1
+
+    def observe(self, series: str, value: float) -> None:
+        """Add a sample to a histogram."""
+        assert kind_of(series) is Kind.HISTOGRAM, series
+        samples = self.samples.get(series)
+        if samples is None:
+            samples = self.samples[series] = Samples()
+        samples.count += 1
+        samples.total += value
+        if len(samples.values) < MOST_SAMPLES:
+            samples.values.append(value)
+        self.changes += 1
 
     def merge(self, other: Stats) -> None:
-        """Add all counters of ``other``."""
-        for name, amount in other.counts.items():
-            self.add(name, amount)
+        """Add the counters and samples of ``other``, and take over its gauges."""
+        for series, amount in other.counts.items():
+            self.add(series, amount)
+        for series, samples in other.samples.items():
+            mine = self.samples.get(series)
+            if mine is None:
+                mine = self.samples[series] = Samples()
+            mine.merge(samples)
+        if other.samples or other.gauges:
+            self.gauges.update(other.gauges)
+            self.changes += 1
 
     def take(self) -> Stats:
-        """Return the counters so far and start again from zero."""
-        taken = Stats(self.counts)
-        self.counts = {}
+        """Return what there is so far and start again from nothing."""
+        taken = Stats(self.counts, self.samples, self.gauges, self.changes)
+        self.counts, self.samples, self.gauges, self.changes = {}, {}, {}, 0
         return taken
 
-    def __getitem__(self, name: str) -> int:
-        assert name in COUNTERS, name
-        return self.counts.get(name, 0)
+    def __getitem__(self, series: str) -> int:
+        assert kind_of(series) is Kind.COUNTER, series
+        return self.counts.get(series, 0)
+
+    def sum_of(self, series: str) -> float:
+        """Return the sum of a histogram's samples."""
+        assert kind_of(series) is Kind.HISTOGRAM, series
+        samples = self.samples.get(series)
+        return samples.total if samples is not None else 0.0
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was counted."""
-        return not self.counts
+        """Whether nothing was counted or measured."""
+        return not (self.counts or self.samples or self.gauges)
+
+
+def by_metric(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by series as values by metric, those with a label as an object of its own: for people's JSON."""
+    found: dict[str, Any] = {}
+    for series in sorted(values):
+        name, _, value = series.partition(".")
+        if value:
+            found.setdefault(name, {})[value] = values[series]
+        else:
+            found[name] = values[series]
+    return found

@@ -67,12 +67,12 @@ class Pass:
     @property
     def from_cpu(self) -> int:
         """Tokens loaded from the CPU tier."""
-        return self.counted.get("hit_tokens_cpu", 0)
+        return self.counted.get("hit_tokens.cpu", 0)
 
     @property
     def from_nvme(self) -> int:
         """Tokens loaded from NVMe."""
-        return self.counted.get("hit_tokens_nvme", 0)
+        return self.counted.get("hit_tokens.nvme", 0)
 
     @property
     def from_gpu(self) -> int:

@@ -174,7 +174,10 @@ class EngineChild:
         return dict(self.ask({"act": "counters"}))
 
     def metrics(self) -> dict[str, float]:
-        """Return every Prometheus counter and gauge of the engine, summed over labels, without the prefix ``vllm:``.
+        """Return every Prometheus metric of the engine, without the prefix ``vllm:``.
+
+        Summed over labels, and of what has a label besides the engine's also each value of that: ``name.value``. Of a
+        histogram ``name_count`` and ``name_sum``.
 
         In the layouts with processes, figures of idle steps travel with the next request, so a
         request of one token is made first.
@@ -317,9 +320,14 @@ class _Child:
             self.generate([[2]], 1, True, None)
         totals: dict[str, float] = {}
         for metric in self.llm.get_metrics():
+            parts = {"_count": metric.count, "_sum": metric.sum} if hasattr(metric, "sum") else {}
             if hasattr(metric, "value"):
-                name = metric.name.removeprefix("vllm:")
-                totals[name] = totals.get(name, 0) + metric.value
+                parts = {"": metric.value}
+            own = [value for label, value in metric.labels.items() if label not in {"model_name", "engine"}]
+            for part, value in parts.items():
+                name = metric.name.removeprefix("vllm:") + part
+                for key in (name, *(f"{name}.{label}" for label in own)):
+                    totals[key] = totals.get(key, 0) + value
         return totals
 
     def call(self, target: str, arguments: list[Any]) -> Any:

@@ -101,7 +101,7 @@ def main() -> None:
                 line = Line(place / "store", model, prompts, options.step_ms / 1000, prefetch=prefetch)
                 waits, counts = line.serve()
                 found[prefetch] += waits
-                tokens = {tier: counts.get(f"hit_tokens_{tier}", 0) for tier in ("cpu", "nvme")}
+                tokens = {tier: counts.get(f"hit_tokens.{tier}", 0) for tier in ("cpu", "nvme")}
                 from_memory[prefetch].append(tokens["cpu"] / max(1, sum(tokens.values())))
     finally:
         shutil.rmtree(place)

@@ -142,7 +142,7 @@ class Churn:
                 self.writes.append(count_runs(job))
         self.manager.settle(Report({job.id: JobResult(1) for job in plan.jobs}), self.now, int(self.now))
         self.index.flush(1.0)
-        self.was_full = self.was_full or self.manager.stats["evicted_blocks_nvme"] > 0
+        self.was_full = self.was_full or self.manager.stats["evicted_blocks.nvme"] > 0
 
     def _load(self, request: Request) -> bool:
         """Look a request up and load what is there; False: ask again in the next step."""

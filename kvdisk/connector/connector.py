@@ -215,19 +215,19 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     # -- both -----------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return the counters since the last call; a worker's travel in its report."""
+        """Return what was counted and measured since the last call; a worker's travels in its report."""
         if self._scheduler is None:
             return None
         return KVDiskStats.of(self._scheduler.take_stats())
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Wrap counters that came to the logging process."""
+        """Wrap values that came to the logging process."""
         return KVDiskStats(data=data or {})
 
     @classmethod
     def build_prom_metrics(cls, *arguments: Any) -> KVDiskPromMetrics:
-        """Return what takes the counters in the logging process."""
+        """Return what takes the values in the logging process."""
         return KVDiskPromMetrics(*arguments)
 
     def counters(self) -> dict[str, int]:

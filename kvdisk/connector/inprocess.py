@@ -33,5 +33,5 @@ def drain(llm: LLM, timeout_s: float = 60.0) -> bool:
 
 
 def counters(llm: LLM) -> dict[str, int]:
-    """Return the totals of kvdisk's counters since the engine started, see ``kvdisk.stats.COUNTERS``."""
+    """Return the totals of kvdisk's counters since the engine started, by series, see ``kvdisk.stats``."""
     return dict(scheduler_connector(llm).counters())

@@ -1,56 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvdisk's counters in the form that vLLM passes from the scheduler to its log and its Prometheus endpoint."""
+"""kvdisk's metrics in the form that vLLM passes from the scheduler to its log and its Prometheus endpoint.
+
+They travel as plain values (see ``KVDiskStats``), because vLLM hands them to another process. Samples of histograms go
+one by one: that is how Prometheus' client takes them, in one process or several, and so does Ray's.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvdisk.stats import COUNTERS, Stats
+from kvdisk.figures import few_figures
+from kvdisk.stats import METRICS, SERIES, Kind, Metric, Samples, Stats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 PREFIX = "vllm:kvdisk_"
 """vLLM clears and lists the metrics of its own name only."""
+_COUNTS, _SAMPLES, _GAUGES = "counts", "samples", "gauges"
 
 
 class KVDiskStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped here
-    """``data`` is a dictionary of counters, see ``kvdisk.stats.COUNTERS``."""
+    """``data``: what has risen, and how it is, by series as ``kvdisk.stats`` names them.
 
-    data: dict[str, int]
+    ``counts``: integers; ``samples``: [number, sum, [values, the first ones]]; ``gauges``: numbers. Empty: nothing.
+    """
+
+    data: dict[str, Any]
 
     @classmethod
-    def of(cls, stats: Stats) -> KVDiskStats:
-        """Wrap counters."""
-        return cls(data=dict(stats.counts))
+    def of(cls, stats: Stats | None) -> KVDiskStats:
+        """Wrap values; None: nothing."""
+        if stats is None or stats.empty:
+            return cls(data={})
+        samples = {series: [each.count, each.total, each.values] for series, each in stats.samples.items()}
+        return cls(data={_COUNTS: dict(stats.counts), _SAMPLES: samples, _GAUGES: dict(stats.gauges)})
+
+    @property
+    def stats(self) -> Stats:
+        """The values."""
+        samples = {series: Samples(*each) for series, each in self.data.get(_SAMPLES, {}).items()}
+        return Stats(dict(self.data.get(_COUNTS, {})), samples, dict(self.data.get(_GAUGES, {})))
 
     def reset(self) -> None:
-        """Start again from zero."""
+        """Start again from nothing."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVDiskStats:
-        """Add the counters of ``other`` to these."""
-        merged = Stats(dict(self.data))
-        merged.merge(Stats(other.data))
-        self.data = merged.counts
+        """Add those of a later time, or of another child of a ``MultiConnector``: of gauges the later ones are kept."""
+        merged = self.stats
+        merged.merge(KVDiskStats(data=other.data).stats)
+        self.data = KVDiskStats.of(merged).data
         return self
 
     def reduce(self) -> dict[str, Any]:
-        """Return what one log line shows: the counters as they are."""
-        return dict(sorted(self.data.items()))
+        """Return what one log line shows: a few figures of the time since the last one."""
+        return few_figures(self.stats)
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
+        """Whether nothing was counted or measured."""
         return not self.data
 
 
 class KVDiskPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is untyped here
-    """Every counter as ``vllm:kvdisk_<name>``, one series per engine, in the process that serves ``/metrics``.
+    """Every metric as ``vllm:kvdisk_<name>``, by engine and by its own label, in the process that serves ``/metrics``.
 
-    ``MultiConnector`` makes one object for all children of this class, and adds their counters up before.
+    ``MultiConnector`` makes one object for all children of this class, and adds their values up before.
     """
 
     def __init__(
@@ -61,16 +78,44 @@ class KVDiskPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM i
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        # Made at once, so that a counter that nothing has moved reads 0 and is not missing.
-        self._counters = {
-            name: create_metric_per_engine(
-                self._counter_cls(name=f"{PREFIX}{name}", documentation=f"kvdisk: {meaning}.", labelnames=labelnames),
-                per_engine_labelvalues,
-            )
-            for name, meaning in COUNTERS.items()
-        }
+        self._metrics = {metric.name: self._make(metric) for metric in METRICS.values()}
+        self._series: dict[tuple[int, str], Any] = {}
+        # Made at once, so that what nothing has moved reads 0 and is not missing. A gauge is missing until it is read.
+        for series, kind in SERIES.items():
+            if kind is not Kind.GAUGE:
+                for engine in per_engine_labelvalues:
+                    self._of(engine, series)
+
+    def _make(self, metric: Metric) -> Any:
+        labels = [*self._labelnames, metric.label] if metric.label else list(self._labelnames)
+        about = {"name": f"{PREFIX}{metric.name}", "documentation": f"kvdisk: {metric.about}.", "labelnames": labels}
+        if metric.kind is Kind.COUNTER:
+            return self._counter_cls(**about)
+        if metric.kind is Kind.HISTOGRAM:
+            return self._histogram_cls(**about, buckets=list(metric.buckets))
+        return self._gauge_cls(**about, multiprocess_mode="mostrecent")
+
+    def _of(self, engine: int, series: str) -> Any:
+        found = self._series.get((engine, series))
+        if found is None:
+            name, _, value = series.partition(".")
+            labels = self.per_engine_labelvalues[engine]
+            found = self._metrics[name].labels(*labels, *([value] if value else []))
+            self._series[engine, series] = found
+        return found
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what one engine has counted since the last call; names are those of ``kvdisk.stats.COUNTERS``."""
-        for name, amount in transfer_stats_data.items():
-            self._counters[name][engine_idx].inc(amount)
+        """Take what one engine has counted and measured since the last call, as ``KVDiskStats.data`` has it."""
+        stats = KVDiskStats(data=transfer_stats_data).stats
+        for series, amount in stats.counts.items():
+            self._of(engine_idx, series).inc(amount)
+        for series, value in stats.gauges.items():
+            self._of(engine_idx, series).set(value)
+        for series, samples in stats.samples.items():
+            histogram = self._of(engine_idx, series)
+            for value in samples.values:
+                histogram.observe(value)
+            # What came without its value, because there were too many, counts as its mean: number and sum are exact.
+            rest = samples.count - len(samples.values)
+            for _ in range(rest):
+                histogram.observe((samples.total - sum(samples.values)) / rest)

@@ -62,7 +62,6 @@ class SchedulerSide:
         self._writer = EventWriter(self._geometry, event_groups(kv_cache_config)) if publishes else None
         self._journal: Journal | None = None
         self._told: dict[str, int] = {}
-        self._reported = Stats()
         transfer = vllm_config.kv_transfer_config
         if transfer.kv_load_failure_policy == "fail":
             # The scheduler reads the policy after it has built its connector.
@@ -185,7 +184,9 @@ class SchedulerSide:
         """Answer ``has_pending_push_work``."""
         manager = self._manager
         manager.commit()
-        return manager.has_pending_work(time.monotonic()) or (self._journal is not None and self._journal.waits)
+        if manager.has_pending_work(time.monotonic()) or (self._journal is not None and self._journal.waits):
+            return True
+        return self._parts is not None and self._parts.figures.owes
 
     def has_imminent_frees(self) -> bool:
         """Answer ``has_pending_block_frees``."""
@@ -204,14 +205,11 @@ class SchedulerSide:
             told = self._told.get(request.request_id, 0)
             self._told[request.request_id] = self._writer.descriptions.remember(request, told)
 
-    # -- counters and end ----------------------------------------------------------------------
+    # -- metrics and end -----------------------------------------------------------------------
 
-    def take_stats(self) -> Stats:
-        """Return what was counted since the last call."""
-        current = self._manager.stats.counts
-        fresh = {name: count - self._reported.counts.get(name, 0) for name, count in current.items()}
-        self._reported = Stats(dict(current))
-        return Stats({name: count for name, count in fresh.items() if count})
+    def take_stats(self) -> Stats | None:
+        """Return what was counted and measured since the last call, None where it is too early to say."""
+        return None if self._parts is None else self._parts.figures.take(time.monotonic())
 
     def counters(self) -> dict[str, int]:
         """Return the totals since the start."""

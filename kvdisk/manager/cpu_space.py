@@ -57,7 +57,7 @@ class CpuSpace:
             rows = self._victims(size_class, short, spare_backlog)
             leaving = rows if self.before_evict is None else self._ask(rows, self.before_evict)
             self._drop(size_class, leaving)
-            self._stats.add("evicted_blocks_cpu", len(leaving))
+            self._stats.add("evicted_blocks.cpu", len(leaving))
             short -= len(leaving)
             if len(leaving) == len(rows):
                 break  # else some went to the backlog, which is bounded, and there may be others

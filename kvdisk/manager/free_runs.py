@@ -46,6 +46,11 @@ class FreeRuns:
             start = before
         self._insert(start, end - start)
 
+    def count_shorter(self, length: int) -> int:
+        """Return how many positions lie in runs shorter than ``length``, which is at most LONGEST."""
+        assert length <= LONGEST
+        return sum(short * len(self._by_length.get(short, ())) for short in range(1, length))
+
     def fit(self, count: int) -> int:
         """Return the length of the shortest run of at least ``count``, else of the longest; 0 where nothing is free.
 

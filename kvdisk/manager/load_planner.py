@@ -17,9 +17,9 @@ from kvdisk.manager.load_price import LoadPrice
 from kvdisk.manager.lookup import first_needed, is_ready
 from kvdisk.manager.promotions import PendingReads
 from kvdisk.manager.requests import RequestState
+from kvdisk.manager.served import Served
 from kvdisk.manager.transfers import MoveDetail, Transfers
 from kvdisk.messages import JobKind, Move
-from kvdisk.stats import Stats
 
 
 class LoadPlanner:
@@ -31,7 +31,7 @@ class LoadPlanner:
         geometry: Geometry,
         catalog: Catalog,
         transfers: Transfers,
-        stats: Stats,
+        served: Served,
         cpu: CpuSpace | None,
         cpu_admission: AdmissionPolicy,
         nvme_admission: AdmissionPolicy,
@@ -43,7 +43,7 @@ class LoadPlanner:
         self._geometry = geometry
         self._catalog = catalog
         self._transfers = transfers
-        self._stats = stats
+        self._served = served
         self._cpu = cpu
         self._cpu_admission = cpu_admission
         self._nvme_admission = nvme_admission
@@ -78,13 +78,15 @@ class LoadPlanner:
             reader = self._reader_of(request, local_tokens, hit)
             if (coming > hit or asking or reader is not None) and self._may_wait(request, now):
                 self._reads.promotion_awaited |= reader is JobKind.PROMOTE
-                self._stats.add("lookup_waits")
+                self._served.waits(request, now)
                 return None
         tokens = hit - local_tokens
         if tokens <= 0 or (self._price.may_refuse(tokens) and not self._is_worth(request, local_tokens, hit)):
-            self._stats.add("short_hits", tokens > 0)
-            return 0
-        request.wait_started_s = None
+            self._served.found_too_little(tokens)
+            tokens = 0
+        else:
+            request.wait_started_s = None
+        self._served.answered(request, local_tokens, limit, tokens, now)
         return tokens
 
     def _needed_keys(self, request: RequestState, local_tokens: int, hit: int) -> Iterator[list[BlockKey]]:
@@ -113,7 +115,7 @@ class LoadPlanner:
         if now - request.wait_started_s < self._config.lookup_wait_s:
             return True
         request.gave_up_waiting = True
-        self._stats.add("wait_timeouts")
+        self._served.gave_up_waiting()
         return False
 
     def plan(
@@ -145,7 +147,7 @@ class LoadPlanner:
         self._leave_cpu_copies(moves, details, from_nvme, epoch)
         request.loading = True
         request.wait_started_s = None
-        self._count_served(request, local_tokens, external_tokens, moves, details)
+        self._served.loaded(request, local_tokens, external_tokens, moves, details)
         self._transfers.add(
             JobKind.LOAD, moves, details, epoch=epoch, request_id=request.request_id, arrival=request.arrival
         )
@@ -192,24 +194,3 @@ class LoadPlanner:
                 catalog.begin(row, Tier.CPU, slot)
                 self._reads.begin(JobKind.LOAD, move.key, row)
                 moves[at] = move._replace(cpu=slot)
-
-    def _count_served(
-        self,
-        request: RequestState,
-        local_tokens: int,
-        external_tokens: int,
-        moves: list[Move],
-        details: list[MoveDetail],
-    ) -> None:
-        """Split the hit by tier: a token counts as NVMe where any of its groups' blocks comes from there."""
-        step = min(group.block_tokens for group in self._geometry.groups)
-        on_nvme: set[int] = set()
-        for move, detail in zip(moves, details, strict=True):
-            if move.nvme is not None:
-                start = detail.position * self._geometry.groups[detail.group].block_tokens
-                on_nvme.update(range(start, start + self._geometry.groups[detail.group].block_tokens, step))
-        nvme_tokens = min(len(on_nvme) * step, external_tokens)
-        request.served = {Tier.CPU: external_tokens - nvme_tokens, Tier.NVME: nvme_tokens}
-        self._stats.add("hit_tokens_cpu", external_tokens - nvme_tokens)
-        self._stats.add("hit_tokens_nvme", nvme_tokens)
-        self._stats.add("lookup_tokens", local_tokens + external_tokens)

@@ -27,6 +27,7 @@ from kvdisk.manager.load_price import LoadPrice
 from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.promotions import PendingReads, Promotions
 from kvdisk.manager.requests import RequestLimits, RequestState
+from kvdisk.manager.served import Served
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.store_planner import StorePlanner
 from kvdisk.manager.store_policy import StorePolicy
@@ -87,7 +88,7 @@ class TierManager:
         self.stats = stats
         self._arrivals = 0
         reads = PendingReads()
-        self._price = LoadPrice(config.min_load_tokens, geometry.step_tokens)
+        price = self._price = LoadPrice(config.min_load_tokens, geometry.step_tokens)
         self._foreign = foreign = ForeignCopies(geometry, catalog, transfers, stats, neighbours)
         self._settlement = Settlement(
             geometry, context, catalog, stats, cpu, nvme, store_policy, nvme_admission, self._requests, foreign, reads
@@ -97,8 +98,9 @@ class TierManager:
         )
         if cpu is not None and nvme is not None:
             cpu.before_evict = self._settlement.ask_before_leaving
+        self._served = served = Served(geometry, stats, has_cpu=cpu is not None, has_nvme=nvme is not None)
         self._loads = LoadPlanner(
-            config, geometry, catalog, transfers, stats, cpu, cpu_admission, nvme_admission, foreign, reads, self._price
+            config, geometry, catalog, transfers, served, cpu, cpu_admission, nvme_admission, foreign, reads, price
         )
         self._stores = StorePlanner(
             config,
@@ -178,6 +180,11 @@ class TierManager:
         return self._foreign.holds(key)
 
     @property
+    def pinned_gpu_blocks(self) -> int:
+        """Blocks on the GPU that stores hold until they are copied."""
+        return self._settlement.pinned_blocks
+
+    @property
     def foreign_segments(self) -> int:
         """Segments of other homes that are open for loads."""
         return self._foreign.open_count
@@ -219,7 +226,11 @@ class TierManager:
         """Whether ``plan_store`` could have something to do: cheap, for every request of every step, which runs."""
         self._promotions.leave(request_id)
         request = self._requests.get(request_id)
-        return request is not None and self._stores.may_offer(request, computed_tokens)
+        if request is None:
+            return False
+        if request.asked is not None:
+            self._served.passed_over(request)
+        return self._stores.may_offer(request, computed_tokens)
 
     def plan_store(self, request_id: str, computed_tokens: int, block_ids: Sequence[Sequence[int]], now: float) -> None:
         """Offer a request's full, computed blocks of confirmed tokens to the tiers, and plan a job for those taken.
@@ -253,7 +264,7 @@ class TierManager:
         self._stores.plan_free(now, self._epoch)
         flush, self._flush = tuple(self._flush), []
         void, self._void = tuple(self._void), []
-        jobs = self._transfers.take_queued()
+        jobs = self._transfers.take_queued(now)
         if jobs:
             self._heard_s = now
         self._price.stepped(now, step_tokens, jobs)

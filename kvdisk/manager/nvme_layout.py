@@ -50,7 +50,15 @@ class NvmeLayout:
 
     def most_slots(self, geometry: Geometry) -> int:
         """Return the slots of all segments that the caps have room for."""
-        return sum(
+        return sum(self._slots_by_class(geometry))
+
+    def capacity_bytes(self, geometry: Geometry) -> int:
+        """Return the bytes of these slots, over all ranks."""
+        bytes_by_class = zip(geometry.slot_sizes, self._slots_by_class(geometry), strict=True)
+        return sum(size * slots for size, slots in bytes_by_class) * geometry.part_count
+
+    def _slots_by_class(self, geometry: Geometry) -> list[int]:
+        return [
             cap // (segment_charge_bytes(size, count) * geometry.part_count) * count
             for size, count, cap in zip(geometry.slot_sizes, self.slot_counts, self.class_bytes, strict=True)
-        )
+        ]

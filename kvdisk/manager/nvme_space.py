@@ -75,6 +75,7 @@ class NvmeSpace:
         self._turns = Turns.of_slots(geometry.slot_sizes)
         self._budget = budget
         self.most_slots = layout.most_slots(geometry)
+        self.capacity_bytes = layout.capacity_bytes(geometry)
 
     # -- start ---------------------------------------------------------------------------------
 
@@ -220,7 +221,7 @@ class NvmeSpace:
                 evictable(row, Tier.NVME) and (all_places or self._catalog.slot(row, Tier.NVME).segment in places)
             ),
         )
-        self._stats.add("evicted_blocks_nvme", len(rows))
+        self._stats.add("evicted_blocks.nvme", len(rows))
         self.drop(rows)
         return len(rows)
 
@@ -303,6 +304,16 @@ class NvmeSpace:
         # A drop without a ticket waits for a job, which is pending itself, or for a zombie, which nobody waits for.
         dropping = any(drop.ticket is not None for drop in self._drops.values())
         return self._index_writable and (self._ticket > self._committed or dropping)
+
+    @property
+    def uncommitted_changes(self) -> int:
+        """Changes of the index (the records of a job, or of an eviction) that wait for their commit."""
+        return max(0, self._ticket - self._committed)
+
+    @property
+    def budget_left_bytes(self) -> int | None:
+        """Bytes that may be written now, None: without bound."""
+        return None if self._budget is None else self._budget.left_bytes
 
     def may_write(self, now: float) -> bool:
         """Whether demotions may be planned: the home is open, some drive is in order with no back-off running, and

@@ -70,6 +70,10 @@ class SlotPool:
         self.limbo[size_class] -= states.count(_LIMBO)
         self.total[size_class] -= len(states)
 
+    def free_in_short_runs(self, length: int) -> int:
+        """Return how many free slots lie in runs shorter than ``length``, over all size classes and drives."""
+        return sum(runs.count_shorter(length) for found in self._runs for runs in found.values())
+
     def free_on(self, size_class: int, drives: Collection[int]) -> int:
         """Return how many slots of a size class are free on some drives."""
         return sum(runs.free for drive, runs in self._runs[size_class].items() if drive in drives)

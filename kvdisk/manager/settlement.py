@@ -28,6 +28,12 @@ from kvdisk.stats import Stats
 
 _SOURCE_IS_BAD = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
 """Failures of a load after which its source copy is dropped. A deadline says nothing about the copy."""
+_TIMED = {
+    JobKind.STORE: "job_seconds.store",
+    JobKind.LOAD: "job_seconds.load",
+    JobKind.DEMOTE: "job_seconds.demote",
+    JobKind.PROMOTE: "job_seconds.promote",
+}
 
 
 class Settlement:
@@ -65,6 +71,9 @@ class Settlement:
         """End jobs that every rank has answered, in order: at once those stores that follow each other."""
         stored: list[JobRecord] = []
         for record in records:
+            series = _TIMED.get(record.job.kind)
+            if series is not None and record.sent_s is not None:
+                self._stats.observe(series, max(0.0, now - record.sent_s))
             if record.job.kind is JobKind.STORE and not record.failed:
                 stored.append(record)
                 continue
@@ -251,9 +260,9 @@ class Settlement:
             and not self._foreign.holds(key)
         ):
             if not self._nvme_admission.admits(key):
-                self._stats.add("left_without_reuse")
+                self._stats.add("left_blocks.reuse")
             else:
-                self._stats.add("left_without_budget" if self._nvme.is_spent else "left_without_room")
+                self._stats.add("left_blocks.budget" if self._nvme.is_spent else "left_blocks.room")
         return False
 
     # -- demotions -----------------------------------------------------------------------------

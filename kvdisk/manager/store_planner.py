@@ -295,11 +295,10 @@ class StorePlanner:
 
     def _count_refusal(self, why: Refusal) -> None:
         spent = self._cpu is None and self._nvme is not None and self._nvme.is_spent
-        self._stats.add("refused_blocks")
         if why is Refusal.NOT_REUSED:
-            self._stats.add("refused_reuse")
+            self._stats.add("refused_blocks.reuse")
         else:
-            self._stats.add("refused_budget" if spent else "refused_room")
+            self._stats.add("refused_blocks.budget" if spent else "refused_blocks.room")
 
     def _refuse_for_room(self, request: RequestState, group: int, position: int, now: float) -> None:
         self._count_refusal(Refusal.NO_ROOM)

@@ -41,6 +41,7 @@ def make_details(*columns: Iterable[int]) -> list[MoveDetail]:
 class JobRecord:
     """A job on its way, or settled: ``failed`` is the union over ranks, by position of the move.
 
+    ``sent_s``: when its plan was taken, None: not yet.
     ``late``: those of the failed moves that ``late_ranks`` ranks reported late, ``released`` of which have taken that
     back; empty in a settled record of which nothing is late any more.
     """
@@ -48,6 +49,7 @@ class JobRecord:
     job: Job
     details: list[MoveDetail]
     request_id: str | None
+    sent_s: float | None = None
     ranks: int = 0
     failed: dict[int, Reason] = field(default_factory=dict)
     late: set[int] = field(default_factory=set)
@@ -107,9 +109,11 @@ class Transfers:
         """Whether a job waits for the next plan."""
         return bool(self._queued)
 
-    def take_queued(self) -> tuple[Job, ...]:
+    def take_queued(self, now: float) -> tuple[Job, ...]:
         """Return the jobs that no plan has carried yet, in order."""
         queued = tuple(self._queued)
+        for job in queued:
+            self._records[job.id].sent_s = now
         self._queued = []
         return queued
 

@@ -41,6 +41,11 @@ class WriteBudget:
         """Return how many blocks of so many bytes over all ranks may be written, as of the last ``look``."""
         return int(self._bytes // block_bytes) if self.is_open else 0
 
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that may be written, as of the last ``look``."""
+        return int(self._bytes)
+
     def spend(self, count: int, block_bytes: int) -> None:
         """Take out what is planned to be written."""
         self._bytes -= count * block_bytes

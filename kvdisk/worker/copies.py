@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvdisk.stats import Stats
 from kvdisk.worker.gear import Gear
@@ -15,13 +15,26 @@ if TYPE_CHECKING:
     from kvdisk.worker.copier import CopyTicket
 
 
-class Copies:
-    """What copier and GPU have under way. The mover's thread calls everything. ``stats`` is the caller's."""
+class _Copy(NamedTuple):
+    """A leg under way. ``moved_bytes``: between GPU and host memory; 0: the bytes stay where they are."""
 
-    def __init__(self, gear: Gear, stats: Stats) -> None:
+    part: Part
+    ticket: CopyTicket
+    began_s: float
+    moved_bytes: int
+
+
+class Copies:
+    """What copier and GPU have under way. The mover's thread calls everything. ``stats`` is the caller's.
+
+    ``clock``: as the mover's. A copy takes from its start, which waits for the model's work before it, to its end.
+    """
+
+    def __init__(self, gear: Gear, stats: Stats, clock: Callable[[], float]) -> None:
         self._gear = gear
         self._stats = stats
-        self._under_way: tuple[deque[tuple[Part, CopyTicket]], ...] = (deque(), deque())
+        self._clock = clock
+        self._under_way: tuple[deque[_Copy], ...] = (deque(), deque())
         """Of stores and of loads. The order of each kind is kept: they are a lane of the GPU each."""
 
     @property
@@ -41,30 +54,42 @@ class Copies:
 
     def start(self, part: Part, leg: Leg) -> bool:
         """Start a leg of a part; return whether it has ended already. Otherwise ``ended`` yields the part."""
-        ticket = self._begin(part, leg)
+        payload_bytes = self._gear.geometry.groups[part.group].payload_bytes
+        moves = leg in {Leg.GATHER, Leg.SCATTER} and not part.route.direct
+        began_s = self._clock()
+        copy = _Copy(part, self._begin(part, leg, payload_bytes), began_s, moves * len(part.positions) * payload_bytes)
         copies = self._under_way[not part.route.gathers]
-        if not copies and self._gear.copier.done(ticket):
+        if not copies and self._gear.copier.done(copy.ticket):
+            self._count(copy)
             return True
-        copies.append((part, ticket))
+        copies.append(copy)
         return False
 
     def ended(self) -> Iterator[Part]:
         """Yield the parts whose copies have ended."""
         for copies in self._under_way:
-            while copies and self._gear.copier.done(copies[0][1]):
-                yield copies.popleft()[0]
+            while copies and self._gear.copier.done(copies[0].ticket):
+                copy = copies.popleft()
+                self._count(copy)
+                yield copy.part
 
     def await_all(self) -> Iterator[Part]:
         """Wait for each copy under way, and yield its part then."""
         for copies in self._under_way:
             while copies:
-                part, ticket = copies.popleft()
-                self._gear.copier.wait(ticket)
-                yield part
+                copy = copies.popleft()
+                self._gear.copier.wait(copy.ticket)
+                self._count(copy)
+                yield copy.part
 
-    def _begin(self, part: Part, leg: Leg) -> CopyTicket:
+    def _count(self, copy: _Copy) -> None:
+        if copy.moved_bytes:
+            route = "gpu_to_cpu" if copy.part.route.gathers else "cpu_to_gpu"
+            self._stats.observe(f"transfer_bytes.{route}", copy.moved_bytes)
+            self._stats.observe(f"transfer_seconds.{route}", max(0.0, self._clock() - copy.began_s))
+
+    def _begin(self, part: Part, leg: Leg, payload_bytes: int) -> CopyTicket:
         copier, moves, after = self._gear.copier, part.work.job.moves, part.work.mark
-        payload_bytes = self._gear.geometry.groups[part.group].payload_bytes
         if leg is Leg.SUM or leg is Leg.SEAL:
             from kvdisk.worker.copier import Lane
 
@@ -75,9 +100,6 @@ class Copies:
             lane = Lane.STORE if part.route.gathers else Lane.LOAD
             return staging.start_sums(part.size_class, part.slots, payload_bytes, lane)
         blocks = [moves[position].block for position in part.positions]
-        copied_bytes = 0 if part.route.direct else len(blocks) * payload_bytes
         if leg is Leg.GATHER:
-            self._stats.add("rank_bytes_gpu_to_cpu", copied_bytes)
             return copier.gather(part.group, blocks, part.arena, part.size_class, part.slots, after=after)
-        self._stats.add("rank_bytes_cpu_to_gpu", copied_bytes)
         return copier.scatter(part.group, part.arena, part.size_class, part.slots, blocks, after=after)

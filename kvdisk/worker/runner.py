@@ -40,8 +40,8 @@ MOST_GATHERS = 2
 MOST_SCATTERS = 4
 
 _COUNTED = {
-    Reason.HEADER: "header_failures",
-    Reason.CHECKSUM: "checksum_failures",
+    Reason.HEADER: "verification_failures.header",
+    Reason.CHECKSUM: "verification_failures.checksum",
     Reason.DEADLINE: "deadline_misses",
 }
 
@@ -73,7 +73,7 @@ class Runner:
         self.released: list[JobId] = []
         self.stats = Stats()
         self._log = QuietLog(clock)
-        self._shuttle = Shuttle(gear.device, self.stats, self._log)
+        self._shuttle = Shuttle(gear.device, self.stats, self._log, clock)
         self._files = FileJobs(gear.files, gear.device, self._log, uses=self._shuttle.uses, threaded=threaded)
         self._works: dict[JobId, Work] = {}
         self._queues = LotQueues()
@@ -81,7 +81,7 @@ class Runner:
         """Jobs that name a segment which is being opened or dropped."""
         self._parts = Parts(gear, part_bytes)
         self._direct = gear.direct
-        self._copies = Copies(gear, self.stats)
+        self._copies = Copies(gear, self.stats, clock)
         self._writes = 0
         self._stopping = False
 

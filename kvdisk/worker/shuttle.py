@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvdisk.device.base import Device, Op, Outcome, Transfer
@@ -41,13 +41,15 @@ class Shuttle:
     """Carries parts of a job between memory and open segment files. The mover's thread calls everything.
 
     ``reads``: read batches under way that are not late; ``late``: by drive, batches that were given up, and that the
-    device has not ended. ``stats`` is the caller's; counted are bytes and failed transfers.
+    device has not ended. ``stats`` is the caller's; counted are bytes, seconds and failed transfers. ``clock`` as the
+    mover's.
     """
 
-    def __init__(self, device: Device, stats: Stats, log: QuietLog) -> None:
+    def __init__(self, device: Device, stats: Stats, log: QuietLog, clock: Callable[[], float]) -> None:
         self._device = device
         self._stats = stats
         self._log = log
+        self._clock = clock
         self._flights: dict[int, _Flight] = {}
         self.reads = 0
         self.late: Counter[int] = Counter()
@@ -101,9 +103,19 @@ class Shuttle:
             self.reads -= flight.op is Op.READ
             if outcome.errors and self._try_again(flight, outcome.errors):
                 continue
-            moved = (len(part.positions) - len(flight.failed)) * part.slot_bytes
-            self._stats.add("rank_bytes_read" if flight.op is Op.READ else "rank_bytes_written", moved)
+            self._count(flight)
             yield part, flight.failed
+
+    def _count(self, flight: _Flight) -> None:
+        """Count what a batch has moved, if anything, and how long that took, a second try included."""
+        part, reads = flight.part, flight.op is Op.READ
+        moved_bytes = (len(part.positions) - len(flight.failed)) * part.slot_bytes
+        if moved_bytes:
+            memory = "gpu" if part.route.direct else "cpu"
+            route = f"nvme_to_{memory}" if reads else f"{memory}_to_nvme"
+            self._stats.observe(f"transfer_bytes.{route}", moved_bytes)
+            self._stats.observe(f"transfer_seconds.{route}", max(0.0, self._clock() - flight.sent_s))
+            self._stats.add(f"drive_{'read' if reads else 'written'}_bytes.{part.drive}", moved_bytes)
 
     def overdue(self, sent_before_s: float) -> list[tuple[Part, dict[int, Reason]]]:
         """Give up the batches that were sent before then: return their parts, which are late now.
@@ -140,7 +152,7 @@ class Shuttle:
         alone: list[list[int]] = []
         for at, number in errors.items():
             members = flight.members[at]
-            self._stats.add("io_errors")
+            self._stats.add(f"io_errors.{flight.op.value}")
             name = errno.errorcode.get(number, str(number))
             self._log.warn(f"{flight.op.value} {name}", f"a {flight.op.value} of {len(members)} blocks failed: {name}")
             if number in NO_SPACE:

@@ -104,11 +104,11 @@ def test_one_process(tiny_llama: Path, llama_expected: dict[str, list[list[int]]
         warm = engine.generate(LONG, together=False)
         assert _tokens(warm) == llama_expected["long"], "warm from NVMe after a restart"
         counters = engine.counters()
-        assert counters["hit_tokens_nvme"] >= warm[0].cached > 0
-        assert counters.get("checksum_failures", 0) == 0
+        assert counters["hit_tokens.nvme"] >= warm[0].cached > 0
+        assert counters.get("verification_failures.checksum", 0) == 0
         assert _tokens(engine.generate([OTHER])) == llama_expected["other"], "bytes on the drive were overwritten"
         counters = engine.counters()
-        assert counters["checksum_failures"] > 0
+        assert counters["verification_failures.checksum"] > 0
         assert counters["failed_loads"] > 0
         # The recomputed blocks took the place of the bad ones, and serve the next request.
         engine.reset()
@@ -226,5 +226,5 @@ def test_hybrid_model(tiny_gemma3: Path, tmp_path: Path) -> None:
     with EngineChild(tiny_gemma3, tmp_path / "log", extra_config=_with_store(store), **LIMITS) as engine:
         assert _tokens(engine.generate(prompts, together=False)) == expected, "warm from NVMe, some of it overwritten"
         counters = engine.counters()
-        assert counters["hit_tokens_nvme"] > 0
-        assert counters["checksum_failures"] > 0
+        assert counters["hit_tokens.nvme"] > 0
+        assert counters["verification_failures.checksum"] > 0

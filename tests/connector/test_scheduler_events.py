@@ -217,8 +217,8 @@ def test_a_router_knows_what_is_there(seed: int, tmp_path: Path) -> None:
             if rng.random() < 0.4:
                 assert bench.scheduler.reset_prefix_cache(reset_connector=rng.random() < 0.2 and start > 0)
         assert any(view.held.values())
-        assert bench.counters()["evicted_blocks_cpu"] > 0
-        assert start == 0 or bench.counters()["evicted_blocks_nvme"] > 0
+        assert bench.counters()["evicted_blocks.cpu"] > 0
+        assert start == 0 or bench.counters()["evicted_blocks.nvme"] > 0
         bench.connector.shutdown()
 
 

@@ -75,7 +75,7 @@ def test_a_stored_prefix_is_loaded_asynchronously(bench: Bench) -> None:
     bench.step()
     assert bench.step().num_scheduled_tokens == {"b": 5}
     bench.run()
-    assert bench.counters()["hit_tokens_cpu"] == 4 * BLOCK_TOKENS
+    assert bench.counters()["hit_tokens.cpu"] == 4 * BLOCK_TOKENS
     assert len(_jobs(bench, JobKind.STORE)) == 1, "what is stored is not stored again"
 
 

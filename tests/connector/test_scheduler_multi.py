@@ -85,7 +85,7 @@ def test_of_two_that_have_something_the_first_loads(order: tuple[str, str], asyn
     loads = [job for job in bench.jobs if job.kind is JobKind.LOAD]
     assert len(loads) == (1 if order[0] == "KVDiskConnector" else 0)
     assert (("b", 2 * BLOCK_TOKENS) in other.allocated) == (order[0] == OTHER)
-    assert bench.counters().get("hit_tokens_cpu", 0) == len(loads) * BLOCKS * BLOCK_TOKENS
+    assert bench.counters().get("hit_tokens.cpu", 0) == len(loads) * BLOCKS * BLOCK_TOKENS
     assert_nothing_is_left(bench)
 
 

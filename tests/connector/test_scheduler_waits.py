@@ -173,7 +173,7 @@ def test_a_full_cpu_tier_makes_no_miss_of_a_hit(place: Place) -> None:
     assert [sources(job) for job in jobs(bench, JobKind.LOAD)] == [["nvme"] * BLOCKS] * 2
     bench.release()
     finish(bench)
-    assert bench.counters()["hit_tokens_nvme"] == 2 * BLOCKS * BLOCK_TOKENS
+    assert bench.counters()["hit_tokens.nvme"] == 2 * BLOCKS * BLOCK_TOKENS
 
 
 # -- reading ahead ---------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def test_a_queued_request_finds_its_blocks_in_memory(place: Place) -> None:
     assert [sources(job) for job in jobs(bench, JobKind.LOAD)] == [["cpu"] * BLOCKS] * 2
     counters = bench.counters()
     assert counters["prefetched_blocks"] == 2 * BLOCKS
-    assert counters["hit_tokens_cpu"] == 2 * BLOCKS * BLOCK_TOKENS
+    assert counters["hit_tokens.cpu"] == 2 * BLOCKS * BLOCK_TOKENS
     assert "lookup_waits" not in counters
 
 

@@ -32,7 +32,7 @@ class Tenant:
 
     @property
     def full(self) -> bool:
-        return self.engine.manager.stats["evicted_blocks_nvme"] > 30
+        return self.engine.manager.stats["evicted_blocks.nvme"] > 30
 
     def close(self) -> None:
         self.load.end()

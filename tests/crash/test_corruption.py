@@ -132,10 +132,10 @@ CASES: dict[str, Damage] = {
     **{f"{name} {how}": in_file(DIRECTORIES[name], how) for name in DIRECTORIES for how in KINDS_OF_DIRECTORIES},
 }
 MUST_BE_NOTICED = {
-    "slot headers": "header_failures",
-    "slot identities": "header_failures",
-    "payloads": "checksum_failures",
-    "swapped slots": "header_failures",
+    "slot headers": "verification_failures.header",
+    "slot identities": "verification_failures.header",
+    "payloads": "verification_failures.checksum",
+    "swapped slots": "verification_failures.header",
 }
 
 
@@ -166,7 +166,7 @@ def open_damaged(store: Path) -> dict[str, int]:
 def test_the_prepared_store_serves(prepared: Path, tmp_path: Path) -> None:
     shutil.copytree(prepared, tmp_path / "store")
     counts = open_damaged(tmp_path / "store")
-    assert counts["hit_tokens_nvme"] > 0
+    assert counts["hit_tokens.nvme"] > 0
     assert "failed_loads" not in counts
 
 

@@ -83,7 +83,7 @@ def freeze_all(quick_path: Path, model: LiveModel, seed: int, requests: int) -> 
             if life:
                 engine.change_weights()
                 load_on(engine, seed, requests // 2)
-            evicted += engine.manager.stats["evicted_blocks_nvme"]
+            evicted += engine.manager.stats["evicted_blocks.nvme"]
             engine.close()
     assert evicted > 0, "slots were used anew"
     return freezer
@@ -98,7 +98,7 @@ def open_image(image: Path, model: LiveModel, seed: int, requests: int, *, recor
             audit(engine, records_hold=records_hold)
             load_on(engine, seed, requests)
             audit(engine, records_hold=records_hold)
-            return engine.manager.stats["hit_tokens_nvme"]
+            return engine.manager.stats["hit_tokens.nvme"]
         finally:
             engine.close()
 

@@ -81,9 +81,9 @@ def scenario(drive: Path) -> None:
 
     run_until("a full drive", warnings.of_segments)
     load.run_requests(20)
-    held, loaded, evicted = slots(), stats["hit_tokens_nvme"], stats["evicted_blocks_nvme"]
-    run_until("reads go on", lambda: stats["hit_tokens_nvme"] > loaded + 100)
-    run_until("new blocks take the slots of old ones", lambda: stats["evicted_blocks_nvme"] > evicted + 20)
+    held, loaded, evicted = slots(), stats["hit_tokens.nvme"], stats["evicted_blocks.nvme"]
+    run_until("reads go on", lambda: stats["hit_tokens.nvme"] > loaded + 100)
+    run_until("new blocks take the slots of old ones", lambda: stats["evicted_blocks.nvme"] > evicted + 20)
     assert slots() == held, "the tier grew in the back-off"
     assert len(warnings.of_segments()) == 1 == stats["segment_failures"], warnings.found
     now_s[0] += LONGER_THAN_ANY_BACK_OFF_S

@@ -91,7 +91,7 @@ def test_blocks_lie_on_all_drives_and_come_back_in_any_order(
     assert blocks_by_drive(again).total() == before.total(), "all are found again"
     LiveLoad(again, SEED, SHAPE).run_requests(30)
     stats = again.manager.stats
-    assert stats["hit_tokens_nvme"] > 0
+    assert stats["hit_tokens.nvme"] > 0
     assert not stats["failed_loads"], stats.counts
     again.close()
 
@@ -114,8 +114,8 @@ def test_a_drive_that_fails_is_left_alone_and_the_rest_serves_on(
     monkeypatch.setattr(posix, "_run", failing)
     stats = engine.manager.stats
     serve_until(load, "a quarantine", lambda: stats["drive_quarantines"] == 1)
-    loaded, failed, stored = stats["hit_tokens_nvme"], stats["failed_loads"], stats["stored_blocks"]
-    serve_until(load, "the other drive serves on", lambda: stats["hit_tokens_nvme"] > loaded)
+    loaded, failed, stored = stats["hit_tokens.nvme"], stats["failed_loads"], stats["stored_blocks"]
+    serve_until(load, "the other drive serves on", lambda: stats["hit_tokens.nvme"] > loaded)
     serve_until(load, "and is written", lambda: stats["stored_blocks"] > stored)
     assert stats["failed_loads"] == failed, "nothing on the bad one is promised"
     clock.now_s += LONGER_THAN_A_QUARANTINE_S

@@ -108,11 +108,11 @@ def test_an_owner_that_evicts_under_a_reader_causes_a_miss(quick_path: Path) -> 
         time.sleep(0.01)
     for round_number in range(4):
         serve(one, [f"{round_number}{number} entirely different words" for number in range(6)], f"more {round_number}")
-    assert one.manager.stats["evicted_blocks_nvme"] > 0
+    assert one.manager.stats["evicted_blocks.nvme"] > 0
     two.run_until_quiet()
     stats = two.manager.stats
     assert stats["foreign_failures"] > 0, stats.counts
-    assert stats["header_failures"] + stats["io_errors"] + stats["failed_loads"] > 0
+    assert stats["verification_failures.header"] + stats["io_errors.read"] + stats["failed_loads"] > 0
     failures = stats["foreign_failures"]
     serve(two, PROMPTS[:1], "later")
     assert stats["foreign_failures"] == failures, "what failed is not asked for again"
@@ -133,6 +133,6 @@ def test_weights_in_memory_end_it(quick_path: Path) -> None:
     meets(one, 1)
     serve(one, [f"{prompt}, and more than before" for prompt in PROMPTS], "one again")
     assert one.manager.stats["loaded_blocks_foreign"] == 0
-    assert one.manager.stats[f"hit_tokens_{Tier.CPU.name.lower()}"] > 0
+    assert one.manager.stats[f"hit_tokens.{Tier.CPU.name.lower()}"] > 0
     two.close()
     one.close()

@@ -49,8 +49,8 @@ def test_what_is_read_ahead_is_served(windowed: bool, prefetch: bool, quick_path
     if prefetch:
         assert engine.counting.jobs[JobKind.PROMOTE] > 0
         # The first one's turn comes at once; those behind it find their blocks in memory, or most of them.
-        assert stats["hit_tokens_cpu"] > stats["hit_tokens_nvme"]
+        assert stats["hit_tokens.cpu"] > stats["hit_tokens.nvme"]
     else:
         assert engine.counting.jobs[JobKind.PROMOTE] == 0
-        assert stats["hit_tokens_cpu"] == 0
+        assert stats["hit_tokens.cpu"] == 0
     engine.close()

@@ -48,7 +48,9 @@ def test_each_block_is_written_once_and_read_by_all(cpu_bytes: object, quick_pat
     blocks = audit(engine)
     stats = engine.manager.stats
     groups = [int.from_bytes(record.key[-2:], "big") for record in engine.parts.index.blocks()]
-    assert stats["rank_bytes_written"] == sum(GROUPS[group].slot_bytes for group in groups), "once, not by each rank"
+    assert stats.sum_of("transfer_bytes.cpu_to_nvme") == sum(GROUPS[group].slot_bytes for group in groups), (
+        "once, not by each rank"
+    )
     engine.close()
     files = _files(quick_path / "store")
     assert len({segment % RANKS for segment in files}) > 1, "several ranks write"
@@ -58,9 +60,9 @@ def test_each_block_is_written_once_and_read_by_all(cpu_bytes: object, quick_pat
     assert audit(again) == blocks
     serve(again, PROMPTS, "again")
     stats = again.manager.stats
-    assert stats["hit_tokens_nvme"] > 0
+    assert stats["hit_tokens.nvme"] > 0
     assert stats["failed_loads"] == 0
-    read = stats["rank_bytes_read"]
+    read = stats.sum_of("transfer_bytes.nvme_to_cpu")
     assert read % RANKS == 0, "every rank reads what it loads"
     assert read
     audit(again)
@@ -77,7 +79,7 @@ def test_a_lost_index_is_rebuilt_from_the_one_file_of_each_segment(quick_path: P
     again = start(quick_path / "store")
     assert audit(again) == blocks
     serve(again, PROMPTS, "again")
-    assert again.manager.stats["hit_tokens_nvme"] > 0
+    assert again.manager.stats["hit_tokens.nvme"] > 0
     again.close()
 
 

@@ -36,7 +36,7 @@ def share(directory: Path, seed: int, seconds: float) -> None:
         for child in children:
             assert child.process.is_alive(), child.text()
             assert child.count("loaded_blocks") > 0, child.text()
-            assert child.count("evicted_blocks_nvme") > 0, "the capacity was too large for this test"
+            assert child.count("evicted_blocks.nvme") > 0, "the capacity was too large for this test"
         children[0].assert_killed()
         children[1].pause()
         # The killed one's home is there for the next, who is an owner in its place.

@@ -20,7 +20,7 @@ STEPS = 150
 EVERY = 3
 MODEL = LiveModel()
 SLOT_BYTES = MODEL.geometry.slot_sizes[0]
-COUNTERS = ("header_failures", "checksum_failures", "io_errors")
+COUNTERS = ("verification_failures.header", "verification_failures.checksum", "io_errors.read")
 
 Damage = Callable[[Path, random.Random], None]
 
@@ -66,10 +66,10 @@ def replace_by_directory(path: Path, rng: random.Random) -> None:
 
 
 CASES: dict[str, tuple[Damage, str]] = {
-    "headers": (flip_in(0, HEADER_BYTES), "header_failures"),
-    "payloads": (flip_in(HEADER_BYTES, HEADER_BYTES + MODEL.payload_bytes), "checksum_failures"),
-    "exchanged slots": (exchange, "header_failures"),
-    "cut files": (cut, "io_errors"),
+    "headers": (flip_in(0, HEADER_BYTES), "verification_failures.header"),
+    "payloads": (flip_in(HEADER_BYTES, HEADER_BYTES + MODEL.payload_bytes), "verification_failures.checksum"),
+    "exchanged slots": (exchange, "verification_failures.header"),
+    "cut files": (cut, "io_errors.read"),
     "removed files": (remove, ""),
     "directories in place of files": (replace_by_directory, ""),
 }
@@ -96,7 +96,7 @@ def test_damage_while_running(case: str, cpu_bytes: int, quick_path: Path, reque
                 damage(path, rng)
     load.end()
     stats = engine.manager.stats
-    assert stats["hit_tokens_nvme"] > 0, stats.counts
+    assert stats["hit_tokens.nvme"] > 0, stats.counts
     if counter:
         assert stats[counter] > 0, stats.counts
         assert stats["failed_loads"] > 0

@@ -85,7 +85,7 @@ def test_a_refused_block_is_a_cpu_hit_and_is_asked_when_another_request_wants_it
     assert served.held(FIRST, Tier.CPU) == [True, True]
     assert served.held(FIRST, Tier.NVME) == [False, False]
     served.serve(FIRST, cold=cold)
-    assert served.stats["hit_tokens_cpu"] == (4 if cold else 0)
+    assert served.stats["hit_tokens.cpu"] == (4 if cold else 0)
     assert served.held(FIRST, Tier.NVME) == [True, True]
 
 
@@ -100,21 +100,21 @@ def test_it_is_asked_once_more_before_it_leaves(monkeypatch):
     served.serve(OTHERS[1])
     assert served.held(FIRST, Tier.NVME) == [False, True], "instead of leaving"
     assert served.held(FIRST, Tier.CPU)[0], "what it follows stays before it"
-    assert served.stats["left_without_reuse"] == 0
+    assert served.stats["left_blocks.reuse"] == 0
 
 
 def test_what_leaves_unwanted_is_counted_by_reason():
     served = Served()
     for text in (FIRST, *OTHERS):
         served.serve(text)
-    assert served.stats["left_without_reuse"] == 6
+    assert served.stats["left_blocks.reuse"] == 6
     served = Served("all", 2 * BLOCK_BYTES)
     for text in (FIRST, *OTHERS):
         served.serve(text)
-    assert served.stats["left_without_budget"] == served.stats["evicted_blocks_cpu"] == 6
+    assert served.stats["left_blocks.budget"] == served.stats["evicted_blocks.cpu"] == 6
     served = Served(cpu_slots=0)
     served.serve(FIRST)
-    assert (served.stats["refused_blocks"], served.stats["refused_reuse"]) == (2, 2)
+    assert (served.stats["refused_blocks.room"], served.stats["refused_blocks.reuse"]) == (0, 2)
 
 
 def test_a_spent_budget_plans_no_demotion_and_keeps_no_engine_awake():
@@ -129,7 +129,7 @@ def test_a_spent_budget_plans_no_demotion_and_keeps_no_engine_awake():
     assert served.held(OTHERS[0], Tier.NVME) == [False, False]
     assert served.stats["budget_pauses"] == 1
     served.serve(OTHERS[0], cold=True)
-    assert served.stats["hit_tokens_cpu"] == 4, "CPU hits go on"
+    assert served.stats["hit_tokens.cpu"] == 4, "CPU hits go on"
     served.serve(FIRST, cold=True)
     served.engine.now += DAY_S
     served.idle()
@@ -144,7 +144,7 @@ def test_without_a_cpu_tier_a_spent_budget_refuses_and_is_asked_again():
     assert served.held(FIRST, Tier.NVME) == [True, True]
     served.serve(OTHERS[0])
     assert served.held(OTHERS[0], Tier.NVME) == [False, False]
-    assert served.stats["refused_budget"] == served.stats["refused_blocks"] == 2
+    assert (served.stats["refused_blocks.budget"], served.stats["refused_blocks.room"]) == (2, 0)
     request = served.engine.add("long", OTHERS[1], 3)
     served.engine.schedule(8)
     served.engine.forward()

@@ -77,8 +77,12 @@ def test_nothing_of_it_is_in_host_memory_and_the_host_can_verify_it(rank, group)
     assert rank.do(JobKind.LOAD, moves) == {}
     assert arena_untouched(rank)
     assert {b: rank.payload(group, b) for b in STORED} == before
-    assert rank.stats["rank_bytes_gpu_to_cpu"] == rank.stats["rank_bytes_cpu_to_gpu"] == 0
-    assert rank.stats["rank_bytes_read"] == rank.stats["rank_bytes_written"] == len(STORED) * GROUPS[group].slot_bytes
+    assert rank.stats.sum_of("transfer_bytes.gpu_to_cpu") == rank.stats.sum_of("transfer_bytes.cpu_to_gpu") == 0
+    assert (
+        rank.stats.sum_of("transfer_bytes.nvme_to_gpu")
+        == rank.stats.sum_of("transfer_bytes.gpu_to_nvme")
+        == len(STORED) * GROUPS[group].slot_bytes
+    )
 
 
 def test_what_was_stored_straight_is_loaded_through_host_memory(rank):

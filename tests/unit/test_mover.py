@@ -48,8 +48,8 @@ def test_cpu_round_trip(rank, group):
         assert rank.payload(group, (block + 20) % GPU_BLOCKS) == payload
         assert rank.is_erased(1 - group, (block + 20) % GPU_BLOCKS)
     copied = len(BLOCKS) * GROUPS[group].payload_bytes
-    assert rank.stats["rank_bytes_gpu_to_cpu"] == rank.stats["rank_bytes_cpu_to_gpu"] == copied
-    assert rank.stats["rank_bytes_written"] == rank.stats["rank_bytes_read"] == 0
+    assert rank.stats.sum_of("transfer_bytes.gpu_to_cpu") == rank.stats.sum_of("transfer_bytes.cpu_to_gpu") == copied
+    assert rank.stats.sum_of("transfer_bytes.cpu_to_nvme") == rank.stats.sum_of("transfer_bytes.nvme_to_cpu") == 0
 
 
 def test_what_is_sealed_names_home_epoch_key_and_parent(rank):
@@ -69,7 +69,9 @@ def test_without_a_cpu_slot_through_staging_to_the_drive_and_back(rank):
     assert rank.do(JobKind.LOAD, moves) == {}
     assert [rank.payload(group, block) for group, block in zip(groups, BLOCKS, strict=True)] == before
     on_drive = sum(GROUPS[group].slot_bytes for group in groups)
-    assert rank.stats["rank_bytes_written"] == rank.stats["rank_bytes_read"] == on_drive
+    memory = "cpu" if rank.direct is None else "gpu"
+    assert rank.stats.sum_of(f"transfer_bytes.{memory}_to_nvme") == on_drive
+    assert rank.stats.sum_of(f"transfer_bytes.nvme_to_{memory}") == on_drive
 
 
 def test_demote_load_into_a_cpu_slot_and_promote(rank):

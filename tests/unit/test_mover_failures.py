@@ -48,15 +48,15 @@ def test_a_flipped_payload_byte_on_the_drive(rank, byte):
     moves = stored(rank)
     rank.flip(0, 5, byte)
     refused_alone(rank, moves, 5, Reason.CHECKSUM)
-    assert rank.stats["checksum_failures"] == 1
-    assert rank.stats["header_failures"] == rank.stats["io_errors"] == 0
+    assert rank.stats["verification_failures.checksum"] == 1
+    assert rank.stats["verification_failures.header"] == rank.stats["io_errors.read"] == 0
 
 
 def test_a_flipped_header_byte_on_the_drive(rank):
     moves = stored(rank)
     rank.flip(0, 2, 1000)
     refused_alone(rank, moves, 2, Reason.HEADER)
-    assert rank.stats["header_failures"] == 1
+    assert rank.stats["verification_failures.header"] == 1
 
 
 def test_a_byte_that_flips_on_the_way(rank):
@@ -139,7 +139,7 @@ def test_one_bad_sector_costs_one_block(rank, kind):
     seen = len(rank.device.submitted)
     rank.device.plan.fail = dict.fromkeys((seen + 1, seen + 4), errno.EIO)
     assert rank.do(kind, moves) == {2: Reason.IO_ERROR}
-    assert rank.stats["io_errors"] == 2
+    assert rank.stats["io_errors.read" if kind is JobKind.PROMOTE else "io_errors.write"] == 2
     assert [len(batch) for _, batch in rank.device.submitted[seen:]] == [1, 4]
 
 

@@ -122,7 +122,7 @@ def test_requests_are_read_ahead_in_order_of_arrival():
     assert all(queue.on_cpu(PROMPTS[0]))
     assert queue.parts.manager.stats["prefetched_blocks"] == 12
     queue.finish()
-    assert queue.parts.manager.stats["hit_tokens_nvme"] == 0
+    assert queue.parts.manager.stats["hit_tokens.nvme"] == 0
 
 
 def test_a_victim_is_read_ahead_before_those_that_came_later():
@@ -138,7 +138,7 @@ def test_a_victim_is_read_ahead_before_those_that_came_later():
         queue.parts.cpu.discard(queue.parts.catalog.find(key))  # type: ignore[union-attr]
     queue.parts.manager.preempt([running.id], queue.engine.now)
     queue.parts.manager._promotions.plan(0)
-    jobs = [job for job in queue.parts.transfers.take_queued() if job.kind is JobKind.PROMOTE]
+    jobs = [job for job in queue.parts.transfers.take_queued(0.0) if job.kind is JobKind.PROMOTE]
     assert keys(jobs) == [keys_of(PROMPTS[3]), keys_of(PROMPTS[0])]
 
 
@@ -294,7 +294,7 @@ def test_a_reset_ends_promotions_without_a_copy(started):
     queue.step()
     assert queue.on_cpu(PROMPTS[0]) == [False] * 4
     queue.finish()
-    assert queue.parts.manager.stats["hit_tokens_cpu"] == 0
+    assert queue.parts.manager.stats["hit_tokens.cpu"] == 0
 
 
 def test_nothing_is_read_ahead_where_the_user_says_so():

@@ -21,7 +21,7 @@ def transfers():
 def demotion(transfers: Transfers) -> int:
     key = make_block_key(bytes(32), 0)
     record = transfers.add(JobKind.DEMOTE, [Move(key, 1, -1, Slot(0, 0), Slot(0, 0))], [MoveDetail(0)])
-    transfers.take_queued()
+    transfers.take_queued(0.0)
     return record.job.id
 
 

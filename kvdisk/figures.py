@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine tells of itself: values for vLLM's endpoint, a file in its home, and a line in the log.
+
+The scheduler's thread calls ``take`` each step, which is next to nothing but a few times a second, and now and then
+leaves a snapshot; ``write`` and ``log`` do what may wait, on another thread (``kvdisk.background``).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvdisk import __version__
+from kvdisk.device.figures_file import JSON_VERSION
+from kvdisk.manager.gauges import Gauges
+from kvdisk.stats import Samples, Stats, by_metric
+
+logger = logging.getLogger("kvdisk")
+
+TELL_S = 0.25
+"""How often changed counters are taken while jobs are under way; when the last has ended, at once."""
+LOOK_S = 1.0
+"""How often gauges are read, and a snapshot is left, while jobs are under way; when the last has ended, at once."""
+WRITE_S = 1.0
+LOG_S = 60.0
+_FAILURES = {
+    "failed_loads": "failed loads",
+    "failed_stores": "failed stores",
+    "verification_failures.header": "wrong headers",
+    "verification_failures.checksum": "wrong checksums",
+    "io_errors.read": "read errors",
+    "io_errors.write": "write errors",
+    "deadline_misses": "deadline misses",
+    "dropped_records": "records not committed",
+    "drive_quarantines": "drive quarantines",
+}
+_MOVED = {
+    "GPU to memory": ("gpu_to_cpu", "gpu_to_nvme"),
+    "to NVMe": ("cpu_to_nvme", "gpu_to_nvme"),
+    "from NVMe": ("nvme_to_cpu", "nvme_to_gpu"),
+    "memory to GPU": ("cpu_to_gpu", "nvme_to_gpu"),
+}
+
+
+class _Snapshot(NamedTuple):
+    """Totals since the start. ``sums``: number and sum of the samples of each histogram."""
+
+    time_s: float
+    counts: Mapping[str, int]
+    sums: Mapping[str, tuple[int, float]]
+    gauges: Mapping[str, float]
+
+
+class Figures:
+    """See the module. ``stats``: the engine's totals, of which the samples are taken out here and nowhere else.
+
+    ``pinned_blocks``: says how many GPU blocks stores hold. ``write_file``: takes the JSON object; None: there is no
+    home. ``drives``: the directories of its parts.
+    """
+
+    def __init__(
+        self,
+        stats: Stats,
+        gauges: Gauges,
+        pinned_blocks: Callable[[], int],
+        *,
+        model: str,
+        ranks: int,
+        drives: Sequence[str] = (),
+        write_file: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        self._stats = stats
+        self._gauges = gauges
+        self._pinned_blocks = pinned_blocks
+        self._write_file = write_file
+        self._drives = tuple(drives)
+        self._about = {
+            "json_version": JSON_VERSION,
+            "kvdisk_version": __version__,
+            "started_s": round(time.time(), 3),
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "model": model,
+            "ranks": ranks,
+        }
+        self._told_changes = 0
+        self._told = Stats()
+        self._was_busy = False
+        self._tell_at_s = 0.0
+        self._look_at_s = 0.0
+        self._latest = self._look()
+        self._written: _Snapshot | None = None
+        self._logged = self._latest
+
+    # -- the scheduler's thread ----------------------------------------------------------------
+
+    @property
+    def owes(self) -> bool:
+        """Whether ``take`` was not called since the last job ended: an idle engine should take one step more."""
+        return self._was_busy and not self._gauges.busy
+
+    def take(self, now: float) -> Stats | None:
+        """Return what was counted and measured since the last time, if it is time: counters and samples as they rose,
+        gauges as they are. ``now``: seconds, monotonic."""
+        stats, busy = self._stats, self._gauges.busy
+        ended, self._was_busy = self._was_busy and not busy, busy
+        changed = stats.changes != self._told_changes
+        # A quiet engine may not take another step: then nothing is left for later.
+        look = now >= self._look_at_s if busy else ended or changed
+        if not look and not (changed and now >= self._tell_at_s):
+            return None
+        self._tell_at_s = now + TELL_S
+        fresh = self._fresh()
+        if look:
+            self._look_at_s = now + LOOK_S
+            self._latest = self._look()
+            fresh.gauges = dict(self._latest.gauges)
+        return fresh
+
+    def _fresh(self) -> Stats:
+        stats, told = self._stats, self._told
+        self._told_changes = stats.changes
+        fresh = Stats({name: count - told.counts.get(name, 0) for name, count in stats.counts.items()})
+        fresh.counts = {name: count for name, count in fresh.counts.items() if count}
+        told.counts = dict(stats.counts)
+        for series, samples in stats.samples.items():
+            before = told.samples.get(series)
+            if before is None:
+                before = told.samples[series] = Samples()
+            if samples.count != before.count:
+                count, total = samples.count - before.count, samples.total - before.total
+                fresh.samples[series] = Samples(count, total, samples.values)
+                before.count, before.total, samples.values = samples.count, samples.total, []
+        return fresh
+
+    def _look(self) -> _Snapshot:
+        gauges = {**self._gauges.read(), "pinned_gpu_blocks": self._pinned_blocks()}
+        sums = {series: (samples.count, samples.total) for series, samples in self._stats.samples.items()}
+        return _Snapshot(time.time(), dict(self._stats.counts), sums, gauges)
+
+    # -- another thread ------------------------------------------------------------------------
+
+    def write(self) -> None:
+        """Write the last snapshot into the home, if it is a new one. Raises OSError."""
+        latest = self._latest
+        if self._write_file is not None and latest is not self._written:
+            self._write_file(self._as_json(latest))
+            self._written = latest
+
+    def log(self) -> None:
+        """Tell the log what has happened since the last time, if anything has."""
+        before, latest = self._logged, self._latest
+        if latest.counts == before.counts:
+            return
+        self._logged = latest
+        seconds = max(1.0, latest.time_s - before.time_s)
+        rose = Stats(
+            {name: count - before.counts.get(name, 0) for name, count in latest.counts.items()},
+            {
+                series: Samples(
+                    count - before.sums.get(series, (0, 0.0))[0], total - before.sums.get(series, (0, 0.0))[1]
+                )
+                for series, (count, total) in latest.sums.items()
+            },
+            dict(latest.gauges),
+        )
+        said = ", ".join(f"{name} {value}" for name, value in few_figures(rose, seconds).items())
+        logger.info("kvdisk, last %.0f s: %s.", seconds, said or "nothing moved")
+
+    def _as_json(self, snapshot: _Snapshot) -> dict[str, Any]:
+        counts, gauges = dict(snapshot.counts), dict(snapshot.gauges)
+        drives = [
+            {
+                "path": path,
+                "read_bytes": counts.pop(f"drive_read_bytes.{drive}", 0),
+                "written_bytes": counts.pop(f"drive_written_bytes.{drive}", 0),
+                "quarantined": bool(gauges.pop(f"drive_quarantined.{drive}", 0)),
+            }
+            for drive, path in enumerate(self._drives)
+        ]
+        sums = {series: {"count": count, "sum": total} for series, (count, total) in snapshot.sums.items()}
+        return {
+            **self._about,
+            "time_s": round(snapshot.time_s, 3),
+            "totals": by_metric(counts),
+            "histograms": by_metric(sums),
+            "gauges": by_metric(gauges),
+            "drives": drives,
+        }
+
+
+def few_figures(rose: Stats, seconds: float | None = None) -> dict[str, str]:
+    """Return the few figures that matter, for one line: hits, bytes moved, fill, evictions, and failures if any.
+
+    ``rose``: what counters and histograms rose by. ``seconds``: in how long, for rates; None: amounts.
+    """
+    found: dict[str, str] = {}
+    for tier, name in (("cpu", "CPU"), ("nvme", "NVMe")):
+        hit, missed = rose[f"hit_tokens.{tier}"], rose[f"missed_tokens.{tier}"]
+        if hit or missed:
+            found[f"{name} hits"] = f"{100 * hit / (hit + missed):.1f} %"
+    for name, routes in _MOVED.items():
+        moved_bytes = sum(rose.sum_of(f"transfer_bytes.{route}") for route in routes)
+        if moved_bytes:
+            found[name] = (
+                f"{moved_bytes / 1e6:,.1f} MB" if seconds is None else f"{moved_bytes / seconds / 1e6:,.1f} MB/s"
+            )
+    for tier, name in (("cpu", "CPU"), ("nvme", "NVMe")):
+        capacity_bytes = rose.gauges.get(f"capacity_bytes.{tier}", 0)
+        if capacity_bytes:
+            found[f"{name} fill"] = f"{100 * rose.gauges[f'used_bytes.{tier}'] / capacity_bytes:.0f} %"
+    evicted = [rose[f"evicted_blocks.{tier}"] for tier in ("cpu", "nvme")]
+    if any(evicted):
+        found["evicted blocks"] = f"{evicted[0]:,} CPU {evicted[1]:,} NVMe"
+    for series, name in _FAILURES.items():
+        if rose[series]:
+            found[name] = f"{rose[series]:,}"
+    return found

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FIGURES of engines that live, die and come after one another."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from live_children import Child, wait_for
+
+from kvdisk.device.figures_file import FIGURES_FILE, FiguresRecord, read_figures
+from kvdisk.device.listing import list_homes
+from kvdisk.stats import Kind, kind_of
+from kvdisk.testing.live_process import ProcessSettings
+
+
+def figures_of(store: Path, child: Child) -> FiguresRecord | None:
+    """Return what an engine tells of itself, None before it has told anything."""
+    homes = [line["home"] for line in child.lines("serving")]
+    return read_figures(store / "homes" / homes[0]) if homes else None
+
+
+def test_two_engines_tell_of_themselves_until_they_die_and_who_comes_after_tells_anew(tmp_path):
+    store = tmp_path / "store"
+    settings = ProcessSettings(str(store), every_s=0.1, blocks=48)
+    with Child(tmp_path, settings) as one, Child(tmp_path, settings) as two:
+        for child in (one, two):
+            child.wait_serving()
+            wait_for(
+                lambda child=child: (found := figures_of(store, child)) and found.totals.get("demoted_blocks"), "it"
+            )
+        first, second = figures_of(store, one), figures_of(store, two)
+        assert first is not None and second is not None
+        assert (first.pid, second.pid) == (one.pid, two.pid)
+        assert first.host == socket.gethostname() and first.ranks == 2 and first.model == "model"
+        assert not [series for series in first.totals if kind_of(series) is not Kind.COUNTER]
+        assert not [series for series in first.sums if kind_of(series) is not Kind.HISTOGRAM]
+        assert not [series for series in first.gauges if kind_of(series) is not Kind.GAUGE]
+        (drive,) = first.drives
+        assert drive.path == str(store) and drive.written_bytes > 0 and not drive.quarantined
+        assert first.sums["transfer_bytes.cpu_to_nvme"][1] == drive.written_bytes
+        assert 0 < first.gauges["used_bytes.nvme"] <= first.gauges["capacity_bytes.nvme"]
+
+        wait_for(lambda: figures_of(store, two).time_s > second.time_s + 2, "newer figures")
+        later = figures_of(store, two)
+        assert later.totals["stored_blocks"] > second.totals["stored_blocks"]
+
+        one.assert_killed()
+        left = figures_of(store, one)
+        assert left is not None and left.pid == one.pid, "what a killed engine told stays until somebody takes its home"
+        two.end()
+        ended = figures_of(store, two)
+        last = two.lines("ended")[0]["counts"]
+        assert ended.totals["stored_blocks"] <= last["stored_blocks"]
+    with Child(tmp_path, settings) as three:
+        three.wait_serving()
+        found = figures_of(store, three)
+        assert found is not None and found.pid == three.pid, "from the start on"
+        three.end()
+    homes = [home.id for home in list_homes(store)]
+    for home in homes:
+        assert (store / "homes" / home / FIGURES_FILE).stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine tells of itself, and when: on the scheduler's thread, in the file of its home, in the log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from kvdisk.config import Config
+from kvdisk.device.figures_file import FIGURES_FILE, read_figures, write_figures
+from kvdisk.errors import CorruptRecord
+from kvdisk.figures import Figures, few_figures
+from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.index.memory_index import MemoryIndex
+from kvdisk.manager.gauges import Gauges
+from kvdisk.stats import SERIES, Kind, Stats
+from kvdisk.testing.fake_engine import FakeEngine
+from kvdisk.testing.fake_ranks import FakeRank
+from kvdisk.testing.manager_parts import ManagerParts, Sizes
+from kvdisk.testing.manager_watch import ManagerWatch
+
+GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
+SLOT = GEOMETRY.slot_sizes[0]
+
+
+class Told:
+    """An engine with both tiers, and all that it has told."""
+
+    def __init__(self) -> None:
+        config = Config(store_dirs=(Path("/nowhere"),), nvme_bytes=1, cpu_bytes=4, nvme_admission="all", prefetch=False)
+        sizes = Sizes(GEOMETRY, config, 40, (4,), (8,), 1, ())
+        self.rank, self.index = FakeRank(0), MemoryIndex()
+        self.engine = FakeEngine(GEOMETRY, sizes.block_count, [self.rank])
+        self.parts = ManagerParts.make(sizes, self.engine, self.index, 0)
+        ManagerWatch(sizes, self.parts, self.engine, [self.rank], self.index)
+        self.stats = self.parts.manager.stats
+        gauges = Gauges(GEOMETRY, self.parts.transfers, self.parts.cpu, self.parts.nvme)
+        self.files: list[dict] = []
+        self.figures = Figures(
+            self.stats,
+            gauges,
+            lambda: self.parts.manager.pinned_gpu_blocks,
+            model="some/model",
+            ranks=1,
+            drives=["/one"],
+            write_file=self.files.append,
+        )
+        self.now = 100.0
+        for _ in range(4):  # until the home and its first segment are open
+            self.step()
+        self.finish()
+        self.figures.take(self.now)
+
+    def step(self, *, work: bool = True) -> None:
+        self.now += 0.01
+        self.engine.now = self.now
+        self.engine.schedule(8)
+        self.engine.forward()
+        while work and self.rank.runnable:
+            self.rank.run_job(self.rank.runnable[0])
+        self.engine.update()
+        if work:
+            self.index.commit()
+
+    def finish(self) -> None:
+        """Step until there is nothing left to do."""
+        self.step()
+        while self.engine.requests or self.parts.manager.has_pending_work(self.now):
+            self.step()
+
+    def add(self, text: str) -> None:
+        self.engine.add(f"{text} {self.now}", text, 1).finishing = True
+
+
+def test_an_engine_that_does_nothing_tells_nothing():
+    told = Told()
+    told.figures.write()
+    for _ in range(3):
+        told.step()
+        assert told.figures.take(told.now + 100) is None
+        told.figures.write()
+    assert len(told.files) == 1 and not told.figures.owes
+
+
+def test_under_way_it_tells_now_and_then_and_at_the_end_at_once():
+    told = Told()
+    told.add("aabbx")
+    told.step(work=False)
+    at = told.now + 10
+    first = told.figures.take(at)
+    assert first is not None and first.gauges["queued_jobs.store"] == 1 and first["missed_tokens.cpu"] == 4
+    told.add("ccx")
+    told.step(work=False)
+    assert told.figures.take(at + 0.2) is None
+    second = told.figures.take(at + 0.3)
+    assert second is not None and not second.gauges and second["lookup_tokens"] == 2
+    assert told.figures.take(at + 0.6) is None, "nothing has changed"
+    third = told.figures.take(at + 1.1)
+    assert third is not None and third.gauges["queued_jobs.store"] == 2 and not third.counts
+    told.finish()
+    assert told.figures.owes
+    last = told.figures.take(at + 1.11)
+    assert last is not None and not told.figures.owes
+    assert (last["stored_blocks"], last["demoted_blocks"]) == (3, 2), "half of the CPU slots may wait for NVMe"
+    assert last.samples["job_seconds.store"].count == 2
+    assert last.gauges["queued_jobs.store"] == last.gauges["uncommitted_changes"] == 0
+    assert last.gauges["used_bytes.nvme"] == 2 * SLOT
+    assert told.figures.take(at + 50) is None
+
+
+def test_all_that_was_told_adds_up_to_the_totals():
+    told, total = Told(), Stats()
+    before = dict(told.stats.counts)
+    for at in range(30):
+        if at % 3 == 0:
+            told.add(("aabbx", "ccx", "ddeex")[at % 9 // 3])
+        told.step(work=at % 4 > 0)
+        fresh = told.figures.take(told.now + at * 0.1)
+        total.merge(fresh or Stats())
+    told.finish()
+    total.merge(told.figures.take(told.now + 100) or Stats())
+    assert {name: before.get(name, 0) + total[name] for name in told.stats.counts} == told.stats.counts
+    jobs = total.samples["job_seconds.store"]
+    assert len(jobs.values) == jobs.count == told.stats.samples["job_seconds.store"].count > 0
+    assert jobs.total == pytest.approx(sum(jobs.values))
+    assert not told.stats.samples["job_seconds.store"].values, "each sample is told once"
+
+
+def test_what_changes_while_nothing_moves_is_in_the_file_too():
+    told = Told()
+    told.add("x")
+    told.step()
+    told.stats.add("short_hits")
+    assert told.figures.take(told.now) is not None
+    told.figures.write()
+    assert told.files[-1]["totals"]["short_hits"] == 1
+
+
+def test_the_file_says_what_was_counted_and_how_it_is(tmp_path):
+    told = Told()
+    told.add("aabbx")
+    told.finish()
+    told.stats.add("drive_written_bytes.0", 8192)
+    told.figures.take(told.now)
+    told.figures.write()
+    told.figures.write()
+    assert len(told.files) == 1
+    write_figures(tmp_path, told.files[-1])
+    found = read_figures(tmp_path)
+    assert found is not None
+    assert (found.pid, found.host, found.model, found.ranks) == (os.getpid(), os.uname().nodename, "some/model", 1)
+    assert abs(found.time_s - time.time()) < 60 and found.started_s <= found.time_s
+    assert found.totals == {name: n for name, n in told.stats.counts.items() if not name.startswith("drive_")}
+    assert found.sums["job_seconds.store"][0] == 1
+    assert found.gauges["used_bytes.nvme"] == 2 * SLOT
+    assert found.drives == (("/one", 0, 8192, False),)
+    assert stat.S_IMODE((tmp_path / FIGURES_FILE).stat().st_mode) == 0o600
+    assert os.listdir(tmp_path) == [FIGURES_FILE]
+
+
+def test_a_link_in_the_place_of_the_file_is_replaced_and_not_followed(tmp_path):
+    home, other = tmp_path / "home", tmp_path / "other"
+    home.mkdir()
+    other.write_text("mine")
+    for name in (FIGURES_FILE, FIGURES_FILE + ".tmp"):
+        (home / name).symlink_to(other)
+    told = Told()
+    told.figures.write()
+    write_figures(home, told.files[-1])
+    assert other.read_text() == "mine"
+    assert read_figures(home) is not None
+
+
+def _changed(**fields: object) -> str:
+    told = Told()
+    told.figures.write()
+    return json.dumps(told.files[-1] | fields)
+
+
+DAMAGES = {
+    "nothing": lambda: "",
+    "half": lambda: _changed()[:100],
+    "a list": lambda: "[]",
+    "another version": lambda: _changed(json_version=2),
+    "no pid": lambda: _changed(pid=None),
+    "a truth for a number": lambda: _changed(ranks=True),
+    "no number": lambda: _changed(time_s=float("nan")),
+    "less than nothing": lambda: _changed(totals={"stored_blocks": -1}),
+    "a fraction of a block": lambda: _changed(totals={"stored_blocks": 0.5}),
+    "too much": lambda: _changed(gauges={"backlog_blocks": 10**40}),
+    "far too much": lambda: _changed(gauges={"backlog_blocks": 0}).replace(": 0}", ": " + "9" * 5000 + "}"),
+    "totals that are a list": lambda: _changed(totals=[1]),
+    "a histogram without a sum": lambda: _changed(histograms={"wait_seconds": {"count": 1}}),
+    "drives that are none": lambda: _changed(drives=[3]),
+    "a deep one": lambda: "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_file_is_damaged_and_no_wrong_number(tmp_path, how):
+    (tmp_path / FIGURES_FILE).write_text(DAMAGES[how]())
+    with pytest.raises(CorruptRecord):
+        read_figures(tmp_path)
+
+
+def test_what_is_no_file_is_damaged_and_none_is_none(tmp_path):
+    assert read_figures(tmp_path) is None
+    os.mkfifo(tmp_path / FIGURES_FILE)
+    with pytest.raises(CorruptRecord):
+        read_figures(tmp_path)
+
+
+def test_a_line_says_what_has_happened_since_the_last_one(caplog):
+    told = Told()
+    with caplog.at_level(logging.INFO, logger="kvdisk"):
+        told.figures.log()
+        caplog.clear()
+        told.figures.log()
+        assert not caplog.records, "nothing has happened"
+        for _ in range(2):
+            told.add("aabbx")
+            told.finish()
+            told.engine.pool.forget_all()
+        told.stats.observe("transfer_bytes.cpu_to_nvme", 3e6)
+        told.stats.add("io_errors.write", 2)
+        told.figures.take(told.now)
+        told.figures.log()
+        told.figures.log()
+    (record,) = caplog.records
+    assert record.levelname == "INFO" and record.name.startswith("kvdisk")
+    assert record.getMessage() == (
+        "kvdisk, last 1 s: CPU hits 50.0 %, NVMe hits 0.0 %, to NVMe 3.0 MB/s, CPU fill 50 %, NVMe fill 25 %,"
+        " write errors 2."
+    )
+
+
+def test_the_few_figures_leave_out_what_is_not_there():
+    assert few_figures(Stats()) == {}
+    assert few_figures(Stats(dict.fromkeys([name for name, kind in SERIES.items() if kind is Kind.COUNTER], 0))) == {}
+    assert few_figures(Stats({"hit_tokens.nvme": 1, "missed_tokens.nvme": 3})) == {"NVMe hits": "25.0 %"}

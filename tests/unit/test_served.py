@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is counted of a request's hit: by tier, in tokens and blocks, once for each time it is taken up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvdisk.blocks import Slot, Tier, make_block_key
+from kvdisk.config import Config
+from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.index.memory_index import MemoryIndex
+from kvdisk.manager.gauges import Gauges
+from kvdisk.manager.requests import RequestState
+from kvdisk.manager.served import Served
+from kvdisk.manager.transfers import MoveDetail
+from kvdisk.messages import Move
+from kvdisk.stats import Stats
+from kvdisk.testing.fake_engine import FakeEngine
+from kvdisk.testing.fake_ranks import FakeRank
+from kvdisk.testing.manager_parts import ManagerParts, Sizes
+from kvdisk.testing.manager_watch import ManagerWatch
+
+ONE = Geometry((GroupGeometry(0, 4, 4096),), 1, 4)
+TWO = Geometry((GroupGeometry(0, 4, 4096), GroupGeometry(1, 2, 4096, window_tokens=5)), 1, 2)
+CPU, NVME, NOWHERE = "cpu", "nvme", "nowhere"
+
+
+def counted(stats: Stats) -> dict[str, int]:
+    """Return hits and misses, without the zeros."""
+    names = ("hit_tokens", "missed_tokens", "hit_blocks", "missed_blocks", "lookup_tokens")
+    return {series: count for series, count in stats.counts.items() if series.startswith(names)}
+
+
+class Desk:
+    """A request at position ``local`` whose lookups are answered by hand."""
+
+    def __init__(self, geometry: Geometry = ONE, *, has_cpu: bool = True, has_nvme: bool = True) -> None:
+        self.stats = Stats()
+        self.served = Served(geometry, self.stats, has_cpu=has_cpu, has_nvme=has_nvme)
+        self.request = RequestState.make("r", [], 100, geometry)
+
+    def load(self, local: int, external: int, sources: list[tuple[int, int, str]]) -> None:
+        """Plan a load whose blocks (group, position) come from these sources."""
+        where = {CPU: (Slot(0, 1), None), NVME: (None, Slot(0, 1)), NOWHERE: (None, None)}
+        moves = [Move(make_block_key(bytes(32), group), 1, 1, *where[source]) for group, _, source in sources]
+        details = [MoveDetail(0, group=group, position=position) for group, position, _ in sources]
+        self.served.loaded(self.request, local, external, moves, details)
+
+
+def test_a_hit_that_is_partly_on_the_gpu_in_memory_and_on_nvme():
+    desk = Desk()
+    desk.served.answered(desk.request, 8, 27, 12, 0.0)
+    desk.load(8, 12, [(0, 2, CPU), (0, 3, NVME), (0, 4, CPU)])
+    assert desk.request.served == {Tier.CPU: 8, Tier.NVME: 4}
+    assert counted(desk.stats) == {
+        "lookup_tokens": 16,  # from 8 to 24, the last multiple of a block
+        "hit_tokens.cpu": 8,
+        "hit_blocks.cpu": 2,
+        "missed_tokens.cpu": 8,
+        "missed_blocks.cpu": 2,
+        "hit_tokens.nvme": 4,
+        "hit_blocks.nvme": 1,
+        "missed_tokens.nvme": 4,
+        "missed_blocks.nvme": 1,
+    }
+    desk.served.passed_over(desk.request)
+    assert desk.stats["lookup_tokens"] == 16, "it was counted when its load was planned"
+
+
+def test_a_miss_counts_when_the_request_runs_and_not_each_time_it_asks():
+    desk = Desk()
+    for _ in range(5):
+        desk.served.answered(desk.request, 0, 17, 0, 0.0)
+    assert counted(desk.stats) == {}
+    for _ in range(3):
+        desk.served.passed_over(desk.request)
+    assert counted(desk.stats) == {
+        "lookup_tokens": 16,
+        "missed_tokens.cpu": 16,
+        "missed_blocks.cpu": 4,
+        "missed_tokens.nvme": 16,
+        "missed_blocks.nvme": 4,
+    }
+
+
+def test_a_promise_that_the_engine_did_not_take_is_no_miss():
+    desk = Desk()
+    desk.served.answered(desk.request, 0, 17, 8, 0.0)
+    desk.served.passed_over(desk.request)
+    assert counted(desk.stats) == {}
+
+
+@pytest.mark.parametrize(("tier", "other"), [("cpu", "nvme"), ("nvme", "cpu")])
+def test_a_tier_that_does_not_exist_is_not_asked_and_serves_nothing(tier, other):
+    """A window's blocks that the engine did not want have no move, and are still tokens of the hit."""
+    desk = Desk(has_cpu=tier == "cpu", has_nvme=tier == "nvme")
+    desk.served.answered(desk.request, 0, 21, 12, 0.0)
+    desk.load(0, 12, [(0, 1, tier), (0, 2, NOWHERE)])
+    assert desk.request.served == {Tier[tier.upper()]: 12, Tier[other.upper()]: 0}
+    assert not [series for series in counted(desk.stats) if series.endswith(other)]
+    assert (desk.stats[f"hit_tokens.{tier}"], desk.stats[f"missed_tokens.{tier}"]) == (12, 8)
+
+
+def test_with_several_groups_a_token_is_of_the_farthest_tier_that_one_of_its_blocks_came_from():
+    desk = Desk(TWO)
+    desk.served.answered(desk.request, 4, 17, 8, 0.0)
+    desk.load(4, 8, [(0, 1, CPU), (0, 2, CPU), (1, 4, NVME), (1, 5, CPU)])
+    assert desk.request.served == {Tier.CPU: 6, Tier.NVME: 2}
+    # Missed are the block from 12 on and, of the window group, those that reach what a hit up to 16 needs.
+    assert (desk.stats["missed_blocks.nvme"], desk.stats["missed_tokens.nvme"]) == (1 + 2, 4)
+    assert (desk.stats["hit_blocks.cpu"], desk.stats["hit_blocks.nvme"]) == (3, 1)
+
+
+def test_a_wait_is_measured_once_from_its_first_answer_to_the_last():
+    desk = Desk()
+    for now in (10.0, 10.5, 11.0):
+        desk.served.waits(desk.request, now)
+    for _ in range(2):
+        desk.served.answered(desk.request, 0, 17, 0, 12.5)
+    samples = desk.stats.samples["wait_seconds"]
+    assert (samples.count, samples.total, desk.stats["lookup_waits"]) == (1, 2.5, 3)
+
+
+def test_gauges_and_hits_of_an_engine():
+    """An engine with four blocks in memory and eight on NVMe, through its real manager."""
+    geometry = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
+    config = Config(store_dirs=(Path("/nowhere"),), nvme_bytes=1, cpu_bytes=4, nvme_admission="all", prefetch=False)
+    sizes = Sizes(geometry, config, 40, (4,), (8,), 1, ())
+    rank, index = FakeRank(0), MemoryIndex()
+    engine = FakeEngine(geometry, sizes.block_count, [rank])
+    parts = ManagerParts.make(sizes, engine, index, 0)
+    ManagerWatch(sizes, parts, engine, [rank], index)
+    gauges = Gauges(geometry, parts.transfers, parts.cpu, parts.nvme)
+    stats, slot_bytes = parts.manager.stats, geometry.slot_sizes[0]
+
+    def serve(text: str) -> dict[str, int]:
+        engine.pool.forget_all()
+        before = dict(stats.counts)
+        request = engine.add(f"{text} {engine.step_count}", text, 1)
+        while request.id in engine.requests or parts.manager.has_pending_work(engine.now):
+            request.finishing = True
+            engine.schedule(8)
+            engine.forward()
+            while rank.runnable:
+                rank.run_job(rank.runnable[0])
+            engine.update()
+            index.commit()
+        return {
+            name: count - before.get(name, 0) for name, count in counted(stats).items() if count != before.get(name)
+        }
+
+    missed = {f"missed_{what}.{tier}": count for what, count in (("tokens", 4), ("blocks", 2)) for tier in (CPU, NVME)}
+    assert serve("aabbx") == {"lookup_tokens": 4, **missed}
+    assert serve("aabbx") == {"lookup_tokens": 4, "hit_tokens.cpu": 4, "hit_blocks.cpu": 2}
+    serve("ccddx"), serve("eeffx")
+    assert serve("aabbx") == {
+        "lookup_tokens": 4,
+        "missed_tokens.cpu": 4,
+        "missed_blocks.cpu": 2,
+        "hit_tokens.nvme": 4,
+        "hit_blocks.nvme": 2,
+    }
+    read = gauges.read()
+    assert (read["used_bytes.nvme"], read["capacity_bytes.nvme"]) == (6 * slot_bytes, 8 * slot_bytes)
+    assert (read["held_blocks.cpu"], read["used_bytes.cpu"], read["capacity_bytes.cpu"]) == (
+        4,
+        4 * slot_bytes,
+        4 * slot_bytes,
+    )
+    assert read["fragmentation_ratio"] == 1, "two free slots are a short run"
+    assert read["uncommitted_changes"] == read["backlog_blocks"] == read["queued_jobs.load"] == 0
+    assert not gauges.busy
+    engine.add("the last", "gghhx", 1)
+    engine.schedule(8)
+    assert gauges.busy and gauges.read()["queued_jobs.store"] == 1
+    assert parts.manager.pinned_gpu_blocks == 2

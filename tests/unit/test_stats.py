@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of metrics and its values: names, merging over ranks and steps, bounds."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvdisk.stats import METRICS, MOST_SAMPLES, SERIES, Kind, Stats, by_metric, kind_of
+
+
+def test_every_row_of_the_table_is_sound():
+    for name, metric in METRICS.items():
+        assert name == metric.name and name.islower() and name.isidentifier()
+        assert metric.about and not metric.about.endswith(".")
+        assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
+        assert list(metric.buckets) == sorted(set(metric.buckets))
+        assert not metric.values or metric.label
+        if metric.kind is Kind.COUNTER:
+            assert not name.endswith(("_total", "_bucket", "_sum", "_count")), "Prometheus adds these"
+    assert len(SERIES) == sum(len(metric.values) if metric.label else 1 for metric in METRICS.values())
+
+
+@pytest.mark.parametrize("name", ["", "nothing", "hit_tokens", "hit_tokens.", "hit_tokens.gpu", "drive_read_bytes"])
+def test_a_name_that_is_not_in_the_table_is_an_error(name):
+    assert kind_of(name) is None
+    with pytest.raises(AssertionError):
+        Stats().add(name)
+
+
+def test_a_series_is_used_as_what_it_is():
+    stats = Stats()
+    stats.add("drive_read_bytes.17", 5)
+    assert stats["drive_read_bytes.17"] == 5
+    for misuse in (
+        lambda: stats.add("backlog_blocks"),
+        lambda: stats.add("wait_seconds"),
+        lambda: stats.observe("stored_blocks", 1.0),
+        lambda: stats["wait_seconds"],
+        lambda: stats.sum_of("stored_blocks"),
+    ):
+        with pytest.raises(AssertionError):
+            misuse()
+
+
+def test_ranks_add_up_and_taking_starts_from_nothing():
+    total, rank = Stats(), Stats()
+    assert total.empty
+    for _ in range(3):
+        rank.add("stored_blocks", 2)
+        rank.observe("transfer_bytes.cpu_to_nvme", 4096)
+        total.merge(rank)
+    assert total["stored_blocks"] == 2 + 4 + 6
+    assert total.sum_of("transfer_bytes.cpu_to_nvme") == (1 + 2 + 3) * 4096
+    assert rank.samples["transfer_bytes.cpu_to_nvme"].count == 3, "what is merged is left as it was"
+    taken = total.take()
+    assert total.empty and not total.changes and taken["stored_blocks"] == 12
+    rank.add("stored_blocks", 1)
+    assert taken["stored_blocks"] == 12
+
+
+def test_nothing_counted_is_no_change():
+    stats = Stats()
+    stats.add("stored_blocks", 0)
+    stats.merge(Stats())
+    assert stats.empty
+    before = stats.changes
+    stats.add("stored_blocks")
+    assert stats.changes != before and not stats.empty
+
+
+def test_samples_are_bounded_and_their_number_and_sum_are_not():
+    many, total = Stats(), Stats()
+    for value in range(MOST_SAMPLES + 10):
+        many.observe("wait_seconds", value)
+    for _ in range(3):
+        total.merge(many)
+    for stats, times in ((many, 1), (total, 3)):
+        samples = stats.samples["wait_seconds"]
+        assert samples.values == list(range(MOST_SAMPLES))
+        assert samples.count == times * (MOST_SAMPLES + 10)
+        assert samples.total == times * sum(range(MOST_SAMPLES + 10))
+
+
+def test_values_by_metric_are_for_people():
+    assert by_metric({"stored_blocks": 1, "hit_tokens.cpu": 2, "hit_tokens.nvme": 3}) == {
+        "hit_tokens": {"cpu": 2, "nvme": 3},
+        "stored_blocks": 1,
+    }
