@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine does now and then beside its steps: a thread with functions that it calls at intervals.
+
+For what may wait for the disk, or for whoever reads the log. What is called may take its time: the others of the same
+thread wait for it, the engine does not.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from kvdisk.errors import KvdiskError
+
+logger = logging.getLogger("kvdisk")
+
+CLOSE_TIMEOUT_S = 5.0
+
+
+class Background:
+    """Calls each function every so many seconds, from so many seconds after the start on, on one thread of its own.
+
+    A KvdiskError or an OSError of one is logged for whoever debugs, and the function is called again the next time; any
+    other error is a bug of ours, is logged as one, and ends that function's calls alone.
+    """
+
+    def __init__(self, jobs: Sequence[tuple[float, Callable[[], None]]]) -> None:
+        assert all(interval_s > 0 for interval_s, _ in jobs)
+        self._jobs = list(jobs)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvdisk-background", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Call every function a last time and end the thread; wait for that, but not for a disk that hangs. Idempotent.
+
+        After CLOSE_TIMEOUT_S the thread is left to itself: what it calls must do no harm then.
+        """
+        self._stopping.set()
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        started_s = time.monotonic()
+        due_s = {position: started_s + interval_s for position, (interval_s, _) in enumerate(self._jobs)}
+        while due_s and not self._stopping.wait(max(0.0, min(due_s.values()) - time.monotonic())):
+            for position in [position for position, at_s in due_s.items() if at_s <= time.monotonic()]:
+                interval_s, job = self._jobs[position]
+                if self._call(job):
+                    # From the end of the call: what takes longer than its interval leaves the others their time.
+                    due_s[position] = time.monotonic() + interval_s
+                else:
+                    del due_s[position]
+        self._stopping.wait()
+        for position, (_, job) in enumerate(self._jobs):
+            if position in due_s:
+                self._call(job)
+
+    @staticmethod
+    def _call(job: Callable[[], None]) -> bool:
+        """Call one; return whether it is to be called again."""
+        try:
+            job()
+        except (KvdiskError, OSError) as error:
+            logger.debug("kvdisk, in the background: %s", error)
+        except Exception:
+            logger.exception("kvdisk has a bug in what it does in the background; it goes on without that")
+            return False
+        return True

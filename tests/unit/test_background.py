@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions called at intervals on a thread: what fails, what hangs, and the end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from kvdisk import background
+from kvdisk.background import Background
+from kvdisk.errors import ConfigError
+
+
+def wait_for(condition) -> None:
+    end_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+def test_functions_are_called_at_their_intervals_and_once_more_at_the_end():
+    often, rarely = [], []
+    thread = Background([(0.01, lambda: often.append(1)), (600, lambda: rarely.append(1))])
+    wait_for(lambda: len(often) >= 3)
+    assert not rarely
+    thread.close()
+    calls = len(often)
+    assert len(rarely) == 1
+    thread.close()
+    time.sleep(0.03)
+    assert len(often) == calls and len(rarely) == 1
+
+
+def test_a_function_that_fails_is_called_again_and_one_with_a_bug_is_not(caplog):
+    failed, broken, fine = [], [], []
+
+    def fails() -> None:
+        failed.append(1)
+        raise ConfigError("no")
+
+    def breaks() -> None:
+        broken.append(1)
+        raise ZeroDivisionError
+
+    with caplog.at_level(logging.ERROR, logger="kvdisk"):
+        thread = Background([(0.01, fails), (0.01, breaks), (0.01, lambda: fine.append(1))])
+        wait_for(lambda: len(failed) >= 3 and len(fine) >= 3)
+        thread.close()
+    assert len(broken) == 1
+    assert [record.levelname for record in caplog.records] == ["ERROR"], "a bug is told once, a full disk is not"
+
+
+def test_one_that_hangs_does_not_keep_the_engine_from_ending(monkeypatch):
+    monkeypatch.setattr(background, "CLOSE_TIMEOUT_S", 0.05)
+    released = threading.Event()
+    thread = Background([(0.01, lambda: released.wait(60) and None)])
+    began_s = time.monotonic()
+    thread.close()
+    assert time.monotonic() - began_s < 30
+    released.set()
+
+
+def test_without_functions_it_ends_too():
+    Background([]).close()
