@@ -18,7 +18,7 @@ from rich.console import Console
 
 from kvdisk.cli.inspect_json import store_as_json
 from kvdisk.cli.inspect_tables import print_store
-from kvdisk.cli.survey import survey_store
+from kvdisk.cli.survey import PREFIXES, survey_store
 from kvdisk.device.control import STORE_FILE
 from kvdisk.errors import DeviceError, KvdiskError
 
@@ -26,6 +26,9 @@ StoreDirectories = Annotated[
     list[Path],
     typer.Argument(metavar="DIR...", help="The store: all that store_dirs names.", file_okay=False, readable=False),
 ]
+
+
+MOST_PREFIXES = 10_000
 
 
 class Exit(IntEnum):
@@ -42,8 +45,12 @@ def inspect(
         bool, typer.Option("--json", help="Print one JSON object, with bytes and times as integers.")
     ] = False,
     everything: Annotated[bool, typer.Option("--all", help="List every segment and every problem.")] = False,
+    prefixes: Annotated[
+        int,
+        typer.Option("--prefixes", metavar="N", min=0, max=MOST_PREFIXES, help="Show the N biggest shared prefixes."),
+    ] = PREFIXES,
 ) -> None:
-    """Show what a store holds: namespaces, homes, segments, their fill and their cap.
+    """Show what a store holds: namespaces, homes, segments and drives; how old blocks are, and which are used again.
 
     Only reads, so it may look into a store that engines are using, or into a copy. Needs neither a GPU nor vLLM.
 
@@ -57,7 +64,7 @@ def inspect(
     """
     paths = [Path(os.path.realpath(directory)) for directory in directories]
     try:
-        facts = survey_store(paths)
+        facts = survey_store(paths, prefixes=prefixes)
     except KvdiskError as error:
         typer.echo(f"kvdisk: {why_not(error, paths[0])}", err=True)
         raise typer.Exit(Exit.NO_REPORT) from None

@@ -4,25 +4,30 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvdisk.cli.survey import HomeFacts, NamespaceFacts, SegmentFacts, StoreFacts, stored_range
+from kvdisk.cli.inspect_blocks import print_blocks
+from kvdisk.cli.store_facts import (
+    HomeFacts,
+    NamespaceFacts,
+    SegmentFacts,
+    StoreFacts,
+    fragmentation,
+    stored_range,
+)
+from kvdisk.cli.table_parts import ID_LETTERS, WIDE, add_column, make_table, unknown
 from kvdisk.cli.wording import ago, bar, number, plural, printable, share, size
 from kvdisk.geometry import FILE_EPOCH
 
 SEGMENTS_SHOWN = 16
 PROBLEMS_SHOWN = 20
-_ID_LETTERS = 8
 _BAR_LETTERS = 24
-_WIDE = 100
-
-Align = Literal["left", "right"]
 
 
 def print_store(facts: StoreFacts, console: Console, *, everything: bool) -> None:
@@ -37,6 +42,9 @@ def print_store(facts: StoreFacts, console: Console, *, everything: bool) -> Non
         console.print(_homes(facts, console.width))
         if any(home.segments for home in facts.homes):
             console.print(_segments(facts, console.width, None if everything else SEGMENTS_SHOWN))
+        if len(facts.drives) > 1:
+            console.print(_drives(facts, console.width))
+        print_blocks(facts, console)
     _print_problems(facts.problems, console, None if everything else PROBLEMS_SHOWN)
 
 
@@ -80,16 +88,16 @@ def _allocated(facts: StoreFacts) -> Text:
 
 
 def _namespaces(facts: StoreFacts, width: int) -> Table:
-    table = _table("Namespaces", width)
-    _add_column(table, "Namespace", style="magenta")
+    table = make_table("Namespaces", width)
+    add_column(table, "Namespace", style="magenta")
     table.add_column("Model", overflow="fold")
-    _add_column(table, "KV dtype")
+    add_column(table, "KV dtype")
     for header in ("TP", "Block\nsize", "Epochs", "Homes", "Blocks", "Stored"):
-        _add_column(table, header, "right")
+        add_column(table, header, "right")
     for namespace in facts.namespaces:
         description = namespace.description
         table.add_row(
-            namespace.fingerprint.hex()[:_ID_LETTERS],
+            namespace.fingerprint.hex()[:ID_LETTERS],
             _model(description.get("model")),
             _dtype(description),
             printable(description.get("tensor_parallel", description.get("ranks"))),
@@ -102,39 +110,43 @@ def _namespaces(facts: StoreFacts, width: int) -> Table:
 
 
 def _homes(facts: StoreFacts, width: int) -> Table:
-    table = _table("Homes", width)
-    _add_column(table, "Home", style="cyan")
-    _add_column(table, "Namespace", style="magenta")
-    _add_column(table, "Owner")
-    _add_column(table, "Clean")
-    for header in ("Blocks", "Allocated", "Cap", "Fill"):
-        _add_column(table, header, "right")
-    _add_column(table, "Last use", "right")
+    table = make_table("Homes", width)
+    add_column(table, "Home", style="cyan")
+    add_column(table, "Namespace", style="magenta")
+    add_column(table, "Owner")
+    add_column(table, "Clean")
+    for header in ("Blocks", "Allocated", "Cap", "Fill", "Frag"):
+        add_column(table, header, "right")
+    add_column(table, "Last use", "right")
     for home in facts.homes:
         record = home.record
         table.add_row(
-            home.id[:_ID_LETTERS],
-            record.fingerprint.hex()[:_ID_LETTERS] if record else _unknown(),
+            home.id[:ID_LETTERS],
+            record.fingerprint.hex()[:ID_LETTERS] if record else unknown(),
             Text("alive", "green") if home.alive else Text("orphan", "yellow"),
             _clean(home),
             _count(home.blocks),
             size(home.allocated_bytes),
-            size(record.cap_bytes) if record else _unknown(),
-            _unknown() if home.fill is None else share(home.fill),
-            ago(record.last_use_s, facts.surveyed_s) if record else _unknown(),
+            size(record.cap_bytes) if record else unknown(),
+            unknown() if home.fill is None else share(home.fill),
+            _fragmentation(home.segments),
+            ago(record.last_use_s, facts.surveyed_s) if record else unknown(),
         )
     return table
 
 
 def _segments(facts: StoreFacts, width: int, most: int | None) -> Table:
-    table = _table("Segments", width)
-    _add_column(table, "Home", style="cyan")
+    table = make_table("Segments", width)
+    add_column(table, "Home", style="cyan")
     for header in ("Segment", "Drive", "Slot", "Slots", "Used"):
-        _add_column(table, header, "right")
-    _add_column(table, "Fill")
+        add_column(table, header, "right")
+    add_column(table, "Fill")
+    add_column(table, "Frag", "right")
+    if width >= WIDE:
+        add_column(table, "Run", "right")
     table.add_column("Files", overflow="fold")
     for home in facts.homes:
-        name = home.id[:_ID_LETTERS]
+        name = home.id[:ID_LETTERS]
         shown = home.segments[:most]
         for segment in shown:
             table.add_row(
@@ -145,23 +157,53 @@ def _segments(facts: StoreFacts, width: int, most: int | None) -> Table:
                 number(segment.slots),
                 _count(segment.used_slots),
                 _fill(segment),
+                _fragmentation([segment]),
+                *([_run(segment)] if width >= WIDE else []),
                 _files(segment, home.ranks),
             )
             name = ""
         if len(shown) < len(home.segments):
-            _add_rest(table, home, home.segments[len(shown) :])
+            _add_rest(table, home, home.segments[len(shown) :], width)
         table.add_section()
     return table
 
 
-def _add_rest(table: Table, home: HomeFacts, rest: tuple[SegmentFacts, ...]) -> None:
+def _add_rest(table: Table, home: HomeFacts, rest: tuple[SegmentFacts, ...], width: int) -> None:
     slots = sum(segment.slots or 0 for segment in rest)
     used = None if home.tallies is None else sum(segment.used_slots or 0 for segment in rest)
     length_bytes = sum(file.length_bytes for segment in rest for file in segment.files)
     fill = Text("") if used is None or not slots else _fill_bar(used / slots)
     table.add_row(
-        "", f"{len(rest)} more", "", "", number(slots), _count(used), fill, f"{size(length_bytes)} (see --all)"
+        "",
+        f"{len(rest)} more",
+        "",
+        "",
+        number(slots),
+        _count(used),
+        fill,
+        _fragmentation(rest),
+        *([""] if width >= WIDE else []),
+        f"{size(length_bytes)} (see --all)",
     )
+
+
+def _drives(facts: StoreFacts, width: int) -> Table:
+    table = make_table("Drives", width)
+    table.add_column("Directory", overflow="fold")
+    for header in ("Homes", "Segments", "Blocks", "Used", "Allocated"):
+        add_column(table, header, "right")
+    for drive in facts.drives:
+        more = (" +?", "red") if drive.unreadable_homes else ""
+        name = f"not named ({printable(drive.store_id)[:ID_LETTERS]})" if drive.path is None else printable(drive.path)
+        table.add_row(
+            name,
+            number(drive.homes),
+            number(drive.segments) if drive.path else unknown(),
+            Text.assemble(number(drive.blocks), more),
+            Text.assemble(size(drive.used_bytes), more),
+            size(drive.allocated_bytes) if drive.path else unknown(),
+        )
+    return table
 
 
 def _print_problems(problems: tuple[str, ...], console: Console, most: int | None) -> None:
@@ -177,34 +219,13 @@ def _print_problems(problems: tuple[str, ...], console: Console, most: int | Non
 # -- cells -------------------------------------------------------------------------------------
 
 
-def _table(title: str, width: int) -> Table:
-    return Table(
-        title=f"\n{title}",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1 if width >= _WIDE else 0, 0, 0),
-        header_style="dim",
-    )
-
-
-def _add_column(table: Table, header: str, justify: Align = "left", style: str | None = None) -> None:
-    table.add_column(header, justify=justify, style=style, no_wrap=True)
-
-
-def _unknown() -> Text:
-    return Text("?", "red")
-
-
 def _count(count: int | None) -> Text:
-    return _unknown() if count is None else Text(number(count))
+    return unknown() if count is None else Text(number(count))
 
 
 def _clean(home: HomeFacts) -> Text:
     if home.record is None:
-        return _unknown()
+        return unknown()
     if home.alive:
         return Text("in use", "dim")
     return Text("yes", "green") if home.record.clean else Text("no", "yellow")
@@ -242,18 +263,33 @@ def _sums(namespace: NamespaceFacts) -> tuple[Text, Text]:
     """Return blocks and bytes, with a mark where homes cannot be read."""
     unreadable = sum(home.tallies is None for home in namespace.homes)
     if unreadable == len(namespace.homes):
-        return _unknown(), _unknown()
+        return unknown(), unknown()
     more = (" +?", "red") if unreadable else ""
     blocks = sum(home.blocks or 0 for home in namespace.homes)
     return Text.assemble(number(blocks), more), Text.assemble(size(namespace.used_bytes), more)
 
 
 def _fill(segment: SegmentFacts) -> Text:
-    return _unknown() if segment.fill is None else _fill_bar(segment.fill)
+    return unknown() if segment.fill is None else _fill_bar(segment.fill)
 
 
 def _fill_bar(fraction: float) -> Text:
     return Text.assemble((bar(fraction, 8), "cyan"), f" {share(fraction):>5}")
+
+
+def _fragmentation(segments: Sequence[SegmentFacts]) -> Text:
+    """Return the share of free bytes in short runs; a dash where nothing is free."""
+    if any(segment.layout is None and segment.indexed for segment in segments):
+        return unknown()
+    fraction = fragmentation(segments)
+    return Text("-" if fraction is None else share(fraction))
+
+
+def _run(segment: SegmentFacts) -> Text:
+    """Return how many blocks are read at a time."""
+    if segment.layout is None:
+        return unknown() if segment.indexed else Text("-")
+    return Text("-" if segment.read_run_blocks is None else f"{segment.read_run_blocks:.1f}")
 
 
 def _files(segment: SegmentFacts, ranks: int) -> Text:

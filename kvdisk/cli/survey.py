@@ -9,183 +9,67 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from kvdisk.cli.index_reader import BlockTally, IndexFacts, read_indexes
+from kvdisk.cli.block_facts import PrefixTree
+from kvdisk.cli.index_reader import IndexedHome, IndexedNamespace, IndexFacts, read_indexes
+from kvdisk.cli.store_facts import (
+    HomeFacts,
+    NamespaceFacts,
+    SegmentFacts,
+    StoreFacts,
+    ranks_of,
+    stored_range,
+)
 from kvdisk.device import paths
-from kvdisk.device.control import STORE_FILE, HomeRecord, HomeSummary, read_record
+from kvdisk.device.control import STORE_FILE, USES_FILE, HomeSummary, read_record
 from kvdisk.device.drives import Directories, list_directories
 from kvdisk.device.listing import list_homes, scan_folders
 from kvdisk.device.segment import SegmentFileSummary, open_segment, read_segment_header
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
 from kvdisk.messages import SegmentSpec
 
+__all__ = [
+    "HomeFacts",
+    "NamespaceFacts",
+    "SegmentFacts",
+    "StoreFacts",
+    "index_namespaces",
+    "stored_range",
+    "survey_store",
+]
+
+PREFIXES = 12
+"""How many prefixes a survey looks for, in each namespace."""
 _ATTEMPTS = 3
-_MOST_RANKS = 1 << 16
+_MOST_TOKENS = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentFacts:
-    """A segment of a home. ``files``: those that exist, by rank.
-
-    ``used_slots`` is None where the index cannot be read; ``slot_bytes`` and ``slots`` then come from a file's header,
-    and are None where that cannot be read either. ``indexed``: the index has a record of it; one that is being
-    made, or that a crash has left, has none yet.
-    """
-
-    segment: int
-    drive: int
-    slot_bytes: int | None
-    slots: int | None
-    used_slots: int | None
-    indexed: bool
-    files: tuple[SegmentFileSummary, ...]
-
-    @property
-    def fill(self) -> float | None:
-        """Share of the slots that hold blocks, 0 to 1."""
-        return self.used_slots / self.slots if self.slots and self.used_slots is not None else None
-
-    def used_bytes(self, ranks: int) -> int | None:
-        """Bytes of the slots that hold blocks, on all ranks, headers included."""
-        if self.used_slots is None or self.slot_bytes is None:
-            return None
-        return self.used_slots * self.slot_bytes * ranks
-
-
-@dataclass(frozen=True)
-class HomeFacts:
-    """A home. ``alive``: a process of its owner lives. ``record``: what HOME says, None where it cannot be read.
-
-    ``tallies``: of all blocks in its index, None where that cannot be read.
-    """
-
-    id: str
-    path: Path
-    alive: bool
-    record: HomeRecord | None
-    allocated_bytes: int
-    segments: tuple[SegmentFacts, ...]
-    tallies: tuple[BlockTally, ...] | None
-    problems: tuple[str, ...]
-
-    @cached_property
-    def ranks(self) -> int:
-        """Ranks that hold a part of each block: as HOME says, else as many as have files."""
-        return _ranks(self.record, (file for segment in self.segments for file in segment.files))
-
-    @cached_property
-    def blocks(self) -> int | None:
-        """Blocks in the index; a block has a slot on every rank and counts once."""
-        return None if self.tallies is None else sum(tally.blocks for tally in self.tallies)
-
-    @cached_property
-    def slots(self) -> int:
-        """Slots of all segments whose size is known; a slot is there on every rank and counts once."""
-        return sum(segment.slots or 0 for segment in self.segments)
-
-    @cached_property
-    def used_bytes(self) -> int | None:
-        """Bytes of the slots that hold blocks, on all ranks, headers included."""
-        if self.tallies is None:
-            return None
-        return sum(segment.used_bytes(self.ranks) or 0 for segment in self.segments)
-
-    @property
-    def fill(self) -> float | None:
-        """Share of the cap that blocks take, 0 to 1."""
-        if self.record is None or self.record.cap_bytes <= 0 or self.used_bytes is None:
-            return None
-        return self.used_bytes / self.record.cap_bytes
-
-
-@dataclass(frozen=True)
-class NamespaceFacts:
-    """All homes of one fingerprint, the last used first."""
-
-    fingerprint: bytes
-    homes: tuple[HomeFacts, ...]
-
-    @cached_property
-    def description(self) -> dict[str, Any]:
-        """What the engine that used it last says of itself, in one flat dictionary; nothing in it is certain."""
-        record = self.homes[0].record
-        assert record is not None
-        geometry = record.description.get("geometry")
-        return record.description | (geometry if isinstance(geometry, dict) else {})
-
-    @cached_property
-    def blocks_by_epoch(self) -> dict[int, int]:
-        """Blocks of each epoch, over the homes whose index can be read; a block that two homes hold counts twice."""
-        return _sum_blocks((tally.epoch, tally.blocks) for tally in _tallies(self.homes))
-
-    @cached_property
-    def blocks_by_group(self) -> dict[int, int]:
-        """Blocks of each KV-cache group, over the homes whose index can be read."""
-        return _sum_blocks((tally.group, tally.blocks) for tally in _tallies(self.homes))
-
-    @cached_property
-    def used_bytes(self) -> int:
-        """``used_bytes`` of the homes whose index can be read."""
-        return sum(home.used_bytes or 0 for home in self.homes)
-
-
-@dataclass(frozen=True)
-class StoreFacts:
-    """A store at one moment. Times: whole seconds since the Unix epoch; ``homes`` by last use, the last first."""
-
-    path: Path
-    store_id: str | None
-    format_version: int
-    created_s: int | None
-    surveyed_s: int
-    homes: tuple[HomeFacts, ...]
-
-    @cached_property
-    def namespaces(self) -> tuple[NamespaceFacts, ...]:
-        """The homes whose HOME can be read, by fingerprint, in the order of ``homes``."""
-        found: dict[bytes, list[HomeFacts]] = {}
-        for home in self.homes:
-            if home.record is not None:
-                found.setdefault(home.record.fingerprint, []).append(home)
-        return tuple(NamespaceFacts(fingerprint, tuple(homes)) for fingerprint, homes in found.items())
-
-    @cached_property
-    def cap_bytes(self) -> int | None:
-        """What all files may come to: the caps of the live owners together, None while none lives."""
-        caps = [home.record.cap_bytes for home in self.homes if home.alive and home.record is not None]
-        return sum(caps) if caps else None
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Everything that is wrong, a sentence each, with the home it is wrong in."""
-        return tuple(f"home {home.id}: {problem}" for home in self.homes for problem in home.problems)
-
-
-def stored_range(homes: Iterable[HomeFacts]) -> tuple[int, int] | None:
-    """Return when the oldest and the newest block of these homes were stored, or None where there are none."""
-    tallies = list(_tallies(homes))
-    if not tallies:
-        return None
-    return min(tally.oldest_stored_s for tally in tallies), max(tally.newest_stored_s for tally in tallies)
-
-
-def survey_store(directories: Directories) -> StoreFacts:
+def survey_store(directories: Directories, *, prefixes: int = PREFIXES, shared_only: bool = True) -> StoreFacts:
     """Return what is in the store in these directories. Waits for the disk, and for an engine that is just starting.
 
-    Raises ConfigError where it is no store that this kvdisk and this user can read, CorruptRecord where its STORE
-    file does not decode, StoreLocked, DeviceError.
+    ``prefixes``: the biggest of each namespace; with ``shared_only`` only what several chains have or requests have
+    used again. Raises ConfigError where it is no store that this kvdisk and this user can read, CorruptRecord where its
+    STORE file does not decode, StoreLocked, DeviceError.
     """
     path, *further = list_directories(directories)
     homes: list[HomeFacts] = []
+    trees: dict[bytes, PrefixTree | None] = {}
+    now_s = 0
     for _ in range(_ATTEMPTS):
         summaries = list_homes([path, *further])
-        indexes = read_indexes([summary.index_path for summary in summaries])
-        homes = [_home_facts(summary, index) for summary, index in zip(summaries, indexes, strict=True)]
+        now_s = int(time.time())
+        groups, namespaces = index_namespaces(summaries)
+        found, grown = read_indexes(namespaces, now_s, prefixes, shared_only=shared_only)
+        homes = [
+            _home_facts(summary, index)
+            for group, indexes in zip(groups, found, strict=True)
+            for summary, index in zip(group, indexes, strict=True)
+        ]
+        trees = {
+            group[0].record.fingerprint: tree for group, tree in zip(groups, grown, strict=True) if group[0].record
+        }
         still_there = [home for home in homes if home.path.exists()]
         # A home that has got another name, or dropped a segment, meanwhile looks wrong: look again.
         if len(still_there) == len(homes) and not any(home.alive and home.problems for home in homes):
@@ -199,9 +83,39 @@ def survey_store(directories: Directories) -> StoreFacts:
         store_id=store.get("store_id"),
         format_version=store["format_version"],
         created_s=store.get("created_s"),
-        surveyed_s=int(time.time()),
+        surveyed_s=now_s,
         homes=tuple(homes),
+        trees=trees,
     )
+
+
+def index_namespaces(summaries: Sequence[HomeSummary]) -> tuple[list[list[HomeSummary]], list[IndexedNamespace]]:
+    """Return homes by namespace, each namespace as the process that reads indexes is told of it.
+
+    A home whose HOME cannot be read is alone.
+    """
+    groups: dict[object, list[HomeSummary]] = {}
+    for summary in summaries:
+        groups.setdefault(summary.record.fingerprint if summary.record else summary.id, []).append(summary)
+    namespaces = []
+    for group in groups.values():
+        latest = max(group, key=lambda summary: summary.record.last_use_s if summary.record else 0)
+        homes = [
+            IndexedHome(each.index_path, each.path / USES_FILE, ranks_of(each.record, each.segments)) for each in group
+        ]
+        namespaces.append(IndexedNamespace(tuple(homes), block_tokens_of(latest)))
+    return list(groups.values()), namespaces
+
+
+def block_tokens_of(summary: HomeSummary) -> tuple[int | None, ...]:
+    """Return the tokens of a block by KV-cache group, as HOME describes them; nothing in it is certain."""
+    description = summary.record.description if summary.record else {}
+    geometry = description.get("geometry")
+    groups = (geometry if isinstance(geometry, dict) else description).get("groups")
+    if not isinstance(groups, list):
+        return ()
+    sizes = [group.get("block_tokens") if isinstance(group, dict) else None for group in groups]
+    return tuple(size if isinstance(size, int) and 0 < size <= _MOST_TOKENS else None for size in sizes)
 
 
 def _home_facts(summary: HomeSummary, index: IndexFacts) -> HomeFacts:
@@ -233,6 +147,8 @@ def _home_facts(summary: HomeSummary, index: IndexFacts) -> HomeFacts:
         segments=segments,
         tallies=index.tallies if readable else None,
         problems=tuple(problems),
+        folders=summary.folders,
+        blocks_in_mass=index.blocks if readable else None,
     )
 
 
@@ -253,6 +169,7 @@ def _segments(summary: HomeSummary, index: IndexFacts, readable: bool) -> Iterat
     for tally in index.tallies:
         used[tally.segment] = used.get(tally.segment, 0) + tally.blocks
     records = {record.segment: record for record in index.segments}
+    layouts = {layout.segment: layout for layout in (index.blocks.layouts if index.blocks else ())}
     files: dict[int, list[SegmentFileSummary]] = {}
     for file in summary.segments:
         files.setdefault(file.segment, []).append(file)
@@ -261,7 +178,8 @@ def _segments(summary: HomeSummary, index: IndexFacts, readable: bool) -> Iterat
         record = records.get(segment)
         if record is not None:
             slot_bytes, slots, drive = record.slot_bytes, record.slot_count, record.drive
-            yield SegmentFacts(segment, drive, slot_bytes, slots, used.get(segment, 0), True, found)
+            layout = layouts.get(segment)
+            yield SegmentFacts(segment, drive, slot_bytes, slots, used.get(segment, 0), True, found, layout)
         else:
             sizes = _sizes_from_header(summary, found[0])
             yield SegmentFacts(segment, found[0].drive, *sizes, 0 if readable else None, False, found)
@@ -292,7 +210,7 @@ def _wrong_files(summary: HomeSummary, segments: Iterable[SegmentFacts]) -> Iter
     """Open each file that should be there as an engine would, to read."""
     if summary.record is None:
         return
-    ranks = _ranks(summary.record, summary.segments)
+    ranks = ranks_of(summary.record, summary.segments)
     for segment in segments:
         if not segment.indexed or segment.slot_bytes is None or segment.slots is None:
             continue
@@ -311,23 +229,3 @@ def _wrong_files(summary: HomeSummary, segments: Iterable[SegmentFacts]) -> Iter
                     yield f"segment {segment.segment} of rank {rank} is missing"
             except KvdiskError as error:
                 yield str(error).replace(f"{summary.path}/", "")
-
-
-def _ranks(record: HomeRecord | None, files: Iterable[SegmentFileSummary]) -> int:
-    description = record.description if record else {}
-    geometry = description.get("geometry")
-    ranks = (geometry if isinstance(geometry, dict) else description).get("ranks")
-    if isinstance(ranks, int) and 0 < ranks <= _MOST_RANKS:
-        return ranks
-    return max(1, len({file.rank for file in files}))
-
-
-def _tallies(homes: Iterable[HomeFacts]) -> Iterator[BlockTally]:
-    return (tally for home in homes for tally in home.tallies or ())
-
-
-def _sum_blocks(counts: Iterable[tuple[int, int]]) -> dict[int, int]:
-    total: dict[int, int] = {}
-    for name, blocks in counts:
-        total[name] = total.get(name, 0) + blocks
-    return dict(sorted(total.items()))

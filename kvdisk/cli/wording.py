@@ -45,6 +45,12 @@ def bar(fraction: float, width: int) -> str:
     return "█" * filled + "░" * (width - filled)
 
 
+def fine_bar(fraction: float, width: int) -> str:
+    """Return a bar of up to ``width`` characters, in eighths of one; not empty unless the share is 0."""
+    eighths = min(8 * width, max(1 if fraction > 0 else 0, round(fraction * 8 * width)))
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
 def ago(then_s: int, now_s: int) -> str:
     """Return how long ago something was: ``3 min ago``; the date where that is long, or lies ahead."""
     age_s = now_s - then_s

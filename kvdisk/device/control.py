@@ -16,6 +16,7 @@ from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION
 STORE_FILE = "STORE"
 HOME_FILE = "HOME"
 LOCK_FILE = "lock"
+USES_FILE = "USES"
 HOMES = "homes"
 INDEX = "index"
 SEGMENTS = "segments"

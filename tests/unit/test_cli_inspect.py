@@ -49,7 +49,7 @@ def test_the_json_has_what_was_stored(path: Path) -> None:
     done = run("inspect", path, "--json")
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
-    assert found["json_version"] == 1 and found["kvdisk_version"] == __version__ and found["problems"] == []
+    assert found["json_version"] == 2 and found["kvdisk_version"] == __version__ and found["problems"] == []
     assert found["store"] | {"store_id": "", "created_s": 2000} == found["store"] | {"store_id": ""}
     slot_plain, slot_wide = (group.slot_bytes for group in HYBRID.geometry.groups)
     assert found["totals"] == {
@@ -92,6 +92,11 @@ def test_the_json_has_what_was_stored(path: Path) -> None:
         "used_slots": 5,
         "used_bytes": 10 * slot_plain,
         "fill": 5 / SLOTS,
+        "free_slots": 3,
+        "free_runs": 1,
+        "longest_free_run_slots": 3,
+        "fragmentation": 1.0,
+        "read_run_blocks": 1.0,
     }
 
 
@@ -158,10 +163,10 @@ def test_a_home_that_is_taken_over_meanwhile(path: Path, monkeypatch: pytest.Mon
     leave_home(path, PLAIN, 1, last_use_s=2000)
     taken: list[Home] = []
 
-    def after_the_takeover(paths: list[Path]) -> Any:
+    def after_the_takeover(*arguments: Any, **options: Any) -> Any:
         if not taken:
             taken.append(Store.open(path).acquire_home(PLAIN.fingerprint, PLAIN.description, CAP))
-        return read_indexes(paths)
+        return read_indexes(*arguments, **options)
 
     monkeypatch.setattr("kvdisk.cli.survey.read_indexes", after_the_takeover)
     facts = survey_store(path)

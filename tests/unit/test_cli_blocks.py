@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``kvdisk inspect`` finds out of blocks in the mass: layouts, ages, reuse and prefixes."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cli_stores import CAP, HYBRID, PLAIN, Model, inspect_json, leave_home, run, run_here
+from mass_stores import MASS_FINGERPRINT, SEGMENT_SLOTS, build_mass, sparse_files
+
+from kvdisk.blocks import BlockKey, Slot, make_block_key
+from kvdisk.cli.inspect_blocks import _guides
+from kvdisk.cli.wording import fine_bar
+from kvdisk.device.control import USES_FILE
+from kvdisk.device.segment import create_segment
+from kvdisk.device.store import Store
+from kvdisk.device.uses import UNIT_BYTES, UsesFile, UsesUnit
+from kvdisk.index.base import BlockRecord, SegmentRecord
+from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
+from kvdisk.messages import SegmentSpec
+
+HOUR_S = 3600
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def key(name: str, group: int = 0) -> BlockKey:
+    return make_block_key(name.encode().ljust(32, b"."), group)
+
+
+class Layer:
+    """A home in the making: blocks by name, each in the next slot of its group's segment."""
+
+    def __init__(self, path: Path, model: Model, slots: int = 64) -> None:
+        self.model = model
+        self.home = Store.open(path).acquire_home(model.fingerprint, model.description, CAP)
+        self.index = LmdbIndex(self.home.index_path, map_bytes=map_bytes_for(1000))
+        self.slots = slots
+        self.generation = 0
+        self.records: list[BlockRecord] = []
+        ranks = model.geometry.rank_count
+        with sparse_files():
+            for group in model.geometry.groups:
+                spec = SegmentSpec(group.group, group.slot_bytes, slots)
+                for rank in range(ranks):
+                    create_segment(self.home, spec, rank, ranks, model.fingerprint).close()
+                self.index.put_segment(SegmentRecord(group.group, group.slot_bytes, slots))
+
+    def put(self, name: str, parent: str | None, slot: int, *, group: int = 0, age_s: int = 0, epoch: int = 0) -> None:
+        self.generation += 1
+        above = None if parent is None else key(parent, group)
+        stored_s = int(time.time()) - age_s
+        record = BlockRecord(epoch, key(name, group), Slot(group, slot), self.generation, above, stored_s)
+        self.records.append(record)
+
+    def put_chain(self, names: str, parent: str | None = None, *, first: int = 0, **how: Any) -> None:
+        for at, name in enumerate(names):
+            self.put(name, names[at - 1] if at else parent, first + at, **how)
+
+    def write_uses(self, uses: dict[str, int], *, generation_of: dict[str, int] | None = None) -> None:
+        generations, counts, last = np.zeros(64, np.uint64), np.zeros(64, np.uint32), np.zeros(64, np.uint32)
+        for record in self.records:
+            name = record.key.decode("latin-1")[0]
+            if record.slot.segment == 0 and name in uses:
+                generations[record.slot.index] = (generation_of or {}).get(name, record.generation)
+                counts[record.slot.index] = uses[name]
+                last[record.slot.index] = time.time() - 2 * HOUR_S if uses[name] else 0
+        file = UsesFile(self.home.path)
+        file.recall({})
+        file.write([UsesUnit(0, 0, generations, counts, last)], frozenset({0}), int(time.time()))
+
+    def leave(self) -> str:
+        self.index.put(self.records)
+        assert self.index.flush(30)
+        self.index.close()
+        self.home.close(clean=True)
+        return self.home.id
+
+
+def lines(tree: list[dict[str, Any]], depth: int = 0) -> Iterator[tuple[Any, ...]]:
+    """Depth, first letter of the key, start, tokens, chains, uses of first and last block."""
+    for prefix in tree:
+        letter = bytes.fromhex(prefix["key"])[:1].decode()
+        yield (
+            depth,
+            letter,
+            prefix["start_tokens"],
+            prefix["tokens"],
+            prefix["chains"],
+            prefix["first_uses"],
+            prefix["last_uses"],
+        )
+        yield from lines(prefix["tree"], depth + 1)
+
+
+def shared(home: Layer) -> None:
+    """abc is shared by de and by fg, which hi and j follow; xy is alone."""
+    home.put_chain("abc")
+    home.put_chain("de", "c", first=3)
+    home.put_chain("fg", "c", first=5)
+    home.put_chain("hi", "g", first=7)
+    home.put_chain("j", "g", first=20)
+    home.put_chain("xy", first=30)
+
+
+def test_the_tree_of_prefixes(path: Path) -> None:
+    layer = Layer(path, PLAIN)
+    shared(layer)
+    layer.write_uses(dict(zip("abcdefghijxy", (9, 9, 9, 1, 0, 5, 5, 3, 3, 0, 0, 0), strict=True)))
+    layer.leave()
+    (namespace,) = inspect_json(path)["namespaces"]
+    prefixes = namespace["prefixes"]
+    assert list(lines(prefixes["tree"])) == [
+        (0, "a", 0, 48, 3, 9, 9),
+        (1, "f", 48, 32, 2, 5, 5),
+        (2, "h", 80, 32, 1, 3, 3),
+        (1, "d", 48, 32, 1, 1, 0),
+    ]
+    assert {name: prefixes[name] for name in ("total", "roots", "chains", "hidden_roots", "hidden_blocks")} == {
+        "total": 6,
+        "roots": 2,
+        "chains": 4,
+        "hidden_roots": 1,
+        "hidden_blocks": 3,
+    }
+    slot_bytes = 2 * PLAIN.geometry.groups[0].slot_bytes
+    head = prefixes["tree"][0]
+    assert (head["bytes"], head["blocks"], head["below_blocks"]) == (3 * slot_bytes, 3, 7)
+    assert (head["below_bytes"], head["uses"], head["children"]) == (7 * slot_bytes, 27, 2)
+    assert prefixes["hidden_bytes"] == 3 * slot_bytes
+    assert abs(head["last_use_s"] - time.time() + 2 * HOUR_S) < 60
+    assert head["tree"][0]["hidden_children"] == 1, "nobody shares or used j"
+
+
+def test_prefixes_are_cut_to_a_number_and_shown_as_a_tree(path: Path) -> None:
+    layer = Layer(path, PLAIN)
+    shared(layer)
+    layer.write_uses({"a": 9, "b": 9, "c": 9, "f": 5, "g": 5, "h": 3})
+    layer.leave()
+    found = json.loads(run("inspect", path, "--json", "--prefixes", "2").stdout)["namespaces"][0]["prefixes"]
+    assert [line[:2] for line in lines(found["tree"])] == [(0, "a"), (1, "f")]
+    shown = run("inspect", path, "--prefixes", "3").stdout
+    ends = {letter: key(letter)[:4].hex() for letter in "afh"}
+    table = [line.rstrip() for line in shown.splitlines() if any(end in line for end in ends.values())]
+    assert [line.split()[0] for line in table] == [ends["a"], f"└─{ends['f']}", "└─" + ends["h"]]
+    assert table[2].startswith("  └─") and "9" in table[0].split()
+    assert "5" in table[1].split() and "3…0" in table[2].split()
+    assert "and 3 other pieces of 4 chains: 5 blocks in 80.0 KiB" in shown
+    assert run("inspect", path, "--prefixes", "-1").returncode == 2
+
+
+def test_without_uses_what_most_chains_share_comes_first(path: Path) -> None:
+    layer = Layer(path, PLAIN)
+    shared(layer)
+    layer.leave()
+    found = inspect_json(path)
+    tree = found["namespaces"][0]["prefixes"]["tree"]
+    assert [line[:2] for line in lines(tree)] == [(0, "a"), (1, "f")]
+    assert all(tree[0][name] is None for name in ("uses", "first_uses", "last_uses", "last_use_s"))
+    assert (found["ages"]["used"], found["reuse"]["blocks"], found["reuse"]["unknown"]) == (None, None, None)
+    shown = run("inspect", path).stdout
+    assert "no USES file yet" in shown
+
+
+def test_ages_and_reuse(path: Path) -> None:
+    layer = Layer(path, PLAIN)
+    for at, (name, age_s) in enumerate(zip("abcdef", (10, 300, 1800, 2 * HOUR_S, 8 * 86400, 90 * 86400), strict=True)):
+        layer.put(name, None, at, age_s=age_s)
+    layer.write_uses({"a": 0, "b": 1, "c": 2, "d": 4, "e": 70}, generation_of={"c": 99})
+    layer.leave()
+    found = inspect_json(path)
+    assert found["ages"]["stored"] == [1, 1, 1, 1, 0, 0, 1, 1]
+    assert found["ages"]["used"] == [0, 0, 0, 3, 0, 0, 0, 0]
+    assert (found["ages"]["never_used"], found["ages"]["unknown"]) == (1, 2), "c's slot held another block, f none"
+    assert found["reuse"] == {
+        "bounds": [0, 1, 2, 4, 8, 16, 32, 64],
+        "blocks": [1, 1, 0, 1, 0, 0, 0, 0, 1],
+        "unknown": 2,
+    }
+    shown = run("inspect", path, COLUMNS="120").stdout
+    assert "not known yet" in shown and "never" in shown
+    (row,) = [line.split() for line in shown.splitlines() if line.strip().startswith("> 30 d")]
+    assert row[:4] == [">", "30", "d", "1"]
+
+
+def test_free_runs_and_reads(path: Path) -> None:
+    layer = Layer(path, HYBRID, slots=600)
+    layer.put_chain("abcd")  # one read
+    layer.put_chain("ef", "d", first=300)  # another
+    layer.put("g", "f", 302, group=0)
+    layer.put("h", "f", 310)
+    layer.leave()
+    segment, empty = inspect_json(path)["homes"][0]["segments"]
+    assert (segment["free_slots"], segment["free_runs"], segment["longest_free_run_slots"]) == (592, 3, 296)
+    assert segment["fragmentation"] == pytest.approx(7 / 592), "2 MiB are 256 slots: the other runs are longer"
+    assert segment["read_run_blocks"] == pytest.approx(8 / 3)
+    assert (empty["fragmentation"], empty["read_run_blocks"]) == (0.0, None)
+
+
+def test_several_homes_groups_and_epochs_are_one_tree(path: Path) -> None:
+    """A neighbour's tail follows this home's head; groups of one size share nodes, others do not."""
+    head = Layer(path, PLAIN)
+    head.put_chain("abc")
+    head.put("d", "c", 8)
+    tail = Layer(path, PLAIN)
+    tail.put_chain("xyz", "c")
+    tail.put("a", None, 9)
+    tail.put("m", "lost", 10)
+    tail.put("n", "m", 11)
+    tail.put("o", "m", 12)
+    tail.put("a", None, 13, epoch=5)
+    head.leave()
+    tail.leave()
+    (namespace,) = inspect_json(path)["namespaces"]
+    prefixes = namespace["prefixes"]
+    slot_bytes = 2 * PLAIN.geometry.groups[0].slot_bytes
+    (first, lost) = prefixes["tree"]
+    assert (first["blocks"], first["bytes"], first["chains"], first["start_tokens"]) == (3, 4 * slot_bytes, 2, 0)
+    assert (lost["start_tokens"], lost["tokens"], lost["chains"]) == (None, 16, 2), "what was before it is not here"
+    assert (prefixes["roots"], prefixes["total"], prefixes["chains"]) == (3, 7, 5)
+
+
+def test_groups(path: Path) -> None:
+    layer = Layer(path, HYBRID)
+    layer.put_chain("abc")
+    layer.put_chain("ab", group=1)
+    layer.put("z", "c", 5)
+    layer.put("y", "c", 6)
+    layer.leave()
+    prefixes = inspect_json(path)["namespaces"][0]["prefixes"]
+    assert (prefixes["roots"], prefixes["tree"][0]["block_tokens"], prefixes["tree"][0]["tokens"]) == (2, 16, 48)
+
+
+@pytest.mark.parametrize("how", ["absent", "header", "version", "unit", "directory", "pipe", "link", "cut", "long"])
+def test_a_uses_file_that_is_damaged_says_less_and_is_no_problem(path: Path, tmp_path: Path, how: str) -> None:
+    layer = Layer(path, PLAIN)
+    shared(layer)
+    layer.write_uses({"a": 9, "b": 9})
+    file = path / "homes" / layer.leave() / USES_FILE
+    data = bytearray(file.read_bytes())
+    assert len(data) == 2 * UNIT_BYTES and file.stat().st_mode & 0o777 == 0o600
+    file.unlink()
+    if how == "directory":
+        file.mkdir()
+    elif how == "pipe":
+        os.mkfifo(file)
+    elif how == "link":
+        (tmp_path / "elsewhere").write_bytes(data)
+        file.symlink_to(tmp_path / "elsewhere")
+    elif how != "absent":
+        if how == "header":
+            data[100] ^= 1
+        elif how == "version":
+            data[8] = 2
+        elif how == "unit":
+            data[UNIT_BYTES + 40] ^= 1
+        elif how == "cut":
+            del data[UNIT_BYTES + 2000 :]
+        file.write_bytes(data + os.urandom(5000 if how == "long" else 0))
+    found = inspect_json(path)
+    if how in {"unit", "cut"}:
+        assert (found["reuse"]["blocks"], found["reuse"]["unknown"]) == ([0] * 9, 12)
+    elif how == "long":
+        assert found["reuse"]["blocks"] == [0, 0, 0, 0, 0, 2, 0, 0, 0]
+    else:
+        assert found["reuse"]["blocks"] is None
+    assert run_here("inspect", path).exit_code == 0
+
+
+def test_an_index_that_goes_in_circles(path: Path) -> None:
+    layer = Layer(path, PLAIN)
+    layer.put("a", "c", 0)
+    layer.put("b", "a", 1)
+    layer.put("c", "b", 2)
+    layer.put("d", "c", 3)
+    layer.put("e", "e", 4)
+    layer.leave()
+    found = inspect_json(path)["namespaces"][0]
+    assert (found["blocks"], found["prefixes"]["roots"], found["prefixes"]["chains"]) == (5, 5, 5)
+
+
+def test_one_damaged_index_costs_only_its_own_home(path: Path) -> None:
+    first = Layer(path, PLAIN)
+    first.put_chain("abc")
+    first.put("d", "c", 5)
+    second = Layer(path, PLAIN)
+    second.put_chain("efg", "c")
+    other = leave_home(path, HYBRID, 2, last_use_s=1000)
+    bad = first.leave()
+    second.leave()
+    os.truncate(path / "homes" / bad / "index" / "data.mdb", 2 * 4096)  # reading it kills the process
+    found = inspect_json(path, code=1)
+    by_id = {home["id"]: home["blocks"] for home in found["homes"]}
+    assert (by_id[bad], by_id[second.home.id], by_id[other]) == (None, 3, 10)
+    trees = {namespace["fingerprint"]: namespace["prefixes"] for namespace in found["namespaces"]}
+    assert (trees[PLAIN.fingerprint.hex()]["roots"], trees[HYBRID.fingerprint.hex()]["roots"]) == (1, 10)
+
+
+def test_drives(path: Path, tmp_path: Path) -> None:
+    further = tmp_path / "further"
+    store = Store.open([path, further])
+    home = store.acquire_home(PLAIN.fingerprint, PLAIN.description, CAP)
+    index = LmdbIndex(home.index_path, map_bytes=map_bytes_for(100))
+    slot_bytes = PLAIN.geometry.groups[0].slot_bytes
+    for segment, drive in ((0, 0), (1, 1), (2, 1)):
+        for rank in range(2):
+            spec = SegmentSpec(segment, slot_bytes, 8, drive)
+            create_segment(home.folder(drive), spec, rank, 2, PLAIN.fingerprint).close()
+        index.put_segment(SegmentRecord(segment, slot_bytes, 8, drive))
+    index.put([BlockRecord(0, key(name), Slot(segment, 0), 1) for segment, name in enumerate("abc")])
+    index.close()
+    home.close(clean=True)
+    done = run("inspect", path, further, "--json")
+    drives = json.loads(done.stdout)["drives"]
+    expected = [(str(path), 1, 8, 1, 2 * slot_bytes), (str(further), 2, 16, 2, 4 * slot_bytes)]
+    names = ("path", "segments", "slots", "blocks", "used_bytes")
+    assert [tuple(drive[name] for name in names) for drive in drives] == expected
+    assert drives[1]["allocated_bytes"] >= 4 * 8 * slot_bytes
+    assert str(further)[-12:] in "".join(run("inspect", path, further).stdout.split())
+    alone = json.loads(run("inspect", path, "--json").stdout)
+    assert [(drive["path"], drive["segments"]) for drive in alone["drives"]] == [(str(path), 1), (None, 2)]
+
+
+def test_a_hundred_thousand_blocks_in_less_than_two_seconds(path: Path) -> None:
+    made = build_mass(path, prompts=100, prompt_blocks=200, conversations=20, turn_blocks=40, now_s=int(time.time()))
+    used_s, took_s = [], []
+    for _ in range(2):
+        before, start_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+        done = run("inspect", path, "--json")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        took_s.append(time.monotonic() - start_s)
+        used_s.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    # Others may be using the machine: what it takes by itself is what counts.
+    assert min(took_s) < 2 or min(used_s) < 2, (took_s, used_s)
+    found = json.loads(done.stdout)
+    assert found["totals"]["blocks"] == made.blocks == 100_000
+    (namespace,) = found["namespaces"]
+    assert namespace["fingerprint"] == MASS_FINGERPRINT.hex()
+    prefixes = namespace["prefixes"]
+    assert (prefixes["roots"], prefixes["chains"], prefixes["total"]) == (100, 2000, 2100)
+    assert [(prefix["tokens"], prefix["chains"], prefix["first_uses"]) for prefix in prefixes["tree"]] == [
+        (3200, 20, 100 - place) for place in range(12)
+    ]
+    assert found["reuse"]["blocks"] == [80_000, 200, 200, 400, 800, 1600, 3200, 6400, 7200]
+    assert sum(found["ages"]["stored"]) == 100_000
+    full = found["homes"][0]["segments"][0]
+    assert (full["used_slots"], full["fragmentation"]) == (SEGMENT_SLOTS, None)
+    assert found["homes"][0]["read_run_blocks"] == pytest.approx(100_000 / (100 * 20 + 24), rel=0.02)
+
+
+def test_the_guides_of_a_tree() -> None:
+    class Line:
+        def __init__(self, depth: int) -> None:
+            self.depth = depth
+
+    depths = [0, 1, 2, 2, 1, 0, 1, 2, 3]
+    assert _guides([Line(depth) for depth in depths]) == [  # type: ignore[misc]
+        "",
+        "├─",
+        "│ ├─",
+        "│ └─",
+        "└─",
+        "",
+        "└─",
+        "  └─",
+        "    └─",
+    ]
+
+
+def test_fine_bars() -> None:
+    assert [fine_bar(fraction, 2) for fraction in (0, 0.001, 0.5, 0.6, 1)] == ["", "▏", "█", "█▎", "██"]
