@@ -3,14 +3,10 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
-import os
-import pwd
 import sys
 from enum import IntEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,15 +14,8 @@ from rich.console import Console
 
 from kvdisk.cli.inspect_json import store_as_json
 from kvdisk.cli.inspect_tables import print_store
+from kvdisk.cli.refusal import NOTHING_DONE, StoreDirectories, refusing, store_paths
 from kvdisk.cli.survey import PREFIXES, survey_store
-from kvdisk.device.control import STORE_FILE
-from kvdisk.errors import DeviceError, KvdiskError
-
-StoreDirectories = Annotated[
-    list[Path],
-    typer.Argument(metavar="DIR...", help="The store: all that store_dirs names.", file_okay=False, readable=False),
-]
-
 
 MOST_PREFIXES = 10_000
 
@@ -36,7 +25,7 @@ class Exit(IntEnum):
 
     FINE = 0
     WRONG = 1
-    NO_REPORT = 2
+    NO_REPORT = NOTHING_DONE
 
 
 def inspect(
@@ -62,12 +51,9 @@ def inspect(
 
     [cyan]2[/cyan]  no report: not a store, no permission, a newer format, or wrong usage
     """
-    paths = [Path(os.path.realpath(directory)) for directory in directories]
-    try:
+    paths = store_paths(directories)
+    with refusing(paths):
         facts = survey_store(paths, prefixes=prefixes)
-    except KvdiskError as error:
-        typer.echo(f"kvdisk: {why_not(error, paths[0])}", err=True)
-        raise typer.Exit(Exit.NO_REPORT) from None
     if as_json:
         typer.echo(json.dumps(store_as_json(facts), indent=2))
     else:
@@ -75,22 +61,3 @@ def inspect(
             sys.stdout.reconfigure(errors="replace")  # bars and ellipses, where the locale has none
         print_store(facts, Console(markup=False, highlight=False, emoji=False), everything=everything)
     raise typer.Exit(Exit.WRONG if facts.problems else Exit.FINE)
-
-
-def why_not(error: KvdiskError, path: Path) -> str:
-    """Say in one sentence why a store cannot be opened, and what would help."""
-    if isinstance(error, DeviceError) and error.errno in {errno.EACCES, errno.EPERM}:
-        return f"no permission to read {path}; run this as the user whose engine made it{_owner(path)}."
-    if not os.path.lexists(path):
-        return f"{path} does not exist."
-    if not os.path.lexists(path / STORE_FILE):
-        around = next((parent for parent in path.parents if os.path.lexists(parent / STORE_FILE)), None)
-        return f"{path} is not a kvdisk store{f', but a part of {around}' if around else ''}."
-    return str(error).removeprefix("store_dirs: ") + "."
-
-
-def _owner(path: Path) -> str:
-    try:
-        return f" ({pwd.getpwuid(path.stat().st_uid).pw_name})"
-    except (OSError, KeyError):
-        return ""

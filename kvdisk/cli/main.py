@@ -11,6 +11,7 @@ from kvdisk import __version__
 from kvdisk.cli.bench.command import make_command
 from kvdisk.cli.inspect_command import inspect
 from kvdisk.cli.repair_command import repair
+from kvdisk.cli.verify_command import verify
 
 app = typer.Typer(
     name="kvdisk",
@@ -19,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.command()(inspect)
+app.command()(verify)
 app.command()(repair)
 app.command()(make_command())
 

@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk repair``: makes the index of each home without an owner anew, from its slots."""
+"""``kvdisk repair``: makes the index of each home without an owner anew, from its slots.
+
+What ``--json`` prints, whose shape changes only with ``json_version``::
+
+    json_version       1
+    homes[]            id, result ("rebuilt", "in use" or "failed")
+                       rebuilt: blocks, segments, older_copies (of the same blocks, left out),
+                       dropped_segments[] (drive, segment, why)
+                       else: why
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 from enum import IntEnum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvdisk.cli.inspect_command import StoreDirectories, why_not
+from kvdisk.cli.refusal import NOTHING_DONE, StoreDirectories, refusal, refusing, store_paths
 from kvdisk.cli.wording import plural, printable
 from kvdisk.device.control import home_ids
+from kvdisk.device.paths import device_errors
 from kvdisk.device.store import Store
 from kvdisk.errors import DeviceError, KvdiskError, StoreLocked
 from kvdisk.recovery import rebuild_index
@@ -25,7 +33,7 @@ class Exit(IntEnum):
 
     REPAIRED = 0
     FAILED = 1
-    NO_STORE = 2
+    NO_STORE = NOTHING_DONE
     IN_USE = 3
 
 
@@ -50,14 +58,13 @@ def repair(
     [cyan]3[/cyan]  a home is owned by a live engine, and was left alone; the others were rebuilt
     """
     logging.getLogger("kvdisk").addHandler(logging.NullHandler())  # what it would say is in the report
-    paths = [Path(os.path.realpath(directory)) for directory in directories]
-    try:
+    paths = store_paths(directories)
+    with refusing(paths):
         store = Store.open(paths, create=False)
-    except KvdiskError as error:
-        raise _refusal(why_not(error, paths[0])) from None
-    ids = home_ids(store.path)
+        with device_errors(f"reading {store.path}"):
+            ids = home_ids(store.path)
     if home is not None and home not in ids:
-        raise _refusal(f"{paths[0]} has no home {printable(home)}.")
+        raise refusal(f"{paths[0]} has no home {home}.")
     reports = [_repair(store, home_id) for home_id in (ids if home is None else [home])]
     if as_json:
         typer.echo(json.dumps({"json_version": 1, "homes": [report for _, report in reports]}, indent=2))
@@ -111,8 +118,3 @@ def _print(report: dict[str, Any]) -> None:
         typer.echo(f"  older copies of the same blocks left out: {report['older_copies']}")
     for one in lost:
         typer.echo(f"  dropped segment {one['segment']} of drive {one['drive']}: {printable(one['why'])}")
-
-
-def _refusal(sentence: str) -> typer.Exit:
-    typer.echo(f"kvdisk: {sentence}", err=True)
-    return typer.Exit(Exit.NO_STORE)

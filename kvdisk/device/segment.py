@@ -112,7 +112,7 @@ def create_segment(home: HasSegments, spec: SegmentSpec, rank: int, rank_count: 
     else the system calls give. Blocks on the disk.
     """
     header = SegmentHeader(spec.segment, rank, rank_count, spec.slot_bytes, spec.slot_count, fingerprint)
-    final = _file_path(home, spec.segment, rank)
+    final = segment_path(home, spec.segment, rank)
     temporary = _temporary(final)
     with device_errors(f"making segment {spec.segment} for rank {rank}"):
         _check_way(final)
@@ -157,7 +157,7 @@ def open_segment(
     Raises DeviceError (ENOENT where there is none), CorruptRecord where its header does not decode or the file
     is shorter than it says, GeometryMismatch where it was made for something else. Blocks on the disk.
     """
-    path = _file_path(home, spec.segment, rank)
+    path = segment_path(home, spec.segment, rank)
     with device_errors(f"opening segment {spec.segment} of rank {rank}"):
         header, fd, direct = _open_existing(path, os.O_RDWR if writable else os.O_RDONLY)
         try:
@@ -176,7 +176,7 @@ def open_segment(
 def read_segment_header(home: HasSegments, segment: int, rank: int) -> SegmentHeader:
     """Return what a segment file says about itself, for tools that know nothing yet. Raises as ``open_segment``."""
     with device_errors(f"reading segment {segment} of rank {rank}"):
-        header, fd, _ = _open_existing(_file_path(home, segment, rank), os.O_RDONLY)
+        header, fd, _ = _open_existing(segment_path(home, segment, rank), os.O_RDONLY)
         os.close(fd)
     return header
 
@@ -184,7 +184,7 @@ def read_segment_header(home: HasSegments, segment: int, rank: int) -> SegmentHe
 def scan_file(home: HasSegments, segment: int, rank: int) -> tuple[SegmentHeader, SegmentFile]:
     """Open a segment file to read, whatever it was made for. Raises as ``open_segment``."""
     with device_errors(f"opening segment {segment} of rank {rank}"):
-        header, fd, direct = _open_existing(_file_path(home, segment, rank), os.O_RDONLY)
+        header, fd, direct = _open_existing(segment_path(home, segment, rank), os.O_RDONLY)
     return header, SegmentFile(fd, header, direct)
 
 
@@ -193,7 +193,7 @@ def drop_segment(home: HasSegments, segment: int, rank: int) -> None:
 
     What is gone already is no error. The caller closed its ``SegmentFile`` before. Raises DeviceError.
     """
-    path = _file_path(home, segment, rank)
+    path = segment_path(home, segment, rank)
     with device_errors(f"dropping segment {segment} of rank {rank}"):
         _remove_files(home, segment, (_temporary(path).name, path.name))
 
@@ -206,7 +206,7 @@ def remove_unknown_segments(home: HasSegments, rank: int, known: Collection[int]
     removed = []
     with device_errors(f"removing unknown segments of rank {rank}"):
         for segment in segment_numbers(home.segments_path, also_no_directories=True):
-            path = _file_path(home, segment, rank)
+            path = segment_path(home, segment, rank)
             if segment in known:
                 if is_directory(path.parent):
                     _remove_files(home, segment, (_temporary(path).name,))
@@ -241,7 +241,8 @@ def segment_numbers(segments_path: Path, *, also_no_directories: bool = False) -
     return sorted(int(name) for name in names if _SEGMENT_NAME.fullmatch(name))
 
 
-def _file_path(home: HasSegments, segment: int, rank: int) -> Path:
+def segment_path(home: HasSegments, segment: int, rank: int) -> Path:
+    """Where this rank's file of a segment is, or would be."""
     assert segment >= 0
     assert rank >= 0
     return home.segments_path / str(segment) / f"rank{rank}.kv"

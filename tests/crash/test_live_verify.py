@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvdisk verify`` beside engines that evict as fast as they can, over what a killed one left, over several drives."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from live_children import Child
+
+from kvdisk.cli.block_reader import read_blocks, segment_of, slot_of
+from kvdisk.cli.verify import Verdict, verify_store
+from kvdisk.geometry import HEADER_BYTES, slot_offset
+from kvdisk.testing.live_engine import LiveEngine
+from kvdisk.testing.live_load import LiveLoad, LoadShape
+from kvdisk.testing.live_model import LiveModel
+from kvdisk.testing.live_process import ProcessSettings
+
+VERIFY_S = 2.0
+
+
+def wrong(verdict: Verdict) -> list[object]:
+    return [thing for home in verdict.homes for thing in [*home.findings, *home.problems]]
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_a_store_in_use_is_good_however_fast_its_blocks_leave(windowed: bool, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    settings = ProcessSettings(str(store), seed=11, windowed=windowed, blocks=24, cpu_blocks=0, every_s=0.2)
+    with Child(tmp_path, settings) as engine:
+        engine.wait_serving()
+        slots = changed = rounds = 0
+        end_s = time.monotonic() + VERIFY_S
+        while time.monotonic() < end_s or not (slots and changed):
+            assert time.monotonic() < end_s + 60, (slots, changed)
+            verdict = verify_store([store], watch=slowly)
+            assert not wrong(verdict)
+            (home,) = verdict.homes
+            slots, changed, rounds = slots + home.slots, changed + home.changed, rounds + 1
+        assert engine.count("evicted_nvme_blocks") or changed
+        copy = tmp_path / "copy"
+        engine.pause()
+        shutil.copytree(store, copy)
+        engine.resume()
+        engine.assert_killed()
+    assert not wrong(verify_store([store])), "what a killed engine left"
+    assert not wrong(verify_store([copy])), "a copy of a moment"
+
+
+def slowly(done_bytes: int, total_bytes: int) -> None:
+    """Let blocks leave between the look into the index and the reading of slots."""
+    if not done_bytes:
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_several_drives_and_ranks_that_share(replicated: bool, quick_path: Path) -> None:
+    dirs = [quick_path / name for name in "abc"]
+    model = LiveModel(ranks=2, replicated=replicated)
+    listed = [str(path) for path in dirs]
+    config = model.config(listed[0], blocks=300, cpu_bytes=1 << 20, store_dirs=listed, store_decode=True)
+    engine = LiveEngine(config, model)
+    load = LiveLoad(engine, 3, LoadShape(width=12, forgets=0.3, aborts=0.0))
+    for _ in range(50):
+        load.run_requests(10)
+        engine.run_until_quiet()
+        if len(blocks_by_drive(dirs[0])) == len(dirs):
+            break
+    verdict = verify_store(dirs)
+    assert not wrong(verdict) and verdict.homes[0].alive
+    engine.close()
+    where = blocks_by_drive(dirs[0])
+    assert set(where) == {0, 1, 2}
+    verdict = verify_store(dirs)
+    assert not wrong(verdict) and verdict.homes[0].blocks == sum(map(len, where.values()))
+    assert verdict.homes[0].slots == verdict.homes[0].blocks * (1 if replicated else 2)
+    expected = []
+    for drive, places in where.items():
+        segment, slot = places[0]
+        (file,) = (dirs[drive] / "homes").glob(f"*/segments/{segment}/rank0.kv")
+        with file.open("r+b") as stream:
+            stream.seek(slot_offset(model.geometry.groups[0].slot_bytes, slot) + HEADER_BYTES)
+            stream.write(b"flipped")
+        expected.append((file, slot, "checksum"))
+    found = [(one.path, one.slot, one.check) for one in verify_store(dirs).homes[0].findings]
+    assert sorted(found) == sorted(expected)
+
+
+def blocks_by_drive(store: Path) -> dict[int, list[tuple[int, int]]]:
+    """Segment and slot of each block that the store's one index names."""
+    (home,) = (store / "homes").iterdir()
+    (index,) = read_blocks([home / "index"])
+    drives = {segment.segment: segment.drive for segment in index.segments}
+    found: dict[int, list[tuple[int, int]]] = {}
+    for packed in index.blocks:
+        found.setdefault(drives[segment_of(packed)], []).append((segment_of(packed), slot_of(packed)))
+    return found

@@ -1,0 +1,452 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvdisk verify``: what it finds in stores that are whole, damaged, in use, on several drives, and how it says so."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from cli_stores import run, run_here
+from rebuild_stores import GEOMETRY, end, file_of, hold, home_path, key_of, make_store, start, write_block
+
+from kvdisk.blocks import Slot, make_block_key
+from kvdisk.cli.verify import Verdict, verify_store
+from kvdisk.device import segment as segment_room
+from kvdisk.device import verify as device_verify
+from kvdisk.device.header import CHECKSUM_KINDS
+from kvdisk.geometry import HEADER_BYTES, slot_offset
+from kvdisk.index.base import BlockRecord
+
+BLOCKS, SLOTS = 20, 40
+SMALL, WIDE = (group.slot_bytes for group in GEOMETRY.groups)
+BYTES = 2 * (10 * SMALL + 10 * WIDE)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def verified(*arguments: object, code: int = 0) -> dict:
+    done = run_here("verify", *arguments, "--json")
+    assert (done.exit_code, done.stderr) == (code, "")
+    found = json.loads(done.stdout)
+    assert found["ok"] is (code == 0)
+    return found
+
+
+def change(path: Path, offset: int, new: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(new)
+
+
+def the_one(path: Path) -> dict:
+    """What is wrong with the one slot that is: the third of segment 2, on rank 1."""
+    found = verified(path, code=1)
+    (wrong,) = found["wrong"]
+    where = {"drive": 0, "segment": 2, "rank": 1, "slot": 2, "offset_bytes": slot_offset(SMALL, 2), "slots": 1}
+    where |= {"home": home_path(path).name, "epoch": 0, "key": key_of(202).hex()}
+    where |= {"path": str(home_path(path) / "segments" / "2" / "rank1.kv")}
+    assert wrong == wrong | where
+    assert found["totals"]["wrong_slots"] == found["homes"][0]["wrong_slots"] == 1
+    assert found["homes"][0]["problems"] == []
+    return wrong
+
+
+# -- whole -------------------------------------------------------------------------------------
+
+
+def test_a_store_that_is_whole(path):
+    make_store(path)
+    done = run("verify", path, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert (found["json_version"], found["ok"], found["stopped"], found["wrong"]) == (1, True, False, [])
+    assert found["totals"] == {
+        "homes": 1, "blocks": BLOCKS, "slots": SLOTS, "read_bytes": BYTES, "wrong_slots": 0, "changed_slots": 0,
+    }  # fmt: skip
+    (home,) = found["homes"]
+    assert (home["owner"], home["problems"], home["notes"], home["gone"]) == ("orphan", [], [], False)
+    shown = run("verify", path, COLUMNS="80")
+    assert shown.returncode == 0 and shown.stderr == "", "no progress where nobody sees it"
+    said = " ".join(shown.stdout.split())
+    assert f"Holds {BLOCKS} blocks in 1 home" in said and f"Read {SLOTS} slots, 480.0 KiB in" in said
+    assert "Result all good" in said and "\x1b" not in shown.stdout
+
+
+def test_it_writes_nothing_and_a_store_that_cannot_be_written_will_do(path):
+    make_store(path)
+    for item in [*path.rglob("*"), path]:
+        item.chmod(0o500 if item.is_dir() else 0o400)
+    done = run("verify", path, "--json", obey_modes=True)
+    for item in [path, *path.rglob("*")]:
+        item.chmod(0o700 if item.is_dir() else 0o600)
+    assert (done.returncode, json.loads(done.stdout)["totals"]["slots"]) == (0, SLOTS)
+
+
+def test_an_empty_store_and_a_home_that_is_not_there(path):
+    make_store(path)
+    assert f"has no home {'a' * 32}." in run_here("verify", path, "--home", "a" * 32).stderr
+    assert verified(path, "--home", home_path(path).name)["totals"]["slots"] == SLOTS
+    shutil.rmtree(home_path(path))
+    found = verified(path)
+    assert (found["homes"], found["totals"]["slots"]) == ([], 0)
+    assert "all good" in run_here("verify", path).stdout
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_long_reads_over_gaps_and_without_o_direct(path, monkeypatch, direct):
+    make_store(path)
+    asked = []
+
+    def preadv(fd, views, offset, _real=os.preadv):
+        asked.append(sum(map(len, views)))
+        return _real(fd, views, offset)
+
+    if not direct:
+        monkeypatch.setattr(segment_room.os, "O_DIRECT", 0)
+    monkeypatch.setattr(device_verify.os, "preadv", preadv)
+    assert verified(path)["totals"]["slots"] == SLOTS
+    runs = sorted(count for count in asked if count > HEADER_BYTES)
+    assert runs == [5 * SMALL] * 4 + [5 * WIDE] * 4, "a read for each run of slots"
+
+
+# -- wrong -------------------------------------------------------------------------------------
+
+GENERATION = 1_700_000_000_000_000_013
+"""Of the third block of segment 2."""
+
+
+@pytest.mark.parametrize("slot", [2, 3])
+def test_a_flipped_bit_in_a_payload_of_either_kind_of_checksum(path, slot):
+    assert set(CHECKSUM_KINDS) == {1, 2}
+    make_store(path)
+    file = home_path(path) / "segments" / "2" / "rank1.kv"
+    at = slot_offset(SMALL, slot) + HEADER_BYTES + 3999
+    change(file, at, bytes([file.read_bytes()[at] ^ 1]))
+    (wrong,) = verified(path, code=1)["wrong"]
+    assert (wrong["slot"], wrong["rank"], wrong["check"]) == (slot, 1, "checksum")
+
+
+@pytest.mark.parametrize("field", ["magic", "sum", "zeros", "padding", "version"])
+def test_a_header_that_is_none(path, field):
+    make_store(path)
+    file, at = home_path(path) / "segments" / "2" / "rank1.kv", slot_offset(SMALL, 2)
+    header = bytearray(file.read_bytes()[at : at + HEADER_BYTES])
+    if field == "zeros":
+        header[:] = bytes(HEADER_BYTES)
+    elif field == "magic":
+        header[0] ^= 1
+    elif field == "sum":
+        header[-1] ^= 1
+    else:
+        from xxhash import xxh3_64_intdigest
+
+        header[20 if field == "padding" else 8] ^= 2
+        header[-8:] = xxh3_64_intdigest(header[:-8]).to_bytes(8, "little")
+    change(file, at, bytes(header))
+    wrong = the_one(path)
+    assert wrong["check"] == ("version" if field == "version" else "header")
+    words = {
+        "zeros": "all zeros",
+        "magic": "no magic",
+        "sum": "checksum of the header",
+        "padding": "between its fields",
+    }
+    assert words.get(field, "format version 3") in wrong["what"]
+
+
+@pytest.mark.parametrize("check", ["key", "generation", "epoch", "namespace", "parent", "payload_bytes", "rank"])
+def test_a_sound_slot_of_another_block(path, check):
+    make_store(path)
+    home = hold(path)
+    key, slot, parent = key_of(202), Slot(2, 2), key_of(201)
+    other = {
+        "key": {"key": key_of(999)},
+        "generation": {"generation": GENERATION + 1},
+        "epoch": {"epoch": 7},
+        "namespace": {"fingerprint": b"\x40" * 32},
+        "parent": {"parent": key_of(999)},
+        "payload_bytes": {"payload_bytes": 3999},
+    }
+    if check == "rank":
+        first, at = file_of(home, 2, 0).read_bytes(), slot_offset(SMALL, 2)
+        change(file_of(home, 2, 1), at, first[at : at + SMALL])
+    else:
+        given = {"key": key, "generation": GENERATION, "parent": parent} | other[check]
+        write_block(home, slot, ranks=[1], **given)
+    home.close(clean=False)
+    wrong = the_one(path)
+    assert wrong["check"] == check and f"its header names the {check} " in wrong["what"]
+    shown = run_here("verify", path)
+    assert shown.exit_code == 1
+    assert "1 slot wrong (2 % of those read)" in shown.stdout
+    assert f"drive 0 segment 2 rank 1 slot 2: {wrong['what']}" in shown.stdout
+
+
+@pytest.mark.parametrize("how", ["gone", "short", "overwritten", "other"])
+def test_a_file_that_cannot_be_used(path, how):
+    make_store(path)
+    file = home_path(path) / "segments" / "2" / "rank1.kv"
+    if how == "gone":
+        file.unlink()
+    elif how == "short":
+        os.truncate(file, slot_offset(SMALL, 3))
+    elif how == "overwritten":
+        change(file, 0, b"junk")
+    else:
+        shutil.copy(file.with_name("rank0.kv"), file)
+    found = verified(path, code=1)
+    (wrong,) = found["wrong"]
+    assert (wrong["check"], wrong["slots"], wrong["slot"], wrong["key"]) == ("file", 5, None, None)
+    words = {
+        "gone": "no such file",
+        "short": "too few for its 8 slots",
+        "overwritten": "no magic",
+        "other": "rank is 0",
+    }
+    assert words[how] in wrong["what"]
+    assert found["totals"]["wrong_slots"] == 5
+    assert found["totals"]["read_bytes"] == BYTES - 5 * SMALL
+    assert "segment 2 rank 1, all of its 5 blocks: " in run_here("verify", path).stdout
+
+
+def test_what_cannot_be_read_is_wrong_and_what_lies_beside_it_is_not(path, monkeypatch):
+    make_store(path)
+    bad = slot_offset(SMALL, 2)
+
+    def preadv(fd, views, offset, _real=os.preadv):
+        name = os.readlink(f"/proc/self/fd/{fd}")
+        if name.endswith("2/rank1.kv") and offset <= bad < offset + sum(map(len, views)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return _real(fd, views, offset)
+
+    monkeypatch.setattr(device_verify.os, "preadv", preadv)
+    wrong = the_one(path)
+    assert (wrong["check"], wrong["what"]) == ("read", "it cannot be read: Input/output error")
+
+
+def test_all_is_listed_in_json_and_a_part_of_it_on_the_terminal(path):
+    make_store(path, 8)
+    for rank in (0, 1):
+        for number in range(8):
+            for slot in range(5):
+                size = (SMALL, WIDE)[number % 2]
+                change(home_path(path) / "segments" / str(number) / f"rank{rank}.kv", slot_offset(size, slot), b"x")
+    found = verified(path, code=1)
+    assert len(found["wrong"]) == found["totals"]["wrong_slots"] == 80
+    shown = run_here("verify", path).stdout
+    assert shown.count("✗") == 20 and "… and 60 more; --all or --json lists them" in shown
+    assert "80 slots wrong (100 % of those read)" in shown
+    everything = run_here("verify", path, "--all").stdout
+    assert everything.count("✗") == 80 and "more;" not in everything
+
+
+# -- homes as a whole --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["cut short", "overwritten", "gone", "another"])
+def test_an_index_that_is_damaged(path, how):
+    make_store(path)
+    data = home_path(path) / "index" / "data.mdb"
+    if how == "cut short":
+        os.truncate(data, 2 * 4096)  # reading it ends the process
+    elif how == "overwritten":
+        data.write_bytes(b"\xa5" * data.stat().st_size)
+    elif how == "gone":
+        data.unlink()
+    else:
+        change(data, data.stat().st_size - 1, b"x")
+    found = verified(path, code=1)
+    (problem,) = found["homes"][0]["problems"]
+    words = {"cut short": "reading it ended in SIG", "gone": "its index is missing", "another": "kvdisk repair"}
+    assert words.get(how, "its index cannot be read") in problem
+    assert found["totals"]["slots"] == (SLOTS if how == "another" else 0)
+    assert f"home {home_path(path).name}: {problem}" in run_here("verify", path).stdout
+    assert run_here("repair", path).exit_code == 0
+    assert verified(path)["totals"]["slots"] == SLOTS
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [(None, "is missing"), ("{", "does not decode"), ("other format", "is of another format")]
+)
+def test_a_home_file_that_cannot_be_read(path, text, words):
+    make_store(path)
+    file = home_path(path) / "HOME"
+    said = text if text != "other format" else json.dumps(json.loads(file.read_text()) | {"format_version": 9})
+    file.unlink()
+    if said is not None:
+        file.write_text(said)
+    (home,) = verified(path, code=1)["homes"]
+    assert words in home["problems"][0]
+
+
+def test_records_of_places_that_are_not_there(path):
+    parts = start(path)
+    end(parts)
+    make_store(path)
+    parts = start(path)
+    for number, slot in enumerate([Slot(9, 0), Slot(0, 8), Slot(2, 6)]):
+        key = make_block_key(bytes([77, number]) * 16, 1 if number == 2 else 0)
+        parts.index.put([BlockRecord(0, key, slot, 1)])
+    end(parts)
+    found = verified(path, code=1)
+    assert found["homes"][0]["problems"] == ["2 blocks lie where its segments have no slots"]
+    assert [(one["check"], one["segment"], one["slot"]) for one in found["wrong"]] == [("group", 2, 6)] * 2
+
+
+def test_an_index_that_the_next_engine_will_not_trust_is_a_note(path):
+    make_store(path, clean=False)
+    assert verified(path)["homes"][0]["notes"] == [], "the machine still runs"
+    file = home_path(path) / "HOME"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"boot_id": "another"}))
+    (note,) = verified(path)["homes"][0]["notes"]
+    assert "is not trusted" in note
+    assert "· home" in run_here("verify", path).stdout
+
+
+# -- drives and samples ------------------------------------------------------------------------
+
+
+def test_every_drive(tmp_path):
+    dirs = [tmp_path / "a", tmp_path / "b"]
+    make_store(dirs, 4, drives=2)
+    assert verified(*dirs)["totals"]["slots"] == SLOTS
+    found = verified(dirs[0], code=1)
+    assert found["totals"]["wrong_slots"] == 20
+    assert {(one["check"], one["drive"], one["path"]) for one in found["wrong"]} == {("file", 1, None)}
+    assert "drive 1 was not looked at, name its directory too" in found["wrong"][0]["what"]
+    (file,) = (dirs[1] / "homes").glob("*/segments/3/rank0.kv")
+    change(file, slot_offset(WIDE, 4) + HEADER_BYTES, b"flipped")
+    (wrong,) = verified(*dirs, code=1)["wrong"]
+    assert (wrong["drive"], wrong["segment"], wrong["slot"], wrong["path"]) == (1, 3, 4, str(file))
+
+
+def test_a_sample_is_told_and_can_be_repeated(path):
+    make_store(path)
+    file = home_path(path) / "segments" / "2" / "rank1.kv"
+    change(file, slot_offset(SMALL, 2), b"x")
+    found = {seed: run_here("verify", path, "--sample", "25", "--seed", seed, "--json") for seed in range(10)}
+    hits = {seed: json.loads(done.stdout) for seed, done in found.items()}
+    assert {(hit["totals"]["slots"], hit["sample_percent"]) for hit in hits.values()} == {(10, 25.0)}
+    codes = {seed: done.exit_code for seed, done in found.items()}
+    assert set(codes.values()) == {0, 1}, "5 of 20 blocks: some samples have it, most do not"
+    for seed in range(2):
+        again = run_here("verify", path, "--sample", "25 %", "--seed", seed)
+        assert again.exit_code == codes[seed] and f"seed {seed}" in again.stdout
+    shown = run_here("verify", path, "--sample", "0.01").stdout
+    assert "Sample" in shown and "0.01 % of the blocks, seed " in shown and "2 slots, " in shown
+
+
+@pytest.mark.parametrize("sample", ["0", "-1", "101", "all", "nan", ""])
+def test_a_sample_that_is_none(path, sample):
+    make_store(path)
+    done = run_here("verify", path, f"--sample={sample}")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("kvdisk: --sample is a percentage above 0")
+
+
+# -- while it changes --------------------------------------------------------------------------
+
+
+def verdict_while(path: Path, act) -> Verdict:
+    """Verify, and act when the indexes have been read and the slots have not."""
+    acted = []
+
+    def watch(done_bytes: int, total_bytes: int) -> None:
+        if not acted:
+            acted.append((done_bytes, total_bytes))
+            act()
+
+    return verify_store([path], watch=watch)
+
+
+def test_a_block_that_leaves_while_it_is_read_is_not_wrong(path):
+    make_store(path)
+    parts = start(path)
+
+    def evict() -> None:
+        parts.index.delete([(0, key_of(202))])
+        assert parts.index.flush(30)
+        write_block(parts.home, Slot(2, 2), key_of(555), GENERATION + 100)
+        parts.index.put([BlockRecord(0, key_of(555), Slot(2, 2), GENERATION + 100)])
+        assert parts.index.flush(30)
+
+    verdict = verdict_while(path, evict)
+    (home,) = verdict.homes
+    assert (verdict.ok, home.alive, home.changed, home.slots) == (True, True, 2, SLOTS)
+    assert "2 slots whose block left meanwhile" not in run_here("verify", path).stdout
+    write_block(parts.home, Slot(2, 2), key_of(556), GENERATION + 101, ranks=[0])
+    verdict = verify_store([path])
+    assert [(one.rank, one.slot, one.check) for one in verdict.homes[0].findings] == [(0, 2, "key")]
+    end(parts)
+
+
+def test_the_same_key_in_another_slot_or_generation_has_left_its_slot(path):
+    make_store(path)
+    parts = start(path)
+
+    def move() -> None:
+        write_block(parts.home, Slot(2, 2), key_of(202), GENERATION + 100, parent=key_of(201))
+        parts.index.put([BlockRecord(0, key_of(202), Slot(2, 2), GENERATION + 100, key_of(201))])
+        write_block(parts.home, Slot(2, 3), key_of(900), GENERATION + 101)
+        write_block(parts.home, Slot(2, 6), key_of(203), GENERATION + 102, parent=key_of(202))
+        parts.index.put([BlockRecord(0, key_of(203), Slot(2, 6), GENERATION + 102, key_of(202))])
+        assert parts.index.flush(30)
+
+    verdict = verdict_while(path, move)
+    assert (verdict.ok, verdict.homes[0].changed) == (True, 4)
+    end(parts)
+
+
+def test_a_segment_that_is_dropped_while_it_is_read_is_not_wrong(path):
+    make_store(path)
+    parts = start(path)
+
+    def drop() -> None:
+        parts.index.delete([(0, key_of(200 + slot)) for slot in range(5)])
+        assert parts.index.flush(30)
+        for rank in range(2):
+            segment_room.drop_segment(parts.home, 2, rank)
+
+    verdict = verdict_while(path, drop)
+    assert (verdict.ok, verdict.homes[0].changed) == (True, 10)
+    assert verified(path)["totals"]["slots"] == SLOTS - 10, "the segment's own record is still there"
+    end(parts)
+
+
+def test_a_home_that_is_taken_over_while_it_is_read_is_read_again(path):
+    make_store(path)
+    owners = []
+    verdict = verdict_while(path, lambda: owners.append(start(path)))
+    before, after = verdict.homes
+    assert verdict.ok and before.gone and not after.gone
+    assert (before.changed, after.slots, after.alive) == (SLOTS, SLOTS, True)
+    end(owners[0])
+
+
+def test_an_index_that_cannot_be_asked_again_clears_nothing(path):
+    make_store(path)
+    change(home_path(path) / "segments" / "2" / "rank1.kv", slot_offset(SMALL, 2), b"x")
+    data = home_path(path) / "index" / "data.mdb"
+    verdict = verdict_while(path, lambda: os.truncate(data, 2 * 4096))
+    assert [one.slot for one in verdict.homes[0].findings] == [2]
+
+
+def test_ctrl_c_leaves_what_was_found(path):
+    make_store(path)
+    change(home_path(path) / "segments" / "0" / "rank0.kv", slot_offset(SMALL, 2), b"x")
+
+    def stop(done_bytes: int, total_bytes: int) -> None:
+        if done_bytes > total_bytes // 2:
+            raise KeyboardInterrupt
+
+    verdict = verify_store([path], watch=stop)
+    assert verdict.stopped and not verdict.ok
+    assert [(one.segment, one.slot) for one in verdict.homes[0].findings] == [(0, 2)]
+    assert 0 < verdict.homes[0].slots < SLOTS
