@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -220,6 +221,7 @@ PLANS = (
     Plan(SMALL, 5 * HOUR_S, 320, 0.0, False),
     Plan(SMALL, 8, 320, 0.06, True),
 )
+DOCUMENT_QUESTIONS = 9
 CAP_BYTES, INDEX_BYTES = 1 << 30, 16 << 20
 
 
@@ -234,10 +236,17 @@ def prompts_of(number: int, now_s: int) -> Prompts:
         prompts.assistant(64, 20, 9 * HOUR_S)
     else:
         prompts.assistant(64, 44, 4.5 * HOUR_S)
-        prompts.document(250, 9, 3.6 * HOUR_S)
+        prompts.document(250, DOCUMENT_QUESTIONS, 3.6 * HOUR_S)
         prompts.document(131, 4, 1.4 * HOUR_S)
         prompts.document(96, 1, 0.5 * HOUR_S)
     return prompts
+
+
+def branching_key() -> str:
+    """Return, in hex digits, the key of the last block of the first document: several questions follow it."""
+    blocks = prompts_of(len(PLANS) - 1, 0).blocks
+    followed = Counter(id(block.parent) for block in blocks if block.parent is not None)
+    return next(block for block in blocks if followed[id(block)] == DOCUMENT_QUESTIONS).key.hex()
 
 
 @contextmanager

@@ -186,7 +186,7 @@ def _command(name: str, command: Any) -> str:
     taken = [(f"`{_metavar(one)}`", one) for one in arguments] + [(_names(one), one) for one in options]
     if taken:
         rows = "\n".join(f"| {label} | {_explained(one)} |" for label, one in taken)
-        parts.append(f"| | |\n|---|---|\n{rows}")
+        parts.append(f"| option | |\n|---|---|\n{rows}")
     if codes:
         rows = "\n".join(f"| {code} | {meaning} |" for code, meaning in codes)
         parts.append(f"| exit code | |\n|---|---|\n{rows}")

@@ -17,23 +17,27 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from demo_store import demo_store
+from demo_store import branching_key, demo_store
 from make_docs import DOCS, OUTPUT, commands
-from PIL import Image
+from PIL import Image, ImageChops
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
+from screen import watch
 
 COMMAND = Path(sysconfig.get_path("scripts")) / "kvdisk"
 PICTURES = DOCS / "pictures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 MOST_BYTES = 300_000
 SCALE = 2
+ROWS = 60
+PAGE_WIDTH, PAGE_HEIGHT = 1280, 4000
 
 
 def _rgb(colours: str) -> list[tuple[int, int, int]]:
@@ -73,10 +77,12 @@ SVG = """\
 
 @dataclass(frozen=True)
 class Shown:
-    """A command to run: what is typed, with STORE for the store's directory; the name of its output and picture.
+    """A command to run, and what to keep of it: its output as ``name``.txt, with ``picture`` also as ``name``.png.
 
-    ``columns``: of the terminal. ``picture``: whether there is one. ``copy``: on a copy that nobody owns, since it
-    changes the store. ``made``: a page that the command makes, to be shown in place of what it prints.
+    ``typed``: with STORE, KEY, DRIVE and MADE for the store, a block in it, the directory it lies in, and a file.
+    ``columns``: of the terminal. ``copy``: on a copy that nobody owns, since it changes the store. ``live``: on the
+    store of two engines under load, for so many seconds; what is on the terminal then is kept. ``made``: the command
+    writes a page of this suffix, and the picture is of that. ``most_lines``: of the output, the rest is left out.
     """
 
     name: str
@@ -84,8 +90,9 @@ class Shown:
     columns: int = 100
     picture: bool = False
     copy: bool = False
+    live: float = 0
     made: str = ""
-    answer: str = ""
+    most_lines: int = 1000
 
     @property
     def command(self) -> str:
@@ -94,8 +101,9 @@ class Shown:
 
 
 SHOWN = (
-    Shown("inspect", "inspect STORE", columns=100, picture=True),
+    Shown("inspect", "inspect STORE", picture=True),
     Shown("repair", "repair STORE", copy=True),
+    Shown("bench", "bench DRIVE --parts probe --parts drive -b 2M --layout scattered --rounds 3", columns=112),
 )
 
 
@@ -108,13 +116,20 @@ def main() -> int:
     if store.exists():
         parser.error(f"{store} exists")
     known = {name for name, _ in commands()}
+    wanted = [shown for shown in SHOWN if not arguments.names or shown.name in arguments.names]
+    for shown in wanted:
+        if shown.command not in known:
+            print(f"kvdisk: there is no command {shown.command}, so nothing is made for it")
     OUTPUT.mkdir(exist_ok=True)
     PICTURES.mkdir(exist_ok=True)
+    wanted = [shown for shown in wanted if shown.command in known]
     with removed(store), demo_store(store):
-        for shown in SHOWN:
-            if shown.command not in known:
-                print(f"kvdisk: there is no command {shown.command}, so nothing is made for it")
-            elif not arguments.names or shown.name in arguments.names:
+        for shown in wanted:
+            if not shown.live:
+                show(shown, store)
+    with removed(store), live_store(store):
+        for shown in wanted:
+            if shown.live:
                 show(shown, store)
     return 0
 
@@ -128,18 +143,58 @@ def removed(path: Path) -> Iterator[None]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+@contextmanager
+def live_store(store: Path) -> Iterator[None]:
+    """Have two engines without a model, and with everything else real, serve requests from one store for a while."""
+    engines = []
+    try:
+        for seed in (1, 2):
+            options = ["--seconds", "600", "--seed", str(seed), "--model", "Qwen/Qwen2.5-0.5B-Instruct", *LIVE]
+            command = [sys.executable, "-m", "kvdisk.testing.live_process", "--store", str(store), *options]
+            engines.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+        yield
+    finally:
+        for engine in engines:
+            engine.terminate()
+        for engine in engines:
+            engine.wait(60)
+
+
+LIVE = (
+    *("--payload-bytes", "196608", "--blocks", "2000", "--cpu-blocks", "400"),
+    *("--segment-blocks", "300", "--at-once", "6"),
+)
+WARM_S = 12.0
+
+
 def show(shown: Shown, store: Path) -> None:
     """Make the output and the picture of one command."""
-    if shown.copy:
-        with aside(store):
-            lines = printed(shown, store)
-    else:
-        lines = printed(shown, store)
-    typed = "kvdisk " + shown.typed.replace("STORE", str(store))
-    text = "\n".join(line.plain.rstrip() for line in lines).strip("\n")
-    (OUTPUT / f"{shown.name}.txt").write_text(f"$ {typed}\n{text}\n")
-    if shown.picture:
-        draw(terminal(typed, lines, shown.columns), PICTURES / f"{shown.name}.png")
+    typed = shown.typed.replace("STORE", str(store)).replace("DRIVE", str(store.parent))
+    if "KEY" in typed:
+        typed = typed.replace("KEY", branching_key())
+    with aside(store) if shown.copy else nullcontext(), tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / f"{shown.command}{shown.made}"
+        arguments = [str(COMMAND), *typed.replace("MADE", str(made)).split()]
+        if shown.live:
+            time.sleep(WARM_S)
+            texts = watch(arguments, shown.columns, ROWS, shown.live, terminal_of(shown))
+        else:
+            texts = printed(arguments, shown)
+        typed = f"kvdisk {typed.replace('MADE', made.name)}"
+        lines = [Text.from_ansi(text.replace(str(made), made.name)) for text in texts]
+        plain = [line.plain.rstrip() for line in lines]
+        if len(plain) > shown.most_lines:
+            plain = [*plain[: shown.most_lines], "..."]
+        said = "\n".join([f"$ {typed}", *plain]).rstrip()
+        (OUTPUT / f"{shown.name}.txt").write_text(f"{said}\n")
+        if shown.made:
+            shoot(made, PICTURES / f"{shown.name}.png", PAGE_WIDTH, PAGE_HEIGHT)
+        elif shown.picture:
+            svg = terminal(typed, lines, shown.columns)
+            width, height = (float(number) for number in re.findall(r'(?:width|height)="([\d.]+)"', svg)[:2])
+            drawn = Path(folder) / "terminal.html"
+            drawn.write_text(f"<!doctype html><body style='margin:0'>{svg}")
+            shoot(drawn, PICTURES / f"{shown.name}.png", int(width), int(height))
 
 
 @contextmanager
@@ -155,21 +210,24 @@ def aside(store: Path) -> Iterator[None]:
         kept.rename(store)
 
 
-def printed(shown: Shown, store: Path) -> list[Text]:
+def printed(arguments: Sequence[str], shown: Shown) -> list[str]:
     """Run a command as on a terminal of so many columns; return its lines."""
-    arguments = [word.replace("STORE", str(store)) for word in shown.typed.split()]
-    environment = {"COLUMNS": str(shown.columns), "LINES": "60", "FORCE_COLOR": "1", "TERM": "xterm-256color"}
     done = subprocess.run(
-        [str(COMMAND), *arguments],
-        input=shown.answer,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        list(arguments),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
         text=True,
         check=False,
-        env=os.environ | environment,
+        env=os.environ | terminal_of(shown) | {"FORCE_COLOR": "1"},
     )
     print(f"kvdisk: {shown.typed} ended with {done.returncode}")
-    return [Text.from_ansi(line) for line in done.stdout.rstrip().splitlines()]
+    # A progress bar, where all is well.
+    return f"{done.stdout}{done.stderr if done.returncode else ''}".rstrip().splitlines()
+
+
+def terminal_of(shown: Shown) -> dict[str, str]:
+    """Return the environment that tells a program of its terminal."""
+    return {"COLUMNS": str(shown.columns), "LINES": str(ROWS), "TERM": "xterm-256color"}
 
 
 def terminal(typed: str, lines: Sequence[Text], columns: int) -> str:
@@ -181,31 +239,27 @@ def terminal(typed: str, lines: Sequence[Text], columns: int) -> str:
     return console.export_svg(title=typed, theme=THEME, code_format=SVG, unique_id="shown")
 
 
-def draw(svg: str, target: Path) -> None:
-    """Draw an SVG with a browser into a PNG of few colours."""
-    width, height = (float(number) for number in re.findall(r'(?:width|height)="([\d.]+)"', svg)[:2])
-    shoot(f"<!doctype html><body style='margin:0'>{svg}", target, int(width), int(height))
-
-
-def shoot(page: str, target: Path, width: int, height: int) -> None:
-    """Open a page of HTML in a browser of this size, without a network, and keep what is seen."""
+def shoot(page: Path, target: Path, width: int, height: int) -> None:
+    """Open a page in a browser of this size, without a network; keep what is seen, less what is empty below it."""
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
         raise SystemExit(f"kvdisk: none of {', '.join(BROWSERS)} is installed")
     with tempfile.TemporaryDirectory() as folder:
-        source, taken = Path(folder) / "page.html", Path(folder) / "taken.png"
-        source.write_text(page)
+        taken = Path(folder) / "taken.png"
         options = ("--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--virtual-time-budget=5000")
         own = (f"--user-data-dir={folder}/profile", "--host-resolver-rules=MAP * ~NOTFOUND")
         seen = (f"--force-device-scale-factor={SCALE}", f"--window-size={width},{height}", f"--screenshot={taken}")
         subprocess.run(
-            [browser, "--headless=new", *options, *own, *seen, source.as_uri()],
+            [browser, "--headless=new", *options, *own, *seen, page.as_uri()],
             capture_output=True,
             check=True,
             timeout=120,
         )
-        few = Image.open(taken).convert("RGB").quantize(128, dither=Image.Dither.NONE)
-        few.save(target, optimize=True)
+        image = Image.open(taken).convert("RGB")
+        ground = Image.new("RGB", image.size, image.getpixel((0, image.height - 1)))
+        used = ImageChops.difference(image, ground).getbbox()
+        image = image.crop((0, 0, image.width, min(image.height, (used[3] if used else 0) + 40)))
+        image.quantize(128, dither=Image.Dither.NONE).save(target, optimize=True)
     size = target.stat().st_size
     print(f"kvdisk: {target.name} has {size} bytes")
     assert size <= MOST_BYTES, f"{target} has {size} bytes, which is too much for a repository"
