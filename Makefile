@@ -14,7 +14,7 @@ INSTALL := $(PYTHON) tools/install.py --torch-index "$(TORCH_INDEX)"
 # Runs a check; says nothing when it passes and everything when it does not.
 quiet = @output=$$($(1) 2>&1) || { printf '%s\n' "$$output"; exit 1; }
 
-.PHONY: help install install-dev check test torture demo clean
+.PHONY: help install install-dev check test torture demo docs clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +44,12 @@ torture: install-dev ## the long tests; see docs/TESTING.md
 demo: install ## run the main job on real vLLM: cold, warm from memory, warm from NVMe after a restart
 	@$(BIN)/python tools/demo.py --store "$(STORE)" --prompt-tokens "$(PROMPT_TOKENS)" $(if $(MODEL),--model "$(MODEL)")
 
-clean: ## remove .venv, the demo's files and all caches
-	rm -rf .venv .demo build kvdisk.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+docs: ## build the documentation into site/, which opens without a network
+	@test -n "$(PYTHON)" || { echo "kvdisk: no python3.11 here; name one with PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(INSTALL) --docs
+	$(call quiet,NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict)
+	@echo "kvdisk: the documentation is in site/index.html"
+
+clean: ## remove .venv, the site, the demo's files and all caches
+	rm -rf .venv .demo site build kvdisk.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find kvdisk tests tools -name __pycache__ -prune -exec rm -rf {} +

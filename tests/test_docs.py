@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the documentation says of commands, settings, counters and log lines is what the code has."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+
+import demo_store
+import make_docs
+import pytest
+
+from kvdisk.config import Config
+from kvdisk.stats import COUNTERS
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+COMMAND = Path(sysconfig.get_path("scripts")) / "kvdisk"
+
+
+def prose() -> list[Path]:
+    return [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the fenced blocks of a text: what is said behind the fence, and what is in it."""
+    yield from re.findall(r"^ *```(\w*)\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
+
+
+def spans(text: str) -> list[str]:
+    """Return what stands between backticks, outside of fenced blocks."""
+    without = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", without)]
+
+
+# --- Made from the code. ---
+
+
+@pytest.mark.parametrize("path", make_docs.FILES, ids=lambda path: path.name)
+def test_what_is_made_from_the_code_is_up_to_date(path):
+    assert path.read_text() == make_docs.FILES[path](), "run tools/make_docs.py"
+
+
+def test_every_setting_and_its_examples():
+    found = make_docs.settings()
+    assert [one.key for one in found] == [field.name for field in fields(Config)]
+    for one in found:
+        assert one.examples, one.key
+        for text in one.examples:
+            values = {"store_dirs": "/nvme/kv", "nvme_bytes": "1GiB"} | {one.key: json.loads(text)}
+            assert getattr(Config.from_mapping(values), one.key) != getattr(Config(), one.key), (
+                "an example changes something"
+            )
+
+
+def test_the_readme_has_the_same_defaults():
+    text = (ROOT / "README.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", text, re.MULTILINE))
+    plain = {one.key: one.default.replace("`", "") for one in make_docs.settings()}
+    assert {key: default.replace("`", "") for key, default in rows.items() if key in plain} == plain
+
+
+def test_every_command_has_its_section_and_its_exit_codes():
+    text = (DOCS / "CLI.md").read_text()
+    found = [name for name, _ in make_docs.commands()]
+    assert found == re.findall(r"^## kvdisk (.*)$", text, re.MULTILINE)
+    assert {"inspect", "repair", "bench"} <= set(found)
+    for section in re.split(r"^## kvdisk ", text, flags=re.MULTILINE)[1:]:
+        assert re.search(r"^\| exit code \| \|\n\|---\|---\|\n\| 0 \| ", section, re.MULTILINE), section.partition(
+            "\n"
+        )[0]
+        for name, command in make_docs.commands():
+            if section.startswith(f"{name}\n"):
+                names = [option for one in command.params if one.param_type_name == "option" for option in one.opts]
+                assert not [option for option in names if f"`{option}" not in section and f", {option}" not in section]
+
+
+def test_a_field_without_a_word_about_it_is_an_error(monkeypatch):
+    monkeypatch.setattr(make_docs.inspect, "getsource", lambda _: "class Config:\n    store_dirs: tuple = ()\n")
+    with pytest.raises(ValueError, match="store_dirs must be followed"):
+        make_docs.settings()
+
+
+# --- Commands. ---
+
+
+def typed(text: str) -> Iterator[str]:
+    """Yield the calls of ``kvdisk`` in a text: lines of blocks, and spans that are one."""
+    names = {name for name, _ in make_docs.commands()}
+    for said, block in blocks(text):
+        for line in re.sub(r"\\\n\s*", "", block).splitlines():
+            call = re.fullmatch(r"(?:\$ )?kvdisk (\S.*)", line)
+            if call and (said == "sh" or line.startswith("$ ") or call[1].split()[0] in names):
+                yield call[1]
+    for span in spans(text):
+        if span.startswith("kvdisk ") and not is_logged(span):
+            yield span.removeprefix("kvdisk ")
+
+
+def wrong_with(call: str) -> str:
+    """Return what is wrong with the arguments of a call of ``kvdisk``, or nothing."""
+    words = shlex.split(call, comments=True)
+    if words[:1] == ["COMMAND"] or words[0].startswith("-"):
+        known = {"--help", "--version", "--install-completion", "--show-completion"}
+        return "" if set(words) - {"COMMAND"} <= known else f"no option {words}"
+    command = dict(make_docs.commands()).get(words[0])
+    if command is None:
+        return f"no command {words[0]}"
+    arguments = [word for word in words[1:] if word != "[OPTIONS]"]
+    options = [option for one in command.params for option in one.opts]
+    if not [word for word in arguments if not word.startswith("-")]:
+        return ", ".join(f"no option {word}" for word in arguments if word not in options)  # speaks of the command
+    try:
+        command.make_context(words[0], arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {getattr(error, 'message', error)}"
+    return ""
+
+
+@pytest.mark.parametrize("path", prose(), ids=lambda path: path.name)
+def test_calls_of_the_command_are_right(path):
+    assert not [f"kvdisk {call}: {wrong}" for call in typed(path.read_text()) if (wrong := wrong_with(call))]
+
+
+def test_a_wrong_call_is_found():
+    assert not [
+        call for call in ("inspect DIR", "repair DIR --home ID", "--version", "COMMAND --help") if wrong_with(call)
+    ]
+    wrong = (
+        "inspct DIR",
+        "inspect DIR --jsn",
+        "inspect --jsn",
+        "repair DIR --home",
+        "bench DIR --rounds many",
+        "--vrsion",
+    )
+    assert all(wrong_with(call) for call in wrong)
+    assert list(typed("```sh\nkvdisk no-such\n```\n`kvdisk inspect` kvdisk, `kvdisk neither`")) == [
+        "no-such",
+        "inspect",
+        "neither",
+    ]
+
+
+def test_targets_of_make_and_tools_are_there():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for path in prose():
+        text = path.read_text()
+        said = [line for _, block in blocks(text) for line in block.splitlines()] + spans(text)
+        named = {found[1] for line in said if (found := re.match(r"(?:\$ )?make ([a-z-]+)", line))}
+        assert named <= targets, path.name
+        assert not [name for name in re.findall(r"\btools/\w+\.py", text) if not (ROOT / name).exists()], path.name
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Iterator[Path]:
+    """The store that the outputs of the pages are of, owned by nobody."""
+    with demo_store.demo_store(tmp_path_factory.mktemp("store") / "kv", owned=False) as path:
+        yield path
+
+
+def runnable() -> list[str]:
+    """Return the calls of the quick start that need nothing but a store."""
+    found = [call for name in ("QUICKSTART.md", "index.md") for call in typed((DOCS / name).read_text())]
+    return sorted({call.partition(" #")[0].strip() for call in found if " /nvme/kv" in call})
+
+
+def test_the_calls_of_the_quick_start_run(store):
+    calls = runnable()
+    assert "inspect /nvme/kv" in calls and "inspect /nvme/kv --json" in calls
+    for call in calls:
+        done = subprocess.run(
+            [str(COMMAND), *shlex.split(call.replace("/nvme/kv", str(store)))],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, ""), call
+        if "--json" in call:
+            assert json.loads(done.stdout)
+        else:
+            # As in the page, whatever the numbers are.
+            shown = re.findall(r"^[A-Z][a-z]+\b", (DOCS / "output" / "inspect.txt").read_text(), re.MULTILINE)
+            assert re.findall(r"^[A-Z][a-z]+\b", done.stdout, re.MULTILINE) == shown
+
+
+# --- Settings in the text. ---
+
+
+def configurations(text: str) -> Iterator[dict[str, object]]:
+    """Yield what a text would have users put into ``kv_connector_extra_config``."""
+    decoder = json.JSONDecoder()
+    for said, block in blocks(text):
+        if said == "json":
+            yield json.loads(block)
+        elif said == "python":
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.Dict):
+                    yield ast.literal_eval(node)
+        for found in re.finditer(r"--kv-transfer-config '(.*?)'", block, re.DOTALL):
+            whole, _ = decoder.raw_decode(found[1])
+            assert whole["kv_connector"] == "KVDiskConnector" and whole["kv_role"] == "kv_both"
+            yield whole["kv_connector_extra_config"]
+
+
+def test_configurations_in_the_text_are_right():
+    found = {path.relative_to(ROOT).as_posix(): list(configurations(path.read_text())) for path in prose()}
+    wanted = {"README.md", *(f"docs/{name}.md" for name in ("index", "QUICKSTART", "CONFIGURATION", "OPERATING"))}
+    assert wanted <= {name for name, values in found.items() if values}
+    for values in found.values():
+        for one in values:
+            Config.from_mapping({"store_dirs": "/nvme/kv", "nvme_bytes": "1GiB"} | one)
+
+
+def test_settings_that_the_text_names_are_there():
+    """A span such as `nvme_bytes: 5` or `"store_policy": "spillover"` names a setting and a value of it."""
+    for path in prose():
+        for span in spans(path.read_text()):
+            if found := re.fullmatch(r'"?(\w+)"?: (true|false|[\d.]+|".*"|\[.*\])', span):
+                key, value = found.groups()
+                Config.from_mapping({"store_dirs": "/nvme/kv", "nvme_bytes": "1GiB"} | {key: json.loads(value)})
+
+
+# --- Log lines and counters. ---
+
+
+@cache
+def sentences() -> list[list[str]]:
+    """Return every text in the code that could be a log line or an error, cut where its values are."""
+    found = []
+    for path in sorted((ROOT / "kvdisk").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner:
+                parts = [node.value]
+            else:
+                continue
+            found.append(re.sub(r"%[\d.]*[a-z]", "\0", "".join(map(str, parts))).split("\0"))
+    return [pieces for pieces in found if len(" ".join(pieces).split()) >= 3]
+
+
+def is_logged(line: str) -> bool:
+    """Whether the code can say this. An ellipsis at the end stands for the rest, another one for any word."""
+    whole = line.removesuffix("…").rstrip()
+    said = whole.replace("…", "x")
+    for pieces in sentences():
+        if pieces[0].rstrip() not in said:
+            continue
+        least = len(pieces) if whole == line else 1
+        for count in range(len(pieces), least - 1, -1):
+            words = " ".join(pieces[:count]).split()
+            some = ".+".join(re.escape(piece) for piece in [*pieces[: count - 1], pieces[count - 1].rstrip()])
+            if len(words) >= 3 and re.search(some if count == len(pieces) else rf"{some}[^ ]*$", said):
+                return True
+    return False
+
+
+def test_symptoms_are_what_the_code_says():
+    """In the table of symptoms a span of five words or more is a line of the log, or an error."""
+    table = (DOCS / "OPERATING.md").read_text().partition("## What to do when")[2]
+    said = [span for row in re.findall(r"^\| (.*?) \|", table, re.MULTILINE) for span in spans(row)]
+    lines = [span for span in said if len(span.split()) >= 5]
+    assert len(lines) > 15
+    assert not [line for line in lines if not is_logged(line)]
+    quoted = [line for name in ("QUICKSTART.md", "CONFIGURATION.md") for line in quoted_lines(DOCS / name)]
+    assert len(quoted) >= 5 and not [line for line in quoted if not is_logged(line)]
+
+
+def quoted_lines(path: Path) -> list[str]:
+    """Return the lines of a page's blocks that are neither commands nor anything with a language."""
+    said = [block for language, block in blocks(path.read_text()) if not language]
+    return [line for block in said for line in block.splitlines() if re.match(r"kvdisk [a-z]+ |\w+ must be ", line)]
+
+
+def test_a_line_that_nobody_says_is_found():
+    assert is_logged("kvdisk tries drive 3 of the store again.")
+    assert is_logged("kvdisk does not read home 1c4b6cf1… for 60 s: …")
+    assert not is_logged("kvdisk gives up drive 3 of the store.")
+    assert not is_logged("kvdisk tries drive 3 of the store for ever, …")
+    assert not is_logged("kvdisk tries …")
+
+
+def test_metrics_that_the_text_names_are_there():
+    text = (DOCS / "OPERATING.md").read_text()
+    (section,) = re.findall(r"^## Monitoring\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
+    named = {span for span in spans(section) if re.fullmatch(r"[a-z]+(_[a-z]+)+", span)}
+    assert len(named) > 10 and named <= set(COUNTERS), named - set(COUNTERS)
+
+
+def test_the_python_of_the_pages_is_python():
+    assert all(ast.parse(block) for path in prose() for said, block in blocks(path.read_text()) if said == "python")
+
+
+def test_every_name_of_the_architecture_is_in_the_glossary():
+    text = (DOCS / "GLOSSARY.md").read_text().lower()
+    words = {word.strip() for row in re.findall(r"^\| ([a-z ,]+) \|", text, re.MULTILINE) for word in row.split(",")}
+    wanted = {
+        "block",
+        "block key",
+        "tier",
+        "slot",
+        "segment",
+        "home",
+        "geometry",
+        "namespace",
+        "copy",
+        "catalog",
+        "index",
+    }
+    wanted |= {
+        "watermark",
+        "load",
+        "store",
+        "demote",
+        "promote",
+        "pin",
+        "unpin",
+        "plan",
+        "settle",
+        "epoch",
+        "limbo",
+        "zombie",
+    }
+    assert wanted <= words
+    assert sys.version_info >= (3, 11)

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make the pages that say what the code says: docs/CONFIGURATION.md from ``Config``, docs/CLI.md from the help.
+
+``--check`` writes nothing, and ends with 1 where a file is not what would be written. ``tests/test_docs.py`` holds them
+equal. What the commands print is in docs/output, which ``tools/make_pictures.py`` writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import typer.main
+
+from kvdisk.cli.main import app
+from kvdisk.config import _PARSERS, Config
+from kvdisk.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+OUTPUT = DOCS / "output"
+VALUES = {int: "NUMBER", float: "NUMBER", str: "TEXT", Path: "FILE"}
+UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"))
+
+
+# --- The configuration. ---
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field of Config as its documentation has it. ``default``, ``form``: Markdown. ``examples``: JSON."""
+
+    key: str
+    meaning: str
+    form: str
+    default: str
+    examples: tuple[str, ...]
+
+    @property
+    def first_sentence(self) -> str:
+        """What the table of all settings says."""
+        return re.split(r"(?<=[.:]) (?=[A-Z`])", self.meaning, maxsplit=1)[0].rstrip(":.") + "."
+
+
+def settings() -> list[Setting]:
+    """Return the settings in the order of Config. Raises ValueError where a field is not documented."""
+    (tree,) = ast.parse(inspect.getsource(Config)).body
+    assert isinstance(tree, ast.ClassDef)
+    said = {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in zip(tree.body, tree.body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
+    return [_setting(field.name, field.default, said.get(field.name, "")) for field in fields(Config)]
+
+
+def _setting(key: str, default: Any, said: str) -> Setting:
+    meaning, _, rest = said.partition("\n\n")
+    notes = [line.partition(": ") for line in rest.splitlines()]
+    if not meaning or not all(name in {"Default", "Example"} and value for name, _, value in notes):
+        raise ValueError(f"Config.{key} must be followed by what it means, and lines 'Default: ...' and 'Example: ...'")
+    defaults = [value for name, _, value in notes if name == "Default"]
+    if len(defaults) != (default in (None, ())):
+        raise ValueError(
+            f"Config.{key} needs one line 'Default: ...' if and only if the field's own default says nothing"
+        )
+    return Setting(
+        key=key,
+        meaning=" ".join(meaning.split()),
+        form=_form(key),
+        default=defaults[0] if defaults else f"`{_as_json(key, default)}`",
+        examples=tuple(value for name, _, value in notes if name == "Example"),
+    )
+
+
+def _form(key: str) -> str:
+    """Return what the parser says that a value must be."""
+    said = ""
+    try:
+        _PARSERS[key](key, "")
+    except ConfigError as error:
+        said = str(error)
+    found = re.fullmatch(rf"{key} must be (.*), not ''\.", said)
+    assert found is not None, f"an empty text for {key}: {said!r}"
+    return re.sub(r"'([^']*)'", r'`"\1"`', found[1])
+
+
+def _as_json(key: str, value: Any) -> str:
+    if key.endswith("_bytes") and isinstance(value, int):
+        for size, unit in UNITS:
+            if value and value % size == 0:
+                return json.dumps(f"{value // size}{unit}")
+    return json.dumps(value)
+
+
+def configuration() -> str:
+    """Return docs/CONFIGURATION.md."""
+    found = settings()
+    rows = "\n".join(f"| [`{one.key}`](#{one.key}) | {one.default} | {one.first_sentence} |" for one in found)
+    return CONFIGURATION.format(rows=rows, sections="\n".join(_section(one) for one in found))
+
+
+def _section(one: Setting) -> str:
+    examples = ", ".join(f'`"{one.key}": {value}`' for value in one.examples)
+    word = "Example" if len(one.examples) == 1 else "Examples"
+    return f"### {one.key}\n\n{one.meaning}\n\n- Value: {one.form}\n- Default: {one.default}\n- {word}: {examples}\n"
+
+
+CONFIGURATION = """\
+# Configuration
+
+<!-- Made by tools/make_docs.py from Config in kvdisk/config.py: change it there. -->
+
+All settings are in `kv_connector_extra_config`, a part of vLLM's `--kv-transfer-config`. None is needed: without any,
+kvdisk keeps blocks in 4 GiB of host memory. With a drive:
+
+```
+vllm serve MODEL --kv-transfer-config '{{"kv_connector":"KVDiskConnector","kv_role":"kv_both",
+  "kv_connector_extra_config":{{"store_dirs":"/nvme/kv","nvme_bytes":"500GiB","cpu_bytes":"32GiB"}}}}'
+```
+
+An unknown key, or a value that is none, ends the start with one sentence that says what is meant:
+
+```
+kvdisk does not know the setting 'stor_dirs'; the nearest it knows is 'store_dirs'.
+cpu_bytes must be a size in bytes such as 1073741824 or '500GiB', not '4 gigs'.
+```
+
+**Sizes** are bytes: an integer, or text with a unit. `KiB`, `MiB`, `GiB` and `TiB` are powers of 1024, `kB`, `MB`, `GB`
+and `TB` powers of 1000; capitals do not matter. A size *over all ranks* is shared by the workers of tensor parallelism:
+each takes its part. **Times** are seconds. `null` is the default. What a request may ask for itself, and events for
+routers, are in [Operating](OPERATING.md#limits-of-a-request).
+
+| key | default | |
+|---|---|---|
+{rows}
+
+## Each setting
+
+{sections}"""
+
+
+# --- The command line. ---
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """Yield each command by its name, with blanks for one below another, in the order in which they are registered."""
+    yield from _below("", typer.main.get_command(app))
+
+
+def _below(prefix: str, group: Any) -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if command.hidden:
+            continue
+        if hasattr(command, "commands"):
+            yield from _below(f"{prefix}{name} ", command)
+        else:
+            yield f"{prefix}{name}", command
+
+
+def command_line() -> str:
+    """Return docs/CLI.md."""
+    found = list(commands())
+    rows = "\n".join(
+        f"| [`kvdisk {name}`](#kvdisk-{_anchor(name)}) | {_first_line(command)} |" for name, command in found
+    )
+    return COMMAND_LINE.format(rows=rows, sections="\n".join(_command(name, command) for name, command in found))
+
+
+def _command(name: str, command: Any) -> str:
+    text, codes = _split_help(command.help or "")
+    arguments = [one for one in command.params if one.param_type_name == "argument"]
+    options = [one for one in command.params if one.param_type_name == "option" and not one.hidden]
+    usage = " ".join([f"kvdisk {name}", *(["[OPTIONS]"] if options else []), *map(_metavar, arguments)])
+    parts = [f"## kvdisk {name}", f"```\n{usage}\n```", text]
+    taken = [(f"`{_metavar(one)}`", one) for one in arguments] + [(_names(one), one) for one in options]
+    if taken:
+        rows = "\n".join(f"| {label} | {_explained(one)} |" for label, one in taken)
+        parts.append(f"| option | |\n|---|---|\n{rows}")
+    if codes:
+        rows = "\n".join(f"| {code} | {meaning} |" for code, meaning in codes)
+        parts.append(f"| exit code | |\n|---|---|\n{rows}")
+    parts += [
+        _output(path)
+        for path in sorted(OUTPUT.glob(f"{_anchor(name)}*.txt"), key=_of_output(name))
+        if _of_output(name)(path)
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _of_output(name: str) -> Any:
+    """Return what sorts the outputs of a command: its own before those with a number, others not at all."""
+    pattern = re.compile(rf"{re.escape(_anchor(name))}(?:-(\d+))?\.txt")
+    return lambda path: (found := pattern.fullmatch(path.name)) and (1 + int(found[1] or 0))
+
+
+def _output(path: Path) -> str:
+    return f"```\n{path.read_text().rstrip()}\n```"
+
+
+def _anchor(name: str) -> str:
+    return name.replace(" ", "-")
+
+
+def _first_line(command: Any) -> str:
+    text, _ = _split_help(command.help or "")
+    return text.partition("\n")[0]
+
+
+def _split_help(text: str) -> tuple[str, list[tuple[str, str]]]:
+    """Return what a command's help says as Markdown, and its exit codes, which end it."""
+    said, _, ending = inspect.cleandoc(text).partition("[bold]Exit codes[/bold]")
+    codes = [(code, " ".join(_plain(meaning).split())) for code, meaning in CODE.findall(ending)]
+    paragraphs = [_plain(" ".join(one.split())) for one in re.split(r"\n\s*\n|\f", said) if one.strip()]
+    return "\n\n".join(paragraphs), codes
+
+
+CODE = re.compile(r"\[cyan\](\d+)\[/cyan\]\s+(.*?)\s*(?=\n\s*\n|\Z)", re.DOTALL)
+
+
+def _plain(text: str) -> str:
+    """Take rich's markup out, and keep Markdown from reading anything into the rest."""
+    return re.sub(r"\[/?[a-z ]+\]", "", text).replace("|", r"\|").replace("<", "&lt;").replace("*", r"\*")
+
+
+def _metavar(one: Any) -> str:
+    if one.metavar:
+        return str(one.metavar)
+    return str(one.human_readable_name).upper() + ("..." if one.nargs == -1 else "")
+
+
+def _names(one: Any) -> str:
+    names = ", ".join([*one.opts, *one.secondary_opts])
+    if one.is_flag:
+        return f"`{names}`"
+    value = one.metavar or ("" if _choices(one) else VALUES[_value_type(one)])
+    return f"`{names}{f' {value}' if value else ''}`"
+
+
+def _value_type(one: Any) -> type:
+    """Return the type of an option's value, or of each where it takes several."""
+    kinds = [one.type_descriptor.annotation]
+    while inner := [kind for kind in get_args(kinds[0]) if kind is not type(None)]:
+        kinds = inner
+    return cast(type, kinds[0])
+
+
+def _choices(one: Any) -> list[str]:
+    kind = _value_type(one)
+    return [str(choice.value) for choice in kind] if issubclass(kind, Enum) else []
+
+
+def _explained(one: Any) -> str:
+    said = _plain(" ".join((one.help or "").split()))
+    if choices := _choices(one):
+        said += f" One of {', '.join(f'`{choice}`' for choice in choices)}."
+    default = one.default
+    if default is None or default is False or callable(default) or default in ((), [], ""):
+        return said
+    values = default if isinstance(default, list | tuple) else [default]
+    shown = ", ".join(f"`{getattr(value, 'value', value)}`" for value in values)
+    return f"{said} Default: {shown}."
+
+
+COMMAND_LINE = """\
+# Command line
+
+<!-- Made by tools/make_docs.py from the help of each command, and by tools/make_pictures.py, which ran them. -->
+
+The command `kvdisk` looks into stores, and after them. It comes with the package, and needs neither a GPU nor vLLM nor
+torch. It works on a store in use, on one that can only be read, and on a copy.
+
+| command | |
+|---|---|
+{rows}
+
+With several `store_dirs`, name them all, the first one first. `--json` prints one object for scripts, with bytes and
+times as integers. `kvdisk --install-completion` makes the shell complete commands and options; `kvdisk COMMAND --help`
+says what this page says.
+
+The outputs are of a store that `tools/make_pictures.py` makes: two models, and the homes of three engines.
+
+{sections}"""
+
+
+FILES = {DOCS / "CONFIGURATION.md": configuration, DOCS / "CLI.md": command_line}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; end with 1 where a file is not up to date")
+    check = parser.parse_args().check
+    stale = [path for path, make in FILES.items() if not path.exists() or path.read_text() != make()]
+    for path in stale:
+        print(
+            f"kvdisk: {path.relative_to(ROOT)} {'is not up to date: run tools/make_docs.py' if check else 'is written'}"
+        )
+        if not check:
+            path.write_text(FILES[path]())
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the commands on a store made for it; keep what they print in docs/output, and pictures of them in docs/pictures.
+
+Needs Chromium, or Chrome, in the PATH, and the packages of the tests. The store (600 MB) is made in DIR, which must not
+exist and is removed at the end; the pages call it ``/nvme/kv``. Afterwards ``tools/make_docs.py`` puts the outputs into
+docs/CLI.md. Commands that this kvdisk does not have are left out, and said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from demo_store import branching_key, demo_store
+from make_docs import DOCS, OUTPUT, commands
+from PIL import Image, ImageChops
+from rich.console import Console
+from rich.terminal_theme import TerminalTheme
+from rich.text import Text
+from screen import watch
+
+COMMAND = Path(sysconfig.get_path("scripts")) / "kvdisk"
+PICTURES = DOCS / "pictures"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+MOST_BYTES = 300_000
+SCALE = 2
+ROWS = 60
+PAGE_WIDTH, PAGE_HEIGHT = 1280, 4000
+
+
+def _rgb(colours: str) -> list[tuple[int, int, int]]:
+    """Read colours, six hex digits each."""
+    found = [bytes.fromhex(colour) for colour in colours.split()]
+    return [(red, green, blue) for red, green, blue in found]
+
+
+THEME = TerminalTheme(
+    *_rgb("1e212b d6dae4"),
+    _rgb("454b5e f07178 98ce76 eebe62 68a0f8 c68cf0 54c8cd bcc2d0"),
+    _rgb("626a82 ff8b92 b4e394 ffd682 8cb9ff dcaaff 78e1e4 ecedf6"),
+)
+# In the form that rich fills in; its own names a font on the network.
+SVG = """\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">
+<style>
+.{unique_id}-matrix {{
+  font-family: "DejaVu Sans Mono", monospace; font-size: {char_height}px; line-height: {line_height}px;
+}}
+.{unique_id}-title {{ font-size: 18px; font-family: "DejaVu Sans", sans-serif; }}
+{styles}
+</style>
+<defs>
+<clipPath id="{unique_id}-clip-terminal">
+<rect x="0" y="0" width="{terminal_width}" height="{terminal_height}"/>
+</clipPath>
+{lines}</defs>
+{chrome}
+<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
+{backgrounds}
+<g class="{unique_id}-matrix">{matrix}</g>
+</g>
+</svg>
+"""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A command to run, and what to keep of it: its output as ``name``.txt, with ``picture`` also as ``name``.png.
+
+    ``typed``: with STORE, KEY, DRIVE and MADE for the store, a block in it, the directory it lies in, and a file.
+    ``columns``: of the terminal. ``copy``: on a copy that nobody owns, since it changes the store. ``live``: on the
+    store of two engines under load, for so many seconds; what is on the terminal then is kept. ``made``: the command
+    writes a page of this suffix, and the picture is of that. ``most_lines``: of the output, the rest is left out.
+    """
+
+    name: str
+    typed: str
+    columns: int = 100
+    picture: bool = False
+    copy: bool = False
+    live: float = 0
+    made: str = ""
+    most_lines: int = 1000
+
+    @property
+    def command(self) -> str:
+        """Its first word."""
+        return self.typed.split()[0]
+
+
+SHOWN = (
+    Shown("inspect", "inspect STORE", picture=True),
+    Shown("repair", "repair STORE", copy=True),
+    Shown("bench", "bench DRIVE --parts probe --parts drive -b 2M --layout scattered --rounds 3", columns=112),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--store", type=Path, default=Path("/nvme/kv"), metavar="DIR", help="where to make the store")
+    parser.add_argument("names", nargs="*", help="only these")
+    arguments = parser.parse_args()
+    store = arguments.store.absolute()
+    if store.exists():
+        parser.error(f"{store} exists")
+    known = {name for name, _ in commands()}
+    wanted = [shown for shown in SHOWN if not arguments.names or shown.name in arguments.names]
+    for shown in wanted:
+        if shown.command not in known:
+            print(f"kvdisk: there is no command {shown.command}, so nothing is made for it")
+    OUTPUT.mkdir(exist_ok=True)
+    PICTURES.mkdir(exist_ok=True)
+    wanted = [shown for shown in wanted if shown.command in known]
+    with removed(store), demo_store(store):
+        for shown in wanted:
+            if not shown.live:
+                show(shown, store)
+    with removed(store), live_store(store):
+        for shown in wanted:
+            if shown.live:
+                show(shown, store)
+    return 0
+
+
+@contextmanager
+def removed(path: Path) -> Iterator[None]:
+    """Remove a directory at the end."""
+    try:
+        yield
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def live_store(store: Path) -> Iterator[None]:
+    """Have two engines without a model, and with everything else real, serve requests from one store for a while."""
+    engines = []
+    try:
+        for seed in (1, 2):
+            options = ["--seconds", "600", "--seed", str(seed), "--model", "Qwen/Qwen2.5-0.5B-Instruct", *LIVE]
+            command = [sys.executable, "-m", "kvdisk.testing.live_process", "--store", str(store), *options]
+            engines.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+        yield
+    finally:
+        for engine in engines:
+            engine.terminate()
+        for engine in engines:
+            engine.wait(60)
+
+
+LIVE = (
+    *("--payload-bytes", "196608", "--blocks", "2000", "--cpu-blocks", "400"),
+    *("--segment-blocks", "300", "--at-once", "6"),
+)
+WARM_S = 12.0
+
+
+def show(shown: Shown, store: Path) -> None:
+    """Make the output and the picture of one command."""
+    typed = shown.typed.replace("STORE", str(store)).replace("DRIVE", str(store.parent))
+    if "KEY" in typed:
+        typed = typed.replace("KEY", branching_key())
+    with aside(store) if shown.copy else nullcontext(), tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / f"{shown.command}{shown.made}"
+        arguments = [str(COMMAND), *typed.replace("MADE", str(made)).split()]
+        if shown.live:
+            time.sleep(WARM_S)
+            texts = watch(arguments, shown.columns, ROWS, shown.live, terminal_of(shown))
+        else:
+            texts = printed(arguments, shown)
+        typed = f"kvdisk {typed.replace('MADE', made.name)}"
+        lines = [Text.from_ansi(text.replace(str(made), made.name)) for text in texts]
+        plain = [line.plain.rstrip() for line in lines]
+        if len(plain) > shown.most_lines:
+            plain = [*plain[: shown.most_lines], "..."]
+        said = "\n".join([f"$ {typed}", *plain]).rstrip()
+        (OUTPUT / f"{shown.name}.txt").write_text(f"{said}\n")
+        if shown.made:
+            shoot(made, PICTURES / f"{shown.name}.png", PAGE_WIDTH, PAGE_HEIGHT)
+        elif shown.picture:
+            svg = terminal(typed, lines, shown.columns)
+            width, height = (float(number) for number in re.findall(r'(?:width|height)="([\d.]+)"', svg)[:2])
+            drawn = Path(folder) / "terminal.html"
+            drawn.write_text(f"<!doctype html><body style='margin:0'>{svg}")
+            shoot(drawn, PICTURES / f"{shown.name}.png", int(width), int(height))
+
+
+@contextmanager
+def aside(store: Path) -> Iterator[None]:
+    """Put a copy of the store, which nobody owns, into its place for a while."""
+    kept = store.with_name(store.name + ".kept")
+    store.rename(kept)
+    try:
+        shutil.copytree(kept, store)
+        yield
+    finally:
+        shutil.rmtree(store, ignore_errors=True)
+        kept.rename(store)
+
+
+def printed(arguments: Sequence[str], shown: Shown) -> list[str]:
+    """Run a command as on a terminal of so many columns; return its lines."""
+    done = subprocess.run(
+        list(arguments),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | terminal_of(shown) | {"FORCE_COLOR": "1"},
+    )
+    print(f"kvdisk: {shown.typed} ended with {done.returncode}")
+    # A progress bar, where all is well.
+    return f"{done.stdout}{done.stderr if done.returncode else ''}".rstrip().splitlines()
+
+
+def terminal_of(shown: Shown) -> dict[str, str]:
+    """Return the environment that tells a program of its terminal."""
+    return {"COLUMNS": str(shown.columns), "LINES": str(ROWS), "TERM": "xterm-256color"}
+
+
+def terminal(typed: str, lines: Sequence[Text], columns: int) -> str:
+    """Return a picture of a terminal in which a command was typed, as SVG without anything from elsewhere."""
+    console = Console(record=True, width=columns, file=io.StringIO(), color_system="truecolor", force_terminal=True)
+    for line in lines:
+        line.rstrip()
+        console.print(line, no_wrap=True, overflow="ignore", crop=False)
+    return console.export_svg(title=typed, theme=THEME, code_format=SVG, unique_id="shown")
+
+
+def shoot(page: Path, target: Path, width: int, height: int) -> None:
+    """Open a page in a browser of this size, without a network; keep what is seen, less what is empty below it."""
+    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if browser is None:
+        raise SystemExit(f"kvdisk: none of {', '.join(BROWSERS)} is installed")
+    with tempfile.TemporaryDirectory() as folder:
+        taken = Path(folder) / "taken.png"
+        options = ("--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--virtual-time-budget=5000")
+        own = (f"--user-data-dir={folder}/profile", "--host-resolver-rules=MAP * ~NOTFOUND")
+        seen = (f"--force-device-scale-factor={SCALE}", f"--window-size={width},{height}", f"--screenshot={taken}")
+        subprocess.run(
+            [browser, "--headless=new", *options, *own, *seen, page.as_uri()],
+            capture_output=True,
+            check=True,
+            timeout=120,
+        )
+        image = Image.open(taken).convert("RGB")
+        ground = Image.new("RGB", image.size, image.getpixel((0, image.height - 1)))
+        used = ImageChops.difference(image, ground).getbbox()
+        image = image.crop((0, 0, image.width, min(image.height, (used[3] if used else 0) + 40)))
+        image.quantize(128, dither=Image.Dither.NONE).save(target, optimize=True)
+    size = target.stat().st_size
+    print(f"kvdisk: {target.name} has {size} bytes")
+    assert size <= MOST_BYTES, f"{target} has {size} bytes, which is too much for a repository"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
