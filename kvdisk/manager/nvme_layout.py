@@ -50,7 +50,12 @@ class NvmeLayout:
 
     def most_slots(self, geometry: Geometry) -> int:
         """Return the slots of all segments that the caps have room for."""
-        return sum(
-            cap // (segment_charge_bytes(size, count) * geometry.part_count) * count
+        counts = zip(self.most_segments(geometry), self.slot_counts, strict=True)
+        return sum(segments * slots for segments, slots in counts)
+
+    def most_segments(self, geometry: Geometry) -> tuple[int, ...]:
+        """Return by size class how many segments the caps have room for."""
+        return tuple(
+            cap // (segment_charge_bytes(size, count) * geometry.part_count)
             for size, count, cap in zip(geometry.slot_sizes, self.slot_counts, self.class_bytes, strict=True)
         )
