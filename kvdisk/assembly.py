@@ -20,6 +20,7 @@ from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.home import Home
 from kvdisk.device.pair import PairDevice
 from kvdisk.device.store import Store
+from kvdisk.device.uses import uses_bytes_for
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
 from kvdisk.figures import LOG_S, WRITE_S, Figures
 from kvdisk.geometry import Geometry
@@ -38,6 +39,8 @@ from kvdisk.manager.transfers import Transfers
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.recovery import open_index, rebuild_index
 from kvdisk.stats import Stats
+from kvdisk.uses_keeper import WRITE_S as USES_S
+from kvdisk.uses_keeper import UsesKeeper
 from kvdisk.worker.direct_choice import choose_direct
 
 if TYPE_CHECKING:
@@ -75,6 +78,8 @@ class SchedulerParts:
     def close(self) -> None:
         """Commit what is queued, note a clean end, and release the home. The workers are gone already."""
         committed = True
+        if self.nvme is not None:
+            self.nvme.uses.count_all()
         self.background.close()
         if self.neighbours is not None:
             self.neighbours.close()
@@ -146,8 +151,10 @@ def assemble_scheduler(
     _log_start(config, geometry, catalog, home)
     gauges = Gauges(geometry, transfers, cpu, nvme)
     figures = _make_figures(manager, gauges, geometry, home, str(description.get("model", "")))
-    background = Background([(WRITE_S, figures.write), (LOG_S, figures.log)])
-    return SchedulerParts(manager, index, home, neighbours, nvme, figures, background)
+    jobs = [(WRITE_S, figures.write), (LOG_S, figures.log)]
+    if home is not None and nvme is not None:
+        jobs.append((USES_S, UsesKeeper(nvme.uses, home.path).write))
+    return SchedulerParts(manager, index, home, neighbours, nvme, figures, Background(jobs))
 
 
 def _make_figures(manager: TierManager, gauges: Gauges, geometry: Geometry, home: Home | None, model: str) -> Figures:
@@ -213,8 +220,7 @@ def _take_home(
 ) -> tuple[Home, LmdbIndex, NvmeSpace]:
     """Own a home whose index is sound, within its cap and read. One that cannot be rebuilt is given up for another."""
     assert config.nvme_bytes is not None
-    budget_bytes = max(0, config.nvme_bytes - HOME_OVERHEAD_BYTES)
-    layout = NvmeLayout.make(budget_bytes, config.segment_bytes, geometry, map_bytes_for, len(config.store_dirs))
+    layout = _divide(max(0, config.nvme_bytes - HOME_OVERHEAD_BYTES), config, geometry)
     class_bytes = dict(zip(geometry.slot_sizes, layout.class_bytes, strict=True))
 
     def restore(home: Home) -> tuple[LmdbIndex, NvmeSpace]:
@@ -249,6 +255,14 @@ def _take_home(
         except BaseException:
             home.close(clean=False)
             raise
+
+
+def _divide(budget_bytes: int, config: Config, geometry: Geometry) -> NvmeLayout:
+    """Return how a budget is divided, less what the file of uses may take. Raises ConfigError where nothing fits."""
+    how = (config.segment_bytes, geometry, map_bytes_for, len(config.store_dirs))
+    layout = NvmeLayout.make(budget_bytes, *how)
+    uses_bytes = uses_bytes_for(layout.most_slots(geometry), sum(layout.most_segments(geometry)))
+    return NvmeLayout.make(budget_bytes - uses_bytes, *how)
 
 
 def _is_of_process(error: CorruptRecord | DeviceError) -> bool:

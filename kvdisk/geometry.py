@@ -17,6 +17,8 @@ HEADER_BYTES = 4096
 SEGMENT_HEADER_BYTES = 4096
 SEGMENT_OVERHEAD_BYTES = 16384
 """Of a segment file, beside its bytes: a file system's list of extents, and a part of the directories."""
+USES_UNIT_SLOTS = 253
+"""Slots of which a unit of a home's file of uses speaks."""
 FINGERPRINT_BYTES = 32
 FILE_EPOCH = 0
 """The epoch of KV computed with the weights as the files have them; any other is private to one engine."""

@@ -165,7 +165,7 @@ class SchedulerSide:
                 if block_ids is not None:
                     manager.plan_store(request_id, computed_tokens, block_ids, now)
         step_tokens = sum(output.num_scheduled_tokens.values())
-        return manager.take_plan(now, idle=step_tokens == 0, step_tokens=step_tokens)
+        return manager.take_plan(now, idle=step_tokens == 0, step_tokens=step_tokens, now_s=int(time.time()))
 
     def settle(self, report: Report | None, invalid_blocks: set[int]) -> None:
         """Take in what the workers finished, and which blocks of the step no load has filled, whosever it was."""

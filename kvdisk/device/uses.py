@@ -32,12 +32,12 @@ from xxhash import xxh3_64_intdigest
 from kvdisk.device import paths
 from kvdisk.device.control import USES_FILE
 from kvdisk.errors import DeviceError
+from kvdisk.geometry import USES_UNIT_SLOTS
 
 logger = logging.getLogger("kvdisk.device")
 
 UNIT_BYTES = 4096
-UNIT_RECORDS = 253
-"""Slots that a unit speaks of."""
+UNIT_RECORDS = USES_UNIT_SLOTS
 MOST_FILE_BYTES = 256 << 20
 """More is not read: of sixteen million blocks."""
 

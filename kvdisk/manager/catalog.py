@@ -22,8 +22,7 @@ from kvdisk.manager.events import Journal
 _TIERS = (Tier.CPU, Tier.NVME)
 _NOBODY = BlockKey(b"")
 _READY, _ABSENT = int(CopyState.READY), int(CopyState.ABSENT)
-_MOST_PINS = 2**16 - 1
-_GROWN_ROWS = 64
+_MOST_PINS, _GROWN_ROWS = 2**16 - 1, 64
 
 
 class Catalog:
@@ -206,6 +205,10 @@ class Catalog:
             nvme = np.where(np.isin(places[rows], list(segments)), CopyState.ABSENT, CopyState.READY)
             pairs = np.frombuffer(self._cpu_states, np.uint8)[rows] * len(CopyState) + nvme
             np.frombuffer(self._presences, np.uint8)[rows] = np.frombuffer(PRESENCES, np.uint8)[pairs]
+
+    def columns(self, tier: Tier) -> tuple[bytearray, array[int], array[int]]:
+        """Return a tier's columns, states, segments and indices, by row. Neither to be changed nor to be kept."""
+        return self._states[tier], self._segments[tier], self._indices[tier]
 
     def slot(self, row: int, tier: Tier) -> Slot:
         """Return the slot of a copy that is not ABSENT."""

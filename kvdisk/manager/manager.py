@@ -244,15 +244,17 @@ class TierManager:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def take_plan(self, now: float, *, idle: bool, step_tokens: int = 0) -> Plan:
+    def take_plan(self, now: float, *, idle: bool, step_tokens: int = 0, now_s: int = 0) -> Plan:
         """Return the step's plan: what was decided since the last one, stores of free blocks, demotions, promotions.
 
-        ``step_tokens``: what the step computes; 0: not known, and nothing is learnt from it.
+        ``step_tokens``: what the step computes; 0: not known, and nothing is learnt from it. ``now_s``: seconds since
+        the Unix epoch, for what is told of uses; 0: as before.
         """
         if self._cpu is not None:
             self._cpu_admission.note_room(*self._cpu.room)
         if self._nvme is not None:
             self.commit()
+            self._nvme.uses.count(now, now_s)
             self._nvme_admission.note_room(*self._nvme.room)
             self._foreign.absorb(now)
             self._settlement.room += self._nvme.resumes(now)

@@ -50,15 +50,17 @@ class NvmeLayout:
 
     def most_slots(self, geometry: Geometry) -> int:
         """Return the slots of all segments that the caps have room for."""
-        return sum(self._slots_by_class(geometry))
+        counts = zip(self.most_segments(geometry), self.slot_counts, strict=True)
+        return sum(segments * slots for segments, slots in counts)
 
     def capacity_bytes(self, geometry: Geometry) -> int:
         """Return the bytes of these slots, over all ranks."""
-        bytes_by_class = zip(geometry.slot_sizes, self._slots_by_class(geometry), strict=True)
-        return sum(size * slots for size, slots in bytes_by_class) * geometry.part_count
+        counts = zip(geometry.slot_sizes, self.most_segments(geometry), self.slot_counts, strict=True)
+        return sum(size * segments * slots for size, segments, slots in counts) * geometry.part_count
 
-    def _slots_by_class(self, geometry: Geometry) -> list[int]:
-        return [
-            cap // (segment_charge_bytes(size, count) * geometry.part_count) * count
+    def most_segments(self, geometry: Geometry) -> tuple[int, ...]:
+        """Return by size class how many segments the caps have room for."""
+        return tuple(
+            cap // (segment_charge_bytes(size, count) * geometry.part_count)
             for size, count, cap in zip(geometry.slot_sizes, self.slot_counts, self.class_bytes, strict=True)
-        ]
+        )

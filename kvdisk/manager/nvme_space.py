@@ -23,6 +23,7 @@ from kvdisk.manager.pool import SlotPool
 from kvdisk.manager.segments import Segments
 from kvdisk.manager.tail_first import TailFirst
 from kvdisk.manager.transfers import JobRecord, Transfers
+from kvdisk.manager.uses import Uses
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import JobKind, SegmentSpec
 from kvdisk.stats import Stats
@@ -66,6 +67,7 @@ class NvmeSpace:
         self._policies = [TailFirst(make_policy(), catalog, Tier.NVME) for _ in geometry.slot_sizes]
         self.pool = SlotPool(len(geometry.slot_sizes))
         self.segments = Segments(geometry, layout, transfers, stats, drive_count)
+        self.uses = Uses(catalog)
         self._drops: dict[int, _Drop] = {}
         self._ticket = 0
         self._committed = 0
@@ -91,6 +93,8 @@ class NvmeSpace:
         for spec in self.segments.specs.values():
             used = restored.used.get(spec.segment)
             self.pool.add_segment(spec.segment, self.segments.class_of(spec), spec.slot_count, used, spec.drive)
+        self.uses.add_segments((spec.segment, spec.slot_count) for spec in self.segments.specs.values())
+        self.uses.adopt_all()
         self.pool.retain(restored.stale_slots, self._ticket)
         for spec in self.segments.surplus():
             self._drop_segment(spec)
@@ -142,6 +146,7 @@ class NvmeSpace:
 
     def inserted(self, rows: Sequence[int]) -> None:
         """Copies became READY on every rank: of one chain the tail comes first."""
+        self.uses.begin(rows)
         if len(self._policies) == 1:
             self._policies[0].insert(rows)
             return
@@ -248,6 +253,7 @@ class NvmeSpace:
             self._drop_segment(spec)
         elif spec.create:
             self.segments.drives.segment_made(spec.drive)
+            self.uses.add_segments([(spec.segment, spec.slot_count)])
             self._ticket = self._index.put_segment(
                 SegmentRecord(spec.segment, spec.slot_bytes, spec.slot_count, spec.drive)
             )
@@ -267,6 +273,7 @@ class NvmeSpace:
         self.drop([row for row in rows if self._catalog.pins(row, Tier.NVME) == 0])
         if self.pool.has_segment(spec.segment):
             self.pool.retire_segment(spec.segment)
+        self.uses.drop_segment(spec.segment)
         self._drops[spec.segment] = _Drop(spec, pinned)
 
     def _is_in(self, row: int, segment: int) -> bool:

@@ -143,6 +143,8 @@ class StorePlanner:
                 for row in reversed(used):  # the head last, so that it leaves last
                     if self._catalog.state(row, tier) == CopyState.READY:
                         space.accessed(row)
+        if self._nvme is not None:
+            self._nvme.uses.log.extend(used)
         return False
 
     def restarted(self, request_id: str) -> None:

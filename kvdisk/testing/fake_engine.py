@@ -161,7 +161,9 @@ class FakeEngine:
                 self.manager.plan_store(request.id, computed_tokens, request.copied_table(), self.now)
             self.watch.offered(request, computed_tokens)
         step_tokens = sum(self._scheduled.values())
-        self._plan = self.manager.take_plan(self.now, idle=step_tokens == 0, step_tokens=step_tokens)
+        self._plan = self.manager.take_plan(
+            self.now, idle=step_tokens == 0, step_tokens=step_tokens, now_s=int(self.now)
+        )
         self.watch.planned(self._plan, preempted)
         self.victims.clear()
         self._send_plan()

@@ -100,6 +100,7 @@ FILES: dict[str, Callable[[Path], Path]] = {
     "STORE": lambda store: store / "STORE",
     "store lock": lambda store: store / "lock",
     "HOME": lambda store: home_of(store) / "HOME",
+    "USES": lambda store: home_of(store) / "USES",
     "home lock": lambda store: home_of(store) / "lock",
     "segment": lambda store: segment_files(store)[0],
     "data.mdb": lambda store: home_of(store) / "index" / "data.mdb",
