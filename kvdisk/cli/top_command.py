@@ -42,8 +42,9 @@ def top(
 ) -> None:
     """Watch a store in use: each engine's hits, rates, fill and queues, and each drive's bytes; until ctrl-C.
 
-    Reads what engines tell of themselves, which is new once a second at most; engines may come and go. Without a
-    terminal there is one frame, as with --once. Only reads, and needs neither a GPU nor vLLM.
+    Reads what engines tell of themselves, which is new once a second at most; engines may come and go.
+
+    Without a terminal there is one frame, as with --once. Only reads, and needs neither a GPU nor vLLM.
 
     [bold]Exit codes[/bold]
 

@@ -39,6 +39,7 @@ FAILURES = (
     "dropped_records",
     "segment_failures",
     "drive_quarantines",
+    "foreign_failures",
 )
 
 

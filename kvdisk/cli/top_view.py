@@ -28,6 +28,15 @@ _ROUTES = (
     ("→ NVMe", WRITES),
     ("NVMe →", READS),
 )
+_FAILURES = {
+    "verification_failures.header": "wrong headers",
+    "verification_failures.checksum": "wrong checksums",
+    "io_errors.read": "read errors",
+    "io_errors.write": "write errors",
+    "dropped_records": "records not committed",
+    "segment_failures": "segments not made",
+    "foreign_failures": "gone from other homes",
+}
 _SPARKS = "▁▂▃▄▅▆▇█"
 _WIDE, _NARROW = 96, 76
 
@@ -99,11 +108,11 @@ def _head(frame: Frame) -> RenderableType:
         if fills:
             used, capacity = sum(used for used, _ in fills), sum(capacity for _, capacity in fills)
             found.append(Text(f"{_NAMES[tier]} {size(int(used))} of {size(int(capacity))}"))
+    lines.add_row("Totals", Text("   ").join(found))
     rises = [engine.rise for engine in frame.engines if engine.rise is not None]
     if rises:
-        found.append(Text(f"to NVMe {per_second(sum(rise.bytes_per_s(WRITES) for rise in rises))}"))
-        found.append(Text(f"from NVMe {per_second(sum(rise.bytes_per_s(READS) for rise in rises))}"))
-    lines.add_row("Totals", Text("   ").join(found))
+        written, read = (sum(rise.bytes_per_s(routes) for rise in rises) for routes in (WRITES, READS))
+        lines.add_row("NVMe now", f"{per_second(written)} written   {per_second(read)} read")
     return lines
 
 
@@ -243,9 +252,7 @@ def _waiting(gauges: Mapping[str, float]) -> Text:
 def _failures(engine: EngineNow) -> Text:
     if not engine.failures:
         return Text("no failures", "dim green")
-    said = [
-        f"{number(count)} {series.replace('_', ' ').replace('.', ' ')}" for series, count in engine.failures.items()
-    ]
+    said = [f"{number(count)} {_FAILURES.get(name, name.replace('_', ' '))}" for name, count in engine.failures.items()]
     return Text.assemble(("failures  ", "bold red"), (", ".join(said), "red"))
 
 

@@ -201,7 +201,7 @@ def test_failures_are_named(engines):
     write_figures(home, figures(T0, totals=totals))
     frame = engines.reader().read()
     assert frame_as_json(frame)["engines"][0]["failures"] == {"failed_loads": 3, "io_errors.read": 2}
-    assert "3 failed loads, 2 io errors read" in shown(frame)
+    assert "3 failed loads, 2 read errors" in shown(frame)
     write_figures(home, figures(T0))
     assert "no failures" in shown(engines.reader().read())
 
