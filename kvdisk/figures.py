@@ -37,6 +37,7 @@ _FAILURES = {
     "deadline_misses": "deadline misses",
     "dropped_records": "records not committed",
     "drive_quarantines": "drive quarantines",
+    "foreign_failures": "gone from other homes",
 }
 _MOVED = {
     "GPU to memory": ("gpu_to_cpu", "gpu_to_nvme"),

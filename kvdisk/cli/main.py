@@ -11,6 +11,7 @@ from kvdisk import __version__
 from kvdisk.cli.bench.command import make_command
 from kvdisk.cli.inspect_command import inspect
 from kvdisk.cli.repair_command import repair
+from kvdisk.cli.top_command import top
 from kvdisk.cli.verify_command import verify
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.command()(inspect)
 app.command()(verify)
 app.command()(repair)
+app.command()(top)
 app.command()(make_command())
 
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 import fcntl
 import os
 from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
 
 from kvdisk.device import paths
 from kvdisk.device.cap import measure
-from kvdisk.device.control import LOCK_FILE, DriveFolder, HomeSummary, home_ids, read_record
+from kvdisk.device.control import LOCK_FILE, DriveFolder, HomeRecord, HomeSummary, home_ids, read_record
 from kvdisk.device.drives import Directories
 from kvdisk.device.segment import SegmentFileSummary, scan_segments
 from kvdisk.device.store import Store
@@ -37,6 +39,33 @@ def list_homes(directories: Directories) -> list[HomeSummary]:
             segments = scan_folders(folders)
         homes.append(HomeSummary(home_id, path, record, alive[home_id], allocated_bytes, segments, folders))
     return homes
+
+
+class HomeOwner(NamedTuple):
+    """A home as ``list_owners`` found it. ``alive``: a process of its owner lives; ``record``: as of HomeSummary."""
+
+    id: str
+    path: Path
+    record: HomeRecord | None
+    alive: bool
+
+
+def list_owners(directories: Directories, timeout_s: float) -> list[HomeOwner]:
+    """Say of every home of a store, by id, whether it has an owner, and measure nothing. Writes nothing.
+
+    For those who look again and again. Waits so long for the store lock; raises as ``Store.open``.
+    """
+    store = Store.open(directories, create=False, need_all=False)
+    with store.locked(readonly=True, timeout_s=timeout_s):
+        alive = {home_id: _is_owned(store, home_id) for home_id in home_ids(store.path)}
+    owners = []
+    for home_id in sorted(alive):
+        path, record = store.home_path(home_id), None
+        with suppress(OSError, CorruptRecord):
+            record = read_record(path)
+        if record is not None or os.path.lexists(path):  # it can be gone by now
+            owners.append(HomeOwner(home_id, path, record, alive[home_id]))
+    return owners
 
 
 def scan_folders(folders: tuple[DriveFolder | None, ...]) -> tuple[SegmentFileSummary, ...]:

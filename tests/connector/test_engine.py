@@ -104,8 +104,8 @@ def test_one_process(tiny_llama: Path, llama_expected: dict[str, list[list[int]]
         warm = engine.generate(LONG, together=False)
         assert _tokens(warm) == llama_expected["long"], "warm from NVMe after a restart"
         counters = engine.counters()
-        assert counters["hit_tokens.nvme"] >= warm[0].cached > 0
-        assert counters.get("verification_failures.checksum", 0) == 0
+        assert counters["hit_tokens.nvme"] >= warm[0].cached > 0 == counters.get("verification_failures.checksum", 0)
+        _check_metrics(engine, warm, home.record.description["geometry"]["groups"][0])
         assert _tokens(engine.generate([OTHER])) == llama_expected["other"], "bytes on the drive were overwritten"
         counters = engine.counters()
         assert counters["verification_failures.checksum"] > 0
@@ -117,6 +117,43 @@ def test_one_process(tiny_llama: Path, llama_expected: dict[str, list[list[int]]
         assert [again.tokens] == llama_expected["other"]
         assert again.cached == (len(OTHER) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         assert engine.counters()["failed_loads"] == failed
+
+
+def _check_metrics(engine: EngineChild, warm: Sequence[Answer], group: dict[str, int]) -> None:
+    """What vLLM's endpoint says after these answers, which were from NVMe, and the same from memory."""
+    engine.reset()
+    answers = [*warm, *engine.generate(LONG, together=False)]
+    assert _tokens(answers[2:]) == _tokens(warm), "from the CPU tier"
+    engine.drain()
+    slot_bytes, payload_bytes = group["slot_bytes"], group["payload_bytes"]
+    counters = engine.counters()
+    metrics = engine.metrics()
+    assert {name: metrics[f"kvdisk_{name}"] for name in counters} == counters, "Prometheus and the connector agree"
+    ours = {name.removeprefix("kvdisk_"): value for name, value in metrics.items() if name.startswith("kvdisk_")}
+    # Of each prompt's whole blocks the second one of a pair has its prefix on the GPU.
+    whole = answers[0].cached
+    shared = len(SHARED) // BLOCK_TOKENS * BLOCK_TOKENS
+    tokens = whole + whole - shared
+    blocks = tokens // BLOCK_TOKENS
+    assert [answer.cached for answer in answers] == [whole] * 4
+    assert (ours["hit_tokens.nvme"], ours["hit_tokens.cpu"], ours["lookup_tokens"]) == (tokens, tokens, 2 * tokens)
+    assert (ours["missed_tokens.nvme"], ours["missed_tokens.cpu"]) == (0, tokens), "memory was asked for all"
+    assert (ours["hit_blocks.nvme"], ours["hit_blocks.cpu"], ours["missed_blocks.cpu"]) == (blocks, blocks, blocks)
+    assert metrics["prompt_tokens_cached_by_source.disk"] == tokens, "vLLM hears which tier served"
+    assert metrics["prompt_tokens_cached_by_source.host"] == tokens
+    assert metrics["prompt_tokens_cached_by_source.external_unspecified"] == 0
+
+    assert ours["transfer_bytes_sum.nvme_to_cpu"] == ours["drive_read_bytes.0"] == blocks * slot_bytes
+    assert ours["transfer_bytes_sum.cpu_to_gpu"] == ours["loaded_blocks"] * payload_bytes == 2 * blocks * payload_bytes
+    for route in ("gpu_to_cpu", "cpu_to_gpu", "cpu_to_nvme", "nvme_to_cpu"):
+        assert ours[f"transfer_bytes_count.{route}"] == ours[f"transfer_seconds_count.{route}"]
+        assert (ours[f"transfer_seconds_sum.{route}"] > 0) == (ours[f"transfer_bytes_sum.{route}"] > 0)
+    assert ours["job_seconds_count.load"] == 4 and 0 < ours["job_seconds_sum.load"] < 60
+    assert ours["held_blocks.nvme"] * slot_bytes == ours["used_bytes.nvme"] <= ours["capacity_bytes.nvme"]
+    assert ours["held_blocks.cpu"] * slot_bytes == ours["used_bytes.cpu"] > 0
+    waiting = ("queued_jobs", "backlog_blocks", "uncommitted_changes", "limbo_blocks", "pinned_gpu_blocks")
+    assert {name: ours[name] for name in waiting} == dict.fromkeys(waiting, 0), "an idle engine's gauges are of now"
+    assert ours["fragmentation_ratio"] == 0 and "write_budget_bytes" not in ours
 
 
 def _overwrite_payloads(file: Path, count: int) -> None:

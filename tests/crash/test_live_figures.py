@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 from live_children import Child, wait_for
 
@@ -60,3 +64,54 @@ def test_two_engines_tell_of_themselves_until_they_die_and_who_comes_after_tells
     homes = [home.id for home in list_homes(store)]
     for home in homes:
         assert (store / "homes" / home / FIGURES_FILE).stat().st_mode & 0o777 == 0o600
+
+
+def test_top_shows_engines_at_work_one_that_is_killed_and_one_that_comes(tmp_path):
+    store = tmp_path / "store"
+    settings = ProcessSettings(str(store), every_s=0.1, blocks=64)
+    with Child(tmp_path, settings) as one, Child(tmp_path, settings) as two:
+        for child in (one, two):
+            child.wait_serving()
+            wait_for(
+                lambda child=child: (found := figures_of(store, child)) and found.totals.get("demoted_blocks"), "it"
+            )
+        before = child_counts(one)
+        found = _top(store)
+        after = child_counts(one)
+        by_pid = {engine["pid"]: engine for engine in found["engines"]}
+        assert set(by_pid) == {one.pid, two.pid} and not found["problems"] and found["totals"]["engines"] == 2
+        engine = by_pid[one.pid]
+        assert not engine["idle"] and engine["model"] == "model" and engine["ranks"] == 2
+        assert 0 < engine["seconds"] < 30
+        # More than in all the time, over less: rates are those of the interval.
+        moved = (after["stored_blocks"] - before.get("stored_blocks", 0)) * 2 * 4096
+        assert 0 < engine["bytes_per_s"]["gpu_to_cpu"] * engine["seconds"] <= 2 * moved + (1 << 20)
+        assert found["totals"]["used_bytes"]["nvme"] > 0 and 0 <= found["totals"]["hit_rate"] <= 1
+        one.assert_killed()
+        found = _top(store)
+        assert [engine["pid"] for engine in found["engines"]] == [two.pid]
+        assert len(found["orphans"]) == 1
+        with Child(tmp_path, settings) as three:
+            three.wait_serving()
+            wait_for(lambda: three.pid in [engine["pid"] for engine in _top(store)["engines"]], "the third")
+            three.end()
+        two.end()
+    found = _top(store)
+    assert not found["engines"] and found["orphans"]
+
+
+def child_counts(child: Child) -> dict[str, int]:
+    return child.lines()[-1]["counts"]
+
+
+def _top(store: Path) -> dict[str, Any]:
+    """Return what the command prints, from its real entry point."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvdisk.cli.main", "top", str(store), "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvdisk top`` over homes that this process holds, with figures by hand; over live ones: ``test_live_figures``."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_stores import CAP, COMMAND, PLAIN, leave_home, run, run_here
+from rich.console import Console
+
+from kvdisk.cli import top_json
+from kvdisk.cli.top_json import frame_as_json
+from kvdisk.cli.top_reader import HISTORY, Frame, TopReader
+from kvdisk.cli.top_view import duration, frame_of, per_second, spark
+from kvdisk.device.figures_file import FIGURES_FILE, write_figures
+from kvdisk.device.home import Home
+from kvdisk.device.store import Store
+
+T0 = 1_800_000_000.0
+MIB = 1 << 20
+
+
+def figures(at_s: float, stored: int = 0, **changes: Any) -> dict[str, Any]:
+    """Return what an engine would write that has moved ``stored`` blocks of 1 MiB, and had half of its tokens hit."""
+    moved = {"count": stored, "sum": stored * MIB}
+    return {
+        "json_version": 1,
+        "kvdisk_version": "0",
+        "started_s": T0 - 100,
+        "time_s": at_s,
+        "pid": 4321,
+        "host": "there",
+        "model": "some/model-7B",
+        "ranks": 2,
+        "totals": {
+            "lookup_tokens": 10 * stored,
+            "hit_tokens": {"cpu": 2 * stored, "nvme": 3 * stored},
+            "missed_tokens": {"cpu": 8 * stored, "nvme": 5 * stored},
+            "evicted_blocks": {"cpu": stored},
+        },
+        "histograms": {"transfer_bytes": {"gpu_to_cpu": moved, "cpu_to_nvme": moved}, "wait_seconds": moved},
+        "gauges": {
+            "used_bytes": {"cpu": 30 * MIB, "nvme": 50 * MIB},
+            "capacity_bytes": {"cpu": 40 * MIB, "nvme": 200 * MIB},
+            "queued_jobs": {"store": 3},
+            "backlog_blocks": 17,
+        },
+        "drives": [{"path": "/nvme/one", "read_bytes": 0, "written_bytes": stored * MIB, "quarantined": False}],
+    } | changes
+
+
+class Engines:
+    """Homes that this process owns, in a store of its own; closed at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.held: list[Home] = []
+        self.now = T0
+
+    def start(self) -> Path:
+        self.held.append(Store.open(self.path).acquire_home(PLAIN.fingerprint, PLAIN.description, CAP))
+        return self.held[-1].path
+
+    def reader(self) -> TopReader:
+        return TopReader([self.path], clock=lambda: self.now)
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[Engines]:
+    made = Engines(tmp_path / "store")
+    yield made
+    for home in made.held:
+        home.close(clean=True)
+
+
+def shown(frame: Frame, width: int = 120, note: str = "") -> str:
+    console = Console(width=width, markup=False, highlight=False, emoji=False, color_system=None)
+    with console.capture() as text:
+        console.print(frame_of(frame, console.width, note))
+    return text.get()
+
+
+def test_rates_are_differences_of_two_figures(engines):
+    home, reader = engines.start(), engines.reader()
+    write_figures(home, figures(T0 - 0.5, 100))
+    first = reader.read()
+    assert first.engines[0].rise is None
+    assert frame_as_json(first)["engines"][0]["bytes_per_s"] is None
+    assert frame_as_json(first)["drives"][0]["written_bytes_per_s"] is None
+    engines.now += 4
+    # All that was asked for since is a hit in memory.
+    then = figures(T0 + 3.5, 140)
+    then["totals"]["hit_tokens"]["cpu"] += 8 * 40
+    then["totals"]["missed_tokens"]["cpu"] -= 8 * 40
+    write_figures(home, then)
+    found = frame_as_json(reader.read())
+    (engine,) = found["engines"]
+    assert engine["seconds"] == 4.0 and not engine["idle"]
+    assert engine["bytes_per_s"] == {
+        "gpu_to_cpu": 10 * MIB,
+        "cpu_to_gpu": 0,
+        "cpu_to_nvme": 10 * MIB,
+        "nvme_to_cpu": 0,
+        "gpu_to_nvme": 0,
+        "nvme_to_gpu": 0,
+    }
+    assert engine["tiers"]["cpu"] == {
+        "used_bytes": 30 * MIB,
+        "capacity_bytes": 40 * MIB,
+        "hit_rate": (280 + 320) / 1400,
+        "hit_rate_now": 1.0,
+        "evicted_blocks_per_s": 10.0,
+    }
+    assert engine["tiers"]["nvme"]["hit_rate_now"] == 3 / 8
+    assert engine["waiting"]["jobs"]["store"] == 3 and engine["waiting"]["backlog_blocks"] == 17
+    assert found["totals"]["written_bytes_per_s"] == found["drives"][0]["written_bytes_per_s"] == 10 * MIB
+    assert found["totals"]["hit_rate"] == (5 * 140 + 320) / 1400
+    # The same figures, a moment later: the rates stay what they were.
+    engines.now += 1
+    assert reader.read().engines[0].rise.rate("evicted_blocks.cpu") == 10
+
+
+def test_an_engine_that_has_told_nothing_new_for_a_while_is_idle(engines):
+    home, reader = engines.start(), engines.reader()
+    write_figures(home, figures(T0 - 90, 5))
+    (engine,) = frame_as_json(reader.read())["engines"]
+    assert engine["idle"] and set(engine["bytes_per_s"].values()) == {0.0}
+    assert engine["tiers"]["nvme"]["hit_rate"] == 3 / 8 and engine["tiers"]["nvme"]["hit_rate_now"] is None
+    assert "idle for 1 min 30 s" in shown(reader.read())
+
+
+def test_engines_come_and_go_and_one_that_starts_anew_has_no_rates_from_before(engines):
+    first, reader = engines.start(), engines.reader()
+    write_figures(first, figures(T0, 100, pid=1))
+    assert [engine.figures.pid for engine in reader.read().engines] == [1]
+    second = engines.start()
+    write_figures(second, figures(T0, 7, pid=2, started_s=T0 - 50))
+    assert [engine.figures.pid for engine in reader.read().engines] == [1, 2]
+    engines.now += 1
+    write_figures(first, figures(T0 + 1, 3, pid=3, started_s=T0 + 0.5))
+    write_figures(second, figures(T0 + 1, 8, pid=2, started_s=T0 - 50))
+    found = {engine.figures.pid: engine for engine in reader.read().engines}
+    assert found[3].rise is None, "a new engine has begun to count"
+    assert found[2].rise.totals["lookup_tokens"] == 10
+    engines.held[1].close(clean=True)
+    frame = reader.read()
+    assert [engine.figures.pid for engine in frame.engines] == [3]
+    assert [orphan.home_id for orphan in frame.orphans] == [second.name]
+    assert second.name[:8] in shown(frame)
+
+
+def test_drives_are_summed_over_engines(engines):
+    homes, reader = [engines.start() for _ in range(2)], engines.reader()
+    drives = [
+        {"path": "/nvme/one", "read_bytes": 10, "written_bytes": 20, "quarantined": False},
+        {"path": "/nvme/two", "read_bytes": 1, "written_bytes": 2, "quarantined": True},
+    ]
+    later = [drive | {"read_bytes": drive["read_bytes"] + 5 * MIB} for drive in drives]
+    for home, at in zip(homes, (0, 1), strict=True):
+        write_figures(home, figures(T0, drives=drives[at:]))
+    reader.read()
+    for home, at in zip(homes, (0, 1), strict=True):
+        write_figures(home, figures(T0 + 1, drives=later[at:]))
+    one, two = frame_as_json(reader.read())["drives"]
+    assert (one["path"], one["engines"], one["read_bytes_per_s"]) == ("/nvme/one", 1, 5 * MIB)
+    assert (two["engines"], two["quarantined"], two["written_bytes"], two["read_bytes_per_s"]) == (2, 2, 4, 10 * MIB)
+    assert "left alone by 2 of 2" in shown(reader.read())
+
+
+def test_damaged_figures_are_told_and_hide_nobody_else(engines):
+    good, bad, silent = (engines.start() for _ in range(3))
+    write_figures(good, figures(T0))
+    (bad / FIGURES_FILE).write_text('{"json_version": 1, "totals": ')
+    reader = engines.reader()
+    frame = reader.read()
+    found = {engine["home"]: engine for engine in frame_as_json(frame)["engines"]}
+    assert found[good.name]["pid"] == 4321 and found[good.name]["problem"] is None
+    assert found[bad.name]["problem"] and found[bad.name]["tiers"] == {} and found[bad.name]["bytes_per_s"] is None
+    assert found[silent.name]["problem"] is None and found[silent.name]["pid"] is None
+    assert len(frame.problems) == 1 and bad.name in frame.problems[0]
+    text = shown(frame)
+    assert "cannot be read" in text and "has told nothing of itself yet" in text
+    write_figures(bad, figures(T0))
+    assert not reader.read().problems, "and it is well again"
+
+
+def test_failures_are_named(engines):
+    home = engines.start()
+    totals = {"failed_loads": 3, "io_errors": {"read": 2}, "verification_failures": {"header": 0}}
+    write_figures(home, figures(T0, totals=totals))
+    frame = engines.reader().read()
+    assert frame_as_json(frame)["engines"][0]["failures"] == {"failed_loads": 3, "io_errors.read": 2}
+    assert "3 failed loads, 2 read errors" in shown(frame)
+    write_figures(home, figures(T0))
+    assert "no failures" in shown(engines.reader().read())
+
+
+@pytest.mark.parametrize("width", [50, 80, 120, 200])
+def test_a_frame_fits_its_terminal_and_steers_nothing(engines, width):
+    for at in range(3):
+        write_figures(engines.start(), figures(T0 - at * 10, 5, model="evil\x1b[2Jname\n/a/b/c/d", host="\x07"))
+    orphan = engines.start()
+    engines.held[-1].close(clean=True)
+    reader = engines.reader()
+    reader.read()
+    text = shown(reader.read(), width, note="something \x1b[31m is wrong")
+    assert not {letter for letter in text if not letter.isprintable()} - {"\n"}
+    assert max(map(len, text.splitlines())) <= width
+    assert text.count("CPU") >= 3 and "4321" in text and orphan.name[:8] in text
+    assert text.count("30.0 MiB of 40.0 MiB") == text.count("50.0 MiB of 200.0 MiB") == 3
+
+
+def test_the_json_has_what_its_page_says(engines):
+    write_figures(engines.start(), figures(T0, 3))
+    leave_home(engines.path, PLAIN, 1, last_use_s=1_790_000_000)
+    home = Store.open(engines.path).acquire_home(b"\1" * 32, PLAIN.description, CAP)
+    home.close(clean=True)
+    found = frame_as_json(engines.reader().read())
+    assert json.loads(json.dumps(found)) == found
+    said = top_json.__doc__ or ""
+    names = set(found) | set(found["totals"]) | set(found["engines"][0]) | set(found["drives"][0])
+    names |= set(found["orphans"][0]) | set(found["engines"][0]["tiers"]["cpu"]) | set(found["engines"][0]["waiting"])
+    assert not [name for name in names if not re.search(rf"\b{name}\b", said)]
+    assert found["orphans"][0]["home"] == home.id
+
+
+def test_a_store_that_nobody_uses_and_what_is_no_store(tmp_path):
+    store = tmp_path / "store"
+    Store.open(store)
+    done = run_here("top", store)
+    assert done.exit_code == 0 and "none is using this store now" in done.stdout
+    assert json.loads(run_here("top", store, "--json").stdout)["engines"] == []
+    for path in (tmp_path, tmp_path / "gone", store / "homes"):
+        done = run_here("top", path, "--once")
+        assert done.exit_code == 2 and done.stderr.startswith("kvdisk: ") and not done.stdout
+        assert done.stderr.count("\n") == 1
+    (store / "STORE").write_text((store / "STORE").read_text().replace('"format_version": 1', '"format_version": 9'))
+    done = run_here("top", store)
+    assert done.exit_code == 2 and "newer" in done.stderr
+    assert run_here("top", store, "--interval", "0").exit_code == 2
+
+
+def test_a_store_that_may_only_be_read(engines):
+    home = engines.start()
+    write_figures(home, figures(time.time()))
+    before = sorted(engines.path.rglob("*"))
+    for path in (engines.path, engines.path / "homes", home):
+        path.chmod(0o500)
+    done = run("top", engines.path, "--json", "--interval", "0.2", obey_modes=True)
+    for path in (home, engines.path / "homes", engines.path):
+        path.chmod(0o700)
+    assert done.returncode == 0 and done.stderr == ""
+    assert [engine["pid"] for engine in json.loads(done.stdout)["engines"]] == [4321]
+    assert sorted(engines.path.rglob("*")) == before
+
+
+def test_on_a_terminal_it_goes_on_until_ctrl_c_and_leaves_the_screen_as_it_was(engines):
+    home = engines.start()
+    write_figures(home, figures(time.time(), 5))
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "110", "LINES": "40"}
+    command = [str(COMMAND), "top", str(engines.path), "--interval", "0.2"]
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+    )
+    os.close(theirs)
+    seen = b""
+
+    def read_until(wanted: bytes) -> None:
+        nonlocal seen
+        end_s = time.monotonic() + 60
+        while wanted not in seen:
+            assert time.monotonic() < end_s and process.poll() is None, seen[-2000:]
+            if select.select([ours], [], [], 0.1)[0]:
+                seen += os.read(ours, 65536)
+
+    try:
+        read_until(b"4321")
+        assert b"\x1b[?1049h" in seen, "an alternate screen"
+        write_figures(home, figures(time.time(), 50, pid=98765))
+        read_until(b"98765")
+        (engines.path / "STORE").rename(engines.path / "elsewhere")
+        read_until(b"cannot be read")
+        (engines.path / "elsewhere").rename(engines.path / "STORE")
+        seen = b""
+        read_until(b"98765")
+        process.send_signal(signal.SIGINT)
+        while True:
+            try:
+                part = os.read(ours, 65536)
+            except OSError:  # the end of a terminal
+                break
+            if not part:
+                break
+            seen += part
+        assert process.wait(30) == 0
+        assert b"\x1b[?1049l" in seen and b"Traceback" not in seen
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_small_parts():
+    assert spark([], 5) == "" and spark([0.0, 0.0], 5) == "▁▁"
+    assert spark([0, 1, 2, 4, 8], 3) == "▃▅█"
+    assert spark([5.0] * HISTORY, 4) == "████"
+    assert [duration(seconds) for seconds in (0, 59.9, 60, 3723, 90061, 86400 * 3)] == [
+        "0 s",
+        "59 s",
+        "1 min",
+        "1 h 2 min",
+        "1 d 1 h",
+        "3 d",
+    ]
+    assert [per_second(rate) for rate in (None, 0.0, 0.4, 1536.0)] == ["?", "-", "-", "1.5 KiB/s"]
