@@ -29,12 +29,14 @@ from PIL import Image, ImageChops
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
+from screen import watch
 
 COMMAND = Path(sysconfig.get_path("scripts")) / "kvdisk"
 PICTURES = DOCS / "pictures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 MOST_BYTES = 300_000
 SCALE = 2
+ROWS = 60
 PAGE_WIDTH, PAGE_HEIGHT = 1280, 4000
 
 
@@ -79,8 +81,8 @@ class Shown:
 
     ``typed``: with STORE, KEY, DRIVE and MADE for the store, a block in it, the directory it lies in, and a file.
     ``columns``: of the terminal. ``copy``: on a copy that nobody owns, since it changes the store. ``live``: on the
-    store of two engines under load. ``made``: the command writes a page of this suffix, and the picture is of that.
-    ``most_lines``: of the output, the rest is left out.
+    store of two engines under load, for so many seconds; what is on the terminal then is kept. ``made``: the command
+    writes a page of this suffix, and the picture is of that. ``most_lines``: of the output, the rest is left out.
     """
 
     name: str
@@ -88,7 +90,7 @@ class Shown:
     columns: int = 100
     picture: bool = False
     copy: bool = False
-    live: bool = False
+    live: float = 0
     made: str = ""
     most_lines: int = 1000
 
@@ -150,7 +152,7 @@ def live_store(store: Path) -> Iterator[None]:
         for seed in (1, 2):
             options = ["--seconds", "600", "--seed", str(seed), "--model", "Qwen/Qwen2.5-0.5B-Instruct", *LIVE]
             command = [sys.executable, "-m", "kvdisk.testing.live_process", "--store", str(store), *options]
-            engines.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+            engines.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
         time.sleep(WARM_S)
         yield
     finally:
@@ -175,7 +177,10 @@ def show(shown: Shown, store: Path) -> None:
     with aside(store) if shown.copy else nullcontext(), tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / f"{shown.command}{shown.made}"
         arguments = [str(COMMAND), *typed.replace("MADE", str(made)).split()]
-        texts = printed(arguments, shown)
+        if shown.live:
+            texts = watch(arguments, shown.columns, ROWS, shown.live, terminal_of(shown))
+        else:
+            texts = printed(arguments, shown)
         typed = f"kvdisk {typed.replace('MADE', made.name)}"
         lines = [Text.from_ansi(text.replace(str(made), made.name)) for text in texts]
         plain = [line.plain.rstrip() for line in lines]
@@ -214,11 +219,16 @@ def printed(arguments: Sequence[str], shown: Shown) -> list[str]:
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"COLUMNS": str(shown.columns), "LINES": "60", "TERM": "xterm-256color", "FORCE_COLOR": "1"},
+        env=os.environ | terminal_of(shown) | {"FORCE_COLOR": "1"},
     )
     print(f"kvdisk: {shown.typed} ended with {done.returncode}")
     # A progress bar, where all is well.
     return f"{done.stdout}{done.stderr if done.returncode else ''}".rstrip().splitlines()
+
+
+def terminal_of(shown: Shown) -> dict[str, str]:
+    """Return the environment that tells a program of its terminal."""
+    return {"COLUMNS": str(shown.columns), "LINES": str(ROWS), "TERM": "xterm-256color"}
 
 
 def terminal(typed: str, lines: Sequence[Text], columns: int) -> str:
