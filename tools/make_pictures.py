@@ -163,7 +163,7 @@ def live_store(store: Path) -> Iterator[None]:
 
 
 LIVE = (
-    *("--payload-bytes", "196608", "--blocks", "2000", "--cpu-blocks", "400"),
+    *("--payload-bytes", "196608", "--blocks", "6000", "--cpu-blocks", "400"),
     *("--segment-blocks", "300", "--at-once", "6"),
 )
 WARM_S = 12.0
