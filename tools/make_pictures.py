@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from demo_store import branching_key, demo_store
-from make_docs import DOCS, OUTPUT, commands
+from make_docs import OUTPUT, PICTURES, commands
 from PIL import Image, ImageChops
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
@@ -32,7 +32,6 @@ from rich.text import Text
 from screen import watch
 
 COMMAND = Path(sysconfig.get_path("scripts")) / "kvdisk"
-PICTURES = DOCS / "pictures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 MOST_BYTES = 300_000
 SCALE = 2
@@ -260,7 +259,7 @@ def shoot(page: Path, target: Path, width: int, height: int) -> None:
         ground = Image.new("RGB", image.size, image.getpixel((0, image.height - 1)))
         used = ImageChops.difference(image, ground).getbbox()
         image = image.crop((0, 0, image.width, min(image.height, (used[3] if used else 0) + 40)))
-        image.quantize(128, dither=Image.Dither.NONE).save(target, optimize=True)
+        image.quantize(256, dither=Image.Dither.NONE).save(target, optimize=True)
     size = target.stat().st_size
     print(f"kvdisk: {target.name} has {size} bytes")
     assert size <= MOST_BYTES, f"{target} has {size} bytes, which is too much for a repository"
