@@ -34,7 +34,7 @@ from screen import watch
 COMMAND = Path(sysconfig.get_path("scripts")) / "kvdisk"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 MOST_BYTES = 300_000
-SCALE = 2
+SCALE = 1.6
 ROWS = 60
 PAGE_WIDTH, PAGE_HEIGHT = 1280, 4000
 
