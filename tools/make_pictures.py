@@ -259,7 +259,7 @@ def shoot(page: Path, target: Path, width: int, height: int) -> None:
         ground = Image.new("RGB", image.size, image.getpixel((0, image.height - 1)))
         used = ImageChops.difference(image, ground).getbbox()
         image = image.crop((0, 0, image.width, min(image.height, (used[3] if used else 0) + 40)))
-        image.quantize(256, dither=Image.Dither.NONE).save(target, optimize=True)
+        image.quantize(64, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(target, optimize=True)
     size = target.stat().st_size
     print(f"kvdisk: {target.name} has {size} bytes")
     assert size <= MOST_BYTES, f"{target} has {size} bytes, which is too much for a repository"
