@@ -153,6 +153,8 @@ def live_store(store: Path) -> Iterator[None]:
             command = [sys.executable, "-m", "kvdisk.testing.live_process", "--store", str(store), *options]
             engines.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
         time.sleep(WARM_S)
+        if any(engine.poll() is not None for engine in engines):
+            raise SystemExit(f"kvdisk: an engine has ended, try {' '.join(command)}")
         yield
     finally:
         for engine in engines:
