@@ -75,6 +75,7 @@ def test_every_command_has_its_section_and_its_exit_codes():
     assert found == re.findall(r"^## kvdisk (.*)$", text, re.MULTILINE)
     assert {"inspect", "repair", "bench"} <= set(found)
     for section in re.split(r"^## kvdisk ", text, flags=re.MULTILINE)[1:]:
+        assert f"\n$ kvdisk {section.partition(chr(10))[0]} " in section, "no output: run tools/make_pictures.py"
         assert re.search(r"^\| exit code \| \|\n\|---\|---\|\n\| 0 \| ", section, re.MULTILINE), section.partition(
             "\n"
         )[0]
