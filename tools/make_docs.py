@@ -28,6 +28,7 @@ from kvdisk.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 OUTPUT = DOCS / "output"
+PICTURES = DOCS / "pictures"
 VALUES = {int: "NUMBER", float: "NUMBER", str: "TEXT", Path: "FILE"}
 UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"))
 
@@ -205,7 +206,11 @@ def _of_output(name: str) -> Any:
 
 
 def _output(path: Path) -> str:
-    return f"```\n{path.read_text().rstrip()}\n```"
+    """Return what a command printed; and where that is not much, the picture of what it made."""
+    text = path.read_text().rstrip()
+    picture = PICTURES / f"{path.stem}.png"
+    shown = f"\n\n![What it makes](pictures/{picture.name})" if picture.exists() and text.count("\n") < 5 else ""
+    return f"```\n{text}\n```{shown}"
 
 
 def _anchor(name: str) -> str:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from demo_store import branching_key, demo_store
-from make_docs import DOCS, OUTPUT, commands
+from make_docs import OUTPUT, PICTURES, commands
 from PIL import Image, ImageChops
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
@@ -32,10 +32,9 @@ from rich.text import Text
 from screen import watch
 
 COMMAND = Path(sysconfig.get_path("scripts")) / "kvdisk"
-PICTURES = DOCS / "pictures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 MOST_BYTES = 300_000
-SCALE = 2
+SCALE = 1.6
 ROWS = 60
 PAGE_WIDTH, PAGE_HEIGHT = 1280, 4000
 
@@ -127,10 +126,11 @@ def main() -> int:
         for shown in wanted:
             if not shown.live:
                 show(shown, store)
-    with removed(store), live_store(store):
-        for shown in wanted:
-            if shown.live:
-                show(shown, store)
+    if any(shown.live for shown in wanted):
+        with removed(store), live_store(store):
+            for shown in wanted:
+                if shown.live:
+                    show(shown, store)
     return 0
 
 
@@ -151,7 +151,10 @@ def live_store(store: Path) -> Iterator[None]:
         for seed in (1, 2):
             options = ["--seconds", "600", "--seed", str(seed), "--model", "Qwen/Qwen2.5-0.5B-Instruct", *LIVE]
             command = [sys.executable, "-m", "kvdisk.testing.live_process", "--store", str(store), *options]
-            engines.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+            engines.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        time.sleep(WARM_S)
+        if any(engine.poll() is not None for engine in engines):
+            raise SystemExit(f"kvdisk: an engine has ended, try {' '.join(command)}")
         yield
     finally:
         for engine in engines:
@@ -161,7 +164,7 @@ def live_store(store: Path) -> Iterator[None]:
 
 
 LIVE = (
-    *("--payload-bytes", "196608", "--blocks", "2000", "--cpu-blocks", "400"),
+    *("--payload-bytes", "196608", "--blocks", "6000", "--cpu-blocks", "400"),
     *("--segment-blocks", "300", "--at-once", "6"),
 )
 WARM_S = 12.0
@@ -176,7 +179,6 @@ def show(shown: Shown, store: Path) -> None:
         made = Path(folder) / f"{shown.command}{shown.made}"
         arguments = [str(COMMAND), *typed.replace("MADE", str(made)).split()]
         if shown.live:
-            time.sleep(WARM_S)
             texts = watch(arguments, shown.columns, ROWS, shown.live, terminal_of(shown))
         else:
             texts = printed(arguments, shown)
@@ -259,7 +261,7 @@ def shoot(page: Path, target: Path, width: int, height: int) -> None:
         ground = Image.new("RGB", image.size, image.getpixel((0, image.height - 1)))
         used = ImageChops.difference(image, ground).getbbox()
         image = image.crop((0, 0, image.width, min(image.height, (used[3] if used else 0) + 40)))
-        image.quantize(128, dither=Image.Dither.NONE).save(target, optimize=True)
+        image.quantize(64, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(target, optimize=True)
     size = target.stat().st_size
     print(f"kvdisk: {target.name} has {size} bytes")
     assert size <= MOST_BYTES, f"{target} has {size} bytes, which is too much for a repository"
