@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index of a home that was taken over: trusted, or made anew from the slot headers, and cut to the cap.
 
-``open_index`` is the one call at a start. ``rebuild_index`` is also what ``kvdisk repair`` does. Both wait for the
-drive.
+``open_index`` is the one call at a start. ``rebuild_index`` is also what ``kvdisk repair`` does, ``cut_home`` part of
+what ``kvdisk prune`` does. All wait for the drive.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvdisk.device.home import Home
+from kvdisk.blocks import BlockKey
+from kvdisk.device.home import INDEX_FILE, Home
 from kvdisk.device.rebuild import HomeShape, remove_lost, scan_home
-from kvdisk.device.segment import drop_segment
-from kvdisk.errors import DeviceError
+from kvdisk.device.segment import drop_segment, remove_unknown_segments
+from kvdisk.errors import CorruptRecord, DeviceError
 from kvdisk.geometry import segment_charge_bytes
 from kvdisk.index.base import BlockColumns, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for, write_index
@@ -66,10 +67,7 @@ def open_index(home: Home, *, index_bytes: int, class_bytes: Mapping[int, int], 
         home.remove_index()
         _write_index(home, segments, blocks, index_bytes)
         home.adopt_index()
-    for record in dropped:
-        for rank in range(_ranks(home)):
-            with suppress(DeviceError):  # without a record it is used no more, and the rank that joins tries again
-                drop_segment(home.folder(record.drive), record.segment, rank)
+    _drop_files(home, dropped)
     return LmdbIndex(home.index_path, map_bytes=index_bytes, commit_s=commit_s) if too_long else index
 
 
@@ -102,6 +100,34 @@ def rebuild_index(home: Home, index_bytes: int) -> Rebuilt:
         len(found.lost),
     )
     return Rebuilt(len(segments), len(blocks.keys), found.older_copies, found.lost)
+
+
+def cut_home(home: Home, keys: Sequence[tuple[int, BlockKey]], segments: Collection[int]) -> None:
+    """Delete blocks, by epoch and key, and whole segments with all their blocks, from a home that is held.
+
+    Their records go first, committed, then the segments' files, with those that the index does not know; what a crash
+    leaves of them goes at the next start.
+    Nothing else has the home's files open. Raises CorruptRecord where the index cannot be trusted or read, DeviceError.
+    """
+    if not home.index_is_sound():
+        raise CorruptRecord(f"the index of home {home.id} cannot be trusted")
+    home.adopt_index()
+    map_bytes = max(home.record.index_bytes, map_bytes_for(0) + 2 * (home.index_path / INDEX_FILE).stat().st_size)
+    index = LmdbIndex(home.index_path, map_bytes=map_bytes)
+    try:
+        for first in range(0, len(keys), _BATCH):
+            index.delete(keys[first : first + _BATCH])
+        records = list(index.segments())
+        dropped = [record for record in records if record.segment in segments]
+        _cut(index, dropped)
+    finally:
+        index.close()
+    _drop_files(home, dropped)
+    for drive in range(home.drive_count):
+        known = {record.segment for record in records if record.drive == drive} - set(segments)
+        for rank in range(_ranks(home)):
+            with suppress(DeviceError):
+                remove_unknown_segments(home.folder(drive), rank, known)
 
 
 class _Progress:
@@ -145,6 +171,13 @@ def _cut(index: LmdbIndex, dropped: Sequence[SegmentRecord]) -> None:
         index.delete_segment(segment)
     if not index.flush(_FLUSH_S):
         raise DeviceError(errno.ENOSPC, "the index cannot be written")
+
+
+def _drop_files(home: Home, dropped: Sequence[SegmentRecord]) -> None:
+    for record in dropped:
+        for rank in range(_ranks(home)):
+            with suppress(DeviceError):  # without a record it is used no more, and the rank that joins tries again
+                drop_segment(home.folder(record.drive), record.segment, rank)
 
 
 def _ranks(home: Home) -> int:

@@ -9,7 +9,9 @@ import typer
 
 from kvdisk import __version__
 from kvdisk.cli.bench.command import make_command
+from kvdisk.cli.clear_command import clear
 from kvdisk.cli.inspect_command import inspect
+from kvdisk.cli.prune_command import prune
 from kvdisk.cli.repair_command import repair
 from kvdisk.cli.top_command import top
 from kvdisk.cli.verify_command import verify
@@ -21,9 +23,11 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.command()(inspect)
+app.command()(top)
 app.command()(verify)
 app.command()(repair)
-app.command()(top)
+app.command()(prune)
+app.command()(clear)
 app.command()(make_command())
 
 

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from kvdisk.cli.wording import printable
-from kvdisk.device.control import LOCK_FILE, STORE_FILE
+from kvdisk.device.control import STORE_FILE
 from kvdisk.errors import ConfigError, DeviceError, KvdiskError
 
 StoreDirectories = Annotated[
@@ -56,8 +56,6 @@ def why_not(error: KvdiskError, paths: Sequence[Path]) -> str:
     if isinstance(error, DeviceError) and error.errno in _DENIED:
         return f"no permission to read {first}; run this as the user whose engine made it{_owner(first)}{_what(error)}."
     why = next(filter(None, map(_why_no_store, paths)), None)
-    if why is None and not os.path.lexists(first / LOCK_FILE):
-        why = f"{first} is not a whole kvdisk store: it has no file named {LOCK_FILE}, as after a copy that left it out"
     if why is None and isinstance(error, ConfigError) and (status := first.stat()).st_uid != os.geteuid():
         why = f"{first} belongs to user {status.st_uid}{_owner(first)}; run this as that user"
     return (why or str(error).removeprefix("store_dirs: ").rstrip(".")) + "."

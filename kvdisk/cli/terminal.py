@@ -15,11 +15,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from kvdisk.cli.refusal import refusal
 
 
-def report_console() -> Console:
+def report_console(*, stderr: bool = False) -> Console:
     """Return the console for a report. It reads no markup, since names come from files."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # bars and ellipses, where the locale has none
-    return Console(markup=False, highlight=False, emoji=False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # bars and ellipses, where the locale has none
+    return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
 
 
 @contextmanager

@@ -137,6 +137,12 @@ def remove_loose(store: Store, stock: Stock) -> None:
         stock.loose_bytes = sum(_measured(store, DriveFolder(path)) for path in stock.loose)
 
 
+def tidy_store(store: Store) -> None:
+    """Remove the folders that no home names. Raises StoreLocked, DeviceError."""
+    with stock_of(store) as stock:
+        remove_loose(store, stock)
+
+
 def trim(store: Store, stock: Stock, fingerprint: bytes, needed_bytes: int, unused_since_s: float = math.inf) -> bool:
     """Delete orphans until ``needed_bytes`` more fit; return whether they do. The caller holds the store lock.
 

@@ -33,6 +33,18 @@ INDEX_FILE = "data.mdb"
 NEW_INDEX = "index.new"
 
 
+def index_is_sound(index_path: Path, record: HomeRecord, boot_id: str) -> bool:
+    """Whether an index is what its last owner committed, as far as its file tells. Raises OSError."""
+    file = index_path / INDEX_FILE
+    if not paths.is_directory(index_path):
+        return False
+    if record.index_sum:
+        with suppress(FileNotFoundError):
+            return paths.sum_of_file(file) == record.index_sum
+        return False
+    return record.boot_id == boot_id and file.is_file() and not file.is_symlink()
+
+
 class JoinedHome(HomePaths):
     """A rank's hold on its engine's home, from ``Store.join_home`` until ``close``."""
 
@@ -162,15 +174,8 @@ class Home(HomePaths):
         """
         if self.fresh:
             return True
-        file = self.index_path / INDEX_FILE
         with paths.device_errors(f"reading the index of home {self.id}"):
-            if not paths.is_directory(self.index_path):
-                return False
-            if self._record.index_sum:
-                with suppress(FileNotFoundError):
-                    return paths.sum_of_file(file) == self._record.index_sum
-                return False
-            return self._record.boot_id == self._store.boot_id and file.is_file() and not file.is_symlink()
+            return index_is_sound(self.index_path, self._record, self._store.boot_id)
 
     def adopt_index(self) -> None:
         """Note that the index is whole and is about to be written to. Raises DeviceError."""
@@ -207,17 +212,17 @@ class Home(HomePaths):
             self._store.delete_home(self.id, self._record)
             self._lock_fd = paths.unlock(self._lock_fd)
 
-    def close(self, clean: bool) -> None:
+    def close(self, clean: bool, *, used: bool = True) -> None:
         """Release the home. The owner's index and segment files are closed, its ranks have left. Idempotent.
 
         With ``clean`` all files are synced, and HOME says afterwards that they can be trusted whatever happens to
-        the machine, with a sum of the index; False is for an owner that could not commit. Raises DeviceError; the
-        home is released then, too.
+        the machine, with a sum of the index; False is for an owner that could not commit. ``used``: False leaves the
+        time of its last use as it is. Raises DeviceError; the home is released then, too.
         """
         if self._lock_fd < 0:
             return
         try:
-            record = replace(self._record, last_use_s=self._store.now_s())
+            record = replace(self._record, last_use_s=self._store.now_s()) if used else self._record
             with paths.device_errors(f"closing home {self.id}"):
                 if clean and self._adopted:
                     for folder in self.folders:

@@ -99,14 +99,15 @@ class Store:
                 make_missing_directory(path)
             check_directory(path)
             record = read_store(path)
-            if record is None or not os.path.lexists(path / LOCK_FILE):
-                if not create:
-                    raise ConfigError(f"store_dirs: {path} is not a kvdisk store")
-                record = store._make()
-            if record.part_of is not None:
+            if record is not None and record.part_of is not None:
                 raise ConfigError(
                     f"store_dirs: {path} is part of another store, and cannot be the first directory of one"
                 )
+            if record is None or not os.path.lexists(path / LOCK_FILE):
+                if not create:
+                    lacks = "" if record is None else f": it has no file named {LOCK_FILE}, as after a copy without it"
+                    raise ConfigError(f"store_dirs: {path} is not a {'whole ' if lacks else ''}kvdisk store{lacks}")
+                record = store._make()
             store.drives = (Drive(path, record.store_id),)
             if further:
                 with store.locked() if create else nullcontext():
@@ -265,6 +266,26 @@ class Store:
             return False
         gone = [remove_folder(folder.path) for folder in folders if folder is not None]
         return all(gone)
+
+    def remove_home(self, home_id: str) -> bool:
+        """Delete a home that nobody owns, even one that cannot be read; return whether all of it is gone.
+
+        Raises StoreLocked where it has an owner, DeviceError (ENOENT where there is no such home).
+        """
+        path = self.home_path(home_id)
+        with self.locked():
+            path.stat()
+            lock_fd, record = -1, None
+            with suppress(FileNotFoundError):  # without a lock file it was never finished: nobody can own it
+                lock_fd = paths.open_regular(path / LOCK_FILE, os.O_RDWR)
+            try:
+                if lock_fd >= 0 and not paths.try_lock(lock_fd, fcntl.LOCK_EX):
+                    raise StoreLocked(f"home {home_id} has a live owner")
+                with suppress(FileNotFoundError, CorruptRecord):
+                    record = read_record(path)
+                return self.delete_home(home_id, record)
+            finally:
+                paths.unlock(lock_fd)
 
     def _take_over(self, orphan: Holding, record: HomeRecord) -> tuple[str, int]:
         home_id = uuid.uuid4().hex

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvdisk.cli.amounts import parse_size
 from kvdisk.cli.bench.cases import (
     Case,
     Contender,
@@ -32,7 +33,6 @@ from kvdisk.cli.bench.figures import rows_of
 from kvdisk.cli.bench.gpu import GpuRun
 from kvdisk.cli.bench.mover import MoverRun, blocks_of
 from kvdisk.cli.bench.rounds import busy_thread, run_group, timed
-from kvdisk.cli.bench.settings import parse_size
 from kvdisk.device.base import Op
 from kvdisk.device.memory import MemoryDevice
 from kvdisk.errors import ConfigError, DeviceError

@@ -10,7 +10,6 @@ from typing import Any
 
 from kvdisk.cli.bench.cases import Flow, Layout
 from kvdisk.cli.wording import size
-from kvdisk.config import parse_bytes
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import ALIGNMENT
 
@@ -95,11 +94,3 @@ def check(settings: Settings) -> None:
             raise ConfigError(f"there is no device {name}: --device takes {', '.join(DEVICES)}.")
     if settings.depth is not None and settings.depth * largest > settings.total_bytes:
         raise ConfigError(f"--depth {settings.depth} is more than all the blocks of a measurement; see --total.")
-
-
-def parse_size(key: str, text: str) -> int:
-    """Read ``64K``, ``64KiB``, ``2M`` (binary where there is no unit's ``B``) or bytes. Raises ConfigError."""
-    stripped = text.strip()
-    if stripped[-1:].lower() in {"k", "m", "g", "t"}:
-        stripped += "iB"
-    return parse_bytes(key, int(stripped) if stripped.isdigit() else stripped)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kill -9 of ``kvdisk prune`` and ``kvdisk clear`` after each change that they make to the store."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from rebuild_stores import Row, end, make_store, served, start
+
+from kvdisk.cli.verify import verify_store
+from kvdisk.device.listing import list_homes
+
+DAY_S = 86400
+
+KILLED = """
+import os, signal, sys
+from kvdisk.cli.main import app
+from kvdisk.index.lmdb_tables import LmdbTables
+left = int(sys.argv[1])
+def counted(place, name):
+    real = getattr(place, name)
+    def count(*arguments, **named):
+        global left
+        result = real(*arguments, **named)
+        left -= 1
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    setattr(place, name, count)
+for name in ("unlink", "rmdir", "rename", "replace"):
+    counted(os, name)
+counted(LmdbTables, "commit")
+app(sys.argv[2:])
+"""
+
+
+def killed_at(step: int, *arguments: object) -> int:
+    command = [sys.executable, "-c", KILLED, str(step), *map(str, arguments), "--yes"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.run(command, check=False, capture_output=True, env=environment).returncode
+
+
+@pytest.mark.parametrize(("command", "drives"), [("prune", 2), ("clear", 1)])
+def test_whatever_step_it_dies_after_the_next_engine_starts_and_nothing_is_wrong(command, drives, tmp_path):
+    whole = [tmp_path / "whole" / name for name in "ab"[:drives]]
+    whole[0].parent.mkdir()
+    expected = make_store(whole, drives=drives)
+    now_s = int(time.time())
+    parts = start(whole)
+    for record in list(parts.index.blocks()):
+        age_s = (9 if record.slot.segment < 2 or record.slot.index > 3 else 1) * DAY_S
+        parts.index.put([record._replace(stored_s=now_s - age_s)])
+    end(parts)
+    stay = {row for row in expected if row.slot.segment >= 2 and row.slot.index <= 3} if command == "prune" else set()
+    arguments = ["--older-than", "5d"] if command == "prune" else []
+    outcomes: list[set[Row]] = []
+    for step in range(1, 200):
+        dirs = [tmp_path / str(step) / path.name for path in whole]
+        shutil.copytree(whole[0].parent, dirs[0].parent)
+        code = killed_at(step, command, *dirs, *arguments)
+        assert code in {0, -signal.SIGKILL}
+        left = served(dirs)  # an engine starts, serves and ends
+        assert stay <= left <= expected, f"step {step}"
+        assert all(home.record is not None for home in list_homes(dirs))
+        verdict = verify_store(dirs)
+        assert verdict.ok, (step, verdict)
+        names = {file.parent.name for path in dirs for file in path.glob("homes/*/segments/*/rank*.kv")}
+        assert names >= {str(row.slot.segment) for row in left}
+        outcomes.append(left)
+        shutil.rmtree(dirs[0].parent)
+        if code == 0:
+            assert names == {str(row.slot.segment) for row in stay}
+            break
+    assert outcomes[0] == expected and outcomes[-1] == stay
+    assert len(outcomes) > 8
