@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 import time
 from enum import IntEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.live import Live
 
-from kvdisk.cli.inspect_command import StoreDirectories, why_not
+from kvdisk.cli.refusal import NOTHING_DONE, StoreDirectories, refusing, store_paths
 from kvdisk.cli.top_json import frame_as_json
 from kvdisk.cli.top_reader import Frame, TopReader
 from kvdisk.cli.top_view import frame_of
@@ -27,7 +25,7 @@ class Exit(IntEnum):
     """Exit codes. FINE: there was a frame, and somebody or ``--once`` ended it. NO_FRAME: one sentence says why."""
 
     FINE = 0
-    NO_FRAME = 2
+    NO_FRAME = NOTHING_DONE
 
 
 def top(
@@ -52,20 +50,18 @@ def top(
 
     [cyan]2[/cyan]  none: not a store, no permission, a newer format, or wrong usage
     """
-    paths = [Path(os.path.realpath(directory)) for directory in directories]
+    paths = store_paths(directories)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # bars and arrows, where the locale has none
     console = Console(markup=False, highlight=False, emoji=False)
     reader = TopReader(paths)
     try:
-        first = reader.read()
-        if as_json or once or not console.is_terminal or console.is_dumb_terminal:
-            _show_once(reader, first, console, interval_s, as_json=as_json)
-        else:
-            _watch(reader, first, console, interval_s)
-    except KvdiskError as error:
-        typer.echo(f"kvdisk: {why_not(error, paths[0])}", err=True)
-        raise typer.Exit(Exit.NO_FRAME) from None
+        with refusing(paths):
+            first = reader.read()
+            if as_json or once or not console.is_terminal or console.is_dumb_terminal:
+                _show_once(reader, first, console, interval_s, as_json=as_json)
+            else:
+                _watch(reader, first, console, interval_s)
     except KeyboardInterrupt:
         raise typer.Exit(Exit.FINE) from None
 
