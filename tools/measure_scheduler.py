@@ -274,7 +274,7 @@ def measure(options: argparse.Namespace, store_dir: Path) -> dict[str, dict[str,
     if "steps" in options.parts:
         run_rounds([Steps(), Steps(store_dir), Decoding(), Decoding(store_dir)], options.rounds, found)
     if "stores" in options.parts:
-        for blocks in (1, 512):
+        for blocks in (1, 16, 512):
             stores = [
                 Stores(blocks, is_full=is_full, store_dir=where)
                 for where in (None, store_dir)
