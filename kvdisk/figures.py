@@ -93,6 +93,7 @@ class Figures:
         self._was_busy = False
         self._tell_at_s = 0.0
         self._look_at_s = 0.0
+        self._looked_jobs = 0
         self._latest = self._look()
         self._written: _Snapshot | None = None
         self._logged = self._latest
@@ -111,8 +112,8 @@ class Figures:
         ended, self._was_busy = self._was_busy and not busy, busy
         changed = stats.changes != self._told_changes
         # A quiet engine may not take another step: then nothing is left for later.
-        look = now >= self._look_at_s if busy else ended or changed
-        if not look and not (changed and now >= self._tell_at_s):
+        look = now >= self._look_at_s if busy else ended or self._gauges.planned_jobs != self._looked_jobs
+        if not look and not (changed and (not busy or now >= self._tell_at_s)):
             return None
         self._tell_at_s = now + TELL_S
         fresh = self._fresh()
@@ -120,6 +121,8 @@ class Figures:
             self._look_at_s = now + LOOK_S
             self._latest = self._look()
             fresh.gauges = dict(self._latest.gauges)
+        elif not busy:
+            self._latest = self._snapshot(self._latest.gauges)
         return fresh
 
     def _fresh(self) -> Stats:
@@ -139,7 +142,10 @@ class Figures:
         return fresh
 
     def _look(self) -> _Snapshot:
-        gauges = {**self._gauges.read(), "pinned_gpu_blocks": self._pinned_blocks()}
+        self._looked_jobs = self._gauges.planned_jobs
+        return self._snapshot({**self._gauges.read(), "pinned_gpu_blocks": self._pinned_blocks()})
+
+    def _snapshot(self, gauges: Mapping[str, float]) -> _Snapshot:
         sums = {series: (samples.count, samples.total) for series, samples in self._stats.samples.items()}
         return _Snapshot(time.time(), dict(self._stats.counts), sums, gauges)
 

@@ -132,6 +132,8 @@ def _listed(metric: Metric) -> Iterator[str]:
 
 SERIES: Mapping[str, Kind] = {series: metric.kind for metric in METRICS.values() for series in _listed(metric)}
 """The series whose names are known beforehand."""
+_COUNTERS = frozenset(series for series, kind in SERIES.items() if kind is _C)
+_HISTOGRAMS = frozenset(series for series, kind in SERIES.items() if kind is _H)
 
 
 def kind_of(series: str) -> Kind | None:
@@ -174,14 +176,14 @@ class Stats:
 
     def add(self, series: str, amount: int = 1) -> None:
         """Increase a counter."""
-        assert SERIES.get(series) is _C or kind_of(series) is _C, series
+        assert series in _COUNTERS or kind_of(series) is _C, series
         if amount:
             self.counts[series] = self.counts.get(series, 0) + amount
             self.changes += 1
 
     def observe(self, series: str, value: float) -> None:
         """Add a sample to a histogram."""
-        assert kind_of(series) is Kind.HISTOGRAM, series
+        assert series in _HISTOGRAMS or kind_of(series) is _H, series
         samples = self.samples.get(series)
         if samples is None:
             samples = self.samples[series] = Samples()

@@ -37,6 +37,11 @@ class Gauges:
         """Whether a job is planned or under way, or a change of the index waits for its commit."""
         return len(self._transfers) > 0 or (self._nvme is not None and self._nvme.uncommitted)
 
+    @property
+    def planned_jobs(self) -> int:
+        """Jobs that were ever planned. While that stays the same, and the engine is not busy, so does what is read."""
+        return self._transfers.planned
+
     def read(self) -> dict[str, float]:
         """Return every gauge that there is, by series, but for those of the engine's own blocks."""
         count = self._transfers.count

@@ -86,7 +86,9 @@ class LoadPlanner:
             tokens = 0
         else:
             request.wait_started_s = None
-        self._served.answered(request, local_tokens, limit, tokens, now)
+        request.asked = (local_tokens, limit, tokens)
+        if request.waited_since_s is not None:
+            self._served.waited(request, now)
         return tokens
 
     def _needed_keys(self, request: RequestState, local_tokens: int, hit: int) -> Iterator[list[BlockKey]]:

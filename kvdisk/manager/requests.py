@@ -22,14 +22,6 @@ class RequestLimits(NamedTuple):
     store_limit_tokens: int | None = None
 
 
-class Asked(NamedTuple):
-    """A lookup: what the GPU had of its own, where the longest hit would have ended, and what was promised of it."""
-
-    local_tokens: int
-    end_tokens: int
-    promised_tokens: int
-
-
 @dataclass(slots=True)
 class RequestState:
     """One request between ``new_request`` and ``request_finished``.
@@ -44,7 +36,8 @@ class RequestState:
     ``question``: ticket of what the neighbours were asked, 0: nothing; ``asked_s``: when it was first looked up, or
     they were asked again.
     ``served``: tokens of the last planned load by the tier they come from.
-    ``asked``: the last lookup, until it is known what came of it. ``waited_since_s``: when the wait that goes on began.
+    ``asked``: the last lookup, until it is known what came of it: what the GPU had of its own, a bound of the hit, and
+    what was promised beyond the former, in tokens. ``waited_since_s``: when the wait that goes on began.
     """
 
     request_id: str
@@ -64,7 +57,7 @@ class RequestState:
     question: int = 0
     asked_s: float | None = None
     served: dict[Tier, int] = field(default_factory=dict)
-    asked: Asked | None = None
+    asked: tuple[int, int, int] | None = None
     waited_since_s: float | None = None
     store_jobs: set[JobId] = field(default_factory=set)
 

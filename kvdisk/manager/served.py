@@ -15,10 +15,18 @@ from typing import NamedTuple
 from kvdisk.blocks import Tier
 from kvdisk.geometry import Geometry
 from kvdisk.manager.lookup import first_needed
-from kvdisk.manager.requests import Asked, RequestState
+from kvdisk.manager.requests import RequestState
 from kvdisk.manager.transfers import MoveDetail
 from kvdisk.messages import Move
 from kvdisk.stats import Stats
+
+
+class _Asked(NamedTuple):
+    """A lookup: what the GPU had of its own, where the longest hit would have ended, and what was promised of it."""
+
+    local_tokens: int
+    end_tokens: int
+    promised_tokens: int
 
 
 class _Found(NamedTuple):
@@ -51,20 +59,24 @@ class Served:
         """A hit of so many tokens, perhaps none, is not worth a load."""
         self._stats.add("short_hits", tokens > 0)
 
-    def answered(self, request: RequestState, local_tokens: int, limit_tokens: int, tokens: int, now: float) -> None:
-        """A lookup has got its answer; it may be asked again, and only the last one counts.
+    def waited(self, request: RequestState, now: float) -> None:
+        """A request that waited has got its answer."""
+        assert request.waited_since_s is not None
+        self._stats.observe("wait_seconds", max(0.0, now - request.waited_since_s))
+        request.waited_since_s = None
 
-        ``limit_tokens``: where the longest hit would have ended. ``tokens``: what was promised beyond the local ones.
-        """
+    def _asked(self, request: RequestState) -> _Asked | None:
+        """Return the last lookup, which is dealt with from here on."""
+        asked, request.asked = request.asked, None
+        if asked is None:
+            return None
+        local_tokens, limit_tokens, promised_tokens = asked
         step = self._geometry.step_tokens
-        request.asked = Asked(local_tokens, max(local_tokens, limit_tokens // step * step), tokens)
-        if request.waited_since_s is not None:
-            self._stats.observe("wait_seconds", max(0.0, now - request.waited_since_s))
-            request.waited_since_s = None
+        return _Asked(local_tokens, max(local_tokens, limit_tokens // step * step), promised_tokens)
 
     def passed_over(self, request: RequestState) -> None:
         """A request runs that was promised nothing, or whose promise the engine did not take: then nobody missed it."""
-        asked, request.asked = request.asked, None
+        asked = self._asked(request)
         if asked is not None and asked.promised_tokens == 0:
             self._count(asked, asked.local_tokens, _Found(0, 0), _Found(0, 0))
 
@@ -81,7 +93,7 @@ class Served:
         A token is NVMe's where any of its groups' blocks comes from there.
         """
         end_tokens = local_tokens + external_tokens
-        asked, request.asked = request.asked or Asked(local_tokens, end_tokens, external_tokens), None
+        asked = self._asked(request) or _Asked(local_tokens, end_tokens, external_tokens)
         blocks = _Found(
             sum(move.nvme is None and move.cpu is not None for move in moves),
             sum(move.nvme is not None for move in moves),
@@ -107,7 +119,7 @@ class Served:
                 found.update(range(max(start, local_tokens), start + groups[detail.group].block_tokens, step))
         return len(found) * step
 
-    def _count(self, asked: Asked, hit_end_tokens: int, tokens: _Found, blocks: _Found) -> None:
+    def _count(self, asked: _Asked, hit_end_tokens: int, tokens: _Found, blocks: _Found) -> None:
         """Count hits and misses. ``hit_end_tokens``: up to where the request has its KV now."""
         asked_tokens = asked.end_tokens - asked.local_tokens
         missed_tokens = max(0, asked_tokens - sum(tokens))

@@ -105,6 +105,11 @@ class Transfers:
         return record
 
     @property
+    def planned(self) -> int:
+        """Jobs that were ever planned."""
+        return self._next_id - 1
+
+    @property
     def any_queued(self) -> bool:
         """Whether a job waits for the next plan."""
         return bool(self._queued)

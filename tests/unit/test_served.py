@@ -51,7 +51,7 @@ class Desk:
 
 def test_a_hit_that_is_partly_on_the_gpu_in_memory_and_on_nvme():
     desk = Desk()
-    desk.served.answered(desk.request, 8, 27, 12, 0.0)
+    desk.request.asked = (8, 27, 12)
     desk.load(8, 12, [(0, 2, CPU), (0, 3, NVME), (0, 4, CPU)])
     assert desk.request.served == {Tier.CPU: 8, Tier.NVME: 4}
     assert counted(desk.stats) == {
@@ -72,7 +72,7 @@ def test_a_hit_that_is_partly_on_the_gpu_in_memory_and_on_nvme():
 def test_a_miss_counts_when_the_request_runs_and_not_each_time_it_asks():
     desk = Desk()
     for _ in range(5):
-        desk.served.answered(desk.request, 0, 17, 0, 0.0)
+        desk.request.asked = (0, 17, 0)
     assert counted(desk.stats) == {}
     for _ in range(3):
         desk.served.passed_over(desk.request)
@@ -87,7 +87,7 @@ def test_a_miss_counts_when_the_request_runs_and_not_each_time_it_asks():
 
 def test_a_promise_that_the_engine_did_not_take_is_no_miss():
     desk = Desk()
-    desk.served.answered(desk.request, 0, 17, 8, 0.0)
+    desk.request.asked = (0, 17, 8)
     desk.served.passed_over(desk.request)
     assert counted(desk.stats) == {}
 
@@ -96,7 +96,7 @@ def test_a_promise_that_the_engine_did_not_take_is_no_miss():
 def test_a_tier_that_does_not_exist_is_not_asked_and_serves_nothing(tier, other):
     """A window's blocks that the engine did not want have no move, and are still tokens of the hit."""
     desk = Desk(has_cpu=tier == "cpu", has_nvme=tier == "nvme")
-    desk.served.answered(desk.request, 0, 21, 12, 0.0)
+    desk.request.asked = (0, 21, 12)
     desk.load(0, 12, [(0, 1, tier), (0, 2, NOWHERE)])
     assert desk.request.served == {Tier[tier.upper()]: 12, Tier[other.upper()]: 0}
     assert not [series for series in counted(desk.stats) if series.endswith(other)]
@@ -105,7 +105,7 @@ def test_a_tier_that_does_not_exist_is_not_asked_and_serves_nothing(tier, other)
 
 def test_with_several_groups_a_token_is_of_the_farthest_tier_that_one_of_its_blocks_came_from():
     desk = Desk(TWO)
-    desk.served.answered(desk.request, 4, 17, 8, 0.0)
+    desk.request.asked = (4, 17, 8)
     desk.load(4, 8, [(0, 1, CPU), (0, 2, CPU), (1, 4, NVME), (1, 5, CPU)])
     assert desk.request.served == {Tier.CPU: 6, Tier.NVME: 2}
     # Missed are the block from 12 on and, of the window group, those that reach what a hit up to 16 needs.
@@ -117,8 +117,8 @@ def test_a_wait_is_measured_once_from_its_first_answer_to_the_last():
     desk = Desk()
     for now in (10.0, 10.5, 11.0):
         desk.served.waits(desk.request, now)
-    for _ in range(2):
-        desk.served.answered(desk.request, 0, 17, 0, 12.5)
+    desk.served.waited(desk.request, 12.5)
+    assert desk.request.waited_since_s is None
     samples = desk.stats.samples["wait_seconds"]
     assert (samples.count, samples.total, desk.stats["lookup_waits"]) == (1, 2.5, 3)
 
