@@ -51,6 +51,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "rich": ("kvdisk/cli/",),
     "typer": ("kvdisk/cli/",),
     "matplotlib": ("kvdisk/cli/bench/plot.py",),
+    "pyarrow": ("kvdisk/cli/export.py",),
     "pytest": ("kvdisk/testing/",),
     "hypothesis": ("kvdisk/testing/",),
     "transformers": ("kvdisk/testing/tiny_models.py",),

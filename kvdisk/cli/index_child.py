@@ -10,10 +10,13 @@ from __future__ import annotations
 import errno
 import json
 import sys
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from kvdisk.cli.block_rows import save_rows
+from kvdisk.cli.block_search import find_block
 from kvdisk.cli.block_survey import HomeColumns, join_home, survey_blocks, tally
 from kvdisk.cli.prefixes import find_prefixes, grow_forest
 from kvdisk.device.uses import read_uses
@@ -21,10 +24,16 @@ from kvdisk.errors import DeviceError, KvdiskError
 from kvdisk.index.base import SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex
 
-Read = tuple[HomeColumns, list[SegmentRecord]]
+
+class Read(NamedTuple):
+    """A home that could be read. ``number``: its position in the question."""
+
+    number: int
+    home: HomeColumns
+    segments: list[SegmentRecord]
 
 
-def read_home(index_path: Path, uses_path: Path, ranks: int) -> Read | str | Literal[False]:
+def read_home(number: int, index_path: Path, uses_path: Path, ranks: int) -> Read | str | Literal[False]:
     """Read one index in this process: a damaged file may kill it. A sentence says why it cannot be read."""
     try:
         index = LmdbIndex(index_path, readonly=True)
@@ -38,16 +47,16 @@ def read_home(index_path: Path, uses_path: Path, ranks: int) -> Read | str | Lit
         if isinstance(error, DeviceError) and error.errno == errno.ENOENT:
             return False
         return str(error).replace(f"{index_path}: ", "").removeprefix("index ")
-    return join_home(columns, segments, ranks, read_uses(uses_path)), segments
+    return Read(number, join_home(columns, segments, ranks, read_uses(uses_path)), segments)
 
 
 def _survey_home(read: Read, question: dict[str, Any]) -> list[Any]:
-    home, segments = read
+    _, home, segments = read
     return [segments, tally(home), survey_blocks(home, segments, question["now_s"])]
 
 
 def _survey_namespace(reads: Sequence[Read], block_tokens: Sequence[int | None], question: dict[str, Any]) -> Any:
-    homes = [home for home, _ in reads]
+    homes = [read.home for read in reads]
     return find_prefixes(
         homes,
         grow_forest(homes, block_tokens),
@@ -57,7 +66,25 @@ def _survey_namespace(reads: Sequence[Read], block_tokens: Sequence[int | None],
     )
 
 
-_ANSWERS = {"survey": (_survey_home, _survey_namespace)}
+def _segments_of_home(read: Read, _: dict[str, Any]) -> list[Any]:
+    return [read.segments]
+
+
+def _find_in_namespace(reads: Sequence[Read], block_tokens: Sequence[int | None], question: dict[str, Any]) -> Any:
+    return find_block([(read.number, read.home) for read in reads], block_tokens, question["wanted"])
+
+
+def _save_namespace(reads: Sequence[Read], block_tokens: Sequence[int | None], question: dict[str, Any]) -> Any:
+    path = Path(question["target"]) / f"{uuid.uuid4().hex}.npz"
+    save_rows([(read.number, read.home, read.segments) for read in reads], block_tokens, path)
+    return path.name
+
+
+_ANSWERS = {
+    "survey": (_survey_home, _survey_namespace),
+    "find": (_segments_of_home, _find_in_namespace),
+    "save": (_segments_of_home, _save_namespace),
+}
 
 
 def main() -> None:
@@ -69,9 +96,9 @@ def main() -> None:
         for number, home in enumerate(homes):
             if home is None:
                 continue
-            read = read_home(Path(home[0]), Path(home[1]), home[2])
+            read = read_home(number, Path(home[0]), Path(home[1]), home[2])
             answer: Any = read
-            if isinstance(read, tuple):
+            if isinstance(read, Read):
                 reads.append(read)
                 answer = of_home(read, question)
             print(json.dumps([number, answer]), flush=True)

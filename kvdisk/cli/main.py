@@ -13,6 +13,7 @@ from kvdisk.cli.clear_command import clear
 from kvdisk.cli.inspect_command import inspect
 from kvdisk.cli.prune_command import prune
 from kvdisk.cli.repair_command import repair
+from kvdisk.cli.report.command import report
 from kvdisk.cli.top_command import top
 from kvdisk.cli.verify_command import verify
 
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.command()(inspect)
 app.command()(top)
+app.command()(report)
 app.command()(verify)
 app.command()(repair)
 app.command()(prune)

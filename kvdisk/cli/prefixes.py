@@ -143,7 +143,8 @@ def find_prefixes(
 
     def describe(number: int, depth: int, hidden: int) -> Prefix:
         node, last = int(stretches.first_nodes[number]), int(stretches.last_nodes[number])
-        home, row = _locate(homes, int(forest.first_rows[node]))
+        at, row = locate(homes, int(forest.first_rows[node]))
+        home = homes[at]
         group = int(home.groups[row])
         tokens = block_tokens[group] if group < len(block_tokens) else None
         blocks = int(stretches.blocks[number])
@@ -180,11 +181,11 @@ def find_prefixes(
     )
 
 
-def _locate(homes: Sequence[HomeColumns], row: int) -> tuple[HomeColumns, int]:
-    """Return the home of a row that counts over all homes, and its row there."""
-    for home in homes:
+def locate(homes: Sequence[HomeColumns], row: int) -> tuple[int, int]:
+    """Return the position of the home of a row that counts over all homes, and its row there."""
+    for at, home in enumerate(homes):
         if row < len(home.names):
-            return home, row
+            return at, row
         row -= len(home.names)
     raise AssertionError("no home has that row")
 

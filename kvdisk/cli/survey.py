@@ -46,10 +46,13 @@ _ATTEMPTS = 3
 _MOST_TOKENS = 1 << 20
 
 
-def survey_store(directories: Directories, *, prefixes: int = PREFIXES, shared_only: bool = True) -> StoreFacts:
+def survey_store(
+    directories: Directories, *, prefixes: int = PREFIXES, prefixes_in_all: int | None = None, shared_only: bool = True
+) -> StoreFacts:
     """Return what is in the store in these directories. Waits for the disk, and for an engine that is just starting.
 
-    ``prefixes``: the biggest of each namespace; with ``shared_only`` only what several chains have or requests have
+    ``prefixes``: the biggest of each namespace, fewer where there would be more than ``prefixes_in_all``; with
+    ``shared_only`` only what several chains have or requests have
     used again. Raises ConfigError where it is no store that this kvdisk and this user can read, CorruptRecord where its
     STORE file does not decode, StoreLocked, DeviceError.
     """
@@ -61,7 +64,8 @@ def survey_store(directories: Directories, *, prefixes: int = PREFIXES, shared_o
         summaries = list_homes([path, *further])
         now_s = int(time.time())
         groups, namespaces = index_namespaces(summaries)
-        found, grown = read_indexes(namespaces, now_s, prefixes, shared_only=shared_only)
+        most = prefixes if prefixes_in_all is None else min(prefixes, prefixes_in_all // max(1, len(namespaces)))
+        found, grown = read_indexes(namespaces, now_s, most, shared_only=shared_only)
         homes = [
             _home_facts(summary, index)
             for group, indexes in zip(groups, found, strict=True)

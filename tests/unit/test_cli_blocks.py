@@ -11,18 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from cli_stores import CAP, HYBRID, PLAIN, Model, inspect_json, leave_home, run, run_here
-from mass_stores import MASS_FINGERPRINT, SEGMENT_SLOTS, build_mass, sparse_files
+from cli_stores import CAP, HYBRID, PLAIN, inspect_json, leave_home, run, run_here
+from mass_stores import MASS_FINGERPRINT, SEGMENT_SLOTS, Layer, build_mass, key
 
-from kvdisk.blocks import BlockKey, Slot, make_block_key
+from kvdisk.blocks import Slot
 from kvdisk.cli.inspect_blocks import _guides
 from kvdisk.cli.wording import fine_bar
 from kvdisk.device.control import USES_FILE
 from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
-from kvdisk.device.uses import UNIT_BYTES, UsesFile, UsesUnit
+from kvdisk.device.uses import UNIT_BYTES
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.messages import SegmentSpec
@@ -33,59 +32,6 @@ HOUR_S = 3600
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "store"
-
-
-def key(name: str, group: int = 0) -> BlockKey:
-    return make_block_key(name.encode().ljust(32, b"."), group)
-
-
-class Layer:
-    """A home in the making: blocks by name, each in the next slot of its group's segment."""
-
-    def __init__(self, path: Path, model: Model, slots: int = 64) -> None:
-        self.model = model
-        self.home = Store.open(path).acquire_home(model.fingerprint, model.description, CAP)
-        self.index = LmdbIndex(self.home.index_path, map_bytes=map_bytes_for(1000))
-        self.slots = slots
-        self.generation = 0
-        self.records: list[BlockRecord] = []
-        ranks = model.geometry.rank_count
-        with sparse_files():
-            for group in model.geometry.groups:
-                spec = SegmentSpec(group.group, group.slot_bytes, slots)
-                for rank in range(ranks):
-                    create_segment(self.home, spec, rank, ranks, model.fingerprint).close()
-                self.index.put_segment(SegmentRecord(group.group, group.slot_bytes, slots))
-
-    def put(self, name: str, parent: str | None, slot: int, *, group: int = 0, age_s: int = 0, epoch: int = 0) -> None:
-        self.generation += 1
-        above = None if parent is None else key(parent, group)
-        stored_s = int(time.time()) - age_s
-        record = BlockRecord(epoch, key(name, group), Slot(group, slot), self.generation, above, stored_s)
-        self.records.append(record)
-
-    def put_chain(self, names: str, parent: str | None = None, *, first: int = 0, **how: Any) -> None:
-        for at, name in enumerate(names):
-            self.put(name, names[at - 1] if at else parent, first + at, **how)
-
-    def write_uses(self, uses: dict[str, int], *, generation_of: dict[str, int] | None = None) -> None:
-        generations, counts, last = np.zeros(64, np.uint64), np.zeros(64, np.uint32), np.zeros(64, np.uint32)
-        for record in self.records:
-            name = record.key.decode("latin-1")[0]
-            if record.slot.segment == 0 and name in uses:
-                generations[record.slot.index] = (generation_of or {}).get(name, record.generation)
-                counts[record.slot.index] = uses[name]
-                last[record.slot.index] = time.time() - 2 * HOUR_S if uses[name] else 0
-        file = UsesFile(self.home.path)
-        file.recall({})
-        file.write([UsesUnit(0, 0, generations, counts, last)], frozenset({0}), int(time.time()))
-
-    def leave(self) -> str:
-        self.index.put(self.records)
-        assert self.index.flush(30)
-        self.index.close()
-        self.home.close(clean=True)
-        return self.home.id
 
 
 def lines(tree: list[dict[str, Any]], depth: int = 0) -> Iterator[tuple[Any, ...]]:

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvdisk report``: one page that says what ``inspect --json`` says, and asks nobody for anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_stores import HYBRID, PLAIN, Owner, leave_home, run, run_here
+from mass_stores import Layer, build_mass
+
+from kvdisk.cli.block_facts import SegmentLayout
+from kvdisk.cli.report.charts import short
+from kvdisk.cli.report.command import PREFIXES_IN_ALL
+from kvdisk.cli.report.document import MARK, MOST_ROWS, PREFIX_ROWS, document
+from kvdisk.cli.store_facts import SegmentFacts, StoreFacts
+from kvdisk.cli.survey import survey_store
+from kvdisk.device.segment import SegmentFileSummary
+from kvdisk.device.store import Store
+
+VOID = {"meta", "br", "line", "rect"}
+HOSTILE = "</script></title><img src=x onerror=alert(1)><script>alert('\"&\x1b"
+MOST_BYTES = 2_000_000
+
+
+class Page(HTMLParser):
+    """A page taken apart: elements with their attributes, and all text. Fails where elements are not closed in turn."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attributes}))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attributes}))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data if self.open[-1:] not in (["script"], ["style"]) else ""
+
+    def tags(self) -> set[str]:
+        return {tag for tag, _ in self.elements}
+
+    def with_data(self, name: str) -> list[dict[str, str]]:
+        return [attributes for _, attributes in self.elements if f"data-{name}" in attributes]
+
+    def chart(self, name: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        inside = False
+        for tag, attributes in self.elements:
+            inside = attributes["data-chart"] == name if "data-chart" in attributes else inside and tag != "svg"
+            if inside and tag == "rect":
+                found[attributes["data-label"]] = int(attributes["data-count"])
+        return found
+
+
+def check_alone(text: str) -> None:
+    """Nothing in the page makes a browser ask anybody for anything."""
+    assert text.startswith(MARK) and "default-src 'none'" in text
+    assert not re.search(r"https?:|//\w|@import|url\(|\bsrc=|\bhref=", text)
+    assert len(text.encode()) < MOST_BYTES
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def fill(path: Path) -> None:
+    layer = Layer(path, PLAIN)
+    layer.put_chain("abc", age_s=90)
+    layer.put_chain("de", "c", first=3)
+    layer.put_chain("fg", "c", first=5, age_s=7200)
+    layer.put("x", None, 40)
+    layer.write_uses({"a": 9, "b": 9, "c": 9, "d": 1, "f": 0})
+    layer.leave()
+    leave_home(path, HYBRID, 3, last_use_s=1000)
+
+
+def test_the_page_says_what_inspect_says(path: Path, tmp_path: Path) -> None:
+    fill(path)
+    target = tmp_path / "report.html"
+    done = run("report", path, "-o", target)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{target} (")
+    text = target.read_text()
+    check_alone(text)
+    found = Page(text)
+    facts: dict[str, Any] = json.loads(run("inspect", path, "--json", "--prefixes", "100").stdout)
+    ages, reuse = facts["ages"], facts["reuse"]
+    assert list(found.chart("stored").values()) == ages["stored"]
+    assert list(found.chart("used").values()) == [*ages["used"], ages["never_used"], ages["unknown"]]
+    assert list(found.chart("reuse").values()) == [*reuse["blocks"], reuse["unknown"]]
+    totals = facts["totals"]
+    assert f"{totals['blocks']}" in found.text and "2 homes" not in found.text
+    cells = found.with_data("slots")
+    assert sum(int(cell["data-slots"]) for cell in cells) == totals["slots"]
+    assert sum(int(cell["data-used"]) for cell in cells) == totals["blocks"]
+    short_slots = sum(
+        round(segment["fragmentation"] * segment["free_slots"])
+        for home in facts["homes"]
+        for segment in home["segments"]
+        if segment["free_slots"]
+    )
+    assert sum(int(cell["data-short"]) for cell in cells) == short_slots
+    trees = [each for each in found.with_data("bytes") if each["class"] == "all"]
+    assert [int(tree["data-bytes"]) for tree in trees] == [each["used_bytes"] for each in facts["namespaces"]]
+    shown = {prefix["key"]: prefix for prefix in facts["namespaces"][0]["prefixes"]["tree"]}
+    drawn = {each["data-key"]: each for each in found.with_data("key")}
+    for name, prefix in shown.items():
+        assert int(drawn[name]["data-bytes"]) == prefix["bytes"]
+        assert int(drawn[name]["data-below"]) == prefix["below_bytes"]
+    assert len(drawn) == 4 + 15, "also those that nobody shares"
+    assert "9 … 9" not in found.text and shown.popitem()[0][:16] in found.text
+
+
+def test_widths_are_shares_of_bytes(path: Path) -> None:
+    fill(path)
+    facts = survey_store(path, prefixes=100, shared_only=False)
+    found = Page(document(facts))
+    nodes = [each for each in found.with_data("w") if each["class"].split()[0] != "all"]
+    total = {each["data-bytes"] for each in found.with_data("w") if each["class"] == "all"}
+    assert len(total) == 2
+    first = nodes[:4]
+    blocks = [3 + 4, 2, 2, 1]
+    assert [round(float(node["data-w"]) * 8, 3) for node in first] == blocks
+    assert [round(float(node["data-x"]) * 8, 3) for node in first] == [0, 0, 2, 7]
+    assert {node["class"].split()[0] for node in first} == {"r4", "r1", "r0"}
+
+
+def test_a_name_from_the_store_is_only_text(path: Path, tmp_path: Path) -> None:
+    leave_home(path, PLAIN._replace(description=PLAIN.description | {"model": HOSTILE}), 1, last_use_s=2000)
+    assert run_here("report", path, "-o", tmp_path / "r.html").exit_code == 0
+    text = (tmp_path / "r.html").read_text()
+    found = Page(text)
+    assert "img" not in found.tags() and [tag for tag, _ in found.elements].count("script") == 1
+    assert "<img src=x onerror=alert(1)>" in found.text and "\x1b" not in text
+
+
+def test_the_same_facts_give_the_same_page(path: Path) -> None:
+    fill(path)
+    first, second = (replace(survey_store(path, prefixes=50), surveyed_s=1_800_000_000) for _ in range(2))
+    assert document(first) == document(second)
+
+
+def test_a_store_in_use_a_damaged_one_and_an_empty_one(path: Path, tmp_path: Path) -> None:
+    target = tmp_path / "r.html"
+    Store.open(path)
+    assert run_here("report", path, "-o", target).exit_code == 0
+    check_alone(target.read_text())
+    assert "no engine has used this store yet" in Page(target.read_text()).text
+    owner = Owner(path)
+    done = run("report", path, "-o", target, "--json")
+    owner.kill()
+    assert (done.returncode, json.loads(done.stdout)["path"]) == (0, str(target))
+    found = Page(target.read_text())
+    assert "in use" in found.text and "no home has a USES file yet" in found.text
+    bad = leave_home(path, HYBRID, 2, last_use_s=2000)
+    os.truncate(path / "homes" / bad / "index" / "data.mdb", 2 * 4096)  # reading it kills the process
+    done = run("report", path, "-o", target)
+    assert done.returncode == 1 and "1 problem; the report names them" in done.stderr
+    found = Page(target.read_text())
+    check_alone(target.read_text())
+    assert f"home {bad}: its index cannot be read" in found.text
+    assert [each["class"] for each in found.with_data("slots")].count("cell unknown") == 2
+
+
+def test_what_report_refuses(path: Path, tmp_path: Path) -> None:
+    fill(path)
+    (tmp_path / "mine.html").write_text("<p>mine")
+    (tmp_path / "directory.html").mkdir()
+    for target, words in (
+        ("mine.html", "exists, and is no report; --force replaces it"),
+        ("directory.html", "is a directory"),
+        ("no/r.html", "is not a directory"),
+    ):
+        done = run_here("report", path, "-o", tmp_path / target)
+        assert (done.exit_code, done.stdout) == (2, "") and words in done.stderr and done.stderr.count("\n") == 1
+    assert (tmp_path / "mine.html").read_text() == "<p>mine"
+    assert run_here("report", path, "-o", tmp_path / "mine.html", "--force").exit_code == 0
+    assert run_here("report", path, "-o", tmp_path / "mine.html").exit_code == 0, "a report may be replaced"
+    assert "is not a kvdisk store" in run_here("report", tmp_path, "-o", tmp_path / "r.html").stderr
+    store = json.loads((path / "STORE").read_text())
+    (path / "STORE").write_text(json.dumps(store | {"format_version": 2}))
+    done = run("report", path, "-o", tmp_path / "new.html")
+    assert done.returncode == 2 and "was made by a newer kvdisk" in done.stderr
+    assert not (tmp_path / "new.html").exists()
+
+
+def test_the_page_of_a_large_store_is_bounded(path: Path, tmp_path: Path) -> None:
+    made = build_mass(path, prompts=40, prompt_blocks=20, conversations=80, turn_blocks=3, now_s=1_800_000_000)
+    assert run_here("report", path, "-o", tmp_path / "r.html").exit_code == 0
+    text = (tmp_path / "r.html").read_text()
+    check_alone(text)
+    found = Page(text)
+    assert len(found.with_data("key")) == 1500 < made.prompts + made.conversations
+    assert text.count("<tr>") < PREFIX_ROWS + MOST_ROWS
+    facts = survey_store(path, prefixes=1500, prefixes_in_all=PREFIXES_IN_ALL, shared_only=False)
+    check_alone(document(_multiplied(facts)))
+
+
+def _multiplied(facts: StoreFacts) -> StoreFacts:
+    """A store of 300 homes of 5000 segments each, with problems, in 100 namespaces with a tree each."""
+    (home,) = facts.homes
+    (tree,) = facts.trees.values()
+    assert home.record is not None and tree is not None
+    small = tree._replace(prefixes=tree.prefixes[: PREFIXES_IN_ALL // 100])
+    file = SegmentFileSummary(0, 0, 1 << 30, 1 << 30)
+    segments = tuple(
+        SegmentFacts(number, 0, 8192, 400, 300, True, (file,), SegmentLayout(number, 300, 100, 50, 9, 100, 300, 250))
+        for number in range(5000)
+    )
+    homes = []
+    for number in range(300):
+        fingerprint = bytes([number % 100]) * 32
+        record = replace(home.record, fingerprint=fingerprint)
+        homes.append(
+            replace(home, id=f"{number:032x}", record=record, segments=segments, problems=("something is wrong",) * 3)
+        )
+    trees = {bytes([number]) * 32: small for number in range(100)}
+    return replace(facts, homes=tuple(homes), trees=trees)
+
+
+def test_short_counts() -> None:
+    assert [short(count) for count in (0, 999, 1000, 1234, 9940, 9960, 99_900, 999_600, 81_000_000)] == [
+        "0",
+        "999",
+        "1.0k",
+        "1.2k",
+        "9.9k",
+        "10k",
+        "100k",
+        "1.0M",
+        "81M",
+    ]
