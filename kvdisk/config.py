@@ -20,7 +20,7 @@ _UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate(("k", "m", 
 
 STORE_POLICIES = ("on_compute", "on_preemption", "spillover")
 DEVICES = ("auto", "posix", "nixl", "gds")
-EVICTIONS = ("lru", "s3fifo")
+EVICTIONS = ("credit", "lru", "s3fifo")
 ON_RESET = ("epoch", "keep")
 _CLASS_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -47,7 +47,7 @@ class Config:
     cpu_admission: str = "all"
     nvme_admission: str = "adaptive"
     nvme_write_bytes_per_day: int | None = None
-    eviction: str = "s3fifo"
+    eviction: str = "credit"
     device: str = "auto"
     lookup_wait_s: float = 2.0
     io_deadline_s: float = 30.0

@@ -11,6 +11,7 @@ from kvdisk import __version__
 from kvdisk.cli.bench.command import make_command
 from kvdisk.cli.inspect_command import inspect
 from kvdisk.cli.repair_command import repair
+from kvdisk.cli.replay.command import replay
 
 app = typer.Typer(
     name="kvdisk",
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command()(inspect)
 app.command()(repair)
+app.command()(replay)
 app.command()(make_command())
 
 
