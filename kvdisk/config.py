@@ -20,7 +20,7 @@ _UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate(("k", "m", 
 
 STORE_POLICIES = ("on_compute", "on_preemption", "spillover")
 DEVICES = ("auto", "posix", "nixl", "gds")
-EVICTIONS = ("lru", "s3fifo")
+EVICTIONS = ("credit", "lru", "s3fifo")
 ON_RESET = ("epoch", "keep")
 _CLASS_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -98,15 +98,10 @@ class Config:
     Example: "reuse(2)"
     """
     nvme_write_bytes_per_day: int | None = None
-    """The most that is written to NVMe in any 24 hours, over all ranks, for the drive's endurance. When it is spent,
-    reads and hits in memory go on ([the budget](SCHEDULING.md#admission)).
-
-    Default: none
-    Example: "2TB"
-    """
-    eviction: str = "s3fifo"
-    """Who leaves a full tier. `"s3fifo"`: S3-FIFO, which resists scans; `"lru"`: what was used longest ago. With
-    either the tail of a chain of blocks leaves before its head.
+    eviction: str = "credit"
+    """Who leaves a full tier. `"credit"`: what was used longest ago, where uses before that one count as well. `"lru"`:
+    what was used longest ago, and nothing else; `"s3fifo"`: S3-FIFO, which resists scans. With each the tail of a chain
+    of blocks leaves before its head.
 
     Example: "lru"
     """

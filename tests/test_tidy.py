@@ -50,7 +50,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "xxhash": ("kvdisk/device/", "kvdisk/worker/"),
     "rich": ("kvdisk/cli/",),
     "typer": ("kvdisk/cli/",),
-    "matplotlib": ("kvdisk/cli/bench/plot.py",),
+    "matplotlib": ("kvdisk/cli/bench/plot.py", "kvdisk/cli/replay/plot.py"),
     "pyarrow": ("kvdisk/cli/export.py",),
     "pytest": ("kvdisk/testing/",),
     "hypothesis": ("kvdisk/testing/",),

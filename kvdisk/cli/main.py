@@ -13,6 +13,7 @@ from kvdisk.cli.clear_command import clear
 from kvdisk.cli.inspect_command import inspect
 from kvdisk.cli.prune_command import prune
 from kvdisk.cli.repair_command import repair
+from kvdisk.cli.replay.command import replay
 from kvdisk.cli.report.command import report
 from kvdisk.cli.top_command import top
 from kvdisk.cli.verify_command import verify
@@ -30,6 +31,7 @@ app.command()(verify)
 app.command()(repair)
 app.command()(prune)
 app.command()(clear)
+app.command()(replay)
 app.command()(make_command())
 
 

@@ -101,14 +101,14 @@ class AdmitAdaptive(AdmitReused):
     ``distance``: how many keys are met, on average, between the first and the second request that want a block.
     A tier of ``total`` slots that admits all holds a new block while about ``total`` others are met. So where ``total``
     is ``distance`` or more, most of what comes back is still there, and all may enter. Below, new blocks push each
-    other out before they are used, and only a share of the requests, ``(total / distance) ** 4``, has its new blocks
+    other out before they are used, and only a share of the requests, ``(total / distance) ** 6``, has its new blocks
     admitted at once; those of others enter when a second request wants them. Which requests these are goes by a hash
     of their names: one request's blocks are all in or all out, and asking twice changes nothing. A reset forgets the
     counts, not the distance, which says nothing of the KV.
     """
 
-    _STEEPNESS = 4
-    """What did best on the trace (decision 17)."""
+    _STEEPNESS = 6
+    """So that small tiers are written little (decision 25)."""
     _MEMORY = 2000
     """Second requests over which the distance is averaged."""
 

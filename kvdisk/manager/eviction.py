@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from kvdisk.blocks import BlockKey
 from kvdisk.errors import ConfigError
-
-_GROWN_ROWS = 64
-"""Rows that an array grows by at a time."""
+from kvdisk.manager.credit import CreditPolicy
+from kvdisk.manager.key_numbers import numbers_of
+from kvdisk.manager.row_lists import GROWN_ROWS, RowLists
 
 
 class EvictionPolicy(Protocol):
@@ -32,6 +32,9 @@ class EvictionPolicy(Protocol):
     def access(self, row: int) -> None:
         """A copy was used. Rows that are not there are ignored."""
 
+    def postpone(self, row: int) -> None:
+        """A copy that could not leave is proposed later than others. Rows that are not there are ignored."""
+
     def remove(self, rows: Sequence[int]) -> None:
         """Copies left the tier, for whatever reason; rows still have their keys. Those not there are ignored."""
 
@@ -41,82 +44,6 @@ class EvictionPolicy(Protocol):
     def proposals(self) -> Iterator[int]:
         """Yield rows in the order in which they should leave. Removes none: a row that the caller leaves where it is
         is proposed again by a later call. Not to be advanced after any other call."""
-
-
-class RowLists:
-    """Ordered lists of rows in two arrays: a row is in one list at most. Lists are numbered from 0.
-
-    ``counts``: rows by list. Walk a list with ``oldest`` and ``newer``.
-    """
-
-    def __init__(self, list_count: int) -> None:
-        # The first places are the lists' own ends; row r lives at r + list_count. Neighbours of an absent row are -1.
-        self._ends = list_count
-        self._older = array("i", range(list_count))
-        self._newer = array("i", range(list_count))
-        self.counts = [0] * list_count
-
-    def append(self, rows: Sequence[int], number: int = 0) -> None:
-        """Make rows the newest of a list, the last of them the newest of all."""
-        if not rows:
-            return
-        ends = self._ends
-        lacking = max(rows) + ends + 1 - len(self._older)
-        if lacking > 0:
-            nothing = array("i", [-1]) * (lacking + _GROWN_ROWS)
-            self._older += nothing
-            self._newer += nothing
-        older, newer = self._older, self._newer
-        newest = older[number]
-        for row in rows:
-            place = row + ends
-            assert older[place] == -1, "inserted twice"
-            older[place] = newest
-            newer[newest] = place
-            newest = place
-        newer[newest] = number
-        older[number] = newest
-        self.counts[number] += len(rows)
-
-    def remove(self, rows: Sequence[int], number: int = 0) -> None:
-        """Take rows out of the list that all of them are in."""
-        ends, olders, newers = self._ends, self._older, self._newer
-        for row in rows:
-            place = row + ends
-            older, newer = olders[place], newers[place]
-            assert older != -1
-            newers[older] = newer
-            olders[newer] = older
-            olders[place] = newers[place] = -1
-        self.counts[number] -= len(rows)
-
-    def holds(self, row: int) -> bool:
-        """Whether the row is in any list."""
-        place = row + self._ends
-        return place < len(self._older) and self._older[place] != -1
-
-    def oldest(self, number: int = 0) -> int:
-        """Return the oldest row of a list; negative where it is empty."""
-        return self._newer[number] - self._ends
-
-    def newer(self, row: int) -> int:
-        """Return the row after this one in its list; negative after the newest."""
-        return self._newer[row + self._ends] - self._ends
-
-    def fill(self, rows: NDArray[np.int32], number: int = 0) -> None:
-        """Fill an empty list with rows that are in none, the oldest first."""
-        if not len(rows):
-            return
-        assert sum(self.counts) == 0
-        places = rows.astype(np.int32) + self._ends
-        older = np.full(int(places.max()) + 1, -1, np.int32)
-        older[: self._ends] = np.arange(self._ends)
-        newer = older.copy()
-        older[places[1:]], newer[places[:-1]] = places[:-1], places[1:]
-        older[places[0]], newer[places[-1]] = number, number
-        older[number], newer[number] = places[-1], places[0]
-        self._older, self._newer = array("i", older.tobytes()), array("i", newer.tobytes())
-        self.counts[number] = len(rows)
 
 
 class LruPolicy:
@@ -134,6 +61,8 @@ class LruPolicy:
         if self._rows.holds(row):
             self._rows.remove((row,))
             self._rows.append((row,))
+
+    postpone = access
 
     def remove(self, rows: Sequence[int]) -> None:
         """Take rows out; those that are not there are ignored."""
@@ -156,7 +85,7 @@ class S3FifoPolicy:
 
     So a scan of blocks that nobody asks for again costs the main queue nothing. A copy that leaves the probation
     queue is remembered for a while; if it comes back, it goes to the main queue at once. In the main queue a copy
-    gets one more round for each use, up to three. The shares are those that did best on the traces (decision 12).
+    gets one more round for each use, up to three. The shares are those that did best on a trace (decision 12).
     """
 
     _PROBATION_SHARE = 0.7
@@ -180,7 +109,7 @@ class S3FifoPolicy:
             return
         lacking = max(rows) + 1 - len(self._uses)
         if lacking > 0:
-            nothing = bytes(lacking + _GROWN_ROWS)
+            nothing = bytes(lacking + GROWN_ROWS)
             self._uses += nothing
             self._is_main += nothing
         uses, is_main, keys = self._uses, self._is_main, self._keys
@@ -197,6 +126,8 @@ class S3FifoPolicy:
         """Count a use."""
         if self._queues.holds(row) and self._uses[row] < self._MOST_USES:
             self._uses[row] += 1
+
+    postpone = access
 
     def remove(self, rows: Sequence[int]) -> None:
         """Take rows out; those on probation are remembered. Rows that are not there are ignored."""
@@ -264,7 +195,7 @@ class RecentKeys:
             self._marks, self._times, self._mask = array("I", [0]) * size, array("I", [0]) * size, size - 1
         self._life = life
         marks, times, mask, now = self._marks, self._times, self._mask, self._now
-        for name in map(hash, keys):
+        for name in numbers_of(keys):
             now = (now + 1) & 0xFFFFFFFF
             place = name & mask
             marks[place] = name >> 31 & 0xFFFFFFFF | 1
@@ -275,7 +206,7 @@ class RecentKeys:
         """Return for each key whether it is remembered; forget it."""
         marks, times, mask, now, life = self._marks, self._times, self._mask, self._now, self._life
         found = []
-        for name in map(hash, keys):
+        for name in numbers_of(keys):
             place = name & mask
             known = marks[place] == name >> 31 & 0xFFFFFFFF | 1 and (now - times[place]) & 0xFFFFFFFF < life
             if known:
@@ -285,6 +216,7 @@ class RecentKeys:
 
 
 _POLICIES: Mapping[str, Callable[[Sequence[BlockKey]], EvictionPolicy]] = {
+    "credit": CreditPolicy,
     "lru": lambda _: LruPolicy(),
     "s3fifo": S3FifoPolicy,
 }

@@ -33,6 +33,11 @@ _MOST_SPARE_SLOTS, _SPARE_DIVISOR = 1024, 32
 """Kept free of a large tier, so that there are long runs to choose from."""
 
 
+def spare_slots(total: int) -> int:
+    """Return how many of a tier's slots are kept free between steps."""
+    return max(min(64, total // 8), min(_MOST_SPARE_SLOTS, total // _SPARE_DIVISOR))
+
+
 @dataclass(slots=True)
 class _Drop:
     """A segment on its way out. ``rows``: those that jobs still used at the start. ``ticket``: when the deletion of its
@@ -174,9 +179,13 @@ class NvmeSpace:
         """End READY or DOOMED, unpinned copies: their records are deleted, their slots go to limbo."""
         if not rows:
             return
-        keys = [(self._catalog.epochs[row], self._catalog.keys[row]) for row in rows]
-        for row in rows:
-            self._policies[self._class_of(row)].remove((row,))
+        epochs, keys_of = self._catalog.epochs, self._catalog.keys
+        keys = [(epochs[row], keys_of[row]) for row in rows]
+        if len(self._policies) == 1:
+            self._policies[0].remove(rows)
+        else:
+            for row in rows:
+                self._policies[self._class_of(row)].remove((row,))
         slots = self._catalog.drop_all(rows, Tier.NVME)
         self._ticket = self._index.delete(keys)
         self.pool.retain(slots, self._ticket)
@@ -201,7 +210,7 @@ class NvmeSpace:
         """Open a segment where the cap allows, else evict, so that ``wanted`` slots by size class can be had soon."""
         for size_class, wish in enumerate(wanted):
             total = self.pool.total[size_class]
-            low_slots = max(min(64, total // 8), min(_MOST_SPARE_SLOTS, total // _SPARE_DIVISOR))
+            low_slots = spare_slots(total)
             if not self.may_write(now) or self.segments.hold_up(now):
                 continue
             allowed = wish if self._budget is None else self._budget.affords(self._block_bytes(size_class))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from zlib import crc32
 
 from kvdisk.blocks import BlockKey
+from kvdisk.manager.key_numbers import number_of
 
 MOST_PLACES = 1 << 22
 FEWEST_PLACES = 1 << 18
@@ -87,7 +88,7 @@ class ReuseTable:
         return total / (self._mask + 1)
 
     def _find(self, key: BlockKey) -> int:
-        name = hash(key)
+        name = number_of(key)
         mark = name >> 32 & 0xFFFFFFFF | 1
         place = name & self._mask
         if self._marks[place] == mark:
@@ -97,7 +98,7 @@ class ReuseTable:
 
     def _take(self, key: BlockKey, request: int) -> None:
         self.now += 1
-        name = hash(key)
+        name = number_of(key)
         place, other = name & self._mask, name >> 22 & self._mask
         now = self.now
         if self._marks[place] and (

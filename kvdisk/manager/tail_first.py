@@ -40,7 +40,7 @@ class TailFirst:
         """Return up to ``count`` rows that may leave, in an order in which each leaves after all that follow it.
 
         Removes none. The search is bounded: where it ends early, the next one goes on from there. What held it up
-        (copies in use, and those before them) counts as used, so that it does not hold up the next one too.
+        (copies in use, and those before them) is postponed, so that it does not hold up the next one too.
         """
         found: dict[int, None] = {}
         passed: list[int] = []
@@ -62,7 +62,7 @@ class TailFirst:
                     break
         if len(found) < count:
             for row in reversed(passed):
-                self._policy.access(row)
+                self._policy.postpone(row)
         return list(found)
 
     def _gather(self, top: int, count: int, evictable: Callable[[int], bool], found: dict[int, None]) -> None:

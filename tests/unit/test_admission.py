@@ -12,7 +12,7 @@ from kvdisk.errors import ConfigError
 from kvdisk.manager.admission import AdmissionPolicy, AdmitAdaptive, AdmitAll, AdmitReused, make_admission
 from kvdisk.manager.reuse import FEWEST_PLACES, MOST_PLACES, ReuseTable, places_for
 
-KEY, OTHER = (make_block_key(name, 0) for name in (b"a", b"b"))
+KEY, OTHER = (make_block_key(name * 32, 0) for name in (b"a", b"b"))
 
 
 def key_number(number):
@@ -118,7 +118,7 @@ class TestAdaptive:
         policy.note_room(51, 100)
         assert policy.admits(KEY)
 
-    @pytest.mark.parametrize(("distance", "share"), [(100.0, 1.0), (200.0, 1 / 16), (120.0, (100 / 120) ** 4)])
+    @pytest.mark.parametrize(("distance", "share"), [(100.0, 1.0), (200.0, 1 / 64), (120.0, (100 / 120) ** 6)])
     def test_the_share_of_new_blocks_goes_down_as_copies_leave_sooner(self, distance, share):
         policy = AdmitAdaptive(1 << 16)
         policy.note_room(0, 100)

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvdisk replay``: from arguments to output and exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvdisk.cli.replay.readers import Form
+from kvdisk.config import Config, parse_bytes
+from kvdisk.errors import ConfigError, KvdiskError
+
+if TYPE_CHECKING:
+    from kvdisk.cli.replay.run import Replayed, Rival, Watch
+    from kvdisk.cli.replay.tiers import Setting
+    from kvdisk.cli.replay.trace import Trace
+
+_DEFAULTS = Config()
+_TOKEN_BYTES = 128 << 10
+"""Of a model with 32 layers and 8 KV heads of 128 in 16 bits."""
+_RIVAL = re.compile(r"(\w+)(?:\+reuse\((\d{1,2})\))?")
+
+TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="The trace: plain or gzip.", show_default=False)]
+TraceForm = Annotated[Form, typer.Option("--form", help="How it is written; auto: known by its first line.")]
+BlockTokens = Annotated[
+    int | None, typer.Option("--block-tokens", min=1, help="Tokens of a block; by default 512 for mooncake, else 16.")
+]
+BlockBytes = Annotated[
+    str | None, typer.Option("--block-bytes", metavar="SIZE", help="Bytes of a block; by default 128 KiB a token.")
+]
+Limit = Annotated[int | None, typer.Option("--requests", min=1, metavar="N", help="Only the first N requests.")]
+Whole = Annotated[bool, typer.Option("--whole-blocks", help="Leave out the partial blocks at the ends of prompts.")]
+Nvme = Annotated[
+    list[str],
+    typer.Option("--nvme", metavar="ROOM,...", help="NVMe tier: blocks, % of the distinct blocks, or a size; 0: none."),
+]
+Cpu = Annotated[list[str], typer.Option("--cpu", metavar="ROOM,...", help="CPU tier, likewise.")]
+Gpu = Annotated[int, typer.Option("--gpu", min=0, metavar="BLOCKS", help="A prefix cache in front of the tiers, LRU.")]
+Evictions = Annotated[list[str], typer.Option("--eviction", metavar="NAME,...", help="As in the configuration.")]
+NvmeAdmissions = Annotated[
+    list[str], typer.Option("--nvme-admission", metavar="NAME,...", help="As in the configuration.")
+]
+CpuAdmissions = Annotated[
+    list[str], typer.Option("--cpu-admission", metavar="NAME,...", help="As in the configuration.")
+]
+StorePolicies = Annotated[
+    list[str], typer.Option("--store-policy", metavar="NAME,...", help="As in the configuration.")
+]
+Compare = Annotated[
+    list[str],
+    typer.Option(
+        "--compare", metavar="NAME,...", help="lru, arc, sieve, s3fifo, also as lru+reuse(2); belady; or none."
+    ),
+]
+Processes = Annotated[
+    int | None, typer.Option("--processes", min=1, metavar="N", help="Runs at a time; by default one a CPU.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+Plot = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Also draw it, as .png, .svg or .pdf; needs matplotlib."),
+]
+
+
+class Exit(IntEnum):
+    """Exit codes. FAILED: blocks could not be loaded or stored. REFUSED: nothing was replayed, and it says why."""
+
+    REPLAYED = 0
+    FAILED = 1
+    REFUSED = 2
+
+
+def replay(
+    path: TraceFile,
+    form: TraceForm = Form.AUTO,
+    block_tokens: BlockTokens = None,
+    block_bytes: BlockBytes = None,
+    limit: Limit = None,
+    whole: Whole = False,
+    nvme: Nvme = ["1%,5%,10%,25%,50%"],  # noqa: B006 - typer copies it
+    cpu: Cpu = ["0"],  # noqa: B006
+    gpu: Gpu = 0,
+    evictions: Evictions = [_DEFAULTS.eviction],  # noqa: B006
+    nvme_admissions: NvmeAdmissions = [_DEFAULTS.nvme_admission],  # noqa: B006
+    cpu_admissions: CpuAdmissions = [_DEFAULTS.cpu_admission],  # noqa: B006
+    store_policies: StorePolicies = [_DEFAULTS.store_policy],  # noqa: B006
+    compare: Compare = ["lru,arc,belady"],  # noqa: B006
+    processes: Processes = None,
+    as_json: AsJson = False,
+    plot: Plot = None,
+) -> None:
+    """Take a trace of requests through the tiers without the model: what hits, and what is written.
+
+    The tiers' manager and policies are the real ones, and all combinations
+    of what is listed are run, beside models of other policies and the best
+    that anyone could do. No bytes are moved.
+
+    [bold]Exit codes[/bold]
+
+    [cyan]0[/cyan]  replayed
+
+    [cyan]1[/cyan]  replayed, and blocks could not be loaded or stored
+
+    [cyan]2[/cyan]  nothing was replayed: a damaged trace, or wrong usage
+    """
+    from kvdisk.cli.replay.capacity import split
+    from kvdisk.cli.replay.readers import read_trace
+
+    try:
+        if plot is not None:
+            from kvdisk.cli.replay.plot import check_plot
+
+            check_plot(plot)
+        rivals = _rivals(split(compare))
+        policies = [split(each) for each in (evictions, cpu_admissions, nvme_admissions, store_policies)]
+        _check_policies(policies)
+        trace = read_trace(path, form, block_tokens, limit, whole=whole)
+        size = _TOKEN_BYTES * trace.block_tokens if block_bytes is None else parse_bytes("--block-bytes", block_bytes)
+        if not size:
+            raise ConfigError("--block-bytes must be more than 0.")
+        settings = _settings(trace, size, split(cpu), split(nvme), gpu, policies)
+        replayed = _replay(trace, settings, rivals, size, processes)
+    except KvdiskError as error:
+        typer.echo(f"kvdisk: {str(error).removesuffix('.')}.", err=True)
+        raise typer.Exit(Exit.REFUSED) from None
+    _show(replayed, as_json=as_json)
+    if plot is not None:
+        _draw(replayed, plot)
+    failed = any(sum(outcome.failed.values()) for outcome in replayed.own)
+    raise typer.Exit(Exit.FAILED if failed else Exit.REPLAYED)
+
+
+def _rivals(names: list[str]) -> list[Rival]:
+    from kvdisk.cli.replay.models import BELADY, MODELS
+    from kvdisk.cli.replay.run import Rival
+
+    if names == ["none"]:
+        return []
+    found = []
+    for name in names:
+        match = _RIVAL.fullmatch(name)
+        if match is None or match[1] not in {*MODELS, BELADY} or (match[1] == BELADY and match[2]):
+            known = ", ".join([*MODELS, BELADY])
+            raise ConfigError(
+                f"--compare knows {known}, those but the last also as lru+reuse(2), and none, not {name!r}."
+            )
+        found.append(Rival(match[1], max(1, int(match[2] or 1))))
+    return found
+
+
+def _check_policies(policies: list[list[str]]) -> None:
+    keys = ("eviction", "cpu_admission", "nvme_admission", "store_policy")
+    for key, names in zip(keys, policies, strict=True):
+        for name in names:
+            Config.from_mapping({key: name})
+            if name == "on_preemption":
+                raise ConfigError("--store-policy on_preemption would store nothing: a replay preempts no request.")
+
+
+def _settings(
+    trace: Trace, block_bytes: int, cpu: list[str], nvme: list[str], gpu: int, policies: list[list[str]]
+) -> list[Setting]:
+    from kvdisk.cli.replay.capacity import parse_room
+    from kvdisk.cli.replay.tiers import Setting, make_geometry
+
+    geometry = make_geometry(trace, block_bytes)
+    cpu_rooms = [parse_room("--cpu", text, trace, geometry, on_nvme=False) for text in cpu]
+    nvme_rooms = [parse_room("--nvme", text, trace, geometry, on_nvme=True) for text in nvme]
+    rooms = [pair for pair in product(cpu_rooms, nvme_rooms) if pair[0].slots or pair[1].slots]
+    if not rooms:
+        raise ConfigError("With neither --cpu nor --nvme there is no tier to keep anything in.")
+    if any(store == "spillover" for store in policies[-1]) and not gpu:
+        raise ConfigError("--store-policy spillover stores what leaves the GPU's prefix cache; give it one with --gpu.")
+    return [Setting(*pair, gpu, *chosen) for pair in rooms for chosen in product(*policies)]
+
+
+def _replay(
+    trace: Trace,
+    settings: list[Setting],
+    rivals: list[Rival],
+    block_bytes: int,
+    processes: int | None,
+) -> Replayed:
+    from kvdisk.cli.replay.run import replay as run
+
+    with _progress() as watch:
+        return run(trace, settings, rivals, block_bytes, processes or len(os.sched_getaffinity(0)), watch)
+
+
+@contextmanager
+def _progress() -> Iterator[Watch]:
+    """Show a bar on the terminal, where standard error is one."""
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn())
+    # Drawn only when a run has ended: a thread that draws would be copied into the processes.
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal, auto_refresh=False
+    ) as progress:
+        task = progress.add_task("replay", total=None)
+
+        def watch(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+            progress.refresh()
+
+        yield watch
+
+
+def _show(replayed: Replayed, *, as_json: bool) -> None:
+    if as_json:
+        from kvdisk.cli.replay.result_json import as_json as plain
+
+        typer.echo(json.dumps(plain(replayed), indent=2))
+        return
+    from kvdisk.cli.replay.table import print_replayed
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    wide = None if sys.stdout.isatty() else 140
+    print_replayed(replayed, Console(markup=False, highlight=False, emoji=False, width=wide))
+
+
+def _draw(replayed: Replayed, plot: Path) -> None:
+    from kvdisk.cli.replay.plot import draw
+
+    try:
+        draw(replayed, plot)
+    except OSError as error:
+        typer.echo(f"kvdisk: {plot} cannot be written: {error.strerror or error}.", err=True)
+        raise typer.Exit(Exit.REFUSED) from None

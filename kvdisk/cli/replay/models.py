@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a replay is compared with: cache policies as published, on their own, and the best that anyone could do.
+
+They are for measuring, not for configuration, and know nothing of tiers or steps. Each has room for ``capacity``
+blocks, takes requests in order, and counts by the same rule: a block hits when it and all before it in its prompt are
+there when the request comes. Then every block of the prompt that is there is used, and every other one that the
+admission lets in is written, the tail of the prompt first, so that its head is the last to be used.
+
+``belady`` knows the future: of the blocks that are there, and the one that comes, the one that is used again last, or
+never, is not kept (Belady's MIN, block by block, with bypass). Whoever asks for a block asks for those before it, so a
+block is never used again sooner than those before it, what it keeps are prefixes, and its hits are the most that any
+policy can have. It writes only what will hit.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple, Protocol
+
+Prompt = Sequence[Hashable]
+"""The blocks of a request. Equal blocks have equal blocks before them."""
+
+
+class ModelOutcome(NamedTuple):
+    """``hits``: of each request, how many of its first blocks hit. ``written``: blocks written. ``evicted``: those that
+    left; None: ``belady`` only writes what is to be used, and what is used for the last time needs no eviction."""
+
+    hits: list[int]
+    written: int
+    evicted: int | None
+
+
+class Model(Protocol):
+    """A cache of blocks."""
+
+    def __contains__(self, block: Hashable) -> bool:
+        """Whether a block is there."""
+
+    def use(self, block: Hashable) -> None:
+        """A block that is there is used."""
+
+    def add(self, block: Hashable) -> None:
+        """A block that is not there is written; others leave for it."""
+
+    def __len__(self) -> int:
+        """Blocks that are there."""
+
+
+class Lru:
+    """Least recently used leaves."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._blocks: OrderedDict[Hashable, None] = OrderedDict()
+
+    def __contains__(self, block: Hashable) -> bool:
+        return block in self._blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def use(self, block: Hashable) -> None:
+        """See ``Model``."""
+        self._blocks.move_to_end(block)
+
+    def add(self, block: Hashable) -> None:
+        """See ``Model``."""
+        self._blocks[block] = None
+        if len(self._blocks) > self._capacity:
+            self._blocks.popitem(last=False)
+
+
+class Sieve:
+    """SIEVE (NSDI '24): a queue in order of arrival, and a hand that spares what was used since it last came by."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._used: dict[Hashable, bool] = {}
+        # Each block's neighbour that came after it, and before it; None beyond the ends.
+        self._newer: dict[Hashable, Hashable | None] = {}
+        self._older: dict[Hashable, Hashable | None] = {}
+        self._oldest: Hashable | None = None
+        self._newest: Hashable | None = None
+        self._hand: Hashable | None = None
+
+    def __contains__(self, block: Hashable) -> bool:
+        return block in self._used
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def use(self, block: Hashable) -> None:
+        """See ``Model``."""
+        self._used[block] = True
+
+    def add(self, block: Hashable) -> None:
+        """See ``Model``."""
+        if len(self._used) >= self._capacity:
+            self._evict()
+        self._used[block] = False
+        self._newer[block], self._older[block] = None, self._newest
+        if self._newest is None:
+            self._oldest = block
+        else:
+            self._newer[self._newest] = block
+        self._newest = block
+
+    def _evict(self) -> None:
+        hand = self._oldest if self._hand is None else self._hand
+        while self._used[hand]:
+            self._used[hand] = False
+            newer = self._newer[hand]
+            hand = self._oldest if newer is None else newer
+        del self._used[hand]
+        newer, older = self._newer.pop(hand), self._older.pop(hand)
+        self._hand = newer
+        if older is None:
+            self._oldest = newer
+        else:
+            self._newer[older] = newer
+        if newer is None:
+            self._newest = older
+        else:
+            self._older[newer] = older
+
+
+class S3Fifo:
+    """S3-FIFO (SOSP '23): a small queue, a tenth of the room; a main queue; a memory of what left the small one."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._small_capacity = max(1, capacity // 10)
+        self._small: OrderedDict[Hashable, int] = OrderedDict()
+        self._main: OrderedDict[Hashable, int] = OrderedDict()
+        self._ghosts: OrderedDict[Hashable, None] = OrderedDict()
+
+    def __contains__(self, block: Hashable) -> bool:
+        return block in self._small or block in self._main
+
+    def __len__(self) -> int:
+        return len(self._small) + len(self._main)
+
+    def use(self, block: Hashable) -> None:
+        """See ``Model``."""
+        queue = self._small if block in self._small else self._main
+        queue[block] = min(3, queue[block] + 1)
+
+    def add(self, block: Hashable) -> None:
+        """See ``Model``."""
+        while len(self) >= self._capacity:
+            self._evict()
+        if block in self._ghosts:
+            del self._ghosts[block]
+            self._main[block] = 0
+        else:
+            self._small[block] = 0
+
+    def _evict(self) -> None:
+        if (len(self._small) < self._small_capacity and self._main) or not self._small:
+            self._evict_main()
+            return
+        while self._small:
+            block, uses = self._small.popitem(last=False)
+            if uses <= 1:
+                self._ghosts[block] = None
+                if len(self._ghosts) > self._capacity:
+                    self._ghosts.popitem(last=False)
+                return
+            self._main[block] = 0
+        self._evict_main()
+
+    def _evict_main(self) -> None:
+        while True:
+            block, uses = self._main.popitem(last=False)
+            if not uses:
+                return
+            self._main[block] = uses - 1
+
+
+class Arc:
+    """ARC (FAST '03): what was used once and what was used more often, in shares that follow what comes back."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._target = 0.0  # of the first list's share
+        self._once: OrderedDict[Hashable, None] = OrderedDict()
+        self._often: OrderedDict[Hashable, None] = OrderedDict()
+        self._left_once: OrderedDict[Hashable, None] = OrderedDict()
+        self._left_often: OrderedDict[Hashable, None] = OrderedDict()
+
+    def __contains__(self, block: Hashable) -> bool:
+        return block in self._once or block in self._often
+
+    def __len__(self) -> int:
+        return len(self._once) + len(self._often)
+
+    def use(self, block: Hashable) -> None:
+        """See ``Model``."""
+        self._once.pop(block, None)
+        self._often[block] = None
+        self._often.move_to_end(block)
+
+    def add(self, block: Hashable) -> None:
+        """See ``Model``."""
+        capacity, once, left_once, left_often = self._capacity, self._once, self._left_once, self._left_often
+        if block in left_once:
+            self._target = min(float(capacity), self._target + max(1.0, len(left_often) / len(left_once)))
+            self._replace(came_often=False)
+            del left_once[block]
+            self._often[block] = None
+        elif block in left_often:
+            self._target = max(0.0, self._target - max(1.0, len(left_once) / len(left_often)))
+            self._replace(came_often=True)
+            del left_often[block]
+            self._often[block] = None
+        else:
+            if len(once) + len(left_once) == capacity:
+                if len(once) < capacity:
+                    left_once.popitem(last=False)
+                    self._replace(came_often=False)
+                else:
+                    once.popitem(last=False)
+            elif len(self) + len(left_once) + len(left_often) >= capacity:
+                if len(self) + len(left_once) + len(left_often) == 2 * capacity:
+                    left_often.popitem(last=False)
+                self._replace(came_often=False)
+            once[block] = None
+
+    def _replace(self, *, came_often: bool) -> None:
+        """Make room for one block, if there is none."""
+        if len(self) < self._capacity:
+            return
+        count = len(self._once)
+        if count and (count > self._target or (came_often and count == self._target) or not self._often):
+            self._left_once[self._once.popitem(last=False)[0]] = None
+        else:
+            self._left_often[self._often.popitem(last=False)[0]] = None
+
+
+MODELS: Mapping[str, Callable[[int], Model]] = {"lru": Lru, "arc": Arc, "sieve": Sieve, "s3fifo": S3Fifo}
+BELADY = "belady"
+
+
+def run_model(name: str, prompts: Sequence[Prompt], capacity: int, needed: int = 1) -> ModelOutcome:
+    """Replay prompts against a model. ``needed``: how many requests must want a block before it is written; 1: all are.
+
+    The requests that wanted a block are counted exactly, and never forgotten.
+    """
+    if name == BELADY:
+        return run_belady(prompts, capacity)
+    model = MODELS[name](capacity)
+    wanted: dict[Hashable, int] = {}
+    hits: list[int] = []
+    written = 0
+    for prompt in prompts:
+        there = [block in model for block in prompt]
+        hits.append(there.index(False) if False in there else len(there))
+        for block in reversed(prompt):
+            if needed > 1:
+                wanted[block] = wanted.get(block, 0) + 1
+            if block in model:
+                model.use(block)
+            elif capacity and (needed == 1 or wanted[block] >= needed):
+                model.add(block)
+                written += 1
+    return ModelOutcome(hits, written, written - len(model))
+
+
+def run_belady(prompts: Sequence[Prompt], capacity: int) -> ModelOutcome:
+    """Replay prompts with knowledge of the future; see the module."""
+    references = [block for prompt in prompts for block in prompt]
+    next_uses = _next_uses(references)
+    # The blocks that are there and when each is used again; the same as a heap, with some that have gone.
+    kept: dict[Hashable, int] = {}
+    latest: list[tuple[int, Hashable]] = []
+    fresh: set[Hashable] = set()  # have not hit yet
+    hits: list[int] = []
+    written = at = 0
+    for prompt in prompts:
+        hits.append(0)
+        for block in prompt:
+            if kept.pop(block, None) is None:
+                fresh.add(block)
+            else:
+                hits[-1] += 1
+                if block in fresh:
+                    fresh.remove(block)
+                    written += 1
+            following = next_uses[at]
+            at += 1
+            if following < len(references):
+                kept[block] = following
+                heappush(latest, (-following, block))
+                while len(kept) > capacity:
+                    following, last = heappop(latest)
+                    if kept.get(last) == -following:
+                        del kept[last]
+                        fresh.discard(last)
+            else:
+                fresh.discard(block)
+    return ModelOutcome(hits, written, None)
+
+
+def _next_uses(references: Sequence[Hashable]) -> list[int]:
+    """Return for each reference the position of the next one to the same block; behind the last where there is none."""
+    found = [0] * len(references)
+    following: dict[Hashable, int] = {}
+    for at in reversed(range(len(references))):
+        found[at] = following.get(references[at], len(references))
+        following[references[at]] = at
+    return found

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The replay's GPU: blocks without bytes, a free queue and, where wanted, a prefix cache, as vLLM's block pool has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvdisk.blocks import BlockKey
+
+
+@dataclass(slots=True)
+class GpuBlock:
+    """``KVCacheBlockView``."""
+
+    block_id: int
+    ref_cnt: int = 0
+    key: BlockKey | None = None
+
+
+class GpuPool:
+    """``SchedulerContext``. ``block_count``: the null block, number 0, included. One thread calls everything.
+
+    ``caches``: whether a free block keeps its content until it is given away; the one freed first goes first.
+    ``step_blocks``: see ``SchedulerContext``.
+    """
+
+    def __init__(self, block_count: int, step_blocks: int, *, caches: bool) -> None:
+        self._blocks = [GpuBlock(number) for number in range(block_count)]
+        self._free = dict.fromkeys(range(1, block_count))
+        self._caches = caches
+        self._cached: dict[BlockKey, int] = {}
+        self.step_blocks = step_blocks
+
+    # -- SchedulerContext ----------------------------------------------------------------------
+
+    @property
+    def block_count(self) -> int:
+        """See ``SchedulerContext``."""
+        return len(self._blocks)
+
+    def get_block(self, block_id: int) -> GpuBlock:
+        """See ``SchedulerContext``."""
+        return self._blocks[block_id]
+
+    def touch(self, block_ids: Sequence[int]) -> None:
+        """See ``SchedulerContext``."""
+        blocks, free = self._blocks, self._free
+        for block_id in block_ids:
+            block = blocks[block_id]
+            if not block.ref_cnt:
+                del free[block_id]
+            block.ref_cnt += 1
+
+    def free_blocks(self, block_ids: Iterable[int]) -> None:
+        """See ``SchedulerContext``."""
+        blocks, free = self._blocks, self._free
+        for block_id in block_ids:
+            block = blocks[block_id]
+            assert block.ref_cnt > 0
+            block.ref_cnt -= 1
+            if not block.ref_cnt:
+                free[block_id] = None
+
+    def free_first(self, block_ids: Sequence[int]) -> None:
+        """See ``SchedulerContext``."""
+        others = list(self._free)
+        self.free_blocks(block_ids)
+        first = {block_id: None for block_id in block_ids if block_id in self._free}
+        self._free = first | {block_id: None for block_id in others if block_id not in first}
+
+    def is_cached(self, key: BlockKey) -> bool:
+        """See ``SchedulerContext``."""
+        return key in self._cached
+
+    def iter_free_blocks(self) -> Iterator[GpuBlock]:
+        """See ``SchedulerContext``."""
+        return map(self._blocks.__getitem__, self._free)
+
+    # -- the engine's side ---------------------------------------------------------------------
+
+    @property
+    def free_count(self) -> int:
+        """Blocks that ``take`` can give."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Give away the first blocks of the free queue; what they held is forgotten."""
+        free, blocks, cached = self._free, self._blocks, self._cached
+        assert count <= len(free), "the pool is sized for the longest prompt"
+        taken: list[int] = []
+        for block_id in free:
+            if len(taken) == count:
+                break
+            taken.append(block_id)
+        for block_id in taken:
+            del free[block_id]
+            block = blocks[block_id]
+            block.ref_cnt = 1
+            if block.key is not None:
+                del cached[block.key]
+                block.key = None
+        return taken
+
+    def hit(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Return the blocks of the longest prefix that the cache has, taken."""
+        found: list[int] = []
+        for key in keys:
+            block_id = self._cached.get(key)
+            if block_id is None:
+                break
+            found.append(block_id)
+        self.touch(found)
+        return found
+
+    def cache(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
+        """Make computed or loaded blocks known to the cache, if there is one; those known already stay as they are."""
+        if self._caches:
+            for key, block_id in zip(keys, block_ids, strict=True):
+                if self._cached.setdefault(key, block_id) == block_id:
+                    self._blocks[block_id].key = key

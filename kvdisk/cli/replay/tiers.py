@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A ``TierManager`` for a replay without I/O: put together as the assembly does it, over stand-ins without bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from kvdisk.cli.replay.capacity import Room
+from kvdisk.cli.replay.engine import STEP_TOKENS, Engine
+from kvdisk.cli.replay.pool import GpuPool
+from kvdisk.cli.replay.stands import InstantRanks, NoIndex, TraceClock
+from kvdisk.cli.replay.trace import Trace
+from kvdisk.config import Config
+from kvdisk.geometry import FINGERPRINT_BYTES, Geometry, GroupGeometry, segment_charge_bytes
+from kvdisk.manager.admission import make_admission
+from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.cpu_space import CpuSpace
+from kvdisk.manager.eviction import EvictionPolicy, make_eviction
+from kvdisk.manager.manager import TierManager
+from kvdisk.manager.nvme_layout import NvmeLayout
+from kvdisk.manager.nvme_space import NvmeSpace
+from kvdisk.manager.store_policies import make_store_policy
+from kvdisk.manager.transfers import Transfers
+from kvdisk.stats import Stats
+
+_HOME_ID = "0" * 32
+
+
+class Setting(NamedTuple):
+    """One run's tiers and policies, these by their names in the configuration.
+
+    ``gpu_blocks``: of a prefix cache in front of the tiers; 0: none.
+    """
+
+    cpu: Room
+    nvme: Room
+    gpu_blocks: int
+    eviction: str
+    cpu_admission: str
+    nvme_admission: str
+    store_policy: str
+
+
+_NO_BYTES = 1
+"""Of a block: none is moved. Small, because the manager puts large blocks on a drive piece by piece."""
+
+
+def make_geometry(trace: Trace, block_bytes: int = _NO_BYTES) -> Geometry:
+    """Return the geometry of one rank and one group with full attention."""
+    return Geometry((GroupGeometry(0, trace.block_tokens, block_bytes),), 1, trace.block_tokens)
+
+
+def make_pool(trace: Trace, gpu_blocks: int) -> GpuPool:
+    """Return a pool for the longest prompt, twice, since stores hold blocks that a request has left."""
+    step_blocks = max(1, STEP_TOKENS // trace.block_tokens)
+    count = max(gpu_blocks, 2 * trace.longest + step_blocks) + 1
+    return GpuPool(count, step_blocks, caches=gpu_blocks > 0)
+
+
+def make_manager(setting: Setting, geometry: Geometry, pool: GpuPool) -> TierManager:
+    """Return a manager of empty tiers. Raises ConfigError for a policy that there is not."""
+    catalog, stats, transfers = Catalog(), Stats(), Transfers(geometry.rank_count)
+
+    def make_policy() -> EvictionPolicy:
+        return make_eviction(setting.eviction, catalog.keys)
+
+    cpu = nvme = None
+    if setting.cpu.slots:
+        cpu = CpuSpace(geometry, (setting.cpu.slots,), catalog, stats, make_policy)
+    if setting.nvme.slots:
+        # One segment of exactly so many slots.
+        charge_bytes = segment_charge_bytes(geometry.slot_sizes[0], setting.nvme.slots)
+        layout = NvmeLayout(0, (setting.nvme.slots,), (charge_bytes,))
+        nvme = NvmeSpace(geometry, layout, NoIndex(), catalog, transfers, stats, make_policy)
+        nvme.restore(_HOME_ID, bytes(FINGERPRINT_BYTES))
+    # Every hit is loaded: what a load costs is not known here. The bytes are those of the spaces above.
+    config = Config(
+        store_dirs=(Path("/nowhere"),) if nvme is not None else (),
+        nvme_bytes=1 if nvme is not None else None,
+        cpu_bytes=1 if cpu is not None else 0,
+        store_policy=setting.store_policy,
+        min_load_tokens=0,
+    )
+    return TierManager(
+        config,
+        geometry,
+        pool,
+        catalog,
+        transfers,
+        stats,
+        cpu,
+        nvme,
+        make_store_policy(setting.store_policy),
+        make_admission(setting.cpu_admission, setting.cpu.slots, "cpu_admission"),
+        make_admission(setting.nvme_admission, setting.nvme.slots, "nvme_admission"),
+        first_generation=1,
+    )
+
+
+def make_engine(trace: Trace, setting: Setting) -> tuple[Engine, TierManager, InstantRanks]:
+    """Return an engine over empty tiers whose files are open, its manager, and the workers that count."""
+    pool, ranks = make_pool(trace, setting.gpu_blocks), InstantRanks()
+    manager = make_manager(setting, make_geometry(trace), pool)
+    engine = Engine(trace, manager, pool, ranks, TraceClock())
+    engine.settle()
+    return engine, manager, ranks

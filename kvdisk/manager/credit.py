@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who leaves by last use, with credit for uses before it: the eviction policy by default. Scheduler thread only."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvdisk.blocks import BlockKey
+from kvdisk.manager.key_numbers import numbers_of
+from kvdisk.manager.row_lists import GROWN_ROWS, RowLists
+
+_MOST_USES = 9
+_CLASS_OF = bytes((0, 0, 1, 2, 2, 3, 3, 3, 3, 4))
+"""Of a number of uses: how often it can be halved, rounded up."""
+_CLASSES = max(_CLASS_OF) + 1
+
+
+class CreditPolicy:
+    """Least recently used leaves first; what was used more often counts as used later than it was.
+
+    How much later goes by the mean interval between two uses of a copy, which is learnt. A conversation that goes on
+    does so about one interval later; one that was silent for ``_HORIZON`` intervals is over, however often it was used
+    before. So a copy whose last use was ``age`` ago counts as used later by half of what is left to that horizon,
+
+        credit = class * max(0, horizon - age) / 2
+
+    where the class rises by one with each doubling of its uses. In a tier so small that copies leave within an
+    interval frequency decides, in one so large that they stay for many last use does. Time is counted in copies
+    inserted or used.
+
+    What has left is remembered with its uses and its last, as long as a table has place; if it comes back they count.
+    Uses that follow each other within a small part of the interval are one: a request looks at a copy twice.
+    The constants are those of decision 25.
+    """
+
+    _HORIZON = 4.0
+    """In mean intervals."""
+    _SHORTEST = 1 / 16
+    """Uses that are less than so many mean intervals apart are one."""
+    _MEMORY = 4096
+    """Uses over which the interval is averaged."""
+
+    def __init__(self, keys: Sequence[BlockKey]) -> None:
+        self._keys = keys
+        self._lists = RowLists(_CLASSES)
+        # By row: how often it was used, up to the most that matter, and when last.
+        self._uses = bytearray()
+        self._last = array("Q")
+        self._left = LeftKeys()
+        self._now = 0
+        self._learnt = 0
+        self.interval = 0.0
+
+    def insert(self, rows: Sequence[int]) -> None:
+        """Make rows the newest; those that have left not long ago are used again."""
+        if not rows:
+            return
+        self._grow(max(rows) + 1)
+        uses, last, now, keys = self._uses, self._last, self._now, self._keys
+        known = self._left.take([keys[row] for row in rows], now)
+        for row in rows:
+            now += 1
+            uses[row] = 1
+            last[row] = now
+        self._now = now
+        for at, (count, age) in known.items():
+            uses[rows[at]] = self._count_use(count, age)
+        if known:
+            self._append(rows)
+        else:
+            self._lists.append(rows, 0)
+
+    def access(self, row: int) -> None:
+        """Count a use, and make a row the newest."""
+        lists, uses = self._lists, self._uses
+        if lists.holds(row):
+            lists.remove((row,), _CLASS_OF[uses[row]])
+            uses[row] = count = self._count_use(uses[row], self._now - self._last[row])
+            self._now += 1
+            self._last[row] = self._now
+            lists.append((row,), _CLASS_OF[count])
+
+    def postpone(self, row: int) -> None:
+        """Make a row the newest of those used as often; it was not used."""
+        if self._lists.holds(row):
+            number = _CLASS_OF[self._uses[row]]
+            self._lists.remove((row,), number)
+            self._now += 1
+            self._last[row] = self._now
+            self._lists.append((row,), number)
+
+    def remove(self, rows: Sequence[int]) -> None:
+        """Take rows out, and remember them; those that are not there are ignored."""
+        lists, uses, last, keys = self._lists, self._uses, self._last, self._keys
+        holds, count = lists.holds, sum(lists.counts)
+        rows = [row for row in rows if holds(row)]
+        for number, alike in self._by_class(rows):
+            lists.remove(alike, number)
+        self._left.add([keys[row] for row in rows], [uses[row] for row in rows], [last[row] for row in rows], count)
+
+    def fill(self, rows: NDArray[np.int32]) -> None:
+        """Insert many rows, the oldest first: used once each, since nothing says how often they were."""
+        count = int(rows.max()) + 1 if len(rows) else 0
+        self._uses = bytearray(b"\1") * count
+        last = np.zeros(count, np.uint64)
+        last[rows] = np.arange(1, len(rows) + 1, dtype=np.uint64)
+        self._last = array("Q", last.tobytes())
+        self._now = len(rows)
+        self._lists.fill(rows)
+
+    def proposals(self) -> Iterator[int]:
+        """Yield from the one on that counts as used longest ago. Within a class that is the order of last use."""
+        lists, now = self._lists, self._now
+        last, horizon = self._last, int(self._HORIZON * self.interval)
+        rows = [lists.oldest(number) for number in range(_CLASSES)]
+        # By class: how long ago its oldest row counts as used, times -2; above all others where there is none.
+        nothing = 1 << 62
+
+        def rank(number: int, row: int) -> int:
+            age = now - last[row]
+            return (number * (horizon - age) if age < horizon else 0) - 2 * age
+
+        ranks = [rank(number, row) if row >= 0 else nothing for number, row in enumerate(rows)]
+        while (least := min(ranks)) < nothing:
+            number = ranks.index(least)
+            ranks[number] = nothing
+            others, row = min(ranks), rows[number]
+            while row >= 0 and (least := rank(number, row)) <= others:
+                newer = lists.newer(row)
+                yield row
+                row = newer
+            rows[number] = row
+            ranks[number] = least if row >= 0 else nothing
+
+    def _count_use(self, count: int, age: int) -> int:
+        """Return the uses of a copy that had ``count``, the last one ``age`` ago, and was used again; learn from it."""
+        if age < self._SHORTEST * self.interval:
+            return count
+        self._learnt = min(self._learnt + 1, self._MEMORY)
+        self.interval += (age - self.interval) / self._learnt
+        return min(count + 1, _MOST_USES)
+
+    def _grow(self, count: int) -> None:
+        lacking = count - len(self._uses)
+        if lacking > 0:
+            self._uses += bytes(lacking + GROWN_ROWS)
+            self._last.frombytes(bytes(8 * (lacking + GROWN_ROWS)))
+
+    def _append(self, rows: Sequence[int]) -> None:
+        for number, alike in self._by_class(rows):
+            self._lists.append(alike, number)
+
+    def _by_class(self, rows: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+        """Yield rows by class, each in the order given."""
+        classes = bytes(map(self._uses.__getitem__, rows)).translate(_TO_CLASS)
+        for number in range(_CLASSES):
+            count = classes.count(number)
+            if count:
+                alike = rows if count == len(rows) else [r for r, c in zip(rows, classes, strict=True) if c == number]
+                yield number, list(alike)
+
+
+_TO_CLASS = bytes(_CLASS_OF[min(count, _MOST_USES)] for count in range(256))
+
+
+class LeftKeys:
+    """Keys that have left, with their uses and their last, in a table by number: 9 bytes a place.
+
+    A later key takes a place over, so that about as many are remembered as there are places: one to two for each
+    row, and no fewer than ``_FEWEST_PLACES``. Once in 2**29 times a key is taken for another: that decides nothing but
+    who leaves first.
+    """
+
+    _FEWEST_PLACES = 1 << 18
+
+    def __init__(self) -> None:
+        self._marks, self._last, self._uses = array("I", [0]), array("I", [0]), bytearray(1)
+        self._mask = 0
+
+    def add(self, keys: Sequence[BlockKey], uses: Sequence[int], last: Sequence[int], rows: int) -> None:
+        """Remember keys, of a policy that had so many rows."""
+        if not keys:
+            return
+        if self._mask + 1 < rows or not self._mask:  # the larger table is empty; it doubles at least, so this is rare
+            size = max(self._FEWEST_PLACES, 1 << (rows - 1).bit_length())
+            self._marks, self._last, self._uses = array("I", [0]) * size, array("I", [0]) * size, bytearray(size)
+            self._mask = size - 1
+        marks, lasts, counts, mask = self._marks, self._last, self._uses, self._mask
+        for name, count, when in zip(numbers_of(keys), uses, last, strict=True):
+            place = name & mask
+            marks[place] = name >> 29 & 0xFFFFFFFF | 1
+            lasts[place] = when & 0xFFFFFFFF
+            counts[place] = count
+
+    def take(self, keys: Sequence[BlockKey], now: int) -> dict[int, tuple[int, int]]:
+        """Return by position the uses of each key that is remembered, and how long ago the last was; forget it."""
+        marks, mask = self._marks, self._mask
+        found: dict[int, tuple[int, int]] = {}
+        for at, name in enumerate(numbers_of(keys)):
+            place = name & mask
+            if marks[place] == name >> 29 & 0xFFFFFFFF | 1:
+                marks[place] = 0
+                found[at] = self._uses[place], now - self._last[place] & 0xFFFFFFFF
+        return found

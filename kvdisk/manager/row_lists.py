@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ordered lists of catalog rows, in arrays: what eviction policies keep their order in. Scheduler thread only."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+GROWN_ROWS = 64
+"""Rows that an array grows by at a time."""
+
+
+class RowLists:
+    """Ordered lists of rows in two arrays: a row is in one list at most. Lists are numbered from 0.
+
+    ``counts``: rows by list. Walk a list with ``oldest`` and ``newer``.
+    """
+
+    def __init__(self, list_count: int) -> None:
+        # The first places are the lists' own ends; row r lives at r + list_count. Neighbours of an absent row are -1.
+        self._ends = list_count
+        self._older = array("i", range(list_count))
+        self._newer = array("i", range(list_count))
+        self.counts = [0] * list_count
+
+    def append(self, rows: Sequence[int], number: int = 0) -> None:
+        """Make rows the newest of a list, the last of them the newest of all."""
+        if not rows:
+            return
+        ends = self._ends
+        lacking = max(rows) + ends + 1 - len(self._older)
+        if lacking > 0:
+            nothing = array("i", [-1]) * (lacking + GROWN_ROWS)
+            self._older += nothing
+            self._newer += nothing
+        older, newer = self._older, self._newer
+        newest = older[number]
+        for row in rows:
+            place = row + ends
+            assert older[place] == -1, "inserted twice"
+            older[place] = newest
+            newer[newest] = place
+            newest = place
+        newer[newest] = number
+        older[number] = newest
+        self.counts[number] += len(rows)
+
+    def remove(self, rows: Sequence[int], number: int = 0) -> None:
+        """Take rows out of the list that all of them are in."""
+        ends, olders, newers = self._ends, self._older, self._newer
+        for row in rows:
+            place = row + ends
+            older, newer = olders[place], newers[place]
+            assert older != -1
+            newers[older] = newer
+            olders[newer] = older
+            olders[place] = newers[place] = -1
+        self.counts[number] -= len(rows)
+
+    def holds(self, row: int) -> bool:
+        """Whether the row is in any list."""
+        place = row + self._ends
+        return place < len(self._older) and self._older[place] != -1
+
+    def oldest(self, number: int = 0) -> int:
+        """Return the oldest row of a list; negative where it is empty."""
+        return self._newer[number] - self._ends
+
+    def newer(self, row: int) -> int:
+        """Return the row after this one in its list; negative after the newest."""
+        return self._newer[row + self._ends] - self._ends
+
+    def fill(self, rows: NDArray[np.int32], number: int = 0) -> None:
+        """Fill an empty list with rows that are in none, the oldest first."""
+        if not len(rows):
+            return
+        assert sum(self.counts) == 0
+        places = rows.astype(np.int32) + self._ends
+        older = np.full(int(places.max()) + 1, -1, np.int32)
+        older[: self._ends] = np.arange(self._ends)
+        newer = older.copy()
+        older[places[1:]], newer[places[:-1]] = places[:-1], places[1:]
+        older[places[0]], newer[places[-1]] = number, number
+        older[number], newer[number] = places[-1], places[0]
+        self._older, self._newer = array("i", older.tobytes()), array("i", newer.tobytes())
+        self.counts[number] = len(rows)

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kvdisk.blocks import BlockKey
+from kvdisk.manager.credit import CreditPolicy, LeftKeys
+from kvdisk.manager.key_numbers import number_of, numbers_of
+
+KEYS = [BlockKey(b"key %d" % row) for row in range(4000)]
+
+
+def order(policy: CreditPolicy) -> list[int]:
+    return list(policy.proposals())
+
+
+def make(interval: float = 0.0) -> CreditPolicy:
+    """Return a policy that has learnt an interval, and goes on averaging slowly."""
+    policy = CreditPolicy(KEYS)
+    policy.interval, policy._learnt = interval, policy._MEMORY if interval else 0
+    return policy
+
+
+def credit_of(policy: CreditPolicy, row: int) -> float:
+    age = policy._now - policy._last[row]
+    horizon = int(policy._HORIZON * policy.interval)
+    uses = policy._uses[row]
+    rank = next(rank for rank, most in enumerate((1, 2, 4, 8, 1000)) if uses <= most)
+    return rank * max(0, horizon - age) / 2 - age
+
+
+def test_without_repeated_uses_it_is_lru():
+    policy = make()
+    policy.insert(range(5))
+    assert order(policy) == [0, 1, 2, 3, 4]
+    policy.remove((2, 3))
+    policy.insert((7,))
+    assert order(policy) == [0, 1, 4, 7]
+
+
+def test_a_copy_used_twice_outlives_younger_ones_and_not_for_ever():
+    policy = make(interval=40)
+    policy.insert((0,))
+    policy.insert(range(100, 150))
+    policy.access(0)
+    rows = range(200, 300)
+    for row in rows[:60]:
+        policy.insert((row,))
+    found = order(policy)
+    assert found.index(0) > found.index(220), "60 others came since, but it counts as used about 50 later"
+    assert found.index(0) < found.index(255)
+    for row in range(300, 500):
+        policy.insert((row,))
+    found = order(policy)
+    assert found[:51] == [*range(100, 150), 0], "silent for longer than the horizon: last use alone"
+
+
+def test_the_order_is_that_of_the_formula():
+    policy = make(interval=300)
+    rng = np.random.default_rng(5)
+    policy.insert(range(400))
+    for row in rng.zipf(1.3, 3000) % 400:
+        policy.access(int(row))
+    ranks = [credit_of(policy, row) for row in order(policy)]
+    assert ranks == sorted(ranks)
+    assert sorted(order(policy)) == list(range(400))
+
+
+def test_uses_that_follow_at_once_are_one():
+    policy = make(interval=160)
+    policy.insert((0, 1))
+    for _ in range(5):
+        policy.access(0)
+    assert policy._uses[0] == 1
+    policy.insert(range(10, 30))
+    policy.access(0)
+    assert policy._uses[0] == 2
+
+
+def test_the_interval_is_the_mean_of_what_was_seen():
+    policy = make()
+    policy.insert((0,))
+    for gap in (10, 30, 20):
+        policy.insert(range(100, 100 + gap - 1))
+        policy.access(0)
+        policy.remove(range(100, 100 + gap - 1))
+    # What left and came back was used again, too, so the mean is of those as well; the first gap is known alone.
+    fresh = make()
+    fresh.insert((0,))
+    fresh.insert(range(100, 109))
+    fresh.access(0)
+    assert fresh.interval == 9
+    assert policy.interval > 0
+
+
+def test_uses_are_remembered_while_a_copy_is_away():
+    policy = make(interval=10)
+    policy.insert((0, 1))
+    policy.insert(range(10, 40))
+    policy.access(0)
+    assert policy._uses[0] == 2
+    policy.remove((0, 1))
+    policy.insert(range(50, 60))
+    policy.insert((0, 1))
+    assert (policy._uses[0], policy._uses[1]) == (3, 2)
+    policy.remove((0,))
+    policy._left.take([KEYS[0]], policy._now)
+    policy.insert((0,))
+    assert policy._uses[0] == 1, "what was taken is forgotten"
+
+
+def test_postponing_is_not_a_use():
+    policy = make(interval=10)
+    policy.insert(range(3))
+    policy.insert(range(10, 40))
+    policy.postpone(0)
+    assert policy._uses[0] == 1 and policy.interval == 10
+    assert order(policy)[-1] == 0
+    policy.postpone(999)
+
+
+def test_filled_rows_are_used_once_in_the_order_given():
+    policy = make(interval=10)
+    rows = np.array([5, 3, 9], np.int32)
+    policy.fill(rows)
+    assert order(policy) == [5, 3, 9]
+    policy.insert((1,))
+    policy.access(5)
+    assert order(policy) == [3, 9, 1, 5]
+
+
+class TestLeftKeys:
+    def test_it_forgets_no_key_but_by_another_in_its_place(self):
+        left = LeftKeys()
+        keys = [BlockKey(os.urandom(34)) for _ in range(20_000)]
+        left.add(keys, [3] * len(keys), list(range(len(keys))), 100)
+        found = left.take(keys, 50_000)
+        assert 0.95 * len(keys) < len(found) < len(keys)
+        assert all(uses == 3 and age == 50_000 - at for at, (uses, age) in found.items())
+        assert left.take(keys, 50_000) == {}
+
+    def test_it_grows_with_the_rows(self):
+        left = LeftKeys()
+        left.add([KEYS[0]], [1], [1], 10)
+        size = len(left._marks)
+        left.add([KEYS[1]], [1], [1], size + 1)
+        assert len(left._marks) == 2 * size
+
+    def test_a_clock_beyond_32_bits(self):
+        left = LeftKeys()
+        left.add([KEYS[0]], [2], [(1 << 32) - 5], 10)
+        assert left.take([KEYS[0]], (1 << 32) + 5) == {0: (2, 10)}
+
+
+@pytest.mark.parametrize("seed", ["0", "1"])
+def test_numbers_are_the_same_in_every_process(seed):
+    code = "from kvdisk.manager.key_numbers import number_of; print(number_of(b'a key of some length, as hashes are'))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True)
+    assert int(done.stdout) == number_of(BlockKey(b"a key of some length, as hashes are"))
+
+
+def test_numbers_of_many_are_those_of_each_and_spread():
+    keys = [BlockKey(number.to_bytes(32, "big") + b"\0\0") for number in range(4096)]
+    found = list(numbers_of(keys))
+    assert found == [number_of(key) for key in keys]
+    places = {number & 4095 for number in found}
+    assert len(places) > 2000, "counted-up keys lie as random ones would: 63 % of the places"
