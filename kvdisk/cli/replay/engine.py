@@ -84,7 +84,7 @@ class Engine:
         self._count(request, Tier.GPU, 0, local)
         loaded = self._load(request_id, request, blocks, prompt_tokens + 1)
         blocks += self._pool.take(count - len(blocks))
-        done, refused = local + loaded, manager.stats["refused_room"] + manager.stats["refused_budget"]
+        done, refused = local + loaded, manager.stats["refused_blocks.room"] + manager.stats["refused_blocks.budget"]
         self._pool.cache(keys[local:done], blocks[local:done])
         while True:
             done = min(count, done + self._step_blocks)
@@ -95,7 +95,7 @@ class Engine:
             if done == count:
                 break
         self._pool.cache(keys, blocks)
-        if manager.stats["refused_room"] + manager.stats["refused_budget"] > refused:
+        if manager.stats["refused_blocks.room"] + manager.stats["refused_blocks.budget"] > refused:
             self._wait_for_room(request_id, request, blocks)
         manager.request_finished(request_id)
         self._pool.free_blocks(reversed(blocks))

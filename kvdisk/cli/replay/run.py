@@ -125,9 +125,9 @@ def make_outcome(
         blocks,
         written,
         read,
-        {Tier.CPU: stats["evicted_blocks_cpu"], Tier.NVME: stats["evicted_blocks_nvme"]},
-        {why: stats[f"refused_{why}"] for why in ("reuse", "room", "budget")}
-        | {"left_cpu_" + why: stats[f"left_without_{why}"] for why in ("reuse", "room", "budget")},
+        {Tier.CPU: stats["evicted_blocks.cpu"], Tier.NVME: stats["evicted_blocks.nvme"]},
+        {why: stats[f"refused_blocks.{why}"] for why in ("reuse", "room", "budget")}
+        | {"left_cpu_" + why: stats[f"left_blocks.{why}"] for why in ("reuse", "room", "budget")},
         seconds,
         list(waits_s),
         {"loads": stats["failed_loads"], "stores": stats["failed_stores"]},
