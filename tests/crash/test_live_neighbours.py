@@ -18,7 +18,7 @@ WAIT_S = 20.0
 
 def start(store: Path, model: LiveModel, *, blocks: int = 200, **config: object) -> LiveEngine:
     dirs = [str(store), str(store.with_name("other drive"))]
-    config = {"store_dirs": dirs, "store_decode": True, "cpu_bytes": "1MiB"} | config
+    config = {"store_dirs": dirs, "store_decode": True, "cpu_bytes": "2MiB"} | config
     return LiveEngine(model.config(dirs[0], blocks=blocks, **config), model)
 
 
