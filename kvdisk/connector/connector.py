@@ -216,9 +216,8 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return what was counted and measured since the last call; a worker's travels in its report."""
-        if self._scheduler is None:
-            return None
-        return KVDiskStats.of(self._scheduler.take_stats())
+        stats = self._scheduler.take_stats() if self._scheduler is not None else None
+        return KVDiskStats.of(stats) if stats is not None else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

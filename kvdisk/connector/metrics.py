@@ -31,9 +31,9 @@ class KVDiskStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped he
     data: dict[str, Any]
 
     @classmethod
-    def of(cls, stats: Stats | None) -> KVDiskStats:
-        """Wrap values; None: nothing."""
-        if stats is None or stats.empty:
+    def of(cls, stats: Stats) -> KVDiskStats:
+        """Wrap values."""
+        if stats.empty:
             return cls(data={})
         samples = {series: [each.count, each.total, each.values] for series, each in stats.samples.items()}
         return cls(data={_COUNTS: dict(stats.counts), _SAMPLES: samples, _GAUGES: dict(stats.gauges)})

@@ -51,7 +51,7 @@ class FiguresRecord(NamedTuple):
 
 def write_figures(home_path: Path, figures: dict[str, Any]) -> None:
     """Replace FIGURES in one step. Raises OSError."""
-    paths.write_control(home_path / FIGURES_FILE, figures, durable=False)
+    paths.write_note(home_path / FIGURES_FILE, figures)
 
 
 def read_figures(home_path: Path) -> FiguresRecord | None:

@@ -86,6 +86,15 @@ def open_regular(path: Path, flags: int) -> int:
 
 def write_control(path: Path, value: dict[str, Any], *, durable: bool) -> None:
     """Replace a JSON file in one step. ``durable``: it survives a loss of power from here on. Raises OSError."""
+    _replace(path, value, durable=durable)
+
+
+def write_note(path: Path, value: dict[str, Any]) -> None:
+    """Replace a JSON file in one step, which nothing depends on: what it says is for people. Raises OSError."""
+    _replace(path, value, durable=False)
+
+
+def _replace(path: Path, value: dict[str, Any], *, durable: bool) -> None:
     temporary = path.with_name(path.name + ".tmp")
     with suppress(FileNotFoundError):
         temporary.unlink()
