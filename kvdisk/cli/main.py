@@ -13,6 +13,7 @@ from kvdisk.cli.clear_command import clear
 from kvdisk.cli.inspect_command import inspect
 from kvdisk.cli.prune_command import prune
 from kvdisk.cli.repair_command import repair
+from kvdisk.cli.size_command import size
 from kvdisk.cli.verify_command import verify
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ app.command()(verify)
 app.command()(repair)
 app.command()(prune)
 app.command()(clear)
+app.command()(size)
 app.command()(make_command())
 
 

@@ -48,9 +48,13 @@ class NvmeLayout:
             slot_counts.append(count)
         return cls(index_bytes, tuple(slot_counts), class_bytes)
 
-    def most_slots(self, geometry: Geometry) -> int:
-        """Return the slots of all segments that the caps have room for."""
-        return sum(
+    def class_slots(self, geometry: Geometry) -> tuple[int, ...]:
+        """Return the slots that the caps have room for, by size class."""
+        return tuple(
             cap // (segment_charge_bytes(size, count) * geometry.part_count) * count
             for size, count, cap in zip(geometry.slot_sizes, self.slot_counts, self.class_bytes, strict=True)
         )
+
+    def most_slots(self, geometry: Geometry) -> int:
+        """Return the slots of all segments that the caps have room for."""
+        return sum(self.class_slots(geometry))
