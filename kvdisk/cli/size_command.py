@@ -121,16 +121,18 @@ def size(
     endurance: Endurance = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say how many bytes a token's KV takes, what fits on CPU and NVMe, and how long the drive lasts.
+    """Say what a token's KV takes, what fits, and how long the drive lasts.
 
-    Counts as an engine does: blocks by KV-cache group, slot headers and padding, the index, whole segments. Reads the
-    model's configuration alone; a model whose KV is not only attention is refused.
+    Counts as an engine does: blocks by KV-cache group, slot headers and
+    padding, the index, whole segments. Reads the model's configuration alone;
+    a model whose KV is not only attention is refused.
 
     [bold]Exit codes[/bold]
 
     [cyan]0[/cyan]  the figures are shown
 
-    [cyan]2[/cyan]  they are not: no such configuration, a kind of model that is not counted, too few bytes, wrong usage
+    [cyan]2[/cyan]  they are not: no such configuration, a kind of model that is
+    not counted, too few bytes, or wrong usage
     """
     try:
         known = read_model(model, dtype, kv_dtype)

@@ -177,7 +177,7 @@ def test_clear_leaves_an_empty_store(path):
     is_sound(path)
     assert make_store(path)
     shown = run_here("clear", path, "--yes").stdout
-    assert "20 blocks, 1 home as a whole" in shown and "0 B in 0 homes stay." in shown
+    assert "20 blocks, 1 home as a whole" in shown and "1 home as a whole; the store is empty." in shown
     assert "There is nothing to delete." in run_here("clear", path, "--yes").stdout
 
 
