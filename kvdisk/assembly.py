@@ -220,7 +220,9 @@ def _take_home(
 ) -> tuple[Home, LmdbIndex, NvmeSpace]:
     """Own a home whose index is sound, within its cap and read. One that cannot be rebuilt is given up for another."""
     assert config.nvme_bytes is not None
-    layout = _divide(max(0, config.nvme_bytes - HOME_OVERHEAD_BYTES), config, geometry)
+    budget_bytes = max(0, config.nvme_bytes - HOME_OVERHEAD_BYTES)
+    drive_count = len(config.store_dirs)
+    layout = NvmeLayout.make(budget_bytes, config.segment_bytes, geometry, map_bytes_for, uses_bytes_for, drive_count)
     class_bytes = dict(zip(geometry.slot_sizes, layout.class_bytes, strict=True))
 
     def restore(home: Home) -> tuple[LmdbIndex, NvmeSpace]:
@@ -255,14 +257,6 @@ def _take_home(
         except BaseException:
             home.close(clean=False)
             raise
-
-
-def _divide(budget_bytes: int, config: Config, geometry: Geometry) -> NvmeLayout:
-    """Return how a budget is divided, less what the file of uses may take. Raises ConfigError where nothing fits."""
-    how = (config.segment_bytes, geometry, map_bytes_for, len(config.store_dirs))
-    layout = NvmeLayout.make(budget_bytes, *how)
-    uses_bytes = uses_bytes_for(layout.most_slots(geometry), sum(layout.most_segments(geometry)))
-    return NvmeLayout.make(budget_bytes - uses_bytes, *how)
 
 
 def _is_of_process(error: CorruptRecord | DeviceError) -> bool:

@@ -17,8 +17,9 @@ def clear(
 ) -> None:
     """Delete everything that is in a store; the store itself stays, empty.
 
-    Refuses while an engine owns a home, unless --orphans says to leave such homes alone. What is to go is shown, and
-    asked for, before anything is deleted.
+    Refuses while an engine owns a home, unless --orphans says to leave such
+    homes alone. What is to go is shown, and asked for, before anything is
+    deleted.
 
     [bold]Exit codes[/bold]
 
@@ -26,7 +27,8 @@ def clear(
 
     [cyan]1[/cyan]  something could not be deleted; the report says why
 
-    [cyan]2[/cyan]  nothing was deleted: not a store, no permission, another format, wrong usage, or the answer was no
+    [cyan]2[/cyan]  nothing was deleted: not a store, no permission, another
+    format, wrong usage, or the answer was no
 
     [cyan]3[/cyan]  nothing was deleted, or a home less, because an engine owns it
     """

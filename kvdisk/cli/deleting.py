@@ -163,7 +163,8 @@ def _count(plan: Plan) -> str:
     whole = sum(home.whole for home in plan.homes)
     unknown = sum(home.block_count is None for home in plan.homes)
     more = f" and those of {plural(unknown, 'home')} that cannot be read" if unknown else ""
-    return f"{plural(plan.block_count, 'block')}{more}, {plural(whole, 'home')} as a whole"
+    said = f"{plural(plan.block_count, 'block')}{more}"
+    return f"{said}, {plural(whole, 'home')} as a whole" if whole else said
 
 
 def _table(homes: Sequence[HomePlan], now_s: int) -> Table:
@@ -198,7 +199,8 @@ def _show_result(deletion: Deletion, console: Console) -> None:
         went = deletion.before.allocated_bytes - after.allocated_bytes
         done = [outcome.plan for outcome in deletion.outcomes if outcome.result == "deleted"]
         count = _count(Plan(done))
-        stays = f"{size(after.allocated_bytes)} in {plural(len(after.homes), 'home')} stay"
+        left = f"{size(after.allocated_bytes)} in {plural(len(after.homes), 'home')} stay"
+        stays = left if after.homes else "the store is empty"
         console.print(Text.assemble(("\nDeleted ", "green"), f"{size(went)}, {count}; {stays}."))
     for outcome in deletion.outcomes:
         if outcome.result != "deleted":

@@ -15,6 +15,7 @@ from kvdisk.cli.prune_command import prune
 from kvdisk.cli.repair_command import repair
 from kvdisk.cli.replay.command import replay
 from kvdisk.cli.report.command import report
+from kvdisk.cli.size_command import size
 from kvdisk.cli.top_command import top
 from kvdisk.cli.verify_command import verify
 
@@ -31,6 +32,7 @@ app.command()(verify)
 app.command()(repair)
 app.command()(prune)
 app.command()(clear)
+app.command()(size)
 app.command()(replay)
 app.command()(make_command())
 

@@ -37,11 +37,13 @@ def prune(
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete a part of a store: the oldest first, what is old, or what is of one namespace.
+    """Delete a part of a store: the oldest, what is old, or one namespace.
 
-    Only homes that no engine owns are changed. What is to go is shown, and asked for, before anything is deleted. A
-    block counts as used when it was stored, or when one that comes after it in its prompt was. Space comes back by
-    whole homes and segments; blocks that go beside make room for the next engine.
+    Only homes that no engine owns are changed. What is to go is shown, and
+    asked for, before anything is deleted. Of several conditions all must hold.
+    A block was used when it was stored, or when one that comes after it in its
+    prompt was. Space comes back by whole homes and segments; blocks that go
+    beside make room for the next engine.
 
     [bold]Exit codes[/bold]
 
@@ -49,7 +51,8 @@ def prune(
 
     [cyan]1[/cyan]  less went than was asked for; the report says why
 
-    [cyan]2[/cyan]  nothing was deleted: not a store, no permission, another format, wrong usage, or the answer was no
+    [cyan]2[/cyan]  nothing was deleted: not a store, no permission, another
+    format, wrong usage, or the answer was no
 
     [cyan]3[/cyan]  nothing was deleted, or a home less, because an engine owns it
     """

@@ -42,10 +42,12 @@ def repair(
     home: Annotated[str | None, typer.Option("--home", metavar="ID", help="Only the home with this id.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Make the index of every home that no engine owns anew, from the headers of its slots.
+    """Make the index of every home that no engine owns anew, from its slots.
 
-    An engine does this by itself when it starts and finds its index lost or damaged; this is for looking at once. No
-    block is read: each is checked when it is loaded. Segments whose files are of no use are removed.
+    An engine does this by itself when it starts and finds its index lost or
+    damaged; this is for looking at once. Headers are read and no block: each
+    is checked when it is loaded, and by kvdisk verify. Segments whose files
+    are of no use are removed.
 
     [bold]Exit codes[/bold]
 

@@ -47,10 +47,11 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with all that is wrong.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="List everything that is wrong.")] = False,
 ) -> None:
-    """Read every slot that holds a block, and check its header and its payload's checksum.
+    """Read every slot that holds a block; check its header and its checksum.
 
-    Only reads, so a store in use may be verified too: blocks that leave meanwhile are no error. Checked are all homes,
-    ranks and drives, in the way in which an engine checks what it loads. Needs neither a GPU nor vLLM.
+    Only reads, so a store in use may be verified too: blocks that leave
+    meanwhile are no error. Checked are all homes, ranks and drives, in the
+    way in which an engine checks what it loads. Needs neither a GPU nor vLLM.
 
     [bold]Exit codes[/bold]
 
@@ -58,7 +59,8 @@ def verify(
 
     [cyan]1[/cyan]  something is wrong, or cannot be read; the report says what and where
 
-    [cyan]2[/cyan]  nothing was read: not a store, no such home, no permission, another format, or wrong usage
+    [cyan]2[/cyan]  nothing was read: not a store, no such home, no permission,
+    another format, or wrong usage
 
     [cyan]130[/cyan]  broken off by Ctrl-C; the report says what was found until then
     """

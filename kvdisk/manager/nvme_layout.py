@@ -25,12 +25,27 @@ class NvmeLayout:
         segment_bytes: int,
         geometry: Geometry,
         index_bytes_for: Callable[[int], int],
+        uses_bytes_for: Callable[[int, int], int],
         drive_count: int = 1,
     ) -> NvmeLayout:
-        """Divide ``budget_bytes`` (all ranks) between index and size classes.
+        """Divide ``budget_bytes`` (all ranks) between index, the file of uses, and size classes.
 
-        ``index_bytes_for``: bytes of an index of so many blocks. Raises ConfigError where nothing fits.
+        ``index_bytes_for``: bytes of an index of so many blocks; ``uses_bytes_for``: of the file for so many slots and
+        segments. Raises ConfigError where nothing fits.
         """
+        without = cls._divide(budget_bytes, segment_bytes, geometry, index_bytes_for, drive_count)
+        uses_bytes = uses_bytes_for(without.most_slots(geometry), sum(without.most_segments(geometry)))
+        return cls._divide(budget_bytes - uses_bytes, segment_bytes, geometry, index_bytes_for, drive_count)
+
+    @classmethod
+    def _divide(
+        cls,
+        budget_bytes: int,
+        segment_bytes: int,
+        geometry: Geometry,
+        index_bytes_for: Callable[[int], int],
+        drive_count: int,
+    ) -> NvmeLayout:
         parts = geometry.part_count
         slots = budget_bytes // (min(geometry.slot_sizes) * parts)
         index_bytes = index_bytes_for(slots)
@@ -50,13 +65,16 @@ class NvmeLayout:
 
     def most_slots(self, geometry: Geometry) -> int:
         """Return the slots of all segments that the caps have room for."""
+        return sum(self.class_slots(geometry))
+
+    def class_slots(self, geometry: Geometry) -> tuple[int, ...]:
+        """Return the same by size class."""
         counts = zip(self.most_segments(geometry), self.slot_counts, strict=True)
-        return sum(segments * slots for segments, slots in counts)
+        return tuple(segments * slots for segments, slots in counts)
 
     def capacity_bytes(self, geometry: Geometry) -> int:
         """Return the bytes of these slots, over all ranks."""
-        counts = zip(geometry.slot_sizes, self.most_segments(geometry), self.slot_counts, strict=True)
-        return sum(size * segments * slots for size, segments, slots in counts) * geometry.part_count
+        return sum(map(int.__mul__, geometry.slot_sizes, self.class_slots(geometry))) * geometry.part_count
 
     def most_segments(self, geometry: Geometry) -> tuple[int, ...]:
         """Return by size class how many segments the caps have room for."""

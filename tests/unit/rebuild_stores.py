@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -142,6 +142,18 @@ def make_store(path: Path | Sequence[Path], segments: int = 4, *, clean: bool = 
     if not clean:  # the look made it clean
         end(start(path), clean=False)
     return expected
+
+
+def stamp(path: Path | Sequence[Path], stored_s: Callable[[Slot], int], *, clean: bool = True) -> str:
+    """Say when blocks were stored; return the id of the home."""
+    parts = start(path)
+    assert parts.home is not None and parts.index is not None
+    for record in list(parts.index.blocks()):
+        parts.index.put([record._replace(stored_s=stored_s(record.slot))])
+    assert parts.index.flush(30)
+    home_id = parts.home.id
+    end(parts, clean=clean)
+    return home_id
 
 
 def end(parts: SchedulerParts, *, clean: bool = True) -> None:

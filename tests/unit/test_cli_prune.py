@@ -8,12 +8,12 @@ import os
 import pty
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cli_stores import COMMAND, HYBRID, PLAIN, Owner, leave_home, run, run_here
-from rebuild_stores import MINE, end, make_store, served, start
+from rebuild_stores import MINE, end, make_store, served, stamp, start
 
 from kvdisk.blocks import Slot
 from kvdisk.cli import deleting, prune
@@ -67,17 +67,6 @@ def is_sound(*paths: Path) -> None:
     for command in ("verify", "inspect"):
         done = run_here(command, *paths)
         assert done.exit_code == 0, done.stdout
-
-
-def stamp(path: Path, stored_s: Callable[[Slot], int], *, clean: bool = True) -> str:
-    """Say when blocks were stored; return the id of the home."""
-    parts = start(path)
-    for record in list(parts.index.blocks()):
-        parts.index.put([record._replace(stored_s=stored_s(record.slot))])
-    assert parts.index.flush(30)
-    home_id = parts.home.id
-    end(parts, clean=clean)
-    return home_id
 
 
 def used_at(path: Path, home_id: str, last_use_s: int) -> None:
@@ -188,7 +177,7 @@ def test_clear_leaves_an_empty_store(path):
     is_sound(path)
     assert make_store(path)
     shown = run_here("clear", path, "--yes").stdout
-    assert "20 blocks, 1 home as a whole" in shown and "0 B in 0 homes stay." in shown
+    assert "20 blocks, 1 home as a whole" in shown and "1 home as a whole; the store is empty." in shown
     assert "There is nothing to delete." in run_here("clear", path, "--yes").stdout
 
 

@@ -11,7 +11,7 @@ import sys
 import time
 
 import pytest
-from rebuild_stores import Row, end, make_store, served, start
+from rebuild_stores import Row, make_store, served, stamp
 
 from kvdisk.cli.verify import verify_store
 from kvdisk.device.listing import list_homes
@@ -52,11 +52,7 @@ def test_whatever_step_it_dies_after_the_next_engine_starts_and_nothing_is_wrong
     whole[0].parent.mkdir()
     expected = make_store(whole, drives=drives)
     now_s = int(time.time())
-    parts = start(whole)
-    for record in list(parts.index.blocks()):
-        age_s = (9 if record.slot.segment < 2 or record.slot.index > 3 else 1) * DAY_S
-        parts.index.put([record._replace(stored_s=now_s - age_s)])
-    end(parts)
+    stamp(whole, lambda slot: now_s - (9 if slot.segment < 2 or slot.index > 3 else 1) * DAY_S)
     stay = {row for row in expected if row.slot.segment >= 2 and row.slot.index <= 3} if command == "prune" else set()
     arguments = ["--older-than", "5d"] if command == "prune" else []
     outcomes: list[set[Row]] = []

@@ -12,7 +12,7 @@ import re
 from typing import NamedTuple
 
 from kvdisk.cli.replay.trace import Trace
-from kvdisk.config import Config, parse_bytes
+from kvdisk.config import parse_bytes
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry
 from kvdisk.manager.nvme_space import spare_slots
@@ -75,12 +75,9 @@ def _slots_in(option: str, text: str, geometry: Geometry, *, on_nvme: bool) -> i
 
 
 def _nvme_slots(byte_count: int, geometry: Geometry) -> int:
-    from kvdisk.device.cap import HOME_OVERHEAD_BYTES
-    from kvdisk.index.lmdb_index import map_bytes_for
-    from kvdisk.manager.nvme_layout import NvmeLayout
+    from kvdisk.cli.sizing import fit_nvme
 
     try:
-        budget_bytes = max(0, byte_count - HOME_OVERHEAD_BYTES)
-        return NvmeLayout.make(budget_bytes, Config().segment_bytes, geometry, map_bytes_for).most_slots(geometry)
+        return fit_nvme(geometry, byte_count, 1).blocks
     except ConfigError:
         return 0

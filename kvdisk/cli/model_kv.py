@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much KV a model keeps, read from its Hugging Face configuration. Needs neither vLLM nor transformers.
+
+Known are attention with grouped heads, full or with a sliding window, and MLA. What keeps another state (Mamba, linear
+or chunked attention, sparse attention with an index of its own, layers of different sizes, encoders) is refused, in one
+sentence: kvdisk does not serve it, or a figure would be a guess.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvdisk.errors import ConfigError
+from kvdisk.geometry import Geometry, GroupGeometry
+
+MLA_TYPES = frozenset({"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "pangu_ultra_moe", "axk1"})
+"""Kinds of models whose latent KV vLLM keeps as such."""
+
+_NESTED = ("text_config", "llm_config", "language_config", "language_model_config", "thinker_config")
+_HEADS_ARE_KV_HEADS = frozenset({"llama", "gpt2", "gpt_neox", "gptj", "opt", "phi", "bloom", "stablelm"})
+_ALL_LAYERS_SLIDE = frozenset({"mistral", "mixtral", "starcoder2", "phi3"})
+_LEFT_OUT: dict[str, dict[str, int]] = {
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
+}
+"""What configurations on the hub leave to the defaults of their kind."""
+_OTHER_STATE = {
+    "attention_chunk_size": "chunked attention",
+    "attn_config": "attention settings of its own kind",
+    "attn_layer_period": "layers without attention",
+    "attn_type_list": "linear attention",
+    "block_configs": "layers of different sizes",
+    "compress_ratios": "compressed attention",
+    "conv_L_cache": "convolution layers",
+    "cross_attention_layers": "cross-attention layers",
+    "full_attn_idxs": "linear attention",
+    "global_head_dim": "layers of different sizes",
+    "hybrid_layer_pattern": "layers of different sizes",
+    "hybrid_override_pattern": "Mamba layers",
+    "index_topk": "sparse attention",
+    "layers_block_type": "layers without attention",
+    "linear_attn_config": "linear attention",
+    "linear_num_key_heads": "linear attention",
+    "mamba_d_state": "Mamba layers",
+    "mamba_expand": "Mamba layers",
+    "mamba_n_heads": "Mamba layers",
+    "num_kv_shared_layers": "layers that share their KV",
+    "ssm_cfg": "Mamba layers",
+    "ssm_state_size": "Mamba layers",
+    "state_size": "Mamba layers",
+    "swa_num_key_value_heads": "layers of different sizes",
+}
+"""Fields that tell of a state that is not counted here."""
+_LAYER_KINDS = {"full_attention": False, "attention": False, "global": False, "sliding_attention": True, "local": True}
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
+_KV_DTYPE_BYTES = _DTYPE_BYTES | {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+_LIMIT = 1 << 20
+DTYPES = tuple(_DTYPE_BYTES)
+KV_DTYPES = ("auto", *_KV_DTYPE_BYTES)
+
+
+class ModelKv(NamedTuple):
+    """What decides the bytes of a model's KV.
+
+    ``windows``: of each layer, in tokens; None: full attention. ``kv_heads``: of a layer, all ranks together.
+    ``head_elements``: of a head's keys and values for one token; MLA has one head, of latent elements.
+    ``element_bytes``: of one element of KV. ``dtype``: in words. ``longest_tokens``: the longest context, None where
+    the configuration does not say. ``notes``: sentences about what had to be assumed.
+    """
+
+    kind: str
+    heads: int
+    windows: tuple[int | None, ...]
+    mla: bool
+    kv_heads: int
+    head_elements: int
+    element_bytes: int
+    dtype: str
+    longest_tokens: int | None
+    notes: tuple[str, ...]
+
+    def geometry(self, ranks: int, block_tokens: int) -> Geometry:
+        """Return the sizes of an engine's blocks as vLLM would make them. Raises ConfigError."""
+        if self.heads % ranks:
+            raise ConfigError(f"--tp {ranks} does not divide the model's {self.heads} attention heads.")
+        kv_heads = 1 if self.mla else max(1, self.kv_heads // ranks)
+        token_bytes = kv_heads * self.head_elements * self.element_bytes
+        groups = tuple(
+            GroupGeometry(number, block_tokens, layers * block_tokens * token_bytes, window)
+            for number, (layers, window) in enumerate(group_layers(self.windows))
+        )
+        return Geometry(groups, ranks, block_tokens, replicated=self.mla and ranks > 1)
+
+
+def group_layers(windows: tuple[int | None, ...]) -> list[tuple[int, int | None]]:
+    """Return layers and window of each KV-cache group that vLLM makes of layers of one size.
+
+    Layers of one kind are one group. Of several kinds each is cut into groups of as many layers as the rarest has, or
+    as the most frequent where that is not much more.
+    """
+    kinds = {window: windows.count(window) for window in dict.fromkeys(windows)}
+    least, most = min(kinds.values()), max(kinds.values())
+    per_group = most if most < 1.5 * least else least
+    groups = []
+    for window, layers in kinds.items():
+        count = -(-layers // per_group)
+        groups += [(len(range(first, layers, count)), window) for first in range(count)]
+    return groups
+
+
+def read_model(path: Path, dtype: str | None = None, kv_dtype: str = "auto") -> ModelKv:
+    """Read a model's directory, or its config.json. ``dtype``, ``kv_dtype``: as vLLM is told. Raises ConfigError."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        whole = json.loads(file.read_text("utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path} has no config.json, and is none." if path.is_dir() else f"{path} does not exist."
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{file} is not a model's configuration: it is no JSON.") from None
+    if not isinstance(whole, dict):
+        raise ConfigError(f"{file} is not a model's configuration: it holds no object.")
+    return model_of(whole, dtype, kv_dtype)
+
+
+def model_of(whole: Mapping[str, Any], dtype: str | None = None, kv_dtype: str = "auto") -> ModelKv:
+    """Return what a configuration says. Raises ConfigError."""
+    config = dict(_language_part(whole))
+    kind = str(config.get("model_type") or whole.get("model_type") or "unknown")
+    config = _LEFT_OUT.get(kind, {}) | config
+    refused = next(_other_state(whole, config, kind), None)
+    if refused is not None:
+        raise ConfigError(f"kvdisk size does not count the KV of this model ({kind}): it has {refused}.")
+    layers = _number(config, kind, "num_hidden_layers", "n_layer", "n_layers")
+    heads = _number(config, kind, "num_attention_heads", "n_head", "n_heads")
+    mla = config.get("kv_lora_rank") is not None
+    windows, notes = _windows(config, kind, layers)
+    element_bytes, dtype_said, more = _dtypes(whole, config, dtype, kv_dtype)
+    kv_heads = 1 if mla else _kv_heads(config, kind, heads)
+    return ModelKv(
+        kind, heads, windows, mla, kv_heads, _head_elements(config, kind, heads, mla), element_bytes, dtype_said,
+        _longest(config), (*notes, *more),
+    )  # fmt: skip
+
+
+def _language_part(whole: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a configuration that is about the language model: of a model of several parts, one of them."""
+    for name in _NESTED:
+        part = whole.get(name)
+        if isinstance(part, dict):
+            return _language_part(part)
+    return whole
+
+
+def _other_state(whole: Mapping[str, Any], config: Mapping[str, Any], kind: str) -> Iterator[str]:
+    if whole.get("is_encoder_decoder") or config.get("is_encoder_decoder"):
+        yield "an encoder, and kvdisk serves decoders only"
+    every_layer_is_full = {"attn_type_list": [1] * len(config.get("attn_type_list") or ())}
+    yield from (
+        said
+        for name, said in _OTHER_STATE.items()
+        if config.get(name) and config[name] != every_layer_is_full.get(name)
+    )
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        yield from (f"layers of the kind {name}" for name in kinds if name not in _LAYER_KINDS)
+    elif any(word in kind for word in ("mamba", "rwkv", "rglru", "recurrent")):
+        yield "no KV but another state"
+    if config.get("kv_lora_rank") is not None and kind not in MLA_TYPES:
+        yield "latent attention (kv_lora_rank) of a kind that vLLM may not keep as such"
+    values = config.get("v_head_dim")
+    if config.get("kv_lora_rank") is None and values is not None and values != config.get("head_dim"):
+        yield "values and keys of different sizes"
+
+
+def _number(config: Mapping[str, Any], kind: str, *names: str) -> int:
+    for name in names:
+        value = config.get(name)
+        if value is not None:
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _LIMIT:
+                raise ConfigError(f"{name} in this model's configuration ({kind}) cannot be {value!r}.")
+            return value
+    raise ConfigError(
+        f"this model's configuration ({kind}) does not say {names[0]}, and its kind's default is not known here; save "
+        "it in full, as transformers' AutoConfig.from_pretrained(...).save_pretrained(...) does."
+    )
+
+
+def _kv_heads(config: Mapping[str, Any], kind: str, heads: int) -> int:
+    if kind == "falcon" and not config.get("new_decoder_architecture") and config.get("multi_query", True):
+        return 1
+    if kind in _HEADS_ARE_KV_HEADS and config.get("num_key_value_heads") is None:
+        return heads
+    return _number(config, kind, "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+
+
+def _head_elements(config: Mapping[str, Any], kind: str, heads: int, mla: bool) -> int:
+    """Return the elements of one head's keys and values of one token, on all layers alike."""
+    if mla:
+        return _number(config, kind, "kv_lora_rank") + _number(config, kind, "qk_rope_head_dim")
+    if config.get("head_dim") is not None:
+        return 2 * _number(config, kind, "head_dim")
+    hidden = _number(config, kind, "hidden_size", "n_embd", "d_model")
+    if hidden % heads:
+        raise ConfigError(
+            f"this model's configuration ({kind}) does not say head_dim, and {heads} heads do not divide it."
+        )
+    return 2 * (hidden // heads)
+
+
+def _windows(config: Mapping[str, Any], kind: str, layers: int) -> tuple[tuple[int | None, ...], list[str]]:
+    """Return the window of each layer, and what had to be assumed."""
+    window = config.get("sliding_window")
+    if config.get("use_sliding_window") is False:
+        window = None
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window <= 0):
+        raise ConfigError(f"sliding_window in this model's configuration ({kind}) cannot be {window!r}.")
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        if len(kinds) != layers:
+            raise ConfigError(f"this model's configuration ({kind}) has {len(kinds)} layer_types for {layers} layers.")
+        slide = [_LAYER_KINDS[name] for name in kinds]
+        if any(slide) and window is None:
+            raise ConfigError(f"this model's configuration ({kind}) has sliding layers, and no sliding_window.")
+    elif window is None:
+        slide = [False] * layers
+    elif kind in _ALL_LAYERS_SLIDE:
+        slide = [True] * layers
+    elif kind == "gemma2":
+        slide = [at % 2 == 0 for at in range(layers)]
+    elif kind in {"gemma3_text", "cohere2"}:
+        pattern = config.get("sliding_window_pattern", config.get("_sliding_window_pattern"))
+        every = pattern if isinstance(pattern, int) and pattern > 0 else 6 if kind == "gemma3_text" else 4
+        slide = [(at + 1) % every != 0 for at in range(layers)]
+    elif kind.startswith("qwen") and isinstance(config.get("max_window_layers"), int):
+        slide = [at >= config["max_window_layers"] for at in range(layers)]
+    else:
+        note = (
+            "which layers have a sliding window is not known for this kind of model: all are taken for full attention"
+        )
+        return (None,) * layers, [note]
+    return tuple(window if slides else None for slides in slide), []
+
+
+def _dtypes(
+    whole: Mapping[str, Any], config: Mapping[str, Any], dtype: str | None, kv_dtype: str
+) -> tuple[int, str, list[str]]:
+    """Return bytes of an element of KV, its kind in words, and what had to be assumed."""
+    if kv_dtype != "auto":
+        if kv_dtype not in _KV_DTYPE_BYTES:
+            raise ConfigError(f"--kv-dtype is one of {', '.join(KV_DTYPES)}, and not {kv_dtype}.")
+        return _KV_DTYPE_BYTES[kv_dtype], kv_dtype, []
+    quantised = whole.get("quantization_config") or config.get("quantization_config")
+    if isinstance(quantised, dict) and (quantised.get("kv_cache_scheme") or quantised.get("kv_cache_quant_algo")):
+        raise ConfigError(
+            "this model's configuration has a kind of KV of its own; say which with --kv-dtype, such as fp8."
+        )
+    if dtype is not None:
+        if dtype not in _DTYPE_BYTES:
+            raise ConfigError(f"--dtype is one of {', '.join(DTYPES)}, and not {dtype}.")
+        return _DTYPE_BYTES[dtype], dtype, []
+    said = next((part[name] for part in (config, whole) for name in ("dtype", "torch_dtype") if part.get(name)), None)
+    name = str(said).removeprefix("torch.")
+    if name in {"bfloat16", "float16", "half"}:
+        return 2, name, []
+    stated = "says no dtype" if said is None else f"says {name}"
+    return 2, "16 bit", [f"the configuration {stated}, and vLLM serves that with 16 bit unless --dtype says otherwise"]
+
+
+def _longest(config: Mapping[str, Any]) -> int | None:
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
