@@ -78,10 +78,11 @@ SVG = """\
 class Shown:
     """A command to run, and what to keep of it: its output as ``name``.txt, with ``picture`` also as ``name``.png.
 
-    ``typed``: with STORE, KEY, DRIVE and MADE for the store, a block in it, the directory it lies in, and a file.
+    ``typed``: with STORE, KEY, DRIVE and TRACE for the store, a block in it, the directory it lies in, and a trace; MADE,
+    which comes last, is a file that it makes, a page or a plot of the suffix ``made``, and that is the picture then.
     ``columns``: of the terminal. ``copy``: on a copy that nobody owns, since it changes the store. ``live``: on the
-    store of two engines under load, for so many seconds; what is on the terminal then is kept. ``made``: the command
-    writes a page of this suffix, and the picture is of that. ``most_lines``: of the output, the rest is left out.
+    store of two engines under load, for so many seconds; what is on the terminal then is kept. ``most_lines``: of the
+    output, the rest is left out.
     """
 
     name: str
@@ -109,28 +110,33 @@ SHOWN = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--store", type=Path, default=Path("/nvme/kv"), metavar="DIR", help="where to make the store")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="the conversation trace, for kvdisk replay")
     parser.add_argument("names", nargs="*", help="only these")
     arguments = parser.parse_args()
     store = arguments.store.absolute()
     if store.exists():
         parser.error(f"{store} exists")
+    trace = arguments.trace and arguments.trace.absolute()
     known = {name for name, _ in commands()}
     wanted = [shown for shown in SHOWN if not arguments.names or shown.name in arguments.names]
     for shown in wanted:
         if shown.command not in known:
             print(f"kvdisk: there is no command {shown.command}, so nothing is made for it")
+        elif "TRACE" in shown.typed and trace is None:
+            print(f"kvdisk: --trace is not given, so nothing is made for {shown.command}")
+            known.discard(shown.command)
     OUTPUT.mkdir(exist_ok=True)
     PICTURES.mkdir(exist_ok=True)
     wanted = [shown for shown in wanted if shown.command in known]
     with removed(store), demo_store(store):
         for shown in wanted:
             if not shown.live:
-                show(shown, store)
+                show(shown, store, trace)
     if any(shown.live for shown in wanted):
         with removed(store), live_store(store):
             for shown in wanted:
                 if shown.live:
-                    show(shown, store)
+                    show(shown, store, trace)
     return 0
 
 
@@ -170,9 +176,12 @@ LIVE = (
 WARM_S = 12.0
 
 
-def show(shown: Shown, store: Path) -> None:
+def show(shown: Shown, store: Path, trace: Path | None) -> None:
     """Make the output and the picture of one command."""
     typed = shown.typed.replace("STORE", str(store)).replace("DRIVE", str(store.parent))
+    if "TRACE" in typed:
+        assert trace is not None
+        typed = typed.replace("TRACE", trace.name)
     if "KEY" in typed:
         typed = typed.replace("KEY", branching_key())
     with aside(store) if shown.copy else nullcontext(), tempfile.TemporaryDirectory() as folder:
@@ -181,7 +190,7 @@ def show(shown: Shown, store: Path) -> None:
         if shown.live:
             texts = watch(arguments, shown.columns, ROWS, shown.live, terminal_of(shown))
         else:
-            texts = printed(arguments, shown)
+            texts = printed(arguments, shown, trace)
         typed = f"kvdisk {typed.replace('MADE', made.name)}"
         lines = [Text.from_ansi(text.replace(str(made), made.name)) for text in texts]
         plain = [line.plain.rstrip() for line in lines]
@@ -189,7 +198,9 @@ def show(shown: Shown, store: Path) -> None:
             plain = [*plain[: shown.most_lines], "..."]
         said = "\n".join([f"$ {typed}", *plain]).rstrip()
         (OUTPUT / f"{shown.name}.txt").write_text(f"{said}\n")
-        if shown.made:
+        if shown.made == ".png":
+            keep(Image.open(made), PICTURES / f"{shown.name}.png")
+        elif shown.made:
             shoot(made, PICTURES / f"{shown.name}.png", PAGE_WIDTH, PAGE_HEIGHT)
         elif shown.picture:
             svg = terminal(typed, lines, shown.columns)
@@ -212,14 +223,15 @@ def aside(store: Path) -> Iterator[None]:
         kept.rename(store)
 
 
-def printed(arguments: Sequence[str], shown: Shown) -> list[str]:
-    """Run a command as on a terminal of so many columns; return its lines."""
+def printed(arguments: Sequence[str], shown: Shown, trace: Path | None) -> list[str]:
+    """Run a command as on a terminal of so many columns, where the trace lies; return its lines."""
     done = subprocess.run(
         list(arguments),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=False,
+        cwd=trace.parent if trace else None,
         env=os.environ | terminal_of(shown) | {"FORCE_COLOR": "1"},
     )
     print(f"kvdisk: {shown.typed} ended with {done.returncode}")
@@ -261,7 +273,13 @@ def shoot(page: Path, target: Path, width: int, height: int) -> None:
         ground = Image.new("RGB", image.size, image.getpixel((0, image.height - 1)))
         used = ImageChops.difference(image, ground).getbbox()
         image = image.crop((0, 0, image.width, min(image.height, (used[3] if used else 0) + 40)))
-        image.quantize(64, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(target, optimize=True)
+        keep(image, target)
+
+
+def keep(image: Image.Image, target: Path) -> None:
+    """Write a picture in few colours."""
+    few = image.convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(target, optimize=True)
     size = target.stat().st_size
     print(f"kvdisk: {target.name} has {size} bytes")
     assert size <= MOST_BYTES, f"{target} has {size} bytes, which is too much for a repository"
