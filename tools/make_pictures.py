@@ -78,8 +78,8 @@ SVG = """\
 class Shown:
     """A command to run, and what to keep of it: its output as ``name``.txt, with ``picture`` also as ``name``.png.
 
-    ``typed``: with STORE, KEY, DRIVE and TRACE for the store, a block in it, the directory it lies in, and a trace; MADE,
-    which comes last, is a file that it makes, a page or a plot of the suffix ``made``, and that is the picture then.
+    ``typed``: with STORE, KEY, DRIVE and TRACE for the store, a block in it, the directory it lies in, and a trace;
+    MADE, which comes last, is a file that it makes, a page or a plot of the suffix ``made``, and then the picture.
     ``columns``: of the terminal. ``copy``: on a copy that nobody owns, since it changes the store. ``live``: on the
     store of two engines under load, for so many seconds; what is on the terminal then is kept. ``most_lines``: of the
     output, the rest is left out.
