@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import re
 import shutil
@@ -78,11 +79,10 @@ SVG = """\
 class Shown:
     """A command to run, and what to keep of it: its output as ``name``.txt, with ``picture`` also as ``name``.png.
 
-    ``typed``: with STORE, KEY, DRIVE and TRACE for the store, a block in it, the directory it lies in, and a trace;
-    MADE, which comes last, is a file that it makes, a page or a plot of the suffix ``made``, and then the picture.
-    ``columns``: of the terminal. ``copy``: on a copy that nobody owns, since it changes the store. ``live``: on the
-    store of two engines under load, for so many seconds; what is on the terminal then is kept. ``most_lines``: of the
-    output, the rest is left out.
+    ``typed``: with STORE, KEY, DRIVE and TRACE for the store, a block in it, the directory it lies in, and a trace. Where
+    the last word is a page (.html) or a plot (.png) that the command makes, that is the picture. ``columns``: of the
+    terminal. ``copy``: on a copy that nobody owns, since it changes the store. ``live``: on the store of two engines
+    under load, for so many seconds; what is on the terminal then is kept.
     """
 
     name: str
@@ -91,8 +91,6 @@ class Shown:
     picture: bool = False
     copy: bool = False
     live: float = 0
-    made: str = ""
-    most_lines: int = 1000
 
     @property
     def command(self) -> str:
@@ -174,40 +172,51 @@ LIVE = (
     *("--segment-blocks", "300", "--at-once", "6"),
 )
 WARM_S = 12.0
+MODEL = "Llama-3.1-8B"
+MODEL_CONFIG = {
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"},
+    **{"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 131072},
+    **{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
+}
 
 
 def show(shown: Shown, store: Path, trace: Path | None) -> None:
     """Make the output and the picture of one command."""
     typed = shown.typed.replace("STORE", str(store)).replace("DRIVE", str(store.parent))
-    if "TRACE" in typed:
-        assert trace is not None
-        typed = typed.replace("TRACE", trace.name)
-    if "KEY" in typed:
-        typed = typed.replace("KEY", branching_key())
-    with aside(store) if shown.copy else nullcontext(), tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / f"{shown.command}{shown.made}"
-        arguments = [str(COMMAND), *typed.replace("MADE", str(made)).split()]
+    typed = typed.replace("KEY", branching_key()).replace("TRACE", trace.name if trace else "")
+    with aside(store) if shown.copy else nullcontext(), desk(trace) as folder:
+        arguments = [str(COMMAND), *typed.split()]
         if shown.live:
             texts = watch(arguments, shown.columns, ROWS, shown.live, terminal_of(shown))
         else:
-            texts = printed(arguments, shown, trace)
-        typed = f"kvdisk {typed.replace('MADE', made.name)}"
-        lines = [Text.from_ansi(text.replace(str(made), made.name)) for text in texts]
-        plain = [line.plain.rstrip() for line in lines]
-        if len(plain) > shown.most_lines:
-            plain = [*plain[: shown.most_lines], "..."]
-        said = "\n".join([f"$ {typed}", *plain]).rstrip()
-        (OUTPUT / f"{shown.name}.txt").write_text(f"{said}\n")
-        if shown.made == ".png":
-            keep(Image.open(made), PICTURES / f"{shown.name}.png")
-        elif shown.made:
-            shoot(made, PICTURES / f"{shown.name}.png", PAGE_WIDTH, PAGE_HEIGHT)
+            texts = printed(arguments, shown, folder)
+        lines = [Text.from_ansi(text) for text in texts]
+        said = "\n".join([f"$ kvdisk {typed}", *(line.plain.rstrip() for line in lines)])
+        (OUTPUT / f"{shown.name}.txt").write_text(f"{said.rstrip()}\n")
+        target = PICTURES / f"{shown.name}.png"
+        made = folder / typed.split()[-1]
+        if made.suffix == ".png":
+            keep(Image.open(made), target)
+        elif made.suffix == ".html":
+            shoot(made, target, PAGE_WIDTH, PAGE_HEIGHT)
         elif shown.picture:
-            svg = terminal(typed, lines, shown.columns)
+            svg = terminal(f"kvdisk {typed}", lines, shown.columns)
             width, height = (float(number) for number in re.findall(r'(?:width|height)="([\d.]+)"', svg)[:2])
-            drawn = Path(folder) / "terminal.html"
+            drawn = folder / "terminal.html"
             drawn.write_text(f"<!doctype html><body style='margin:0'>{svg}")
-            shoot(drawn, PICTURES / f"{shown.name}.png", int(width), int(height))
+            shoot(drawn, target, int(width), int(height))
+
+
+@contextmanager
+def desk(trace: Path | None) -> Iterator[Path]:
+    """Yield a directory to work in, in which a model's configuration lies, and the trace."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if trace is not None:
+            (folder / trace.name).symlink_to(trace)
+        (folder / MODEL).mkdir()
+        (folder / MODEL / "config.json").write_text(json.dumps(MODEL_CONFIG))
+        yield folder
 
 
 @contextmanager
@@ -223,15 +232,15 @@ def aside(store: Path) -> Iterator[None]:
         kept.rename(store)
 
 
-def printed(arguments: Sequence[str], shown: Shown, trace: Path | None) -> list[str]:
-    """Run a command as on a terminal of so many columns, where the trace lies; return its lines."""
+def printed(arguments: Sequence[str], shown: Shown, folder: Path) -> list[str]:
+    """Run a command in a directory, as on a terminal of so many columns; return its lines."""
     done = subprocess.run(
         list(arguments),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=False,
-        cwd=trace.parent if trace else None,
+        cwd=folder,
         env=os.environ | terminal_of(shown) | {"FORCE_COLOR": "1"},
     )
     print(f"kvdisk: {shown.typed} ended with {done.returncode}")
