@@ -79,9 +79,9 @@ SVG = """\
 class Shown:
     """A command to run, and what to keep of it: its output as ``name``.txt, with ``picture`` also as ``name``.png.
 
-    ``typed``: with STORE, KEY, DRIVE and TRACE for the store, a block in it, the directory it lies in, and a trace. Where
-    the last word is a page (.html) or a plot (.png) that the command makes, that is the picture. ``columns``: of the
-    terminal. ``copy``: on a copy that nobody owns, since it changes the store. ``live``: on the store of two engines
+    ``typed``: with STORE, KEY, DRIVE and TRACE for the store, a block in it, the directory it lies in, and a trace.
+    Where the last word is a page (.html) or a plot (.png) that the command makes, that is the picture. ``columns``: of
+    the terminal. ``copy``: on a copy that nobody owns, since it changes the store. ``live``: on the store of two engines
     under load, for so many seconds; what is on the terminal then is kept.
     """
 
@@ -174,9 +174,17 @@ LIVE = (
 WARM_S = 12.0
 MODEL = "Llama-3.1-8B"
 MODEL_CONFIG = {
-    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"},
-    **{"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 131072},
-    **{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
 }
 
 
