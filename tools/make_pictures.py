@@ -81,8 +81,8 @@ class Shown:
 
     ``typed``: with STORE, KEY, DRIVE and TRACE for the store, a block in it, the directory it lies in, and a trace.
     Where the last word is a page (.html) or a plot (.png) that the command makes, that is the picture. ``columns``: of
-    the terminal. ``copy``: on a copy that nobody owns, since it changes the store. ``live``: on the store of two engines
-    under load, for so many seconds; what is on the terminal then is kept.
+    the terminal. ``copy``: on a copy that nobody owns, since it changes the store. ``live``: on the store of two
+    engines under load, for so many seconds; what is on the terminal then is kept.
     """
 
     name: str
