@@ -165,7 +165,7 @@ def test_targets_of_make_and_tools_are_there():
 @pytest.fixture(scope="module")
 def store(tmp_path_factory) -> Iterator[Path]:
     """The store that the outputs of the pages are of, owned by nobody."""
-    with demo_store.demo_store(tmp_path_factory.mktemp("store") / "kv", owned=False) as path:
+    with demo_store.demo_store(tmp_path_factory.mktemp("store") / "kv", owned=False, payload_bytes=4096) as path:
         yield path
 
 

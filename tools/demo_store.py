@@ -250,8 +250,11 @@ def branching_key() -> str:
 
 
 @contextmanager
-def demo_store(path: Path, *, owned: bool = True) -> Iterator[Path]:
-    """Make the store. While this runs, one of its homes has an owner, this process, unless told otherwise."""
+def demo_store(path: Path, *, owned: bool = True, payload_bytes: int | None = None) -> Iterator[Path]:
+    """Make the store. While this runs, one of its homes has an owner, this process, unless told otherwise.
+
+    ``payload_bytes``: of a block on one rank, where the store shall be smaller than that of real models.
+    """
     now_s = int(time.time())
     clock = [float(now_s)]
     orphaned, end = ExitStack(), ExitStack()
@@ -259,7 +262,8 @@ def demo_store(path: Path, *, owned: bool = True) -> Iterator[Path]:
         for number, plan in enumerate(PLANS):
             prompts = prompts_of(number, now_s - plan.ago_s)
             clock[0] = min(block.stored_s for block in prompts.blocks) - 60
-            model, is_owned = plan.model, plan.is_owned and owned
+            is_owned = plan.is_owned and owned
+            model = plan.model if payload_bytes is None else plan.model._replace(payload_bytes=payload_bytes)
             store = Store.open(path, clock=lambda: clock[0])
             home = store.acquire_home(model.fingerprint, model.description, CAP_BYTES, index_bytes=INDEX_BYTES)
             home.adopt_index()

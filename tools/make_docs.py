@@ -206,10 +206,10 @@ def _of_output(name: str) -> Any:
 
 
 def _output(path: Path) -> str:
-    """Return what a command printed; and where that is not much, the picture of what it made."""
+    """Return what a command printed; and where it made a page or a plot, the picture of that."""
     text = path.read_text().rstrip()
-    picture = PICTURES / f"{path.stem}.png"
-    shown = f"\n\n![What it makes](pictures/{picture.name})" if picture.exists() and text.count("\n") < 5 else ""
+    made = re.search(r" (\S+\.(?:html|png))$", text.partition("\n")[0])
+    shown = f"\n\n![{made[1]}](pictures/{path.stem}.png)" if made else ""
     return f"```\n{text}\n```{shown}"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import re
 import shutil
@@ -78,10 +79,10 @@ SVG = """\
 class Shown:
     """A command to run, and what to keep of it: its output as ``name``.txt, with ``picture`` also as ``name``.png.
 
-    ``typed``: with STORE, KEY, DRIVE and MADE for the store, a block in it, the directory it lies in, and a file.
-    ``columns``: of the terminal. ``copy``: on a copy that nobody owns, since it changes the store. ``live``: on the
-    store of two engines under load, for so many seconds; what is on the terminal then is kept. ``made``: the command
-    writes a page of this suffix, and the picture is of that. ``most_lines``: of the output, the rest is left out.
+    ``typed``: with STORE, KEY, DRIVE and TRACE for the store, a block in it, the directory it lies in, and a trace.
+    Where the last word is a page (.html) or a plot (.png) that the command makes, that is the picture. ``columns``: of
+    the terminal. ``copy``: on a copy that nobody owns, since it changes the store. ``live``: on the store of two
+    engines under load, for so many seconds; what is on the terminal then is kept.
     """
 
     name: str
@@ -90,8 +91,6 @@ class Shown:
     picture: bool = False
     copy: bool = False
     live: float = 0
-    made: str = ""
-    most_lines: int = 1000
 
     @property
     def command(self) -> str:
@@ -109,28 +108,33 @@ SHOWN = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--store", type=Path, default=Path("/nvme/kv"), metavar="DIR", help="where to make the store")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="the conversation trace, for kvdisk replay")
     parser.add_argument("names", nargs="*", help="only these")
     arguments = parser.parse_args()
     store = arguments.store.absolute()
     if store.exists():
         parser.error(f"{store} exists")
+    trace = arguments.trace and arguments.trace.absolute()
     known = {name for name, _ in commands()}
     wanted = [shown for shown in SHOWN if not arguments.names or shown.name in arguments.names]
     for shown in wanted:
         if shown.command not in known:
             print(f"kvdisk: there is no command {shown.command}, so nothing is made for it")
+        elif "TRACE" in shown.typed and trace is None:
+            print(f"kvdisk: --trace is not given, so nothing is made for {shown.command}")
+            known.discard(shown.command)
     OUTPUT.mkdir(exist_ok=True)
     PICTURES.mkdir(exist_ok=True)
     wanted = [shown for shown in wanted if shown.command in known]
     with removed(store), demo_store(store):
         for shown in wanted:
             if not shown.live:
-                show(shown, store)
+                show(shown, store, trace)
     if any(shown.live for shown in wanted):
         with removed(store), live_store(store):
             for shown in wanted:
                 if shown.live:
-                    show(shown, store)
+                    show(shown, store, trace)
     return 0
 
 
@@ -168,35 +172,59 @@ LIVE = (
     *("--segment-blocks", "300", "--at-once", "6"),
 )
 WARM_S = 12.0
+MODEL = "Llama-3.1-8B"
+MODEL_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
 
 
-def show(shown: Shown, store: Path) -> None:
+def show(shown: Shown, store: Path, trace: Path | None) -> None:
     """Make the output and the picture of one command."""
     typed = shown.typed.replace("STORE", str(store)).replace("DRIVE", str(store.parent))
-    if "KEY" in typed:
-        typed = typed.replace("KEY", branching_key())
-    with aside(store) if shown.copy else nullcontext(), tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / f"{shown.command}{shown.made}"
-        arguments = [str(COMMAND), *typed.replace("MADE", str(made)).split()]
+    typed = typed.replace("KEY", branching_key()).replace("TRACE", trace.name if trace else "")
+    with aside(store) if shown.copy else nullcontext(), desk(trace) as folder:
+        arguments = [str(COMMAND), *typed.split()]
         if shown.live:
             texts = watch(arguments, shown.columns, ROWS, shown.live, terminal_of(shown))
         else:
-            texts = printed(arguments, shown)
-        typed = f"kvdisk {typed.replace('MADE', made.name)}"
-        lines = [Text.from_ansi(text.replace(str(made), made.name)) for text in texts]
-        plain = [line.plain.rstrip() for line in lines]
-        if len(plain) > shown.most_lines:
-            plain = [*plain[: shown.most_lines], "..."]
-        said = "\n".join([f"$ {typed}", *plain]).rstrip()
-        (OUTPUT / f"{shown.name}.txt").write_text(f"{said}\n")
-        if shown.made:
-            shoot(made, PICTURES / f"{shown.name}.png", PAGE_WIDTH, PAGE_HEIGHT)
+            texts = printed(arguments, shown, folder)
+        lines = [Text.from_ansi(text) for text in texts]
+        said = "\n".join([f"$ kvdisk {typed}", *(line.plain.rstrip() for line in lines)])
+        (OUTPUT / f"{shown.name}.txt").write_text(f"{said.rstrip()}\n")
+        target = PICTURES / f"{shown.name}.png"
+        made = folder / typed.split()[-1]
+        if made.suffix == ".png":
+            keep(Image.open(made), target)
+        elif made.suffix == ".html":
+            shoot(made, target, PAGE_WIDTH, PAGE_HEIGHT)
         elif shown.picture:
-            svg = terminal(typed, lines, shown.columns)
+            svg = terminal(f"kvdisk {typed}", lines, shown.columns)
             width, height = (float(number) for number in re.findall(r'(?:width|height)="([\d.]+)"', svg)[:2])
-            drawn = Path(folder) / "terminal.html"
+            drawn = folder / "terminal.html"
             drawn.write_text(f"<!doctype html><body style='margin:0'>{svg}")
-            shoot(drawn, PICTURES / f"{shown.name}.png", int(width), int(height))
+            shoot(drawn, target, int(width), int(height))
+
+
+@contextmanager
+def desk(trace: Path | None) -> Iterator[Path]:
+    """Yield a directory to work in, in which a model's configuration lies, and the trace."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if trace is not None:
+            (folder / trace.name).symlink_to(trace)
+        (folder / MODEL).mkdir()
+        (folder / MODEL / "config.json").write_text(json.dumps(MODEL_CONFIG))
+        yield folder
 
 
 @contextmanager
@@ -212,14 +240,15 @@ def aside(store: Path) -> Iterator[None]:
         kept.rename(store)
 
 
-def printed(arguments: Sequence[str], shown: Shown) -> list[str]:
-    """Run a command as on a terminal of so many columns; return its lines."""
+def printed(arguments: Sequence[str], shown: Shown, folder: Path) -> list[str]:
+    """Run a command in a directory, as on a terminal of so many columns; return its lines."""
     done = subprocess.run(
         list(arguments),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=False,
+        cwd=folder,
         env=os.environ | terminal_of(shown) | {"FORCE_COLOR": "1"},
     )
     print(f"kvdisk: {shown.typed} ended with {done.returncode}")
@@ -261,7 +290,13 @@ def shoot(page: Path, target: Path, width: int, height: int) -> None:
         ground = Image.new("RGB", image.size, image.getpixel((0, image.height - 1)))
         used = ImageChops.difference(image, ground).getbbox()
         image = image.crop((0, 0, image.width, min(image.height, (used[3] if used else 0) + 40)))
-        image.quantize(64, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(target, optimize=True)
+        keep(image, target)
+
+
+def keep(image: Image.Image, target: Path) -> None:
+    """Write a picture in few colours."""
+    few = image.convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(target, optimize=True)
     size = target.stat().st_size
     print(f"kvdisk: {target.name} has {size} bytes")
     assert size <= MOST_BYTES, f"{target} has {size} bytes, which is too much for a repository"
