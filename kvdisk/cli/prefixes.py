@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefixes that a namespace's blocks share, as a tree, from the parents that the index has. For the process
-``index_child``.
+"""The prefixes that a namespace's blocks share, as a tree, from the parents that the index has.
 
 A node is a block, however many homes hold a copy of it; KV-cache groups whose blocks have the same size in tokens share
 their nodes, since the same tokens have the same hash. Nodes that follow each other without a branch are one prefix. The
-tree is cut to a number of prefixes: from the roots on, always the one below which most is kept of what is used most
-(bytes times uses, where uses are known; else bytes times the chains that share them).
+tree is cut to a number of prefixes: those of which most is used (bytes times uses, where uses are known; else bytes
+times the other chains that share them), with those that lead there. For the process ``index_child``.
 """
 
 from __future__ import annotations
@@ -255,7 +254,7 @@ def _fold(forest: Forest, node_bytes: _Ints, node_uses: _Ints, node_last_s: _Int
         fan,
         all_blocks - blocks,
         all_bytes - own_bytes.astype(np.int64),
-        _add_up(ranks.astype(np.int64), stretch_parents, order).astype(np.float64),
+        _highest(ranks.astype(np.float64), stretch_parents, order),
     )
 
 
@@ -268,6 +267,17 @@ def _add_up(values: _Ints, parents: _Ints, order: Sequence[int]) -> _Ints:
         if parent != NONE:
             sums[parent] += sums[number]
     return np.array(sums, np.int64)
+
+
+def _highest(values: NDArray[np.float64], parents: _Ints, order: Sequence[int]) -> NDArray[np.float64]:
+    """Return the highest value of each prefix and all below it, so that nothing hides behind what leads to it."""
+    most: list[float] = values.tolist()
+    above: list[int] = parents.tolist()
+    for number in order:
+        parent = above[number]
+        if parent != NONE:
+            most[parent] = max(most[parent], most[number])
+    return np.array(most, np.float64)
 
 
 def _choose(stretches: _Stretches, roots: _Ints, most: int, shared: NDArray[np.bool_]) -> list[tuple[int, int, int]]:

@@ -208,8 +208,8 @@ def _prefixes(facts: StoreFacts) -> Iterator[str]:
         tree = namespace.tree
         assert tree is not None
         yield f"<section><h2>Shared prefixes{_of_model(namespace) if len(grown) > 1 else ''}</h2>"
-        yield f'<p class="note">{_whose(namespace)} A piece is a row of blocks that follow each other without a '
-        yield "branch; what begins with it lies below. Widths are bytes, a piece with all that follows it."
+        yield f'<p class="note">{_whose(namespace, len(grown) > 1)} A piece is a row of blocks that follow each other '
+        yield "without a branch; what begins with it lies below. Widths are bytes, a piece with all that follows it."
         yield '<span class="hint"> Click to zoom in, on the top row or Escape to zoom out.</span></p>'
         yield f"{_legend(tree)}{icicle(tree, facts.surveyed_s)}"
         hidden = tree.prefixes_total - len(tree.prefixes)
@@ -224,9 +224,9 @@ def _of_model(namespace: NamespaceFacts) -> str:
     return f" of {escaped(printable(namespace.description.get('model')))}"
 
 
-def _whose(namespace: NamespaceFacts) -> str:
-    model = escaped(printable(namespace.description.get("model")))
-    return f"Namespace <code>{namespace.fingerprint.hex()[:_ID_LETTERS]}</code>, {model}."
+def _whose(namespace: NamespaceFacts, is_titled: bool) -> str:
+    model = "" if is_titled else f", {escaped(printable(namespace.description.get('model')))}"
+    return f"Namespace <code>{namespace.fingerprint.hex()[:_ID_LETTERS]}</code>{model}."
 
 
 def _legend(tree: PrefixTree) -> str:
