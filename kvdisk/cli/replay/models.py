@@ -280,10 +280,11 @@ def run_belady(prompts: Sequence[Prompt], capacity: int) -> ModelOutcome:
     written = at = 0
     for prompt in prompts:
         hits.append(0)
-        for block in prompt:
+        for position, block in enumerate(prompt):
             if kept.pop(block, None) is None:
                 fresh.add(block)
             else:
+                assert hits[-1] == position, "a block was kept, and one before it was not"
                 hits[-1] += 1
                 if block in fresh:
                     fresh.remove(block)

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from replay_traces import conversations, scans, write_mooncake
+
+from kvdisk.blocks import Tier
+from kvdisk.cli.replay.capacity import Room, parse_room, split
+from kvdisk.cli.replay.models import MODELS
+from kvdisk.cli.replay.readers import read_trace
+from kvdisk.cli.replay.run import Outcome, Rival, replay, run_rival, run_setting
+from kvdisk.cli.replay.tiers import Setting, make_engine, make_geometry
+from kvdisk.cli.replay.trace import Trace
+from kvdisk.config import Config
+from kvdisk.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+NONE = Room("0", 0, 0)
+DEFAULTS = Config()
+
+
+def room_of(trace: Trace, text: str, *, on_nvme: bool = True) -> Room:
+    return parse_room("--nvme", text, trace, make_geometry(trace, 1 << 20), on_nvme=on_nvme)
+
+
+def setting_of(trace: Trace, nvme: str = "0", cpu: str = "0", **changes) -> Setting:
+    values = {
+        "cpu": room_of(trace, cpu, on_nvme=False),
+        "nvme": room_of(trace, nvme),
+        "gpu_blocks": 0,
+        "eviction": DEFAULTS.eviction,
+        "cpu_admission": DEFAULTS.cpu_admission,
+        "nvme_admission": DEFAULTS.nvme_admission,
+        "store_policy": DEFAULTS.store_policy,
+    }
+    return Setting(**(values | changes))
+
+
+def default_run(trace: Trace, nvme: str) -> Outcome:
+    return run_setting(trace, setting_of(trace, nvme))
+
+
+def rival_run(trace: Trace, text: str, model: str, needed: int = 1) -> Outcome:
+    return run_rival(trace, room_of(trace, text), Rival(model, needed))
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory) -> Trace:
+    """A trace of the nature of a chat service's: a block is met again in half of the cases."""
+    return read_trace(write_mooncake(tmp_path_factory.mktemp("trace") / "chats.jsonl", conversations(900)))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    return write_mooncake(tmp_path_factory.mktemp("trace") / "small.jsonl", conversations(60))
+
+
+class TestCapacity:
+    def test_blocks_percent_and_bytes(self, chats):
+        assert room_of(chats, "100") == Room("100", 100, 114)
+        assert room_of(chats, "10 blocks").blocks == 10
+        assert room_of(chats, "10%").blocks == chats.distinct // 10
+        assert room_of(chats, "2.5 %").blocks == chats.distinct * 25 // 1000
+        assert room_of(chats, "0") == NONE
+        assert room_of(chats, "50", on_nvme=False) == Room("50", 50, 50)
+        assert room_of(chats, "100MiB", on_nvme=False).blocks == 99, "a slot is a block and its header"
+        sized = room_of(chats, "10GiB")
+        assert 8500 < sized.blocks < sized.slots < 10240
+
+    @pytest.mark.parametrize("blocks", [1, 7, 8, 63, 64, 500, 512, 513, 2048, 5000, 32768, 100_000])
+    def test_slots_are_as_many_as_are_needed(self, blocks, chats):
+        from kvdisk.manager.nvme_space import spare_slots
+
+        slots = room_of(chats, str(blocks)).slots
+        assert slots - spare_slots(slots) >= blocks > slots - 1 - spare_slots(slots - 1)
+
+    @pytest.mark.parametrize("text", ["many", "-1", "1..%", "0.0001%", "99999999999999", "10KiB", "%"])
+    def test_what_is_no_room(self, text, chats):
+        with pytest.raises(ConfigError, match="--nvme"):
+            room_of(chats, text)
+
+    def test_lists(self):
+        assert split(["1%,5%", "5%", "lru"]) == ["1%", "5%", "lru"]
+        assert split(["all,reuse(2)", "adaptive"]) == ["all", "reuse(2)", "adaptive"]
+
+
+def test_by_hand(tmp_path):
+    """Three prompts of full blocks, NVMe alone: the second shares two blocks with the first, the third has all."""
+    trace = read_trace(write_mooncake(tmp_path / "t", [[0, 1, 2], [0, 1, 3, 4], [0, 1, 3, 4]]))
+    outcome = run_setting(trace, setting_of(trace, "50"))
+    assert outcome.hit_blocks == {Tier.GPU: 0, Tier.CPU: 0, Tier.NVME: 6}
+    assert (outcome.written, outcome.read) == (5, 6)
+    assert outcome.hit_tokens[Tier.NVME] == 2 * 512 + 3 * 512 + 3, "the last block is partial, and has 3 tokens here"
+    assert run_setting(trace, setting_of(trace, "50", nvme_admission="reuse(2)")).hit_blocks[Tier.NVME] == 2
+    with_cpu = run_setting(trace, setting_of(trace, "50", cpu="50"))
+    assert with_cpu.hit_blocks == {Tier.GPU: 0, Tier.CPU: 6, Tier.NVME: 0}
+    assert with_cpu.written == 5 and with_cpu.read == 0
+    with_gpu = run_setting(trace, setting_of(trace, "50", gpu_blocks=50))
+    assert with_gpu.hit_blocks == {Tier.GPU: 6, Tier.CPU: 0, Tier.NVME: 0}
+
+
+def test_a_gpu_cache_leaves_the_rest_to_the_tiers(chats):
+    outcome = run_setting(chats, setting_of(chats, "25%", gpu_blocks=300))
+    alone = run_setting(chats, setting_of(chats, "25%"))
+    assert outcome.hit_blocks[Tier.GPU] > 0
+    assert abs(outcome.blocks - alone.blocks) < 0.02 * alone.blocks, "what the GPU has, the tier need not load"
+
+
+def test_spillover_stores_what_leaves_the_gpu(chats):
+    outcome = run_setting(chats, setting_of(chats, "25%", gpu_blocks=600, store_policy="spillover"))
+    assert outcome.written > 0 and outcome.hit_blocks[Tier.NVME] > 0
+
+
+def test_with_all_room_lru_through_the_manager_is_the_model(chats):
+    for text in ("5%", "30%", "100%"):
+        own = run_setting(chats, setting_of(chats, text, eviction="lru", nvme_admission="all"))
+        model = rival_run(chats, text, "lru")
+        assert own.tokens == pytest.approx(model.tokens, rel=0.01)
+        assert own.written == pytest.approx(model.written, rel=0.02)
+    assert own.blocks == model.blocks and own.written == model.written == chats.distinct
+
+
+def test_the_tier_never_holds_more_than_its_room(chats):
+    setting = setting_of(chats, "10%")
+    engine, manager, _ = make_engine(chats, setting)
+    for number, request in enumerate(chats.requests[:400]):
+        engine.serve(number, request)
+        assert len(manager._catalog) <= setting.nvme.blocks
+    assert len(manager._catalog) == setting.nvme.blocks
+
+
+@pytest.mark.parametrize("text", ["1%", "5%", "10%", "25%", "50%"])
+def test_the_default_holds_what_it_was_chosen_for(chats, text):
+    """Decision 25, on a trace of like nature: at least LRU that admits all, and near the best of the others."""
+    own, lru = default_run(chats, text), rival_run(chats, text, "lru")
+    assert own.blocks >= lru.blocks
+    best = max(rival_run(chats, text, model, needed).blocks for model in MODELS for needed in (1, 2))
+    assert own.blocks >= best - 0.005 * chats.references
+    if text == "1%":
+        assert own.written <= lru.written / 2
+
+
+def test_what_is_used_again_stays_through_scans(tmp_path):
+    """A loop that fits, and as much again that is never asked for a second time: last use alone keeps nothing."""
+    trace = read_trace(write_mooncake(tmp_path / "t", scans(700)))
+    own, lru = default_run(trace, "450"), rival_run(trace, "450", "lru")
+    assert own.blocks > 2 * lru.blocks + 1000
+
+
+def test_it_is_the_same_in_every_process(small, tmp_path):
+    outputs = set()
+    for seed in ("1", "2"):
+        command = [
+            sys.executable,
+            "-m",
+            "kvdisk.cli.main",
+            "replay",
+            str(small),
+            "--json",
+            "--nvme",
+            "5%",
+            "--compare",
+            "none",
+        ]
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+        outputs.add(json.dumps([run | {"seconds": 0} for run in json.loads(done.stdout)["runs"]]))
+    assert len(outputs) == 1
+
+
+def test_runs_beside_each_other_are_those_one_by_one(chats):
+    settings = [setting_of(chats, text) for text in ("1%", "5%")]
+    rivals = [Rival("lru"), Rival("arc", 2)]
+    seen: list[tuple[int, int]] = []
+    alone = replay(chats, settings, rivals, 4096, 1, lambda done, total: seen.append((done, total)))
+    beside = replay(chats, settings, rivals, 4096, 2, lambda *_: None)
+    assert seen == [(done, 6) for done in range(1, 7)]
+    fields = ("room", "rival", "hit_tokens", "hit_blocks", "written", "read", "evicted")
+    for mine, other in zip(alone.outcomes, beside.outcomes, strict=True):
+        assert [getattr(mine, name) for name in fields] == [getattr(other, name) for name in fields]
+    assert [outcome.room.text for outcome in alone.outcomes] == ["1%"] * 3 + ["5%"] * 3
+    assert alone.rate > 0
+
+
+# --- The command. ---
+
+
+def run(*arguments: object, script: bool = False) -> subprocess.CompletedProcess[str]:
+    command = (
+        [sys.executable, "tools/replay_trace.py"] if script else [sys.executable, "-m", "kvdisk.cli.main", "replay"]
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [*command, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, env=env, check=False
+    )
+
+
+def test_the_command_prints_a_table_and_draws(small, tmp_path):
+    picture = tmp_path / "replay.svg"
+    done = run(small, "--nvme", "5%,20%", "--cpu", "10", "--plot", picture)
+    assert done.returncode == 0, done.stderr
+    assert "60 requests" in done.stdout and "block references through the manager" in done.stdout
+    rows = re.findall(r"^(?:\d+%  [\d,]+| {4,}) +(\S.*?)  +\d", done.stdout, re.MULTILINE)
+    assert rows == ["credit, adaptive, cpu 10", "lru", "arc", "belady"] * 2
+    assert "by CPU" in done.stdout and "by NVMe" in done.stdout
+    assert picture.read_text().count("credit, adaptive") == 1
+
+
+@pytest.mark.parametrize("script", [False, True])
+def test_json_has_the_shape_that_is_documented(small, script, tmp_path):
+    packed = tmp_path / "small.gz"
+    packed.write_bytes(gzip.compress(small.read_bytes()))
+    done = run(
+        packed, "--json", "--nvme", "200", "--eviction", "lru,credit", "--compare", "lru+reuse(2),belady", script=script
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["json_version"] == 1
+    assert found["trace"]["requests"] == 60 and found["trace"]["form"] == "mooncake"
+    assert found["slot_bytes"] == found["block_bytes"] + 4096 == (64 << 20) + 4096
+    assert [run["policy"] for run in found["runs"]] == ["lru, adaptive", "credit, adaptive", "lru+reuse(2)", "belady"]
+    keys = {
+        *("policy", "model", "setting", "room", "hit_rate", "hit_blocks_rate", "hit_tokens", "hit_blocks", "seconds"),
+        *("written_blocks", "written_bytes", "read_blocks", "read_bytes", "write_amplification", "written_per_hit"),
+        *("evicted_blocks", "refused", "failed", "waits_s"),
+    }
+    for one in found["runs"]:
+        assert set(one) == keys
+        assert one["written_bytes"] == one["written_blocks"] * found["slot_bytes"]
+        assert one["room"] == {"given": "200", "blocks": 200}
+        assert 0 < one["hit_rate"] < 1
+    assert found["runs"][0]["setting"]["nvme"] == {"given": "200", "blocks": 200, "slots": 228}
+    best = max(found["runs"], key=lambda one: one["hit_blocks_rate"])
+    assert best["model"] == "belady"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nvme", "0"], "no tier to keep anything in"),
+        (["--nvme", "lots"], "--nvme must be a number of blocks"),
+        (["--nvme", "5%", "--eviction", "fifo"], "eviction must be one of"),
+        (["--nvme-admission", "some"], "nvme_admission must be"),
+        (["--store-policy", "on_preemption"], "preempts no request"),
+        (["--store-policy", "spillover"], "--gpu"),
+        (["--compare", "fifo"], "--compare knows"),
+        (["--compare", "belady+reuse(2)"], "--compare knows"),
+        (["--block-tokens", "16"], "line 1"),
+        (["--block-bytes", "0"], "--block-bytes"),
+        (["--plot", "picture.txt"], "--plot draws"),
+        (["--plot", "no/such/place.png"], "there is no directory"),
+        (["--form", "azure"], "the header has no column"),
+    ],
+)
+def test_wrong_usage_is_one_sentence(small, arguments, said):
+    done = run(small, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("kvdisk: ")
+
+
+def test_an_azure_trace_says_what_it_cannot_tell(tmp_path):
+    path = tmp_path / "azure.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "2023-11-16 18:17:03.9799600,480,10\n" * 20)
+    done = run(path, "--nvme", "100", "--compare", "none")
+    assert done.returncode == 0, done.stderr
+    assert "Note: an Azure trace does not say which prompts share blocks" in done.stdout
+    assert "0.00 %" in done.stdout

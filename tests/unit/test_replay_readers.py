@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import gzip
+import json
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvdisk.cli.replay.readers import BYTES_FOR_TOKENS, NO_IDENTITY, Form, read_trace
+from kvdisk.cli.replay.trace import Chain, TraceError
+
+MOONCAKE = [
+    {"timestamp": 0, "input_length": 1500, "output_length": 5, "hash_ids": [0, 1, 2]},
+    {"timestamp": 27000, "input_length": 1536, "output_length": 3, "hash_ids": [0, 1, 3]},
+]
+AZURE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    "2023-11-16 18:17:03.9799600,4808,10\n"
+    "2023-11-16 18:17:05.0300000,15,7\n"
+    "2024-05-10 00:00:00.009930+00:00,2162,5\n"
+)
+
+
+def lines(*objects):
+    return "".join(f"{json.dumps(one)}\n" for one in objects)
+
+
+def read(tmp_path, text, **options):
+    path = tmp_path / "trace"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return read_trace(path, **options)
+
+
+def test_mooncake(tmp_path):
+    trace = read(tmp_path, lines(*MOONCAKE))
+    assert (trace.form, trace.block_tokens, trace.references, trace.distinct, trace.longest) == (
+        "mooncake",
+        512,
+        6,
+        4,
+        3,
+    )
+    first, second = trace.requests
+    assert first.hashes[:2] == second.hashes[:2] and first.hashes[2] != second.hashes[2]
+    assert (first.time_s, second.time_s, first.tokens, first.output_tokens) == (0.0, 27.0, 1500, 5)
+    assert trace.tokens == 3036
+    assert trace.token_span(first, 0, 2) == 1024 and trace.token_span(first, 2, 3) == 1500 - 1024
+    assert all(len(block) == 32 for block in first.hashes)
+
+
+def test_partial_blocks_can_be_left_out(tmp_path):
+    trace = read(tmp_path, lines(*MOONCAKE), whole=True)
+    assert [(len(request.hashes), request.tokens) for request in trace.requests] == [(2, 1024), (3, 1536)]
+
+
+def test_packed_or_limited_it_is_the_same(tmp_path):
+    plain = read(tmp_path, lines(*MOONCAKE))
+    assert read(tmp_path, gzip.compress(lines(*MOONCAKE).encode())).requests == plain.requests
+    assert read(tmp_path, "\n" + lines(*MOONCAKE) + "\n\n").requests == plain.requests
+    assert read(tmp_path, "\ufeff" + lines(*MOONCAKE)).requests == plain.requests
+    assert read(tmp_path, lines(*MOONCAKE) + "damaged", limit=2).requests == plain.requests
+
+
+def test_azure_shares_no_block(tmp_path):
+    trace = read(tmp_path, AZURE)
+    assert (trace.form, trace.block_tokens, trace.notes) == ("azure", 16, (NO_IDENTITY,))
+    assert [len(request.hashes) for request in trace.requests] == [300, 0, 135]
+    assert trace.distinct == trace.references == 435
+    first, second, third = trace.requests
+    assert second.time_s - first.time_s == pytest.approx(1.05004)
+    assert third.time_s == 1715299200.00993
+    assert (first.tokens, first.output_tokens, second.tokens) == (4800, 10, 0)
+
+
+def test_azure_with_other_columns_in_another_order(tmp_path):
+    text = "TIMESTAMP, NumImages, GeneratedTokens, ContextTokens\n2024-10-15 00:00:00, 2, 9, 64\n"
+    trace = read(tmp_path, text)
+    assert [(len(request.hashes), request.output_tokens) for request in trace.requests] == [(4, 9)]
+
+
+def test_generic_blocks(tmp_path):
+    trace = read(
+        tmp_path,
+        lines(
+            {"time_s": 1.5, "blocks": ["a", 7], "output_tokens": 3},
+            {"blocks": ["a", "7"], "prompt_tokens": 17},
+            {"blocks": ["b", 7]},
+        ),
+    )
+    first, second, third = trace.requests
+    assert (trace.form, first.time_s, first.tokens, second.tokens, first.output_tokens) == ("jsonl", 1.5, 32, 17, 3)
+    assert first.hashes[0] == second.hashes[0]
+    assert len({*first.hashes, *second.hashes, *third.hashes}) == 5, "behind another block it is another block"
+
+
+def test_generic_tokens_and_prompts_are_cut_into_full_blocks(tmp_path):
+    trace = read(
+        tmp_path,
+        lines({"tokens": list(range(40))}, {"tokens": list(range(32))}, {"prompt": "x" * 64 * 2}, {"prompt": "y" * 63}),
+    )
+    assert [len(request.hashes) for request in trace.requests] == [2, 2, 2, 0]
+    assert trace.requests[0].hashes == trace.requests[1].hashes
+    assert trace.notes == (BYTES_FOR_TOKENS,)
+    assert read(tmp_path, lines({"tokens": [1] * 40}), block_tokens=20).references == 2
+
+
+def test_chained_contents_are_prefixes():
+    chain = Chain()
+    first, second = chain.hashes([b"1", b"2"]), chain.hashes([b"2", b"2"])
+    assert len({*first, *second}) == 4
+    assert chain.hashes([b"1", b"2"])[1] is first[1], "one object for each block"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "is empty"),
+        ("\n\n", "is empty"),
+        ("hello\n", r"line 1: neither a JSON object nor a header"),
+        ('{"hash_ids": [1]}\n', r"line 1: timestamp must be a number, not missing"),
+        (lines(MOONCAKE[0]) + '{"timestamp": 1, "input_le', r"line 2: not a JSON object; it may be cut short"),
+        (lines(MOONCAKE[0]) + "[1]\n", "line 2: not a JSON object"),
+        (lines(MOONCAKE[0] | {"input_length": 5}), r"line 1: 3 blocks of 512 tokens cannot be a prompt of 5"),
+        (lines(MOONCAKE[0] | {"input_length": -1}), r"line 1: input_length must be a whole number of tokens, not -1"),
+        (lines(MOONCAKE[0] | {"input_length": True}), "line 1: input_length"),
+        (lines(MOONCAKE[0] | {"input_length": 1e3}), "line 1: input_length"),
+        (lines(MOONCAKE[0] | {"timestamp": "soon"}), r"line 1: timestamp must be a number, not 'soon'"),
+        (lines(MOONCAKE[0] | {"timestamp": float("nan")}), "line 1: timestamp"),
+        (lines(MOONCAKE[0] | {"timestamp": 10**400}), "line 1: timestamp"),
+        (lines(MOONCAKE[0] | {"hash_ids": [0, -1, 2]}), "line 1: hash_ids must be a list"),
+        (lines(MOONCAKE[0] | {"hash_ids": "012"}), "line 1: hash_ids must be a list"),
+        (lines(MOONCAKE[0] | {"hash_ids": [0, 1.0, 2]}), "line 1: hash_ids must be a list"),
+        (lines(MOONCAKE[0] | {"hash_ids": [], "input_length": 0}), "has no request with a block of 512 tokens"),
+        (lines({"time_s": 1}), "line 1: must have one of blocks, tokens and prompt"),
+        (lines({"blocks": [1], "prompt": "x"}), "not blocks and prompt"),
+        (lines({"blocks": [None]}), "line 1: blocks must be a list"),
+        (lines({"blocks": ["\ud800"]}), "line 1: blocks must be a list"),
+        (lines({"tokens": [1, -2]}), "line 1: tokens must be"),
+        (lines({"tokens": [1, "2"]}), "line 1: tokens must be"),
+        (lines({"prompt": 7}), "line 1: prompt must be text"),
+        (AZURE + "yesterday,1,1\n", "line 5: TIMESTAMP must be a date and a time, not 'yesterday'"),
+        (AZURE + "2024-05-10 00:00:00,-1,1\n", "line 5: ContextTokens must be a whole number of tokens, not '-1'"),
+        (AZURE + "2024-05-10 00:00:00,12,1.5\n", "line 5: GeneratedTokens"),
+        (AZURE + "2024-05-10 00:00:00,99999999999,1\n", "line 5: ContextTokens"),
+        (AZURE + "2024-05-10 00:00:00,12\n", "line 5: 2 values, where the header has more"),
+        (AZURE + '2024-05-10 00:00:00,"12,1\n', "line 5: not a line of CSV"),
+        (b"\xff\xfe\x00", "line 1: not text in UTF-8"),
+        (gzip.compress(b"x" * 1000)[:-20], "damaged gzip file"),
+        (b"\x1f\x8bnot really gzip", "damaged gzip file"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence_that_names_the_line(tmp_path, text, why):
+    with pytest.raises(TraceError, match=why) as caught:
+        read(tmp_path, text)
+    said = str(caught.value)
+    assert said.startswith(str(tmp_path)) and "\n" not in said
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(TraceError, match="cannot be read: No such file"):
+        read_trace(tmp_path / "none")
+    with pytest.raises(TraceError, match="cannot be read: Is a directory"):
+        read_trace(tmp_path)
+
+
+def test_a_header_that_the_form_does_not_have(tmp_path):
+    with pytest.raises(TraceError, match="line 1: the header has no column ContextTokens"):
+        read(tmp_path, "TIMESTAMP,Tokens\n", form=Form.AZURE)
+    with pytest.raises(TraceError, match="line 1: not a JSON object"):
+        read(tmp_path, AZURE, form=Form.JSONL)
+
+
+WHOLE = (
+    (lines(*MOONCAKE) + lines(*MOONCAKE)).encode(),
+    AZURE.encode(),
+    lines({"blocks": [1, 2]}, {"tokens": [1]}).encode(),
+)
+DAMAGE = st.tuples(
+    st.integers(0, 2), st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=6), st.integers(0, 400)
+)
+
+
+@given(DAMAGE, st.booleans())
+def test_damage_is_a_sentence_or_harmless_never_anything_else(tmp_path_factory, damage, packed):
+    which, changes, kept = damage
+    data = bytearray(WHOLE[which])
+    for at, value in changes:
+        if at < len(data):
+            data[at] = value
+    raw = bytes(data[: max(kept, 1)])
+    path = tmp_path_factory.mktemp("fuzz") / "trace"
+    path.write_bytes(gzip.compress(raw) if packed else raw)
+    with suppress(TraceError):
+        trace = read_trace(path)
+        assert trace.references > 0
+        for request in trace.requests:
+            blocks = len(request.hashes)
+            assert (blocks - 1) * trace.block_tokens < request.tokens <= blocks * trace.block_tokens or not blocks
