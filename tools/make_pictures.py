@@ -99,8 +99,16 @@ class Shown:
 
 
 SHOWN = (
-    Shown("inspect", "inspect STORE", picture=True),
+    Shown("inspect", "inspect STORE", columns=110, picture=True),
+    Shown("inspect-1", "inspect STORE KEY"),
+    Shown("verify", "verify STORE"),
     Shown("repair", "repair STORE", copy=True),
+    Shown("prune", "prune STORE --older-than 1d --yes", copy=True),
+    Shown("clear", "clear STORE --yes", copy=True),
+    Shown("report", "report STORE -o report.html"),
+    Shown("top", "top STORE", columns=126, picture=True, live=25),
+    Shown("size", "size --model Llama-3.1-8B --nvme 1TiB --cpu 64GiB --write-rate 300GB --drive-endurance 1.2PB"),
+    Shown("replay", "replay TRACE --plot replay.png", columns=120),
     Shown("bench", "bench DRIVE --parts probe --parts drive -b 2M --layout scattered --rounds 3", columns=112),
 )
 
