@@ -114,6 +114,28 @@ def test_under_way_it_tells_now_and_then_and_at_the_end_at_once():
     assert told.figures.take(at + 50) is None
 
 
+class OneJob:
+    """``Gauges`` of an engine with one job, which is under way until somebody says that it has ended."""
+
+    busy = True
+    planned_jobs = 1
+
+    def read(self) -> dict[str, float]:
+        return {"queued_jobs.load": int(self.busy)}
+
+
+def test_what_was_looked_at_while_a_job_was_out_is_looked_at_again_when_it_has_ended():
+    gauges = OneJob()
+    figures = Figures(Stats(), gauges, lambda: 0, model="", ranks=1)
+    busy = figures.take(10.0)
+    assert busy is not None and busy.gauges["queued_jobs.load"] == 1
+    gauges.busy = False
+    assert figures.owes
+    ended = figures.take(10.1)
+    assert ended is not None and ended.gauges["queued_jobs.load"] == 0
+    assert figures.take(20.0) is None and not figures.owes
+
+
 def test_all_that_was_told_adds_up_to_the_totals():
     told, total = Told(), Stats()
     before = dict(told.stats.counts)

@@ -172,6 +172,11 @@ def test_gauges_and_hits_of_an_engine():
     assert read["fragmentation_ratio"] == 1, "two free slots are a short run"
     assert read["uncommitted_changes"] == read["backlog_blocks"] == read["queued_jobs.load"] == 0
     assert not gauges.busy
+    assert parts.nvme is not None
+    parts.nvme.drop(parts.catalog.rows_in(Tier.NVME, 0)[:1])
+    read = gauges.read()
+    assert (read["held_blocks.nvme"], read["used_bytes.nvme"], read["limbo_blocks"]) == (5, 5 * slot_bytes, 1)
+    assert read["uncommitted_changes"] == 1 and gauges.busy
     engine.add("the last", "gghhx", 1)
     engine.schedule(8)
     assert gauges.busy and gauges.read()["queued_jobs.store"] == 1
