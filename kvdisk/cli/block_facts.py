@@ -82,11 +82,13 @@ class Prefix(NamedTuple):
 class PrefixTree(NamedTuple):
     """The biggest prefixes of a namespace, in the order in which a tree is read: each before those that follow it.
 
-    ``prefixes_total``: how many there are. ``hidden_roots``, ``hidden_blocks``, ``hidden_bytes``: what is not shown.
+    ``prefixes_total``: how many there are; ``shared_total``: that several chains begin with, or that were used again.
+    ``hidden_roots``, ``hidden_blocks``, ``hidden_bytes``: what is not shown.
     """
 
     prefixes: tuple[Prefix, ...]
     prefixes_total: int
+    shared_total: int
     roots: int
     chains: int
     hidden_roots: int

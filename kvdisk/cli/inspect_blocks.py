@@ -23,17 +23,18 @@ def print_blocks(facts: StoreFacts, console: Console) -> None:
     if any(home.blocks for home in facts.homes):
         console.print(Columns([_ages(facts, console.width), _reuse(facts, console.width)], padding=(0, 4)))
     for namespace in facts.namespaces:
-        if namespace.tree is not None and namespace.tree.roots:
-            console.print(_prefixes(facts, namespace, namespace.tree, console.width))
-            hidden = namespace.tree.prefixes_total - len(namespace.tree.prefixes)
+        tree = namespace.tree
+        if tree is not None and tree.prefixes:
+            console.print(_prefixes(facts, namespace, tree, console.width))
+            hidden = tree.prefixes_total - len(tree.prefixes)
             if hidden:
-                rest = f"{plural(namespace.tree.hidden_blocks, 'block')} in {size(namespace.tree.hidden_bytes)}"
+                rest = f"{plural(tree.hidden_blocks, 'block')} in {size(tree.hidden_bytes)}"
                 console.print(
-                    Text(
-                        f"and {plural(hidden, 'other piece')} of {plural(namespace.tree.chains, 'chain')}: {rest}",
-                        "dim",
-                    )
+                    Text(f"and {plural(hidden, 'other piece')} of {plural(tree.chains, 'chain')}: {rest}", "dim")
                 )
+        elif tree is not None and tree.roots and not tree.shared_total:
+            console.print(_prefixes(facts, namespace, tree, console.width))
+            console.print(Text(f"none: {plural(tree.chains, 'chain')}, and no request has used one again", "dim"))
 
 
 def _ages(facts: StoreFacts, width: int) -> Table:
@@ -98,8 +99,6 @@ def _prefixes(facts: StoreFacts, namespace: NamespaceFacts, tree: PrefixTree, wi
             _used(prefix),
             _last_use(prefix, facts.surveyed_s),
         )
-    if not tree.prefixes:
-        table.add_row("none yet", "", "", "", "", "", "")
     return table
 
 

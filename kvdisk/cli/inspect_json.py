@@ -32,7 +32,8 @@ bytes are those of all ranks together. Lists of homes are in order of last use, 
       groups[]         group, block_tokens, payload_bytes and slot_bytes (both on one rank), window_tokens, blocks
       epochs[]         epoch (0: of the weights as the files have them), blocks
       prefixes         null: could not be made
-        total, roots, chains   how many prefixes there are, how many of them have none before, and ends of chains
+        total, shared  how many prefixes there are, and how many several chains begin with or were used again
+        roots, chains  how many of all prefixes have none before them, and how many ends of chains there are
         hidden_roots, hidden_blocks, hidden_bytes     what is not among those listed
         tree[]         the biggest that are shared or were used again (see --prefixes), the most used bytes first
           key          hash of its first block (hex), without the KV-cache group
@@ -159,6 +160,7 @@ def _prefixes(tree: PrefixTree) -> dict[str, Any]:
         way.append(found["tree"])
     return {
         "total": tree.prefixes_total,
+        "shared": tree.shared_total,
         "roots": tree.roots,
         "chains": tree.chains,
         "hidden_roots": tree.hidden_roots,

@@ -138,7 +138,8 @@ def find_prefixes(
     told = any(home.uses is not None for home in homes)
     stretches = _fold(forest, node_bytes, node_uses, node_last_s, told)
     roots = np.flatnonzero(stretches.parents == NONE)
-    shared = (stretches.chains > 1) | (stretches.uses > 0) if shared_only else np.ones(len(stretches.parents), np.bool_)
+    shared = (stretches.chains > 1) | (stretches.uses > 0)
+    shown = shared if shared_only else np.ones(len(shared), np.bool_)
 
     def describe(number: int, depth: int, hidden: int) -> Prefix:
         node, last = int(stretches.first_nodes[number]), int(stretches.last_nodes[number])
@@ -168,10 +169,11 @@ def find_prefixes(
             below_bytes=int(stretches.below_bytes[number]),
         )
 
-    prefixes = tuple(describe(*found) for found in _choose(stretches, roots, most, shared))
+    prefixes = tuple(describe(*found) for found in _choose(stretches, roots, most, shown))
     return PrefixTree(
         prefixes,
         prefixes_total=len(stretches.parents),
+        shared_total=int(np.count_nonzero(shared)),
         roots=len(roots),
         chains=int(stretches.chains[roots].sum()),
         hidden_roots=len(roots) - sum(prefix.depth == 0 for prefix in prefixes),

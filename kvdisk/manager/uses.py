@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from operator import invert
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -141,7 +142,7 @@ class Uses:
 
     def begin(self, rows: Sequence[int]) -> None:
         """Copies became READY."""
-        self.log.extend([~row for row in rows])
+        self.log.extend(map(invert, rows))
 
     def count(self, now: float, now_s: int) -> None:
         """Count what was logged, now and then. ``now``: monotonic, seconds; ``now_s``: see the class, 0: as before."""

@@ -73,8 +73,11 @@ def test_the_tree_of_prefixes(path: Path) -> None:
         (2, "h", 80, 32, 1, 3, 3),
         (1, "d", 48, 32, 1, 1, 0),
     ]
-    assert {name: prefixes[name] for name in ("total", "roots", "chains", "hidden_roots", "hidden_blocks")} == {
+    assert {
+        name: prefixes[name] for name in ("total", "shared", "roots", "chains", "hidden_roots", "hidden_blocks")
+    } == {
         "total": 6,
+        "shared": 4,
         "roots": 2,
         "chains": 4,
         "hidden_roots": 1,
@@ -104,6 +107,7 @@ def test_prefixes_are_cut_to_a_number_and_shown_as_a_tree(path: Path) -> None:
     assert "5" in table[1].split() and "3…0" in table[2].split()
     assert "and 3 other pieces of 4 chains: 5 blocks in 80.0 KiB" in shown
     assert run("inspect", path, "--prefixes", "-1").returncode == 2
+    assert "Shared prefixes" not in run("inspect", path, "--prefixes", "0").stdout
 
 
 def test_without_uses_what_most_chains_share_comes_first(path: Path) -> None:
@@ -117,6 +121,11 @@ def test_without_uses_what_most_chains_share_comes_first(path: Path) -> None:
     assert (found["ages"]["used"], found["reuse"]["blocks"], found["reuse"]["unknown"]) == (None, None, None)
     shown = run("inspect", path).stdout
     assert "no USES file yet" in shown
+
+
+def test_where_nothing_is_shared_that_is_said(path: Path) -> None:
+    leave_home(path, PLAIN, 1, last_use_s=2000)
+    assert "none: 5 chains, and no request has used one again" in run("inspect", path).stdout
 
 
 def test_ages_and_reuse(path: Path) -> None:
