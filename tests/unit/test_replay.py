@@ -266,6 +266,57 @@ def test_wrong_usage_is_one_sentence(small, arguments, said):
     assert said in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("kvdisk: ")
 
 
+def test_real_bytes_are_written_read_and_right(small, tmp_path):
+    done = run(small, "--io", tmp_path, "--block-bytes", "16KiB", "--nvme", "40%", "--requests", 25, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    own = found["runs"][0]
+    assert own["written_blocks"] > 0 and own["read_blocks"] > 0
+    assert own["failed"] == {"loads": 0, "stores": 0, "wrong_bytes": 0}
+    waits = own["waits_s"]
+    assert waits["count"] > 0 and 0 < waits["median"] <= waits["p99"] <= waits["most"]
+    assert found["io_directory"] == str(tmp_path)
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_wrong_bytes_are_seen(small, tmp_path, monkeypatch):
+    from kvdisk.cli.replay import real_io
+
+    right = real_io.GpuMemory.computed
+
+    def wrong(self, hashes, block_ids):
+        right(self, [bytes(32)] * len(hashes), block_ids)
+
+    monkeypatch.setattr(real_io.GpuMemory, "computed", wrong)
+    trace = read_trace(small, limit=12)
+    setting = setting_of(trace, "60%")
+    outcome = real_io.replay_with_io(trace, [setting], [], 8192, tmp_path, lambda *_: None).outcomes[0]
+    assert outcome.failed["wrong_bytes"] == outcome.blocks > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--io", "no/such/place"], "not a directory in which files can be made"),
+        (["--io", ".", "--block-bytes", "64GiB"], "smaller ones with --block-bytes"),
+    ],
+)
+def test_io_that_cannot_begin_is_one_sentence(small, arguments, said):
+    done = run(small, "--nvme", "0", "--cpu", "4", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_without_torch_it_replays_but_for_io(small, tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
+    command = [sys.executable, "-m", "kvdisk.cli.main", "replay", str(small), "--nvme", "5%", "--compare", "none"]
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    plain = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert plain.returncode == 0, plain.stderr
+    moving = subprocess.run([*command, "--io", tmp_path], capture_output=True, text=True, env=env, check=False)
+    assert moving.returncode == 2 and "--io needs torch" in moving.stderr
+
+
 def test_an_azure_trace_says_what_it_cannot_tell(tmp_path):
     path = tmp_path / "azure.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "2023-11-16 18:17:03.9799600,480,10\n" * 20)

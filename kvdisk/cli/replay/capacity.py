@@ -74,6 +74,14 @@ def _slots_in(option: str, text: str, geometry: Geometry, *, on_nvme: bool) -> i
     return slots
 
 
+def nvme_bytes_for(slots: int, geometry: Geometry) -> int:
+    """Return what ``nvme_bytes`` must be, so that there are so many slots, or a few more."""
+    byte_count = slots * geometry.slot_sizes[0] * geometry.part_count
+    while (lacking := slots - _nvme_slots(byte_count, geometry)) > 0:
+        byte_count += max(lacking * geometry.slot_sizes[0], 1 << 16)
+    return byte_count
+
+
 def _nvme_slots(byte_count: int, geometry: Geometry) -> int:
     from kvdisk.cli.sizing import fit_nvme
 

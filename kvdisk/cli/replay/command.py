@@ -65,6 +65,10 @@ Compare = Annotated[
         "--compare", metavar="NAME,...", help="lru, arc, sieve, s3fifo, also as lru+reuse(2); belady; or none."
     ),
 ]
+IoDirectory = Annotated[
+    Path | None,
+    typer.Option("--io", metavar="DIR", help="Move real bytes, through a store in DIR that is removed; needs torch."),
+]
 Processes = Annotated[
     int | None, typer.Option("--processes", min=1, metavar="N", help="Runs at a time; by default one a CPU.")
 ]
@@ -98,6 +102,7 @@ def replay(
     cpu_admissions: CpuAdmissions = [_DEFAULTS.cpu_admission],  # noqa: B006
     store_policies: StorePolicies = [_DEFAULTS.store_policy],  # noqa: B006
     compare: Compare = ["lru,arc,belady"],  # noqa: B006
+    io_directory: IoDirectory = None,
     processes: Processes = None,
     as_json: AsJson = False,
     plot: Plot = None,
@@ -106,7 +111,7 @@ def replay(
 
     The tiers' manager and policies are the real ones, and all combinations
     of what is listed are run, beside models of other policies and the best
-    that anyone could do. No bytes are moved.
+    that anyone could do. No bytes are moved, unless --io says where.
 
     [bold]Exit codes[/bold]
 
@@ -132,7 +137,7 @@ def replay(
         if not size:
             raise ConfigError("--block-bytes must be more than 0.")
         settings = _settings(trace, size, split(cpu), split(nvme), gpu, policies)
-        replayed = _replay(trace, settings, rivals, size, processes)
+        replayed = _replay(trace, settings, rivals, size, processes, io_directory)
     except KvdiskError as error:
         typer.echo(f"kvdisk: {str(error).removesuffix('.')}.", err=True)
         raise typer.Exit(Exit.REFUSED) from None
@@ -193,10 +198,20 @@ def _replay(
     rivals: list[Rival],
     block_bytes: int,
     processes: int | None,
+    io_directory: Path | None,
 ) -> Replayed:
     from kvdisk.cli.replay.run import replay as run
 
     with _progress() as watch:
+        if io_directory is not None:
+            try:
+                from kvdisk.cli.replay.real_io import replay_with_io
+
+                return replay_with_io(trace, settings, rivals, block_bytes, io_directory, watch)
+            except ImportError:
+                raise ConfigError(
+                    "--io needs torch, through which the mover copies; without --io no bytes are moved."
+                ) from None
         return run(trace, settings, rivals, block_bytes, processes or len(os.sched_getaffinity(0)), watch)
 
 

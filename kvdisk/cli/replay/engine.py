@@ -8,7 +8,7 @@ until the tiers have nothing left to do. Answers are of no interest: nothing of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
@@ -16,6 +16,7 @@ from typing import Protocol
 from kvdisk.blocks import Tier, make_block_keys
 from kvdisk.cli.replay.pool import GpuPool
 from kvdisk.cli.replay.trace import Trace, TracedRequest
+from kvdisk.errors import KvdiskError
 from kvdisk.manager.manager import TierManager
 from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
 
@@ -29,7 +30,9 @@ _MOST_IDLE_STEPS = 10_000
 class Clock(Protocol):
     """Seconds, never back. ``advance_to``: when a request comes; ``step``: a step of the engine has gone by."""
 
-    now: float
+    @property
+    def now(self) -> float:
+        """The time."""
 
     def advance_to(self, time_s: float) -> None:
         """Go to a time, if it is not past."""
@@ -45,6 +48,16 @@ class Ranks(Protocol):
         """Hand a plan over, and return what has ended by now."""
 
 
+class Memory(Protocol):
+    """The bytes of the GPU's blocks, where there are any."""
+
+    def computed(self, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """These blocks are computed in this step."""
+
+    def loaded(self, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """These blocks have been loaded."""
+
+
 @dataclass(slots=True)
 class Served:
     """Where the prompts' blocks came from: tokens and blocks by tier. ``waits_s``: each load's time, as measured."""
@@ -55,14 +68,23 @@ class Served:
 
 
 class Engine:
-    """See the module. ``pool`` has room for the longest prompt twice."""
+    """See the module. ``pool`` has room for the longest prompt twice. ``memory``: None: no bytes are moved."""
 
-    def __init__(self, trace: Trace, manager: TierManager, pool: GpuPool, ranks: Ranks, clock: Clock) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        manager: TierManager,
+        pool: GpuPool,
+        ranks: Ranks,
+        clock: Clock,
+        memory: Memory | None = None,
+    ) -> None:
         self._trace = trace
         self._manager = manager
         self._pool = pool
         self._ranks = ranks
         self._clock = clock
+        self._memory = memory
         self._block_tokens = trace.block_tokens
         self._step_blocks = max(1, STEP_TOKENS // trace.block_tokens)
         self._load_job: Job | None = None
@@ -86,6 +108,9 @@ class Engine:
         blocks += self._pool.take(count - len(blocks))
         done, refused = local + loaded, manager.stats["refused_blocks.room"] + manager.stats["refused_blocks.budget"]
         self._pool.cache(keys[local:done], blocks[local:done])
+        if self._memory is not None:
+            self._memory.loaded(hashes[local:done], blocks[local:done])
+            self._memory.computed(hashes[done:], blocks[done:])
         while True:
             done = min(count, done + self._step_blocks)
             tokens = done * self._block_tokens
@@ -107,7 +132,7 @@ class Engine:
             if not self._manager.has_pending_work(self._clock.now):
                 return
             self._step(idle=True)
-        raise AssertionError("the tiers do not come to rest")
+        raise KvdiskError("the tiers do not come to rest: the drive does not answer")
 
     def _load(self, request_id: str, request: TracedRequest, blocks: list[int], total_tokens: int) -> int:
         """Load what hits behind the first ``blocks``; add its GPU blocks to them, and return how many."""

@@ -12,7 +12,8 @@ from kvdisk.errors import ConfigError
 
 FORMATS = (".png", ".svg", ".pdf")
 _COLOURS = ("#d62728", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#e377c2")
-_MODEL_COLOURS = ("#222222", "#666666", "#999999", "#555577", "#775555", "#557755")
+_MODEL_COLOURS = ("#1f4e79", "#5b9bd5", "#548235", "#a9d18e", "#7f6000", "#d6a300", "#7030a0", "#b58ad0", "#404040")
+_MODEL_DASHES = ("--", "-.", ":")
 MISSING = "--plot needs matplotlib: pip install 'kvdisk[bench]'."
 
 
@@ -37,12 +38,13 @@ def draw(replayed: Replayed, path: Path) -> None:
     figure = Figure(figsize=(10.0, 4.2), layout="constrained")
     hits, writes = figure.subplots(1, 2)
     slot_bytes = slot_bytes_of(replayed)
+    dashes = iter(_MODEL_DASHES * 16)
     colours = {True: iter(_COLOURS * 8), False: iter(_MODEL_COLOURS * 8)}
     for name, outcomes in series.items():
         is_own = outcomes[0].rival is None
         look = {
             "color": next(colours[is_own]),
-            "linestyle": "-" if is_own else "--",
+            "linestyle": "-" if is_own else next(dashes),
             "marker": "o" if is_own else "",
             "markersize": 3.5,
             "linewidth": 1.8 if is_own else 1.2,
@@ -79,7 +81,7 @@ def _finish(axes: Any, title: str, label: str, replayed: Replayed) -> None:
     if min(rooms) > 0 and max(rooms) / min(rooms) > 8:
         axes.set_xscale("log")
         axes.minorticks_off()
-    axes.set_xticks(rooms, [f"{room:.3g}" for room in rooms], fontsize=8)
+    axes.set_xticks(rooms, [f"{room:.2g}" for room in rooms], fontsize=8)
     axes.set_ylim(bottom=0)
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("room, % of the trace's distinct blocks", fontsize=8)

@@ -9,6 +9,7 @@ Bytes and blocks are integers, shares are of 1; ``null``: there is nothing to sa
                        distinct_blocks, longest_prompt_blocks, notes (sentences)
     block_bytes        of one block, as given
     slot_bytes         of its slot on NVMe, header included
+    io_directory       null: no bytes were moved
     references_per_second, seconds, processes
                        of the manager's runs together
     runs[]             policy      name, as in the table
@@ -29,7 +30,7 @@ Bytes and blocks are integers, shares are of 1; ``null``: there is nothing to sa
                        evicted_blocks
                                    by tier
                        refused     offers by reason: reuse, room, budget; left_cpu_*: what left the CPU tier unwritten
-                       failed      loads, stores
+                       failed      loads, stores; with I/O also wrong_bytes: blocks loaded that were not what was stored
                        waits_s     of requests that loaded, from their arrival to the end of the load: count, mean,
                                    median, p99, most; null without I/O
                        seconds
@@ -68,6 +69,7 @@ def as_json(replayed: Replayed) -> dict[str, Any]:
         },
         "block_bytes": replayed.block_bytes,
         "slot_bytes": slot_bytes_of(replayed),
+        "io_directory": replayed.io_directory,
         "references_per_second": round(replayed.rate),
         "seconds": round(replayed.seconds, 3),
         "processes": replayed.processes,

@@ -77,6 +77,7 @@ class Replayed:
     outcomes: list[Outcome]
     seconds: float
     processes: int
+    io_directory: str | None = None
 
     @property
     def own(self) -> list[Outcome]:

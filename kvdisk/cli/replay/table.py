@@ -96,6 +96,10 @@ def _legend(replayed: Replayed) -> str:
         f"{plural(total, 'block reference')} through the manager in {replayed.seconds:.1f} s:"
         f" {number(round(replayed.rate))} a second{beside}.",
     ]
+    if replayed.io_directory is not None:
+        lines.append(
+            f"Bytes were written to, read from and compared with what they were under {replayed.io_directory}."
+        )
     failed = sum(sum(outcome.failed.values()) for outcome in replayed.own)
     if failed:
         lines.append(f"{plural(failed, 'block')} failed to load or to be stored.")
