@@ -13,7 +13,7 @@ from kvdisk.background import Background
 from kvdisk.config import Config
 from kvdisk.context import SchedulerContext
 from kvdisk.device.base import Device
-from kvdisk.device.cap import HOME_OVERHEAD_BYTES
+from kvdisk.device.cap import HOME_OVERHEAD_BYTES, USES_OVERHEAD_BYTES
 from kvdisk.device.choice import choose_device, make_like
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.home import Home
@@ -224,11 +224,14 @@ def _take_home(
 
 
 def _divide(budget_bytes: int, config: Config, geometry: Geometry) -> NvmeLayout:
-    """Return how a budget is divided, less what the file of uses may take. Raises ConfigError where nothing fits."""
+    """Return how a budget is divided, less what the file of uses may take beyond a home's overhead.
+
+    Raises ConfigError where nothing fits.
+    """
     how = (config.segment_bytes, geometry, map_bytes_for, len(config.store_dirs))
     layout = NvmeLayout.make(budget_bytes, *how)
     uses_bytes = uses_bytes_for(layout.most_slots(geometry), sum(layout.most_segments(geometry)))
-    return NvmeLayout.make(budget_bytes - uses_bytes, *how)
+    return NvmeLayout.make(budget_bytes - max(0, uses_bytes - USES_OVERHEAD_BYTES), *how)
 
 
 def _is_of_process(error: CorruptRecord | DeviceError) -> bool:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from kvdisk.device.store import Store
 
 HOME_OVERHEAD_BYTES = 128 << 10
-"""Of a home, beside index and segments: directories, HOME, LMDB's lock file."""
+"""Of a home, beside index and segments: directories, HOME, LMDB's lock file, and so much of USES:"""
+USES_OVERHEAD_BYTES = 32 << 10
 LOCK_WAIT_S = 2.0
 """How long a worker, or a thread beside an engine, waits for the store lock."""
 
