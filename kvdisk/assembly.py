@@ -13,14 +13,13 @@ from kvdisk.background import Background
 from kvdisk.config import Config
 from kvdisk.context import SchedulerContext
 from kvdisk.device.base import Device
-from kvdisk.device.cap import HOME_OVERHEAD_BYTES
+from kvdisk.device.cap import HOME_OVERHEAD_BYTES, uses_charge_bytes
 from kvdisk.device.choice import choose_device, make_like
 from kvdisk.device.figures_file import write_figures
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.home import Home
 from kvdisk.device.pair import PairDevice
 from kvdisk.device.store import Store
-from kvdisk.device.uses import uses_bytes_for
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
 from kvdisk.figures import LOG_S, WRITE_S, Figures
 from kvdisk.geometry import Geometry
@@ -222,7 +221,9 @@ def _take_home(
     assert config.nvme_bytes is not None
     budget_bytes = max(0, config.nvme_bytes - HOME_OVERHEAD_BYTES)
     drive_count = len(config.store_dirs)
-    layout = NvmeLayout.make(budget_bytes, config.segment_bytes, geometry, map_bytes_for, uses_bytes_for, drive_count)
+    layout = NvmeLayout.make(
+        budget_bytes, config.segment_bytes, geometry, map_bytes_for, uses_charge_bytes, drive_count
+    )
     class_bytes = dict(zip(geometry.slot_sizes, layout.class_bytes, strict=True))
 
     def restore(home: Home) -> tuple[LmdbIndex, NvmeSpace]:

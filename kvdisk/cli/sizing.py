@@ -11,10 +11,9 @@ from typing import NamedTuple
 from kvdisk.blocks import group_of
 from kvdisk.cli.block_reader import read_blocks, unpack
 from kvdisk.config import Config
-from kvdisk.device.cap import HOME_OVERHEAD_BYTES
+from kvdisk.device.cap import HOME_OVERHEAD_BYTES, uses_charge_bytes
 from kvdisk.device.listing import list_homes
 from kvdisk.device.rebuild import HomeShape
-from kvdisk.device.uses import uses_bytes_for
 from kvdisk.errors import ConfigError, CorruptRecord
 from kvdisk.geometry import Geometry
 from kvdisk.index.lmdb_index import map_bytes_for
@@ -61,7 +60,7 @@ def fit_nvme(geometry: Geometry, nvme_bytes: int, drive_count: int, segment_byte
     """Return what fits into the NVMe tier. Raises ConfigError where nothing does."""
     budget_bytes = max(0, nvme_bytes - HOME_OVERHEAD_BYTES)
     wanted_bytes = segment_bytes or Config().segment_bytes
-    layout = NvmeLayout.make(budget_bytes, wanted_bytes, geometry, map_bytes_for, uses_bytes_for, drive_count)
+    layout = NvmeLayout.make(budget_bytes, wanted_bytes, geometry, map_bytes_for, uses_charge_bytes, drive_count)
     return _fit(geometry, layout.class_slots(geometry), nvme_bytes, geometry.part_count)
 
 

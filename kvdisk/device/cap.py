@@ -23,6 +23,7 @@ from kvdisk.device import paths
 from kvdisk.device.control import INDEX, LOCK_FILE, DriveFolder, HomeRecord, home_ids, read_record
 from kvdisk.device.drives import list_folders, remove_folder
 from kvdisk.device.segment import SegmentFile, create_segment, drop_segment
+from kvdisk.device.uses import uses_bytes_for
 from kvdisk.errors import CorruptRecord, DeviceError, StoreLocked
 from kvdisk.geometry import segment_charge_bytes
 from kvdisk.messages import SegmentSpec
@@ -31,9 +32,15 @@ if TYPE_CHECKING:
     from kvdisk.device.store import Store
 
 HOME_OVERHEAD_BYTES = 128 << 10
-"""Of a home, beside index and segments: directories, HOME, LMDB's lock file."""
+"""Of a home, beside index and segments: directories, HOME, LMDB's lock file, and so much of USES:"""
+USES_OVERHEAD_BYTES = 32 << 10
 LOCK_WAIT_S = 2.0
 """How long a worker, or a thread beside an engine, waits for the store lock."""
+
+
+def uses_charge_bytes(slot_count: int, segment_count: int) -> int:
+    """Return what a home's USES, of so many slots in so many segments, can take beyond HOME_OVERHEAD_BYTES."""
+    return max(0, uses_bytes_for(slot_count, segment_count) - USES_OVERHEAD_BYTES)
 
 
 class Holding(NamedTuple):

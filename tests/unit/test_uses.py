@@ -18,6 +18,7 @@ from rebuild_stores import CAP, home_path, make_store, start
 from kvdisk.assembly import SchedulerParts
 from kvdisk.blocks import Slot, Tier, make_block_key
 from kvdisk.config import Config
+from kvdisk.device.cap import USES_OVERHEAD_BYTES
 from kvdisk.device.control import USES_FILE
 from kvdisk.device.uses import UNIT_BYTES, UNIT_RECORDS, UsesFile, UsesUnit, read_uses, uses_bytes_for
 from kvdisk.errors import DeviceError
@@ -435,5 +436,6 @@ def test_the_file_stays_within_the_homes_budget(tmp_path):
     geometry = parts.nvme._geometry
     segments = sum(layout.most_segments(geometry))
     most = uses_bytes_for(layout.most_slots(geometry), segments)
-    assert layout.index_bytes + sum(layout.class_bytes) + most <= CAP - (128 << 10)
+    assert layout.index_bytes + sum(layout.class_bytes) + most <= CAP - (128 << 10) + USES_OVERHEAD_BYTES
+    assert most > USES_OVERHEAD_BYTES
     parts.close()

@@ -9,7 +9,7 @@ STYLE = """
   --free: #dfe5ec; --short: #e8a33d; --bad: #c62f2f; --bad-ground: #fdeeee; --good: #1f8a4c; --edge: #ffffff;
   --r0: #dde3ea; --r1: #cfe0fb; --r2: #a9c8f7; --r3: #7badf0; --r4: #4b8ce4; --r5: #2668c9; --r6: #12478f;
   --on-pale: #17202c; --on-deep: #ffffff; }
-@media (prefers-color-scheme: dark) { :root {
+@media screen and (prefers-color-scheme: dark) { :root {
   --ground: #10151c; --card: #19212b; --line: #2a3542; --text: #e4eaf1; --soft: #93a2b3; --accent: #6ea4f4;
   --free: #2c3744; --short: #d3922f; --bad: #ff7b72; --bad-ground: #33191b; --good: #56c482; --edge: #19212b;
   --r0: #323e4c; --r1: #24426e; --r2: #255591; --r3: #2d6cb8; --r4: #4b8ce4; --r5: #84b3f2; --r6: #c3dbfa;
