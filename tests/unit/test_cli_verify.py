@@ -189,7 +189,7 @@ def test_a_sound_slot_of_another_block(path, check):
     assert f"drive 0 segment 2 rank 1 slot 2: {wrong['what']}" in shown.stdout
 
 
-@pytest.mark.parametrize("how", ["gone", "short", "overwritten", "other"])
+@pytest.mark.parametrize("how", ["gone", "short", "overwritten", "other", "pipe", "directory", "link"])
 def test_a_file_that_cannot_be_used(path, how):
     make_store(path)
     file = home_path(path) / "segments" / "2" / "rank1.kv"
@@ -199,6 +199,9 @@ def test_a_file_that_cannot_be_used(path, how):
         os.truncate(file, slot_offset(SMALL, 3))
     elif how == "overwritten":
         change(file, 0, b"junk")
+    elif how in {"pipe", "directory", "link"}:
+        file.unlink()
+        {"pipe": os.mkfifo, "directory": os.mkdir, "link": lambda path: path.symlink_to("rank0.kv")}[how](file)
     else:
         shutil.copy(file.with_name("rank0.kv"), file)
     found = verified(path, code=1)
@@ -209,6 +212,9 @@ def test_a_file_that_cannot_be_used(path, how):
         "short": "too few for its 8 slots",
         "overwritten": "no magic",
         "other": "rank is 0",
+        "pipe": "is not a file",
+        "directory": "Is a directory",
+        "link": "symbolic links",
     }
     assert words[how] in wrong["what"]
     assert found["totals"]["wrong_slots"] == 5
