@@ -100,19 +100,21 @@ def _stocked(store: Store, summary: HomeSummary, index: IndexBlocks) -> Stocked:
 
 def _why_whole(store: Store, summary: HomeSummary, index: IndexBlocks) -> str:
     """Say why a home without an owner cannot be cut; "" where it can."""
+    why = ""
     if summary.record is None:
-        return "its HOME file cannot be read"
-    if index.problem is not None or not index.exists:
-        return f"its index cannot be read ({index.problem or 'it is missing'})"
-    if summary.alive:
-        return ""
-    if not index_is_sound(summary.index_path, summary.record, store.boot_id):
-        return "its index is not to be trusted before kvdisk repair has made it anew"
-    try:
-        HomeShape.of(summary.record.fingerprint, summary.record.description)
-    except CorruptRecord as error:
-        return str(error)
-    return ""
+        why = "its HOME file cannot be read"
+    elif index.problem is not None or not index.exists:
+        why = f"its index cannot be read ({index.problem or 'it is missing'})"
+    elif not summary.alive:
+        try:
+            if not index_is_sound(summary.index_path, summary.record, store.boot_id):
+                why = "its index is not to be trusted before kvdisk repair has made it anew"
+            HomeShape.of(summary.record.fingerprint, summary.record.description)
+        except CorruptRecord as error:
+            why = str(error)
+        except OSError as error:
+            why = f"its index cannot be read ({error.strerror})"
+    return why
 
 
 def check_drives(store: Store, homes: Sequence[Stocked]) -> None:

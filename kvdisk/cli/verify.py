@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -127,6 +127,8 @@ def verify_store(
             _read_slots([(mine, _sampled(home, percent, generator)) for mine, home in homes if home], watch)
             for mine, _ in homes:
                 mine.gone = not mine.path.exists()
+                if mine.gone:
+                    mine.problems.clear()  # such as a missing index
             if not any(mine.gone for mine, _ in homes):
                 break  # else its blocks are, by now, in a home of another name
     except KeyboardInterrupt:
@@ -187,12 +189,16 @@ def _compare_index(summary: HomeSummary, record: HomeRecord, boot_id: str, mine:
                 "in order: the next engine, or kvdisk repair, makes it anew"
             )
         return
-    with paths.device_errors("reading the index"), suppress(FileNotFoundError, CorruptRecord):
+    try:
         as_closed = paths.sum_of_file(summary.index_path / INDEX_FILE) == record.index_sum
         if not as_closed and read_record(summary.path) == record:
             mine.problems.append(
                 "its index is not the one that its last owner closed: the next engine, or kvdisk repair, makes it anew"
             )
+    except (FileNotFoundError, CorruptRecord):
+        return  # taken over or deleted meanwhile
+    except OSError as error:
+        mine.problems.append(f"its index cannot be read ({error.strerror})")
 
 
 def _sampled(home: HomeToRead, percent: float | None, generator: random.Random) -> HomeToRead:

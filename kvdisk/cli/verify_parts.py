@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 import mmap
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import zip_longest
 from pathlib import Path
@@ -88,7 +88,7 @@ def parts_of(home: HomeToRead) -> tuple[list[Part], list[BlockRecord]]:
     parts = []
     for number, blocks in by_segment.items():
         segment = home.segments[number]
-        most = max(1, PART_BYTES // segment.slot_bytes)
+        most = max(1, PART_BYTES // max(1, segment.slot_bytes))
         for start in range(0, max(1, len(blocks)), most):
             cut = blocks[start : start + most]
             parts += [Part(home, segment, rank, cut) for rank in range(home.shape.rank_count)]
@@ -105,23 +105,18 @@ def read_parts(parts: Iterable[Part]) -> Generator[tuple[Part, PartRead]]:
     in_turn = (part for turn in zip_longest(*by_drive.values()) for part in turn if part is not None)
     memories: SimpleQueue[mmap.mmap] = SimpleQueue()
 
-    def read(part: Part) -> PartRead:
+    def take_memory(slot_bytes: int) -> mmap.mmap:
         try:
             memory = memories.get_nowait()
         except Empty:
-            memory = read_memory(part.segment.slot_bytes)
-        if len(memory) < part.segment.slot_bytes:
-            memory = read_memory(part.segment.slot_bytes)
-        try:
-            return read_part(part, memory)
-        finally:
-            memories.put(memory)
+            memory = read_memory(slot_bytes)
+        return memory if len(memory) >= slot_bytes else read_memory(slot_bytes)
 
     waiting: deque[tuple[Part, Future[PartRead]]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="kvdisk-verify") as pool:
         try:
             for part in in_turn:
-                waiting.append((part, pool.submit(read, part)))
+                waiting.append((part, pool.submit(read_part, part, take_memory, memories.put)))
                 if len(waiting) > 2 * threads:
                     yield waiting[0][0], waiting[0][1].result()
                     waiting.popleft()
@@ -133,8 +128,8 @@ def read_parts(parts: Iterable[Part]) -> Generator[tuple[Part, PartRead]]:
                 future.cancel()
 
 
-def read_part(part: Part, memory: mmap.mmap) -> PartRead:
-    """Read and check the slots of a part, in this thread."""
+def read_part(part: Part, take: Callable[[int], mmap.mmap], give_back: Callable[[mmap.mmap], None]) -> PartRead:
+    """Read and check the slots of a part, in this thread. ``take``: memory for slots of so many bytes."""
     home, segment = part.home, part.segment
     folder = home.folder(segment.drive)
     if folder is None:
@@ -160,7 +155,10 @@ def read_part(part: Part, memory: mmap.mmap) -> PartRead:
         said = "there is no such file" if missing else str(error).replace(f"{folder.path}/", "")
         return PartRead(failed=said, missing=missing)
     try:
-        wrong += check_slots(file, ranks, slots, memory)
+        if slots:  # so the file is as long as HOME and the index say, however large that is
+            memory = take(segment.slot_bytes)
+            wrong += check_slots(file, ranks, slots, memory)
+            give_back(memory)
     finally:
         file.close()
     return PartRead(wrong)

@@ -20,7 +20,7 @@ from kvdisk.device import paths
 from kvdisk.device.control import SEGMENTS, DriveFolder
 from kvdisk.device.segment import SegmentFile, SegmentHeader, scan_file, segment_numbers
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
-from kvdisk.geometry import HEADER_BYTES, slot_offset
+from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, slot_offset
 from kvdisk.messages import FOREIGN_SEGMENTS
 
 if TYPE_CHECKING:
@@ -59,6 +59,10 @@ class HomeShape(NamedTuple):
         sizes = [ranks, *(size for group in groups for size in group)]
         if not groups or not all(isinstance(size, int) and size > 0 for size in sizes) or ranks > _MOST_RANKS:
             raise CorruptRecord("HOME does not describe the sizes of its blocks")
+        if any(
+            group.slot_bytes % ALIGNMENT or HEADER_BYTES + group.payload_bytes > group.slot_bytes for group in groups
+        ):
+            raise CorruptRecord("HOME describes blocks that do not fit into their slots")
         return cls(fingerprint, ranks, groups)
 
 

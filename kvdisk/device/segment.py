@@ -12,6 +12,7 @@ import errno
 import mmap
 import os
 import re
+import stat
 import struct
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -313,6 +314,9 @@ def _open_direct(path: Path, flags: int, probe: Callable[[int], None]) -> tuple[
 
 def _open_existing(path: Path, flags: int) -> tuple[SegmentHeader, int, bool]:
     _check_way(path)
+    mode = path.lstat().st_mode
+    if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):  # opening one may never end
+        raise CorruptRecord(f"{path} is not a file")
     block = mmap.mmap(-1, SEGMENT_HEADER_BYTES)
 
     def read_first(fd: int) -> None:

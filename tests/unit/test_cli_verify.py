@@ -19,7 +19,7 @@ from kvdisk.device import segment as segment_room
 from kvdisk.device import verify as device_verify
 from kvdisk.device.header import CHECKSUM_KINDS
 from kvdisk.geometry import HEADER_BYTES, slot_offset
-from kvdisk.index.base import BlockRecord
+from kvdisk.index.base import BlockRecord, SegmentRecord
 
 BLOCKS, SLOTS = 20, 40
 SMALL, WIDE = (group.slot_bytes for group in GEOMETRY.groups)
@@ -189,7 +189,7 @@ def test_a_sound_slot_of_another_block(path, check):
     assert f"drive 0 segment 2 rank 1 slot 2: {wrong['what']}" in shown.stdout
 
 
-@pytest.mark.parametrize("how", ["gone", "short", "overwritten", "other"])
+@pytest.mark.parametrize("how", ["gone", "short", "overwritten", "other", "pipe", "directory", "link"])
 def test_a_file_that_cannot_be_used(path, how):
     make_store(path)
     file = home_path(path) / "segments" / "2" / "rank1.kv"
@@ -199,6 +199,9 @@ def test_a_file_that_cannot_be_used(path, how):
         os.truncate(file, slot_offset(SMALL, 3))
     elif how == "overwritten":
         change(file, 0, b"junk")
+    elif how in {"pipe", "directory", "link"}:
+        file.unlink()
+        {"pipe": os.mkfifo, "directory": os.mkdir, "link": lambda path: path.symlink_to("rank0.kv")}[how](file)
     else:
         shutil.copy(file.with_name("rank0.kv"), file)
     found = verified(path, code=1)
@@ -209,6 +212,9 @@ def test_a_file_that_cannot_be_used(path, how):
         "short": "too few for its 8 slots",
         "overwritten": "no magic",
         "other": "rank is 0",
+        "pipe": "is not a file",
+        "directory": "Is a directory",
+        "link": "symbolic links",
     }
     assert words[how] in wrong["what"]
     assert found["totals"]["wrong_slots"] == 5
@@ -284,6 +290,32 @@ def test_a_home_file_that_cannot_be_read(path, text, words):
         file.write_text(said)
     (home,) = verified(path, code=1)["homes"]
     assert words in home["problems"][0]
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"slot_bytes": 1 << 50}, {"payload_bytes": 8192}, {"slot_bytes": 8193}, {"slot_bytes": 0}]
+)
+def test_a_home_that_says_impossible_sizes(path, sizes):
+    make_store(path)
+    file = home_path(path) / "HOME"
+    home = json.loads(file.read_text())
+    home["description"]["geometry"]["groups"][0] |= sizes
+    file.write_text(json.dumps(home))
+    found = verified(path, code=1)
+    if sizes == {"slot_bytes": 1 << 50}:
+        assert {one["check"] for one in found["wrong"]} == {"group"} and found["totals"]["wrong_slots"] == 20
+    else:
+        assert "HOME describes blocks" in str(found["homes"][0]["problems"]) or "HOME does not" in str(found["homes"])
+
+
+@pytest.mark.parametrize("slot_bytes", [0, 1, 4096, 1 << 60])
+def test_an_index_that_says_impossible_sizes(path, slot_bytes):
+    make_store(path)
+    parts = start(path)
+    parts.index.put_segment(SegmentRecord(2, slot_bytes, 8))
+    end(parts)
+    found = verified(path, code=1)
+    assert {(one["segment"], one["check"]) for one in found["wrong"]} == {(2, "file")}
 
 
 def test_records_of_places_that_are_not_there(path):

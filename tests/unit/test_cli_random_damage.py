@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tools on stores with a few random wounds: each says what it has to say and ends, and none with a traceback."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from cli_stores import HYBRID, leave_home, run_here
+from rebuild_stores import make_store
+
+COMMANDS = (
+    ["inspect"],
+    ["verify"],
+    ["prune", "--older-than", "1d", "--dry-run"],
+    ["prune", "--to", "200000", "--yes"],
+    ["repair"],
+    ["verify", "--json"],
+    ["clear", "--yes"],
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("whole") / "store"
+    make_store(path)
+    leave_home(path, HYBRID, 2, last_use_s=5000)
+    return path
+
+
+def wound(path: Path, chosen: random.Random) -> None:
+    how = chosen.choice(["flip", "flip", "flip", "cut", "junk", "remove", "directory", "pipe", "link"])
+    if path.is_dir() and how in {"flip", "cut", "junk"}:
+        return
+    if how == "flip":
+        data = bytearray(path.read_bytes())
+        for _ in range(chosen.choice([1, 3, 50]) if data else 0):
+            data[chosen.randrange(min(len(data), chosen.choice([200, 8192, len(data)])))] ^= 1 << chosen.randrange(8)
+        path.write_bytes(data)
+    elif how == "cut":
+        os.truncate(path, chosen.randrange(path.stat().st_size + 1))
+    elif how == "junk":
+        path.write_bytes(chosen.randbytes(chosen.randrange(9000)))
+    else:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if how == "directory":
+            path.mkdir()
+        elif how == "pipe":
+            os.mkfifo(path)
+        elif how == "link":
+            path.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_is_damaged_the_tools_end_in_order(whole: Path, tmp_path: Path, seed: int) -> None:
+    path, chosen = tmp_path / "store", random.Random(seed)
+    shutil.copytree(whole, path)
+    for _ in range(chosen.choice([1, 1, 2, 5])):
+        things = [thing for thing in sorted(path.rglob("*")) if not thing.is_symlink() and not thing.is_fifo()]
+        wound(chosen.choice(things), chosen)
+    for name, *options in COMMANDS:
+        done = run_here(name, path, *options)
+        assert done.exception is None or isinstance(done.exception, SystemExit), (seed, name, done.exc_info)
+        assert done.exit_code in {0, 1, 2}, (seed, name)
+        if done.exit_code == 2:
+            assert done.stderr.startswith("kvdisk: ") and done.stderr.count("\n") == 1, (seed, name, done.stderr)
+        else:
+            assert done.stdout and not done.stderr
