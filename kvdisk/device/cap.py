@@ -23,9 +23,8 @@ from kvdisk.device import paths
 from kvdisk.device.control import INDEX, LOCK_FILE, DriveFolder, HomeRecord, home_ids, read_record
 from kvdisk.device.drives import list_folders, remove_folder
 from kvdisk.device.segment import SegmentFile, create_segment, drop_segment
-from kvdisk.device.uses import uses_bytes_for
 from kvdisk.errors import CorruptRecord, DeviceError, StoreLocked
-from kvdisk.geometry import segment_charge_bytes
+from kvdisk.geometry import segment_charge_bytes, uses_bytes_for
 from kvdisk.messages import SegmentSpec
 
 if TYPE_CHECKING:

@@ -32,11 +32,11 @@ from xxhash import xxh3_64_intdigest
 from kvdisk.device import paths
 from kvdisk.device.control import USES_FILE
 from kvdisk.errors import DeviceError
-from kvdisk.geometry import USES_UNIT_SLOTS
+from kvdisk.geometry import USES_UNIT_BYTES, USES_UNIT_SLOTS
 
 logger = logging.getLogger("kvdisk.device")
 
-UNIT_BYTES = 4096
+UNIT_BYTES = USES_UNIT_BYTES
 UNIT_RECORDS = USES_UNIT_SLOTS
 MOST_FILE_BYTES = 256 << 20
 """More is not read: of sixteen million blocks."""
@@ -60,11 +60,6 @@ class UsesUnit(NamedTuple):
     generations: NDArray[np.uint64]
     uses: NDArray[np.uint32]
     last_use_s: NDArray[np.uint32]
-
-
-def uses_bytes_for(slot_count: int, segment_count: int) -> int:
-    """Return how long the file of a home with so many slots, in so many segments, can become."""
-    return UNIT_BYTES * (1 + slot_count // UNIT_RECORDS + segment_count)
 
 
 def read_uses(path: Path) -> list[UsesUnit] | None:

@@ -76,22 +76,21 @@ class CreditPolicy:
 
     def access(self, row: int) -> None:
         """Count a use, and make a row the newest."""
-        lists, uses = self._lists, self._uses
+        lists = self._lists
         if lists.holds(row):
-            lists.remove((row,), _CLASS_OF[uses[row]])
-            uses[row] = count = self._count_use(uses[row], self._now - self._last[row])
-            self._now += 1
-            self._last[row] = self._now
-            lists.append((row,), _CLASS_OF[count])
+            uses, last = self._uses, self._last
+            before, now = uses[row], self._now
+            uses[row] = count = self._count_use(before, now - last[row])
+            self._now = last[row] = now + 1
+            lists.move(row, _CLASS_OF[before], _CLASS_OF[count])
 
     def postpone(self, row: int) -> None:
         """Make a row the newest of those used as often; it was not used."""
         if self._lists.holds(row):
             number = _CLASS_OF[self._uses[row]]
-            self._lists.remove((row,), number)
             self._now += 1
             self._last[row] = self._now
-            self._lists.append((row,), number)
+            self._lists.move(row, number, number)
 
     def remove(self, rows: Sequence[int]) -> None:
         """Take rows out, and remember them; those that are not there are ignored."""

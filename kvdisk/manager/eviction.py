@@ -59,8 +59,7 @@ class LruPolicy:
     def access(self, row: int) -> None:
         """Make a row the newest again."""
         if self._rows.holds(row):
-            self._rows.remove((row,))
-            self._rows.append((row,))
+            self._rows.move(row, 0, 0)
 
     postpone = access
 

@@ -227,14 +227,14 @@ class NvmeSpace:
     def _evict(self, size_class: int, count: int) -> int:
         # What a quarantined drive has may leave, too: it would hold back the heads of its chains on the other drives.
         drives = {*self.segments.writable, *self.segments.drives.quarantined}
-        evictable, places = self._catalog.evictable, self.segments.on_drives(drives)
-        all_places = self.segments.all_writable
-        rows = self._policies[size_class].victims(
-            count,
-            lambda row: (
-                evictable(row, Tier.NVME) and (all_places or self._catalog.slot(row, Tier.NVME).segment in places)
-            ),
-        )
+        evictable, places = self._catalog.evictable_in(Tier.NVME), self.segments.on_drives(drives)
+        if not self.segments.all_writable:
+            slot, anywhere = self._catalog.slot, evictable
+
+            def evictable(row: int) -> bool:
+                return anywhere(row) and slot(row, Tier.NVME).segment in places
+
+        rows = self._policies[size_class].victims(count, evictable)
         self._stats.add("evicted_blocks.nvme", len(rows))
         self.drop(rows)
         return len(rows)

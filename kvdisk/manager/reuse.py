@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from zlib import crc32
 
 from kvdisk.blocks import BlockKey
-from kvdisk.manager.key_numbers import number_of
+from kvdisk.manager.key_numbers import number_of, numbers_of
 
 MOST_PLACES = 1 << 22
 FEWEST_PLACES = 1 << 18
+_BITS = 0xFFFFFFFF
 
 
 def places_for(slots: int) -> int:
@@ -47,23 +48,34 @@ class ReuseTable:
         if request_id != self._request[0]:
             self._request = (request_id, _mark_of(request_id))
         request = self._request[1]
-        counts, times, known, most = self._counts, self._times, self._known, self.most
+        marks, counts, times, requests = self._marks, self._counts, self._times, self._requests
+        known, most, mask, now = self._known, self.most, self._mask, self.now
         ages: list[int] = []
-        for key in keys:
-            place = self._find(key)
-            if place < 0:
-                self._take(key, request)
-                continue
+        for name in numbers_of(keys):  # all in one: it is done for every block of every request
+            mark, place = name >> 32 | 1, name & mask
+            if marks[place] != mark:
+                other = name >> 22 & mask
+                if marks[other] != mark:
+                    now += 1
+                    if marks[place] and (
+                        not marks[other] or (now - times[other] & _BITS) > (now - times[place] & _BITS)
+                    ):
+                        place = other
+                    marks[place], times[place], counts[place] = mark, now & _BITS, 1
+                    requests[place * known] = request
+                    continue
+                place = other
             count, first = counts[place], place * known
             if count < most:
-                if request in self._requests[first : first + min(count, known)]:
+                if request in requests[first : first + min(count, known)]:
                     continue
                 if count < known:
-                    self._requests[first + count] = request
+                    requests[first + count] = request
                 counts[place] = count + 1
             if count == 1 and most > 1:
-                ages.append(self.now - times[place] & 0xFFFFFFFF)
-            times[place] = self.now & 0xFFFFFFFF
+                ages.append(now - times[place] & _BITS)
+            times[place] = now & _BITS
+        self.now = now
         return ages
 
     def count(self, key: BlockKey) -> int:
@@ -89,26 +101,11 @@ class ReuseTable:
 
     def _find(self, key: BlockKey) -> int:
         name = number_of(key)
-        mark = name >> 32 & 0xFFFFFFFF | 1
-        place = name & self._mask
+        mark, place = name >> 32 | 1, name & self._mask
         if self._marks[place] == mark:
             return place
         place = name >> 22 & self._mask
         return place if self._marks[place] == mark else -1
-
-    def _take(self, key: BlockKey, request: int) -> None:
-        self.now += 1
-        name = number_of(key)
-        place, other = name & self._mask, name >> 22 & self._mask
-        now = self.now
-        if self._marks[place] and (
-            not self._marks[other] or (now - self._times[other] & 0xFFFFFFFF) > (now - self._times[place] & 0xFFFFFFFF)
-        ):
-            place = other
-        self._marks[place] = name >> 32 & 0xFFFFFFFF | 1
-        self._times[place] = now & 0xFFFFFFFF
-        self._counts[place] = 1
-        self._requests[place * self._known] = request
 
 
 def _mark_of(request_id: str) -> int:

@@ -60,6 +60,19 @@ class RowLists:
             olders[place] = newers[place] = -1
         self.counts[number] -= len(rows)
 
+    def move(self, row: int, source: int, target: int) -> None:
+        """Make a row of one list the newest of another, or of the same."""
+        olders, newers, place = self._older, self._newer, row + self._ends
+        older, newer = olders[place], newers[place]
+        assert older != -1
+        newers[older], olders[newer] = newer, older
+        newest = olders[target]
+        newers[newest] = olders[target] = place
+        olders[place], newers[place] = newest, target
+        if source != target:
+            self.counts[source] -= 1
+            self.counts[target] += 1
+
     def holds(self, row: int) -> bool:
         """Whether the row is in any list."""
         place = row + self._ends

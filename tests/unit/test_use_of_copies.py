@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvdisk.blocks import Tier
-from kvdisk.config import Config
+from kvdisk.config import EVICTIONS, Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.copies import CopyState
@@ -53,7 +53,7 @@ class Served:
         return [row >= 0 and catalog.state(row, Tier.CPU) == CopyState.READY for row in rows]
 
 
-@pytest.mark.parametrize("eviction", ["lru", "s3fifo"])
+@pytest.mark.parametrize("eviction", EVICTIONS)
 @pytest.mark.parametrize("cold", [False, True], ids=["in the GPU's cache", "in the tier"])
 def test_what_is_asked_for_again_stays(eviction, cold):
     served = Served(eviction)

@@ -20,9 +20,9 @@ from kvdisk.blocks import Slot, Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.device.cap import USES_OVERHEAD_BYTES
 from kvdisk.device.control import USES_FILE
-from kvdisk.device.uses import UNIT_BYTES, UNIT_RECORDS, UsesFile, UsesUnit, read_uses, uses_bytes_for
+from kvdisk.device.uses import UNIT_BYTES, UNIT_RECORDS, UsesFile, UsesUnit, read_uses
 from kvdisk.errors import DeviceError
-from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.geometry import Geometry, GroupGeometry, uses_bytes_for
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.uses import COUNT_INTERVAL_S, Uses

@@ -243,7 +243,7 @@ def _show(replayed: Replayed, *, as_json: bool) -> None:
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    wide = None if sys.stdout.isatty() else 140
+    wide = None if sys.stdout.isatty() else 160
     print_replayed(replayed, Console(markup=False, highlight=False, emoji=False, width=wide))
 
 
