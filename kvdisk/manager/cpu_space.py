@@ -95,9 +95,10 @@ class CpuSpace:
         for size_class, alike in self._by_class(rows):
             self._policies[size_class].insert(alike)
 
-    def accessed(self, row: int) -> None:
-        """A copy was used: of one chain the tail is told first."""
-        self._policies[self.class_of(row)].access(row)
+    def accessed(self, rows: Sequence[int]) -> None:
+        """Copies were used: of one chain the tail is told first."""
+        for size_class, alike in self._by_class(rows):
+            self._policies[size_class].access(alike)
 
     def drop(self, row: int) -> None:
         """End an unpinned copy; its slot is free at once."""

@@ -74,15 +74,16 @@ class CreditPolicy:
         else:
             self._lists.append(rows, 0)
 
-    def access(self, row: int) -> None:
-        """Count a use, and make a row the newest."""
-        lists = self._lists
-        if lists.holds(row):
-            uses, last = self._uses, self._last
-            before, now = uses[row], self._now
-            uses[row] = count = self._count_use(before, now - last[row])
-            self._now = last[row] = now + 1
-            lists.move(row, _CLASS_OF[before], _CLASS_OF[count])
+    def access(self, rows: Sequence[int]) -> None:
+        """Count a use of each, and make rows the newest."""
+        holds, move, uses, last, now = self._lists.holds, self._lists.move, self._uses, self._last, self._now
+        for row in rows:
+            if holds(row):
+                before = uses[row]
+                uses[row] = count = self._count_use(before, now - last[row])
+                last[row] = now = now + 1
+                move(row, _CLASS_OF[before], _CLASS_OF[count])
+        self._now = now
 
     def postpone(self, row: int) -> None:
         """Make a row the newest of those used as often; it was not used."""

@@ -29,8 +29,8 @@ class EvictionPolicy(Protocol):
     def insert(self, rows: Sequence[int]) -> None:
         """Copies became READY, the first of them first."""
 
-    def access(self, row: int) -> None:
-        """A copy was used. Rows that are not there are ignored."""
+    def access(self, rows: Sequence[int]) -> None:
+        """Copies were used, the first of them first. Rows that are not there are ignored."""
 
     def postpone(self, row: int) -> None:
         """A copy that could not leave is proposed later than others. Rows that are not there are ignored."""
@@ -56,12 +56,15 @@ class LruPolicy:
         """Make rows the newest."""
         self._rows.append(rows)
 
-    def access(self, row: int) -> None:
+    def access(self, rows: Sequence[int]) -> None:
+        """Make rows the newest again."""
+        for row in rows:
+            self.postpone(row)
+
+    def postpone(self, row: int) -> None:
         """Make a row the newest again."""
         if self._rows.holds(row):
             self._rows.move(row, 0, 0)
-
-    postpone = access
 
     def remove(self, rows: Sequence[int]) -> None:
         """Take rows out; those that are not there are ignored."""
@@ -121,12 +124,15 @@ class S3FifoPolicy:
             rows = [row for row in rows if not is_main[row]]
         self._queues.append(rows, 0)
 
-    def access(self, row: int) -> None:
+    def access(self, rows: Sequence[int]) -> None:
+        """Count a use of each."""
+        for row in rows:
+            self.postpone(row)
+
+    def postpone(self, row: int) -> None:
         """Count a use."""
         if self._queues.holds(row) and self._uses[row] < self._MOST_USES:
             self._uses[row] += 1
-
-    postpone = access
 
     def remove(self, rows: Sequence[int]) -> None:
         """Take rows out; those on probation are remembered. Rows that are not there are ignored."""

@@ -171,9 +171,13 @@ class NvmeSpace:
         if ticket is not None:
             self._ticket = ticket
 
-    def accessed(self, row: int) -> None:
-        """A copy was used: of one chain the tail is told first."""
-        self._policies[self._class_of(row)].access(row)
+    def accessed(self, rows: Sequence[int]) -> None:
+        """Copies were used: of one chain the tail is told first."""
+        if len(self._policies) == 1:
+            self._policies[0].access(rows)
+            return
+        for row in rows:
+            self._policies[self._class_of(row)].access((row,))
 
     def drop(self, rows: list[int]) -> None:
         """End READY or DOOMED, unpinned copies: their records are deleted, their slots go to limbo."""

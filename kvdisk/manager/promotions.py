@@ -190,8 +190,7 @@ class Promotions:
                     parent = keys[position - 1] if position else None
                     found.append((position * group.block_tokens, keys[position], parent))
         if found and self._tiers is not None:
-            for row in reversed(held):  # or reading ahead would make room by letting just these leave
-                self._tiers[0].accessed(row)
+            self._tiers[0].accessed(held[::-1])  # or reading ahead would make room by letting just these leave
         found.sort(key=lambda block: block[0])
         return deque((key, parent) for _, key, parent in found)
 

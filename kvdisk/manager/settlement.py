@@ -292,6 +292,7 @@ class Settlement:
         if self._nvme is not None:
             self._nvme.note_reads(record, now)
         kept: list[int] = []
+        used: dict[Tier, list[int]] = {Tier.CPU: [], Tier.NVME: []}
         # Tail first, so that the head of the chain ends as the most recently used.
         for at in reversed(range(len(record.details))):
             detail, move = record.details[at], record.job.moves[at]
@@ -306,7 +307,8 @@ class Settlement:
                         request.request_id, detail.group, detail.position, Refusal.NO_ROOM, -1, 0.0
                     )
             self._stats.add("loaded_blocks_foreign", reason is None and is_foreign(move.nvme))
-            self._settle_read(record, at, kept)
+            self._settle_read(record, at, kept, used)
+        self._note_used(used)
         self._stats.add("loaded_blocks", len(record.details) - len(record.failed))
 
     def _settle_promote(self, record: JobRecord, now: float) -> None:
@@ -314,19 +316,24 @@ class Settlement:
         assert self._nvme is not None
         self._nvme.note_reads(record, now)
         kept: list[int] = []
+        used: dict[Tier, list[int]] = {Tier.CPU: [], Tier.NVME: []}
         for at in reversed(range(len(record.details))):
-            self._settle_read(record, at, kept)
+            self._settle_read(record, at, kept, used)
+        self._note_used(used)
         self._stats.add("prefetched_blocks", len(kept))
         self._stats.add("failed_promotions", sum(reason is not Reason.CANCELLED for reason in record.failed.values()))
 
-    def _settle_read(self, record: JobRecord, at: int, kept: list[int]) -> None:
-        """End a move that reads: unpin its source, or drop a bad one; keep the CPU copy that it wrote, or drop it."""
+    def _settle_read(self, record: JobRecord, at: int, kept: list[int], used: dict[Tier, list[int]]) -> None:
+        """End a move that reads: unpin its source, or drop a bad one; keep the CPU copy that it wrote, or drop it.
+
+        ``used``: gets the sources that were read well, by tier; ``_note_used`` then counts them all.
+        """
         detail, move = record.details[at], record.job.moves[at]
         reason, late = record.failed.get(at), at in record.late
         if is_foreign(move.nvme):
             self._settle_foreign(move, reason, late)
         elif detail.row >= 0:
-            self._settle_source(detail.row, Tier.CPU if move.nvme is None else Tier.NVME, reason, late)
+            self._settle_source(detail.row, Tier.CPU if move.nvme is None else Tier.NVME, reason, late, used)
         if move.nvme is not None and move.cpu is not None:
             self._reads.end(record.job.kind, move.key, detail.row)
             if reason is None:
@@ -335,6 +342,11 @@ class Settlement:
             else:
                 self._fail(detail.row, Tier.CPU, late)
 
+    def _note_used(self, used: dict[Tier, list[int]]) -> None:
+        for tier, rows in used.items():
+            if rows:
+                self._space(tier).accessed(rows)
+
     def _settle_foreign(self, move: Move, reason: Reason | None, late: bool) -> None:
         assert move.nvme is not None
         if reason in _SOURCE_IS_BAD:
@@ -342,7 +354,9 @@ class Settlement:
         if not late:
             self._foreign.unpin(move.nvme)
 
-    def _settle_source(self, row: int, tier: Tier, reason: Reason | None, late: bool) -> None:
+    def _settle_source(
+        self, row: int, tier: Tier, reason: Reason | None, late: bool, used: dict[Tier, list[int]]
+    ) -> None:
         space = self._space(tier)
         if self._catalog.state(row, tier) == CopyState.READY:
             if reason in _SOURCE_IS_BAD:
@@ -350,7 +364,7 @@ class Settlement:
                 if reason is not Reason.IO_ERROR or self._catalog.readable(row, tier):
                     space.discard(row)
             elif reason is None:
-                space.accessed(row)
+                used[tier].append(row)
             if tier is Tier.CPU and self._catalog.state(row, tier) == CopyState.READY:
                 self.offer_to_nvme(row)  # its count rose when the load was planned
         if not late:

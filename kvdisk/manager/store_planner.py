@@ -139,10 +139,8 @@ class StorePlanner:
         for row in used:
             self._settlement.offer_to_nvme(row)
         for space, tier in ((self._cpu, Tier.CPU), (self._nvme, Tier.NVME)):
-            if space is not None:
-                for row in reversed(used):  # the head last, so that it leaves last
-                    if self._catalog.state(row, tier) == CopyState.READY:
-                        space.accessed(row)
+            if space is not None:  # the head last, so that it leaves last
+                space.accessed([row for row in reversed(used) if self._catalog.state(row, tier) == CopyState.READY])
         if self._nvme is not None:
             self._nvme.uses.log.extend(used)
         return False

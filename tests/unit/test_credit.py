@@ -47,7 +47,7 @@ def test_a_copy_used_twice_outlives_younger_ones_and_not_for_ever():
     policy = make(interval=40)
     policy.insert((0,))
     policy.insert(range(100, 150))
-    policy.access(0)
+    policy.access((0,))
     rows = range(200, 300)
     for row in rows[:60]:
         policy.insert((row,))
@@ -65,7 +65,7 @@ def test_the_order_is_that_of_the_formula():
     rng = np.random.default_rng(5)
     policy.insert(range(400))
     for row in rng.zipf(1.3, 3000) % 400:
-        policy.access(int(row))
+        policy.access((int(row),))
     ranks = [credit_of(policy, row) for row in order(policy)]
     assert ranks == sorted(ranks)
     assert sorted(order(policy)) == list(range(400))
@@ -75,10 +75,10 @@ def test_uses_that_follow_at_once_are_one():
     policy = make(interval=160)
     policy.insert((0, 1))
     for _ in range(5):
-        policy.access(0)
+        policy.access((0,))
     assert policy._uses[0] == 1
     policy.insert(range(10, 30))
-    policy.access(0)
+    policy.access((0,))
     assert policy._uses[0] == 2
 
 
@@ -87,13 +87,13 @@ def test_the_interval_is_the_mean_of_what_was_seen():
     policy.insert((0,))
     for gap in (10, 30, 20):
         policy.insert(range(100, 100 + gap - 1))
-        policy.access(0)
+        policy.access((0,))
         policy.remove(range(100, 100 + gap - 1))
     # What left and came back was used again, too, so the mean is of those as well; the first gap is known alone.
     fresh = make()
     fresh.insert((0,))
     fresh.insert(range(100, 109))
-    fresh.access(0)
+    fresh.access((0,))
     assert fresh.interval == 9
     assert policy.interval > 0
 
@@ -102,7 +102,7 @@ def test_uses_are_remembered_while_a_copy_is_away():
     policy = make(interval=10)
     policy.insert((0, 1))
     policy.insert(range(10, 40))
-    policy.access(0)
+    policy.access((0,))
     assert policy._uses[0] == 2
     policy.remove((0, 1))
     policy.insert(range(50, 60))
@@ -130,7 +130,7 @@ def test_filled_rows_are_used_once_in_the_order_given():
     policy.fill(rows)
     assert order(policy) == [5, 3, 9]
     policy.insert((1,))
-    policy.access(5)
+    policy.access((5,))
     assert order(policy) == [3, 9, 1, 5]
 
 

@@ -26,7 +26,7 @@ def test_lru_is_an_ordered_dictionary(steps, filled):
             policy.insert((row,))
             model[row] = None
         elif step == "access":
-            policy.access(row)
+            policy.access((row,))
             if row in model:
                 model.move_to_end(row)
         elif step == "remove":
@@ -45,7 +45,7 @@ def test_every_policy_proposes_each_row_that_it_has(name, steps, filled):
             policy.insert((row,))
             model.add(row)
         elif step == "access":
-            policy.access(row)
+            policy.access((row,))
         elif step == "remove":
             policy.remove((row,))
             model.discard(row)

@@ -88,7 +88,7 @@ def test_of_any_tree_the_tails_leave_first_and_nothing_is_stuck(eviction, parent
             room = len(copies.ready()) - len(copies.held())
             assert copies.evict(number) == min(number, room)
         elif row >= 0 and step == "use":
-            copies.order.access(row)
+            copies.order.access((row,))
         elif row >= 0 and step == "pin":
             if copies.catalog.pins(row, Tier.CPU):
                 copies.catalog.unpin((row,), Tier.CPU)
