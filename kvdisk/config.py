@@ -98,6 +98,12 @@ class Config:
     Example: "reuse(2)"
     """
     nvme_write_bytes_per_day: int | None = None
+    """The most that is written to NVMe in any 24 hours, over all ranks, for the drive's endurance. When it is spent,
+    reads and hits in memory go on ([the budget](SCHEDULING.md#admission)).
+
+    Default: none
+    Example: "2TB"
+    """
     eviction: str = "credit"
     """Who leaves a full tier. `"credit"`: what was used longest ago, where uses before that one count as well. `"lru"`:
     what was used longest ago, and nothing else; `"s3fifo"`: S3-FIFO, which resists scans. With each the tail of a chain
