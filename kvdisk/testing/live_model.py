@@ -17,7 +17,6 @@ import numpy as np
 
 from kvdisk.blocks import GROUP_BYTES, BlockKey, group_of
 from kvdisk.config import Config
-from kvdisk.device.cap import uses_charge_bytes
 from kvdisk.geometry import Geometry, GroupGeometry, segment_file_bytes
 from kvdisk.index.lmdb_index import map_bytes_for
 from kvdisk.testing.fake_requests import FakeRequest
@@ -92,9 +91,8 @@ class LiveModel:
         per_block = sum(group.slot_bytes for group in groups) * parts
         largest = max(self.geometry.slot_sizes)
         room = cap = per_block * blocks + per_block * blocks // 16
-        for _ in range(8):  # index and uses are planned for as many blocks as the whole cap would hold
-            most_blocks = cap // (min(self.geometry.slot_sizes) * parts)
-            cap = room + map_bytes_for(most_blocks) + uses_charge_bytes(most_blocks, most_blocks // segment_blocks)
+        for _ in range(8):  # the index is planned for as many blocks as the whole cap would hold
+            cap = room + map_bytes_for(cap // (min(self.geometry.slot_sizes) * parts))
         fixed = {"store_dirs": store, "nvme_bytes": cap, "segment_bytes": segment_file_bytes(largest, segment_blocks)}
         values = {
             "cpu_bytes": 8 * per_block // parts * self.ranks,
