@@ -37,6 +37,18 @@ class SegmentLayout(NamedTuple):
     reads: int
 
 
+class BlockTally(NamedTuple):
+    """Blocks of one epoch, segment and KV-cache group. Times: seconds since the Unix epoch."""
+
+    epoch: int
+    segment: int
+    group: int
+    blocks: int
+    highest_slot: int
+    oldest_stored_s: int
+    newest_stored_s: int
+
+
 class HomeBlocks(NamedTuple):
     """Of a home's blocks. ``stored``: how many by age. ``used`` and ``reuse``: by the age of their last use, and by
     uses; None where the home has no file that tells. In these two one class more: blocks of which it does not tell

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import GROUP_BYTES
-from kvdisk.cli.block_facts import AGE_BOUNDS_S, REUSE_BOUNDS, SHORT_RUN_BYTES, HomeBlocks, SegmentLayout
+from kvdisk.cli.block_facts import AGE_BOUNDS_S, REUSE_BOUNDS, SHORT_RUN_BYTES, BlockTally, HomeBlocks, SegmentLayout
 from kvdisk.device.uses import UsesUnit
 from kvdisk.index.base import BlockColumns, SegmentRecord
 
@@ -35,18 +35,6 @@ class HomeColumns(NamedTuple):
     uses: NDArray[np.int64] | None
     last_use_s: NDArray[np.int64] | None
     is_known: NDArray[np.bool_]
-
-
-class Tally(NamedTuple):
-    """See ``index_reader.BlockTally``."""
-
-    epoch: int
-    segment: int
-    group: int
-    blocks: int
-    highest_slot: int
-    oldest_stored_s: int
-    newest_stored_s: int
 
 
 def join_home(
@@ -116,7 +104,7 @@ def _uses_of(
     return uses, last_use_s, is_known
 
 
-def tally(home: HomeColumns) -> list[Tally]:
+def tally(home: HomeColumns) -> list[BlockTally]:
     """Count blocks by epoch, segment and group, in that order."""
     columns = home.columns
     if not len(columns.keys):
@@ -129,7 +117,7 @@ def tally(home: HomeColumns) -> list[Tally]:
     stored = columns.stored_s[order]
     return list(
         map(
-            Tally,
+            BlockTally,
             epochs[starts].tolist(),
             segments[starts].tolist(),
             groups[starts].tolist(),

@@ -18,23 +18,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvdisk.cli.block_facts import HomeBlocks, Prefix, PrefixTree, SegmentLayout
+from kvdisk.cli.block_facts import BlockTally, HomeBlocks, Prefix, PrefixTree, SegmentLayout
 from kvdisk.index.base import SegmentRecord
 
 CHILD = "kvdisk.cli.index_child"
 _DAMAGED: dict[int, str] = {signal.SIGBUS: "SIGBUS", signal.SIGSEGV: "SIGSEGV", signal.SIGABRT: "SIGABRT"}
-
-
-class BlockTally(NamedTuple):
-    """Blocks of one epoch, segment and KV-cache group. Times: seconds since the Unix epoch."""
-
-    epoch: int
-    segment: int
-    group: int
-    blocks: int
-    highest_slot: int
-    oldest_stored_s: int
-    newest_stored_s: int
 
 
 class IndexFacts(NamedTuple):

@@ -13,8 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvdisk.cli.block_facts import HomeBlocks, PrefixTree, SegmentLayout
-from kvdisk.cli.index_reader import BlockTally
+from kvdisk.cli.block_facts import BlockTally, HomeBlocks, PrefixTree, SegmentLayout
 from kvdisk.device.control import DriveFolder, HomeRecord
 from kvdisk.device.segment import SegmentFileSummary
 

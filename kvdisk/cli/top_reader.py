@@ -246,7 +246,7 @@ class TopReader:
                     mine.engines + 1,
                     mine.quarantined + drive.quarantined,
                 )
-        return tuple(found.values())
+        return tuple(found[path] for path in sorted(found))
 
 
 def _rise(before: FiguresRecord, after: FiguresRecord, seconds: float) -> Rise:

@@ -7,12 +7,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from kvdisk.cli.table_parts import make_table
 from kvdisk.cli.top_reader import READS, WRITES, EngineNow, Frame, hit_rate
 from kvdisk.cli.wording import ago, bar, number, plural, printable, share, size
 from kvdisk.stats import JOBS, TIERS
@@ -117,7 +117,8 @@ def _head(frame: Frame) -> RenderableType:
 
 
 def _drives(frame: Frame, width: int) -> RenderableType:
-    table = _table("Drives", width)
+    table = make_table("Drives", width)
+    table.title = "Drives"  # the boxes above leave a line
     table.add_column("Drive", overflow="fold")
     for header in ("Read now", "Written now", "Read", "Written", "Engines"):
         table.add_column(header, justify="right", no_wrap=True)
@@ -261,16 +262,3 @@ def _short(model: object) -> str:
     name = printable(model)
     parts = PurePosixPath(name).parts
     return name if len(parts) <= 3 else str(PurePosixPath("…", *parts[-2:]))
-
-
-def _table(title: str, width: int) -> Table:
-    return Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1 if width >= _WIDE else 0, 0, 0),
-        header_style="dim",
-    )
