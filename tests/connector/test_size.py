@@ -119,10 +119,13 @@ def test_a_real_engine_has_blocks_of_these_sizes(model: Path, tmp_path: Path) ->
     store = tmp_path / "store"
     config = {"cpu_bytes": 0, "store_dirs": str(store), "nvme_bytes": "256MiB"}
     with EngineChild(model, tmp_path / "log", extra_config=config, **LIMITS) as engine:
-        engine.generate([[7 * at % 400 + 10 for at in range(300)]])
-        engine.drain()
-        verdict = verify_store([store])
-        (home,) = verdict.homes
+        for _ in range(20):  # what comes before the first segment is there finds no room, and is offered again
+            engine.generate([[7 * at % 400 + 10 for at in range(300)]])
+            engine.drain()
+            verdict = verify_store([store])
+            (home,) = verdict.homes
+            if home.blocks >= 9:
+                break
         assert (verdict.ok, home.alive, home.slots) == (True, True, home.blocks)
         assert home.blocks >= 9
     (summary,) = list_homes(store)

@@ -272,7 +272,14 @@ def test_on_a_terminal_it_goes_on_until_ctrl_c_and_leaves_the_screen_as_it_was(e
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "110", "LINES": "40"}
     command = [str(COMMAND), "top", str(engines.path), "--interval", "0.2"]
     process = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+        command,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment,
+        start_new_session=True,
+        # Whoever runs these tests in the background may have had it ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - one thread forks
     )
     os.close(theirs)
     seen = b""

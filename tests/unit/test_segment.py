@@ -127,7 +127,7 @@ def test_without_o_direct_the_file_is_buffered_and_says_so(home, request, how):
     opened = open_segment(home, SPEC, 0, 2, FINGERPRINT)
     assert opened.direct is False
     opened.close()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors  # what else was open may go meanwhile
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_segment_made_for_something_else_is_refused(home, spec, rank_count, fi
     descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(GeometryMismatch, match=what):
         open_segment(home, spec, 0, rank_count, fingerprint)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors  # what else was open may go meanwhile
 
 
 def test_a_file_under_another_name_is_refused(home):
@@ -165,7 +165,7 @@ def test_a_damaged_header_is_refused(home, at):
     descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(CorruptRecord):
         open_segment(home, SPEC, 0, 2, FINGERPRINT)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors  # what else was open may go meanwhile
 
 
 @pytest.mark.parametrize("length", [0, 100, SEGMENT_HEADER_BYTES, FILE_BYTES - 1])
@@ -216,7 +216,7 @@ def test_a_full_drive_gives_everything_back(home, monkeypatch):
     # Unlinking alone would leave the space to whoever has the file open.
     assert os.fstat(kept[0]).st_blocks == 0
     os.close(kept[0])
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors  # what else was open may go meanwhile
 
 
 def test_a_file_larger_than_allowed_is_efbig_and_leaves_nothing(home):
