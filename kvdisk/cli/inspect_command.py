@@ -18,7 +18,7 @@ from rich.console import Console
 from kvdisk.cli.block_tables import print_block
 from kvdisk.cli.export import check_target, export_blocks
 from kvdisk.cli.inspect_block import block_as_json, survey_block
-from kvdisk.cli.inspect_json import store_as_json
+from kvdisk.cli.inspect_json import JSON_VERSION, store_as_json
 from kvdisk.cli.inspect_tables import print_store
 from kvdisk.cli.refusal import NOTHING_DONE, refusing, store_paths
 from kvdisk.cli.survey import PREFIXES, survey_store
@@ -123,4 +123,5 @@ def _export(paths: list[Path], target: Path, force: bool, as_json: bool) -> tupl
         for problem in done.problems:
             typer.echo(f"kvdisk: {printable(problem)}", err=True)
     names = ("rows", "homes", "problems")
-    return done.problems, {"path": str(target), "bytes": length_bytes, **{name: getattr(done, name) for name in names}}
+    found = {"json_version": JSON_VERSION, "path": str(target), "bytes": length_bytes}
+    return done.problems, found | {name: getattr(done, name) for name in names}

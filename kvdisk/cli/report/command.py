@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kvdisk report``: from arguments to a document and an exit code.
 
-With ``--json`` it prints one object: path, bytes, problems.
+With ``--json`` it prints one object: json_version (1), path, bytes, problems.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def report(
         facts = survey_store(paths, prefixes=PREFIXES, prefixes_in_all=PREFIXES_IN_ALL, shared_only=False)
         length_bytes = _write(target, document(facts))
     if as_json:
-        typer.echo(json.dumps({"path": str(target), "bytes": length_bytes, "problems": list(facts.problems)}, indent=2))
+        done = {"path": str(target), "bytes": length_bytes, "problems": list(facts.problems)}
+        typer.echo(json.dumps({"json_version": 1, **done}, indent=2))
     else:
         typer.echo(f"{printable(target)} ({size(length_bytes)})")
         if facts.problems:
