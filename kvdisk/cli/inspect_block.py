@@ -29,9 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvdisk import __version__
 from kvdisk.cli.index_reader import ask_child
-from kvdisk.cli.inspect_json import JSON_VERSION
+from kvdisk.cli.inspect_json import json_head
 from kvdisk.cli.store_facts import ranks_of
 from kvdisk.cli.survey import index_namespaces
 from kvdisk.device import paths
@@ -230,11 +229,7 @@ def _disagreements(
 def block_as_json(facts: BlockFacts) -> dict[str, Any]:
     """Return the object that the module describes, of plain JSON values."""
     return {
-        "json_version": JSON_VERSION,
-        "kvdisk_version": __version__,
-        "surveyed_s": facts.surveyed_s,
-        "ok": not facts.problems,
-        "problems": list(facts.problems),
+        **json_head(facts.surveyed_s, facts.problems),
         "key": facts.wanted,
         "groups": list(facts.groups),
         "blocks": [_block_as_json(block) for block in facts.blocks],

@@ -65,7 +65,7 @@ hold blocks, each with its header.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvdisk import __version__
@@ -85,14 +85,21 @@ from kvdisk.cli.store_facts import (
 JSON_VERSION = 2
 
 
-def store_as_json(facts: StoreFacts) -> dict[str, Any]:
-    """Return the object that the module describes, of plain JSON values."""
+def json_head(surveyed_s: int, problems: Sequence[str]) -> dict[str, Any]:
+    """Return what the objects of ``inspect`` begin with, of a store and of one block."""
     return {
         "json_version": JSON_VERSION,
         "kvdisk_version": __version__,
-        "surveyed_s": facts.surveyed_s,
-        "ok": not facts.problems,
-        "problems": list(facts.problems),
+        "surveyed_s": surveyed_s,
+        "ok": not problems,
+        "problems": list(problems),
+    }
+
+
+def store_as_json(facts: StoreFacts) -> dict[str, Any]:
+    """Return the object that the module describes, of plain JSON values."""
+    return {
+        **json_head(facts.surveyed_s, facts.problems),
         "store": {
             "path": str(facts.path),
             "store_id": facts.store_id,
