@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvdisk.blocks import BlockKey, Tier, group_of
+from kvdisk.blocks import BlockKey, Tier
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry
 from kvdisk.manager.admission import AdmissionPolicy
@@ -13,13 +13,14 @@ from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.copies import CopyState
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies
+from kvdisk.manager.load_drafts import LoadDraft
 from kvdisk.manager.load_price import LoadPrice
-from kvdisk.manager.lookup import first_needed, is_ready
+from kvdisk.manager.lookup import first_needed
 from kvdisk.manager.promotions import PendingReads
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.served import Served
-from kvdisk.manager.transfers import MoveDetail, Transfers
-from kvdisk.messages import JobKind, Move
+from kvdisk.manager.transfers import Transfers
+from kvdisk.messages import JobKind
 
 
 class LoadPlanner:
@@ -130,23 +131,19 @@ class LoadPlanner:
     ) -> None:
         """See ``TierManager.plan_load``. ``epoch``: the current one."""
         end_tokens = local_tokens + external_tokens
-        moves: list[Move] = []
-        details: list[MoveDetail] = []
-        from_nvme: list[int] = []
+        draft = LoadDraft()
         for group in self._geometry.groups:
-            keys, blocks = request.keys[group.group], block_ids[group.group]
-            for position in range(local_tokens // group.block_tokens, end_tokens // group.block_tokens):
-                # What the engine has given a block is loaded or fails, even where ``lookup`` needed less of a
-                # window: the engine would cache a block that nobody wrote under its hash.
-                if blocks[position] == 0:
-                    continue
-                parent = keys[position - 1] if position else None
-                move, row = self._source_of(keys[position], parent, blocks[position], request.request_id)
-                if move.nvme is not None:
-                    from_nvme.append(len(moves))
-                moves.append(move)
-                details.append(MoveDetail(row, group=group.group, position=position))
-        self._leave_cpu_copies(moves, details, from_nvme, epoch)
+            blocks = block_ids[group.group]
+            # What the engine has given a block is loaded or fails, even where ``lookup`` needed less of a
+            # window: the engine would cache a block that nobody wrote under its hash.
+            first, end = local_tokens // group.block_tokens, end_tokens // group.block_tokens
+            positions = [position for position in range(first, end) if blocks[position]]
+            if positions:
+                at = len(draft.keys)
+                draft.extend(group.group, positions, request.keys[group.group], blocks)
+                self._find_sources(draft, at, request.request_id)
+        self._leave_cpu_copies(draft, epoch)
+        moves, details = draft.moves(), draft.details()
         request.loading = True
         request.wait_started_s = None
         self._served.loaded(request, local_tokens, external_tokens, moves, details)
@@ -154,45 +151,57 @@ class LoadPlanner:
             JobKind.LOAD, moves, details, epoch=epoch, request_id=request.request_id, arrival=request.arrival
         )
 
-    def _source_of(self, key: BlockKey, parent: BlockKey | None, block: int, request_id: str) -> tuple[Move, int]:
-        """Pin the best copy of a key, and return its row: -1 for another home's; a move without slots has none."""
-        catalog = self._catalog
-        row = catalog.find(key)
-        foreign = None
-        if not is_ready(catalog, row):
-            foreign = self._foreign.find(key)
-            if foreign is None:
-                return Move(key, 0, block), -1
-        self._cpu_admission.want((key,), request_id)
-        self._nvme_admission.want((key,), request_id)
-        if foreign is not None:
-            return Move(key, foreign.generation, block, None, self._foreign.pin(foreign), parent), -1
-        tier = Tier.CPU if catalog.state(row, Tier.CPU) == CopyState.READY else Tier.NVME
-        catalog.pin((row,), tier)
-        slot = catalog.slot(row, tier)
-        parent = catalog.parents[row]
-        if tier is Tier.CPU:
-            return Move(key, catalog.generations[row], block, slot, None, parent), row
-        return Move(key, catalog.generations[row], block, None, slot, parent), row
+    def _find_sources(self, draft: LoadDraft, start: int, request_id: str) -> None:
+        """Pin the best copy of each of a draft's blocks from ``start`` on: in the CPU tier, on NVMe, of another home.
 
-    def _leave_cpu_copies(self, moves: list[Move], details: list[MoveDetail], from_nvme: list[int], epoch: int) -> None:
+        Other homes' blocks have no row, and those that are nowhere no slot either.
+        """
+        catalog, keys = self._catalog, draft.keys
+        rows = catalog.find_all(keys[start:])
+        states = catalog.columns(Tier.CPU)[0]
+        sources: dict[Tier, list[int]] = {Tier.CPU: [], Tier.NVME: []}
+        gone: set[BlockKey] = set()
+        for at, row in enumerate(rows, start):
+            if not catalog.is_ready(row):
+                foreign = self._foreign.find(keys[at])
+                if foreign is None:
+                    gone.add(keys[at])
+                else:
+                    draft.generations[at], draft.nvme[at] = foreign.generation, self._foreign.pin(foreign)
+            else:
+                sources[Tier.CPU if states[row] == CopyState.READY else Tier.NVME].append(at)
+        for tier, slots in ((Tier.CPU, draft.cpu), (Tier.NVME, draft.nvme)):
+            found = [rows[at - start] for at in sources[tier]]
+            catalog.pin(found, tier)
+            for at, row, slot in zip(sources[tier], found, catalog.slots(found, tier), strict=True):
+                slots[at] = slot
+                draft.rows[at] = row
+                draft.generations[at] = catalog.generations[row]
+                draft.parents[at] = catalog.parents[row]
+        wanted = [key for key in keys[start:] if key not in gone] if gone else keys[start:]
+        self._cpu_admission.want(wanted, request_id)
+        self._nvme_admission.want(wanted, request_id)
+
+    def _leave_cpu_copies(self, draft: LoadDraft, epoch: int) -> None:
         """Let blocks read from NVMe land in CPU slots where admission and room allow; the rest goes through staging."""
         if self._cpu is None:
             return
         catalog = self._catalog
         wanted: dict[int, list[int]] = {}
-        for at in from_nvme:
-            move, row = moves[at], details[at].row
+        for at, slot in enumerate(draft.nvme):
+            if slot is None:
+                continue
+            row, key = draft.rows[at], draft.keys[at]
             # Another home's block gets a row of its own, unless this engine is just writing or dropping that block.
-            vacant = catalog.state(row, Tier.CPU) == CopyState.ABSENT if row >= 0 else catalog.find(move.key) < 0
-            if vacant and self._cpu_admission.admits(move.key):
-                wanted.setdefault(self._geometry.size_classes[group_of(move.key)], []).append(at)
-        for size_class, positions in wanted.items():
-            for at, slot in zip(positions, self._cpu.allocate(size_class, len(positions)), strict=False):
-                move, row = moves[at], details[at].row
-                if row < 0:
-                    row = catalog.add(move.key, move.generation, epoch, move.parent)
-                    details[at] = details[at]._replace(row=row)
-                catalog.begin(row, Tier.CPU, slot)
-                self._reads.begin(JobKind.LOAD, move.key, row)
-                moves[at] = move._replace(cpu=slot)
+            vacant = catalog.state(row, Tier.CPU) == CopyState.ABSENT if row >= 0 else catalog.find(key) < 0
+            if vacant and self._cpu_admission.admits(key):
+                wanted.setdefault(self._geometry.size_classes[draft.groups[at]], []).append(at)
+        for size_class, places in wanted.items():
+            slots = self._cpu.allocate(size_class, len(places))
+            for at, slot in zip(places, slots, strict=False):
+                draft.cpu[at] = slot
+                if draft.rows[at] < 0:
+                    draft.rows[at] = catalog.add(draft.keys[at], draft.generations[at], epoch, draft.parents[at])
+            rows = [draft.rows[at] for at in places[: len(slots)]]
+            catalog.begin_all(rows, Tier.CPU, slots)
+            self._reads.begin(JobKind.LOAD, [draft.keys[at] for at in places[: len(slots)]], rows)

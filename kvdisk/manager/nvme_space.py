@@ -203,8 +203,9 @@ class NvmeSpace:
     def unpin(self, rows: Sequence[int]) -> None:
         """Give back one pin of each copy; the last one of a doomed copy ends it."""
         self._catalog.unpin(rows, Tier.NVME)
-        for row in rows:
-            self._end_doomed(row)
+        if self._catalog.any_in(CopyState.DOOMED, rows, Tier.NVME):
+            for row in rows:
+                self._end_doomed(row)
 
     def _end_doomed(self, row: int) -> None:
         if self._catalog.state(row, Tier.NVME) == CopyState.DOOMED and self._catalog.pins(row, Tier.NVME) == 0:

@@ -8,7 +8,7 @@ promoted is an ordinary CPU copy: it may be evicted like any other, and its requ
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of
@@ -45,14 +45,16 @@ class PendingReads:
         self._rows: dict[JobKind, dict[BlockKey, int]] = {JobKind.LOAD: {}, JobKind.PROMOTE: {}}
         self.promotion_awaited = False
 
-    def begin(self, kind: JobKind, key: BlockKey, row: int) -> None:
-        """Note that a job reads a block into the CPU slot of its row."""
-        self._rows[kind][key] = row
+    def begin(self, kind: JobKind, keys: Sequence[BlockKey], rows: Sequence[int]) -> None:
+        """Note that a job reads blocks into the CPU slots of their rows."""
+        self._rows[kind].update(zip(keys, rows, strict=True))
 
-    def end(self, kind: JobKind, key: BlockKey, row: int) -> None:
-        """The job is settled. After a reset the key may stand for another row."""
-        if self._rows[kind].get(key) == row:
-            del self._rows[kind][key]
+    def end(self, kind: JobKind, keys: Sequence[BlockKey], rows: Sequence[int]) -> None:
+        """The job is settled. After a reset a key may stand for another row."""
+        rows_of = self._rows[kind]
+        for key, row in zip(keys, rows, strict=True):
+            if rows_of.get(key) == row:
+                del rows_of[key]
 
     def reader_of(self, keys: Collection[BlockKey]) -> JobKind | None:
         """Return what kind of job reads one of these blocks, PROMOTE before LOAD; None: none is read."""
@@ -230,7 +232,7 @@ class Promotions:
                 left.append((key, parent))
                 continue
             move, row = self._make_move(key, parent, of_class.popleft(), epoch)
-            self._reads.begin(JobKind.PROMOTE, key, row)
+            self._reads.begin(JobKind.PROMOTE, (key,), (row,))
             moves.append(move)
             details.append(MoveDetail(row))
         wanted.extendleft(reversed(left))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvdisk.blocks import Tier
+from kvdisk.blocks import BlockKey, Tier
 from kvdisk.context import SchedulerContext
 from kvdisk.geometry import Geometry
 from kvdisk.manager.admission import AdmissionPolicy
@@ -232,18 +232,17 @@ class Settlement:
         )
 
     def _offer_all(self, rows: Sequence[int]) -> None:
-        """Ask the NVMe tier's admission for copies that have become READY."""
+        """Ask the NVMe tier's admission for READY copies: they are new, or their counts have risen."""
         assert self._nvme is not None and self._cpu is not None
         if not self._nvme.home_open:
             return
-        if self._nvme_admission.is_open and not self._foreign.known and not self._any_on_nvme(rows):
-            self._cpu.enqueue(rows)  # no question for each
+        states = self._catalog.columns(Tier.NVME)[0]
+        absent = [row for row in rows if states[row] == CopyState.ABSENT]
+        if self._nvme_admission.is_open and not self._foreign.known:
+            self._cpu.enqueue(absent)  # no question for each
             return
-        for row in rows:
+        for row in absent:
             self.offer_to_nvme(row)
-
-    def _any_on_nvme(self, rows: Sequence[int]) -> bool:
-        return any(self._catalog.any_in(state, rows, Tier.NVME) for state in CopyState if state != CopyState.ABSENT)
 
     def ask_before_leaving(self, row: int) -> bool:
         """Ask once more before a copy leaves the CPU tier for room: True: it waits for its demotion instead.
@@ -291,61 +290,83 @@ class Settlement:
             request.loading = False
         if self._nvme is not None:
             self._nvme.note_reads(record, now)
-        kept: list[int] = []
-        used: dict[Tier, list[int]] = {Tier.CPU: [], Tier.NVME: []}
-        # Tail first, so that the head of the chain ends as the most recently used.
-        for at in reversed(range(len(record.details))):
-            detail, move = record.details[at], record.job.moves[at]
-            reason = record.failed.get(at)
-            if reason is not None:
-                self._stats.add("failed_loads")
-                limit = detail.position * self._geometry.groups[detail.group].block_tokens
-                if request is not None:
-                    if request.load_limit_tokens is None or limit < request.load_limit_tokens:
-                        request.load_limit_tokens = limit
-                    self._store_policy.refuse(
-                        request.request_id, detail.group, detail.position, Refusal.NO_ROOM, -1, 0.0
-                    )
-            self._stats.add("loaded_blocks_foreign", reason is None and is_foreign(move.nvme))
-            self._settle_read(record, at, kept, used)
-        self._note_used(used)
+        for at in sorted(record.failed, reverse=True):
+            detail = record.details[at]
+            limit = detail.position * self._geometry.groups[detail.group].block_tokens
+            if request is not None:
+                if request.load_limit_tokens is None or limit < request.load_limit_tokens:
+                    request.load_limit_tokens = limit
+                self._store_policy.refuse(request.request_id, detail.group, detail.position, Refusal.NO_ROOM, -1, 0.0)
+        self._stats.add("failed_loads", len(record.failed))
         self._stats.add("loaded_blocks", len(record.details) - len(record.failed))
+        self._settle_reads(record)
 
     def _settle_promote(self, record: JobRecord, now: float) -> None:
         """As a load, but for the request: it was promised nothing, and reads from NVMe what was not promoted."""
         assert self._nvme is not None
         self._nvme.note_reads(record, now)
-        kept: list[int] = []
-        used: dict[Tier, list[int]] = {Tier.CPU: [], Tier.NVME: []}
-        for at in reversed(range(len(record.details))):
-            self._settle_read(record, at, kept, used)
-        self._note_used(used)
-        self._stats.add("prefetched_blocks", len(kept))
+        self._stats.add("prefetched_blocks", self._settle_reads(record))
         self._stats.add("failed_promotions", sum(reason is not Reason.CANCELLED for reason in record.failed.values()))
 
-    def _settle_read(self, record: JobRecord, at: int, kept: list[int], used: dict[Tier, list[int]]) -> None:
-        """End a move that reads: unpin its source, or drop a bad one; keep the CPU copy that it wrote, or drop it.
-
-        ``used``: gets the sources that were read well, by tier; ``_note_used`` then counts them all.
-        """
-        detail, move = record.details[at], record.job.moves[at]
-        reason, late = record.failed.get(at), at in record.late
-        if is_foreign(move.nvme):
-            self._settle_foreign(move, reason, late)
-        elif detail.row >= 0:
-            self._settle_source(detail.row, Tier.CPU if move.nvme is None else Tier.NVME, reason, late, used)
-        if move.nvme is not None and move.cpu is not None:
-            self._reads.end(record.job.kind, move.key, detail.row)
-            if reason is None:
-                kept += self._finish((detail.row,), Tier.CPU)
-                self._stats.add("promoted_blocks")
+    def _settle_reads(self, record: JobRecord) -> int:
+        """End moves that read: unpin the sources, which were used, or drop bad ones; keep the CPU copies that were
+        written, and return how many, or drop them."""
+        read: dict[Tier, list[int]] = {Tier.CPU: [], Tier.NVME: []}
+        keys: list[BlockKey] = []
+        rows: list[int] = []
+        failed, foreign = record.failed, 0
+        # Tail first, so that the head of the chain ends as the most recently used.
+        for at, (move, detail) in reversed([*enumerate(zip(record.job.moves, record.details, strict=True))]):
+            if move.nvme is not None and move.cpu is not None:
+                keys.append(move.key)
+                rows.append(detail.row)
+            if at in failed:
+                continue
+            if is_foreign(move.nvme):
+                foreign += 1
+                self._settle_foreign(move, None, late=False)
             else:
-                self._fail(detail.row, Tier.CPU, late)
+                assert detail.row >= 0, "nothing was read, and nobody said so"
+                read[Tier.CPU if move.nvme is None else Tier.NVME].append(detail.row)
+        for tier, sources in read.items():
+            if sources:
+                self._settle_sources(sources, tier)
+        if record.job.kind is JobKind.LOAD:
+            self._stats.add("loaded_blocks_foreign", foreign)
+        self._reads.end(record.job.kind, keys, rows)
+        if failed:
+            rows = self._settle_failed_reads(record)
+        kept = self._finish(rows, Tier.CPU) if rows else ()
+        self._stats.add("promoted_blocks", len(rows))
+        return len(kept)
 
-    def _note_used(self, used: dict[Tier, list[int]]) -> None:
-        for tier, rows in used.items():
-            if rows:
-                self._space(tier).accessed(rows)
+    def _settle_sources(self, rows: Sequence[int], tier: Tier) -> None:
+        """Copies were read well, the tail of a chain first."""
+        space, used = self._space(tier), rows
+        if self._catalog.any_in(CopyState.DOOMED, rows, tier):
+            used = [row for row in rows if self._catalog.state(row, tier) == CopyState.READY]
+        if tier is Tier.CPU and self._nvme is not None:
+            self._offer_all(used)  # their counts rose when the load was planned
+        space.unpin(rows)
+        space.accessed(used)
+
+    def _settle_failed_reads(self, record: JobRecord) -> list[int]:
+        """End those moves of a job that failed; return the rows of the CPU copies that the others wrote."""
+        written: list[int] = []
+        for at in reversed(range(len(record.details))):
+            row, move = record.details[at].row, record.job.moves[at]
+            reason, late = record.failed.get(at), at in record.late
+            lands = move.nvme is not None and move.cpu is not None
+            if reason is None:
+                written += [row] * lands
+                continue
+            if is_foreign(move.nvme):
+                self._settle_foreign(move, reason, late)
+            elif row >= 0:
+                self._settle_failed_source(row, Tier.CPU if move.nvme is None else Tier.NVME, reason, late)
+            if lands:
+                self._fail(row, Tier.CPU, late)
+        return written
 
     def _settle_foreign(self, move: Move, reason: Reason | None, late: bool) -> None:
         assert move.nvme is not None
@@ -354,18 +375,13 @@ class Settlement:
         if not late:
             self._foreign.unpin(move.nvme)
 
-    def _settle_source(
-        self, row: int, tier: Tier, reason: Reason | None, late: bool, used: dict[Tier, list[int]]
-    ) -> None:
+    def _settle_failed_source(self, row: int, tier: Tier, reason: Reason, late: bool) -> None:
         space = self._space(tier)
         if self._catalog.state(row, tier) == CopyState.READY:
-            if reason in _SOURCE_IS_BAD:
-                # A copy on a drive that was given up for now is none the worse for it.
-                if reason is not Reason.IO_ERROR or self._catalog.readable(row, tier):
-                    space.discard(row)
-            elif reason is None:
-                used[tier].append(row)
-            if tier is Tier.CPU and self._catalog.state(row, tier) == CopyState.READY:
+            # A copy on a drive that was given up for now is none the worse for it.
+            if reason in _SOURCE_IS_BAD and (reason is not Reason.IO_ERROR or self._catalog.readable(row, tier)):
+                space.discard(row)
+            elif tier is Tier.CPU:
                 self.offer_to_nvme(row)  # its count rose when the load was planned
         if not late:
             space.unpin((row,))

@@ -15,6 +15,7 @@ from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.chains import Chains
 from kvdisk.manager.copies import CopyState
 from kvdisk.manager.cpu_space import CpuSpace
+from kvdisk.manager.load_drafts import LoadDraft
 from kvdisk.manager.load_planner import LoadPlanner
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme_space import NvmeSpace
@@ -77,13 +78,13 @@ def demotion_without_a_pin(patch: Patch) -> None:
 
 @BUGS.plant
 def load_without_a_pin(patch: Patch) -> None:
-    def source(original: Any, self: LoadPlanner, *args: Any) -> Any:
-        move, row = original(self, *args)
-        if row >= 0:
-            self._catalog.unpin((row,), Tier.CPU if move.nvme is None else Tier.NVME)
-        return move, row
+    def find(original: Any, self: LoadPlanner, draft: LoadDraft, start: int, *args: Any) -> None:
+        original(self, draft, start, *args)
+        for row, nvme in zip(draft.rows[start:], draft.nvme[start:], strict=True):
+            if row >= 0:
+                self._catalog.unpin((row,), Tier.CPU if nvme is None else Tier.NVME)
 
-    wrap(patch, LoadPlanner, "_source_of", source)
+    wrap(patch, LoadPlanner, "_find_sources", find)
     tolerate_missing_pins(patch)
 
 

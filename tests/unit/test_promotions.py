@@ -245,11 +245,11 @@ def test_each_wait_has_its_own_bound():
     def looked_up(seconds: float) -> int | None:
         return manager.lookup(request.id, 0, len(request.tokens), 5000.0 + seconds)
 
-    reads.begin(JobKind.LOAD, key, row)
+    reads.begin(JobKind.LOAD, (key,), (row,))
     assert [looked_up(seconds) for seconds in (0.0, 1.9)] == [None, None]
-    reads.end(JobKind.LOAD, key, row)
+    reads.end(JobKind.LOAD, (key,), (row,))
     assert looked_up(1.95) == 8
-    reads.begin(JobKind.PROMOTE, key, row)
+    reads.begin(JobKind.PROMOTE, (key,), (row,))
     assert [looked_up(seconds) for seconds in (2.5, 4.4)] == [None, None]
     assert looked_up(4.6) == 8
     assert manager.stats["wait_timeouts"] == 1

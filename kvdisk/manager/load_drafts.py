@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job of a load in the making: columns, an item a block. Scheduler thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+
+from kvdisk.blocks import BlockKey, Slot
+from kvdisk.manager.transfers import MoveDetail, make_details
+from kvdisk.messages import Move, make_moves
+
+
+class LoadDraft:
+    """See the module. The columns are those of ``Move`` and ``MoveDetail``, all of one length.
+
+    A block that is added has no row, no slot and generation 0; ``parents`` is the block before it in its request.
+    """
+
+    def __init__(self) -> None:
+        self.keys: list[BlockKey] = []
+        self.generations: list[int] = []
+        self.blocks: list[int] = []
+        self.cpu: list[Slot | None] = []
+        self.nvme: list[Slot | None] = []
+        self.parents: list[BlockKey | None] = []
+        self.rows: list[int] = []
+        self.groups: list[int] = []
+        self.positions: list[int] = []
+
+    def extend(self, group: int, positions: Sequence[int], keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
+        """Add blocks of one group, by their positions in the request. ``keys``, ``blocks``: all of the group's."""
+        count = len(positions)
+        self.keys += [keys[position] for position in positions]
+        self.generations += repeat(0, count)
+        self.blocks += [blocks[position] for position in positions]
+        self.cpu += repeat(None, count)
+        self.nvme += repeat(None, count)
+        self.parents += [keys[position - 1] if position else None for position in positions]
+        self.rows += repeat(-1, count)
+        self.groups += repeat(group, count)
+        self.positions += positions
+
+    def moves(self) -> list[Move]:
+        """Return the moves."""
+        return make_moves(self.keys, self.generations, self.blocks, self.cpu, self.nvme, self.parents)
+
+    def details(self) -> list[MoveDetail]:
+        """Return their details."""
+        return make_details(self.rows, repeat(-1), self.groups, self.positions)
