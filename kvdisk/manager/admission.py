@@ -24,14 +24,15 @@ class AdmissionPolicy(Protocol):
     def is_open(self) -> bool:
         """Whether ``admits`` would now return True for whichever block: many are then let in without a question."""
 
-    def want(self, keys: Sequence[BlockKey], request_id: str) -> None:
-        """A request wanted these blocks (offered them, or was served from them). May be told again for the same one."""
+    def want(self, keys: Sequence[BlockKey], request_id: str) -> Sequence[BlockKey]:
+        """A request wanted these blocks (offered them, or was served from them). May be told again for the same one.
 
-    def admits(self, key: BlockKey) -> bool:
-        """Whether the block may enter now."""
+        Returns those of which ``admits`` may answer otherwise than before: where they were refused they are offered
+        again.
+        """
 
-    def count(self, key: BlockKey) -> int:
-        """Return a number that rises when ``admits`` may answer otherwise than before: the block is offered again."""
+    def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Return of each block whether it may enter now."""
 
     def note_room(self, free: int, total: int) -> None:
         """Learn, once a step, how many of the tier's slots are free, of all that it may have."""
@@ -45,16 +46,13 @@ class AdmitAll:
 
     is_open = True
 
-    def want(self, keys: Sequence[BlockKey], request_id: str) -> None:
-        """Nothing to remember."""
+    def want(self, keys: Sequence[BlockKey], request_id: str) -> Sequence[BlockKey]:  # noqa: ARG002
+        """Nothing to remember: the answer never changes."""
+        return ()
 
-    def admits(self, key: BlockKey) -> bool:  # noqa: ARG002 - the protocol's signature
-        """Return True."""
-        return True
-
-    def count(self, key: BlockKey) -> int:  # noqa: ARG002 - the protocol's signature
-        """Return 0: the answer never changes."""
-        return 0
+    def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Return True for each."""
+        return [True] * len(keys)
 
     def note_room(self, free: int, total: int) -> None:
         """It makes no difference."""
@@ -75,17 +73,14 @@ class AdmitReused:
         """Return False."""
         return False
 
-    def want(self, keys: Sequence[BlockKey], request_id: str) -> None:
+    def want(self, keys: Sequence[BlockKey], request_id: str) -> Sequence[BlockKey]:
         """Count a request once per key."""
-        self.table.want(keys, request_id)
+        return self.table.want(keys, request_id)[0]
 
-    def admits(self, key: BlockKey) -> bool:
-        """Return whether enough distinct requests wanted the block."""
-        return self.table.count(key) >= self._needed
-
-    def count(self, key: BlockKey) -> int:
-        """Return the distinct requests seen, at most ``needed``."""
-        return self.table.count(key)
+    def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Return of each block whether enough distinct requests wanted it."""
+        needed = self._needed
+        return [count >= needed for count in self.table.counts(keys)]
 
     def note_room(self, free: int, total: int) -> None:
         """It makes no difference."""
@@ -124,17 +119,20 @@ class AdmitAdaptive(AdmitReused):
         """Return whether there is room, or all requests have their new blocks admitted."""
         return not self._is_full or self.share >= 1.0
 
-    def want(self, keys: Sequence[BlockKey], request_id: str) -> None:
+    def want(self, keys: Sequence[BlockKey], request_id: str) -> Sequence[BlockKey]:
         """Count a request once per key, and learn from the second."""
-        for age in self.table.want(keys, request_id):
+        risen, ages = self.table.want(keys, request_id)
+        for age in ages:
             self._seconds = min(self._seconds + 1, self._MEMORY)
             self.distance += (age - self.distance) / self._seconds
+        return risen
 
-    def admits(self, key: BlockKey) -> bool:
-        """Return whether there is room, or two requests wanted the block, or the first is one of the share."""
-        if self.is_open or self.table.count(key) >= self._needed:
-            return True
-        return self.table.first_request(key) < self.share
+    def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Return whether there is room, or of each block whether two wanted it, or the first is one of the share."""
+        if self.is_open:
+            return [True] * len(keys)
+        share = self.share
+        return [first < share for first in self.table.first_requests(keys, self._needed)]
 
     @property
     def share(self) -> float:

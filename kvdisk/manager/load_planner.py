@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import compress
 
 from kvdisk.blocks import BlockKey, Tier
 from kvdisk.config import Config
@@ -20,6 +21,7 @@ from kvdisk.manager.promotions import PendingReads
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.served import Served
 from kvdisk.manager.transfers import Transfers
+from kvdisk.manager.wants import Wants
 from kvdisk.messages import JobKind
 
 
@@ -35,7 +37,7 @@ class LoadPlanner:
         served: Served,
         cpu: CpuSpace | None,
         cpu_admission: AdmissionPolicy,
-        nvme_admission: AdmissionPolicy,
+        wants: Wants,
         foreign: ForeignCopies,
         reads: PendingReads,
         price: LoadPrice,
@@ -47,7 +49,7 @@ class LoadPlanner:
         self._served = served
         self._cpu = cpu
         self._cpu_admission = cpu_admission
-        self._nvme_admission = nvme_admission
+        self._wants = wants
         self._foreign = foreign
         self._reads = reads
         self._price = price
@@ -179,23 +181,25 @@ class LoadPlanner:
                 draft.generations[at] = catalog.generations[row]
                 draft.parents[at] = catalog.parents[row]
         wanted = [key for key in keys[start:] if key not in gone] if gone else keys[start:]
-        self._cpu_admission.want(wanted, request_id)
-        self._nvme_admission.want(wanted, request_id)
+        self._wants.note(wanted, request_id)
 
     def _leave_cpu_copies(self, draft: LoadDraft, epoch: int) -> None:
         """Let blocks read from NVMe land in CPU slots where admission and room allow; the rest goes through staging."""
         if self._cpu is None:
             return
         catalog = self._catalog
-        wanted: dict[int, list[int]] = {}
+        vacant: list[int] = []
         for at, slot in enumerate(draft.nvme):
-            if slot is None:
-                continue
-            row, key = draft.rows[at], draft.keys[at]
-            # Another home's block gets a row of its own, unless this engine is just writing or dropping that block.
-            vacant = catalog.state(row, Tier.CPU) == CopyState.ABSENT if row >= 0 else catalog.find(key) < 0
-            if vacant and self._cpu_admission.admits(key):
-                wanted.setdefault(self._geometry.size_classes[draft.groups[at]], []).append(at)
+            if slot is not None:
+                row = draft.rows[at]
+                # Another home's block gets a row of its own, unless this engine is just writing or dropping that block.
+                absent = (
+                    catalog.state(row, Tier.CPU) == CopyState.ABSENT if row >= 0 else catalog.find(draft.keys[at]) < 0
+                )
+                vacant += [at] * absent
+        wanted: dict[int, list[int]] = {}
+        for at in compress(vacant, self._cpu_admission.admits([draft.keys[at] for at in vacant])):
+            wanted.setdefault(self._geometry.size_classes[draft.groups[at]], []).append(at)
         for size_class, places in wanted.items():
             slots = self._cpu.allocate(size_class, len(places))
             for at, slot in zip(places, slots, strict=False):

@@ -32,6 +32,7 @@ from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.store_planner import StorePlanner
 from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.transfers import Transfers, make_details
+from kvdisk.manager.wants import Wants
 from kvdisk.messages import JobKind, Plan, Report, make_moves
 from kvdisk.stats import Stats
 
@@ -88,19 +89,20 @@ class TierManager:
         self.stats = stats
         self._arrivals = 0
         reads = PendingReads()
+        store_admission = cpu_admission if cpu is not None else nvme_admission
+        wants = Wants(store_policy, store_admission, nvme_admission)
         price = self._price = LoadPrice(config.min_load_tokens, geometry.step_tokens)
         self._foreign = foreign = ForeignCopies(geometry, catalog, transfers, stats, neighbours)
         self._settlement = Settlement(
             geometry, context, catalog, stats, cpu, nvme, store_policy, nvme_admission, self._requests, foreign, reads
         )
-        self._promotions = Promotions(
-            config, geometry, context, catalog, transfers, cpu, nvme, cpu_admission, foreign, reads
-        )
+        parts = (config, geometry, context, catalog, transfers, cpu, nvme)
+        self._promotions = Promotions(*parts, cpu_admission, wants, foreign, reads)
         if cpu is not None and nvme is not None:
             cpu.before_evict = self._settlement.ask_before_leaving
         self._served = served = Served(geometry, stats, has_cpu=cpu is not None, has_nvme=nvme is not None)
         self._loads = LoadPlanner(
-            config, geometry, catalog, transfers, served, cpu, cpu_admission, nvme_admission, foreign, reads, price
+            config, geometry, catalog, transfers, served, cpu, cpu_admission, wants, foreign, reads, price
         )
         self._stores = StorePlanner(
             config,
@@ -112,8 +114,8 @@ class TierManager:
             cpu,
             nvme,
             store_policy,
-            cpu_admission,
-            nvme_admission,
+            store_admission,
+            wants,
             self._settlement,
             first_generation,
             self._foreign,

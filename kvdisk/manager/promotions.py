@@ -24,6 +24,7 @@ from kvdisk.manager.lookup import first_needed, longest_hit
 from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.transfers import MoveDetail, Transfers
+from kvdisk.manager.wants import Wants
 from kvdisk.messages import JobKind, Move
 
 MAX_PROMOTE_JOBS = 4
@@ -99,6 +100,7 @@ class Promotions:
         cpu: CpuSpace | None,
         nvme: NvmeSpace | None,
         cpu_admission: AdmissionPolicy,
+        wants: Wants,
         foreign: ForeignCopies,
         reads: PendingReads,
     ) -> None:
@@ -108,6 +110,7 @@ class Promotions:
         self._transfers = transfers
         self._tiers = (cpu, nvme) if config.prefetch and cpu is not None and nvme is not None else None
         self._cpu_admission = cpu_admission
+        self._wants = wants
         self._foreign = foreign
         self._reads = reads
         self._waiting: dict[str, _Waiting] = {}
@@ -219,8 +222,8 @@ class Promotions:
         while wanted and len(picked) < MAX_PROMOTE_MOVES:
             key, parent = wanted.popleft()
             if self._is_wanted(key):
-                self._cpu_admission.want((key,), request_id)
-                if self._cpu_admission.admits(key):
+                self._wants.note((key,), request_id)
+                if self._cpu_admission.admits((key,))[0]:
                     picked.append((key, parent))
         slots = self._take_slots(request_id, [key for key, _ in picked])
         moves: list[Move] = []

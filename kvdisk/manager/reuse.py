@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from zlib import crc32
 
 from kvdisk.blocks import BlockKey
-from kvdisk.manager.key_numbers import number_of, numbers_of
+from kvdisk.manager.key_numbers import numbers_of
 
 MOST_PLACES = 1 << 22
 FEWEST_PLACES = 1 << 18
@@ -43,15 +43,17 @@ class ReuseTable:
         self._counts = bytearray(places)
         self._requests = array("I", [0]) * (places * self._known)
 
-    def want(self, keys: Sequence[BlockKey], request_id: str) -> list[int]:
-        """Count a request once per key. Return of each key's second request how many keys were met since the first."""
+    def want(self, keys: Sequence[BlockKey], request_id: str) -> tuple[list[BlockKey], list[int]]:
+        """Count a request once per key. Return the keys that others had wanted, and whose counts have risen; and of
+        each key's second request how many keys were met since the first."""
         if request_id != self._request[0]:
             self._request = (request_id, _mark_of(request_id))
         request = self._request[1]
         marks, counts, times, requests = self._marks, self._counts, self._times, self._requests
         known, most, mask, now = self._known, self.most, self._mask, self.now
+        risen: list[BlockKey] = []
         ages: list[int] = []
-        for name in numbers_of(keys):  # all in one: it is done for every block of every request
+        for key, name in zip(keys, numbers_of(keys), strict=True):  # all in one: it is done for every block
             mark, place = name >> 32 | 1, name & mask
             if marks[place] != mark:
                 other = name >> 22 & mask
@@ -72,21 +74,28 @@ class ReuseTable:
                 if count < known:
                     requests[first + count] = request
                 counts[place] = count + 1
+                risen.append(key)
             if count == 1 and most > 1:
                 ages.append(now - times[place] & _BITS)
             times[place] = now & _BITS
         self.now = now
-        return ages
+        return risen, ages
 
-    def count(self, key: BlockKey) -> int:
-        """Return the distinct requests that wanted a key, at most ``most``."""
-        place = self._find(key)
-        return self._counts[place] if place >= 0 else 0
+    def counts(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Return of each key how many distinct requests wanted it, at most ``most``."""
+        counts = self._counts
+        return [counts[place] if place >= 0 else 0 for place in self._find(keys)]
 
-    def first_request(self, key: BlockKey) -> float:
-        """Return a number from 0 to 1 that stands for the first request that wanted a key; 1 where none is known."""
-        place = self._find(key)
-        return self._requests[place * self._known] / 2**32 if place >= 0 else 1.0
+    def first_requests(self, keys: Sequence[BlockKey], count: int) -> list[float]:
+        """Return of each key a number from 0 to 1 that stands for the first request that wanted it; 1: unknown.
+
+        -1 of a key that ``count`` requests or more wanted.
+        """
+        requests, known, counts = self._requests, self._known, self._counts
+        return [
+            1.0 if place < 0 else -1.0 if counts[place] >= count else requests[place * known] / 2**32
+            for place in self._find(keys)
+        ]
 
     def clear(self) -> None:
         """Forget all keys."""
@@ -99,13 +108,18 @@ class ReuseTable:
         total = sum(len(column) * column.itemsize for column in columns) + len(self._counts)
         return total / (self._mask + 1)
 
-    def _find(self, key: BlockKey) -> int:
-        name = number_of(key)
-        mark, place = name >> 32 | 1, name & self._mask
-        if self._marks[place] == mark:
-            return place
-        place = name >> 22 & self._mask
-        return place if self._marks[place] == mark else -1
+    def _find(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Return each key's place, or -1."""
+        marks, mask = self._marks, self._mask
+        places = []
+        for name in numbers_of(keys):
+            mark, place = name >> 32 | 1, name & mask
+            if marks[place] != mark:
+                place = name >> 22 & mask
+                if marks[place] != mark:
+                    place = -1
+            places.append(place)
+        return places
 
 
 def _mark_of(request_id: str) -> int:

@@ -147,7 +147,7 @@ class Settlement:
             if record.request_id is None:
                 self._store_policy.refuse_free(key, *why)
             else:
-                self._store_policy.refuse(record.request_id, detail.group, detail.position, *why)
+                self._store_policy.refuse(record.request_id, detail.group, (detail.position,), (key,), *why)
 
     def _settle_stores(self, records: Sequence[JobRecord], now: float, now_s: int) -> None:
         """End stores but for their moves that failed."""
@@ -227,7 +227,7 @@ class Settlement:
             and self._catalog.state(row, Tier.CPU) == CopyState.READY
             and self._catalog.state(row, Tier.NVME) == CopyState.ABSENT
             and not self._foreign.holds(self._catalog.keys[row])
-            and self._nvme_admission.admits(self._catalog.keys[row])
+            and self._nvme_admission.admits((self._catalog.keys[row],))[0]
             and self._cpu.enqueue((row,)) > 0
         )
 
@@ -258,7 +258,7 @@ class Settlement:
             and self._catalog.state(row, Tier.NVME) == CopyState.ABSENT
             and not self._foreign.holds(key)
         ):
-            if not self._nvme_admission.admits(key):
+            if not self._nvme_admission.admits((key,))[0]:
                 self._stats.add("left_blocks.reuse")
             else:
                 self._stats.add("left_blocks.budget" if self._nvme.is_spent else "left_blocks.room")
@@ -296,7 +296,8 @@ class Settlement:
             if request is not None:
                 if request.load_limit_tokens is None or limit < request.load_limit_tokens:
                     request.load_limit_tokens = limit
-                self._store_policy.refuse(request.request_id, detail.group, detail.position, Refusal.NO_ROOM, -1, 0.0)
+                place, key = (request.request_id, detail.group, (detail.position,)), record.job.moves[at].key
+                self._store_policy.refuse(*place, (key,), Refusal.NO_ROOM, -1, 0.0)
         self._stats.add("failed_loads", len(record.failed))
         self._stats.add("loaded_blocks", len(record.details) - len(record.failed))
         self._settle_reads(record)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -19,12 +19,19 @@ AHEAD_STEPS = 2
 
 @dataclass(slots=True)
 class _Known:
-    """A block that may be offered. ``is_dealt_with``: it was offered since it was last reached; ``refused``: how that
-    offer ended, if it was refused."""
+    """A block that may be offered. ``is_dealt_with``: it was offered since it was last reached. How that offer ended,
+    if it was refused: ``is_unused``: for lack of reuse; ``refused``: for lack of room."""
 
     parent: BlockKey | None
     is_dealt_with: bool = False
+    is_unused: bool = False
     refused: Refused | None = None
+
+    def may_be_offered(self, room: int, now: float) -> bool:
+        """Whether it was reached, or what was in its way has changed, since it was last offered."""
+        if self.is_unused:
+            return False
+        return not self.is_dealt_with if self.refused is None else self.refused.is_over(room, now)
 
 
 class Spillover(NoStores):
@@ -53,9 +60,7 @@ class Spillover(NoStores):
                 known.is_dealt_with = False
                 self._known.move_to_end(key)
 
-    def free_offers(
-        self, context: SchedulerContext, held: int, room: int, now: float, count_of: Callable[[BlockKey], int]
-    ) -> Sequence[FreeOffer]:
+    def free_offers(self, context: SchedulerContext, held: int, room: int, now: float) -> Sequence[FreeOffer]:
         """Return blocks before the cursor that were not offered since they were reached, and those that are due."""
         while len(self._known) > 2 * context.block_count:
             self._known.popitem(last=False)
@@ -69,8 +74,7 @@ class Spillover(NoStores):
             known = self._known.get(key) if key is not None else None
             if key is None or known is None or key in offers:
                 continue
-            refused = known.refused
-            if not known.is_dealt_with if refused is None else refused.is_over(room, now, count_of(key)):
+            if known.may_be_offered(room, now):
                 known.is_dealt_with = True
                 offers[key] = FreeOffer(block.block_id, key, known.parent)
         return list(offers.values())
@@ -84,8 +88,19 @@ class Spillover(NoStores):
     def refuse_free(self, key: BlockKey, why: Refusal, mark: int, now: float) -> None:
         """Offer the block again when its cause has changed, if it is there then."""
         known = self._known.get(key)
-        if known is not None:
-            known.refused = Refused.make(why, mark, now, known.refused)
+        if known is None:
+            return
+        if why is Refusal.NOT_REUSED:
+            known.is_unused, known.refused = True, None
+        else:
+            known.refused = Refused.make(mark, now, known.refused)
+
+    def wanted_again(self, keys: Sequence[BlockKey]) -> None:
+        """Offer those that were refused for lack of reuse again."""
+        for key in keys:
+            known = self._known.get(key)
+            if known is not None and known.is_unused:
+                known.is_unused = known.is_dealt_with = False
 
     def reset(self) -> None:
         """Forget all keys: the blocks may keep theirs, and what they hold is not what those mean any more."""

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import compress
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.config import Config
 from kvdisk.context import SchedulerContext
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager.admission import AdmissionPolicy, AdmitAll
+from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.chains import NONE
 from kvdisk.manager.copies import CopyState
@@ -23,6 +24,7 @@ from kvdisk.manager.store_drafts import StoreDraft, StoreDrafts
 from kvdisk.manager.store_policy import FreeOffer, StorePolicy
 from kvdisk.manager.tables import BlockTables, Table
 from kvdisk.manager.transfers import Transfers
+from kvdisk.manager.wants import Wants
 from kvdisk.manager.watermark import Refusal
 from kvdisk.stats import Stats
 
@@ -44,8 +46,8 @@ class StorePlanner:
         cpu: CpuSpace | None,
         nvme: NvmeSpace | None,
         store_policy: StorePolicy,
-        cpu_admission: AdmissionPolicy,
-        nvme_admission: AdmissionPolicy,
+        admission: AdmissionPolicy,
+        wants: Wants,
         settlement: Settlement,
         first_generation: int,
         foreign: ForeignCopies,
@@ -59,10 +61,8 @@ class StorePlanner:
         self._nvme = nvme
         self._store_policy = store_policy
         self._target = Tier.CPU if cpu is not None else Tier.NVME
-        self._admission = cpu_admission if cpu is not None else nvme_admission
-        # Those that are told what is wanted, each once.
-        asked = dict.fromkeys((self._admission, nvme_admission))
-        self._counting = [admission for admission in asked if not isinstance(admission, AdmitAll)]
+        self._admission = admission
+        self._wants = wants
         self._settlement = settlement
         self._foreign = foreign
         self._drafts = StoreDrafts(context, catalog, transfers, settlement, self._target, first_generation)
@@ -100,14 +100,8 @@ class StorePlanner:
             storable = min(final_tokens // group.block_tokens, len(keys), len(blocks))
             first = min(known_tokens // group.block_tokens, storable)
             are_new = self._note_reached(request, keys, first, storable)
-            offers = self._store_policy.offers(
-                request.request_id,
-                group.group,
-                storable,
-                self._settlement.room,
-                now,
-                lambda position, keys=keys: self._admission.count(keys[position]),  # type: ignore[misc]
-            )
+            room = self._settlement.room
+            offers = self._store_policy.offers(request.request_id, group.group, storable, room, now)
             if offers:
                 are_new = are_new and offers[0] >= first
                 taken = self._answer(request, group.group, offers, blocks, now, are_new)
@@ -130,8 +124,7 @@ class StorePlanner:
             return False
         self._store_policy.reached(request.request_id, keys, start, stop)
         wanted = keys[start:stop]
-        for admission in self._counting:
-            admission.want(wanted, request.request_id)
+        self._wants.note(wanted, request.request_id)
         rows = self._catalog.find_all(wanted)
         if max(rows) < 0:
             return True
@@ -189,9 +182,7 @@ class StorePlanner:
             self._leave_out_what_has_gone(group, keys, blocks, table.computed_tokens)
             offers = self._store_policy.preempted(request.request_id, group.group, storable)
             # Generated tokens too, which nobody has been told of without ``store_decode``.
-            wanted = [keys[position] for position in offers]
-            for admission in self._counting:
-                admission.want(wanted, request.request_id)
+            self._wants.note([keys[position] for position in offers], request.request_id)
             taken = self._answer(request, group.group, offers, blocks, now, are_new=False)
             self._take(draft, request, group, taken, blocks, now, len(taken), are_new=False)
         return self._drafts.queue(draft)
@@ -214,7 +205,7 @@ class StorePlanner:
     def plan_free(self, now: float, epoch: int) -> None:
         """Offer free blocks to the tiers, if the store policy wants to, and plan a job for those taken."""
         policy, held = self._store_policy, self._settlement.pinned_blocks
-        offers = policy.free_offers(self._context, held, self._settlement.room, now, self._admission.count)
+        offers = policy.free_offers(self._context, held, self._settlement.room, now)
         if not offers:
             return
         taken: dict[int, list[FreeOffer]] = {}
@@ -222,8 +213,8 @@ class StorePlanner:
             row = self._catalog.find(offer.key)
             if self._is_there(offer.key, row):
                 policy.accept_free(offer.key)
-            elif not self._admission.admits(offer.key):
-                self._refuse_free(offer, Refusal.NOT_REUSED, self._admission.count(offer.key), now)
+            elif not self._admission.admits((offer.key,))[0]:
+                self._refuse_free(offer, Refusal.NOT_REUSED, 0, now)
             elif row >= 0 and self._catalog.state(row, self._target) != CopyState.ABSENT:
                 self._refuse_free(offer, Refusal.NO_ROOM, self._settlement.room, now)
             else:
@@ -275,35 +266,52 @@ class StorePlanner:
         policy, keys, catalog = self._store_policy, request.keys[group], self._catalog
         rows = [NONE] * len(offers) if are_new else catalog.find_all([keys[position] for position in offers])
         may_be_abroad = self._target is Tier.NVME and self._foreign.known
-        if max(rows) < 0 and not may_be_abroad and self._admission.is_open and all(map(blocks.__getitem__, offers)):
-            return offers  # new blocks of a prompt: no question for each
-        taken: list[int] = []
+        if max(rows) < 0 and not may_be_abroad and all(map(blocks.__getitem__, offers)):
+            return self._ask_admission(request, group, offers)  # new blocks of a prompt
         there: list[int] = []
+        others: list[int] = []
+        states = catalog.columns(self._target)[0]
+        busy: set[int] = set()
         for position, row in zip(offers, rows, strict=True):
-            key = keys[position]
-            if blocks[position] == 0 or self._is_there(key, row):
+            if blocks[position] == 0 or self._is_there(keys[position], row):
                 there.append(position)
-            elif not self._admission.admits(key):
-                self._count_refusal(Refusal.NOT_REUSED)
-                policy.refuse(request.request_id, group, position, Refusal.NOT_REUSED, self._admission.count(key), now)
-            elif row >= 0 and catalog.state(row, self._target) != CopyState.ABSENT:
-                self._refuse_for_room(request, group, position, now)
             else:
-                taken.append(position)
+                others.append(position)
+                if row >= 0 and states[row] != CopyState.ABSENT:
+                    busy.add(position)
         policy.accept(request.request_id, group, there)
-        return taken
+        admitted = self._ask_admission(request, group, others)
+        if not busy:
+            return admitted
+        self._refuse_for_room(request, group, [position for position in admitted if position in busy], now)
+        return [position for position in admitted if position not in busy]
 
-    def _count_refusal(self, why: Refusal) -> None:
+    def _ask_admission(self, request: RequestState, group: int, positions: Sequence[int]) -> Sequence[int]:
+        """Return which of the offered blocks may enter; refuse the rest."""
+        if self._admission.is_open:
+            return positions  # no question for each
+        keys = request.keys[group]
+        answers = self._admission.admits([keys[position] for position in positions])
+        refused = [position for position, admitted in zip(positions, answers, strict=True) if not admitted]
+        if refused:
+            self._count_refusal(Refusal.NOT_REUSED, len(refused))
+            unused = [keys[position] for position in refused]
+            self._store_policy.refuse(request.request_id, group, refused, unused, Refusal.NOT_REUSED, 0, 0.0)
+        return list(compress(positions, answers))
+
+    def _count_refusal(self, why: Refusal, count: int = 1) -> None:
         spent = self._cpu is None and self._nvme is not None and self._nvme.is_spent
         if why is Refusal.NOT_REUSED:
-            self._stats.add("refused_blocks.reuse")
+            self._stats.add("refused_blocks.reuse", count)
         else:
-            self._stats.add("refused_blocks.budget" if spent else "refused_blocks.room")
+            self._stats.add("refused_blocks.budget" if spent else "refused_blocks.room", count)
 
-    def _refuse_for_room(self, request: RequestState, group: int, position: int, now: float) -> None:
-        self._count_refusal(Refusal.NO_ROOM)
-        room = self._settlement.room
-        self._store_policy.refuse(request.request_id, group, position, Refusal.NO_ROOM, room, now)
+    def _refuse_for_room(self, request: RequestState, group: int, positions: Sequence[int], now: float) -> None:
+        if positions:
+            self._count_refusal(Refusal.NO_ROOM, len(positions))
+            keys, room = request.keys[group], self._settlement.room
+            refused = [keys[position] for position in positions]
+            self._store_policy.refuse(request.request_id, group, positions, refused, Refusal.NO_ROOM, room, now)
 
     def _take(
         self,
@@ -334,8 +342,7 @@ class StorePlanner:
                 positions=accepted,
                 are_new=are_new,
             )
-        for position in refused:
-            self._refuse_for_room(request, group.group, position, now)
+        self._refuse_for_room(request, group.group, refused, now)
 
     def _allocate(self, size_class: int, count: int, now: float) -> list[Slot]:
         """Take slots of the tier that stores go to."""

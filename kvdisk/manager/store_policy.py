@@ -8,7 +8,7 @@ arguments, and is best derived from ``NoStores``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from kvdisk.blocks import BlockKey
@@ -40,37 +40,47 @@ class StorePolicy(Protocol):
         ``keys``: of all the group's blocks. After a preemption a request begins at 0 again.
         """
 
-    def offers(
-        self, request_id: str, group: int, storable: int, room: int, now: float, count_of: Callable[[int], int]
-    ) -> Sequence[int]:
+    def offers(self, request_id: str, group: int, storable: int, room: int, now: float) -> Sequence[int]:
         """Return the positions of the group's blocks to offer in this step, ascending, none twice.
 
         ``storable``: how many are full, computed and hashed. ``room``: a number that rises when room comes free.
-        ``count_of(position)``: a number that rises when a block that was refused for lack of reuse may be admitted.
         """
 
     def preempted(self, request_id: str, group: int, storable: int) -> Sequence[int]:
         """Return the positions of a victim's blocks to offer, before they are overwritten, ascending."""
 
-    def free_offers(
-        self, context: SchedulerContext, held: int, room: int, now: float, count_of: Callable[[BlockKey], int]
-    ) -> Sequence[FreeOffer]:
+    def free_offers(self, context: SchedulerContext, held: int, room: int, now: float) -> Sequence[FreeOffer]:
         """Return the free blocks to offer in this step, no key twice. ``held``: GPU blocks that stores hold now."""
 
     def accept(self, request_id: str, group: int, positions: Sequence[int]) -> None:
         """The offers were taken, or the blocks are there already."""
 
-    def refuse(self, request_id: str, group: int, position: int, why: Refusal, mark: int, now: float) -> None:
-        """The offer was refused, or a taken one failed: offer it again when things have changed."""
+    def refuse(
+        self,
+        request_id: str,
+        group: int,
+        positions: Sequence[int],
+        keys: Sequence[BlockKey],
+        why: Refusal,
+        mark: int,
+        now: float,
+    ) -> None:
+        """The offers were refused, or taken ones failed: offer them again when things have changed.
+
+        ``keys``: of the blocks. ``mark``: the number of room, for those that were refused for lack of it.
+        """
+
+    def wanted_again(self, keys: Sequence[BlockKey]) -> None:
+        """More requests want these blocks than before: those that were refused for lack of reuse may be admitted."""
 
     def accept_free(self, key: BlockKey) -> None:
         """The offer of a free block was taken, or the block is there already."""
 
     def refuse_free(self, key: BlockKey, why: Refusal, mark: int, now: float) -> None:
-        """The offer of a free block was refused, or its store failed."""
+        """The offer of a free block was refused, or its store failed. ``mark``: as in ``refuse``."""
 
     def waits(self, request_id: str) -> bool:
-        """Whether refused blocks of the request wait to be offered again."""
+        """Whether refused blocks of the request are to be offered again, as soon as there is room or at once."""
 
     def request_finished(self, request_id: str) -> None:
         """Forget the request."""
@@ -98,7 +108,6 @@ class NoStores:
         storable: int,  # noqa: ARG002
         room: int,  # noqa: ARG002
         now: float,  # noqa: ARG002
-        count_of: Callable[[int], int],  # noqa: ARG002
     ) -> Sequence[int]:
         """Return nothing."""
         return ()
@@ -113,7 +122,6 @@ class NoStores:
         held: int,  # noqa: ARG002
         room: int,  # noqa: ARG002
         now: float,  # noqa: ARG002
-        count_of: Callable[[BlockKey], int],  # noqa: ARG002
     ) -> Sequence[FreeOffer]:
         """Return nothing."""
         return ()
@@ -121,8 +129,20 @@ class NoStores:
     def accept(self, request_id: str, group: int, positions: Sequence[int]) -> None:
         """Nothing to note."""
 
-    def refuse(self, request_id: str, group: int, position: int, why: Refusal, mark: int, now: float) -> None:
-        """Nothing to note: it is not offered again."""
+    def refuse(
+        self,
+        request_id: str,
+        group: int,
+        positions: Sequence[int],
+        keys: Sequence[BlockKey],
+        why: Refusal,
+        mark: int,
+        now: float,
+    ) -> None:
+        """Nothing to note: they are not offered again."""
+
+    def wanted_again(self, keys: Sequence[BlockKey]) -> None:
+        """Nothing was noted."""
 
     def accept_free(self, key: BlockKey) -> None:
         """Nothing to note."""
@@ -148,46 +168,86 @@ class OnCompute(NoStores):
         self._watermarks: dict[str, dict[int, Watermark]] = {}
         """By request and group."""
         self._waiting: set[str] = set()
-        """Those with refused blocks: few, and asked for in every step."""
+        """Those with blocks to be offered again: few, and asked for in every step."""
+        self._unused: dict[BlockKey, tuple[Watermark, ...]] = {}
+        """Of each block that was refused for lack of reuse, the watermarks that wait for its count to rise."""
 
-    def offers(
-        self, request_id: str, group: int, storable: int, room: int, now: float, count_of: Callable[[int], int]
-    ) -> Sequence[int]:
+    def offers(self, request_id: str, group: int, storable: int, room: int, now: float) -> Sequence[int]:
         """Return new blocks, and refused ones whose cause has changed."""
         watermarks = self._watermarks.setdefault(request_id, {})
         watermark = watermarks.get(group)
         if watermark is None:
-            watermark = watermarks[group] = Watermark()
-        elif storable == watermark.frontier and not watermark.refused:
+            watermark = watermarks[group] = Watermark(request_id)
+        elif storable == watermark.frontier and not watermark.waits:
             return ()
-        return watermark.candidates(storable, room, now, count_of)
+        return watermark.candidates(storable, room, now)
 
     def accept(self, request_id: str, group: int, positions: Sequence[int]) -> None:
         """Do not offer the blocks again."""
-        if request_id not in self._waiting:
-            return  # what was never refused is not offered twice
-        watermarks = self._watermarks[request_id]
-        for position in positions:
-            watermarks[group].accept(position)
-        if not any(watermark.refused for watermark in watermarks.values()):
+        if request_id in self._waiting:  # what was never refused is not offered twice
+            self._watermarks[request_id][group].accept(positions)
+            self._look(request_id)
+
+    def _look(self, request_id: str) -> None:
+        """Note whether any of a request's blocks wait, some of which were answered."""
+        if any(watermark.waits for watermark in self._watermarks[request_id].values()):
+            self._waiting.add(request_id)
+        else:
             self._waiting.discard(request_id)
 
-    def refuse(self, request_id: str, group: int, position: int, why: Refusal, mark: int, now: float) -> None:
-        """Offer the block again when its cause has changed. A request that is gone is ignored."""
+    def refuse(
+        self,
+        request_id: str,
+        group: int,
+        positions: Sequence[int],
+        keys: Sequence[BlockKey],
+        why: Refusal,
+        mark: int,
+        now: float,
+    ) -> None:
+        """Offer the blocks again when the cause has changed. A request that is gone is ignored."""
         watermark = self._watermarks.get(request_id, {}).get(group)
-        if watermark is not None:
-            watermark.refuse(position, why, mark, now)
-            if watermark.refused:
-                self._waiting.add(request_id)
+        if watermark is None:
+            return
+        if why is Refusal.NOT_REUSED:
+            watermark.refuse_unused(positions, keys)
+            unused, alone = self._unused, (watermark,)
+            if unused.keys().isdisjoint(keys):
+                unused.update(dict.fromkeys(keys, alone))
+            else:
+                for key in keys:
+                    unused[key] = unused.get(key, ()) + alone
+        else:
+            watermark.refuse(positions, mark, now)
+            if watermark.unused:  # one that another request has stored since, and whose load failed
+                self._forget(watermark, [key for key in keys if key in watermark.unused])
+        self._look(request_id)
+
+    def wanted_again(self, keys: Sequence[BlockKey]) -> None:
+        """Offer those blocks again that were refused for lack of reuse."""
+        if self._unused:
+            for key in keys:
+                for watermark in self._unused.pop(key, ()):
+                    watermark.rise(key)
+                    self._waiting.add(watermark.request_id)
 
     def waits(self, request_id: str) -> bool:
-        """Return whether any group has refused blocks."""
+        """Return whether any group has blocks to be offered again."""
         return request_id in self._waiting
 
     def request_finished(self, request_id: str) -> None:
         """Forget the request's watermarks."""
-        self._watermarks.pop(request_id, None)
+        for watermark in self._watermarks.pop(request_id, {}).values():
+            self._forget(watermark, list(watermark.unused))
         self._waiting.discard(request_id)
+
+    def _forget(self, watermark: Watermark, keys: Sequence[BlockKey]) -> None:
+        """A watermark does not wait for the counts of some blocks any more."""
+        for key in keys:
+            del watermark.unused[key]
+            others = tuple(other for other in self._unused.pop(key) if other is not watermark)
+            if others:
+                self._unused[key] = others
 
 
 class OnPreemption(NoStores):

@@ -156,18 +156,15 @@ class Uses:
         """Count what was logged."""
         logged = np.array(self.log, np.int64)
         del self.log[:]
-        begun = ~logged[logged < 0]
-        used = logged[logged >= 0]
+        is_use = logged >= 0
+        used, begun = logged[is_use], ~logged[~is_use]
         if len(begun):
             # A row that has begun anew was another block before that.
-            again = np.flatnonzero((logged >= 0) & np.isin(logged, begun))
-            if len(again):
-                began = dict(zip((~logged[logged < 0]).tolist(), np.flatnonzero(logged < 0).tolist(), strict=True))
-                stale = [at for at in again.tolist() if at < began[int(logged[at])]]
-                kept = logged >= 0
-                kept[stale] = False
-                used = logged[kept]
-            self._begin(*self._places_of(np.unique(begun)))
+            if len(used) and not {*begun.tolist()}.isdisjoint(used.tolist()):
+                began = dict(zip(begun.tolist(), np.flatnonzero(~is_use).tolist(), strict=True))
+                uses = zip(np.flatnonzero(is_use).tolist(), used.tolist(), strict=True)
+                used = np.array([row for at, row in uses if at > began.get(row, -1)], np.int64)
+            self._begin(*self._places_of(begun))
         places = self._places_of(used)[1]
         view = self.view
         np.add.at(view.uses, places, np.uint32(1))

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
 import pytest
 from machines import Bugs, Patch, forget_late, tolerate_missing_pins, wrap
 
-from kvdisk.blocks import Tier
+from kvdisk.blocks import BlockKey, Tier
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.chains import Chains
 from kvdisk.manager.copies import CopyState
@@ -159,16 +159,30 @@ def index_written_when_planned(patch: Patch) -> None:
 
 @BUGS.plant
 def refused_block_skipped_by_the_watermark(patch: Patch) -> None:
-    patch.setattr(Watermark, "refuse", lambda self, position, *args: self.refused.pop(position, None))
+    patch.setattr(Watermark, "refuse", lambda self, positions, *args: self.accept(positions))
 
 
 @BUGS.plant
 def refused_block_offered_every_step(patch: Patch) -> None:
-    def candidates(original: Any, self: Watermark, limit: int, room: int, now: float, count_of: Any) -> list[int]:
-        fresh = original(self, limit, room, now, count_of)
-        return sorted({*fresh, *(position for position in self.refused if position < limit)})
+    def candidates(original: Any, self: Watermark, limit: int, room: int, now: float) -> list[int]:
+        fresh = original(self, limit, room, now)
+        return sorted({*fresh, *(position for position in self._no_room if position < limit)})
 
     wrap(patch, Watermark, "candidates", candidates)
+
+
+@BUGS.plant
+def wanted_block_not_offered_again(patch: Patch) -> None:
+    patch.setattr(Watermark, "rise", lambda self, key: self.unused.pop(key, None))
+
+
+@BUGS.plant
+def unwanted_block_offered_again(patch: Patch) -> None:
+    def refuse(original: Any, self: Watermark, positions: Sequence[int], keys: Sequence[BlockKey]) -> None:
+        original(self, positions, keys)
+        self._risen.extend(positions)
+
+    wrap(patch, Watermark, "refuse_unused", refuse)
 
 
 @BUGS.plant

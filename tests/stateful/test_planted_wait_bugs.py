@@ -76,7 +76,7 @@ def slots_ahead_never_given_back(patch: Patch) -> None:
 def reading_ahead_what_the_tier_refuses(patch: Patch) -> None:
     def plan_job(original: Any, self: Promotions, *args: Any) -> bool:
         with pytest.MonkeyPatch.context() as inside:
-            inside.setattr(type(self._cpu_admission), "admits", lambda *_: True)
+            inside.setattr(type(self._cpu_admission), "admits", lambda _, keys: [True] * len(keys))
             return original(self, *args)
 
     wrap(patch, Promotions, "_plan_job", plan_job)

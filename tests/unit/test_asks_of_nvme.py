@@ -96,7 +96,7 @@ def test_it_is_asked_once_more_before_it_leaves(monkeypatch):
     served.serve(FIRST)
     served.serve(OTHERS[0])
     assert served.held(FIRST, Tier.NVME) == [False, False]
-    monkeypatch.setattr(admission, "admits", lambda key: True)
+    monkeypatch.setattr(admission, "admits", lambda keys: [True] * len(keys))
     served.serve(OTHERS[1])
     assert served.held(FIRST, Tier.NVME) == [False, True], "instead of leaving"
     assert served.held(FIRST, Tier.CPU)[0], "what it follows stays before it"

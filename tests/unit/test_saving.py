@@ -9,6 +9,7 @@ import pytest
 
 from kvdisk.blocks import make_block_key
 from kvdisk.index.memory_index import MemoryIndex
+from kvdisk.manager.admission import AdmitAll
 from kvdisk.messages import JobKind, Plan
 from kvdisk.testing.fake_engine import FakeEngine
 from kvdisk.testing.fake_ranks import FakeRank
@@ -91,9 +92,23 @@ def test_what_is_stored_already_is_not_stored_again(place):
 
 
 def test_admission_is_told_who_wants_a_generated_block_before_it_is_asked(place, monkeypatch):
-    admission, told = place.planner._admission, []
-    monkeypatch.setattr(admission, "want", lambda key, request_id: told.append((key, request_id)))
-    monkeypatch.setattr(admission, "admits", lambda key: (key, "a") in told)
+    told: set[tuple[bytes, str]] = set()
+
+    class Told(AdmitAll):
+        """Lets in what it was told of."""
+
+        is_open = False
+
+        def want(self, keys, request_id):
+            told.update((key, request_id) for key in keys)
+            return ()
+
+        def admits(self, keys):
+            return [(key, "a") in told for key in keys]
+
+    admission = Told()
+    monkeypatch.setattr(place.planner, "_admission", admission)
+    monkeypatch.setattr(place.planner._wants, "_store_admission", admission)
     place.engine.add("a", "aabbccddt", 4)
     for _ in range(4):
         place.step()

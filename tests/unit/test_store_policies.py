@@ -26,10 +26,6 @@ from kvdisk.testing.manager_watch import ManagerWatch
 KEYS = [make_block_key(bytes([position]), 0) for position in range(40)]
 
 
-def never(_: object) -> int:
-    return 0
-
-
 class Queue:
     """A spillover policy over a pool whose blocks 1, 2 … are free, and hold ``KEYS`` 0, 1 …"""
 
@@ -40,8 +36,8 @@ class Queue:
             self.pool.cache(KEYS[block - 1], block)
         self.policy.reached("a", KEYS, 0, blocks if known is None else known)
 
-    def offers(self, held: int = 0, room: int = 0, now: float = 0.0, count_of=never) -> list[int]:
-        return [offer.block for offer in self.policy.free_offers(self.pool, held, room, now, count_of)]
+    def offers(self, held: int = 0, room: int = 0, now: float = 0.0) -> list[int]:
+        return [offer.block for offer in self.policy.free_offers(self.pool, held, room, now)]
 
     def accept(self, *blocks: int) -> None:
         for block in blocks:
@@ -54,9 +50,9 @@ class Queue:
 
 def test_on_preemption_offers_a_victims_blocks_and_nothing_else():
     policy = OnPreemption()
-    assert not policy.offers("a", 0, 5, 9, 9.0, never)
+    assert not policy.offers("a", 0, 5, 9, 9.0)
     assert list(policy.preempted("a", 0, 3)) == [0, 1, 2]
-    policy.refuse("a", 0, 1, Refusal.NO_ROOM, 0, 0.0)
+    policy.refuse("a", 0, (1,), KEYS[1:2], Refusal.NO_ROOM, 0, 0.0)
     assert not policy.waits("a")
     assert list(policy.preempted("a", 0, 3)) == [0, 1, 2], "and at the next preemption all of them"
     assert OnPreemption.saves_victims
@@ -66,18 +62,51 @@ def test_on_preemption_offers_a_victims_blocks_and_nothing_else():
 
 def test_on_compute_keeps_watermarks_by_request_and_group():
     policy = OnCompute()
-    assert list(policy.offers("a", 0, 2, 0, 0.0, never)) == [0, 1]
-    assert list(policy.offers("a", 1, 1, 0, 0.0, never)) == [0]
-    assert list(policy.offers("b", 0, 2, 0, 0.0, never)) == [0, 1]
+    assert list(policy.offers("a", 0, 2, 0, 0.0)) == [0, 1]
+    assert list(policy.offers("a", 1, 1, 0, 0.0)) == [0]
+    assert list(policy.offers("b", 0, 2, 0, 0.0)) == [0, 1]
     policy.accept("a", 0, [0])
-    policy.refuse("a", 0, 1, Refusal.NO_ROOM, 0, 0.0)
+    policy.refuse("a", 0, (1,), KEYS[1:2], Refusal.NO_ROOM, 0, 0.0)
     assert policy.waits("a")
     assert not policy.waits("b")
-    assert list(policy.offers("a", 0, 2, 1, 1.0, never)) == [1]
+    assert list(policy.offers("a", 0, 2, 1, 1.0)) == [1]
     policy.request_finished("a")
     assert not policy.waits("a")
-    policy.refuse("a", 0, 1, Refusal.NO_ROOM, 0, 0.0)
+    policy.refuse("a", 0, (1,), KEYS[1:2], Refusal.NO_ROOM, 0, 0.0)
     assert not policy.waits("a"), "a store that fails after its request has ended"
+
+
+def test_on_compute_offers_what_was_not_reused_to_each_request_that_waits_for_it():
+    policy = OnCompute()
+    for request_id in "abc":
+        policy.offers(request_id, 0, 3, 0, 0.0)
+        policy.refuse(request_id, 0, (0, 2), (KEYS[0], KEYS[2]), Refusal.NOT_REUSED, 0, 0.0)
+        policy.accept(request_id, 0, (1,))
+        assert not policy.waits(request_id), "a step asks nothing for it"
+    policy.request_finished("b")
+    policy.wanted_again(KEYS[1:3])
+    assert [policy.waits(request_id) for request_id in "abc"] == [True, False, True]
+    assert [list(policy.offers(request_id, 0, 3, 0, 0.0)) for request_id in "ac"] == [[2], [2]]
+    policy.refuse("a", 0, (2,), KEYS[2:3], Refusal.NOT_REUSED, 0, 0.0)
+    policy.accept("c", 0, (2,))
+    policy.wanted_again(KEYS[2:3])
+    assert [policy.waits(request_id) for request_id in "ac"] == [True, False]
+    for request_id in "ac":
+        policy.request_finished(request_id)
+    assert not policy._unused, "nothing is kept of requests that are gone"
+
+
+def test_a_failed_load_ends_the_wait_for_a_count():
+    """Another request has stored the block since it was refused, and it could not be read back."""
+    policy = OnCompute()
+    policy.offers("a", 0, 1, 0, 0.0)
+    policy.refuse("a", 0, (0,), KEYS[:1], Refusal.NOT_REUSED, 0, 0.0)
+    policy.refuse("a", 0, (0,), KEYS[:1], Refusal.NO_ROOM, -1, 0.0)
+    assert list(policy.offers("a", 0, 1, 0, 1.0)) == [0]
+    policy.accept("a", 0, (0,))
+    policy.wanted_again(KEYS[:1])
+    assert not policy.waits("a")
+    assert not policy.offers("a", 0, 1, 0, 1.0)
 
 
 def test_spillover_offers_the_front_of_the_queue_and_each_block_once():
@@ -125,29 +154,31 @@ def test_a_block_comes_again_when_a_request_has_reached_it_again_and_not_before(
 
 
 def test_a_refused_free_block_is_offered_again_when_things_have_changed():
-    queue, counts = Queue(), dict.fromkeys(KEYS, 0)
+    queue = Queue()
     assert queue.offers() == [1, 2]
     queue.policy.refuse_free(KEYS[0], Refusal.NOT_REUSED, 0, 0.0)
     queue.policy.refuse_free(KEYS[1], Refusal.NO_ROOM, 5, 0.0)
-    assert queue.offers(room=5, now=9.0, count_of=counts.__getitem__) == [3, 4]
+    assert queue.offers(room=5, now=9.0) == [3, 4]
     queue.accept(3, 4)
-    assert queue.offers(room=5, now=9.0, count_of=counts.__getitem__) == []
-    assert queue.offers(room=6, now=0.01, count_of=counts.__getitem__) == []
-    assert queue.offers(room=6, now=9.0, count_of=counts.__getitem__) == [2]
+    assert queue.offers(room=5, now=9.0) == []
+    assert queue.offers(room=6, now=0.01) == []
+    assert queue.offers(room=6, now=9.0) == [2]
     queue.accept(2)
-    counts[KEYS[0]] = 1
-    assert queue.offers(room=6, now=9.0, count_of=counts.__getitem__) == [1]
+    queue.policy.wanted_again(KEYS[2:])
+    assert queue.offers(room=6, now=9.0) == []
+    queue.policy.wanted_again(KEYS[:1])
+    assert queue.offers(room=6, now=9.0) == [1]
     queue.accept(1)
-    assert queue.offers(room=7, now=99.0, count_of=counts.__getitem__) == []
+    assert queue.offers(room=7, now=99.0) == []
 
 
 def test_only_blocks_that_requests_have_reached_are_offered():
     queue = Queue(known=1)
     assert queue.offers() == [1]
-    (offer,) = Queue(known=1).policy.free_offers(queue.pool, 0, 0, 0.0, never) or [None]
+    (offer,) = Queue(known=1).policy.free_offers(queue.pool, 0, 0, 0.0) or [None]
     assert offer.parent is None
     queue.policy.reached("a", KEYS, 1, 2)
-    (offer,) = queue.policy.free_offers(queue.pool, 0, 0, 0.0, never)
+    (offer,) = queue.policy.free_offers(queue.pool, 0, 0, 0.0)
     assert (offer.key, offer.parent) == (KEYS[1], KEYS[0])
 
 
@@ -209,7 +240,7 @@ def step(engine: FakeEngine, rank: FakeRank) -> None:
 class EveryOther(NoStores):
     """Offers every other block once."""
 
-    def offers(self, request_id, group, storable, room, now, count_of):
+    def offers(self, request_id, group, storable, room, now):
         return range(0, storable, 2)
 
 

@@ -6,71 +6,101 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdisk.manager.watermark import FIRST_BACK_OFF_S, LAST_BACK_OFF_S, Refusal, Watermark
+from kvdisk.blocks import BlockKey
+from kvdisk.manager.watermark import FIRST_BACK_OFF_S, LAST_BACK_OFF_S, Watermark
+
+KEYS = [BlockKey(bytes([number])) for number in range(8)]
 
 
-def never(_: int) -> int:
-    return 0
+def candidates(watermark: Watermark, limit: int, room: int = 0, now: float = 0.0) -> list[int]:
+    return list(watermark.candidates(limit, room, now))
 
 
 def test_a_block_is_offered_once():
-    watermark = Watermark()
-    assert watermark.candidates(2, 0, 0.0, never) == [0, 1]
-    for position in (0, 1):
-        watermark.accept(position)
-    assert watermark.candidates(2, 5, 9.0, never) == []
-    assert watermark.candidates(4, 5, 9.0, never) == [2, 3]
+    watermark = Watermark("a")
+    assert candidates(watermark, 2) == [0, 1]
+    watermark.accept((0, 1))
+    assert candidates(watermark, 2, 5, 9.0) == []
+    assert candidates(watermark, 4, 5, 9.0) == [2, 3]
 
 
 def test_refused_for_reuse_it_is_offered_when_its_count_rises_and_no_other():
-    watermark, counts = Watermark(), [1, 1]
-    watermark.candidates(2, 0, 0.0, counts.__getitem__)
-    for position in (0, 1):
-        watermark.refuse(position, Refusal.NOT_REUSED, counts[position], 0.0)
-    assert watermark.candidates(2, 9, 9.0, counts.__getitem__) == [], "room and time are nothing to it"
-    counts[1] = 2
-    assert watermark.candidates(2, 9, 9.0, counts.__getitem__) == [1]
+    watermark = Watermark("a")
+    candidates(watermark, 2)
+    watermark.refuse_unused((0, 1), KEYS[:2])
+    assert not watermark.waits
+    assert candidates(watermark, 2, 9, 9.0) == [], "room and time are nothing to it"
+    watermark.rise(KEYS[1])
+    assert watermark.waits
+    assert candidates(watermark, 2, 9, 9.0) == [1]
+    watermark.accept((1,))
+    watermark.rise(KEYS[1])
+    assert candidates(watermark, 2, 9, 9.0) == [], "it is stored"
+
+
+def test_a_block_whose_count_rises_waits_until_it_is_storable():
+    watermark = Watermark("a")
+    candidates(watermark, 4)
+    watermark.refuse_unused((1, 3), (KEYS[1], KEYS[3]))
+    for key in KEYS:
+        watermark.rise(key)
+    assert candidates(watermark, 2) == [1]
+    assert candidates(watermark, 4) == [3]
 
 
 def test_refused_for_room_it_is_offered_when_room_came_free_with_back_off():
-    watermark = Watermark()
-    watermark.candidates(1, 7, 100.0, never)
+    watermark = Watermark("a")
+    candidates(watermark, 1, 7, 100.0)
     now, back_off_s = 100.0, FIRST_BACK_OFF_S
     for room in range(7, 17):
-        watermark.refuse(0, Refusal.NO_ROOM, room, now)
+        watermark.refuse((0,), room, now)
         later = now + back_off_s + 0.001
-        assert watermark.candidates(1, room, later + 60, never) == [], "no room came free"
-        assert watermark.candidates(1, room + 1, now + back_off_s - 0.001, never) == [], "too soon"
-        assert watermark.candidates(1, room + 1, later, never) == [0]
+        assert candidates(watermark, 1, room, later + 60) == [], "no room came free"
+        assert candidates(watermark, 1, room + 1, now + back_off_s - 0.001) == [], "too soon"
+        assert candidates(watermark, 1, room + 1, later) == [0]
         now, back_off_s = later, min(2 * back_off_s, LAST_BACK_OFF_S)
     assert back_off_s == LAST_BACK_OFF_S
-    watermark.accept(0)
-    assert watermark.candidates(1, 99, now + 99, never) == []
+    watermark.accept((0,))
+    assert candidates(watermark, 1, 99, now + 99) == []
+
+
+def test_blocks_refused_together_have_back_offs_of_their_own():
+    watermark = Watermark("a")
+    candidates(watermark, 3)
+    watermark.refuse((0, 1, 2), 0, 0.0)
+    first = FIRST_BACK_OFF_S + 0.001
+    assert candidates(watermark, 2, 1, first) == [0, 1], "the third is not storable any more"
+    watermark.accept((0,))
+    watermark.refuse((1,), 1, first)
+    assert candidates(watermark, 3, 2, first + FIRST_BACK_OFF_S + 0.001) == [2], "the second waits twice as long"
+    watermark.accept((2,))
+    assert candidates(watermark, 3, 2, first + 2 * FIRST_BACK_OFF_S + 0.001) == [1]
 
 
 def test_beyond_the_frontier_nothing_is_refused():
-    watermark = Watermark()
-    watermark.refuse(3, Refusal.NO_ROOM, 0, 0.0)
-    assert watermark.candidates(5, 9, 9.0, never) == [0, 1, 2, 3, 4]
+    watermark = Watermark("a")
+    watermark.refuse((3,), 0, 0.0)
+    assert candidates(watermark, 5, 9, 9.0) == [0, 1, 2, 3, 4]
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.sampled_from("arn"), st.booleans()), max_size=30))
 def test_nothing_is_skipped_for_good(steps):
     """Whatever is answered: with room, counts and time each position that was not accepted comes again."""
-    watermark, accepted, room, counts = Watermark(), set(), 0, [0] * 8
+    watermark, accepted, room = Watermark("a"), set(), 0
     limit = 0
     for at, (growth, answer, frees) in enumerate(steps):
         limit = min(8, limit + growth)
         room += frees
-        for position in watermark.candidates(limit, room, float(at), counts.__getitem__):
-            assert position not in accepted, "offered again, though it is stored"
+        offered = candidates(watermark, limit, room, float(at))
+        assert accepted.isdisjoint(offered), "offered again, though it is stored"
+        for positions in (offered[::2], offered[1::2]):
             if answer == "a":
-                accepted.add(position)
-                watermark.accept(position)
+                accepted.update(positions)
+                watermark.accept(positions)
+            elif answer == "r":
+                watermark.refuse(positions, room, float(at))
             else:
-                why = Refusal.NO_ROOM if answer == "r" else Refusal.NOT_REUSED
-                mark = room if why is Refusal.NO_ROOM else counts[position]
-                watermark.refuse(position, why, mark, float(at))
-    counts = [count + 1 for count in counts]
-    last = watermark.candidates(limit, room + 1, len(steps) + 60.0, counts.__getitem__)
-    assert set(last) == set(range(limit)) - accepted
+                watermark.refuse_unused(positions, [KEYS[position] for position in positions])
+    for key in KEYS:
+        watermark.rise(key)
+    assert set(candidates(watermark, limit, room + 1, len(steps) + 60.0)) == set(range(limit)) - accepted
