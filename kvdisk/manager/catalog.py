@@ -174,6 +174,10 @@ class Catalog:
         """Whether a row (or -1) can be loaded from some tier now."""
         return self._presences[row] == _READY
 
+    def are_ready(self, rows: Iterable[int]) -> bool:
+        """Whether all rows can be loaded now; perhaps False although they can, while a drive is quarantined."""
+        return not self._hidden and self._unready.isdisjoint(rows)
+
     def is_coming(self, row: int) -> bool:
         """Whether a row (or -1) can be loaded now, or is being written."""
         return self._presences[row] > 0
@@ -181,7 +185,7 @@ class Catalog:
     def presences(self, keys: Sequence[BlockKey]) -> bytes:
         """Return the ``Presence`` of each key of a chain (see ``find_chain``) as a byte: no Python call for each."""
         rows = self.find_chain(keys)
-        if not self._hidden and self._unready.isdisjoint(rows):
+        if self.are_ready(rows):
             return bytes([Presence.READY]) * len(rows)
         return bytes(map(self._presences.__getitem__, rows))
 

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
+from typing import Any
 
-from kvdisk.blocks import BlockKey, Slot
+from kvdisk.blocks import BlockKey, Slot, Tier
+from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.transfers import MoveDetail, make_details
 from kvdisk.messages import Move, make_moves
 
@@ -40,6 +42,22 @@ class LoadDraft:
         self.rows += repeat(-1, count)
         self.groups += repeat(group, count)
         self.positions += positions
+
+    def find(self, start: int, places: Sequence[int], rows: Sequence[int], tier: Tier, catalog: Catalog) -> None:
+        """Note the rows, and the copies in a tier, of blocks, whose places are counted from ``start``."""
+        slots = self.cpu if tier is Tier.CPU else self.nvme
+        columns: tuple[tuple[list[Any], Iterable[Any]], ...] = (
+            (self.rows, rows),
+            (slots, catalog.slots(rows, tier)),
+            (self.generations, map(catalog.generations.__getitem__, rows)),
+            (self.parents, map(catalog.parents.__getitem__, rows)),
+        )
+        for column, values in columns:
+            if start + len(places) == len(column):
+                column[start:] = values
+            else:
+                for at, value in zip(places, values, strict=True):
+                    column[start + at] = value
 
     def moves(self) -> list[Move]:
         """Return the moves."""

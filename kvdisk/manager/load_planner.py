@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
 
 from kvdisk.blocks import BlockKey, Tier
@@ -158,30 +158,32 @@ class LoadPlanner:
 
         Other homes' blocks have no row, and those that are nowhere no slot either.
         """
-        catalog, keys = self._catalog, draft.keys
-        rows = catalog.find_all(keys[start:])
+        catalog, keys = self._catalog, draft.keys[start:]
+        rows = catalog.find_all(keys)
+        here: Sequence[int] = range(len(rows))
+        if not catalog.are_ready(rows):
+            here = [at for at, row in enumerate(rows) if catalog.is_ready(row)]
+            abroad = self._find_abroad(draft, start, {*range(len(rows))}.difference(here))
+            keys = [keys[at] for at in sorted({*here, *abroad})]
         states = catalog.columns(Tier.CPU)[0]
-        sources: dict[Tier, list[int]] = {Tier.CPU: [], Tier.NVME: []}
-        gone: set[BlockKey] = set()
-        for at, row in enumerate(rows, start):
-            if not catalog.is_ready(row):
-                foreign = self._foreign.find(keys[at])
-                if foreign is None:
-                    gone.add(keys[at])
-                else:
-                    draft.generations[at], draft.nvme[at] = foreign.generation, self._foreign.pin(foreign)
-            else:
-                sources[Tier.CPU if states[row] == CopyState.READY else Tier.NVME].append(at)
-        for tier, slots in ((Tier.CPU, draft.cpu), (Tier.NVME, draft.nvme)):
-            found = [rows[at - start] for at in sources[tier]]
-            catalog.pin(found, tier)
-            for at, row, slot in zip(sources[tier], found, catalog.slots(found, tier), strict=True):
-                slots[at] = slot
-                draft.rows[at] = row
-                draft.generations[at] = catalog.generations[row]
-                draft.parents[at] = catalog.parents[row]
-        wanted = [key for key in keys[start:] if key not in gone] if gone else keys[start:]
-        self._wants.note(wanted, request_id)
+        on_cpu = [at for at in here if states[rows[at]] == CopyState.READY]
+        on_nvme = [at for at in here if states[rows[at]] != CopyState.READY] if on_cpu else here
+        for tier, places in ((Tier.CPU, on_cpu), (Tier.NVME, on_nvme)):
+            if places:
+                found = [rows[at] for at in places]
+                catalog.pin(found, tier)
+                draft.find(start, places, found, tier, catalog)
+        self._wants.note(keys, request_id)
+
+    def _find_abroad(self, draft: LoadDraft, start: int, places: Iterable[int]) -> list[int]:
+        """Pin copies of other homes, and return of which blocks there are some. ``places``: counted from ``start``."""
+        found = []
+        for at in places:
+            copy = self._foreign.find(draft.keys[start + at])
+            if copy is not None:
+                found.append(at)
+                draft.generations[start + at], draft.nvme[start + at] = copy.generation, self._foreign.pin(copy)
+        return found
 
     def _leave_cpu_copies(self, draft: LoadDraft, epoch: int) -> None:
         """Let blocks read from NVMe land in CPU slots where admission and room allow; the rest goes through staging."""

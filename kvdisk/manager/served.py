@@ -94,10 +94,9 @@ class Served:
         """
         end_tokens = local_tokens + external_tokens
         asked = self._asked(request) or _Asked(local_tokens, end_tokens, external_tokens)
-        blocks = _Found(
-            sum(move.nvme is None and move.cpu is not None for move in moves),
-            sum(move.nvme is not None for move in moves),
-        )
+        nvme_blocks = sum([move.nvme is not None for move in moves])
+        cpu_blocks = sum([move.nvme is None and move.cpu is not None for move in moves]) if self._has_cpu else 0
+        blocks = _Found(cpu_blocks, nvme_blocks)
         if not self._has_cpu:
             nvme_tokens = external_tokens
         else:
@@ -111,7 +110,7 @@ class Served:
         groups = self._geometry.groups
         step = min(group.block_tokens for group in groups)
         if len(groups) == 1:
-            return sum(move.nvme is not None for move in moves) * step
+            return sum([move.nvme is not None for move in moves]) * step
         found: set[int] = set()
         for move, detail in zip(moves, details, strict=True):
             if move.nvme is not None:

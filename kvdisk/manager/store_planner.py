@@ -334,9 +334,7 @@ class StorePlanner:
             self._store_policy.accept(request.request_id, group.group, accepted)
             self._drafts.begin(
                 draft,
-                [keys[position] for position in accepted],
-                [keys[position - 1] if position else None for position in accepted],
-                [blocks[position] for position in accepted],
+                *_columns_of(keys, blocks, accepted),
                 slots,
                 group=group.group,
                 positions=accepted,
@@ -350,3 +348,18 @@ class StorePlanner:
         assert space is not None
         may_store = self._cpu is not None or (self._nvme is not None and self._nvme.may_write(now))
         return space.allocate(size_class, count) if count > 0 and may_store else []
+
+
+def _columns_of(
+    keys: Sequence[BlockKey], blocks: Sequence[int], positions: Sequence[int]
+) -> tuple[Sequence[BlockKey], Sequence[BlockKey | None], Sequence[int]]:
+    """Return keys, parents and GPU blocks of some positions, ascending."""
+    first, last = positions[0], positions[-1]
+    if last - first == len(positions) - 1:  # all in a row, as most are
+        parents = keys[first - 1 : last] if first else [None, *keys[:last]]
+        return keys[first : last + 1], parents, blocks[first : last + 1]
+    return (
+        [keys[position] for position in positions],
+        [keys[position - 1] if position else None for position in positions],
+        [blocks[position] for position in positions],
+    )

@@ -22,7 +22,7 @@ from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.copies import CopyState
 
 MOST_LOGGED = 4096
-COUNT_INTERVAL_S = 1.0
+COUNT_INTERVAL_S = 5.0
 _MOST_LISTED = 1 << 20
 _Number = TypeVar("_Number", np.uint64, np.uint32, np.uint8)
 
