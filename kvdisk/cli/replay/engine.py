@@ -100,13 +100,13 @@ class Engine:
         # A token follows the last block, so that all of them may hit: one is always left to compute.
         prompt_tokens = count * self._block_tokens
         manager.new_request(request_id, hashes, prompt_tokens + 1)
-        keys = make_block_keys(hashes, 0)
+        keys = make_block_keys(hashes, 0) if self._pool.caches else []
         blocks = self._pool.hit(keys)
         local = len(blocks)
         self._count(request, Tier.GPU, 0, local)
         loaded = self._load(request_id, request, blocks, prompt_tokens + 1)
         blocks += self._pool.take(count - len(blocks))
-        done, refused = local + loaded, manager.stats["refused_blocks.room"] + manager.stats["refused_blocks.budget"]
+        done, refused = local + loaded, self._refused_for_room
         self._pool.cache(keys[local:done], blocks[local:done])
         if self._memory is not None:
             self._memory.loaded(hashes[local:done], blocks[local:done])
@@ -120,11 +120,16 @@ class Engine:
             if done == count:
                 break
         self._pool.cache(keys, blocks)
-        if manager.stats["refused_blocks.room"] + manager.stats["refused_blocks.budget"] > refused:
+        if self._refused_for_room > refused:
             self._wait_for_room(request_id, request, blocks)
         manager.request_finished(request_id)
         self._pool.free_blocks(reversed(blocks))
         self.settle()
+
+    @property
+    def _refused_for_room(self) -> int:
+        counts = self._manager.stats.counts
+        return counts.get("refused_blocks.room", 0) + counts.get("refused_blocks.budget", 0)
 
     def settle(self) -> None:
         """Let idle steps go by until the tiers have nothing to do."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvdisk.blocks import BlockKey
 
@@ -28,7 +29,7 @@ class GpuPool:
     def __init__(self, block_count: int, step_blocks: int, *, caches: bool) -> None:
         self._blocks = [GpuBlock(number) for number in range(block_count)]
         self._free = dict.fromkeys(range(1, block_count))
-        self._caches = caches
+        self.caches = caches
         self._cached: dict[BlockKey, int] = {}
         self.step_blocks = step_blocks
 
@@ -88,11 +89,7 @@ class GpuPool:
         """Give away the first blocks of the free queue; what they held is forgotten."""
         free, blocks, cached = self._free, self._blocks, self._cached
         assert count <= len(free), "the pool is sized for the longest prompt"
-        taken: list[int] = []
-        for block_id in free:
-            if len(taken) == count:
-                break
-            taken.append(block_id)
+        taken = list(islice(free, count))
         for block_id in taken:
             del free[block_id]
             block = blocks[block_id]
@@ -115,7 +112,7 @@ class GpuPool:
 
     def cache(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
         """Make computed or loaded blocks known to the cache, if there is one; those known already stay as they are."""
-        if self._caches:
+        if self.caches:
             for key, block_id in zip(keys, block_ids, strict=True):
                 if self._cached.setdefault(key, block_id) == block_id:
                     self._blocks[block_id].key = key
