@@ -76,13 +76,12 @@ class CreditPolicy:
 
     def access(self, rows: Sequence[int]) -> None:
         """Count a use of each, and make rows the newest."""
-        holds, move, uses, last, now = self._lists.holds, self._lists.move, self._uses, self._last, self._now
-        for row in rows:
-            if holds(row):
-                before = uses[row]
-                uses[row] = count = self._count_use(before, now - last[row])
-                last[row] = now = now + 1
-                move(row, _CLASS_OF[before], _CLASS_OF[count])
+        move, uses, last, now = self._lists.move, self._uses, self._last, self._now
+        for row in self._lists.held(rows):
+            before = uses[row]
+            uses[row] = count = self._count_use(before, now - last[row])
+            last[row] = now = now + 1
+            move(row, _CLASS_OF[before], _CLASS_OF[count])
         self._now = now
 
     def postpone(self, row: int) -> None:
@@ -96,8 +95,8 @@ class CreditPolicy:
     def remove(self, rows: Sequence[int]) -> None:
         """Take rows out, and remember them; those that are not there are ignored."""
         lists, uses, last, keys = self._lists, self._uses, self._last, self._keys
-        holds, count = lists.holds, sum(lists.counts)
-        rows = [row for row in rows if holds(row)]
+        count = sum(lists.counts)
+        rows = lists.held(rows)
         for number, alike in self._by_class(rows):
             lists.remove(alike, number)
         self._left.add([keys[row] for row in rows], [uses[row] for row in rows], [last[row] for row in rows], count)

@@ -23,6 +23,10 @@ _INDEX = (1 << _SHIFT) - 1
 """A slot's position is its segment's number times 2**32 and its index, so that those of two segments never meet."""
 
 
+_Range = tuple[int, int, int]
+"""Slots that follow each other: segment, first index, length."""
+
+
 class SlotPool:
     """The slots of a tier's segments, handed out in runs of neighbours where there are any.
 
@@ -40,7 +44,7 @@ class SlotPool:
         """By segment: those of its drive and size class."""
         self._runs: list[dict[int, FreeRuns]] = [{} for _ in range(size_class_count)]
         """By size class and drive."""
-        self._limbo: deque[tuple[int, list[Slot]]] = deque()
+        self._limbo: deque[tuple[int, list[_Range]]] = deque()
 
     def add_segment(
         self, segment: int, size_class: int, slot_count: int, used: NDArray[np.uint32] | None = None, drive: int = 0
@@ -106,22 +110,23 @@ class SlotPool:
 
     def release(self, slots: Iterable[Slot]) -> None:
         """Make used slots free at once: for those that no committed record names."""
-        self._change(slots, _USED, _FREE)
+        self._change(_neighbours(slots), _USED, _FREE)
 
     def retain(self, slots: list[Slot], ticket: int) -> None:
         """Put used slots in limbo until the index has dealt with ``ticket``. Tickets must not go down."""
         if slots:
             assert not self._limbo or self._limbo[-1][0] <= ticket
-            self._change(slots, _USED, _LIMBO)
-            self._limbo.append((ticket, slots))
+            ranges = list(_neighbours(slots))
+            self._change(ranges, _USED, _LIMBO)
+            self._limbo.append((ticket, ranges))
 
     def settle_limbo(self, committed: int) -> None:
         """Free the slots in limbo whose ticket is at most ``committed``."""
         while self._limbo and self._limbo[0][0] <= committed:
             self._change(self._limbo.popleft()[1], _LIMBO, _FREE)
 
-    def _change(self, slots: Iterable[Slot], source: int, target: int) -> None:
-        for segment, start, length in _neighbours(slots):
+    def _change(self, ranges: Iterable[_Range], source: int, target: int) -> None:
+        for segment, start, length in ranges:
             states = self._maps.get(segment)
             if states is None:
                 continue  # its segment was retired
@@ -173,8 +178,8 @@ def _ranges_of(states: bytearray, state: int) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def _neighbours(slots: Iterable[Slot]) -> Iterator[tuple[int, int, int]]:
-    """Yield slots that follow each other up or down as ranges: segment, first index, length."""
+def _neighbours(slots: Iterable[Slot]) -> Iterator[_Range]:
+    """Yield slots that follow each other up or down as ranges."""
     segment, start, end = -1, 0, 0
     for place, index in slots:
         if place == segment and index == end:

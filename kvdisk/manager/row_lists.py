@@ -78,6 +78,11 @@ class RowLists:
         place = row + self._ends
         return place < len(self._older) and self._older[place] != -1
 
+    def held(self, rows: Sequence[int]) -> list[int]:
+        """Return those of some rows that are in any list."""
+        older, ends, end = self._older, self._ends, len(self._older) - self._ends
+        return [row for row in rows if row < end and older[row + ends] != -1]
+
     def oldest(self, number: int = 0) -> int:
         """Return the oldest row of a list; negative where it is empty."""
         return self._newer[number] - self._ends
