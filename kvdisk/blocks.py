@@ -28,6 +28,7 @@ class Tier(IntEnum):
 
 
 _make_tuple: Any = tuple.__new__
+_add: Any = bytes.__add__
 
 
 class Slot(NamedTuple):
@@ -53,8 +54,7 @@ def make_block_key(block_hash: bytes, group: int) -> BlockKey:
 
 def make_block_keys(block_hashes: Iterable[bytes], group: int) -> list[BlockKey]:
     """Return the key of each block with one of these hashes; quicker than one by one."""
-    suffix = group.to_bytes(GROUP_BYTES, "big")
-    return [BlockKey(block_hash + suffix) for block_hash in block_hashes]
+    return list(map(_add, block_hashes, repeat(group.to_bytes(GROUP_BYTES, "big"))))
 
 
 def group_of(key: BlockKey) -> int:

@@ -84,12 +84,12 @@ class Drives:
                 drive.quarantined_until_s = None
                 drive.failures = FAILURES_IN_A_ROW - 1
                 returned = True
+                self._note_quarantined()
                 logger.warning("kvdisk tries drive %d of the store again.", number)
             if drive.quarantined_until_s is None and drive.writes.has_ended(now):
                 returned = True
             if drive.segments.has_ended(now):
                 returned = True
-        self._note_quarantined()
         return returned
 
     def may_write(self, number: int, now: float) -> bool:

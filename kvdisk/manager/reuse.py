@@ -69,7 +69,7 @@ class ReuseTable:
                 place = other
             count, first = counts[place], place * known
             if count < most:
-                if request in requests[first : first + min(count, known)]:
+                if requests[first] == request or (count > 1 and request in requests[first : first + min(count, known)]):
                     continue
                 if count < known:
                     requests[first + count] = request
