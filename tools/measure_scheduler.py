@@ -20,13 +20,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from measure_overhead import describe_machine
 from rich.console import Console
 from rich.table import Table
+from scheduler_hits import OURS, THEIRS, WITH_NVME, Hits, Sample, Unwanted, timed
 from scheduler_stands import (
     BLOCK_TOKENS,
     BothSides,
@@ -54,12 +55,9 @@ PROMPT_BLOCKS = 2000
 RUNNING = 100
 NEW_BLOCKS = 10
 ASKS = 20
-WITH_NVME = ", with NVMe"
-PARTS = ("steps", "stores", "lookups")
-OURS, THEIRS, BARE = "kvdisk", "vLLM", "dictionary"
+PARTS = ("steps", "stores", "hits", "lookups")
+BARE = "dictionary"
 PLACES = {"prompts": "stored", "keys": "found at start"}
-Sample = tuple[str, str, float]
-"""What was measured, whose it is, and how long it took, in seconds; per block where the name says so."""
 
 
 class Figure(NamedTuple):
@@ -68,13 +66,6 @@ class Figure(NamedTuple):
     median: float
     lowest: float
     highest: float
-
-
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the processor time of a call, in seconds, and its answer."""
-    start_s = time.thread_time()
-    answer = call()
-    return time.thread_time() - start_s, answer
 
 
 class Lookups:
@@ -239,7 +230,7 @@ class Stores:
         assert stored_by(plan) == blocks
         (request_id,) = output.num_scheduled_tokens
         hashes = [bytes(bytearray(block_hash)) for block_hash in sides.requests[request_id].block_hashes]
-        sides.finish(output)
+        sides.finish(request_id)
         context = self._make_context(req_id=request_id)
         manager.on_new_request(context)
         keys = [self._make_key(block_hash, 0) for block_hash in hashes]
@@ -272,7 +263,8 @@ def measure(options: argparse.Namespace, store_dir: Path) -> dict[str, dict[str,
     """Run the rounds; return seconds by what was measured and whose it is. ``store_dir``: an empty directory."""
     found: dict[str, dict[str, list[float]]] = {}
     if "steps" in options.parts:
-        run_rounds([Steps(), Steps(store_dir), Decoding(), Decoding(store_dir)], options.rounds, found)
+        steps = [Steps(), Steps(store_dir), Unwanted(RUNNING, 400), Decoding(), Decoding(store_dir)]
+        run_rounds(steps, options.rounds, found)
     if "stores" in options.parts:
         for blocks in (1, 16, 512):
             stores = [
@@ -281,6 +273,12 @@ def measure(options: argparse.Namespace, store_dir: Path) -> dict[str, dict[str,
                 for is_full in (False, True)
             ]
             run_rounds(stores, options.rounds, found)
+    if "hits" in options.parts:
+        run_rounds(
+            [Hits(blocks, where) for blocks in (16, PROMPT_BLOCKS) for where in (None, store_dir)],
+            options.rounds,
+            found,
+        )
     if "lookups" in options.parts:
         # All sizes at once, so that growth is that of the same minute.
         lookups = [Lookups(block_count, order) for block_count in options.blocks for order in PLACES]

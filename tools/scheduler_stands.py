@@ -80,10 +80,20 @@ class BothSides:
     """Running requests, and kvdisk's and vLLM's scheduler sides that follow them. ``cpu_blocks``: of each one's tier.
 
     Each request decodes; what it computes is stored by both. ``store_dir``: where kvdisk has an NVMe tier as well, an
-    index and all; of its blocks nothing is written.
+    index and all; of its blocks nothing is written. ``their_blocks``: of vLLM's tier, by default as many.
+    ``admission``: of kvdisk's memory.
     """
 
-    def __init__(self, request_count: int, prompt_blocks: int, cpu_blocks: int, store_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        request_count: int,
+        prompt_blocks: int,
+        cpu_blocks: int,
+        store_dir: Path | None = None,
+        *,
+        their_blocks: int | None = None,
+        admission: str = "all",
+    ) -> None:
         import torch
         from vllm.v1.core.block_pool import BlockPool
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -96,12 +106,14 @@ class BothSides:
         cache = KVCacheConfig(pool_blocks, [], [KVCacheGroupSpec(["layer"], spec)], hash_block_size=BLOCK_TOKENS)
         settings = _settings()
         drive = {} if store_dir is None else {"store_dirs": (store_dir,), "nvme_bytes": NVME_BYTES}
-        config = Config(cpu_bytes=cpu_blocks * SLOT_BYTES, store_decode=True, **drive)  # type: ignore[arg-type]
+        config = Config(  # type: ignore[arg-type]
+            cpu_bytes=cpu_blocks * SLOT_BYTES, store_decode=True, cpu_admission=admission, **drive
+        )
         self.pool = BlockPool(pool_blocks, True, BLOCK_TOKENS)
         with mock.patch("kvdisk.connector.scheduler_side.fingerprint_of", return_value=(bytes(32), {})):  # no model
             self.ours = SchedulerSide(config, settings, cache)
         self.ours.bind_pool(self.pool)
-        self.theirs = _offloading_scheduler(cpu_blocks, settings, cache)
+        self.theirs = _offloading_scheduler(their_blocks or cpu_blocks, settings, cache)
         self._random = random.Random(0)  # noqa: S311 - not a secret
         self._next_number = 10**9
         self._last = 0
@@ -110,33 +122,46 @@ class BothSides:
         for _ in range(request_count):
             self.add(prompt_blocks)
 
-    def add(self, prompt_blocks: int) -> None:
-        """Let a request come, compute its prompt, and begin to decode; both store it."""
+    def add(self, prompt_blocks: int) -> Any:
+        """Let a request come, compute its prompt, and begin to decode; both store it. Return it."""
         output = self.prefill(prompt_blocks)
         self.settle(*self.plan_both(output))
-        self.requests[output.scheduled_cached_reqs.req_ids[0]].num_computed_tokens = prompt_blocks * BLOCK_TOKENS
+        request = self.requests[output.scheduled_cached_reqs.req_ids[0]]
+        request.num_computed_tokens = prompt_blocks * BLOCK_TOKENS
+        return request
 
     def prefill(self, prompt_blocks: int) -> Any:
         """Let a request come; return the output of the step that computes its whole prompt, which nobody has."""
+        request_id = self.come(self._new_hashes(prompt_blocks)).request_id
+        self.tables[request_id] = self.pool.get_new_blocks(prompt_blocks + 1)
+        self.requests[request_id].append_output_token_ids(1)
+        return self.output([request_id], {request_id: self.tables[request_id]}, prompt_blocks)
+
+    def come(self, hashes: list[bytes]) -> Any:
+        """Let a request come whose prompt is these blocks and a token more, but for what ``prefill`` makes."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
         self._last += 1
         request_id = f"request {self._last}"
-        request = Request(request_id, [1] * (prompt_blocks * BLOCK_TOKENS), SamplingParams(max_tokens=10**6), None)
-        request.block_hashes.extend(self._new_hashes(prompt_blocks))
+        request = Request(request_id, [1] * (len(hashes) * BLOCK_TOKENS), SamplingParams(max_tokens=10**6), None)
+        request.block_hashes.extend(hashes)
         self.requests[request_id] = request
-        self.tables[request_id] = self.pool.get_new_blocks(prompt_blocks + 1)
         for side in (self.ours.new_request, self.theirs.on_new_request):
             side(request)
-        request.append_output_token_ids(1)
-        return self.output([request_id], {request_id: self.tables[request_id]}, prompt_blocks)
+        return request
 
-    def finish(self, output: Any) -> None:
-        """Let the one request of a step go, which both have planned and settled."""
+    def allocate(self, request: Any) -> Any:
+        """Give a request blocks for its prompt."""
+        from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+
+        table = self.tables[request.request_id] = self.pool.get_new_blocks(len(request.block_hashes) + 1)
+        return KVCacheBlocks((table,))
+
+    def finish(self, request_id: str) -> None:
+        """Let a request go of which both have settled everything."""
         from vllm.v1.request import RequestStatus
 
-        (request_id,) = output.num_scheduled_tokens
         request = self.requests.pop(request_id)
         self.ours.finished(request, (), True)
         request.status = RequestStatus.FINISHED_ABORTED
@@ -224,7 +249,7 @@ def completed(meta: Any) -> Any:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
     from vllm.v1.outputs import KVConnectorOutput
 
-    done = OffloadingWorkerMetadata(completed_jobs=dict.fromkeys(meta.store_jobs, 1))
+    done = OffloadingWorkerMetadata(completed_jobs=dict.fromkeys((*meta.store_jobs, *meta.load_jobs), 1))
     return KVConnectorOutput(kv_connector_worker_meta=done)
 
 
