@@ -32,10 +32,14 @@ class LoadDraft:
 
     def extend(self, group: int, positions: Sequence[int], keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
         """Add blocks of one group, by their positions in the request. ``keys``, ``blocks``: all of the group's."""
-        count = len(positions)
-        self.keys += [keys[position] for position in positions]
+        count, first = len(positions), positions[0]
+        if positions[-1] - first == count - 1:  # all in a row, as most are
+            self.keys += keys[first : first + count]
+            self.blocks += blocks[first : first + count]
+        else:
+            self.keys += [keys[position] for position in positions]
+            self.blocks += [blocks[position] for position in positions]
         self.generations += repeat(0, count)
-        self.blocks += [blocks[position] for position in positions]
         self.cpu += repeat(None, count)
         self.nvme += repeat(None, count)
         self.parents += [keys[position - 1] if position else None for position in positions]

@@ -139,7 +139,9 @@ class LoadPlanner:
             # What the engine has given a block is loaded or fails, even where ``lookup`` needed less of a
             # window: the engine would cache a block that nobody wrote under its hash.
             first, end = local_tokens // group.block_tokens, end_tokens // group.block_tokens
-            positions = [position for position in range(first, end) if blocks[position]]
+            positions: Sequence[int] = range(first, end)
+            if 0 in blocks[first:end]:
+                positions = [position for position in positions if blocks[position]]
             if positions:
                 at = len(draft.keys)
                 draft.extend(group.group, positions, request.keys[group.group], blocks)

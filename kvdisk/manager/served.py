@@ -94,8 +94,9 @@ class Served:
         """
         end_tokens = local_tokens + external_tokens
         asked = self._asked(request) or _Asked(local_tokens, end_tokens, external_tokens)
-        nvme_blocks = sum([move.nvme is not None for move in moves])
-        cpu_blocks = sum([move.nvme is None and move.cpu is not None for move in moves]) if self._has_cpu else 0
+        sources = [move.nvme for move in moves]
+        nvme_blocks = len(sources) - sources.count(None)
+        cpu_blocks = sum([nvme is None and move.cpu is not None for move, nvme in zip(moves, sources, strict=True)])
         blocks = _Found(cpu_blocks, nvme_blocks)
         if not self._has_cpu:
             nvme_tokens = external_tokens

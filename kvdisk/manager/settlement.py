@@ -317,21 +317,26 @@ class Settlement:
         rows: list[int] = []
         failed, foreign = record.failed, 0
         # Tail first, so that the head of the chain ends as the most recently used.
-        for at, (move, detail) in reversed([*enumerate(zip(record.job.moves, record.details, strict=True))]):
-            if move.nvme is not None and move.cpu is not None:
+        sources = [move.nvme for move in record.job.moves]
+        if not failed and sources.count(None) == len(sources):
+            read[Tier.CPU] = [detail.row for detail in reversed(record.details)]
+            sources = []
+        for at in reversed(range(len(sources))):
+            move, row, nvme = record.job.moves[at], record.details[at].row, sources[at]
+            if nvme is not None and move.cpu is not None:
                 keys.append(move.key)
-                rows.append(detail.row)
+                rows.append(row)
             if at in failed:
                 continue
-            if is_foreign(move.nvme):
+            if is_foreign(nvme):
                 foreign += 1
                 self._settle_foreign(move, None, late=False)
             else:
-                assert detail.row >= 0, "nothing was read, and nobody said so"
-                read[Tier.CPU if move.nvme is None else Tier.NVME].append(detail.row)
-        for tier, sources in read.items():
-            if sources:
-                self._settle_sources(sources, tier)
+                read[Tier.CPU if nvme is None else Tier.NVME].append(row)
+        assert -1 not in read[Tier.CPU], "nothing was read, and nobody said so"
+        for tier, used in read.items():
+            if used:
+                self._settle_sources(used, tier)
         if record.job.kind is JobKind.LOAD:
             self._stats.add("loaded_blocks_foreign", foreign)
         self._reads.end(record.job.kind, keys, rows)
