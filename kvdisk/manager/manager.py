@@ -24,6 +24,7 @@ from kvdisk.manager.events import Journal
 from kvdisk.manager.foreign import ForeignCopies
 from kvdisk.manager.load_planner import LoadPlanner
 from kvdisk.manager.load_price import LoadPrice
+from kvdisk.manager.nvme_offers import NvmeOffers
 from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.promotions import PendingReads, Promotions
 from kvdisk.manager.requests import RequestLimits, RequestState
@@ -93,33 +94,20 @@ class TierManager:
         wants = Wants(store_policy, store_admission, nvme_admission)
         price = self._price = LoadPrice(config.min_load_tokens, geometry.step_tokens)
         self._foreign = foreign = ForeignCopies(geometry, catalog, transfers, stats, neighbours)
+        offers = NvmeOffers(catalog, stats, cpu, nvme, nvme_admission, foreign)
         self._settlement = Settlement(
-            geometry, context, catalog, stats, cpu, nvme, store_policy, nvme_admission, self._requests, foreign, reads
+            geometry, context, catalog, stats, cpu, nvme, store_policy, offers, self._requests, foreign, reads
         )
-        parts = (config, geometry, context, catalog, transfers, cpu, nvme)
-        self._promotions = Promotions(*parts, cpu_admission, wants, foreign, reads)
+        parts = (config, geometry, context, catalog, transfers)
+        self._promotions = Promotions(*parts, cpu, nvme, cpu_admission, wants, foreign, reads)
         if cpu is not None and nvme is not None:
-            cpu.before_evict = self._settlement.ask_before_leaving
+            cpu.before_evict = offers.ask_before_leaving
         self._served = served = Served(geometry, stats, has_cpu=cpu is not None, has_nvme=nvme is not None)
         self._loads = LoadPlanner(
             config, geometry, catalog, transfers, served, cpu, cpu_admission, wants, foreign, reads, price
         )
-        self._stores = StorePlanner(
-            config,
-            geometry,
-            context,
-            catalog,
-            transfers,
-            stats,
-            cpu,
-            nvme,
-            store_policy,
-            store_admission,
-            wants,
-            self._settlement,
-            first_generation,
-            self._foreign,
-        )
+        places = (store_policy, store_admission, wants, offers, self._settlement)
+        self._stores = StorePlanner(*parts, stats, cpu, nvme, *places, first_generation, foreign)
 
     # -- requests ------------------------------------------------------------------------------
 

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 from kvdisk.blocks import BlockKey, Tier
 from kvdisk.context import SchedulerContext
 from kvdisk.geometry import Geometry
-from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.copies import CopyState
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies, is_foreign
+from kvdisk.manager.nvme_offers import NvmeOffers
 from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.promotions import PendingReads
 from kvdisk.manager.requests import RequestState
@@ -48,7 +48,7 @@ class Settlement:
         cpu: CpuSpace | None,
         nvme: NvmeSpace | None,
         store_policy: StorePolicy,
-        nvme_admission: AdmissionPolicy,
+        offers: NvmeOffers,
         requests: dict[str, RequestState],
         foreign: ForeignCopies,
         reads: PendingReads,
@@ -60,7 +60,7 @@ class Settlement:
         self._cpu = cpu
         self._nvme = nvme
         self._store_policy = store_policy
-        self._nvme_admission = nvme_admission
+        self._offers = offers
         self._requests = requests
         self._foreign = foreign
         self._reads = reads
@@ -180,7 +180,7 @@ class Settlement:
             for record in records:
                 self._nvme.note_writes(record, now)
         else:
-            self._offer_all(stored[::-1])
+            self._offers.offer(stored[::-1])
 
     def _finish(self, rows: Sequence[int], tier: Tier) -> Sequence[int]:
         """Copies were written on every rank: READY, but for those that were doomed on the way. Return the READY ones.
@@ -214,55 +214,6 @@ class Settlement:
             self._abandon(row, tier)
         elif self._catalog.state(row, tier) != CopyState.DOOMED:
             self._catalog.doom(row, tier)
-
-    def offer_to_nvme(self, row: int) -> bool:
-        """Ask the NVMe tier's admission for a READY CPU copy that is not on NVMe; return whether the backlog took it.
-
-        Asked when a copy becomes READY, each time its key's count rises, and before it leaves the CPU tier.
-        """
-        return (
-            self._nvme is not None
-            and self._cpu is not None
-            and self._nvme.home_open
-            and self._catalog.state(row, Tier.CPU) == CopyState.READY
-            and self._catalog.state(row, Tier.NVME) == CopyState.ABSENT
-            and not self._foreign.holds(self._catalog.keys[row])
-            and self._nvme_admission.admits((self._catalog.keys[row],))[0]
-            and self._cpu.enqueue((row,)) > 0
-        )
-
-    def _offer_all(self, rows: Sequence[int]) -> None:
-        """Ask the NVMe tier's admission for READY copies: they are new, or their counts have risen."""
-        assert self._nvme is not None and self._cpu is not None
-        if not self._nvme.home_open:
-            return
-        states = self._catalog.columns(Tier.NVME)[0]
-        absent = [row for row in rows if states[row] == CopyState.ABSENT]
-        if self._nvme_admission.is_open and not self._foreign.known:
-            self._cpu.enqueue(absent)  # no question for each
-            return
-        for row in absent:
-            self.offer_to_nvme(row)
-
-    def ask_before_leaving(self, row: int) -> bool:
-        """Ask once more before a copy leaves the CPU tier for room: True: it waits for its demotion instead.
-
-        Counts why a copy that will be nowhere then was not wanted.
-        """
-        if self.offer_to_nvme(row):
-            return True
-        key = self._catalog.keys[row]
-        if (
-            self._nvme is not None
-            and self._nvme.home_open
-            and self._catalog.state(row, Tier.NVME) == CopyState.ABSENT
-            and not self._foreign.holds(key)
-        ):
-            if not self._nvme_admission.admits((key,))[0]:
-                self._stats.add("left_blocks.reuse")
-            else:
-                self._stats.add("left_blocks.budget" if self._nvme.is_spent else "left_blocks.room")
-        return False
 
     # -- demotions -----------------------------------------------------------------------------
 
@@ -351,8 +302,8 @@ class Settlement:
         space, used = self._space(tier), rows
         if self._catalog.any_in(CopyState.DOOMED, rows, tier):
             used = [row for row in rows if self._catalog.state(row, tier) == CopyState.READY]
-        if tier is Tier.CPU and self._nvme is not None:
-            self._offer_all(used)  # their counts rose when the load was planned
+        if tier is Tier.CPU:
+            self._offers.offer(used)  # their counts rose when the load was planned
         space.unpin(rows)
         space.accessed(used)
 
@@ -388,7 +339,7 @@ class Settlement:
             if reason in _SOURCE_IS_BAD and (reason is not Reason.IO_ERROR or self._catalog.readable(row, tier)):
                 space.discard(row)
             elif tier is Tier.CPU:
-                self.offer_to_nvme(row)  # its count rose when the load was planned
+                self._offers.offer((row,))
         if not late:
             space.unpin((row,))
 

@@ -17,6 +17,7 @@ from kvdisk.manager.copies import CopyState
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies
 from kvdisk.manager.lookup import is_coming
+from kvdisk.manager.nvme_offers import NvmeOffers
 from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.settlement import Settlement
@@ -48,6 +49,7 @@ class StorePlanner:
         store_policy: StorePolicy,
         admission: AdmissionPolicy,
         wants: Wants,
+        offers: NvmeOffers,
         settlement: Settlement,
         first_generation: int,
         foreign: ForeignCopies,
@@ -63,6 +65,7 @@ class StorePlanner:
         self._target = Tier.CPU if cpu is not None else Tier.NVME
         self._admission = admission
         self._wants = wants
+        self._offers = offers
         self._settlement = settlement
         self._foreign = foreign
         self._drafts = StoreDrafts(context, catalog, transfers, settlement, self._target, first_generation)
@@ -129,8 +132,7 @@ class StorePlanner:
         if max(rows) < 0:
             return True
         used = [row for row in rows if is_coming(self._catalog, row)]
-        for row in used:
-            self._settlement.offer_to_nvme(row)
+        self._offers.offer(used)
         for space, tier in ((self._cpu, Tier.CPU), (self._nvme, Tier.NVME)):
             if space is not None:  # the head last, so that it leaves last
                 space.accessed([row for row in reversed(used) if self._catalog.state(row, tier) == CopyState.READY])

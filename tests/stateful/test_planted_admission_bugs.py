@@ -11,9 +11,9 @@ from machines import Bugs, Patch, wrap
 
 from kvdisk.manager.admission import AdmitReused
 from kvdisk.manager.manager import TierManager
+from kvdisk.manager.nvme_offers import NvmeOffers
 from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.reuse import ReuseTable
-from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.testing.manager_sizes import ADMISSION_SIZES
 
@@ -37,7 +37,7 @@ def counts_that_survive_a_reset(patch: Patch) -> None:
 
 @BUGS.plant
 def refused_block_not_asked_before_it_leaves(patch: Patch) -> None:
-    patch.setattr(Settlement, "ask_before_leaving", lambda self, row: False)
+    patch.setattr(NvmeOffers, "ask_before_leaving", lambda self, row: False)
 
 
 @BUGS.plant

@@ -18,6 +18,7 @@ from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.load_drafts import LoadDraft
 from kvdisk.manager.load_planner import LoadPlanner
 from kvdisk.manager.manager import TierManager
+from kvdisk.manager.nvme_offers import NvmeOffers
 from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.pool import SlotPool
 from kvdisk.manager.settlement import Settlement
@@ -212,15 +213,14 @@ def failed_position_promised_again(patch: Patch) -> None:
 
 @BUGS.plant
 def nvme_refusal_never_asked_again(patch: Patch) -> None:
-    def offer(original: Any, self: Settlement, row: int) -> bool:
+    def offer(original: Any, self: NvmeOffers, rows: Sequence[int]) -> int:
         asked = self.__dict__.setdefault("asked", set())
-        key = (self._catalog.keys[row], self._catalog.generations[row])
-        if key in asked:
-            return False
-        asked.add(key)
-        return original(self, row)
+        keys = {row: (self._catalog.keys[row], self._catalog.generations[row]) for row in rows}
+        new = [row for row in rows if keys[row] not in asked]
+        asked.update(keys.values())
+        return original(self, new)
 
-    wrap(patch, Settlement, "offer_to_nvme", offer)
+    wrap(patch, NvmeOffers, "offer", offer)
 
 
 @BUGS.plant
