@@ -33,6 +33,7 @@ class LoadDraft:
     def extend(self, group: int, positions: Sequence[int], keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
         """Add blocks of one group, by their positions in the request. ``keys``, ``blocks``: all of the group's."""
         count, first = len(positions), positions[0]
+        assert positions[-1] < min(len(keys), len(blocks)), "a block without a key, or without a place on the GPU"
         if positions[-1] - first == count - 1:  # all in a row, as most are
             self.keys += keys[first : first + count]
             self.blocks += blocks[first : first + count]

@@ -386,7 +386,7 @@ class SideBySide:
         )
         self.offers: dict[str, list[list[int]]] = {"kvdisk": [], "vllm": []}
         manager = self.bench.connector.scheduler._manager
-        self.planner, self.admission = manager._stores, manager._stores._admission
+        self.planner, self.wants = manager._stores, manager._stores._wants
         answer = self.planner._answer
         patch.setattr(
             self.planner, "_answer", lambda *args: (self.offers["kvdisk"][-1].extend(args[2]), answer(*args))[1]
@@ -419,17 +419,17 @@ def test_a_block_refused_for_lack_of_reuse_is_offered_when_its_count_rises(
     """A prompt of 6 blocks, 2 a step; blocks 1 and 2 have been wanted by nobody else until after the fifth step."""
     both = SideBySide(tmp_path / "model", monkeypatch, cpu_admission="reuse(2)")
     request = both.add("a", 6 * BLOCK_TOKENS + 1, max_tokens=12)
-    assert isinstance(both.admission, AdmitReused)
+    assert isinstance(both.planner._admission, AdmitReused)
     cold = (1, 2)
     for position, key in enumerate(_keys(request)):
         if position not in cold:
-            both.admission.want((key,), "somebody else")
+            both.wants.note((key,), "somebody else")
     both.theirs.refused = {make_block_key(both.keys[at], 0)[:-2] + bytes(4) for at in cold}
     for step in range(8):
         if step == 5:
             both.theirs.refused.clear()
             for position in cold:
-                both.admission.want((_keys(request)[position],), "somebody else")
+                both.wants.note((_keys(request)[position],), "somebody else")
         both.step()
     #                                  step 0, 1, and 2: the prompt; then decoding; the counts rise before step 5
     assert both.offers["kvdisk"] == [[0, 1], [2, 3], [4, 5], [], [], [1, 2], [], []]

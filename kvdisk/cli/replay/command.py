@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _DEFAULTS = Config()
 _TOKEN_BYTES = 128 << 10
 """Of a model with 32 layers and 8 KV heads of 128 in 16 bits."""
+_RUNS_A_CPU = 3
 _RIVAL = re.compile(r"(\w+)(?:\+reuse\((\d{1,2})\))?")
 
 TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="The trace: plain or gzip.", show_default=False)]
@@ -70,7 +71,8 @@ IoDirectory = Annotated[
     typer.Option("--io", metavar="DIR", help="Move real bytes, through a store in DIR that is removed; needs torch."),
 ]
 Processes = Annotated[
-    int | None, typer.Option("--processes", min=1, metavar="N", help="Runs at a time; by default one a CPU.")
+    int | None,
+    typer.Option("--processes", min=1, metavar="N", help="Runs at a time; by default all, up to three a CPU."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Plot = Annotated[
@@ -212,7 +214,9 @@ def _replay(
                 raise ConfigError(
                     "--io needs torch, through which the mover copies; without --io no bytes are moved."
                 ) from None
-        return run(trace, settings, rivals, block_bytes, processes or len(os.sched_getaffinity(0)), watch)
+        # More than there are CPUs: runs that share them end at about the same time, and none is left alone on one.
+        processes = processes or _RUNS_A_CPU * len(os.sched_getaffinity(0))
+        return run(trace, settings, rivals, block_bytes, processes, watch)
 
 
 @contextmanager

@@ -171,7 +171,8 @@ def replay(
     mine: list[_Task] = [(setting, room_of(setting), None) for setting in settings]
     theirs: list[_Task] = [(None, room, rival) for room in rooms.values() for rival in rivals]
     total = len(mine) + len(theirs)
-    with _workers(trace, min(processes, max(len(mine), 1))) as pool:
+    processes = min(processes, max(len(mine), 1))
+    with _workers(trace, processes) as pool:
         began_s = time.perf_counter()
         own = _run_all(pool, mine, lambda done: watch(done, total))
         seconds = time.perf_counter() - began_s
