@@ -2,10 +2,13 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import threading
 import time
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.worker import populating
 from kvdisk.worker.arena import Arena
-from kvdisk.worker.populating import AT_ONCE_BYTES, STEP_BYTES, Populating, in_order
+from kvdisk.worker.populating import STEP_BYTES, Populating, in_order
 
 MIB = 1 << 20
 SLOT_BYTES = 260 * 1024
@@ -88,19 +91,30 @@ def test_what_is_used_first_is_touched_first():
 
 
 def test_the_rest_is_taken_slowly(arena, monkeypatch):
-    touched: list[float] = []
+    """Each touch takes 2 ms of a clock that nothing else moves."""
+    pauses_s: list[float] = []
+    touches = itertools.count(1)
+    clock = SimpleNamespace(now=0.0)
+
+    class Going:
+        """An event that is never set."""
+
+        def wait(self, timeout: float) -> bool:
+            pauses_s.append(timeout)
+            return False
 
     def touch(_: int) -> None:
-        touched.append(time.monotonic())
-        time.sleep(0.002)
+        next(touches)
+        clock.now += 0.002
 
     monkeypatch.setattr(populating, "_find_touch", lambda: touch)
-    running = Populating(arena.regions, [], at_once_bytes=16 * MIB)
-    assert running.wait(30)
-    gaps_s = np.diff(touched)
-    assert np.median(gaps_s[:6]) < 0.01
-    assert gaps_s[-4:].min() > 0.018
-    running.close()
+    monkeypatch.setattr(populating, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    populating._run(deque(arena.regions), 16 * MIB, Going(), populating._MEMINFO)
+    assert len(pauses_s) == next(touches) - 1 > 12
+    at_once = pauses_s.index(pytest.approx(0.018))
+    assert 16 * MIB / STEP_BYTES <= at_once <= 16 * MIB / STEP_BYTES + 2  # the first is not a whole huge page
+    assert pauses_s[:at_once] == [0.0] * at_once
+    assert pauses_s[at_once:] == pytest.approx([0.018] * (len(pauses_s) - at_once))
 
 
 def test_where_little_memory_is_left_none_is_taken(arena, monkeypatch, tmp_path):
@@ -253,7 +267,3 @@ def make_worker(tmp_path: Path, *, cpu_bytes: int, drives: bool) -> WorkerParts:
     config = Config(cpu_bytes=cpu_bytes, device="posix", **where)
     layers = [[torch.zeros((4, 128 * 1024), dtype=torch.uint8) for _ in range(2)]]
     return assembly.assemble_worker(config, geometry, 0, layers)
-
-
-def test_the_first_bytes_are_whole_huge_pages():
-    assert AT_ONCE_BYTES % STEP_BYTES == 0
