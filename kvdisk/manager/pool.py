@@ -142,7 +142,8 @@ class SlotPool:
 
     def used_indices(self, segment: int) -> list[int]:
         """Return the indices of a segment's slots that copies hold. For tests and for dropping a segment."""
-        return [index for index, state in enumerate(self._maps[segment]) if state == _USED]
+        states = self._maps[segment]
+        return [index for index in range(len(states)) if states[index] == _USED]
 
     def has_segment(self, segment: int) -> bool:
         """Whether the segment is in service."""

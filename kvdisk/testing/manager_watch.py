@@ -22,7 +22,7 @@ from kvdisk.testing.budget_watch import BudgetWatch
 from kvdisk.testing.fake_engine import FakeEngine
 from kvdisk.testing.fake_ranks import FakeRank
 from kvdisk.testing.fake_requests import FakeRequest, Status, key_of, value_of
-from kvdisk.testing.manager_parts import ManagerParts, Sizes
+from kvdisk.testing.manager_parts import ManagerParts, Sizes, WatchedCpuSpace
 from kvdisk.testing.policy_watch import PolicyWatch
 from kvdisk.testing.read_watch import ReadWatch
 
@@ -69,7 +69,7 @@ class ManagerWatch:
         self.reads = ReadWatch(self.sizes, self.parts, self.engine)
         self.parts.policy.on_accept, self.parts.policy.before_free = self._accepted, self.note_progress
         self._policy = PolicyWatch(self.sizes, self.parts, self.engine)
-        if self.parts.cpu is not None:
+        if isinstance(self.parts.cpu, WatchedCpuSpace):
             self.parts.cpu.wanted = self._is_wanted_on_nvme
 
     def _is_wanted_on_nvme(self, key: BlockKey) -> bool:

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the manager with mypyc where that can be done; everything else of the package is in ``pyproject.toml``.
+
+Where it cannot be done (no C compiler, no headers of Python) the package is complete without. An editable installation
+compiles nothing: ``make compile`` does, by ``tools/install.py``. Why: docs/decisions/0027-compiled-manager.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from setuptools import Distribution, Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))  # where pip builds, the directory of this file is not on the path
+
+from kvdisk.compiled import compiled_directory, compiled_sources  # noqa: E402
+
+
+class WithCompiled(Distribution):
+    """A distribution that belongs to a platform: its extensions are known only when they are made."""
+
+    def has_ext_modules(self) -> bool:
+        """Return True."""
+        return True
+
+
+class CompileManager(build_ext):
+    """Makes the extensions in the directory where ``kvdisk/manager/__init__.py`` looks for them."""
+
+    _directory = compiled_directory().relative_to(ROOT / "kvdisk" / "manager")
+
+    def finalize_options(self) -> None:
+        """Say which extensions there are; to know their names is to have made their C."""
+        if not self.editable_mode:
+            self.distribution.ext_modules = self._make_c()
+        super().finalize_options()
+
+    def run(self) -> None:
+        """Compile."""
+        try:
+            super().run()
+        except Exception as failure:
+            self._do_without(failure)
+
+    def _make_c(self) -> list[Extension]:
+        try:
+            from mypyc.build import mypycify
+
+            sources = [str(path.relative_to(ROOT)) for path in compiled_sources()]
+            return mypycify(sources, opt_level="2", debug_level="0", group_name="kvdisk.manager.native")
+        except (Exception, SystemExit) as failure:  # the latter by mypy, for what it finds
+            self._do_without(failure)
+            return []
+
+    def _do_without(self, failure: BaseException) -> None:
+        self.extensions = []
+        self.warn(f"the manager is not compiled, and runs as it is written: {failure}")
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Return the file of an extension, below the manager's directory."""
+        path = Path(super().get_ext_filename(fullname))
+        return str(path.parent / self._directory / path.name)
+
+
+setup(distclass=WithCompiled, cmdclass={"build_ext": CompileManager})
