@@ -50,7 +50,7 @@ class CompileManager(build_ext):
             from mypyc.build import mypycify
 
             sources = [str(path.relative_to(ROOT)) for path in compiled_sources()]
-            return mypycify(sources, opt_level="2", debug_level="0", group_name="kvdisk.manager.native")
+            return mypycify(sources, opt_level="3", debug_level="0", group_name="kvdisk.manager.native")
         except (Exception, SystemExit) as failure:  # the latter by mypy, for what it finds
             self._do_without(failure)
             return []

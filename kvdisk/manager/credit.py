@@ -114,26 +114,24 @@ class CreditPolicy:
     def proposals(self) -> Iterator[int]:
         """Yield from the one on that counts as used longest ago. Within a class that is the order of last use."""
         lists, now = self._lists, self._now
-        last, horizon = self._last, int(self._HORIZON * self.interval)
         rows = [lists.oldest(number) for number in range(_CLASSES)]
         # By class: how long ago its oldest row counts as used, times -2; above all others where there is none.
         nothing = 1 << 62
-
-        def rank(number: int, row: int) -> int:
-            age = now - last[row]
-            return (number * (horizon - age) if age < horizon else 0) - 2 * age
-
-        ranks = [rank(number, row) if row >= 0 else nothing for number, row in enumerate(rows)]
+        ranks = [self._rank(number, row, now) if row >= 0 else nothing for number, row in enumerate(rows)]
         while (least := min(ranks)) < nothing:
             number = ranks.index(least)
             ranks[number] = nothing
             others, row = min(ranks), rows[number]
-            while row >= 0 and (least := rank(number, row)) <= others:
+            while row >= 0 and (least := self._rank(number, row, now)) <= others:
                 newer = lists.newer(row)
                 yield row
                 row = newer
             rows[number] = row
             ranks[number] = least if row >= 0 else nothing
+
+    def _rank(self, number: int, row: int, now: int) -> int:
+        age, horizon = now - self._last[row], int(self._HORIZON * self.interval)
+        return (number * (horizon - age) if age < horizon else 0) - 2 * age
 
     def _count_use(self, count: int, age: int) -> int:
         """Return the uses of a copy that had ``count``, the last one ``age`` ago, and was used again; learn from it."""

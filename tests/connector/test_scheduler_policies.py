@@ -32,8 +32,8 @@ from vllm.v1.kv_offload.config import (
 
 from kvdisk.blocks import BlockKey, make_block_key
 from kvdisk.connector.adapter import BlockPoolContext, overwritten_blocks
-from kvdisk.manager.admission import AdmitReused
 from kvdisk.manager.manager import MAX_IMMINENT_ANSWERS
+from kvdisk.manager.reuse_admission import AdmitReused
 from kvdisk.messages import Job, JobKind
 
 pytestmark = pytest.mark.vllm

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from machines import Bugs, Patch, wrap
 
-from kvdisk.manager.admission import AdmitReused
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme_offers import NvmeOffers
 from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.reuse import ReuseTable
+from kvdisk.manager.reuse_admission import AdmitReused
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.testing.manager_sizes import ADMISSION_SIZES
 
