@@ -220,6 +220,10 @@ class Catalog:
 
     def slots(self, rows: Sequence[int], tier: Tier) -> list[Slot]:
         """Return the slots of copies that are not ABSENT."""
+        if len(rows) == 1:
+            row = rows[0]
+            assert self._states[tier][row] != _ABSENT
+            return [Slot(self._segments[tier][row], self._indices[tier][row])]
         assert _ABSENT not in bytes(map(self._states[tier].__getitem__, rows))
         return make_slots(map(self._segments[tier].__getitem__, rows), map(self._indices[tier].__getitem__, rows))
 

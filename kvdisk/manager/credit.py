@@ -10,13 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import BlockKey
-from kvdisk.manager.key_numbers import numbers_of
+from kvdisk.manager.key_numbers import number_of
 from kvdisk.manager.row_lists import GROWN_ROWS, RowLists
 
 _MOST_USES = 9
 _CLASS_OF = bytes((0, 0, 1, 2, 2, 3, 3, 3, 3, 4))
 """Of a number of uses: how often it can be halved, rounded up."""
 _CLASSES = max(_CLASS_OF) + 1
+_NOTHING = 1 << 62
+"""Above all ranks."""
 
 
 class CreditPolicy:
@@ -94,12 +96,12 @@ class CreditPolicy:
 
     def remove(self, rows: Sequence[int]) -> None:
         """Take rows out, and remember them; those that are not there are ignored."""
-        lists, uses, last, keys = self._lists, self._uses, self._last, self._keys
+        lists = self._lists
         count = sum(lists.counts)
         rows = lists.held(rows)
         for number, alike in self._by_class(rows):
             lists.remove(alike, number)
-        self._left.add([keys[row] for row in rows], [uses[row] for row in rows], [last[row] for row in rows], count)
+        self._left.add(rows, self._keys, self._uses, self._last, count)
 
     def fill(self, rows: NDArray[np.int32]) -> None:
         """Insert many rows, the oldest first: used once each, since nothing says how often they were."""
@@ -115,22 +117,24 @@ class CreditPolicy:
         """Yield from the one on that counts as used longest ago. Within a class that is the order of last use."""
         lists, now = self._lists, self._now
         rows = [lists.oldest(number) for number in range(_CLASSES)]
-        # By class: how long ago its oldest row counts as used, times -2; above all others where there is none.
-        nothing = 1 << 62
-        ranks = [self._rank(number, row, now) if row >= 0 else nothing for number, row in enumerate(rows)]
-        while (least := min(ranks)) < nothing:
+        horizon = int(self._HORIZON * self.interval)
+        ranks = [self._rank(number, rows[number], now, horizon) for number in range(_CLASSES)]
+        while (least := min(ranks)) < _NOTHING:
             number = ranks.index(least)
-            ranks[number] = nothing
+            ranks[number] = _NOTHING
             others, row = min(ranks), rows[number]
-            while row >= 0 and (least := self._rank(number, row, now)) <= others:
+            while row >= 0 and (least := self._rank(number, row, now, horizon)) <= others:
                 newer = lists.newer(row)
                 yield row
                 row = newer
             rows[number] = row
-            ranks[number] = least if row >= 0 else nothing
+            ranks[number] = least if row >= 0 else _NOTHING
 
-    def _rank(self, number: int, row: int, now: int) -> int:
-        age, horizon = now - self._last[row], int(self._HORIZON * self.interval)
+    def _rank(self, number: int, row: int, now: int, horizon: int) -> int:
+        """Return how long ago a row of a class counts as used, times -2; ``_NOTHING`` where there is no row."""
+        if row < 0:
+            return _NOTHING
+        age = now - self._last[row]
         return (number * (horizon - age) if age < horizon else 0) - 2 * age
 
     def _count_use(self, count: int, age: int) -> int:
@@ -151,14 +155,15 @@ class CreditPolicy:
         for number, alike in self._by_class(rows):
             self._lists.append(alike, number)
 
-    def _by_class(self, rows: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-        """Yield rows by class, each in the order given."""
+    def _by_class(self, rows: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
+        """Return rows by class, each in the order given."""
+        if len(rows) == 1:
+            return [(_CLASS_OF[self._uses[rows[0]]], rows)]
         classes = bytes(map(self._uses.__getitem__, rows)).translate(_TO_CLASS)
-        for number in range(_CLASSES):
-            count = classes.count(number)
-            if count:
-                alike = rows if count == len(rows) else [r for r, c in zip(rows, classes, strict=True) if c == number]
-                yield number, list(alike)
+        if not classes.strip(classes[:1]):  # all alike, as most are, or none
+            return [(classes[0], rows)] if rows else []
+        found = [(number, [r for r, c in zip(rows, classes, strict=True) if c == number]) for number in range(_CLASSES)]
+        return [(number, alike) for number, alike in found if alike]
 
 
 _TO_CLASS = bytes(_CLASS_OF[min(count, _MOST_USES)] for count in range(256))
@@ -178,26 +183,30 @@ class LeftKeys:
         self._marks, self._last, self._uses = array("I", [0]), array("I", [0]), bytearray(1)
         self._mask = 0
 
-    def add(self, keys: Sequence[BlockKey], uses: Sequence[int], last: Sequence[int], rows: int) -> None:
-        """Remember keys, of a policy that had so many rows."""
-        if not keys:
+    def add(
+        self, rows: Sequence[int], keys: Sequence[BlockKey], uses: Sequence[int], last: Sequence[int], total: int
+    ) -> None:
+        """Remember some rows, of a policy that had so many in total. ``keys``, ``uses``, ``last``: of all rows."""
+        if not rows:
             return
-        if self._mask + 1 < rows or not self._mask:  # the larger table is empty; it doubles at least, so this is rare
-            size = max(self._FEWEST_PLACES, 1 << (rows - 1).bit_length())
+        if self._mask + 1 < total or not self._mask:  # the larger table is empty; it doubles at least, so this is rare
+            size = max(self._FEWEST_PLACES, 1 << (total - 1).bit_length())
             self._marks, self._last, self._uses = array("I", [0]) * size, array("I", [0]) * size, bytearray(size)
             self._mask = size - 1
         marks, lasts, counts, mask = self._marks, self._last, self._uses, self._mask
-        for name, count, when in zip(numbers_of(keys), uses, last, strict=True):
+        for row in rows:
+            name = number_of(keys[row])
             place = name & mask
             marks[place] = name >> 29 & 0xFFFFFFFF | 1
-            lasts[place] = when & 0xFFFFFFFF
-            counts[place] = count
+            lasts[place] = last[row] & 0xFFFFFFFF
+            counts[place] = uses[row]
 
     def take(self, keys: Sequence[BlockKey], now: int) -> dict[int, tuple[int, int]]:
         """Return by position the uses of each key that is remembered, and how long ago the last was; forget it."""
         marks, mask = self._marks, self._mask
         found: dict[int, tuple[int, int]] = {}
-        for at, name in enumerate(numbers_of(keys)):
+        for at, key in enumerate(keys):
+            name = number_of(key)
             place = name & mask
             if marks[place] == name >> 29 & 0xFFFFFFFF | 1:
                 marks[place] = 0

@@ -7,11 +7,14 @@ key is a hash already, but which of its bytes are spread evenly depends on who m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from xxhash import xxh3_64_intdigest
 
 from kvdisk.blocks import BlockKey
+
+number_of: Callable[[BlockKey], int] = xxh3_64_intdigest
+"""Return a key's number, of 64 bits."""
 
 
 def numbers_of(keys: Iterable[BlockKey]) -> Iterator[int]:

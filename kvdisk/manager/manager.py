@@ -118,7 +118,7 @@ class TierManager:
 
         ``hashes`` is the engine's growing list, read at each call.
         """
-        request = RequestState.make(request_id, hashes, prompt_tokens, self._geometry, limits)
+        request = RequestState(request_id, hashes, prompt_tokens, self._geometry, limits)
         self._requests[request_id] = request
         self._arrivals += 1
         request.arrival = self._arrivals

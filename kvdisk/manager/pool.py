@@ -8,7 +8,7 @@ touch, is held by a doomed copy that keeps its pin. Scheduler thread only.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 
 import numpy as np
@@ -108,7 +108,7 @@ class SlotPool:
         self.free[size_class] -= count - wanted
         return slots
 
-    def release(self, slots: Iterable[Slot]) -> None:
+    def release(self, slots: Sequence[Slot]) -> None:
         """Make used slots free at once: for those that no committed record names."""
         self._change(_neighbours(slots), _USED, _FREE)
 
@@ -116,7 +116,7 @@ class SlotPool:
         """Put used slots in limbo until the index has dealt with ``ticket``. Tickets must not go down."""
         if slots:
             assert not self._limbo or self._limbo[-1][0] <= ticket
-            ranges = list(_neighbours(slots))
+            ranges = _neighbours(slots)
             self._change(ranges, _USED, _LIMBO)
             self._limbo.append((ticket, ranges))
 
@@ -131,9 +131,13 @@ class SlotPool:
             if states is None:
                 continue  # its segment was retired
             end = start + length
-            found = states[start:end]
-            assert found == bytes([source]) * length, f"slots {segment}/{start}-{end - 1} are {list(found)}"
-            states[start:end] = bytes([target]) * length
+            if length == 1:
+                assert states[start] == source, f"slot {segment}/{start} is {states[start]}"
+                states[start] = target
+            else:
+                found = states[start:end]
+                assert found == bytes([source]) * length, f"slots {segment}/{start}-{end - 1} are {list(found)}"
+                states[start:end] = bytes([target]) * length
             size_class = self._class_of[segment]
             self.limbo[size_class] += length * ((target == _LIMBO) - (source == _LIMBO))
             if target == _FREE:
@@ -179,8 +183,9 @@ def _ranges_of(states: bytearray, state: int) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def _neighbours(slots: Iterable[Slot]) -> Iterator[_Range]:
-    """Yield slots that follow each other up or down as ranges."""
+def _neighbours(slots: Sequence[Slot]) -> list[_Range]:
+    """Return slots that follow each other up or down as ranges."""
+    ranges: list[_Range] = []
     segment, start, end = -1, 0, 0
     for place, index in slots:
         if place == segment and index == end:
@@ -189,7 +194,8 @@ def _neighbours(slots: Iterable[Slot]) -> Iterator[_Range]:
             start = index
         else:
             if end > start:
-                yield segment, start, end - start
+                ranges.append((segment, start, end - start))
             segment, start, end = place, index, index + 1
     if end > start:
-        yield segment, start, end - start
+        ranges.append((segment, start, end - start))
+    return ranges

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey, JobId, Tier, make_block_key, make_block_keys
@@ -22,7 +21,6 @@ class RequestLimits(NamedTuple):
     store_limit_tokens: int | None = None
 
 
-@dataclass(slots=True)
 class RequestState:
     """One request between ``new_request`` and ``request_finished``.
 
@@ -40,48 +38,35 @@ class RequestState:
     what was promised beyond the former, in tokens. ``waited_since_s``: when the wait that goes on began.
     """
 
-    request_id: str
-    hashes: Sequence[bytes]
-    prompt_tokens: int
-    keys: tuple[list[BlockKey], ...]
-    lookups: Lookups
-    hash_count: int = 0
-    arrival: int = 0
-    load_limit_tokens: int | None = None
-    most_load_tokens: int | None = None
-    store_limit_tokens: int | None = None
-    wait_started_s: float | None = None
-    gave_up_waiting: bool = False
-    loading: bool = False
-    stale: bool = False
-    question: int = 0
-    asked_s: float | None = None
-    served: dict[Tier, int] = field(default_factory=dict)
-    asked: tuple[int, int, int] | None = None
-    waited_since_s: float | None = None
-    store_jobs: set[JobId] = field(default_factory=set)
-
-    @classmethod
-    def make(
-        cls,
+    def __init__(
+        self,
         request_id: str,
         hashes: Sequence[bytes],
         prompt_tokens: int,
         geometry: Geometry,
         limits: RequestLimits | None = None,
-    ) -> RequestState:
-        """Return the state of a new request."""
+    ) -> None:
         most_load_tokens, store_limit_tokens = limits or RequestLimits()
-        keys: tuple[list[BlockKey], ...] = tuple([] for _ in geometry.groups)
-        return cls(
-            request_id,
-            hashes,
-            prompt_tokens,
-            keys,
-            Lookups(len(keys)),
-            most_load_tokens=most_load_tokens,
-            store_limit_tokens=store_limit_tokens,
-        )
+        self.request_id = request_id
+        self.hashes = hashes
+        self.prompt_tokens = prompt_tokens
+        self.keys: tuple[list[BlockKey], ...] = tuple([[] for _ in geometry.groups])
+        self.lookups = Lookups(len(self.keys))
+        self.hash_count = 0
+        self.arrival = 0
+        self.load_limit_tokens: int | None = None
+        self.most_load_tokens = most_load_tokens
+        self.store_limit_tokens = store_limit_tokens
+        self.wait_started_s: float | None = None
+        self.gave_up_waiting = False
+        self.loading = False
+        self.stale = False
+        self.question = 0
+        self.asked_s: float | None = None
+        self.served: dict[Tier, int] = {}
+        self.asked: tuple[int, int, int] | None = None
+        self.waited_since_s: float | None = None
+        self.store_jobs: set[JobId] = set()
 
     def update_keys(self, geometry: Geometry) -> None:
         """Extend ``keys`` to what the engine has hashed by now: one key per full block and group."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import repeat
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier
@@ -15,19 +14,22 @@ from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.transfers import MoveDetail, Transfers, make_details
 from kvdisk.messages import JobKind, Move, make_moves
 
+NO_PLACE: tuple[int, Iterable[int]] = (-1, repeat(-1))
+"""Of free blocks: in no request."""
 
-@dataclass(slots=True)
+
 class StoreDraft:
     """A job in the making. ``request``: whose blocks it stores; None: nobody's, they are free.
 
     ``holds``: whether its GPU blocks are held until it is settled.
     """
 
-    request: RequestState | None
-    epoch: int
-    holds: bool = True
-    moves: list[Move] = field(default_factory=list)
-    details: list[MoveDetail] = field(default_factory=list)
+    def __init__(self, request: RequestState | None, epoch: int, *, holds: bool = True) -> None:
+        self.request = request
+        self.epoch = epoch
+        self.holds = holds
+        self.moves: list[Move] = []
+        self.details: list[MoveDetail] = []
 
 
 class StoreDrafts:
@@ -59,12 +61,11 @@ class StoreDrafts:
         parents: Sequence[BlockKey | None],
         blocks: Sequence[int],
         slots: Sequence[Slot],
+        place: tuple[int, Iterable[int]],
         *,
-        group: int = -1,
-        positions: Iterable[int] = repeat(-1),
         are_new: bool = False,
     ) -> None:
-        """Begin copies in slots, and add their moves. ``group``, ``positions``: their places in the request.
+        """Begin copies in slots, and add their moves. ``place``: their group, and their positions in the request.
 
         ``are_new``: the catalog is known to have none of the keys. It has a copy of none of them in the target.
         """
@@ -84,6 +85,7 @@ class StoreDrafts:
         catalog.begin_all(rows, self._target, slots)
         cpu, nvme = (slots, repeat(None)) if self._target is Tier.CPU else (repeat(None), slots)
         draft.moves += make_moves(keys, generations, blocks, cpu, nvme, parents)
+        group, positions = place
         draft.details += make_details(rows, blocks if draft.holds else repeat(-1), repeat(group), positions)
 
     def queue(self, draft: StoreDraft) -> JobId | None:

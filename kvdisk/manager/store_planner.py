@@ -21,7 +21,7 @@ from kvdisk.manager.nvme_offers import NvmeOffers
 from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.settlement import Settlement
-from kvdisk.manager.store_drafts import StoreDraft, StoreDrafts
+from kvdisk.manager.store_drafts import NO_PLACE, StoreDraft, StoreDrafts
 from kvdisk.manager.store_policy import FreeOffer, StorePolicy
 from kvdisk.manager.tables import BlockTables, Table
 from kvdisk.manager.transfers import Transfers
@@ -228,7 +228,7 @@ class StorePlanner:
             for offer in accepted:
                 policy.accept_free(offer.key)
             keys, parents = [offer.key for offer in accepted], [offer.parent for offer in accepted]
-            self._drafts.begin(draft, keys, parents, [offer.block for offer in accepted], slots)
+            self._drafts.begin(draft, keys, parents, [offer.block for offer in accepted], slots, NO_PLACE)
             for offer in refused:
                 self._refuse_free(offer, Refusal.NO_ROOM, self._settlement.room, now)
         # Given back in the order of the queue, as settlement turns them round.
@@ -334,14 +334,9 @@ class StorePlanner:
         if accepted:
             keys = request.keys[group.group]
             self._store_policy.accept(request.request_id, group.group, accepted)
-            self._drafts.begin(
-                draft,
-                *_columns_of(keys, blocks, accepted),
-                slots,
-                group=group.group,
-                positions=accepted,
-                are_new=are_new,
-            )
+            taken_keys, parents, taken_blocks = _columns_of(keys, blocks, accepted)
+            place = (group.group, accepted)
+            self._drafts.begin(draft, taken_keys, parents, taken_blocks, slots, place, are_new=are_new)
         self._refuse_for_room(request, group.group, refused, now)
 
     def _allocate(self, size_class: int, count: int, now: float) -> list[Slot]:

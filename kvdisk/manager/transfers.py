@@ -8,7 +8,6 @@ exactly once, when each rank concerned has said that its device has ended them. 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -37,7 +36,6 @@ def make_details(*columns: Iterable[int]) -> list[MoveDetail]:
     return list(map(_make_tuple, repeat(MoveDetail), zip(*columns, strict=False)))
 
 
-@dataclass(slots=True)
 class JobRecord:
     """A job on its way, or settled: ``failed`` is the union over ranks, by position of the move.
 
@@ -46,15 +44,18 @@ class JobRecord:
     back; empty in a settled record of which nothing is late any more.
     """
 
-    job: Job
-    details: list[MoveDetail]
-    request_id: str | None
-    sent_s: float | None = None
-    ranks: int = 0
-    failed: dict[int, Reason] = field(default_factory=dict)
-    late: set[int] = field(default_factory=set)
-    late_ranks: int = 0
-    released: int = 0
+    def __init__(
+        self, job: Job, details: list[MoveDetail], request_id: str | None, failed: dict[int, Reason] | None = None
+    ) -> None:
+        self.job = job
+        self.details = details
+        self.request_id = request_id
+        self.sent_s: float | None = None
+        self.ranks = 0
+        self.failed: dict[int, Reason] = {} if failed is None else failed
+        self.late: set[int] = set()
+        self.late_ranks = 0
+        self.released = 0
 
 
 class Transfers:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import compress
 
@@ -21,16 +20,16 @@ class Refusal(IntEnum):
     NO_ROOM = 2
 
 
-@dataclass(slots=True, eq=False)
 class Refused:
     """A refusal for lack of room, of one block or of several that were refused together.
 
     ``mark``: the number of room at that moment.
     """
 
-    mark: int
-    retry_s: float
-    back_off_s: float
+    def __init__(self, mark: int, retry_s: float, back_off_s: float) -> None:
+        self.mark = mark
+        self.retry_s = retry_s
+        self.back_off_s = back_off_s
 
     @classmethod
     def make(cls, mark: int, now: float, before: Refused | None) -> Refused:
@@ -43,7 +42,6 @@ class Refused:
         return room > self.mark and now >= self.retry_s
 
 
-@dataclass(slots=True, eq=False)
 class Watermark:
     """Up to where one group's blocks of one request have been offered, and which below were refused.
 
@@ -51,18 +49,20 @@ class Watermark:
     refused for lack of room when room has come free since, with back-off. Nothing else is offered twice. Asking for
     candidates while there are none takes a time that does not depend on how many wait: of thousands of running requests
     each may have thousands of them.
+
+    ``unused``: refused for lack of reuse: positions by key.
     """
 
-    request_id: str
-    frontier: int = 0
-    unused: dict[BlockKey, int] = field(default_factory=dict)
-    """Refused for lack of reuse: positions by key."""
-    _risen: list[int] = field(default_factory=list)
-    """Of those, the ones whose count has risen since."""
-    _no_room: dict[int, Refused] = field(default_factory=dict)
-    """Refused for lack of room, or offered again since and not answered yet."""
-    _refusals: list[Refused] = field(default_factory=list)
-    """Those of ``_no_room`` that have not been offered again, each once."""
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.frontier = 0
+        self.unused: dict[BlockKey, int] = {}
+        # Of those, the ones whose count has risen since.
+        self._risen: list[int] = []
+        # Refused for lack of room, or offered again since and not answered yet.
+        self._no_room: dict[int, Refused] = {}
+        # Those of ``_no_room`` that have not been offered again, each once.
+        self._refusals: list[Refused] = []
 
     @property
     def waits(self) -> bool:

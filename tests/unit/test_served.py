@@ -39,7 +39,7 @@ class Desk:
     def __init__(self, geometry: Geometry = ONE, *, has_cpu: bool = True, has_nvme: bool = True) -> None:
         self.stats = Stats()
         self.served = Served(geometry, self.stats, has_cpu=has_cpu, has_nvme=has_nvme)
-        self.request = RequestState.make("r", [], 100, geometry)
+        self.request = RequestState("r", [], 100, geometry)
 
     def load(self, local: int, external: int, sources: list[tuple[int, int, str]]) -> None:
         """Plan a load whose blocks (group, position) come from these sources."""
