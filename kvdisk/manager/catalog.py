@@ -16,12 +16,11 @@ import numpy as np
 
 from kvdisk.blocks import BlockKey, Slot, Tier, make_slots
 from kvdisk.manager.chains import NONE, Chains
-from kvdisk.manager.copies import ILLEGAL, NEXT, PRESENCES, Change, CommittedCopies, CopyState, Presence
+from kvdisk.manager.copies import ABSENT, ILLEGAL, NEXT, PRESENCES, READY, Change, CommittedCopies, CopyState, Presence
 from kvdisk.manager.events import Journal
 
-_TIERS = (Tier.CPU, Tier.NVME)
+_TIERS = _CPU, _NVME = Tier.CPU, Tier.NVME
 _NOBODY = BlockKey(b"")
-_READY, _ABSENT = int(CopyState.READY), int(CopyState.ABSENT)
 _MOST_PINS, _GROWN_ROWS = 2**16 - 1, 64
 
 
@@ -43,8 +42,8 @@ class Catalog:
         self.generations = array("Q")
         self.epochs = array("Q")
         self._cpu_states, self._nvme_states = bytearray(), bytearray()
-        self._states = {Tier.CPU: self._cpu_states, Tier.NVME: self._nvme_states}
-        self._others = {Tier.CPU: self._nvme_states, Tier.NVME: self._cpu_states}
+        self._states = {_CPU: self._cpu_states, _NVME: self._nvme_states}
+        self._others = {_CPU: self._nvme_states, _NVME: self._cpu_states}
         # The last is that of row -1, which no block has.
         self._presences = bytearray([Presence.NOWHERE])
         # That row, and all with a key that are not READY but for their drive: few, and soon looked up.
@@ -124,7 +123,7 @@ class Catalog:
         """Let the rows that have waited for a key's row follow it."""
         for child in self.chains.take_orphans(key):
             self.parents[child] = key
-            tiers = [tier for tier in _TIERS if self._states[tier][child] != CopyState.ABSENT]
+            tiers = [tier for tier in _TIERS if self._states[tier][child] != ABSENT]
             self.chains.give_parent(child, row, tiers)
 
     def fill(self, tier: Tier, copies: CommittedCopies, epoch: int) -> None:
@@ -139,7 +138,7 @@ class Catalog:
         self.epochs = array("Q", [epoch]) * count
         for other in _TIERS:
             mine = other is tier
-            self._states[other].extend(bytes([CopyState.READY if mine else CopyState.ABSENT]) * count)
+            self._states[other].extend(bytes([READY if mine else ABSENT]) * count)
             self._pins[other] = array("H", [0]) * count
             for columns, values in ((self._segments, copies.segments), (self._indices, copies.indices)):
                 columns[other].frombytes(values.astype(np.uint32).tobytes() if mine else bytes(4 * count))
@@ -155,7 +154,7 @@ class Catalog:
         self.generations.frombytes(bytes(count * self.generations.itemsize))
         self.epochs.frombytes(bytes(count * self.epochs.itemsize))
         for tier in _TIERS:
-            self._states[tier].extend(bytes([CopyState.ABSENT]) * count)
+            self._states[tier].extend(bytes([ABSENT]) * count)
             for column in (self._pins[tier], self._segments[tier], self._indices[tier]):
                 column.frombytes(bytes(count * column.itemsize))
         self._presences += bytes([Presence.NOWHERE]) * count
@@ -166,13 +165,13 @@ class Catalog:
         """Return the ``CopyState`` of a row's copy in a tier, as a plain int."""
         return self._states[tier][row]
 
-    def any_in(self, state: CopyState, rows: Iterable[int], tier: Tier) -> bool:
+    def any_in(self, state: int, rows: Iterable[int], tier: Tier) -> bool:
         """Whether the copy of any of these rows is in a state."""
         return state in bytes(map(self._states[tier].__getitem__, rows))
 
     def is_ready(self, row: int) -> bool:
         """Whether a row (or -1) can be loaded from some tier now."""
-        return self._presences[row] == _READY
+        return self._presences[row] == READY
 
     def are_ready(self, rows: Iterable[int]) -> bool:
         """Whether all rows can be loaded now; perhaps False although they can, while a drive is quarantined."""
@@ -203,10 +202,10 @@ class Catalog:
         self.gains += 1
         self.losses += 1
         if self.keys:
-            places = np.frombuffer(self._segments[Tier.NVME], np.uint32)
+            places = np.frombuffer(self._segments[_NVME], np.uint32)
             states = np.frombuffer(self._nvme_states, np.uint8)
-            rows = np.flatnonzero((states == CopyState.READY) & np.isin(places, changed))
-            nvme = np.where(np.isin(places[rows], list(segments)), CopyState.ABSENT, CopyState.READY)
+            rows = np.flatnonzero((states == READY) & np.isin(places, changed))
+            nvme = np.where(np.isin(places[rows], list(segments)), ABSENT, READY)
             pairs = np.frombuffer(self._cpu_states, np.uint8)[rows] * len(CopyState) + nvme
             np.frombuffer(self._presences, np.uint8)[rows] = np.frombuffer(PRESENCES, np.uint8)[pairs]
 
@@ -221,16 +220,15 @@ class Catalog:
     def slots(self, rows: Sequence[int], tier: Tier) -> list[Slot]:
         """Return the slots of copies that are not ABSENT."""
         if len(rows) == 1:
-            row = rows[0]
-            assert self._states[tier][row] != _ABSENT
-            return [Slot(self._segments[tier][row], self._indices[tier][row])]
-        assert _ABSENT not in bytes(map(self._states[tier].__getitem__, rows))
+            assert self._states[tier][rows[0]] != ABSENT
+            return [Slot(self._segments[tier][rows[0]], self._indices[tier][rows[0]])]
+        assert ABSENT not in bytes(map(self._states[tier].__getitem__, rows))
         return make_slots(map(self._segments[tier].__getitem__, rows), map(self._indices[tier].__getitem__, rows))
 
     def readable(self, row: int, tier: Tier) -> bool:
         """Whether a copy is READY and its drive is not quarantined."""
-        return self._states[tier][row] == CopyState.READY and (
-            tier is Tier.CPU or not self._hidden or self._segments[tier][row] not in self._hidden
+        return self._states[tier][row] == READY and (
+            tier is _CPU or not self._hidden or self._segments[tier][row] not in self._hidden
         )
 
     def pins(self, row: int, tier: Tier) -> int:
@@ -277,7 +275,7 @@ class Catalog:
         self._change(rows, tier, Change.DROP)
         self.chains.unlink(rows, tier)
         cpu, nvme = self._cpu_states, self._nvme_states
-        self._vacate([row for row in rows if cpu[row] == nvme[row] == _ABSENT])
+        self._vacate([row for row in rows if cpu[row] == nvme[row] == ABSENT])
         return slots
 
     def _vacate(self, rows: Sequence[int]) -> None:
@@ -300,7 +298,7 @@ class Catalog:
         """Hold READY copies for one job."""
         states, pins = self._states[tier], self._pins[tier]
         for row in rows:
-            assert states[row] == _READY
+            assert states[row] == READY
             assert pins[row] < _MOST_PINS
             pins[row] += 1
 
@@ -313,17 +311,17 @@ class Catalog:
 
     def evictable(self, row: int, tier: Tier) -> bool:
         """Whether a copy may be dropped for room: READY and unpinned."""
-        return self._states[tier][row] == CopyState.READY and self._pins[tier][row] == 0
+        return self._states[tier][row] == READY and self._pins[tier][row] == 0
 
     def evictable_in(self, tier: Tier) -> Callable[[int], bool]:
         """Return ``evictable`` for one tier: to be asked for many rows at once, and not kept."""
         states, pins = self._states[tier], self._pins[tier]
-        return lambda row: states[row] == _READY and pins[row] == 0
+        return lambda row: states[row] == READY and pins[row] == 0
 
     def ready_keys(self, tier: Tier) -> list[BlockKey]:
         """Return the keys of all copies of the current epoch that are READY in a tier."""
         states = self._states[tier]
-        return [key for key, row in self._rows.items() if states[row] == CopyState.READY]
+        return [key for key, row in self._rows.items() if states[row] == READY]
 
     def hide_all(self) -> None:
         """Forget every key, for a new epoch: rows stay for their slots' sake, and are found by nobody."""
@@ -336,7 +334,7 @@ class Catalog:
 
     def rows_in(self, tier: Tier, segment: int | None = None) -> list[int]:
         """Return the rows with a copy in a tier, or in one of its segments, hidden ones included; fast."""
-        found = np.frombuffer(self._states[tier], np.uint8) != CopyState.ABSENT
+        found = np.frombuffer(self._states[tier], np.uint8) != ABSENT
         if segment is not None:
             found &= np.frombuffer(self._segments[tier], np.uint32) == segment
         rows: list[int] = np.flatnonzero(found).tolist()
@@ -348,13 +346,13 @@ class Catalog:
             states = self._states[tier]
             for row in rows:
                 key = self.keys[row]
-                if states[row] == _READY and self._rows.get(key) == row:
+                if states[row] == READY and self._rows.get(key) == row:
                     self.journal.note(tier, stored, (key,))  # one by one: so they count for the journal's bound
 
     def rows(self) -> Iterator[int]:
         """Yield every live row, hidden ones included. Takes seconds for a million: for tests."""
         for row in range(len(self.keys)):
-            if any(self._states[tier][row] != CopyState.ABSENT for tier in _TIERS):
+            if any(self._states[tier][row] != ABSENT for tier in _TIERS):
                 yield row
 
     def _change(self, rows: Sequence[int], tier: Tier, change: Change) -> None:
@@ -370,13 +368,13 @@ class Catalog:
         """What ``_change_one`` does, for rows that have a copy in one tier at most, all in one state, as most have."""
         target = NEXT[state * 4 + change]
         assert target != ILLEGAL, f"{change!r} of copies that are {CopyState(state)!r}"
-        scale = 4 if tier is Tier.CPU else 1
+        scale = 4 if tier is _CPU else 1
         before, now = PRESENCES[state * scale], PRESENCES[target * scale]
         states, presences = self._states[tier], self._presences
         for row in rows:
             states[row] = target
             presences[row] = now
-        if now == _READY:
+        if now == READY:
             self._unready.difference_update(rows)
         else:
             self._unready.update(rows)
@@ -390,10 +388,10 @@ class Catalog:
         states[row] = target = NEXT[states[row] * 4 + change]
         assert target != ILLEGAL, f"{change!r} of a copy of row {row}"
         nvme = self._nvme_states[row]
-        if self._hidden and nvme == _READY and self._segments[Tier.NVME][row] in self._hidden:
-            nvme = _ABSENT
+        if self._hidden and nvme == READY and self._segments[_NVME][row] in self._hidden:
+            nvme = ABSENT
         before, now = presences[row], PRESENCES[self._cpu_states[row] * 4 + nvme]
-        if now == _READY:
+        if now == READY:
             self._unready.discard(row)
         else:
             self._unready.add(row)  # it may be farther already, for its drive

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,14 @@ class CopyState(IntEnum):
     WRITING = 1
     READY = 2
     DOOMED = 3
+
+
+ABSENT: Final = int(CopyState.ABSENT)
+WRITING: Final = int(CopyState.WRITING)
+READY: Final = int(CopyState.READY)
+DOOMED: Final = int(CopyState.DOOMED)
+"""The same as plain integers, which is what columns hold: to name a member of an enumeration takes ten times as long,
+and these are asked for every block."""
 
 
 class Change(IntEnum):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,12 @@ _CLASS_OF = bytes((0, 0, 1, 2, 2, 3, 3, 3, 3, 4))
 _CLASSES = max(_CLASS_OF) + 1
 _NOTHING = 1 << 62
 """Above all ranks."""
+_HORIZON: Final = 4.0
+"""In mean intervals."""
+_SHORTEST: Final = 0.0625
+"""Uses that are less than so many mean intervals apart are one."""
+_MEMORY: Final = 4096
+"""Uses over which the interval is averaged."""
 
 
 class CreditPolicy:
@@ -38,13 +45,6 @@ class CreditPolicy:
     Uses that follow each other within a small part of the interval are one: a request looks at a copy twice.
     The constants are those of decision 25.
     """
-
-    _HORIZON = 4.0
-    """In mean intervals."""
-    _SHORTEST = 1 / 16
-    """Uses that are less than so many mean intervals apart are one."""
-    _MEMORY = 4096
-    """Uses over which the interval is averaged."""
 
     def __init__(self, keys: Sequence[BlockKey]) -> None:
         self._keys = keys
@@ -78,12 +78,14 @@ class CreditPolicy:
 
     def access(self, rows: Sequence[int]) -> None:
         """Count a use of each, and make rows the newest."""
-        move, uses, last, now = self._lists.move, self._uses, self._last, self._now
-        for row in self._lists.held(rows):
+        lists, uses, last, now = self._lists, self._uses, self._last, self._now
+        for row in lists.held(rows):
             before = uses[row]
-            uses[row] = count = self._count_use(before, now - last[row])
-            last[row] = now = now + 1
-            move(row, _CLASS_OF[before], _CLASS_OF[count])
+            count = self._count_use(before, now - last[row])
+            now += 1
+            uses[row] = count
+            last[row] = now
+            lists.move(row, _CLASS_OF[before], _CLASS_OF[count])
         self._now = now
 
     def postpone(self, row: int) -> None:
@@ -117,7 +119,7 @@ class CreditPolicy:
         """Yield from the one on that counts as used longest ago. Within a class that is the order of last use."""
         lists, now = self._lists, self._now
         rows = [lists.oldest(number) for number in range(_CLASSES)]
-        horizon = int(self._HORIZON * self.interval)
+        horizon = int(_HORIZON * self.interval)
         ranks = [self._rank(number, rows[number], now, horizon) for number in range(_CLASSES)]
         while (least := min(ranks)) < _NOTHING:
             number = ranks.index(least)
@@ -139,9 +141,9 @@ class CreditPolicy:
 
     def _count_use(self, count: int, age: int) -> int:
         """Return the uses of a copy that had ``count``, the last one ``age`` ago, and was used again; learn from it."""
-        if age < self._SHORTEST * self.interval:
+        if age < _SHORTEST * self.interval:
             return count
-        self._learnt = min(self._learnt + 1, self._MEMORY)
+        self._learnt = min(self._learnt + 1, _MEMORY)
         self.interval += (age - self.interval) / self._learnt
         return min(count + 1, _MOST_USES)
 

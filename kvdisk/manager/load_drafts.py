@@ -12,6 +12,8 @@ from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.transfers import MoveDetail, make_details
 from kvdisk.messages import Move, make_moves
 
+_CPU = Tier.CPU
+
 
 class LoadDraft:
     """See the module. The columns are those of ``Move`` and ``MoveDetail``, all of one length.
@@ -50,7 +52,7 @@ class LoadDraft:
 
     def find(self, start: int, places: Sequence[int], rows: Sequence[int], tier: Tier, catalog: Catalog) -> None:
         """Note the rows, and the copies in a tier, of blocks, whose places are counted from ``start``."""
-        slots = self.cpu if tier is Tier.CPU else self.nvme
+        slots = self.cpu if tier is _CPU else self.nvme
         columns: tuple[tuple[list[Any], Iterable[Any]], ...] = (
             (self.rows, rows),
             (slots, catalog.slots(rows, tier)),

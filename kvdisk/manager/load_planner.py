@@ -11,7 +11,7 @@ from kvdisk.config import Config
 from kvdisk.geometry import Geometry
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import CopyState
+from kvdisk.manager.copies import ABSENT, READY
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies
 from kvdisk.manager.load_drafts import LoadDraft
@@ -23,6 +23,8 @@ from kvdisk.manager.served import Served
 from kvdisk.manager.transfers import Transfers
 from kvdisk.manager.wants import Wants
 from kvdisk.messages import JobKind
+
+_CPU, _NVME, _LOAD = Tier.CPU, Tier.NVME, JobKind.LOAD
 
 
 class LoadPlanner:
@@ -111,8 +113,8 @@ class LoadPlanner:
         """Whether a short hit is worth its load."""
         catalog = self._catalog
         rows = [catalog.find(key) for keys in self._needed_keys(request, local_tokens, hit) for key in keys]
-        on_cpu = all(row >= 0 and catalog.state(row, Tier.CPU) == CopyState.READY for row in rows)
-        return self._price.is_worth(hit - local_tokens, Tier.CPU if on_cpu else Tier.NVME, request.arrival)
+        on_cpu = all(row >= 0 and catalog.state(row, _CPU) == READY for row in rows)
+        return self._price.is_worth(hit - local_tokens, _CPU if on_cpu else _NVME, request.arrival)
 
     def _may_wait(self, request: RequestState, now: float) -> bool:
         if request.wait_started_s is None:
@@ -151,9 +153,7 @@ class LoadPlanner:
         request.loading = True
         request.wait_started_s = None
         self._served.loaded(request, local_tokens, external_tokens, moves, details)
-        self._transfers.add(
-            JobKind.LOAD, moves, details, epoch=epoch, request_id=request.request_id, arrival=request.arrival
-        )
+        self._transfers.add(_LOAD, moves, details, epoch=epoch, request_id=request.request_id, arrival=request.arrival)
 
     def _find_sources(self, draft: LoadDraft, start: int, request_id: str) -> None:
         """Pin the best copy of each of a draft's blocks from ``start`` on: in the CPU tier, on NVMe, of another home.
@@ -167,10 +167,10 @@ class LoadPlanner:
             here = [at for at, row in enumerate(rows) if catalog.is_ready(row)]
             abroad = self._find_abroad(draft, start, {*range(len(rows))}.difference(here))
             keys = [keys[at] for at in sorted({*here, *abroad})]
-        states = catalog.columns(Tier.CPU)[0]
-        on_cpu = [at for at in here if states[rows[at]] == CopyState.READY]
-        on_nvme = [at for at in here if states[rows[at]] != CopyState.READY] if on_cpu else here
-        for tier, places in ((Tier.CPU, on_cpu), (Tier.NVME, on_nvme)):
+        states = catalog.columns(_CPU)[0]
+        on_cpu = [at for at in here if states[rows[at]] == READY]
+        on_nvme = [at for at in here if states[rows[at]] != READY] if on_cpu else here
+        for tier, places in ((_CPU, on_cpu), (_NVME, on_nvme)):
             if places:
                 found = [rows[at] for at in places]
                 catalog.pin(found, tier)
@@ -197,9 +197,7 @@ class LoadPlanner:
             if slot is not None:
                 row = draft.rows[at]
                 # Another home's block gets a row of its own, unless this engine is just writing or dropping that block.
-                absent = (
-                    catalog.state(row, Tier.CPU) == CopyState.ABSENT if row >= 0 else catalog.find(draft.keys[at]) < 0
-                )
+                absent = catalog.state(row, _CPU) == ABSENT if row >= 0 else catalog.find(draft.keys[at]) < 0
                 vacant += [at] * absent
         wanted: dict[int, list[int]] = {}
         for at in compress(vacant, self._cpu_admission.admits([draft.keys[at] for at in vacant])):
@@ -211,5 +209,5 @@ class LoadPlanner:
                 if draft.rows[at] < 0:
                     draft.rows[at] = catalog.add(draft.keys[at], draft.generations[at], epoch, draft.parents[at])
             rows = [draft.rows[at] for at in places[: len(slots)]]
-            catalog.begin_all(rows, Tier.CPU, slots)
-            self._reads.begin(JobKind.LOAD, [draft.keys[at] for at in places[: len(slots)]], rows)
+            catalog.begin_all(rows, _CPU, slots)
+            self._reads.begin(_LOAD, [draft.keys[at] for at in places[: len(slots)]], rows)

@@ -18,6 +18,8 @@ from kvdisk.blocks import JobId, Tier
 from kvdisk.manager.transfers import JobRecord
 from kvdisk.messages import Job, JobKind
 
+_CPU, _NVME, _LOAD = Tier.CPU, Tier.NVME, JobKind.LOAD
+
 MOST_BLOCKS = 4
 TRIED_ANYWAY = 16
 LEAST_STEP_TOKENS = 256
@@ -38,7 +40,7 @@ class LoadPrice:
         self._step_tokens = step_tokens
         self._rate: float | None = None
         self._seconds: dict[Tier, float] = {}
-        self._least = {Tier.CPU: 0, Tier.NVME: 0}
+        self._least = {_CPU: 0, _NVME: 0}
         self._last_step: tuple[float, int] | None = None
         self._sent_s: dict[JobId, float] = {}
 
@@ -67,7 +69,7 @@ class LoadPrice:
             self._rate = rate if self._rate is None else self._rate + (rate - self._rate) * _SMOOTHING
             self._update()
         for job in jobs:
-            if job.kind is JobKind.LOAD:
+            if job.kind is _LOAD:
                 self._sent_s[job.id] = now
 
     def settled(self, record: JobRecord, now: float) -> None:
@@ -75,7 +77,7 @@ class LoadPrice:
         sent_s = self._sent_s.pop(record.job.id, None)
         if sent_s is None or record.failed or not record.job.moves:
             return
-        tier = Tier.CPU if all(move.nvme is None for move in record.job.moves) else Tier.NVME
+        tier = _CPU if all(move.nvme is None for move in record.job.moves) else _NVME
         seconds, known = now - sent_s, self._seconds.get(tier)
         # At once down, and slowly up: the quickest of the last loads or so.
         quicker = known is None or seconds <= known

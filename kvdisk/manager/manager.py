@@ -18,7 +18,7 @@ from kvdisk.geometry import FILE_EPOCH, Geometry
 from kvdisk.index.base import Neighbours
 from kvdisk.manager.admission import AdmissionPolicy, AdmitAll
 from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import CopyState
+from kvdisk.manager.copies import READY, WRITING
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.events import Journal
 from kvdisk.manager.foreign import ForeignCopies
@@ -346,7 +346,7 @@ class TierManager:
             self._settlement.cancel(record)
         self._promotions.reset()
         for row in self._catalog.rows_in(Tier.CPU):
-            if self._cpu is not None and self._catalog.state(row, Tier.CPU) in {CopyState.WRITING, CopyState.READY}:
+            if self._cpu is not None and self._catalog.state(row, Tier.CPU) in {WRITING, READY}:
                 self._cpu.discard(row)
         self._catalog.hide_all()
         for request in self._requests.values():

@@ -9,11 +9,13 @@ from itertools import compress
 from kvdisk.blocks import Tier
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import CopyState
+from kvdisk.manager.copies import ABSENT, READY
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies
 from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.stats import Stats
+
+_CPU, _NVME = Tier.CPU, Tier.NVME
 
 
 class NvmeOffers:
@@ -45,8 +47,8 @@ class NvmeOffers:
         cpu, nvme = self._tiers
         if not nvme.home_open:
             return 0
-        keys, (on_cpu, on_nvme) = self._catalog.keys, (self._catalog.columns(tier)[0] for tier in (Tier.CPU, Tier.NVME))
-        wanted = [row for row in rows if on_cpu[row] == CopyState.READY and on_nvme[row] == CopyState.ABSENT]
+        keys, (on_cpu, on_nvme) = self._catalog.keys, (self._catalog.columns(tier)[0] for tier in (_CPU, _NVME))
+        wanted = [row for row in rows if on_cpu[row] == READY and on_nvme[row] == ABSENT]
         if self._foreign.known:
             wanted = [row for row in wanted if not self._foreign.holds(keys[row])]
         if wanted and not self._admission.is_open:
@@ -62,7 +64,7 @@ class NvmeOffers:
         if self.offer((row,)):
             return True
         nvme, key = self._tiers[1], self._catalog.keys[row]
-        is_absent = self._catalog.state(row, Tier.NVME) == CopyState.ABSENT
+        is_absent = self._catalog.state(row, _NVME) == ABSENT
         if nvme.home_open and is_absent and not self._foreign.holds(key):
             if not self._admission.admits((key,))[0]:
                 self._stats.add("left_blocks.reuse")

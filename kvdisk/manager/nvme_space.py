@@ -14,7 +14,7 @@ from kvdisk.blocks import Slot, Tier, group_of
 from kvdisk.geometry import Geometry
 from kvdisk.index.base import BlockRecord, Index, IndexState, SegmentRecord
 from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import CopyState
+from kvdisk.manager.copies import ABSENT, DOOMED
 from kvdisk.manager.drive_health import Turns
 from kvdisk.manager.eviction import EvictionPolicy
 from kvdisk.manager.nvme_layout import NvmeLayout
@@ -203,12 +203,12 @@ class NvmeSpace:
     def unpin(self, rows: Sequence[int]) -> None:
         """Give back one pin of each copy; the last one of a doomed copy ends it."""
         self._catalog.unpin(rows, Tier.NVME)
-        if self._catalog.any_in(CopyState.DOOMED, rows, Tier.NVME):
+        if self._catalog.any_in(DOOMED, rows, Tier.NVME):
             for row in rows:
                 self._end_doomed(row)
 
     def _end_doomed(self, row: int) -> None:
-        if self._catalog.state(row, Tier.NVME) == CopyState.DOOMED and self._catalog.pins(row, Tier.NVME) == 0:
+        if self._catalog.state(row, Tier.NVME) == DOOMED and self._catalog.pins(row, Tier.NVME) == 0:
             self.drop([row])
 
     def make_room(self, now: float, wanted: list[int]) -> None:
@@ -280,7 +280,7 @@ class NvmeSpace:
         """Take a segment out of service; its files go when the deletion of its records is committed."""
         rows = self._catalog.rows_in(Tier.NVME, spec.segment)
         for row in rows:
-            if self._catalog.state(row, Tier.NVME) != CopyState.DOOMED:
+            if self._catalog.state(row, Tier.NVME) != DOOMED:
                 self._policies[self._class_of(row)].remove((row,))
                 self._catalog.doom(row, Tier.NVME)
         pinned = [row for row in rows if self._catalog.pins(row, Tier.NVME) > 0]
@@ -292,10 +292,7 @@ class NvmeSpace:
 
     def _is_in(self, row: int, segment: int) -> bool:
         """Whether a row has a copy in a segment: in one that is being dropped no other copy can begin."""
-        return (
-            self._catalog.state(row, Tier.NVME) != CopyState.ABSENT
-            and self._catalog.slot(row, Tier.NVME).segment == segment
-        )
+        return self._catalog.state(row, Tier.NVME) != ABSENT and self._catalog.slot(row, Tier.NVME).segment == segment
 
     # -- commits and failures ------------------------------------------------------------------
 

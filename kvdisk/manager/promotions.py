@@ -17,7 +17,7 @@ from kvdisk.context import SchedulerContext
 from kvdisk.geometry import Geometry
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import CopyState
+from kvdisk.manager.copies import ABSENT, READY
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies
 from kvdisk.manager.lookup import first_needed, longest_hit
@@ -189,7 +189,7 @@ class Promotions:
             keys = request.keys[group.group]
             for position in range(first_needed(group, 0, hit), hit // group.block_tokens):
                 row = catalog.find(keys[position])
-                if row >= 0 and catalog.state(row, Tier.CPU) == CopyState.READY:
+                if row >= 0 and catalog.state(row, Tier.CPU) == READY:
                     held.append(row)
                 elif self._is_wanted(keys[position]):
                     parent = keys[position - 1] if position else None
@@ -202,7 +202,7 @@ class Promotions:
     def _is_wanted(self, key: BlockKey) -> bool:
         """Whether a drive has a block that neither the GPU nor the CPU tier has or gets."""
         catalog, row = self._catalog, self._catalog.find(key)
-        if row >= 0 and (catalog.state(row, Tier.CPU) != CopyState.ABSENT or not catalog.readable(row, Tier.NVME)):
+        if row >= 0 and (catalog.state(row, Tier.CPU) != ABSENT or not catalog.readable(row, Tier.NVME)):
             return False
         return (row >= 0 or key in self._foreign.promised) and not self._context.is_cached(key)
 

@@ -10,7 +10,6 @@ Scheduler thread only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from kvdisk.blocks import Tier
 from kvdisk.geometry import Geometry
@@ -20,20 +19,12 @@ from kvdisk.manager.transfers import MoveDetail
 from kvdisk.messages import Move
 from kvdisk.stats import Stats
 
-
-class _Asked(NamedTuple):
-    """A lookup: what the GPU had of its own, where the longest hit would have ended, and what was promised of it."""
-
-    local_tokens: int
-    end_tokens: int
-    promised_tokens: int
-
-
-class _Found(NamedTuple):
-    """Of one hit, what came from each tier."""
-
-    cpu: int
-    nvme: int
+_CPU, _NVME = Tier.CPU, Tier.NVME
+_Asked = tuple[int, int, int]
+"""A lookup: what the GPU had of its own, where the longest hit would have ended, and what was promised beyond the GPU's
+own, in tokens."""
+_Found = tuple[int, int]
+"""Of one hit, what came from the CPU tier, and from NVMe."""
 
 
 class Served:
@@ -72,13 +63,13 @@ class Served:
             return None
         local_tokens, limit_tokens, promised_tokens = asked
         step = self._geometry.step_tokens
-        return _Asked(local_tokens, max(local_tokens, limit_tokens // step * step), promised_tokens)
+        return local_tokens, max(local_tokens, limit_tokens // step * step), promised_tokens
 
     def passed_over(self, request: RequestState) -> None:
         """A request runs that was promised nothing, or whose promise the engine did not take: then nobody missed it."""
         asked = self._asked(request)
-        if asked is not None and asked.promised_tokens == 0:
-            self._count(asked, asked.local_tokens, _Found(0, 0), _Found(0, 0))
+        if asked is not None and asked[2] == 0:
+            self._count(asked, asked[0], (0, 0), (0, 0))
 
     def loaded(
         self,
@@ -93,19 +84,21 @@ class Served:
         A token is NVMe's where any of its groups' blocks comes from there.
         """
         end_tokens = local_tokens + external_tokens
-        asked = self._asked(request) or _Asked(local_tokens, end_tokens, external_tokens)
-        sources = [move.nvme for move in moves]
-        nvme_blocks = len(sources) - sources.count(None)
-        cpu_blocks = sum([nvme is None and move.cpu is not None for move, nvme in zip(moves, sources, strict=True)])
-        blocks = _Found(cpu_blocks, nvme_blocks)
+        asked = self._asked(request) or (local_tokens, end_tokens, external_tokens)
+        cpu_blocks = nvme_blocks = 0
+        for move in moves:
+            if move.nvme is not None:
+                nvme_blocks += 1
+            elif move.cpu is not None:
+                cpu_blocks += 1
         if not self._has_cpu:
             nvme_tokens = external_tokens
         else:
-            nvme_tokens = self._tokens_on_nvme(local_tokens, moves, details) if blocks.nvme else 0
+            nvme_tokens = self._tokens_on_nvme(local_tokens, moves, details) if nvme_blocks else 0
             nvme_tokens = min(nvme_tokens, external_tokens)
-        tokens = _Found(external_tokens - nvme_tokens, nvme_tokens)
-        request.served = {Tier.CPU: tokens.cpu, Tier.NVME: tokens.nvme}
-        self._count(asked, end_tokens, tokens, blocks)
+        cpu_tokens = external_tokens - nvme_tokens
+        request.served = {_CPU: cpu_tokens, _NVME: nvme_tokens}
+        self._count(asked, end_tokens, (cpu_tokens, nvme_tokens), (cpu_blocks, nvme_blocks))
 
     def _tokens_on_nvme(self, local_tokens: int, moves: Sequence[Move], details: Sequence[MoveDetail]) -> int:
         groups = self._geometry.groups
@@ -121,24 +114,24 @@ class Served:
 
     def _count(self, asked: _Asked, hit_end_tokens: int, tokens: _Found, blocks: _Found) -> None:
         """Count hits and misses. ``hit_end_tokens``: up to where the request has its KV now."""
-        asked_tokens = asked.end_tokens - asked.local_tokens
-        missed_tokens = max(0, asked_tokens - sum(tokens))
+        start_tokens, end_tokens, _ = asked
+        (cpu_tokens, nvme_tokens), (cpu_blocks, nvme_blocks) = tokens, blocks
+        asked_tokens = end_tokens - start_tokens
+        missed_tokens = max(0, asked_tokens - cpu_tokens - nvme_tokens)
         missed_blocks = 0
-        if asked.end_tokens > hit_end_tokens:
+        if end_tokens > hit_end_tokens:
             for group in self._geometry.groups:
-                first = max(
-                    first_needed(group, asked.local_tokens, asked.end_tokens), hit_end_tokens // group.block_tokens
-                )
-                missed_blocks += max(0, asked.end_tokens // group.block_tokens - first)
+                first = max(first_needed(group, start_tokens, end_tokens), hit_end_tokens // group.block_tokens)
+                missed_blocks += max(0, end_tokens // group.block_tokens - first)
         stats = self._stats
-        stats.add("lookup_tokens", max(asked_tokens, sum(tokens)))
+        stats.add("lookup_tokens", max(asked_tokens, cpu_tokens + nvme_tokens))
         if self._has_cpu:
-            stats.add("hit_tokens.cpu", tokens.cpu)
-            stats.add("hit_blocks.cpu", blocks.cpu)
-            stats.add("missed_tokens.cpu", missed_tokens + tokens.nvme)
-            stats.add("missed_blocks.cpu", missed_blocks + blocks.nvme)
+            stats.add("hit_tokens.cpu", cpu_tokens)
+            stats.add("hit_blocks.cpu", cpu_blocks)
+            stats.add("missed_tokens.cpu", missed_tokens + nvme_tokens)
+            stats.add("missed_blocks.cpu", missed_blocks + nvme_blocks)
         if self._has_nvme:
-            stats.add("hit_tokens.nvme", tokens.nvme)
-            stats.add("hit_blocks.nvme", blocks.nvme)
+            stats.add("hit_tokens.nvme", nvme_tokens)
+            stats.add("hit_blocks.nvme", nvme_blocks)
             stats.add("missed_tokens.nvme", missed_tokens)
             stats.add("missed_blocks.nvme", missed_blocks)

@@ -13,7 +13,7 @@ from kvdisk.blocks import BlockKey, Tier
 from kvdisk.context import SchedulerContext
 from kvdisk.geometry import Geometry
 from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import CopyState
+from kvdisk.manager.copies import DOOMED, READY
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies, is_foreign
 from kvdisk.manager.nvme_offers import NvmeOffers
@@ -28,6 +28,8 @@ from kvdisk.stats import Stats
 
 _SOURCE_IS_BAD = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
 """Failures of a load after which its source copy is dropped. A deadline says nothing about the copy."""
+_CPU, _NVME = Tier.CPU, Tier.NVME
+_STORE, _LOAD, _PROMOTE = JobKind.STORE, JobKind.LOAD, JobKind.PROMOTE
 _TIMED = {
     JobKind.STORE: "job_seconds.store",
     JobKind.LOAD: "job_seconds.load",
@@ -74,7 +76,7 @@ class Settlement:
             series = _TIMED.get(record.job.kind)
             if series is not None and record.sent_s is not None:
                 self._stats.observe(series, max(0.0, now - record.sent_s))
-            if record.job.kind is JobKind.STORE and not record.failed:
+            if record.job.kind is _STORE and not record.failed:
                 stored.append(record)
                 continue
             self._settle_whole(stored, now, now_s)
@@ -91,11 +93,11 @@ class Settlement:
         """End a job that every rank has answered. ``now_s``: seconds since the Unix epoch."""
         self.room += 1
         kind = record.job.kind
-        if kind is JobKind.STORE:
+        if kind is _STORE:
             self._settle_store(record, now, now_s)
-        elif kind is JobKind.LOAD:
+        elif kind is _LOAD:
             self._settle_load(record, now)
-        elif kind is JobKind.PROMOTE:
+        elif kind is _PROMOTE:
             self._settle_promote(record, now)
         elif kind is JobKind.DEMOTE:
             self._settle_demote(record, now, now_s)
@@ -109,25 +111,25 @@ class Settlement:
         kind = record.job.kind
         for at in sorted(record.late, reverse=True):
             row, move = record.details[at].row, record.job.moves[at]
-            if kind in {JobKind.LOAD, JobKind.PROMOTE}:
+            if kind in {_LOAD, _PROMOTE}:
                 if is_foreign(move.nvme):
                     assert move.nvme is not None
                     self._foreign.unpin(move.nvme)
                 else:
-                    self._space(Tier.NVME).unpin((row,))
+                    self._space(_NVME).unpin((row,))
                 if move.cpu is not None:
-                    self._abandon(row, Tier.CPU)
+                    self._abandon(row, _CPU)
             else:
-                self._abandon(row, Tier.NVME)
+                self._abandon(row, _NVME)
                 if kind is JobKind.DEMOTE:
-                    self._space(Tier.CPU).unpin((row,))
+                    self._space(_CPU).unpin((row,))
 
     def cancel(self, record: JobRecord) -> None:
         """End a job that no worker has seen: as if every move had failed, with no consequence for the tiers."""
         record.failed = dict.fromkeys(range(len(record.details)), Reason.CANCELLED)
-        if record.job.kind is JobKind.STORE:
+        if record.job.kind is _STORE:
             self._settle_store(record, 0.0, 0)
-        elif record.job.kind is JobKind.PROMOTE:
+        elif record.job.kind is _PROMOTE:
             self._settle_promote(record, 0.0)
         else:
             self._settle_demote(record, 0.0, 0)
@@ -136,7 +138,7 @@ class Settlement:
 
     def _settle_store(self, record: JobRecord, now: float, now_s: int) -> None:
         self._settle_stores((record,), now, now_s)
-        tier = Tier.NVME if self._cpu is None else Tier.CPU
+        tier = _NVME if self._cpu is None else _CPU
         for at in sorted(record.failed, reverse=True):
             detail, key = record.details[at], record.job.moves[at].key
             self._fail(detail.row, tier, at in record.late)
@@ -172,7 +174,7 @@ class Settlement:
             self._context.free_first(spilled)
         self.pinned_blocks -= len(held) + len(spilled)
         self._stats.add("stored_blocks", len(written))
-        stored = self._finish(written, Tier.NVME if self._cpu is None else Tier.CPU)
+        stored = self._finish(written, _NVME if self._cpu is None else _CPU)
         if self._nvme is None:
             return
         if self._cpu is None:
@@ -188,8 +190,8 @@ class Settlement:
         Of one chain the tail comes first.
         """
         catalog = self._catalog
-        if catalog.any_in(CopyState.DOOMED, rows, tier):
-            doomed = [row for row in rows if catalog.state(row, tier) == CopyState.DOOMED]
+        if catalog.any_in(DOOMED, rows, tier):
+            doomed = [row for row in rows if catalog.state(row, tier) == DOOMED]
             for row in doomed:
                 self._abandon(row, tier)
             rows = [row for row in rows if row not in doomed]
@@ -199,7 +201,7 @@ class Settlement:
 
     def _abandon(self, row: int, tier: Tier) -> None:
         """A copy was not written, or is not wanted any more: give back its writer's pin and its slot."""
-        if tier is Tier.CPU:
+        if tier is _CPU:
             assert self._cpu is not None
             self._catalog.unpin((row,), tier)
             self._cpu.drop(row)
@@ -212,7 +214,7 @@ class Settlement:
         """A copy was not written; where its move is late its slot stays taken until ``release``."""
         if not late:
             self._abandon(row, tier)
-        elif self._catalog.state(row, tier) != CopyState.DOOMED:
+        elif self._catalog.state(row, tier) != DOOMED:
             self._catalog.doom(row, tier)
 
     # -- demotions -----------------------------------------------------------------------------
@@ -220,13 +222,13 @@ class Settlement:
     def _settle_demote(self, record: JobRecord, now: float, now_s: int) -> None:
         assert self._cpu is not None and self._nvme is not None
         rows = [detail.row for detail in record.details]
-        written = self._finish([row for at, row in reversed([*enumerate(rows)]) if at not in record.failed], Tier.NVME)
+        written = self._finish([row for at, row in reversed([*enumerate(rows)]) if at not in record.failed], _NVME)
         for at in reversed(range(len(rows))):
             reason = record.failed.get(at)
             if reason is not None:
                 if reason is not Reason.CANCELLED:
                     self._stats.add("failed_stores")
-                self._fail(rows[at], Tier.NVME, at in record.late)
+                self._fail(rows[at], _NVME, at in record.late)
         self._cpu.unpin([row for at, row in enumerate(rows) if at not in record.late])
         self._stats.add("demoted_blocks", len(written))
         self._nvme.record(written, now_s)
@@ -241,7 +243,7 @@ class Settlement:
             request.loading = False
         if self._nvme is not None:
             self._nvme.note_reads(record, now)
-        for at in sorted(record.failed, reverse=True):
+        for at in sorted(record.failed, reverse=True) if record.failed else ():
             detail = record.details[at]
             limit = detail.position * self._geometry.groups[detail.group].block_tokens
             if request is not None:
@@ -249,7 +251,8 @@ class Settlement:
                     request.load_limit_tokens = limit
                 place, key = (request.request_id, detail.group, (detail.position,)), record.job.moves[at].key
                 self._store_policy.refuse(*place, (key,), Refusal.NO_ROOM, -1, 0.0)
-        self._stats.add("failed_loads", len(record.failed))
+        if record.failed:
+            self._stats.add("failed_loads", len(record.failed))
         self._stats.add("loaded_blocks", len(record.details) - len(record.failed))
         self._settle_reads(record)
 
@@ -263,14 +266,15 @@ class Settlement:
     def _settle_reads(self, record: JobRecord) -> int:
         """End moves that read: unpin the sources, which were used, or drop bad ones; keep the CPU copies that were
         written, and return how many, or drop them."""
-        read: dict[Tier, list[int]] = {Tier.CPU: [], Tier.NVME: []}
+        from_cpu: list[int] = []
+        from_nvme: list[int] = []
         keys: list[BlockKey] = []
         rows: list[int] = []
         failed, foreign = record.failed, 0
         # Tail first, so that the head of the chain ends as the most recently used.
         sources = [move.nvme for move in record.job.moves]
         if not failed and sources.count(None) == len(sources):
-            read[Tier.CPU] = [detail.row for detail in reversed(record.details)]
+            from_cpu = [detail.row for detail in reversed(record.details)]
             sources = []
         for at in reversed(range(len(sources))):
             move, row, nvme = record.job.moves[at], record.details[at].row, sources[at]
@@ -283,26 +287,29 @@ class Settlement:
                 foreign += 1
                 self._settle_foreign(move, None, late=False)
             else:
-                read[Tier.CPU if nvme is None else Tier.NVME].append(row)
-        assert -1 not in read[Tier.CPU], "nothing was read, and nobody said so"
-        for tier, used in read.items():
-            if used:
-                self._settle_sources(used, tier)
-        if record.job.kind is JobKind.LOAD:
+                (from_cpu if nvme is None else from_nvme).append(row)
+        assert -1 not in from_cpu, "nothing was read, and nobody said so"
+        if from_cpu:
+            self._settle_sources(from_cpu, _CPU)
+        if from_nvme:
+            self._settle_sources(from_nvme, _NVME)
+        if foreign and record.job.kind is _LOAD:
             self._stats.add("loaded_blocks_foreign", foreign)
-        self._reads.end(record.job.kind, keys, rows)
+        if keys:
+            self._reads.end(record.job.kind, keys, rows)
         if failed:
             rows = self._settle_failed_reads(record)
-        kept = self._finish(rows, Tier.CPU) if rows else ()
-        self._stats.add("promoted_blocks", len(rows))
+        kept = self._finish(rows, _CPU) if rows else ()
+        if rows:
+            self._stats.add("promoted_blocks", len(rows))
         return len(kept)
 
     def _settle_sources(self, rows: Sequence[int], tier: Tier) -> None:
         """Copies were read well, the tail of a chain first."""
         space, used = self._space(tier), rows
-        if self._catalog.any_in(CopyState.DOOMED, rows, tier):
-            used = [row for row in rows if self._catalog.state(row, tier) == CopyState.READY]
-        if tier is Tier.CPU:
+        if self._catalog.any_in(DOOMED, rows, tier):
+            used = [row for row in rows if self._catalog.state(row, tier) == READY]
+        if tier is _CPU:
             self._offers.offer(used)  # their counts rose when the load was planned
         space.unpin(rows)
         space.accessed(used)
@@ -320,9 +327,9 @@ class Settlement:
             if is_foreign(move.nvme):
                 self._settle_foreign(move, reason, late)
             elif row >= 0:
-                self._settle_failed_source(row, Tier.CPU if move.nvme is None else Tier.NVME, reason, late)
+                self._settle_failed_source(row, _CPU if move.nvme is None else _NVME, reason, late)
             if lands:
-                self._fail(row, Tier.CPU, late)
+                self._fail(row, _CPU, late)
         return written
 
     def _settle_foreign(self, move: Move, reason: Reason | None, late: bool) -> None:
@@ -334,16 +341,16 @@ class Settlement:
 
     def _settle_failed_source(self, row: int, tier: Tier, reason: Reason, late: bool) -> None:
         space = self._space(tier)
-        if self._catalog.state(row, tier) == CopyState.READY:
+        if self._catalog.state(row, tier) == READY:
             # A copy on a drive that was given up for now is none the worse for it.
             if reason in _SOURCE_IS_BAD and (reason is not Reason.IO_ERROR or self._catalog.readable(row, tier)):
                 space.discard(row)
-            elif tier is Tier.CPU:
+            elif tier is _CPU:
                 self._offers.offer((row,))
         if not late:
             space.unpin((row,))
 
     def _space(self, tier: Tier) -> CpuSpace | NvmeSpace:
-        space = self._cpu if tier is Tier.CPU else self._nvme
+        space = self._cpu if tier is _CPU else self._nvme
         assert space is not None
         return space

@@ -13,7 +13,7 @@ from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.chains import NONE
-from kvdisk.manager.copies import CopyState
+from kvdisk.manager.copies import ABSENT, READY
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies
 from kvdisk.manager.lookup import is_coming
@@ -28,6 +28,8 @@ from kvdisk.manager.transfers import Transfers
 from kvdisk.manager.wants import Wants
 from kvdisk.manager.watermark import Refusal
 from kvdisk.stats import Stats
+
+_CPU, _NVME = Tier.CPU, Tier.NVME
 
 
 class StorePlanner:
@@ -62,7 +64,7 @@ class StorePlanner:
         self._cpu = cpu
         self._nvme = nvme
         self._store_policy = store_policy
-        self._target = Tier.CPU if cpu is not None else Tier.NVME
+        self._target = _CPU if cpu is not None else _NVME
         self._admission = admission
         self._wants = wants
         self._offers = offers
@@ -133,9 +135,9 @@ class StorePlanner:
             return True
         used = [row for row in rows if is_coming(self._catalog, row)]
         self._offers.offer(used)
-        for space, tier in ((self._cpu, Tier.CPU), (self._nvme, Tier.NVME)):
+        for space, tier in ((self._cpu, _CPU), (self._nvme, _NVME)):
             if space is not None:  # the head last, so that it leaves last
-                space.accessed([row for row in reversed(used) if self._catalog.state(row, tier) == CopyState.READY])
+                space.accessed([row for row in reversed(used) if self._catalog.state(row, tier) == READY])
         if self._nvme is not None:
             self._nvme.uses.log.extend(used)
         return False
@@ -217,7 +219,7 @@ class StorePlanner:
                 policy.accept_free(offer.key)
             elif not self._admission.admits((offer.key,))[0]:
                 self._refuse_free(offer, Refusal.NOT_REUSED, 0, now)
-            elif row >= 0 and self._catalog.state(row, self._target) != CopyState.ABSENT:
+            elif row >= 0 and self._catalog.state(row, self._target) != ABSENT:
                 self._refuse_free(offer, Refusal.NO_ROOM, self._settlement.room, now)
             else:
                 taken.setdefault(self._geometry.size_classes[group_of(offer.key)], []).append(offer)
@@ -248,7 +250,7 @@ class StorePlanner:
 
     def _is_there(self, key: BlockKey, row: int) -> bool:
         """Whether a block needs no store: it is in a tier, or on its way there, or on another home's drive likewise."""
-        return is_coming(self._catalog, row) or (self._target is Tier.NVME and self._foreign.holds(key))
+        return is_coming(self._catalog, row) or (self._target is _NVME and self._foreign.holds(key))
 
     def _answer(
         self,
@@ -267,7 +269,7 @@ class StorePlanner:
             return offers
         policy, keys, catalog = self._store_policy, request.keys[group], self._catalog
         rows = [NONE] * len(offers) if are_new else catalog.find_all([keys[position] for position in offers])
-        may_be_abroad = self._target is Tier.NVME and self._foreign.known
+        may_be_abroad = self._target is _NVME and self._foreign.known
         if max(rows) < 0 and not may_be_abroad and all(map(blocks.__getitem__, offers)):
             return self._ask_admission(request, group, offers)  # new blocks of a prompt
         there: list[int] = []
@@ -279,7 +281,7 @@ class StorePlanner:
                 there.append(position)
             else:
                 others.append(position)
-                if row >= 0 and states[row] != CopyState.ABSENT:
+                if row >= 0 and states[row] != ABSENT:
                     busy.add(position)
         policy.accept(request.request_id, group, there)
         admitted = self._ask_admission(request, group, others)

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from kvdisk.blocks import JobId
 from kvdisk.messages import HomeSpec, Job, JobKind, Move, Reason, Report, SegmentSpec
 
+_STORE, _LOAD = JobKind.STORE, JobKind.LOAD
+
 
 class MoveDetail(NamedTuple):
     """What the manager has to undo or finish for one move of a job.
@@ -96,9 +98,7 @@ class Transfers:
         assert len(moves) == len(details)
         job_id = JobId(self._next_id)
         self._next_id += 1
-        job = Job(
-            job_id, kind, tuple(moves), epoch, request_id if kind is JobKind.LOAD else None, home, segment, arrival
-        )
+        job = Job(job_id, kind, tuple(moves), epoch, request_id if kind is _LOAD else None, home, segment, arrival)
         record = JobRecord(job, details, request_id)
         self._records[job_id] = record
         self._counts[kind] += 1
@@ -131,28 +131,28 @@ class Transfers:
 
     def sent_loads(self) -> tuple[JobId, ...]:
         """Return the loads that are queued or out."""
-        return tuple(job_id for job_id, record in self._records.items() if record.job.kind is JobKind.LOAD)
+        return tuple(job_id for job_id, record in self._records.items() if record.job.kind is _LOAD)
 
     def failed_load_blocks(self, report: Report) -> set[int]:
         """Return the GPU blocks that the loads in a report, which is not absorbed yet, have failed to fill."""
         return {
             record.job.moves[position].block
             for job_id, result in report.results.items()
-            if (record := self._records.get(job_id)) is not None and record.job.kind is JobKind.LOAD
+            if (record := self._records.get(job_id)) is not None and record.job.kind is _LOAD
             for position in result.failed
         }
 
     def fail_stores(self) -> None:
         """Have every move of the stores that are queued or out fail, whatever their ranks answer."""
         for record in self._records.values():
-            if record.job.kind is JobKind.STORE:
+            if record.job.kind is _STORE:
                 for position in range(len(record.details)):
                     record.failed.setdefault(position, Reason.CANCELLED)
 
     def touched_blocks(self) -> Iterator[int]:
         """Yield the GPU blocks that stores on their way hold."""
         for record in self._records.values():
-            if record.job.kind is JobKind.STORE:
+            if record.job.kind is _STORE:
                 for detail in record.details:
                     if detail.block >= 0:
                         yield detail.block
@@ -205,4 +205,4 @@ class Transfers:
 
 
 def _cancellable(job: Job) -> bool:
-    return job.kind in {JobKind.STORE, JobKind.DEMOTE, JobKind.PROMOTE}
+    return job.kind in {_STORE, JobKind.DEMOTE, JobKind.PROMOTE}

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvdisk.blocks import Tier
 from kvdisk.geometry import USES_UNIT_SLOTS
 from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import CopyState
+from kvdisk.manager.copies import READY
 
 MOST_LOGGED = 4096
 COUNT_INTERVAL_S = 5.0
@@ -174,7 +174,7 @@ class Uses:
     def _places_of(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return those rows whose copies are READY, and their places."""
         states, numbers, indices = self._catalog.columns(Tier.NVME)
-        rows = rows[np.frombuffer(states, np.uint8)[rows] == CopyState.READY]
+        rows = rows[np.frombuffer(states, np.uint8)[rows] == READY]
         segments = np.frombuffer(numbers, np.uint32)[rows]
         if len(self._firsts) and int(segments.max(initial=0)) < len(self._firsts):
             firsts = self._firsts[segments]
