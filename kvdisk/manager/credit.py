@@ -20,11 +20,11 @@ _CLASS_OF = bytes((0, 0, 1, 2, 2, 3, 3, 3, 3, 4))
 _CLASSES = max(_CLASS_OF) + 1
 _NOTHING = 1 << 62
 """Above all ranks."""
-_HORIZON: Final = 4.0
+HORIZON: Final = 4.0
 """In mean intervals."""
 _SHORTEST: Final = 0.0625
 """Uses that are less than so many mean intervals apart are one."""
-_MEMORY: Final = 4096
+MEMORY: Final = 4096
 """Uses over which the interval is averaged."""
 
 
@@ -32,7 +32,7 @@ class CreditPolicy:
     """Least recently used leaves first; what was used more often counts as used later than it was.
 
     How much later goes by the mean interval between two uses of a copy, which is learnt. A conversation that goes on
-    does so about one interval later; one that was silent for ``_HORIZON`` intervals is over, however often it was used
+    does so about one interval later; one that was silent for ``HORIZON`` intervals is over, however often it was used
     before. So a copy whose last use was ``age`` ago counts as used later by half of what is left to that horizon,
 
         credit = class * max(0, horizon - age) / 2
@@ -119,7 +119,7 @@ class CreditPolicy:
         """Yield from the one on that counts as used longest ago. Within a class that is the order of last use."""
         lists, now = self._lists, self._now
         rows = [lists.oldest(number) for number in range(_CLASSES)]
-        horizon = int(_HORIZON * self.interval)
+        horizon = int(HORIZON * self.interval)
         ranks = [self._rank(number, rows[number], now, horizon) for number in range(_CLASSES)]
         while (least := min(ranks)) < _NOTHING:
             number = ranks.index(least)
@@ -143,7 +143,7 @@ class CreditPolicy:
         """Return the uses of a copy that had ``count``, the last one ``age`` ago, and was used again; learn from it."""
         if age < _SHORTEST * self.interval:
             return count
-        self._learnt = min(self._learnt + 1, _MEMORY)
+        self._learnt = min(self._learnt + 1, MEMORY)
         self.interval += (age - self.interval) / self._learnt
         return min(count + 1, _MOST_USES)
 

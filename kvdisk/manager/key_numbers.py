@@ -19,4 +19,4 @@ number_of: Callable[[BlockKey], int] = xxh3_64_intdigest
 
 def numbers_of(keys: Iterable[BlockKey]) -> Iterator[int]:
     """Yield each key's number, of 64 bits: no Python call for each."""
-    return map(xxh3_64_intdigest, keys)
+    return map(number_of, keys)

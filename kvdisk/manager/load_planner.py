@@ -25,6 +25,7 @@ from kvdisk.manager.wants import Wants
 from kvdisk.messages import JobKind
 
 _CPU, _NVME, _LOAD = Tier.CPU, Tier.NVME, JobKind.LOAD
+_ALL_READY = bytes([READY])
 
 
 class LoadPlanner:
@@ -147,7 +148,7 @@ class LoadPlanner:
             if positions:
                 at = len(draft.keys)
                 draft.extend(group.group, positions, request.keys[group.group], blocks)
-                self._find_sources(draft, at, request.request_id)
+                self._find_sources(draft, at, request.request_id, are_chain=len(positions) == end - first)
         self._leave_cpu_copies(draft, epoch)
         moves, details = draft.moves(), draft.details()
         request.loading = True
@@ -155,24 +156,28 @@ class LoadPlanner:
         self._served.loaded(request, local_tokens, external_tokens, moves, details)
         self._transfers.add(_LOAD, moves, details, epoch=epoch, request_id=request.request_id, arrival=request.arrival)
 
-    def _find_sources(self, draft: LoadDraft, start: int, request_id: str) -> None:
+    def _find_sources(self, draft: LoadDraft, start: int, request_id: str, *, are_chain: bool) -> None:
         """Pin the best copy of each of a draft's blocks from ``start`` on: in the CPU tier, on NVMe, of another home.
 
-        Other homes' blocks have no row, and those that are nowhere no slot either.
+        Other homes' blocks have no row, and those that are nowhere no slot either. ``are_chain``: each is the parent of
+        the next.
         """
         catalog, keys = self._catalog, draft.keys[start:]
-        rows = catalog.find_all(keys)
+        rows = catalog.find_chain(keys) if are_chain else catalog.find_all(keys)
         here: Sequence[int] = range(len(rows))
         if not catalog.are_ready(rows):
             here = [at for at, row in enumerate(rows) if catalog.is_ready(row)]
             abroad = self._find_abroad(draft, start, {*range(len(rows))}.difference(here))
             keys = [keys[at] for at in sorted({*here, *abroad})]
         states = catalog.columns(_CPU)[0]
-        on_cpu = [at for at in here if states[rows[at]] == READY]
-        on_nvme = [at for at in here if states[rows[at]] != READY] if on_cpu else here
+        on_cpu: Sequence[int] = here
+        on_nvme: Sequence[int] = ()
+        if len(here) < len(rows) or bytes(map(states.__getitem__, rows)).strip(_ALL_READY):  # else all are in memory
+            on_cpu = [at for at in here if states[rows[at]] == READY]
+            on_nvme = [at for at in here if states[rows[at]] != READY]
         for tier, places in ((_CPU, on_cpu), (_NVME, on_nvme)):
             if places:
-                found = [rows[at] for at in places]
+                found = rows if len(places) == len(rows) else [rows[at] for at in places]
                 catalog.pin(found, tier)
                 draft.find(start, places, found, tier, catalog)
         self._wants.note(keys, request_id)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvdisk.blocks import BlockKey
-from kvdisk.manager.credit import CreditPolicy, LeftKeys
+from kvdisk.manager.credit import HORIZON, MEMORY, CreditPolicy, LeftKeys
 from kvdisk.manager.key_numbers import numbers_of
 
 KEYS = [BlockKey(b"key %d" % row) for row in range(4000)]
@@ -22,13 +22,13 @@ def order(policy: CreditPolicy) -> list[int]:
 def make(interval: float = 0.0) -> CreditPolicy:
     """Return a policy that has learnt an interval, and goes on averaging slowly."""
     policy = CreditPolicy(KEYS)
-    policy.interval, policy._learnt = interval, policy._MEMORY if interval else 0
+    policy.interval, policy._learnt = interval, MEMORY if interval else 0
     return policy
 
 
 def credit_of(policy: CreditPolicy, row: int) -> float:
     age = policy._now - policy._last[row]
-    horizon = int(policy._HORIZON * policy.interval)
+    horizon = int(HORIZON * policy.interval)
     uses = policy._uses[row]
     rank = next(rank for rank, most in enumerate((1, 2, 4, 8, 1000)) if uses <= most)
     return rank * max(0, horizon - age) / 2 - age
@@ -138,7 +138,7 @@ class TestLeftKeys:
     def test_it_forgets_no_key_but_by_another_in_its_place(self):
         left = LeftKeys()
         keys = [BlockKey(os.urandom(34)) for _ in range(20_000)]
-        left.add(keys, [3] * len(keys), list(range(len(keys))), 100)
+        left.add(range(len(keys)), keys, [3] * len(keys), range(len(keys)), 100)
         found = left.take(keys, 50_000)
         assert 0.95 * len(keys) < len(found) < len(keys)
         assert all(uses == 3 and age == 50_000 - at for at, (uses, age) in found.items())
@@ -146,14 +146,14 @@ class TestLeftKeys:
 
     def test_it_grows_with_the_rows(self):
         left = LeftKeys()
-        left.add([KEYS[0]], [1], [1], 10)
+        left.add([0], KEYS, [1], [1], 10)
         size = len(left._marks)
-        left.add([KEYS[1]], [1], [1], size + 1)
+        left.add([0], KEYS[1:], [1], [1], size + 1)
         assert len(left._marks) == 2 * size
 
     def test_a_clock_beyond_32_bits(self):
         left = LeftKeys()
-        left.add([KEYS[0]], [2], [(1 << 32) - 5], 10)
+        left.add([0], KEYS, [2], [(1 << 32) - 5], 10)
         assert left.take([KEYS[0]], (1 << 32) + 5) == {0: (2, 10)}
 
 
