@@ -17,8 +17,9 @@ settings.load_profile("kvdisk")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is to change the manager where that is compiled."""
+    """Skip what is to change the manager where that is compiled, and begin with what takes longest in one file."""
     skip = pytest.mark.skip(reason="changes the manager, which is compiled here: tests/test_interpreted.py runs it")
     for item in items:
         if IS_COMPILED and item.get_closest_marker("interpreted"):
             item.add_marker(skip)
+    items.sort(key=lambda item: item.path.name != "test_interpreted.py")
