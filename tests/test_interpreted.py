@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the manager is compiled all tests run that form, and these run the sources, in processes of their own.
 
-What changes the manager to see whether that is noticed can only be run so; and the suites that try the manager hardest
-are run in both forms, since where there is no C compiler the sources are what users run.
+What changes the manager to see whether that is noticed can only be run so; and the simulation is run in both forms,
+since where there is no C compiler the sources are what users run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvdisk.manager import IS_COMPILED
 TESTS = Path(__file__).resolve().parent
 MARK = "@pytest.mark." + "interpreted"
 MARKED = [path for path in sorted(TESTS.rglob("test_*.py")) if MARK in path.read_text()]
-BOTH = [TESTS / "stateful" / "test_manager.py", TESTS / "simulation" / "test_simulation.py"]
+BOTH = [TESTS / "simulation" / "test_simulation.py"]
 
 
 @pytest.mark.skipif(not IS_COMPILED, reason="the tests run the sources as they are")

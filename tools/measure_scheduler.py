@@ -2,9 +2,10 @@
 """Measure what kvdisk's scheduler side costs, beside vLLM's own offloading to memory doing the same in the same run.
 
 No model, no worker and no KV: lookups and stores are decided and booked, and nothing is moved. Each round measures
-everything once, in turn, each time with a prompt that was not looked at before; figures are medians of the rounds, of
-the thread's processor time, since nothing here waits: what others do on the machine still fills its caches. A prompt of
-32,000 tokens is 2,000 blocks; the store holds it whole.
+everything once, in turn, each time with a prompt that was not looked at before, and who begins changes from round to
+round; figures are medians of the rounds, of the thread's processor time, since nothing here waits: what others do on
+the machine still fills its caches. A prompt of 32,000 tokens is 2,000 blocks; the store holds it whole. Where a prompt
+is stored "right after another" of its kind, caches are warm from that; else other work was done in between.
 "Stored" blocks came to the store in the order of their prompts, "found at start" in the order of their keys, as after a
 restart. The bare dictionary has the same keys in the same order, and is asked for each by ``list(map(d.get, keys))``.
 """
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 from measure_overhead import describe_machine
 from rich.console import Console
 from rich.table import Table
-from scheduler_hits import OURS, THEIRS, WITH_NVME, Hits, Sample, Unwanted, timed
+from scheduler_hits import OURS, THEIRS, WITH_NVME, Hits, Sample, Turns, Unwanted, timed
 from scheduler_stands import (
     BLOCK_TOKENS,
     BothSides,
@@ -55,6 +56,9 @@ PROMPT_BLOCKS = 2000
 RUNNING = 100
 NEW_BLOCKS = 10
 ASKS = 20
+LONG = 512
+MORE = 8
+"""Prompts that follow one of less than LONG blocks at once, each in a step of its own. Even, as who begins changes."""
 PARTS = ("steps", "stores", "hits", "lookups")
 BARE = "dictionary"
 PLACES = {"prompts": "stored", "keys": "found at start"}
@@ -157,43 +161,48 @@ class Steps:
     """Steps of RUNNING requests, as both connectors' scheduler sides plan them. ``store_dir``: see ``BothSides``."""
 
     def __init__(self, store_dir: Path | None = None) -> None:
-        self._sides = BothSides(RUNNING, 128, 200_000, store_dir)
+        self._sides, self._turns = BothSides(RUNNING, 128, 200_000, store_dir), Turns()
         self._with = WITH_NVME if store_dir else ""
 
     def round(self) -> Iterator[Sample]:
         """Plan a step in which nothing is new, and one in which NEW_BLOCKS requests fill a block."""
         sides = self._sides
+        self._turns.next_round()
         yield from self._step("build_connector_meta, nothing new", sides.still(), None)
         filled = f"{NEW_BLOCKS} new blocks"
         yield from self._step(f"build_connector_meta, {filled}", sides.filling(NEW_BLOCKS), f"settling {filled}")
 
     def _step(self, what: str, output: Any, settling: str | None) -> Iterator[Sample]:
-        sides = self._sides
-        ours_s, plan = timed(lambda: sides.ours.plan(output))
-        theirs_s, meta = timed(lambda: sides.theirs.build_connector_meta(output))
+        sides, both = self._sides, self._turns.both
+        (ours_s, plan), (theirs_s, meta) = both(
+            lambda: sides.ours.plan(output), lambda: sides.theirs.build_connector_meta(output)
+        )
         assert stored_by(plan) == len(meta.store_jobs) == (NEW_BLOCKS if settling else 0)
         yield what + self._with, OURS, ours_s
         yield what + self._with, THEIRS, theirs_s
         report, done = report_of(plan), completed(meta)
-        ours_s, _ = timed(lambda: sides.ours.settle(report, set()))
+        (ours_s, _), (theirs_s, _) = both(
+            lambda: sides.ours.settle(report, set()), lambda: sides.theirs.update_connector_output(done)
+        )
         if settling:
             yield settling + self._with, OURS, ours_s
-            yield settling + self._with, THEIRS, timed(lambda: sides.theirs.update_connector_output(done))[0]
+            yield settling + self._with, THEIRS, theirs_s
 
 
 class Decoding:
     """A request that decodes alone: the steps of one block, of which the last fills and stores it."""
 
     def __init__(self, store_dir: Path | None = None) -> None:
-        self._sides = BothSides(1, 128, 200_000, store_dir)
+        self._sides, self._turns = BothSides(1, 128, 200_000, store_dir), Turns()
         self._what = f"a decoded block of a lone request, its {BLOCK_TOKENS} steps{WITH_NVME if store_dir else ''}"
 
     def round(self) -> Iterator[Sample]:
         """Plan and settle a block's steps."""
         sides, ours_s, theirs_s = self._sides, 0.0, 0.0
+        self._turns.next_round()
         for step in range(BLOCK_TOKENS):
             output = sides.still() if step < BLOCK_TOKENS - 1 else sides.filling(1)
-            both_s, plan = timed_sides(sides, output)
+            both_s, plan = timed_sides(sides, output, self._turns)
             ours_s, theirs_s = ours_s + both_s[0], theirs_s + both_s[1]
         assert stored_by(plan) == 1
         yield self._what, OURS, ours_s
@@ -213,20 +222,24 @@ class Stores:
         self._blocks = blocks
         self._tier_blocks = 4096 if is_full else 10**6
         self._where = ("each for another" if is_full else "into free room") + (WITH_NVME if store_dir else "")
-        self._sides = BothSides(0, 1, self._tier_blocks, store_dir)
+        self._sides, self._turns = BothSides(0, 1, self._tier_blocks, store_dir), Turns()
         self._manager = CPUOffloadingManager(self._tier_blocks)
         self._make_context, self._make_key = ReqContext, make_offload_key
         while is_full and self._sides.stored_blocks < 2 * self._tier_blocks:
             list(self._prompt(512))
 
     def round(self) -> Iterator[Sample]:
-        """Store a prompt with both scheduler sides, and with vLLM's manager alone."""
-        return self._prompt(self._blocks)
+        """Store a prompt with both scheduler sides and with vLLM's manager alone, short ones several times."""
+        yield from self._prompt(self._blocks)
+        if self._blocks < LONG:
+            for _ in range(MORE):
+                yield from self._prompt(self._blocks, ", right after another")
 
-    def _prompt(self, blocks: int) -> Iterator[Sample]:
+    def _prompt(self, blocks: int, when: str = "") -> Iterator[Sample]:
+        self._turns.next_round()
         sides, manager = self._sides, self._manager
         output = sides.prefill(blocks)
-        (ours_s, theirs_s), plan = timed_sides(sides, output)
+        (ours_s, theirs_s), plan = timed_sides(sides, output, self._turns)
         assert stored_by(plan) == blocks
         (request_id,) = output.num_scheduled_tokens
         hashes = [bytes(bytearray(block_hash)) for block_hash in sides.requests[request_id].block_hashes]
@@ -238,20 +251,22 @@ class Stores:
         assert len(prepared.keys_to_store) == blocks
         alone_s += timed(lambda: manager.complete_store(keys, context))[0]
         manager.on_request_finished(context)
-        what = f"store of {blocks} block{'s'[: blocks > 1]} of a request, {self._where}, a block"
+        what = f"store of {blocks} block{'s'[: blocks > 1]} of a request, {self._where}{when}, a block"
         yield what, OURS, ours_s / blocks
         yield what, THEIRS, theirs_s / blocks
         yield f"{what}: vLLM's manager alone", THEIRS, alone_s / blocks
 
 
-def timed_sides(sides: BothSides, output: Any) -> tuple[tuple[float, float], Plan]:
+def timed_sides(sides: BothSides, output: Any, turns: Turns) -> tuple[tuple[float, float], Plan]:
     """Let both scheduler sides plan a step and book it as done; return the time of each, and kvdisk's plan."""
-    ours_s, plan = timed(lambda: sides.ours.plan(output))
-    theirs_s, meta = timed(lambda: sides.theirs.build_connector_meta(output))
+    (ours_s, plan), (theirs_s, meta) = turns.both(
+        lambda: sides.ours.plan(output), lambda: sides.theirs.build_connector_meta(output)
+    )
     report, done = report_of(plan), completed(meta)
-    ours_s += timed(lambda: sides.ours.settle(report, set()))[0]
-    theirs_s += timed(lambda: sides.theirs.update_connector_output(done))[0]
-    return (ours_s, theirs_s), plan
+    (more_s, _), (their_s, _) = turns.both(
+        lambda: sides.ours.settle(report, set()), lambda: sides.theirs.update_connector_output(done)
+    )
+    return (ours_s + more_s, theirs_s + their_s), plan
 
 
 def stored_by(plan: Plan) -> int:
@@ -266,7 +281,7 @@ def measure(options: argparse.Namespace, store_dir: Path) -> dict[str, dict[str,
         steps = [Steps(), Steps(store_dir), Unwanted(RUNNING, 400), Decoding(), Decoding(store_dir)]
         run_rounds(steps, options.rounds, found)
     if "stores" in options.parts:
-        for blocks in (1, 16, 512):
+        for blocks in (1, 16, LONG):
             stores = [
                 Stores(blocks, is_full=is_full, store_dir=where)
                 for where in (None, store_dir)

@@ -10,7 +10,7 @@ from typing import Any
 
 from scheduler_stands import BLOCK_TOKENS, BothSides, completed, report_of
 
-from kvdisk.messages import JobKind
+from kvdisk.messages import JobKind, Plan
 
 WITH_NVME = ", with NVMe"
 OURS, THEIRS = "kvdisk", "vLLM"
@@ -25,8 +25,28 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     return time.thread_time() - start_s, answer
 
 
+class Turns:
+    """Times kvdisk and vLLM at the same work. Who begins changes with each round: who comes second finds the request,
+    and what of Python both use, in the processor's caches."""
+
+    def __init__(self) -> None:
+        self._ours_first = False
+
+    def next_round(self) -> None:
+        """Let the other one begin."""
+        self._ours_first = not self._ours_first
+
+    def both(self, ours: Callable[[], Any], theirs: Callable[[], Any]) -> tuple[tuple[float, Any], tuple[float, Any]]:
+        """Return ``timed`` of both, kvdisk's first."""
+        if self._ours_first:
+            mine = timed(ours)
+            return mine, timed(theirs)
+        other = timed(theirs)
+        return timed(ours), other
+
+
 class Hits:
-    """A prompt that was stored before: what it takes to plan its load, and to book it.
+    """A prompt that was stored before: what it takes to look it up, to plan its load, and to book that.
 
     ``store_dir``: see ``BothSides``; where it is given kvdisk's memory holds just less than two prompts, so that it
     loads from NVMe, and memory makes room for what it loads. vLLM's own has no such tier, and always loads from memory.
@@ -36,7 +56,7 @@ class Hits:
         self._blocks = blocks
         self._from = "memory" if store_dir is None else "NVMe"
         room = 1 << 16 if store_dir is None else 2 * blocks - blocks // 8
-        self._sides = BothSides(0, 1, room, store_dir, their_blocks=1 << 16)
+        self._sides, self._turns = BothSides(0, 1, room, store_dir, their_blocks=1 << 16), Turns()
         self._hashes: list[list[bytes]] = []
         # The first waits in memory for the first segment to be made, so that others leave before it: it is not used.
         for number in range(1, 9):
@@ -49,30 +69,40 @@ class Hits:
 
     def round(self) -> Iterator[Sample]:
         """Load the prompt that was used longest ago."""
-        sides, blocks = self._sides, self._blocks
+        sides, blocks, both = self._sides, self._blocks, self._turns.both
+        self._turns.next_round()
         hashes = self._hashes.pop(0)
         self._hashes.append(hashes)
         request = sides.come(hashes)
         request.append_output_token_ids(1)  # so that all of its prompt may hit
-        assert sides.ours.matched_tokens(request, 0) == (blocks * BLOCK_TOKENS, True)
-        assert sides.theirs.get_num_new_matched_tokens(request, 0) == (blocks * BLOCK_TOKENS, True)
-        table = sides.allocate(request)
         tokens, step = blocks * BLOCK_TOKENS, sides.output([], {})
-        ours_s, _ = timed(lambda: sides.ours.allocated(request, table, tokens))
-        more_s, plan = timed(lambda: sides.ours.plan(step))
-        theirs_s, _ = timed(lambda: sides.theirs.update_state_after_alloc(request, table, tokens))
-        their_s, meta = timed(lambda: sides.theirs.build_connector_meta(step))
+        looking = both(
+            lambda: sides.ours.matched_tokens(request, 0), lambda: sides.theirs.get_num_new_matched_tokens(request, 0)
+        )
+        assert [found for _, found in looking] == [(tokens, True)] * 2
+        table = sides.allocate(request)
+
+        def plan_ours() -> Plan:
+            sides.ours.allocated(request, table, tokens)
+            return sides.ours.plan(step)
+
+        def plan_theirs() -> Any:
+            sides.theirs.update_state_after_alloc(request, table, tokens)
+            return sides.theirs.build_connector_meta(step)
+
+        planning = (_, plan), (_, meta) = both(plan_ours, plan_theirs)
         loads = [move for job in plan.jobs if job.kind is JobKind.LOAD for move in job.moves]
         read = sum(move.nvme is not None for move in loads)
         assert len(loads) == blocks and (read >= 0.9 * blocks if self._from == "NVMe" else not read), read
         report, done = report_of(plan), completed(meta)
-        booking_s, _ = timed(lambda: sides.ours.settle(report, set()))
-        their_booking_s, _ = timed(lambda: sides.theirs.update_connector_output(done))
+        booking = both(lambda: sides.ours.settle(report, set()), lambda: sides.theirs.update_connector_output(done))
         what = f"a hit of {blocks:,} blocks in {self._from}"
-        yield f"{what}, planning its load, a block", OURS, (ours_s + more_s) / blocks
-        yield f"{what}, planning its load, a block", THEIRS, (theirs_s + their_s) / blocks
-        yield f"{what}, booking it, a block", OURS, booking_s / blocks
-        yield f"{what}, booking it, a block", THEIRS, their_booking_s / blocks
+        for at, owner in enumerate((OURS, THEIRS)):
+            parts = [seconds[at][0] / blocks for seconds in (looking, planning, booking)]
+            yield f"{what}, looking it up, a block", owner, parts[0]
+            yield f"{what}, planning its load, a block", owner, parts[1]
+            yield f"{what}, booking it, a block", owner, parts[2]
+            yield f"{what}, in all, a block", owner, sum(parts)
         sides.finish(request.request_id)
         self._rest()
 

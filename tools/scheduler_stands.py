@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,7 +81,8 @@ class BothSides:
     """Running requests, and kvdisk's and vLLM's scheduler sides that follow them. ``cpu_blocks``: of each one's tier.
 
     Each request decodes; what it computes is stored by both. ``store_dir``: where kvdisk has an NVMe tier as well, an
-    index and all; of its blocks nothing is written. ``their_blocks``: of vLLM's tier, by default as many.
+    index and all, in a store of its own there: its blocks are the same as others'; nothing of them is written.
+    ``their_blocks``: of vLLM's tier, by default as many.
     ``admission``: of kvdisk's memory.
     """
 
@@ -105,7 +107,9 @@ class BothSides:
         pool_blocks = 2 * request_count * prompt_blocks + 65536
         cache = KVCacheConfig(pool_blocks, [], [KVCacheGroupSpec(["layer"], spec)], hash_block_size=BLOCK_TOKENS)
         settings = _settings()
-        drive = {} if store_dir is None else {"store_dirs": (store_dir,), "nvme_bytes": NVME_BYTES}
+        drive: dict[str, Any] = {}
+        if store_dir is not None:
+            drive = {"store_dirs": (Path(tempfile.mkdtemp(dir=store_dir)),), "nvme_bytes": NVME_BYTES}
         config = Config(  # type: ignore[arg-type]
             cpu_bytes=cpu_blocks * SLOT_BYTES, store_decode=True, cpu_admission=admission, **drive
         )

@@ -79,8 +79,8 @@ def demotion_without_a_pin(patch: Patch) -> None:
 
 @BUGS.plant
 def load_without_a_pin(patch: Patch) -> None:
-    def find(original: Any, self: LoadPlanner, draft: LoadDraft, start: int, *args: Any) -> None:
-        original(self, draft, start, *args)
+    def find(original: Any, self: LoadPlanner, draft: LoadDraft, start: int, *args: Any, **kwargs: Any) -> None:
+        original(self, draft, start, *args, **kwargs)
         for row, nvme in zip(draft.rows[start:], draft.nvme[start:], strict=True):
             if row >= 0:
                 self._catalog.unpin((row,), Tier.CPU if nvme is None else Tier.NVME)
