@@ -50,7 +50,12 @@ class CompileManager(build_ext):
             from mypyc.build import mypycify
 
             sources = [str(path.relative_to(ROOT)) for path in compiled_sources()]
-            return mypycify(sources, opt_level="3", debug_level="0", group_name="kvdisk.manager.native")
+            found: list[Extension] = mypycify(
+                sources, opt_level="3", debug_level="0", group_name="kvdisk.manager.native"
+            )
+            for extension in found:  # nothing from without calls what is in them, so that calls within are direct
+                extension.extra_compile_args += ["-fvisibility=hidden", "-fno-semantic-interposition"]
+            return found
         except (Exception, SystemExit) as failure:  # the latter by mypy, for what it finds
             self._do_without(failure)
             return []
