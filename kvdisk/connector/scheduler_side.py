@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's half of the connector: hooks of vLLM's scheduler in, plans out. Scheduler thread only."""
+"""The scheduler's half of the connector: hooks of vLLM's scheduler in, plans out. Scheduler thread only.
+
+Counts of tokens become plain integers here, whatever the engine counts with: a compiled manager takes no other.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +108,7 @@ class SchedulerSide:
         if request.request_id not in self._requests:
             return 0, False
         self._follow_session(request)
-        self._local_tokens[request.request_id] = local_tokens
+        self._local_tokens[request.request_id] = local_tokens = int(local_tokens)
         tokens = self._manager.lookup(request.request_id, local_tokens, request.num_tokens, time.monotonic())
         return tokens, bool(tokens)
 
@@ -119,7 +122,7 @@ class SchedulerSide:
             for group in blocks.blocks
         ]
         local_tokens = self._local_tokens[request.request_id]
-        self._manager.plan_load(request.request_id, local_tokens, external_tokens, block_ids)
+        self._manager.plan_load(request.request_id, local_tokens, int(external_tokens), block_ids)
 
     def hit_sources(self, request: Request, external_tokens: int) -> dict[CacheHitSource, int]:
         """Answer ``get_external_cache_hit_sources``."""
@@ -134,7 +137,7 @@ class SchedulerSide:
             return False
         if not aborted:
             # The last sampled token has no KV.
-            computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+            computed_tokens = int(min(request.num_computed_tokens, request.num_tokens - 1))
             self._follow_session(request)
             if self._manager.may_offer(request.request_id, computed_tokens):
                 self._describe(request)
@@ -156,7 +159,7 @@ class SchedulerSide:
             if request is None:
                 continue
             # Of the tokens computed when this step is over, only those whose ids are known are final.
-            computed_tokens = min(request.num_computed_tokens + scheduled_tokens, request.num_tokens)
+            computed_tokens = int(min(request.num_computed_tokens + scheduled_tokens, request.num_tokens))
             if request.streaming_queue is not None:
                 self._follow_session(request)
             if manager.may_offer(request_id, computed_tokens):
@@ -164,7 +167,7 @@ class SchedulerSide:
                 block_ids = state.get_block_ids(request_id)
                 if block_ids is not None:
                     manager.plan_store(request_id, computed_tokens, block_ids, now)
-        step_tokens = sum(output.num_scheduled_tokens.values())
+        step_tokens = int(sum(output.num_scheduled_tokens.values()))
         return manager.take_plan(now, idle=step_tokens == 0, step_tokens=step_tokens, now_s=int(time.time()))
 
     def settle(self, report: Report | None, invalid_blocks: set[int]) -> None:

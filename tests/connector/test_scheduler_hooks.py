@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from schedulers import BLOCK_TOKENS, Bench
 
@@ -77,6 +80,34 @@ def test_a_stored_prefix_is_loaded_asynchronously(bench: Bench) -> None:
     bench.run()
     assert bench.counters()["hit_tokens.cpu"] == 4 * BLOCK_TOKENS
     assert len(_jobs(bench, JobKind.STORE)) == 1, "what is stored is not stored again"
+
+
+def test_an_engine_may_count_with_numbers_of_numpy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    connector, seen = bench.connector, []
+    matched, allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+    build = connector.build_connector_meta
+
+    def build_connector_meta(output: Any) -> Any:
+        scheduled = {request_id: np.int64(count) for request_id, count in output.num_scheduled_tokens.items()}
+        seen.extend(scheduled)
+        return build(dataclasses.replace(output, num_scheduled_tokens=scheduled))
+
+    monkeypatch.setattr(
+        connector, "get_num_new_matched_tokens", lambda request, tokens: matched(request, np.int64(tokens))
+    )
+    monkeypatch.setattr(
+        connector,
+        "update_state_after_alloc",
+        lambda request, blocks, tokens: allocated(request, blocks, np.int64(tokens)),
+    )
+    monkeypatch.setattr(connector, "build_connector_meta", build_connector_meta)
+    bench.add("a", PROMPT)
+    bench.run()
+    _forget_gpu(bench)
+    bench.add("b", PROMPT)
+    bench.run()
+    assert {"a", "b"} == {*seen}
+    assert bench.counters()["loaded_blocks"] == bench.counters()["stored_blocks"] == 4
 
 
 def test_local_and_external_hits_add_up(bench: Bench) -> None:
