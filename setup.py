@@ -32,14 +32,16 @@ class CompileManager(build_ext):
 
     _directory = compiled_directory().relative_to(ROOT / "kvdisk" / "manager")
 
-    def finalize_options(self) -> None:
-        """Say which extensions there are; to know their names is to have made their C."""
-        if not self.editable_mode:
-            self.distribution.ext_modules = self._make_c()
-        super().finalize_options()
-
     def run(self) -> None:
-        """Compile."""
+        """Make the C of the extensions, which is to know their names, and compile it; not for an editable installation.
+
+        That would put them beside the sources, where they would hide these.
+        """
+        if self.editable_mode or self.inplace:
+            return
+        self.distribution.ext_modules = self._make_c()
+        self.swig_opts = None  # so that options, which only now have their extensions, can be finalized once more
+        self.finalize_options()
         try:
             super().run()
         except Exception as failure:

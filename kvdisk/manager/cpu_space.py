@@ -94,6 +94,9 @@ class CpuSpace:
 
     def inserted(self, rows: Sequence[int]) -> None:
         """Copies became READY on every rank: of one chain the tail comes first."""
+        if len(self._policies) == 1:
+            self._policies[0].insert(rows)
+            return
         for size_class, alike in self._by_class(rows):
             self._policies[size_class].insert(alike)
 

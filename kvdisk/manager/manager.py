@@ -241,11 +241,13 @@ class TierManager:
         the Unix epoch, for what is told of uses; 0: as before.
         """
         if self._cpu is not None:
-            self._cpu_admission.note_room(*self._cpu.room)
+            free, total = self._cpu.room
+            self._cpu_admission.note_room(free, total)
         if self._nvme is not None:
             self.commit()
             self._nvme.uses.count(now, now_s)
-            self._nvme_admission.note_room(*self._nvme.room)
+            free, total = self._nvme.room
+            self._nvme_admission.note_room(free, total)
             self._foreign.absorb(now)
             self._settlement.room += self._nvme.resumes(now)
             if self._cpu is not None:

@@ -14,6 +14,7 @@ from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.transfers import MoveDetail, Transfers, make_details
 from kvdisk.messages import JobKind, Move, make_moves
 
+_CPU = Tier.CPU
 NO_PLACE: tuple[int, Iterable[int]] = (-1, repeat(-1))
 """Of free blocks: in no request."""
 
@@ -83,9 +84,16 @@ class StoreDrafts:
                     rows[at] = catalog.add(keys[at], self._generation, draft.epoch, parents[at])
             generations = map(catalog.generations.__getitem__, rows)
         catalog.begin_all(rows, self._target, slots)
-        cpu, nvme = (slots, repeat(None)) if self._target is Tier.CPU else (repeat(None), slots)
+        on_cpu, (group, positions) = self._target is _CPU, place
+        if len(rows) == 1:  # as when a request decodes: columns would take longer than their one block
+            row, block, slot = rows[0], blocks[0], slots[0]
+            generation, parent = catalog.generations[row], parents[0]
+            cpu_slot, nvme_slot = (slot, None) if on_cpu else (None, slot)
+            draft.moves.append(Move(keys[0], generation, block, cpu_slot, nvme_slot, parent))
+            draft.details.append(MoveDetail(row, block if draft.holds else -1, group, next(iter(positions))))
+            return
+        cpu, nvme = (slots, repeat(None)) if on_cpu else (repeat(None), slots)
         draft.moves += make_moves(keys, generations, blocks, cpu, nvme, parents)
-        group, positions = place
         draft.details += make_details(rows, blocks if draft.holds else repeat(-1), repeat(group), positions)
 
     def queue(self, draft: StoreDraft) -> JobId | None:

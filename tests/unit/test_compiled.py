@@ -104,14 +104,25 @@ def test_another_python_has_a_form_of_its_own() -> None:
     assert compiled_directory().name.startswith(sys.implementation.cache_tag + "-")
 
 
-def test_what_cannot_be_compiled_is_built_without(copied: Path) -> None:
+def build(copied: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run ``setup.py`` in a copy of the checkout, with a C compiler that fails."""
     root = PACKAGE.parent
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(root / name, copied)
     shutil.rmtree(copied / "kvdisk" / "manager" / "compiled", ignore_errors=True)
-    command = [sys.executable, "setup.py", "-q", "build", "--build-lib", "built"]
+    called = [sys.executable, "setup.py", "-q", *command]
     environment = os.environ | {"CC": "false"}
-    done = subprocess.run(command, cwd=copied, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(called, cwd=copied, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_nothing_is_compiled_beside_the_sources_which_it_would_hide(copied: Path) -> None:
+    done = build(copied, "build_ext", "--inplace")
+    assert done.returncode == 0, done.stderr
+    assert "not compiled" not in done.stdout + done.stderr, "it is not even tried"
+
+
+def test_what_cannot_be_compiled_is_built_without(copied: Path) -> None:
+    done = build(copied, "build", "--build-lib", "built")
     assert done.returncode == 0, done.stderr
     assert "the manager is not compiled, and runs as it is written" in done.stdout + done.stderr
     assert not list((copied / "built").rglob("*.so"))
