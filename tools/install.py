@@ -112,7 +112,7 @@ class Installer:
             return
         lacking = lacking_to_compile()
         if lacking is not None:
-            self._say(f"{lacking}: the scheduler's side runs as it is written, which takes about 1.6 times as long")
+            self._say(f"{lacking}: the scheduler's side runs as it is written, which takes about 1.5 times as long")
             return
         self._say("compiling the scheduler's side, about a minute")
         self.worked = True
