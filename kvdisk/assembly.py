@@ -286,10 +286,8 @@ def describe_geometry(geometry: Geometry) -> dict[str, Any]:
 def _log_start(config: Config, geometry: Geometry, catalog: Catalog, home: Home | None) -> None:
     per_token = sum(group.payload_bytes / group.block_tokens for group in geometry.groups) * geometry.rank_count
     where = "no NVMe tier" if home is None else f"NVMe {config.nvme_bytes} bytes in {home.path} ({len(catalog)} blocks)"
-    form = "compiled" if IS_COMPILED else "not compiled"
-    logger.info(
-        "kvdisk keeps %.0f bytes of KV a token: CPU %d bytes, %s; manager %s.", per_token, config.cpu_bytes, where, form
-    )
+    text = "kvdisk keeps %.0f bytes of KV a token: CPU %d bytes, %s; manager %s."
+    logger.info(text, per_token, config.cpu_bytes, where, "compiled" if IS_COMPILED else "not compiled")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from itertools import repeat
 
 import numpy as np
 
-from kvdisk.blocks import BlockKey, Slot, Tier, make_slots
+from kvdisk.blocks import CPU, NVME, BlockKey, Slot, Tier, make_slots
 from kvdisk.manager.chains import NONE, Chains
 from kvdisk.manager.copies import ABSENT, ILLEGAL, NEXT, PRESENCES, READY, Change, CommittedCopies, CopyState, Presence
 from kvdisk.manager.events import Journal
 
-_TIERS = _CPU, _NVME = Tier.CPU, Tier.NVME
+_TIERS = (CPU, NVME)
 _NOBODY = BlockKey(b"")
 _MOST_PINS, _GROWN_ROWS = 2**16 - 1, 64
 
@@ -42,8 +42,8 @@ class Catalog:
         self.generations = array("Q")
         self.epochs = array("Q")
         self._cpu_states, self._nvme_states = bytearray(), bytearray()
-        self._states = {_CPU: self._cpu_states, _NVME: self._nvme_states}
-        self._others = {_CPU: self._nvme_states, _NVME: self._cpu_states}
+        self._states = {CPU: self._cpu_states, NVME: self._nvme_states}
+        self._others = {CPU: self._nvme_states, NVME: self._cpu_states}
         # The last is that of row -1, which no block has.
         self._presences = bytearray([Presence.NOWHERE])
         # That row, and all with a key that are not READY but for their drive: few, and soon looked up.
@@ -123,8 +123,7 @@ class Catalog:
         """Let the rows that have waited for a key's row follow it."""
         for child in self.chains.take_orphans(key):
             self.parents[child] = key
-            tiers = [tier for tier in _TIERS if self._states[tier][child] != ABSENT]
-            self.chains.give_parent(child, row, tiers)
+            self.chains.give_parent(child, row, [tier for tier in _TIERS if self._states[tier][child] != ABSENT])
 
     def fill(self, tier: Tier, copies: CommittedCopies, epoch: int) -> None:
         """Take over many blocks at once as rows 0, 1, ... with a READY copy each; the catalog must be empty."""
@@ -202,7 +201,7 @@ class Catalog:
         self.gains += 1
         self.losses += 1
         if self.keys:
-            places = np.frombuffer(self._segments[_NVME], np.uint32)
+            places = np.frombuffer(self._segments[NVME], np.uint32)
             states = np.frombuffer(self._nvme_states, np.uint8)
             rows = np.flatnonzero((states == READY) & np.isin(places, changed))
             nvme = np.where(np.isin(places[rows], list(segments)), ABSENT, READY)
@@ -228,7 +227,7 @@ class Catalog:
     def readable(self, row: int, tier: Tier) -> bool:
         """Whether a copy is READY and its drive is not quarantined."""
         return self._states[tier][row] == READY and (
-            tier is _CPU or not self._hidden or self._segments[tier][row] not in self._hidden
+            tier is CPU or not self._hidden or self._segments[tier][row] not in self._hidden
         )
 
     def pins(self, row: int, tier: Tier) -> int:
@@ -368,7 +367,7 @@ class Catalog:
         """What ``_change_one`` does, for rows that have a copy in one tier at most, all in one state, as most have."""
         target = NEXT[state * 4 + change]
         assert target != ILLEGAL, f"{change!r} of copies that are {CopyState(state)!r}"
-        scale = 4 if tier is _CPU else 1
+        scale = 4 if tier is CPU else 1
         before, now = PRESENCES[state * scale], PRESENCES[target * scale]
         states, presences = self._states[tier], self._presences
         for row in rows:
@@ -388,7 +387,7 @@ class Catalog:
         states[row] = target = NEXT[states[row] * 4 + change]
         assert target != ILLEGAL, f"{change!r} of a copy of row {row}"
         nvme = self._nvme_states[row]
-        if self._hidden and nvme == READY and self._segments[_NVME][row] in self._hidden:
+        if self._hidden and nvme == READY and self._segments[NVME][row] in self._hidden:
             nvme = ABSENT
         before, now = presences[row], PRESENCES[self._cpu_states[row] * 4 + nvme]
         if now == READY:

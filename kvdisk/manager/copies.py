@@ -25,8 +25,7 @@ ABSENT: Final = int(CopyState.ABSENT)
 WRITING: Final = int(CopyState.WRITING)
 READY: Final = int(CopyState.READY)
 DOOMED: Final = int(CopyState.DOOMED)
-"""The same as plain integers, which is what columns hold: to name a member of an enumeration takes ten times as long,
-and these are asked for every block."""
+"""The same as plain integers, which is what columns hold; see ``kvdisk.blocks.CPU``."""
 
 
 class Change(IntEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from kvdisk.blocks import Slot, Tier, group_of
+from kvdisk.blocks import CPU, Slot, group_of
 from kvdisk.geometry import Geometry
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.copies import DOOMED
@@ -13,8 +13,6 @@ from kvdisk.manager.eviction import EvictionPolicy
 from kvdisk.manager.pool import SlotPool
 from kvdisk.manager.tail_first import TailFirst
 from kvdisk.stats import Stats
-
-_CPU = Tier.CPU
 
 
 class CpuSpace:
@@ -39,7 +37,7 @@ class CpuSpace:
         self._geometry = geometry
         self._catalog = catalog
         self._stats = stats
-        self._policies = [TailFirst(make_policy(), catalog, _CPU) for _ in slot_counts]
+        self._policies = [TailFirst(make_policy(), catalog, CPU) for _ in slot_counts]
         self.pool = SlotPool(len(slot_counts))
         self.before_evict: Callable[[int], bool] | None = None
         self.is_draining = True
@@ -79,7 +77,7 @@ class CpuSpace:
 
     def _victims(self, size_class: int, count: int, spare_backlog: bool) -> list[int]:
         backlog, policy = self._backlogs[size_class], self._policies[size_class]
-        evictable = self._catalog.evictable_in(_CPU)
+        evictable = self._catalog.evictable_in(CPU)
         if not backlog:
             return policy.victims(count, evictable)
         rows = policy.victims(count, lambda row: row not in backlog and evictable(row))
@@ -116,25 +114,25 @@ class CpuSpace:
         if backlog:
             for row in rows:
                 backlog.pop(row, None)
-        self.pool.release(self._catalog.drop_all(rows, _CPU))
+        self.pool.release(self._catalog.drop_all(rows, CPU))
 
     def discard(self, row: int) -> None:
         """Serve a READY or WRITING copy to nobody any more, and end it as soon as no job uses it."""
         size_class = self.class_of(row)
         self._policies[size_class].remove((row,))
         self._backlogs[size_class].pop(row, None)
-        self._catalog.doom(row, _CPU)
+        self._catalog.doom(row, CPU)
         self._end_doomed(row)
 
     def unpin(self, rows: Sequence[int]) -> None:
         """Give back one pin of each copy; the last one of a doomed copy ends it."""
-        self._catalog.unpin(rows, _CPU)
-        if self._catalog.any_in(DOOMED, rows, _CPU):
+        self._catalog.unpin(rows, CPU)
+        if self._catalog.any_in(DOOMED, rows, CPU):
             for row in reversed(rows):
                 self._end_doomed(row)
 
     def _end_doomed(self, row: int) -> None:
-        if self._catalog.state(row, _CPU) == DOOMED and self._catalog.pins(row, _CPU) == 0:
+        if self._catalog.state(row, CPU) == DOOMED and self._catalog.pins(row, CPU) == 0:
             self.drop(row)
 
     # -- waiting for NVMe ----------------------------------------------------------------------

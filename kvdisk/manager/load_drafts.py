@@ -7,12 +7,10 @@ from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
-from kvdisk.blocks import BlockKey, Slot, Tier
+from kvdisk.blocks import CPU, BlockKey, Slot, Tier
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.transfers import MoveDetail, make_details
 from kvdisk.messages import Move, make_moves
-
-_CPU = Tier.CPU
 
 
 class LoadDraft:
@@ -52,7 +50,7 @@ class LoadDraft:
 
     def find(self, start: int, places: Sequence[int], rows: Sequence[int], tier: Tier, catalog: Catalog) -> None:
         """Note the rows, and the copies in a tier, of blocks, whose places are counted from ``start``."""
-        slots = self.cpu if tier is _CPU else self.nvme
+        slots = self.cpu if tier is CPU else self.nvme
         columns: tuple[tuple[list[Any], Iterable[Any]], ...] = (
             (self.rows, rows),
             (slots, catalog.slots(rows, tier)),

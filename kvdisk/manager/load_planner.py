@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
 
-from kvdisk.blocks import BlockKey, Tier
+from kvdisk.blocks import CPU, NVME, BlockKey
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry
 from kvdisk.manager.admission import AdmissionPolicy
@@ -24,7 +24,7 @@ from kvdisk.manager.transfers import Transfers
 from kvdisk.manager.wants import Wants
 from kvdisk.messages import JobKind
 
-_CPU, _NVME, _LOAD = Tier.CPU, Tier.NVME, JobKind.LOAD
+_LOAD = JobKind.LOAD
 _ALL_READY = bytes([READY])
 
 
@@ -114,8 +114,8 @@ class LoadPlanner:
         """Whether a short hit is worth its load."""
         catalog = self._catalog
         rows = [catalog.find(key) for keys in self._needed_keys(request, local_tokens, hit) for key in keys]
-        on_cpu = all(row >= 0 and catalog.state(row, _CPU) == READY for row in rows)
-        return self._price.is_worth(hit - local_tokens, _CPU if on_cpu else _NVME, request.arrival)
+        on_cpu = all(row >= 0 and catalog.state(row, CPU) == READY for row in rows)
+        return self._price.is_worth(hit - local_tokens, CPU if on_cpu else NVME, request.arrival)
 
     def _may_wait(self, request: RequestState, now: float) -> bool:
         if request.wait_started_s is None:
@@ -169,13 +169,13 @@ class LoadPlanner:
             here = [at for at, row in enumerate(rows) if catalog.is_ready(row)]
             abroad = self._find_abroad(draft, start, {*range(len(rows))}.difference(here))
             keys = [keys[at] for at in sorted({*here, *abroad})]
-        states = catalog.columns(_CPU)[0]
+        states = catalog.columns(CPU)[0]
         on_cpu: Sequence[int] = here
         on_nvme: Sequence[int] = ()
         if len(here) < len(rows) or bytes(map(states.__getitem__, rows)).strip(_ALL_READY):  # else all are in memory
             on_cpu = [at for at in here if states[rows[at]] == READY]
             on_nvme = [at for at in here if states[rows[at]] != READY]
-        for tier, places in ((_CPU, on_cpu), (_NVME, on_nvme)):
+        for tier, places in ((CPU, on_cpu), (NVME, on_nvme)):
             if places:
                 found = rows if len(places) == len(rows) else [rows[at] for at in places]
                 catalog.pin(found, tier)
@@ -202,7 +202,7 @@ class LoadPlanner:
             if slot is not None:
                 row = draft.rows[at]
                 # Another home's block gets a row of its own, unless this engine is just writing or dropping that block.
-                absent = catalog.state(row, _CPU) == ABSENT if row >= 0 else catalog.find(draft.keys[at]) < 0
+                absent = catalog.state(row, CPU) == ABSENT if row >= 0 else catalog.find(draft.keys[at]) < 0
                 vacant += [at] * absent
         wanted: dict[int, list[int]] = {}
         for at in compress(vacant, self._cpu_admission.admits([draft.keys[at] for at in vacant])):
@@ -214,5 +214,5 @@ class LoadPlanner:
                 if draft.rows[at] < 0:
                     draft.rows[at] = catalog.add(draft.keys[at], draft.generations[at], epoch, draft.parents[at])
             rows = [draft.rows[at] for at in places[: len(slots)]]
-            catalog.begin_all(rows, _CPU, slots)
+            catalog.begin_all(rows, CPU, slots)
             self._reads.begin(_LOAD, [draft.keys[at] for at in places[: len(slots)]], rows)

@@ -14,11 +14,11 @@ in ``TRIED_ANYWAY`` has its short hit loaded all the same, so that what was lear
 
 from __future__ import annotations
 
-from kvdisk.blocks import JobId, Tier
+from kvdisk.blocks import CPU, NVME, JobId, Tier
 from kvdisk.manager.transfers import JobRecord
 from kvdisk.messages import Job, JobKind
 
-_CPU, _NVME, _LOAD = Tier.CPU, Tier.NVME, JobKind.LOAD
+_LOAD = JobKind.LOAD
 
 MOST_BLOCKS = 4
 TRIED_ANYWAY = 16
@@ -40,7 +40,7 @@ class LoadPrice:
         self._step_tokens = step_tokens
         self._rate: float | None = None
         self._seconds: dict[Tier, float] = {}
-        self._least = {_CPU: 0, _NVME: 0}
+        self._least = {CPU: 0, NVME: 0}
         self._last_step: tuple[float, int] | None = None
         self._sent_s: dict[JobId, float] = {}
 
@@ -77,7 +77,7 @@ class LoadPrice:
         sent_s = self._sent_s.pop(record.job.id, None)
         if sent_s is None or record.failed or not record.job.moves:
             return
-        tier = _CPU if all(move.nvme is None for move in record.job.moves) else _NVME
+        tier = CPU if all(move.nvme is None for move in record.job.moves) else NVME
         seconds, known = now - sent_s, self._seconds.get(tier)
         # At once down, and slowly up: the quickest of the last loads or so.
         quicker = known is None or seconds <= known

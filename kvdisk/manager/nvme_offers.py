@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import compress
 
-from kvdisk.blocks import Tier
+from kvdisk.blocks import CPU, NVME
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.copies import ABSENT, READY
@@ -14,8 +14,6 @@ from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies
 from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.stats import Stats
-
-_CPU, _NVME = Tier.CPU, Tier.NVME
 
 
 class NvmeOffers:
@@ -47,7 +45,7 @@ class NvmeOffers:
         cpu, nvme = self._tiers
         if not nvme.home_open:
             return 0
-        keys, (on_cpu, on_nvme) = self._catalog.keys, (self._catalog.columns(tier)[0] for tier in (_CPU, _NVME))
+        keys, (on_cpu, on_nvme) = self._catalog.keys, (self._catalog.columns(tier)[0] for tier in (CPU, NVME))
         wanted = [row for row in rows if on_cpu[row] == READY and on_nvme[row] == ABSENT]
         if self._foreign.known:
             wanted = [row for row in wanted if not self._foreign.holds(keys[row])]
@@ -64,7 +62,7 @@ class NvmeOffers:
         if self.offer((row,)):
             return True
         nvme, key = self._tiers[1], self._catalog.keys[row]
-        is_absent = self._catalog.state(row, _NVME) == ABSENT
+        is_absent = self._catalog.state(row, NVME) == ABSENT
         if nvme.home_open and is_absent and not self._foreign.holds(key):
             if not self._admission.admits((key,))[0]:
                 self._stats.add("left_blocks.reuse")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvdisk.blocks import Tier
+from kvdisk.blocks import CPU, NVME
 from kvdisk.geometry import Geometry
 from kvdisk.manager.lookup import first_needed
 from kvdisk.manager.requests import RequestState
@@ -19,7 +19,6 @@ from kvdisk.manager.transfers import MoveDetail
 from kvdisk.messages import Move
 from kvdisk.stats import Stats
 
-_CPU, _NVME = Tier.CPU, Tier.NVME
 _Asked = tuple[int, int, int]
 """A lookup: what the GPU had of its own, where the longest hit would have ended, and what was promised beyond the GPU's
 own, in tokens."""
@@ -97,7 +96,7 @@ class Served:
             nvme_tokens = self._tokens_on_nvme(local_tokens, moves, details) if nvme_blocks else 0
             nvme_tokens = min(nvme_tokens, external_tokens)
         cpu_tokens = external_tokens - nvme_tokens
-        request.served = {_CPU: cpu_tokens, _NVME: nvme_tokens}
+        request.served = {CPU: cpu_tokens, NVME: nvme_tokens}
         self._count(asked, end_tokens, (cpu_tokens, nvme_tokens), (cpu_blocks, nvme_blocks))
 
     def _tokens_on_nvme(self, local_tokens: int, moves: Sequence[Move], details: Sequence[MoveDetail]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvdisk.blocks import BlockKey, Tier
+from kvdisk.blocks import CPU, NVME, BlockKey, Tier
 from kvdisk.context import SchedulerContext
 from kvdisk.geometry import Geometry
 from kvdisk.manager.catalog import Catalog
@@ -28,7 +28,6 @@ from kvdisk.stats import Stats
 
 _SOURCE_IS_BAD = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
 """Failures of a load after which its source copy is dropped. A deadline says nothing about the copy."""
-_CPU, _NVME = Tier.CPU, Tier.NVME
 _STORE, _LOAD, _PROMOTE = JobKind.STORE, JobKind.LOAD, JobKind.PROMOTE
 _TIMED = {
     JobKind.STORE: "job_seconds.store",
@@ -116,13 +115,13 @@ class Settlement:
                     assert move.nvme is not None
                     self._foreign.unpin(move.nvme)
                 else:
-                    self._space(_NVME).unpin((row,))
+                    self._space(NVME).unpin((row,))
                 if move.cpu is not None:
-                    self._abandon(row, _CPU)
+                    self._abandon(row, CPU)
             else:
-                self._abandon(row, _NVME)
+                self._abandon(row, NVME)
                 if kind is JobKind.DEMOTE:
-                    self._space(_CPU).unpin((row,))
+                    self._space(CPU).unpin((row,))
 
     def cancel(self, record: JobRecord) -> None:
         """End a job that no worker has seen: as if every move had failed, with no consequence for the tiers."""
@@ -138,7 +137,7 @@ class Settlement:
 
     def _settle_store(self, record: JobRecord, now: float, now_s: int) -> None:
         self._settle_stores((record,), now, now_s)
-        tier = _NVME if self._cpu is None else _CPU
+        tier = NVME if self._cpu is None else CPU
         for at in sorted(record.failed, reverse=True):
             detail, key = record.details[at], record.job.moves[at].key
             self._fail(detail.row, tier, at in record.late)
@@ -174,7 +173,7 @@ class Settlement:
             self._context.free_first(spilled)
         self.pinned_blocks -= len(held) + len(spilled)
         self._stats.add("stored_blocks", len(written))
-        stored = self._finish(written, _NVME if self._cpu is None else _CPU)
+        stored = self._finish(written, NVME if self._cpu is None else CPU)
         if self._nvme is None:
             return
         if self._cpu is None:
@@ -201,7 +200,7 @@ class Settlement:
 
     def _abandon(self, row: int, tier: Tier) -> None:
         """A copy was not written, or is not wanted any more: give back its writer's pin and its slot."""
-        if tier is _CPU:
+        if tier is CPU:
             assert self._cpu is not None
             self._catalog.unpin((row,), tier)
             self._cpu.drop(row)
@@ -222,13 +221,13 @@ class Settlement:
     def _settle_demote(self, record: JobRecord, now: float, now_s: int) -> None:
         assert self._cpu is not None and self._nvme is not None
         rows = [detail.row for detail in record.details]
-        written = self._finish([row for at, row in reversed([*enumerate(rows)]) if at not in record.failed], _NVME)
+        written = self._finish([row for at, row in reversed([*enumerate(rows)]) if at not in record.failed], NVME)
         for at in reversed(range(len(rows))):
             reason = record.failed.get(at)
             if reason is not None:
                 if reason is not Reason.CANCELLED:
                     self._stats.add("failed_stores")
-                self._fail(rows[at], _NVME, at in record.late)
+                self._fail(rows[at], NVME, at in record.late)
         self._cpu.unpin([row for at, row in enumerate(rows) if at not in record.late])
         self._stats.add("demoted_blocks", len(written))
         self._nvme.record(written, now_s)
@@ -290,16 +289,16 @@ class Settlement:
                 (from_cpu if nvme is None else from_nvme).append(row)
         assert -1 not in from_cpu, "nothing was read, and nobody said so"
         if from_cpu:
-            self._settle_sources(from_cpu, _CPU)
+            self._settle_sources(from_cpu, CPU)
         if from_nvme:
-            self._settle_sources(from_nvme, _NVME)
+            self._settle_sources(from_nvme, NVME)
         if foreign and record.job.kind is _LOAD:
             self._stats.add("loaded_blocks_foreign", foreign)
         if keys:
             self._reads.end(record.job.kind, keys, rows)
         if failed:
             rows = self._settle_failed_reads(record)
-        kept = self._finish(rows, _CPU) if rows else ()
+        kept = self._finish(rows, CPU) if rows else ()
         if rows:
             self._stats.add("promoted_blocks", len(rows))
         return len(kept)
@@ -309,7 +308,7 @@ class Settlement:
         space, used = self._space(tier), rows
         if self._catalog.any_in(DOOMED, rows, tier):
             used = [row for row in rows if self._catalog.state(row, tier) == READY]
-        if tier is _CPU:
+        if tier is CPU:
             self._offers.offer(used)  # their counts rose when the load was planned
         space.unpin(rows)
         space.accessed(used)
@@ -327,9 +326,9 @@ class Settlement:
             if is_foreign(move.nvme):
                 self._settle_foreign(move, reason, late)
             elif row >= 0:
-                self._settle_failed_source(row, _CPU if move.nvme is None else _NVME, reason, late)
+                self._settle_failed_source(row, CPU if move.nvme is None else NVME, reason, late)
             if lands:
-                self._fail(row, _CPU, late)
+                self._fail(row, CPU, late)
         return written
 
     def _settle_foreign(self, move: Move, reason: Reason | None, late: bool) -> None:
@@ -345,12 +344,12 @@ class Settlement:
             # A copy on a drive that was given up for now is none the worse for it.
             if reason in _SOURCE_IS_BAD and (reason is not Reason.IO_ERROR or self._catalog.readable(row, tier)):
                 space.discard(row)
-            elif tier is _CPU:
+            elif tier is CPU:
                 self._offers.offer((row,))
         if not late:
             space.unpin((row,))
 
     def _space(self, tier: Tier) -> CpuSpace | NvmeSpace:
-        space = self._cpu if tier is _CPU else self._nvme
+        space = self._cpu if tier is CPU else self._nvme
         assert space is not None
         return space

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 
-from kvdisk.blocks import BlockKey, JobId, Slot, Tier
+from kvdisk.blocks import CPU, BlockKey, JobId, Slot, Tier
 from kvdisk.context import SchedulerContext
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.requests import RequestState
@@ -14,7 +14,6 @@ from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.transfers import MoveDetail, Transfers, make_details
 from kvdisk.messages import JobKind, Move, make_moves
 
-_CPU = Tier.CPU
 NO_PLACE: tuple[int, Iterable[int]] = (-1, repeat(-1))
 """Of free blocks: in no request."""
 
@@ -84,7 +83,7 @@ class StoreDrafts:
                     rows[at] = catalog.add(keys[at], self._generation, draft.epoch, parents[at])
             generations = map(catalog.generations.__getitem__, rows)
         catalog.begin_all(rows, self._target, slots)
-        on_cpu, (group, positions) = self._target is _CPU, place
+        on_cpu, (group, positions) = self._target is CPU, place
         if len(rows) == 1:  # as when a request decodes: columns would take longer than their one block
             row, block, slot = rows[0], blocks[0], slots[0]
             generation, parent = catalog.generations[row], parents[0]

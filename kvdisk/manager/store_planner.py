@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import compress
 
-from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
+from kvdisk.blocks import CPU, NVME, BlockKey, JobId, Slot, group_of
 from kvdisk.config import Config
 from kvdisk.context import SchedulerContext
 from kvdisk.geometry import Geometry, GroupGeometry
@@ -28,8 +28,6 @@ from kvdisk.manager.transfers import Transfers
 from kvdisk.manager.wants import Wants
 from kvdisk.manager.watermark import Refusal
 from kvdisk.stats import Stats
-
-_CPU, _NVME = Tier.CPU, Tier.NVME
 
 
 class StorePlanner:
@@ -64,7 +62,7 @@ class StorePlanner:
         self._cpu = cpu
         self._nvme = nvme
         self._store_policy = store_policy
-        self._target = _CPU if cpu is not None else _NVME
+        self._target = CPU if cpu is not None else NVME
         self._admission = admission
         self._wants = wants
         self._offers = offers
@@ -135,7 +133,7 @@ class StorePlanner:
             return True
         used = [row for row in rows if is_coming(self._catalog, row)]
         self._offers.offer(used)
-        for space, tier in ((self._cpu, _CPU), (self._nvme, _NVME)):
+        for space, tier in ((self._cpu, CPU), (self._nvme, NVME)):
             if space is not None:  # the head last, so that it leaves last
                 space.accessed([row for row in reversed(used) if self._catalog.state(row, tier) == READY])
         if self._nvme is not None:
@@ -250,7 +248,7 @@ class StorePlanner:
 
     def _is_there(self, key: BlockKey, row: int) -> bool:
         """Whether a block needs no store: it is in a tier, or on its way there, or on another home's drive likewise."""
-        return is_coming(self._catalog, row) or (self._target is _NVME and self._foreign.holds(key))
+        return is_coming(self._catalog, row) or (self._target is NVME and self._foreign.holds(key))
 
     def _answer(
         self,
@@ -269,7 +267,7 @@ class StorePlanner:
             return offers
         policy, keys, catalog = self._store_policy, request.keys[group], self._catalog
         rows = [NONE] * len(offers) if are_new else catalog.find_all([keys[position] for position in offers])
-        may_be_abroad = self._target is _NVME and self._foreign.known
+        may_be_abroad = self._target is NVME and self._foreign.known
         if max(rows) < 0 and not may_be_abroad and all(map(blocks.__getitem__, offers)):
             return self._ask_admission(request, group, offers)  # new blocks of a prompt
         there: list[int] = []
