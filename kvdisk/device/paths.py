@@ -41,13 +41,16 @@ def device_errors(what: str) -> Iterator[None]:
 
 
 def make_directory(path: Path, *, exist_ok: bool = False) -> None:
-    """Make one directory of mode 0700, whatever the umask. Raises OSError; NotADirectoryError for a symlink."""
+    """Make one directory of mode 0700, whatever the umask. Raises OSError; NotADirectoryError for a symlink.
+
+    FileNotFoundError also where somebody removes it meanwhile.
+    """
     try:
         path.mkdir(DIRECTORY_MODE)
     except FileExistsError:
         if not exist_ok:
             raise
-        if not is_directory(path):
+        if not stat.S_ISDIR(path.lstat().st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
         return
     path.chmod(DIRECTORY_MODE)
@@ -55,10 +58,21 @@ def make_directory(path: Path, *, exist_ok: bool = False) -> None:
 
 def is_directory(path: Path) -> bool:
     """Return whether there is a directory, itself no symlink."""
+    return stat.S_ISDIR(_mode(path))
+
+
+def is_other_than_directory(path: Path) -> bool:
+    """Return whether there is something that is no directory; looks once, while others make and remove it."""
+    mode = _mode(path)
+    return mode != 0 and not stat.S_ISDIR(mode)
+
+
+def _mode(path: Path) -> int:
+    """Type and permissions of what is there, itself if a symlink; 0: nothing is."""
     try:
-        return stat.S_ISDIR(path.lstat().st_mode)
+        return path.lstat().st_mode
     except FileNotFoundError:
-        return False
+        return 0
 
 
 def create_file(path: Path) -> int:
@@ -294,10 +308,10 @@ def remove_directory(homes: Path, *names: str, first: str | None = None) -> None
             os.close(fd)
 
 
-def remove_anything(directory: Path, *names: str) -> None:
+def remove_anything(directory: Path, *names: str, trees: bool = True) -> None:
     """Remove ``directory/names[0]/names[1]/...``, whatever it is: a tree, a file, a symlink. Gone already is no error.
 
-    No symlink is followed, neither on the way nor below. Raises OSError.
+    ``trees``: False leaves a directory as it is. No symlink is followed, neither on the way nor below. Raises OSError.
     """
     assert names
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
@@ -306,8 +320,9 @@ def remove_anything(directory: Path, *names: str) -> None:
         opened.extend(os.open(name, flags, dir_fd=opened[-1]) for name in names[:-1])
         with suppress(FileNotFoundError):
             if stat.S_ISDIR(os.lstat(names[-1], dir_fd=opened[-1]).st_mode):
-                assert shutil.rmtree.avoids_symlink_attacks
-                shutil.rmtree(names[-1], dir_fd=opened[-1])
+                if trees:
+                    assert shutil.rmtree.avoids_symlink_attacks
+                    shutil.rmtree(names[-1], dir_fd=opened[-1])
             else:
                 os.unlink(names[-1], dir_fd=opened[-1])
     finally:

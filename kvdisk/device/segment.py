@@ -26,6 +26,7 @@ from kvdisk.device.paths import (
     create_file,
     device_errors,
     is_directory,
+    is_other_than_directory,
     make_directory,
     remove_anything,
     remove_directory,
@@ -141,8 +142,8 @@ def create_segment(home: HasSegments, spec: SegmentSpec, rank: int, rank_count: 
 def _allocate_with_folder(path: Path, byte_count: int) -> None:
     """Make a file and, where it lacks, its folder, which another rank that cleans up may remove while it is empty."""
     for tries_left in reversed(range(_FOLDER_TRIES)):
-        make_directory(path.parent, exist_ok=True)
         try:
+            make_directory(path.parent, exist_ok=True)
             _allocate(path, byte_count)
             return
         except FileNotFoundError:
@@ -261,14 +262,14 @@ def _remove_files(home: HasSegments, segment: int, names: Collection[str]) -> No
             with suppress(FileNotFoundError):  # another rank may have removed the directory first
                 remove_anything(home_path.parent, home_path.name, segments, number, name)
         _remove_if_empty(home, segment)
-    elif os.path.lexists(home.segments_path / number):
-        remove_anything(home_path.parent, home_path.name, segments, number)
+    elif is_other_than_directory(home.segments_path / number):  # a directory that another rank makes since stays
+        remove_anything(home_path.parent, home_path.name, segments, number, trees=False)
 
 
 def _check_way(path: Path) -> None:
     """Raise NotADirectoryError unless a file's segment, its ``segments`` and its home are directories, no symlinks."""
     for directory in (path.parent.parent.parent, path.parent.parent, path.parent):
-        if not is_directory(directory) and os.path.lexists(directory):
+        if is_other_than_directory(directory):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
 
 

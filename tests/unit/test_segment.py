@@ -7,12 +7,10 @@ import fcntl
 import os
 import resource
 import stat
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from segment_files import FILE_BYTES, FINGERPRINT, SPEC, create, home_in, names, path_of
 
-from kvdisk.device import segment as segment_room
 from kvdisk.device.segment import (
     create_segment,
     drop_segment,
@@ -22,27 +20,12 @@ from kvdisk.device.segment import (
     scan_segments,
 )
 from kvdisk.errors import CorruptRecord, DeviceError, GeometryMismatch
-from kvdisk.geometry import SEGMENT_HEADER_BYTES, segment_file_bytes, slot_offset
-from kvdisk.messages import SegmentSpec
-
-FINGERPRINT = bytes(range(32))
-SPEC = SegmentSpec(segment=5, slot_bytes=12288, slot_count=3)
-FILE_BYTES = segment_file_bytes(SPEC.slot_bytes, SPEC.slot_count)
+from kvdisk.geometry import SEGMENT_HEADER_BYTES, slot_offset
 
 
 @pytest.fixture
 def home(tmp_path):
-    path = tmp_path / "homes" / ("a" * 32) / "segments"
-    path.mkdir(parents=True)
-    return SimpleNamespace(segments_path=path)
-
-
-def create(home, spec=SPEC, rank=0, rank_count=2):
-    return create_segment(home, spec, rank, rank_count, FINGERPRINT)
-
-
-def path_of(home, rank=0, segment=5) -> Path:
-    return home.segments_path / str(segment) / f"rank{rank}.kv"
+    return home_in(tmp_path)
 
 
 def open_below(home) -> list[str]:
@@ -52,10 +35,6 @@ def open_below(home) -> list[str]:
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
             found.append(os.readlink(f"/proc/self/fd/{number}"))
     return [name for name in found if name.startswith(f"{os.path.realpath(home.segments_path)}/")]
-
-
-def names(home) -> list[str]:
-    return sorted(str(path.relative_to(home.segments_path)) for path in home.segments_path.rglob("*"))
 
 
 @pytest.fixture
@@ -248,27 +227,6 @@ def test_a_failed_rank_does_not_take_the_others_file(home, monkeypatch):
         create(home, rank=1)
     assert caught.value.errno == errno.EIO
     assert names(home) == ["5", "5/rank0.kv"]
-
-
-@pytest.mark.parametrize("times", [1, 1000])
-def test_a_folder_that_another_rank_removes_while_it_is_empty_is_made_again(home, monkeypatch, times):
-    """As the cleaning of a rank that joins a little later does. For ever only where somebody else is at work there."""
-    allocate, removed = segment_room._allocate, []
-
-    def remove_first(path: Path, byte_count: int) -> None:
-        if len(removed) < times:
-            removed.append(path.parent.rmdir())
-        allocate(path, byte_count)
-
-    monkeypatch.setattr(segment_room, "_allocate", remove_first)
-    if times == 1:
-        os.close(create(home).fd)
-        assert names(home) == ["5", "5/rank0.kv"]
-    else:
-        with pytest.raises(DeviceError) as caught:
-            create(home)
-        assert caught.value.errno == errno.ENOENT
-        assert names(home) == []
 
 
 def test_until_it_is_complete_a_segment_has_no_name(home, monkeypatch):
