@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 import hashlib
+import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -159,11 +161,14 @@ class Installer:
 
 def lacking_to_compile() -> str | None:
     """Return what is not here that compiling needs; None: all is."""
-    compiler = str(sysconfig.get_config_var("CC") or "cc").split()[0]
-    if shutil.which(compiler) is None:
-        return f"there is no C compiler ({compiler}) here"
-    if not Path(sysconfig.get_path("include"), "Python.h").exists():
-        return "Python's C headers are not here"
+    compiler = shlex.split(os.environ.get("CC") or str(sysconfig.get_config_var("CC") or "cc"))
+    if shutil.which(compiler[0]) is None:
+        return f"there is no C compiler ({compiler[0]}) here"
+    headers = {sysconfig.get_path("include"), sysconfig.get_path("platinclude")}
+    command = [*compiler, "-fsyntax-only", *(f"-I{directory}" for directory in headers), "-x", "c", "-"]
+    tried = subprocess.run(command, input="#include <Python.h>\n", capture_output=True, text=True, check=False)
+    if tried.returncode != 0:
+        return "the C headers of Python, or those of the C library, are not here"
     return None
 
 

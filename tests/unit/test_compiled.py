@@ -104,26 +104,57 @@ def test_another_python_has_a_form_of_its_own() -> None:
     assert compiled_directory().name.startswith(sys.implementation.cache_tag + "-")
 
 
+EDITABLE = """
+import sys
+from setuptools import build_meta
+sys.argv[1:] = []
+print(build_meta.build_editable("."))
+"""
+
+
 def build(copied: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run ``setup.py`` in a copy of the checkout, with a C compiler that fails."""
+    """Run Python in a copy of the checkout, with a C compiler that fails."""
     root = PACKAGE.parent
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(root / name, copied)
     shutil.rmtree(copied / "kvdisk" / "manager" / "compiled", ignore_errors=True)
-    called = [sys.executable, "setup.py", "-q", *command]
     environment = os.environ | {"CC": "false"}
-    return subprocess.run(called, cwd=copied, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, *command], cwd=copied, env=environment, capture_output=True, text=True, check=False
+    )
 
 
-def test_nothing_is_compiled_beside_the_sources_which_it_would_hide(copied: Path) -> None:
-    done = build(copied, "build_ext", "--inplace")
+@pytest.mark.parametrize(
+    "command", [["setup.py", "-q", "build_ext", "--inplace"], ["-c", EDITABLE]], ids=["in place", "editable"]
+)
+def test_nothing_is_compiled_beside_the_sources_which_it_would_hide(copied: Path, command: list[str]) -> None:
+    done = build(copied, *command)
     assert done.returncode == 0, done.stderr
     assert "not compiled" not in done.stdout + done.stderr, "it is not even tried"
+    assert not list(copied.rglob("*.so")) and not list(copied.rglob("*.c"))
+    assert bool(list(copied.glob("*.whl"))) == (command[0] == "-c")
 
 
 def test_what_cannot_be_compiled_is_built_without(copied: Path) -> None:
-    done = build(copied, "build", "--build-lib", "built")
+    done = build(copied, "setup.py", "-q", "build", "--build-lib", "built")
     assert done.returncode == 0, done.stderr
     assert "the manager is not compiled, and runs as it is written" in done.stdout + done.stderr
     assert not list((copied / "built").rglob("*.so"))
     assert answer(copied / "built", None)[0] is False
+
+
+@pytest.mark.parametrize(
+    ("compiler", "said"),
+    [("no-such-compiler -O2", "no C compiler"), ("false", "C headers"), ("cc", None)],
+    ids=["none", "no headers", "all here"],
+)
+def test_what_compiling_lacks_is_one_line(compiler: str, said: str | None) -> None:
+    """A checkout is used without it: ``make demo`` and ``make test`` go on."""
+    if compiler == "cc" and not IS_COMPILED:
+        pytest.skip("whether there is a C compiler here is not known")
+    code = "import sys; sys.path.insert(0, 'tools'); import install; print(install.lacking_to_compile())"
+    environment = os.environ | {"CC": compiler}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, env=environment, capture_output=True, text=True, check=True
+    )
+    assert (said in done.stdout) if said else (done.stdout == "None\n")
