@@ -18,7 +18,7 @@ from kvdisk.compiled import VARIABLE
 from kvdisk.manager import IS_COMPILED
 
 TESTS = Path(__file__).resolve().parent
-MARK = "@pytest.mark." + "interpreted"
+MARK = "mark." + "interpreted"
 MARKED = [path for path in sorted(TESTS.rglob("test_*.py")) if MARK in path.read_text()]
 BOTH = [TESTS / "simulation" / "test_simulation.py"]
 

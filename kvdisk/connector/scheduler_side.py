@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's half of the connector: hooks of vLLM's scheduler in, plans out. Scheduler thread only.
 
-Counts of tokens become plain integers here, whatever the engine counts with: a compiled manager takes no other.
+A compiled manager takes plain integers only: counts of tokens become such here, whatever the engine counts with;
+``num_tokens`` and ``num_prompt_tokens`` are lengths and never anything else.
 """
 
 from __future__ import annotations
