@@ -14,6 +14,9 @@ from kvdisk.manager.pool import SlotPool
 from kvdisk.manager.tail_first import TailFirst
 from kvdisk.stats import Stats
 
+_AHEAD_SHARE, _MOST_AHEAD = 256, 15
+"""Slots that are freed beyond those asked for: one of so many, at most so many."""
+
 
 class CpuSpace:
     """Slots of the arena that every rank has. A slot's segment is its size class.
@@ -24,6 +27,8 @@ class CpuSpace:
     one that is there. None: nobody else wants them.
     ``is_draining``: whether the backlog is being written. While it is not, its copies leave where nothing else can:
     they would hold back the copies before them for as long as the NVMe tier takes nothing.
+    Where copies leave for room, some more than needed do: each time costs twice what one of many costs (decision 28).
+    ``ahead``: how many more; None: by the tier's size.
     """
 
     def __init__(
@@ -33,6 +38,7 @@ class CpuSpace:
         catalog: Catalog,
         stats: Stats,
         make_policy: Callable[[], EvictionPolicy],
+        ahead: int | None = None,
     ) -> None:
         self._geometry = geometry
         self._catalog = catalog
@@ -42,6 +48,7 @@ class CpuSpace:
         self.before_evict: Callable[[int], bool] | None = None
         self.is_draining = True
         self._limits = [count // 2 for count in slot_counts]
+        self._ahead = [min(count // _AHEAD_SHARE, _MOST_AHEAD) if ahead is None else ahead for count in slot_counts]
         self._backlogs: list[dict[int, None]] = [{} for _ in slot_counts]
         for size_class, count in enumerate(slot_counts):
             if count:
@@ -76,11 +83,12 @@ class CpuSpace:
         return leaving
 
     def _victims(self, size_class: int, count: int, spare_backlog: bool) -> list[int]:
+        """Return ``count`` copies and those that leave ahead; of the backlog, where it has to leave, ``count``."""
         backlog, policy = self._backlogs[size_class], self._policies[size_class]
-        evictable = self._catalog.evictable_in(CPU)
+        evictable, more = self._catalog.evictable_in(CPU), count + self._ahead[size_class]
         if not backlog:
-            return policy.victims(count, evictable)
-        rows = policy.victims(count, lambda row: row not in backlog and evictable(row))
+            return policy.victims(more, evictable)
+        rows = policy.victims(more, lambda row: row not in backlog and evictable(row))
         if not rows and not self.is_draining and not spare_backlog:
             rows = policy.victims(count, evictable)
         return rows

@@ -40,6 +40,7 @@ class Sizes:
     ``segments``: on all ``drives`` together. ``zeroes``: the engine overwrites new blocks before urgent copies can
     begin, as some of vLLM's runners do.
     ``stored``: so many of the prompts lie on NVMe at the start.
+    ``ahead``: see ``CpuSpace``.
     """
 
     geometry: Geometry
@@ -54,6 +55,7 @@ class Sizes:
     zeroes: bool = False
     most_running: int = 2**31
     stored: int = 0
+    ahead: int | None = None
 
     @property
     def largest_bytes(self) -> int:
@@ -165,7 +167,9 @@ class ManagerParts:
         catalog, stats, transfers = Catalog(), Stats(), Transfers(sizes.geometry.rank_count)
         policy = WatchedPolicy(make_store_policy(sizes.config.store_policy))
         cpu_class = CpuSpace if IS_COMPILED else WatchedCpuSpace
-        cpu = cpu_class(sizes.geometry, sizes.cpu_slots, catalog, stats, LruPolicy) if sizes.has_cpu else None
+        slots, cpu = sizes.cpu_slots, None
+        if sizes.has_cpu:
+            cpu = cpu_class(sizes.geometry, slots, catalog, stats, LruPolicy, sizes.ahead)
         nvme = None
         if sizes.has_nvme:
             layout = _layout(sizes)
