@@ -207,6 +207,8 @@ class LeftKeys:
         """Return by position the uses of each key that is remembered, and how long ago the last was; forget it."""
         marks, mask = self._marks, self._mask
         found: dict[int, tuple[int, int]] = {}
+        if not mask:  # nothing has left yet
+            return found
         for at, key in enumerate(keys):
             name = number_of(key)
             place = name & mask

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 LONGEST = 2048
 """Runs of this length and more are told apart only where one is not enough: else the bit set of a fresh tier of a
 million slots would have as many bits, and each call would copy them."""
+_LONG_ONLY: Final = 1 << LONGEST
+"""The bit set of a place without shorter ones, as a fresh tier is."""
 
 
 class FreeRuns:
@@ -64,7 +67,7 @@ class FreeRuns:
 
     def take(self, count: int) -> tuple[int, int]:
         """Take up to ``count`` neighbours of the run that ``fit`` finds: (first position, how many). Some are free."""
-        kind = self.fit(count)
+        kind = LONGEST if self._lengths == _LONG_ONLY else self.fit(count)
         found, starts = self._by_length[kind], self._starts
         start = next(reversed(found))
         length = starts[start]
