@@ -161,14 +161,14 @@ class Installer:
 
 def lacking_to_compile() -> str | None:
     """Return what is not here that compiling needs; None: all is."""
-    compiler = shlex.split(os.environ.get("CC") or str(sysconfig.get_config_var("CC") or "cc"))
+    compiler = shlex.split(os.environ.get("CC", "")) or shlex.split(str(sysconfig.get_config_var("CC") or "cc"))
     if shutil.which(compiler[0]) is None:
         return f"there is no C compiler ({compiler[0]}) here"
     headers = {sysconfig.get_path("include"), sysconfig.get_path("platinclude")}
     command = [*compiler, "-fsyntax-only", *(f"-I{directory}" for directory in headers), "-x", "c", "-"]
     tried = subprocess.run(command, input="#include <Python.h>\n", capture_output=True, text=True, check=False)
     if tried.returncode != 0:
-        return "the C headers of Python, or those of the C library, are not here"
+        return f"{compiler[0]} compiles nothing with Python's C headers here"
     return None
 
 

@@ -62,19 +62,26 @@ class CpuSpace:
         short = count - self.pool.free[size_class]
         while short > 0:
             rows = self._victims(size_class, short, spare_backlog)
-            leaving = rows if self.before_evict is None else self._ask(rows, self.before_evict)
+            leaving = rows if self.before_evict is None else self._ask(rows, short, size_class, self.before_evict)
             self._drop(size_class, leaving)
             self._stats.add("evicted_blocks.cpu", len(leaving))
             short -= len(leaving)
-            if len(leaving) == len(rows):
-                break  # else some went to the backlog, which is bounded, and there may be others
+            # Others may be found where some went to the backlog, which is bounded, or where that may leave as well.
+            if not rows or (len(leaving) == len(rows) and (self.is_draining or spare_backlog)):
+                break
         return self.pool.allocate(size_class, count)
 
-    def _ask(self, rows: list[int], before_evict: Callable[[int], bool]) -> list[int]:
-        """Return which of the victims, those that follow a copy before it, leave."""
+    def _ask(self, rows: list[int], needed: int, size_class: int, before_evict: Callable[[int], bool]) -> list[int]:
+        """Return which of the victims, those that follow a copy before it, leave.
+
+        No more than ``needed`` while the backlog has no room for those that are wanted.
+        """
         leaving: list[int] = []
         held: set[int] = set()
+        backlog, limit = self._backlogs[size_class], self._limits[size_class]
         for row in rows:
+            if len(leaving) >= needed and len(backlog) >= limit:
+                break
             # Where what follows a copy went to the backlog instead, the copy stays before it.
             if row in held or before_evict(row):
                 held.add(self._catalog.chains.parent_rows[row])
@@ -85,10 +92,10 @@ class CpuSpace:
     def _victims(self, size_class: int, count: int, spare_backlog: bool) -> list[int]:
         """Return ``count`` copies and those that leave ahead; of the backlog, where it has to leave, ``count``."""
         backlog, policy = self._backlogs[size_class], self._policies[size_class]
-        evictable, more = self._catalog.evictable_in(CPU), count + self._ahead[size_class]
+        evictable, more = self._catalog.evictable_in(CPU), self._ahead[size_class]
         if not backlog:
-            return policy.victims(more, evictable)
-        rows = policy.victims(more, lambda row: row not in backlog and evictable(row))
+            return policy.victims(count, evictable, more)
+        rows = policy.victims(count, lambda row: row not in backlog and evictable(row), more)
         if not rows and not self.is_draining and not spare_backlog:
             rows = policy.victims(count, evictable)
         return rows

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,7 @@ def test_another_python_has_a_form_of_its_own() -> None:
     assert compiled_directory().name.startswith(sys.implementation.cache_tag + "-")
 
 
+NO_HEADERS = f"{os.environ.get('CC') or sysconfig.get_config_var('CC') or 'cc'} -nostdinc"
 EDITABLE = """
 import sys
 from setuptools import build_meta
@@ -145,15 +147,15 @@ def test_what_cannot_be_compiled_is_built_without(copied: Path) -> None:
 
 @pytest.mark.parametrize(
     ("compiler", "said"),
-    [("no-such-compiler -O2", "no C compiler"), ("false", "C headers"), ("cc", None)],
-    ids=["none", "no headers", "all here"],
+    [("no-such-compiler -O2", "no C compiler"), ("false", "compiles nothing"), (NO_HEADERS, "headers"), ("", None)],
+    ids=["none", "fails", "no headers", "all here"],
 )
 def test_what_compiling_lacks_is_one_line(compiler: str, said: str | None) -> None:
     """A checkout is used without it: ``make demo`` and ``make test`` go on."""
-    if compiler == "cc" and not IS_COMPILED:
+    if compiler in {"", NO_HEADERS} and not IS_COMPILED:
         pytest.skip("whether there is a C compiler here is not known")
     code = "import sys; sys.path.insert(0, 'tools'); import install; print(install.lacking_to_compile())"
-    environment = os.environ | {"CC": compiler}
+    environment = os.environ | ({"CC": compiler} if compiler else {})
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=PACKAGE.parent, env=environment, capture_output=True, text=True, check=True
     )
