@@ -126,17 +126,16 @@ class WatchedCpuSpace(CpuSpace):
             and self.class_of(row) == size_class
         ]
         before = ready_copies(catalog, Tier.CPU)
-        waiting = list(self._backlogs[size_class])
+        waiting, short = list(self._backlogs[size_class]), count - self.pool.free[size_class]
         slots = super().allocate(size_class, count, spare_backlog=spare_backlog)
         kept = all(row in self._backlogs[size_class] for row in waiting)
         assert kept or not spare_backlog, "a copy that was to be demoted has left for a block read ahead"
         check_tails_first(before, catalog, Tier.CPU)
-        full = self.backlog_count(size_class) >= self._limits[size_class]
-        for row, key in only_here:
-            left = catalog.state(row, Tier.CPU) == CopyState.ABSENT
-            assert full or not left or not self.is_draining or not self.wanted(key), (
-                f"{key!r} left the CPU tier, and NVMe was not asked"
-            )
+        lost = [key for row, key in only_here if catalog.state(row, Tier.CPU) == CopyState.ABSENT and self.wanted(key)]
+        if lost and self.is_draining:
+            full = self.backlog_count(size_class) >= self._limits[size_class]
+            assert full, f"{lost!r} left the CPU tier, and NVMe was not asked"
+            assert len(lost) <= short, f"{lost!r} left the CPU tier, and room was needed for {short} blocks"
         return slots
 
 

@@ -285,10 +285,18 @@ def idle_engine_that_waits_for_late_moves(patch: Patch) -> None:
 
 @BUGS.plant
 def head_evicted_before_its_tail(patch: Patch) -> None:
-    def victims(self: TailFirst, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        return list(islice(filter(evictable, self._policy.proposals()), count))
+    def victims(self: TailFirst, count: int, evictable: Callable[[int], bool], more: int = 0) -> list[int]:
+        return list(islice(filter(evictable, self._policy.proposals()), count + more))
 
     patch.setattr(TailFirst, "victims", victims)
+
+
+@BUGS.plant
+def wanted_copy_leaves_ahead(patch: Patch) -> None:
+    def ask(original: Any, self: CpuSpace, rows: list[int], needed: int, *args: Any) -> list[int]:
+        return original(self, rows, len(rows), *args)
+
+    wrap(patch, CpuSpace, "_ask", ask)
 
 
 @BUGS.plant
