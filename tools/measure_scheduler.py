@@ -40,6 +40,7 @@ from scheduler_stands import (
     order_of,
     report_of,
 )
+from scheduler_stores import LONG, Stores, stored_by, timed_sides
 
 from kvdisk.blocks import make_block_keys
 from kvdisk.config import Config
@@ -50,16 +51,12 @@ from kvdisk.manager.eviction import make_eviction
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.store_policies import make_store_policy
 from kvdisk.manager.transfers import Transfers
-from kvdisk.messages import JobKind, Plan
 from kvdisk.stats import Stats
 
 PROMPT_BLOCKS = 2000
 RUNNING = 100
 NEW_BLOCKS = 10
 ASKS = 20
-LONG = 512
-MORE = 8
-"""Prompts that follow one of less than LONG blocks at once, each in a step of its own. Even, as who begins changes."""
 PARTS = ("steps", "stores", "hits", "lookups")
 BARE = "dictionary"
 PLACES = {"prompts": "stored", "keys": "found at start"}
@@ -209,71 +206,6 @@ class Decoding:
         assert stored_by(plan) == 1
         yield self._what, OURS, ours_s
         yield self._what, THEIRS, theirs_s
-
-
-class Stores:
-    """Prompts that are stored whole; ``is_full``: each block takes the place of another.
-
-    ``store_dir``: see ``BothSides``.
-    """
-
-    def __init__(self, blocks: int, *, is_full: bool, store_dir: Path | None = None) -> None:
-        from vllm.v1.kv_offload.base import ReqContext, make_offload_key
-        from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
-
-        self._blocks = blocks
-        self._tier_blocks = 4096 if is_full else 10**6
-        self._where = ("each for another" if is_full else "into free room") + (WITH_NVME if store_dir else "")
-        self._sides, self._turns = BothSides(0, 1, self._tier_blocks, store_dir), Turns()
-        self._manager = CPUOffloadingManager(self._tier_blocks)
-        self._make_context, self._make_key = ReqContext, make_offload_key
-        while is_full and self._sides.stored_blocks < 2 * self._tier_blocks:
-            list(self._prompt(512))
-
-    def round(self) -> Iterator[Sample]:
-        """Store a prompt with both scheduler sides and with vLLM's manager alone, short ones several times."""
-        yield from self._prompt(self._blocks)
-        if self._blocks < LONG:
-            for _ in range(MORE):
-                yield from self._prompt(self._blocks, ", right after another")
-
-    def _prompt(self, blocks: int, when: str = "") -> Iterator[Sample]:
-        self._turns.next_round()
-        sides, manager = self._sides, self._manager
-        output = sides.prefill(blocks)
-        (ours_s, theirs_s), plan = timed_sides(sides, output, self._turns)
-        assert stored_by(plan) == blocks
-        (request_id,) = output.num_scheduled_tokens
-        hashes = [bytes(bytearray(block_hash)) for block_hash in sides.requests[request_id].block_hashes]
-        sides.finish(request_id)
-        context = self._make_context(req_id=request_id)
-        manager.on_new_request(context)
-        keys = [self._make_key(block_hash, 0) for block_hash in hashes]
-        alone_s, prepared = timed(lambda: manager.prepare_store(keys, context))
-        assert len(prepared.keys_to_store) == blocks
-        alone_s += timed(lambda: manager.complete_store(keys, context))[0]
-        manager.on_request_finished(context)
-        what = f"store of {blocks} block{'s'[: blocks > 1]} of a request, {self._where}{when}, a block"
-        yield what, OURS, ours_s / blocks
-        yield what, THEIRS, theirs_s / blocks
-        yield f"{what}: vLLM's manager alone", THEIRS, alone_s / blocks
-
-
-def timed_sides(sides: BothSides, output: Any, turns: Turns) -> tuple[tuple[float, float], Plan]:
-    """Let both scheduler sides plan a step and book it as done; return the time of each, and kvdisk's plan."""
-    (ours_s, plan), (theirs_s, meta) = turns.both(
-        lambda: sides.ours.plan(output), lambda: sides.theirs.build_connector_meta(output)
-    )
-    report, done = report_of(plan), completed(meta)
-    (more_s, _), (their_s, _) = turns.both(
-        lambda: sides.ours.settle(report, set()), lambda: sides.theirs.update_connector_output(done)
-    )
-    return (ours_s + more_s, theirs_s + their_s), plan
-
-
-def stored_by(plan: Plan) -> int:
-    """Return how many blocks a plan stores; it may demote others."""
-    return sum(len(job.moves) for job in plan.jobs if job.kind is JobKind.STORE)
 
 
 def measure(options: argparse.Namespace, store_dir: Path) -> dict[str, dict[str, list[float]]]:

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A part of ``measure_scheduler``: prompts that are stored, by both scheduler sides and by both managers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from scheduler_hits import OURS, THEIRS, WITH_NVME, Sample, Turns, timed
+from scheduler_stands import BLOCK_TOKENS, SLOT_BYTES, BothSides, completed, report_of
+
+from kvdisk.blocks import BlockKey, Slot, Tier, make_block_keys
+from kvdisk.config import Config
+from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.cpu_space import CpuSpace
+from kvdisk.manager.eviction import make_eviction
+from kvdisk.messages import JobKind, Plan
+from kvdisk.stats import Stats
+
+LONG = 512
+MORE = 8
+"""Prompts that follow one of less than LONG blocks at once, each in a step of its own. Even, as who begins changes."""
+ALONE = ": manager alone"
+
+
+class OursAlone:
+    """What of kvdisk does what vLLM's ``CPUOffloadingManager`` does: catalog, slots and eviction of a CPU tier.
+
+    Which blocks are there, places for the others, who leaves for them, and that they can be read once they are stored.
+    """
+
+    def __init__(self, slots: int) -> None:
+        geometry = Geometry((GroupGeometry(0, BLOCK_TOKENS, SLOT_BYTES),), 1, BLOCK_TOKENS)
+        catalog = self._catalog = Catalog()
+        self._cpu = CpuSpace(
+            geometry, (slots,), catalog, Stats(), lambda: make_eviction(Config().eviction, catalog.keys)
+        )
+        self._generation = 0
+
+    def prepare(self, keys: Sequence[BlockKey]) -> tuple[list[int], list[Slot]]:
+        """Begin to store the blocks of a prompt; return the rows and slots of those that are not there."""
+        catalog = self._catalog
+        new = [at for at, row in enumerate(catalog.find_all(keys)) if row < 0]
+        slots = self._cpu.allocate(0, len(new))
+        parents = [keys[at - 1] if at else None for at in new]
+        rows = catalog.add_all([keys[at] for at in new], self._generation + 1, 0, parents)
+        self._generation += len(rows)
+        catalog.begin_all(rows, Tier.CPU, slots)
+        return rows, slots
+
+    def complete(self, rows: list[int]) -> None:
+        """The blocks are stored."""
+        rows.reverse()
+        self._catalog.finish(rows, Tier.CPU)
+        self._cpu.inserted(rows)
+
+
+class TheirsAlone:
+    """vLLM's ``CPUOffloadingManager``."""
+
+    def __init__(self, slots: int) -> None:
+        from vllm.v1.kv_offload.base import ReqContext, make_offload_key
+        from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+        self.manager = CPUOffloadingManager(slots)
+        self.make_context, self.make_key = ReqContext, make_offload_key
+
+
+class Stores:
+    """Prompts that are stored whole; ``is_full``: each block takes the place of another.
+
+    ``store_dir``: see ``BothSides``.
+    """
+
+    def __init__(self, blocks: int, *, is_full: bool, store_dir: Path | None = None) -> None:
+        self._blocks = blocks
+        self._tier_blocks = 4096 if is_full else 10**6
+        self._where = ("each for another" if is_full else "into free room") + (WITH_NVME if store_dir else "")
+        self._sides, self._turns = BothSides(0, 1, self._tier_blocks, store_dir), Turns()
+        self._theirs = TheirsAlone(self._tier_blocks)
+        # With NVMe it would be the same.
+        self._ours = OursAlone(self._tier_blocks) if store_dir is None else None
+        while is_full and self._sides.stored_blocks < 2 * self._tier_blocks:
+            list(self._prompt(512))
+
+    def round(self) -> Iterator[Sample]:
+        """Store a prompt with both scheduler sides and with vLLM's manager alone, short ones several times."""
+        yield from self._prompt(self._blocks)
+        if self._blocks < LONG:
+            for _ in range(MORE):
+                yield from self._prompt(self._blocks, ", right after another")
+
+    def _prompt(self, blocks: int, when: str = "") -> Iterator[Sample]:
+        self._turns.next_round()
+        sides = self._sides
+        output = sides.prefill(blocks)
+        (ours_s, theirs_s), plan = timed_sides(sides, output, self._turns)
+        assert stored_by(plan) == blocks
+        (request_id,) = output.num_scheduled_tokens
+        hashes = [bytes(bytearray(block_hash)) for block_hash in sides.requests[request_id].block_hashes]
+        sides.finish(request_id)
+        what = f"store of {blocks} block{'s'[: blocks > 1]} of a request, {self._where}{when}, a block"
+        yield what, OURS, ours_s / blocks
+        yield what, THEIRS, theirs_s / blocks
+        for owner, seconds in self._alone(request_id, hashes):
+            yield what + ALONE, owner, seconds / blocks
+
+    def _alone(self, request_id: str, hashes: list[bytes]) -> Iterator[tuple[str, float]]:
+        """Let the managers alone store a prompt. Hashes are new objects: nobody has touched them."""
+        theirs, ours = self._theirs, self._ours
+        context = theirs.make_context(req_id=request_id)
+        theirs.manager.on_new_request(context)
+        their_keys = [theirs.make_key(block_hash, 0) for block_hash in hashes]
+
+        def prepare_theirs() -> Any:
+            return theirs.manager.prepare_store(their_keys, context)
+
+        if ours is None:
+            their_s, prepared = timed(prepare_theirs)
+        else:
+            keys = make_block_keys(hashes, 0)
+            (our_s, (rows, slots)), (their_s, prepared) = self._turns.both(lambda: ours.prepare(keys), prepare_theirs)
+            assert len(slots) == len(hashes)
+            yield OURS, our_s + timed(lambda: ours.complete(rows))[0]
+        assert len(prepared.keys_to_store) == len(hashes)
+        yield THEIRS, their_s + timed(lambda: theirs.manager.complete_store(their_keys, context))[0]
+        theirs.manager.on_request_finished(context)
+
+
+def timed_sides(sides: BothSides, output: Any, turns: Turns) -> tuple[tuple[float, float], Plan]:
+    """Let both scheduler sides plan a step and book it as done; return the time of each, and kvdisk's plan."""
+    (ours_s, plan), (theirs_s, meta) = turns.both(
+        lambda: sides.ours.plan(output), lambda: sides.theirs.build_connector_meta(output)
+    )
+    report, done = report_of(plan), completed(meta)
+    (more_s, _), (their_s, _) = turns.both(
+        lambda: sides.ours.settle(report, set()), lambda: sides.theirs.update_connector_output(done)
+    )
+    return (ours_s + more_s, theirs_s + their_s), plan
+
+
+def stored_by(plan: Plan) -> int:
+    """Return how many blocks a plan stores; it may demote others."""
+    return sum(len(job.moves) for job in plan.jobs if job.kind is JobKind.STORE)
