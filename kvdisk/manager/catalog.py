@@ -20,6 +20,7 @@ from kvdisk.manager.copies import ABSENT, ILLEGAL, NEXT, PRESENCES, READY, Chang
 from kvdisk.manager.events import Journal
 
 _TIERS = (CPU, NVME)
+_BEGIN, _FINISH, _DOOM, _DROP = map(int, Change)
 _NOBODY = BlockKey(b"")
 _MOST_PINS, _GROWN_ROWS = 2**16 - 1, 64
 
@@ -102,14 +103,14 @@ class Catalog:
         del vacant[-count:]
         rows_of, keys_of, parents_of, chains = self._rows, self.keys, self.parents, self.chains
         generations, epochs, parent_rows = self.generations, self.epochs, chains.parent_rows
-        generation = first_generation
-        for row, key, parent in zip(rows, keys, parents, strict=True):
+        assert len(parents) == count
+        for at, row in enumerate(rows):
+            key, parent = keys[at], parents[at]
             assert key not in rows_of
             parent_row = NONE if parent is None else rows_of.get(parent, NONE)
             rows_of[key] = row
             keys_of[row] = key
-            generations[row] = generation
-            generation += 1
+            generations[row] = first_generation + at
             epochs[row] = epoch
             parents_of[row] = parent if parent_row == NONE else keys_of[parent_row]
             if chains.is_awaited(key):
@@ -240,27 +241,24 @@ class Catalog:
 
     def begin_all(self, rows: Sequence[int], tier: Tier, slots: Sequence[Slot]) -> None:
         """Start writing many copies, each into its slot."""
-        self._change(rows, tier, Change.BEGIN)
+        self._change(rows, tier, _BEGIN)
         segments, indices, pins = self._segments[tier], self._indices[tier], self._pins[tier]
-        for row, (segments[row], indices[row]) in zip(rows, slots, strict=True):
+        assert len(rows) == len(slots)
+        for at, row in enumerate(rows):
+            segments[row], indices[row] = slots[at]
             pins[row] = 1
         self.chains.link(rows, tier)
 
     def finish(self, rows: Sequence[int], tier: Tier) -> None:
         """The writers of some copies are done on every rank: READY, their pins are gone."""
-        self._change(rows, tier, Change.READY)
+        self._change(rows, tier, _FINISH)
         self.unpin(rows, tier)
         self._note(rows, tier, stored=True)
-
-    def adopt(self, row: int, tier: Tier, slot: Slot) -> None:
-        """Take over a copy that a committed record names: READY without a writer."""
-        self.begin(row, tier, slot)
-        self.finish((row,), tier)
 
     def doom(self, row: int, tier: Tier) -> None:
         """Serve this copy to nobody any more. The caller drops it when its pins are gone."""
         self._note((row,), tier, stored=False)
-        self._change((row,), tier, Change.DOOM)
+        self._change((row,), tier, _DOOM)
 
     def drop(self, row: int, tier: Tier) -> Slot:
         """End an unpinned copy and return its slot; the row goes with its last copy."""
@@ -271,7 +269,7 @@ class Catalog:
         slots = self.slots(rows, tier)
         assert not any(map(self._pins[tier].__getitem__, rows)), "a pinned copy cannot be dropped"
         self._note(rows, tier, stored=False)
-        self._change(rows, tier, Change.DROP)
+        self._change(rows, tier, _DROP)
         self.chains.unlink(rows, tier)
         cpu, nvme = self._cpu_states, self._nvme_states
         self._vacate([row for row in rows if cpu[row] == nvme[row] == ABSENT])
@@ -354,7 +352,7 @@ class Catalog:
             if any(self._states[tier][row] != ABSENT for tier in _TIERS):
                 yield row
 
-    def _change(self, rows: Sequence[int], tier: Tier, change: Change) -> None:
+    def _change(self, rows: Sequence[int], tier: Tier, change: int) -> None:
         if len(rows) > 1 and not self._hidden:
             before = bytes(map(self._states[tier].__getitem__, rows))
             if not before.strip(before[:1]) and not any(map(self._others[tier].__getitem__, rows)):
@@ -363,10 +361,10 @@ class Catalog:
         for row in rows:
             self._change_one(row, tier, change)
 
-    def _change_alike(self, rows: Sequence[int], tier: Tier, state: int, change: Change) -> None:
+    def _change_alike(self, rows: Sequence[int], tier: Tier, state: int, change: int) -> None:
         """What ``_change_one`` does, for rows that have a copy in one tier at most, all in one state, as most have."""
         target = NEXT[state * 4 + change]
-        assert target != ILLEGAL, f"{change!r} of copies that are {CopyState(state)!r}"
+        assert target != ILLEGAL, f"{Change(change)!r} of copies that are {CopyState(state)!r}"
         scale = 4 if tier is CPU else 1
         before, now = PRESENCES[state * scale], PRESENCES[target * scale]
         states, presences = self._states[tier], self._presences
@@ -382,10 +380,10 @@ class Catalog:
         elif now < before:
             self.losses += len(rows)
 
-    def _change_one(self, row: int, tier: Tier, change: Change) -> None:
+    def _change_one(self, row: int, tier: Tier, change: int) -> None:
         states, presences = self._states[tier], self._presences
         states[row] = target = NEXT[states[row] * 4 + change]
-        assert target != ILLEGAL, f"{change!r} of a copy of row {row}"
+        assert target != ILLEGAL, f"{Change(change)!r} of a copy of row {row}"
         nvme = self._nvme_states[row]
         if self._hidden and nvme == READY and self._segments[NVME][row] in self._hidden:
             nvme = ABSENT

@@ -61,7 +61,7 @@ class CreditPolicy:
         """Make rows the newest; those that have left not long ago are used again."""
         if not rows:
             return
-        self._grow(max(rows) + 1)
+        self._grow((rows[0] if len(rows) == 1 else max(rows)) + 1)
         uses, last, now, keys = self._uses, self._last, self._now, self._keys
         known = self._left.take([keys[row] for row in rows], now)
         for row in rows:

@@ -31,7 +31,7 @@ class RowLists:
         if not rows:
             return
         ends = self._ends
-        lacking = max(rows) + ends + 1 - len(self._older)
+        lacking = (rows[0] if len(rows) == 1 else max(rows)) + ends + 1 - len(self._older)
         if lacking > 0:
             nothing = array("i", [-1]) * (lacking + GROWN_ROWS)
             self._older += nothing

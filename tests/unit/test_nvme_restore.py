@@ -105,7 +105,8 @@ def test_a_restored_catalog_is_like_one_that_was_filled_block_by_block(records):
     restore_blocks(index, GEOMETRY, whole, policies, SEGMENTS)
     for record in by_hand(index)[0]:
         row = single.add(record.key, record.generation, record.epoch, record.parent)
-        single.adopt(row, Tier.NVME, record.slot)
+        single.begin(row, Tier.NVME, record.slot)
+        single.finish([row], Tier.NVME)
     assert trees(whole) == trees(single)
     # Whatever leaves, and comes back: the trees stay the same.
     for record in by_hand(index)[0][::2]:
@@ -115,7 +116,8 @@ def test_a_restored_catalog_is_like_one_that_was_filled_block_by_block(records):
     for record in by_hand(index)[0][::2]:
         for catalog in (whole, single):
             row = catalog.add(record.key, record.generation, record.epoch, record.parent)
-            catalog.adopt(row, Tier.NVME, record.slot)
+            catalog.begin(row, Tier.NVME, record.slot)
+            catalog.finish([row], Tier.NVME)
             assert catalog.parents[row] is None or catalog.find(catalog.parents[row]) in {
                 -1,
                 row,

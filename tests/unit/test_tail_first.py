@@ -110,7 +110,8 @@ def long_chain(eviction: str, length: int) -> tuple[Catalog, TailFirst, list[int
     rows = []
     for number in range(length):
         row = catalog.add(BlockKey(b"%d" % number), number, 0, BlockKey(b"%d" % (number - 1)) if number else None)
-        catalog.adopt(row, Tier.NVME, Slot(0, number))
+        catalog.begin(row, Tier.NVME, Slot(0, number))
+        catalog.finish([row], Tier.NVME)
         order.insert((row,))
         rows.append(row)
     return catalog, order, rows
@@ -143,7 +144,8 @@ def test_a_chain_in_use_does_not_keep_others_from_leaving(eviction, monkeypatch)
     catalog, order, rows = long_chain(eviction, 200)
     catalog.pin((rows[-1],), Tier.NVME)
     other = catalog.add(BlockKey(b"other"), 1000, 0, None)
-    catalog.adopt(other, Tier.NVME, Slot(0, 1000))
+    catalog.begin(other, Tier.NVME, Slot(0, 1000))
+    catalog.finish([other], Tier.NVME)
     order.insert((other,))
     calls = (order.victims(1, lambda row: catalog.evictable(row, Tier.NVME)) for _ in range(400))
     assert next(filter(None, calls)) == [other]

@@ -126,7 +126,8 @@ class Counted:
         slot = self.free.pop(rng.randrange(len(self.free)))
         self.generation += 1
         row = self.catalog.add(make_block_key(self.generation.to_bytes(32, "big"), 0), self.generation, 0, None)
-        self.catalog.adopt(row, Tier.NVME, slot)
+        self.catalog.begin(row, Tier.NVME, slot)
+        self.catalog.finish([row], Tier.NVME)
         self.uses.begin([row])
         self.rows.append(row)
         self.expected[slot] = (self.generation, 0)
