@@ -86,7 +86,7 @@ class Stores:
             list(self._prompt(512))
 
     def round(self) -> Iterator[Sample]:
-        """Store a prompt with both scheduler sides and with vLLM's manager alone, short ones several times."""
+        """Store a prompt with both scheduler sides and with both managers alone, short ones several times."""
         yield from self._prompt(self._blocks)
         if self._blocks < LONG:
             for _ in range(MORE):
@@ -114,18 +114,23 @@ class Stores:
         theirs.manager.on_new_request(context)
         their_keys = [theirs.make_key(block_hash, 0) for block_hash in hashes]
 
-        def prepare_theirs() -> Any:
+        def prepare() -> Any:
             return theirs.manager.prepare_store(their_keys, context)
 
+        def complete() -> None:
+            theirs.manager.complete_store(their_keys, context)
+
         if ours is None:
-            their_s, prepared = timed(prepare_theirs)
+            first_s, prepared = timed(prepare)
+            yield THEIRS, first_s + timed(complete)[0]
         else:
             keys = make_block_keys(hashes, 0)
-            (our_s, (rows, slots)), (their_s, prepared) = self._turns.both(lambda: ours.prepare(keys), prepare_theirs)
+            (first_s, (rows, slots)), (their_first_s, prepared) = self._turns.both(lambda: ours.prepare(keys), prepare)
+            (last_s, _), (their_last_s, _) = self._turns.both(lambda: ours.complete(rows), complete)
             assert len(slots) == len(hashes)
-            yield OURS, our_s + timed(lambda: ours.complete(rows))[0]
+            yield OURS, first_s + last_s
+            yield THEIRS, their_first_s + their_last_s
         assert len(prepared.keys_to_store) == len(hashes)
-        yield THEIRS, their_s + timed(lambda: theirs.manager.complete_store(their_keys, context))[0]
         theirs.manager.on_request_finished(context)
 
 
