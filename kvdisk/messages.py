@@ -13,7 +13,7 @@ from enum import IntEnum
 from itertools import repeat
 from typing import Any, NamedTuple
 
-from kvdisk.blocks import BlockKey, JobId, Slot
+from kvdisk.blocks import BlockKey, JobId, Slot, new_tuple
 from kvdisk.stats import Stats
 
 
@@ -55,9 +55,6 @@ class Reason(IntEnum):
     """The worker shut down first."""
 
 
-_make_tuple: Any = tuple.__new__
-
-
 class Move(NamedTuple):
     """One block of a job. Fields that the route does not use are None (``block``: -1).
 
@@ -75,7 +72,7 @@ class Move(NamedTuple):
 
 def make_moves(*columns: Iterable[Any]) -> list[Move]:
     """Return moves from the columns of all their fields; no Python call for each, as ``Move`` would be."""
-    return list(map(_make_tuple, repeat(Move), zip(*columns, strict=False)))
+    return list(map(new_tuple, repeat(Move), zip(*columns, strict=False)))
 
 
 class HomeSpec(NamedTuple):

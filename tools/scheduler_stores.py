@@ -45,9 +45,8 @@ class OursAlone:
         new = [at for at, row in enumerate(catalog.find_all(keys)) if row < 0]
         slots = self._cpu.allocate(0, len(new))
         parents = [keys[at - 1] if at else None for at in new]
-        rows = catalog.add_all([keys[at] for at in new], self._generation + 1, 0, parents)
+        rows = catalog.begin_new([keys[at] for at in new], self._generation + 1, 0, parents, Tier.CPU, slots)
         self._generation += len(rows)
-        catalog.begin_all(rows, Tier.CPU, slots)
         return rows, slots
 
     def complete(self, rows: list[int]) -> None:

@@ -269,15 +269,15 @@ class BlockPoolContext:
     def touch(self, block_ids: Sequence[int]) -> None:
         """Take one reference on each block."""
         assert 0 not in block_ids, "the null block is nobody's"
-        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
+        self._pool.touch(self._blocks_of(block_ids))
 
     def free_blocks(self, block_ids: Iterable[int]) -> None:
         """Give back one reference on each block, in order."""
-        self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
+        self._pool.free_blocks(self._blocks_of(block_ids))
 
     def free_first(self, block_ids: Sequence[int]) -> None:
         """Give back one reference on each block; those that come free go before all others of the free queue."""
-        blocks = [self._pool.blocks[block_id] for block_id in block_ids]
+        blocks = self._blocks_of(block_ids)
         self._pool.free_blocks(blocks)
         # Blocks that the prefix cache does not know are put there by the pool itself.
         free = [block for block in blocks if block.ref_cnt == 0 and block.block_hash is not None]
@@ -285,6 +285,9 @@ class BlockPoolContext:
         for block in free:
             queue.remove(block)
         queue.prepend_n(free)
+
+    def _blocks_of(self, block_ids: Iterable[int]) -> list[KVCacheBlock]:
+        return list(map(self._pool.blocks.__getitem__, block_ids))
 
     def is_cached(self, key: BlockKey) -> bool:
         """Whether the prefix cache has a block now."""

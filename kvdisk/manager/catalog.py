@@ -9,20 +9,33 @@ count the jobs that use it. A copy is READY only when every rank's slot holds th
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 
 import numpy as np
 
-from kvdisk.blocks import CPU, NVME, BlockKey, Slot, Tier, make_slots
+from kvdisk.blocks import CPU, NVME, BlockKey, Slot, Tier
 from kvdisk.manager.chains import NONE, Chains
-from kvdisk.manager.copies import ABSENT, ILLEGAL, NEXT, PRESENCES, READY, Change, CommittedCopies, CopyState, Presence
+from kvdisk.manager.copies import (
+    ABSENT,
+    COMING,
+    ILLEGAL,
+    NEXT,
+    NOWHERE,
+    PRESENCES,
+    READY,
+    WRITING,
+    Change,
+    CommittedCopies,
+    CopyState,
+)
 from kvdisk.manager.events import Journal
+from kvdisk.manager.tier_columns import TierColumns
 
 _TIERS = (CPU, NVME)
 _BEGIN, _FINISH, _DOOM, _DROP = map(int, Change)
 _NOBODY = BlockKey(b"")
-_MOST_PINS, _GROWN_ROWS = 2**16 - 1, 64
+_GROWN_ROWS = 64
 
 
 class Catalog:
@@ -42,16 +55,11 @@ class Catalog:
         self.parents: list[BlockKey | None] = []
         self.generations = array("Q")
         self.epochs = array("Q")
-        self._cpu_states, self._nvme_states = bytearray(), bytearray()
-        self._states = {CPU: self._cpu_states, NVME: self._nvme_states}
-        self._others = {CPU: self._nvme_states, NVME: self._cpu_states}
+        self._cpu, self._nvme = TierColumns(), TierColumns()
         # The last is that of row -1, which no block has.
-        self._presences = bytearray([Presence.NOWHERE])
+        self._presences = bytearray([NOWHERE])
         # That row, and all with a key that are not READY but for their drive: few, and soon looked up.
         self._unready = {NONE}
-        self._pins = {tier: array("H") for tier in _TIERS}
-        self._segments = {tier: array("I") for tier in _TIERS}
-        self._indices = {tier: array("I") for tier in _TIERS}
         self.chains = Chains()
         self.journal: Journal | None = None
         """Told of each copy that becomes READY or ends, of the current epoch; None: nobody listens."""
@@ -66,6 +74,10 @@ class Catalog:
     def find_all(self, keys: Iterable[BlockKey]) -> list[int]:
         """Return the row, or -1, of each block: no Python call for each."""
         return list(map(self._rows.get, keys, repeat(NONE)))
+
+    def has_none(self, keys: Iterable[BlockKey]) -> bool:
+        """Whether ``find`` would find none of these blocks."""
+        return self._rows.keys().isdisjoint(keys)
 
     def find_chain(self, keys: Sequence[BlockKey]) -> list[int]:
         """As ``find_all``, for keys that follow each other in a chain, each the parent of the next.
@@ -87,44 +99,55 @@ class Catalog:
 
     def add(self, key: BlockKey, generation: int, epoch: int, parent: BlockKey | None) -> int:
         """Make a row without copies for a key that has none. The caller begins a copy at once."""
-        return self.add_all((key,), generation, epoch, (parent,))[0]
-
-    def add_all(
-        self, keys: Sequence[BlockKey], first_generation: int, epoch: int, parents: Sequence[BlockKey | None]
-    ) -> list[int]:
-        """Make rows for many keys that have none, parents before those that follow them; see ``add``.
-
-        Generations count up from the first.
-        """
-        count, vacant = len(keys), self._vacant
-        while len(vacant) < count:
+        if not self._vacant:
             self._grow()
-        rows = vacant[: -count - 1 : -1]
-        del vacant[-count:]
-        rows_of, keys_of, parents_of, chains = self._rows, self.keys, self.parents, self.chains
-        generations, epochs, parent_rows = self.generations, self.epochs, chains.parent_rows
-        assert len(parents) == count
-        for at, row in enumerate(rows):
-            key, parent = keys[at], parents[at]
-            assert key not in rows_of
-            parent_row = NONE if parent is None else rows_of.get(parent, NONE)
-            rows_of[key] = row
-            keys_of[row] = key
-            generations[row] = first_generation + at
-            epochs[row] = epoch
-            parents_of[row] = parent if parent_row == NONE else keys_of[parent_row]
-            if chains.is_awaited(key):
-                self._give_parent(key, row)
-            parent_rows[row] = parent_row
-            if parent_row == NONE and parent is not None:
-                chains.await_parent(row, parent)
+        row, rows_of, keys_of, chains = self._vacant.pop(), self._rows, self.keys, self.chains
+        assert key not in rows_of
+        parent_row = NONE if parent is None else rows_of.get(parent, NONE)
+        rows_of[key] = row
+        keys_of[row] = key
+        self.generations[row] = generation
+        self.epochs[row] = epoch
+        self.parents[row] = parent if parent_row == NONE else keys_of[parent_row]
+        if chains.is_awaited(key):
+            self._give_parent(key, row)
+        chains.parent_rows[row] = parent_row
+        if parent_row == NONE and parent is not None:
+            chains.await_parent(row, parent)
+        return row
+
+    def begin_new(
+        self,
+        keys: Sequence[BlockKey],
+        first_generation: int,
+        epoch: int,
+        parents: Sequence[BlockKey | None],
+        tier: Tier,
+        slots: Sequence[Slot],
+    ) -> list[int]:
+        """Make rows for many keys that have none, parents before those that follow them, and begin a copy of each.
+
+        Generations count up from the first. Returns the rows. The same as ``add`` and ``begin``, but quicker.
+        """
+        columns, presences = self.columns(tier), self._presences
+        states, pins, segments, indices = columns.states, columns.pins, columns.segments, columns.indices
+        assert len(keys) == len(parents) == len(slots)
+        rows: list[int] = []
+        for at, key in enumerate(keys):
+            row = self.add(key, first_generation + at, epoch, parents[at])
+            rows.append(row)
+            states[row], presences[row], pins[row] = WRITING, COMING, 1
+            segments[row], indices[row] = slots[at]
+        self._unready.update(rows)
+        self.gains += len(rows)
+        self.chains.link(rows, tier)
         return rows
 
     def _give_parent(self, key: BlockKey, row: int) -> None:
         """Let the rows that have waited for a key's row follow it."""
         for child in self.chains.take_orphans(key):
             self.parents[child] = key
-            self.chains.give_parent(child, row, [tier for tier in _TIERS if self._states[tier][child] != ABSENT])
+            self.chains.give_parent(child, row, [tier for tier in _TIERS if self.columns(tier).states[child] != ABSENT])
 
     def fill(self, tier: Tier, copies: CommittedCopies, epoch: int) -> None:
         """Take over many blocks at once as rows 0, 1, ... with a READY copy each; the catalog must be empty."""
@@ -136,13 +159,9 @@ class Catalog:
         assert len(self._rows) == count, "a key twice"
         self.generations.frombytes(copies.generations.astype(np.uint64).tobytes())
         self.epochs = array("Q", [epoch]) * count
-        for other in _TIERS:
-            mine = other is tier
-            self._states[other].extend(bytes([READY if mine else ABSENT]) * count)
-            self._pins[other] = array("H", [0]) * count
-            for columns, values in ((self._segments, copies.segments), (self._indices, copies.indices)):
-                columns[other].frombytes(values.astype(np.uint32).tobytes() if mine else bytes(4 * count))
-        self._presences[:0] = bytes([Presence.READY]) * count
+        self.columns(tier).fill(copies)
+        self.columns(NVME if tier is CPU else CPU).grow(count)
+        self._presences[:0] = bytes([READY]) * count
         self.gains += 1
         self.chains.fill(tier, copies.parent_rows, copies.parents)
 
@@ -153,21 +172,19 @@ class Catalog:
         self.parents += [None] * count
         self.generations.frombytes(bytes(count * self.generations.itemsize))
         self.epochs.frombytes(bytes(count * self.epochs.itemsize))
-        for tier in _TIERS:
-            self._states[tier].extend(bytes([ABSENT]) * count)
-            for column in (self._pins[tier], self._segments[tier], self._indices[tier]):
-                column.frombytes(bytes(count * column.itemsize))
-        self._presences += bytes([Presence.NOWHERE]) * count
+        self._cpu.grow(count)
+        self._nvme.grow(count)
+        self._presences += bytes([NOWHERE]) * count
         self.chains.grow(count)
         self._vacant += range(first + count - 1, first - 1, -1)
 
     def state(self, row: int, tier: Tier) -> int:
         """Return the ``CopyState`` of a row's copy in a tier, as a plain int."""
-        return self._states[tier][row]
+        return self.columns(tier).states[row]
 
-    def any_in(self, state: int, rows: Iterable[int], tier: Tier) -> bool:
+    def any_in(self, state: int, rows: Sequence[int], tier: Tier) -> bool:
         """Whether the copy of any of these rows is in a state."""
-        return state in bytes(map(self._states[tier].__getitem__, rows))
+        return self.columns(tier).any_in(state, rows)
 
     def is_ready(self, row: int) -> bool:
         """Whether a row (or -1) can be loaded from some tier now."""
@@ -185,7 +202,7 @@ class Catalog:
         """Return the ``Presence`` of each key of a chain (see ``find_chain``) as a byte: no Python call for each."""
         rows = self.find_chain(keys)
         if self.are_ready(rows):
-            return bytes([Presence.READY]) * len(rows)
+            return bytes([READY]) * len(rows)
         return bytes(map(self._presences.__getitem__, rows))
 
     @property
@@ -202,38 +219,34 @@ class Catalog:
         self.gains += 1
         self.losses += 1
         if self.keys:
-            places = np.frombuffer(self._segments[NVME], np.uint32)
-            states = np.frombuffer(self._nvme_states, np.uint8)
+            places = np.frombuffer(self._nvme.segments, np.uint32)
+            states = np.frombuffer(self._nvme.states, np.uint8)
             rows = np.flatnonzero((states == READY) & np.isin(places, changed))
             nvme = np.where(np.isin(places[rows], list(segments)), ABSENT, READY)
-            pairs = np.frombuffer(self._cpu_states, np.uint8)[rows] * len(CopyState) + nvme
+            pairs = np.frombuffer(self._cpu.states, np.uint8)[rows] * len(CopyState) + nvme
             np.frombuffer(self._presences, np.uint8)[rows] = np.frombuffer(PRESENCES, np.uint8)[pairs]
 
-    def columns(self, tier: Tier) -> tuple[bytearray, array[int], array[int]]:
-        """Return a tier's columns, states, segments and indices, by row. Neither to be changed nor to be kept."""
-        return self._states[tier], self._segments[tier], self._indices[tier]
+    def columns(self, tier: Tier) -> TierColumns:
+        """Return a tier's copies by row: to be read, and neither to be changed nor to be kept."""
+        return self._cpu if tier is CPU else self._nvme
 
     def slot(self, row: int, tier: Tier) -> Slot:
         """Return the slot of a copy that is not ABSENT."""
-        return self.slots((row,), tier)[0]
+        return self.columns(tier).slots((row,))[0]
 
     def slots(self, rows: Sequence[int], tier: Tier) -> list[Slot]:
         """Return the slots of copies that are not ABSENT."""
-        if len(rows) == 1:
-            assert self._states[tier][rows[0]] != ABSENT
-            return [Slot(self._segments[tier][rows[0]], self._indices[tier][rows[0]])]
-        assert ABSENT not in bytes(map(self._states[tier].__getitem__, rows))
-        return make_slots(map(self._segments[tier].__getitem__, rows), map(self._indices[tier].__getitem__, rows))
+        return self.columns(tier).slots(rows)
 
     def readable(self, row: int, tier: Tier) -> bool:
         """Whether a copy is READY and its drive is not quarantined."""
-        return self._states[tier][row] == READY and (
-            tier is CPU or not self._hidden or self._segments[tier][row] not in self._hidden
-        )
+        columns = self.columns(tier)
+        shown = tier is CPU or not self._hidden or columns.segments[row] not in self._hidden
+        return shown and columns.states[row] == READY
 
     def pins(self, row: int, tier: Tier) -> int:
         """Return how many jobs use a copy; its writer counts."""
-        return self._pins[tier][row]
+        return self.columns(tier).pins[row]
 
     def begin(self, row: int, tier: Tier, slot: Slot) -> None:
         """Start writing a copy into ``slot``; the writer holds one pin."""
@@ -241,24 +254,37 @@ class Catalog:
 
     def begin_all(self, rows: Sequence[int], tier: Tier, slots: Sequence[Slot]) -> None:
         """Start writing many copies, each into its slot."""
-        self._change(rows, tier, _BEGIN)
-        segments, indices, pins = self._segments[tier], self._indices[tier], self._pins[tier]
+        columns = self.columns(tier)
+        segments, indices, pins = columns.segments, columns.indices, columns.pins
         assert len(rows) == len(slots)
         for at, row in enumerate(rows):
+            self._change(row, tier, _BEGIN)
             segments[row], indices[row] = slots[at]
             pins[row] = 1
         self.chains.link(rows, tier)
 
     def finish(self, rows: Sequence[int], tier: Tier) -> None:
         """The writers of some copies are done on every rank: READY, their pins are gone."""
-        self._change(rows, tier, _FINISH)
-        self.unpin(rows, tier)
-        self._note(rows, tier, stored=True)
+        if self._hidden:
+            for row in rows:
+                self._change(row, tier, _FINISH)
+            self.unpin(rows, tier)
+        else:
+            columns, presences, gains = self.columns(tier), self._presences, 0
+            states, pins = columns.states, columns.pins
+            for row in rows:
+                assert states[row] == WRITING and pins[row] == 1
+                gains += presences[row] != READY
+                states[row], presences[row], pins[row] = READY, READY, 0
+            self._unready.difference_update(rows)
+            self.gains += gains
+        if self.journal is not None:
+            self._note(rows, tier, stored=True)
 
     def doom(self, row: int, tier: Tier) -> None:
         """Serve this copy to nobody any more. The caller drops it when its pins are gone."""
         self._note((row,), tier, stored=False)
-        self._change((row,), tier, _DOOM)
+        self._change(row, tier, _DOOM)
 
     def drop(self, row: int, tier: Tier) -> Slot:
         """End an unpinned copy and return its slot; the row goes with its last copy."""
@@ -266,24 +292,31 @@ class Catalog:
 
     def drop_all(self, rows: Sequence[int], tier: Tier) -> list[Slot]:
         """End many unpinned copies, those that follow a copy before it."""
-        slots = self.slots(rows, tier)
-        assert not any(map(self._pins[tier].__getitem__, rows)), "a pinned copy cannot be dropped"
-        self._note(rows, tier, stored=False)
-        self._change(rows, tier, _DROP)
+        columns, others, presences = self.columns(tier), self._cpu.states, self._presences
+        if tier is CPU:
+            others = self._nvme.states
+        slots, states, pins = columns.slots(rows), columns.states, columns.pins
+        if self.journal is not None:
+            self._note(rows, tier, stored=False)
+        gone: list[int] = []
+        for row in rows:
+            assert pins[row] == 0, "a pinned copy cannot be dropped"
+            if others[row] != ABSENT:
+                self._change(row, tier, _DROP)
+                continue
+            self.losses += presences[row] > 0
+            states[row], presences[row] = ABSENT, NOWHERE
+            gone.append(row)
         self.chains.unlink(rows, tier)
-        cpu, nvme = self._cpu_states, self._nvme_states
-        self._vacate([row for row in rows if cpu[row] == nvme[row] == ABSENT])
+        self._vacate(gone)
         return slots
 
     def _vacate(self, rows: Sequence[int]) -> None:
         keys, parents, rows_of = self.keys, self.parents, self._rows
-        names: list[BlockKey | None] = []
-        for row in rows:
-            key = keys[row]
-            found = rows_of.get(key) == row
-            if found:
-                del rows_of[key]
-            names.append(key if found else None)
+        names = [keys[row] if rows_of.get(keys[row]) == row else None for row in rows]
+        for name in names:
+            if name is not None:
+                del rows_of[name]
         self.chains.remove(rows, [parents[row] for row in rows], names)
         for row in rows:
             keys[row] = _NOBODY
@@ -293,31 +326,19 @@ class Catalog:
 
     def pin(self, rows: Iterable[int], tier: Tier) -> None:
         """Hold READY copies for one job."""
-        states, pins = self._states[tier], self._pins[tier]
-        for row in rows:
-            assert states[row] == READY
-            assert pins[row] < _MOST_PINS
-            pins[row] += 1
+        self.columns(tier).pin(rows)
 
     def unpin(self, rows: Iterable[int], tier: Tier) -> None:
         """Give one pin of each copy back."""
-        pins = self._pins[tier]
-        for row in rows:
-            assert pins[row] > 0
-            pins[row] -= 1
-
-    def evictable(self, row: int, tier: Tier) -> bool:
-        """Whether a copy may be dropped for room: READY and unpinned."""
-        return self._states[tier][row] == READY and self._pins[tier][row] == 0
+        self.columns(tier).unpin(rows)
 
     def evictable_in(self, tier: Tier) -> Callable[[int], bool]:
-        """Return ``evictable`` for one tier: to be asked for many rows at once, and not kept."""
-        states, pins = self._states[tier], self._pins[tier]
-        return lambda row: states[row] == READY and pins[row] == 0
+        """Return who tells whether a row's copy may be dropped for room, READY and unpinned: to be used at once."""
+        return self.columns(tier).evictable()
 
     def ready_keys(self, tier: Tier) -> list[BlockKey]:
         """Return the keys of all copies of the current epoch that are READY in a tier."""
-        states = self._states[tier]
+        states = self.columns(tier).states
         return [key for key, row in self._rows.items() if states[row] == READY]
 
     def hide_all(self) -> None:
@@ -330,64 +351,30 @@ class Catalog:
         self.chains.forget_orphans()
 
     def rows_in(self, tier: Tier, segment: int | None = None) -> list[int]:
-        """Return the rows with a copy in a tier, or in one of its segments, hidden ones included; fast."""
-        found = np.frombuffer(self._states[tier], np.uint8) != ABSENT
-        if segment is not None:
-            found &= np.frombuffer(self._segments[tier], np.uint32) == segment
-        rows: list[int] = np.flatnonzero(found).tolist()
-        return rows
+        """Return the rows with a copy in a tier, or in one of its segments, hidden ones included, ascending; fast."""
+        return self.columns(tier).rows(segment)
 
     def _note(self, rows: Iterable[int], tier: Tier, *, stored: bool) -> None:
         """Tell of those copies that are READY, unless a new epoch has hidden them: then their end was told already."""
         if self.journal is not None:
-            states = self._states[tier]
+            states = self.columns(tier).states
             for row in rows:
                 key = self.keys[row]
                 if states[row] == READY and self._rows.get(key) == row:
                     self.journal.note(tier, stored, (key,))  # one by one: so they count for the journal's bound
 
-    def rows(self) -> Iterator[int]:
-        """Yield every live row, hidden ones included. Takes seconds for a million: for tests."""
-        for row in range(len(self.keys)):
-            if any(self._states[tier][row] != ABSENT for tier in _TIERS):
-                yield row
+    def rows(self) -> list[int]:
+        """Return every live row, hidden ones included, ascending: for tests."""
+        return sorted({*self.rows_in(CPU), *self.rows_in(NVME)})
 
-    def _change(self, rows: Sequence[int], tier: Tier, change: int) -> None:
-        if len(rows) > 1 and not self._hidden:
-            before = bytes(map(self._states[tier].__getitem__, rows))
-            if not before.strip(before[:1]) and not any(map(self._others[tier].__getitem__, rows)):
-                self._change_alike(rows, tier, before[0], change)
-                return
-        for row in rows:
-            self._change_one(row, tier, change)
-
-    def _change_alike(self, rows: Sequence[int], tier: Tier, state: int, change: int) -> None:
-        """What ``_change_one`` does, for rows that have a copy in one tier at most, all in one state, as most have."""
-        target = NEXT[state * 4 + change]
-        assert target != ILLEGAL, f"{Change(change)!r} of copies that are {CopyState(state)!r}"
-        scale = 4 if tier is CPU else 1
-        before, now = PRESENCES[state * scale], PRESENCES[target * scale]
-        states, presences = self._states[tier], self._presences
-        for row in rows:
-            states[row] = target
-            presences[row] = now
-        if now == READY:
-            self._unready.difference_update(rows)
-        else:
-            self._unready.update(rows)
-        if now > before:
-            self.gains += len(rows)
-        elif now < before:
-            self.losses += len(rows)
-
-    def _change_one(self, row: int, tier: Tier, change: int) -> None:
-        states, presences = self._states[tier], self._presences
+    def _change(self, row: int, tier: Tier, change: int) -> None:
+        states, presences = self.columns(tier).states, self._presences
         states[row] = target = NEXT[states[row] * 4 + change]
         assert target != ILLEGAL, f"{Change(change)!r} of a copy of row {row}"
-        nvme = self._nvme_states[row]
-        if self._hidden and nvme == READY and self._segments[NVME][row] in self._hidden:
+        nvme = self._nvme.states[row]
+        if self._hidden and nvme == READY and self._nvme.segments[row] in self._hidden:
             nvme = ABSENT
-        before, now = presences[row], PRESENCES[self._cpu_states[row] * 4 + nvme]
+        before, now = presences[row], PRESENCES[self._cpu.states[row] * 4 + nvme]
         if now == READY:
             self._unready.discard(row)
         else:

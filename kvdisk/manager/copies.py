@@ -63,6 +63,8 @@ def _presence_by(cpu: int, nvme: int) -> Presence:
     return Presence.COMING if CopyState.WRITING in {cpu, nvme} else Presence.NOWHERE
 
 
+NOWHERE: Final = int(Presence.NOWHERE)
+COMING: Final = int(Presence.COMING)
 ILLEGAL = 255
 # By state and change, and by the states in both tiers, four of each: what is asked for every block of every job.
 NEXT = bytes(TRANSITIONS.get((state, change), ILLEGAL) for state in CopyState for change in Change)

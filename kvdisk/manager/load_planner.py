@@ -169,7 +169,7 @@ class LoadPlanner:
             here = [at for at, row in enumerate(rows) if catalog.is_ready(row)]
             abroad = self._find_abroad(draft, start, {*range(len(rows))}.difference(here))
             keys = [keys[at] for at in sorted({*here, *abroad})]
-        states = catalog.columns(CPU)[0]
+        states = catalog.columns(CPU).states
         on_cpu: Sequence[int] = here
         on_nvme: Sequence[int] = ()
         if len(here) < len(rows) or bytes(map(states.__getitem__, rows)).strip(_ALL_READY):  # else all are in memory

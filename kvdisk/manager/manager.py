@@ -77,6 +77,7 @@ class TierManager:
         self._cpu = cpu
         self._nvme = nvme
         self._cpu_admission = cpu_admission
+        self._cpu_admission_learns = not isinstance(cpu_admission, AdmitAll)
         self._nvme_admission = nvme_admission
         self._epoch = FILE_EPOCH
         self._requests: dict[str, RequestState] = {}
@@ -240,7 +241,7 @@ class TierManager:
         ``step_tokens``: what the step computes; 0: not known, and nothing is learnt from it. ``now_s``: seconds since
         the Unix epoch, for what is told of uses; 0: as before.
         """
-        if self._cpu is not None:
+        if self._cpu is not None and self._cpu_admission_learns:
             free, total = self._cpu.room
             self._cpu_admission.note_room(free, total)
         if self._nvme is not None:
@@ -291,7 +292,8 @@ class TierManager:
 
     def settle(self, report: Report, now: float, now_s: int) -> None:
         """Take in what the ranks finished. ``now_s``: seconds since the Unix epoch, for the index's records."""
-        self.stats.merge(report.stats)
+        if not report.stats.empty:
+            self.stats.merge(report.stats)
         records = self._transfers.absorb(report)
         if records:
             self._imminent_answers = 0
@@ -299,7 +301,8 @@ class TierManager:
             self._heard_s = now
         self._settlement.settle_all(records, now, now_s)
         for record in records:
-            self._price.settled(record, now)
+            if record.job.kind is JobKind.LOAD:
+                self._price.settled(record, now)
         for record in self._transfers.take_released():
             self._settlement.release(record)
 

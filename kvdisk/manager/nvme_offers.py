@@ -45,7 +45,7 @@ class NvmeOffers:
         cpu, nvme = self._tiers
         if not nvme.home_open:
             return 0
-        keys, (on_cpu, on_nvme) = self._catalog.keys, (self._catalog.columns(tier)[0] for tier in (CPU, NVME))
+        keys, (on_cpu, on_nvme) = self._catalog.keys, (self._catalog.columns(tier).states for tier in (CPU, NVME))
         wanted = [row for row in rows if on_cpu[row] == READY and on_nvme[row] == ABSENT]
         if self._foreign.known:
             wanted = [row for row in wanted if not self._foreign.holds(keys[row])]

@@ -14,7 +14,7 @@ from itertools import repeat
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdisk.blocks import Slot, make_slots
+from kvdisk.blocks import Slot, make_slots, new_tuple
 from kvdisk.manager.free_runs import FreeRuns
 
 _FREE, _USED, _LIMBO = 1, 2, 3
@@ -44,6 +44,8 @@ class SlotPool:
         """By segment: those of its drive and size class."""
         self._runs: list[dict[int, FreeRuns]] = [{} for _ in range(size_class_count)]
         """By size class and drive."""
+        self._places: list[list[FreeRuns]] = [[] for _ in range(size_class_count)]
+        """The same, by size class."""
         self._limbo: deque[tuple[int, list[_Range]]] = deque()
 
     def add_segment(
@@ -59,7 +61,11 @@ class SlotPool:
             assert states.count(_USED) == taken, "two copies in one slot"
         self._maps[segment] = states
         self._class_of[segment] = size_class
-        runs = self._runs_of[segment] = self._runs[size_class].setdefault(drive, FreeRuns())
+        found = self._runs[size_class]
+        if drive not in found:
+            found[drive] = FreeRuns()
+            self._places[size_class].append(found[drive])
+        runs = self._runs_of[segment] = found[drive]
         for start, end in _ranges_of(states, _FREE):
             runs.add((segment << _SHIFT) + start, end - start)
         self.free[size_class] += slot_count - taken
@@ -89,9 +95,9 @@ class SlotPool:
         is, the longest are used up.
         """
         slots: list[Slot] = []
-        found = self._runs[size_class]
-        places = list(found.values()) if drive is None else [found[drive]] if drive in found else []
-        wanted = count
+        places, wanted = self._places[size_class], count
+        if drive is not None:
+            places = [runs for place, runs in self._runs[size_class].items() if place == drive]
         while wanted > 0:
             runs = places[0] if len(places) == 1 else _best(places, wanted)
             if runs is None or not runs.free:
@@ -100,7 +106,7 @@ class SlotPool:
             segment, start = position >> _SHIFT, position & _INDEX
             if length == 1:
                 self._maps[segment][start] = _USED
-                slots.append(Slot(segment, start))
+                slots.append(new_tuple(Slot, (segment, start)))
             else:
                 self._maps[segment][start : start + length] = bytes([_USED]) * length
                 slots += make_slots(repeat(segment, length), range(start, start + length))

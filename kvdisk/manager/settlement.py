@@ -72,10 +72,11 @@ class Settlement:
         """End jobs that every rank has answered, in order: at once those stores that follow each other."""
         stored: list[JobRecord] = []
         for record in records:
-            series = _TIMED.get(record.job.kind)
+            kind = record.job.kind
+            series = _TIMED.get(kind)
             if series is not None and record.sent_s is not None:
                 self._stats.observe(series, max(0.0, now - record.sent_s))
-            if record.job.kind is _STORE and not record.failed:
+            if kind is _STORE and not record.failed:
                 stored.append(record)
                 continue
             self._settle_whole(stored, now, now_s)
@@ -157,18 +158,20 @@ class Settlement:
         written: list[int] = []
         # The tail of a chain is given back first, as the engine does, so that it is reused first.
         for record in reversed(records):
-            details, failed, request_id = record.details[::-1], record.failed, record.request_id
+            details, failed, request_id = record.details, record.failed, record.request_id
             # What was free before its store is the first to be reused, as it was.
             touched = spilled if request_id is None else held
-            touched += [detail.block for detail in details if detail.block >= 0]
-            if failed:
-                last = len(details) - 1
-                details = [detail for at, detail in enumerate(details) if last - at not in failed]
-            written += [detail.row for detail in details]
+            for at in range(len(details) - 1, -1, -1):
+                row, block, _, _ = details[at]
+                if block >= 0:
+                    touched.append(block)
+                if not failed or at not in failed:
+                    written.append(row)
             request = None if request_id is None else self._requests.get(request_id)
             if request is not None:
                 request.store_jobs.discard(record.job.id)
-        self._context.free_blocks(held)
+        if held:
+            self._context.free_blocks(held)
         if spilled:
             self._context.free_first(spilled)
         self.pinned_blocks -= len(held) + len(spilled)

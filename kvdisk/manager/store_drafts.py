@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 
-from kvdisk.blocks import CPU, BlockKey, JobId, Slot, Tier
+from kvdisk.blocks import CPU, BlockKey, JobId, Slot, Tier, new_tuple
 from kvdisk.context import SchedulerContext
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.requests import RequestState
@@ -72,25 +72,24 @@ class StoreDrafts:
         catalog = self._catalog
         if are_new:
             first = self._generation + 1
-            rows = catalog.add_all(keys, first, draft.epoch, parents)
+            rows = catalog.begin_new(keys, first, draft.epoch, parents, self._target, slots)
             self._generation += len(rows)
-            generations: Iterable[int] = range(first, first + len(rows))
         else:
             rows = catalog.find_all(keys)
             for at, row in enumerate(rows):
                 if row < 0:
                     self._generation += 1
                     rows[at] = catalog.add(keys[at], self._generation, draft.epoch, parents[at])
-            generations = map(catalog.generations.__getitem__, rows)
-        catalog.begin_all(rows, self._target, slots)
+            catalog.begin_all(rows, self._target, slots)
         on_cpu, (group, positions) = self._target is CPU, place
         if len(rows) == 1:  # as when a request decodes: columns would take longer than their one block
             row, block, slot = rows[0], blocks[0], slots[0]
-            generation, parent = catalog.generations[row], parents[0]
             cpu_slot, nvme_slot = (slot, None) if on_cpu else (None, slot)
-            draft.moves.append(Move(keys[0], generation, block, cpu_slot, nvme_slot, parent))
-            draft.details.append(MoveDetail(row, block if draft.holds else -1, group, next(iter(positions))))
+            generation, position = catalog.generations[row], next(iter(positions))
+            draft.moves.append(new_tuple(Move, (keys[0], generation, block, cpu_slot, nvme_slot, parents[0])))
+            draft.details.append(new_tuple(MoveDetail, (row, block if draft.holds else -1, group, position)))
             return
+        generations = map(catalog.generations.__getitem__, rows)
         cpu, nvme = (slots, repeat(None)) if on_cpu else (repeat(None), slots)
         draft.moves += make_moves(keys, generations, blocks, cpu, nvme, parents)
         draft.details += make_details(rows, blocks if draft.holds else repeat(-1), repeat(group), positions)

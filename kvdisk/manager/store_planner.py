@@ -22,7 +22,7 @@ from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.store_drafts import NO_PLACE, StoreDraft, StoreDrafts
-from kvdisk.manager.store_policy import FreeOffer, StorePolicy
+from kvdisk.manager.store_policy import FreeOffer, StorePolicy, own_method
 from kvdisk.manager.tables import BlockTables, Table
 from kvdisk.manager.transfers import Transfers
 from kvdisk.manager.wants import Wants
@@ -62,6 +62,9 @@ class StorePlanner:
         self._cpu = cpu
         self._nvme = nvme
         self._store_policy = store_policy
+        # Not called at all where it has nothing to say, as in most steps.
+        self._policy_reached = own_method(store_policy, "reached")
+        self._policy_offers_free = own_method(store_policy, "free_offers")
         self._target = CPU if cpu is not None else NVME
         self._admission = admission
         self._wants = wants
@@ -93,14 +96,14 @@ class StorePlanner:
         if request.loading or request.stale:
             return
         request.update_keys(self._geometry)
-        known_tokens = self._tables.get(request.request_id).computed_tokens
-        self._tables.put(request.request_id, Table(computed_tokens, block_ids))
+        known_tokens = self._tables.put(request.request_id, Table(computed_tokens, block_ids)).computed_tokens
         storable_tokens = self._storable_tokens(request, computed_tokens)
         draft = StoreDraft(request, epoch)
         for group in self._geometry.groups:
             keys, blocks = request.keys[group.group], block_ids[group.group]
             final_tokens = min(storable_tokens, max(0, computed_tokens - group.volatile_last))
-            storable = min(final_tokens // group.block_tokens, len(keys), len(blocks))
+            full = min(len(keys), len(blocks))
+            storable = min(final_tokens // group.block_tokens, full)
             first = min(known_tokens // group.block_tokens, storable)
             are_new = self._note_reached(request, keys, first, storable)
             room = self._settlement.room
@@ -125,13 +128,13 @@ class StorePlanner:
         """
         if start == stop:
             return False
-        self._store_policy.reached(request.request_id, keys, start, stop)
+        if self._policy_reached is not None:
+            self._policy_reached(request.request_id, keys, start, stop)
         wanted = keys[start:stop]
         self._wants.note(wanted, request.request_id)
-        rows = self._catalog.find_all(wanted)
-        if max(rows) < 0:
+        if self._catalog.has_none(wanted):
             return True
-        used = [row for row in rows if is_coming(self._catalog, row)]
+        used = [row for row in self._catalog.find_all(wanted) if is_coming(self._catalog, row)]
         self._offers.offer(used)
         for space, tier in ((self._cpu, CPU), (self._nvme, NVME)):
             if space is not None:  # the head last, so that it leaves last
@@ -206,8 +209,10 @@ class StorePlanner:
 
     def plan_free(self, now: float, epoch: int) -> None:
         """Offer free blocks to the tiers, if the store policy wants to, and plan a job for those taken."""
+        if self._policy_offers_free is None:
+            return
         policy, held = self._store_policy, self._settlement.pinned_blocks
-        offers = policy.free_offers(self._context, held, self._settlement.room, now)
+        offers = self._policy_offers_free(self._context, held, self._settlement.room, now)
         if not offers:
             return
         taken: dict[int, list[FreeOffer]] = {}
@@ -266,13 +271,14 @@ class StorePlanner:
         if not offers:
             return offers
         policy, keys, catalog = self._store_policy, request.keys[group], self._catalog
-        rows = [NONE] * len(offers) if are_new else catalog.find_all([keys[position] for position in offers])
+        rows = [] if are_new else catalog.find_all([keys[position] for position in offers])
         may_be_abroad = self._target is NVME and self._foreign.known
-        if max(rows) < 0 and not may_be_abroad and all(map(blocks.__getitem__, offers)):
+        if (are_new or max(rows) < 0) and not may_be_abroad and all(map(blocks.__getitem__, offers)):
             return self._ask_admission(request, group, offers)  # new blocks of a prompt
+        rows = rows or [NONE] * len(offers)
         there: list[int] = []
         others: list[int] = []
-        states = catalog.columns(self._target)[0]
+        states = catalog.columns(self._target).states
         busy: set[int] = set()
         for position, row in zip(offers, rows, strict=True):
             if blocks[position] == 0 or self._is_there(keys[position], row):
@@ -330,8 +336,10 @@ class StorePlanner:
         if not taken:
             return
         slots = self._allocate(self._geometry.size_classes[group.group], most, now)
-        accepted, refused = taken[: len(slots)], taken[len(slots) :]
-        if accepted:
+        accepted, refused = taken, taken[:0]
+        if len(slots) < len(taken):
+            accepted, refused = taken[: len(slots)], taken[len(slots) :]
+        if slots:
             keys = request.keys[group.group]
             self._store_policy.accept(request.request_id, group.group, accepted)
             taken_keys, parents, taken_blocks = _columns_of(keys, blocks, accepted)
@@ -352,6 +360,8 @@ def _columns_of(
 ) -> tuple[Sequence[BlockKey], Sequence[BlockKey | None], Sequence[int]]:
     """Return keys, parents and GPU blocks of some positions, ascending."""
     first, last = positions[0], positions[-1]
+    if first == last:
+        return [keys[first]], [keys[first - 1] if first else None], [blocks[first]]
     if last - first == len(positions) - 1:  # all in a row, as most are
         parents = keys[first - 1 : last] if first else [None, *keys[:last]]
         return keys[first : last + 1], parents, blocks[first : last + 1]

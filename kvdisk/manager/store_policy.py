@@ -9,7 +9,7 @@ arguments, and is best derived from ``NoStores``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvdisk.blocks import BlockKey
 from kvdisk.context import SchedulerContext
@@ -159,6 +159,12 @@ class NoStores:
 
     def reset(self) -> None:
         """Nothing to forget."""
+
+
+def own_method(policy: StorePolicy, name: str) -> Any:
+    """Return a policy's method; None where it is that of ``NoStores``, which need not be called."""
+    method = getattr(policy, name)
+    return None if getattr(method, "__func__", None) is getattr(NoStores, name) else method
 
 
 class OnCompute(NoStores):

@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 
-class Table(NamedTuple):
+class Table:
     """A request's GPU blocks by group, 0 where it needs none, and how many of its tokens are computed in them.
 
     Of a group with a window the engine may have taken blocks since that lie wholly before the window.
     """
 
-    computed_tokens: int
-    block_ids: Sequence[Sequence[int]]
+    def __init__(self, computed_tokens: int, block_ids: Sequence[Sequence[int]]) -> None:
+        self.computed_tokens = computed_tokens
+        self.block_ids = block_ids
 
 
 EMPTY = Table(0, ())
@@ -30,9 +30,11 @@ class BlockTables:
         """Return a request's table; ``EMPTY`` where it holds nothing that is known."""
         return self._tables.get(request_id, EMPTY)
 
-    def put(self, request_id: str, table: Table) -> None:
-        """Note what a request holds from now on."""
+    def put(self, request_id: str, table: Table) -> Table:
+        """Note what a request holds from now on; return what ``get`` would have returned."""
+        before = self._tables.get(request_id, EMPTY)
         self._tables[request_id] = table
+        return before
 
     def take(self, request_id: str) -> Table:
         """Forget a request's table, and return it."""

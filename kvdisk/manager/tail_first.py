@@ -78,7 +78,7 @@ class TailFirst:
     def _start(self, top: int) -> int:
         known, row, generation = self._reached
         catalog = self._catalog
-        same = known == top and catalog.generations[row] == generation and catalog.evictable(row, self._tier)
+        same = known == top and catalog.generations[row] == generation and catalog.evictable_in(self._tier)(row)
         return row if same else top
 
     def _walk(self, top: int, start: int, count: int, evictable: Callable[[int], bool], found: dict[int, None]) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from kvdisk.blocks import JobId
+from kvdisk.blocks import JobId, new_tuple
 from kvdisk.messages import HomeSpec, Job, JobKind, Move, Reason, Report, SegmentSpec
 
 _STORE, _LOAD = JobKind.STORE, JobKind.LOAD
@@ -30,12 +30,9 @@ class MoveDetail(NamedTuple):
     position: int = -1
 
 
-_make_tuple: Any = tuple.__new__
-
-
 def make_details(*columns: Iterable[int]) -> list[MoveDetail]:
     """Return details from the columns of all their fields; no Python call for each, as ``MoveDetail`` would be."""
-    return list(map(_make_tuple, repeat(MoveDetail), zip(*columns, strict=False)))
+    return list(map(new_tuple, repeat(MoveDetail), zip(*columns, strict=False)))
 
 
 class JobRecord:
@@ -98,7 +95,8 @@ class Transfers:
         assert len(moves) == len(details)
         job_id = JobId(self._next_id)
         self._next_id += 1
-        job = Job(job_id, kind, tuple(moves), epoch, request_id if kind is _LOAD else None, home, segment, arrival)
+        owner = request_id if kind is _LOAD else None
+        job: Job = new_tuple(Job, (job_id, kind, tuple(moves), epoch, owner, home, segment, arrival))
         record = JobRecord(job, details, request_id)
         self._records[job_id] = record
         self._counts[kind] += 1
@@ -169,19 +167,21 @@ class Transfers:
             record.released += ranks
             self._release_if_due(job_id)
         settled = []
-        for job_id, result in sorted(report.results.items()):
+        results = report.results.items()
+        for job_id, result in sorted(results) if len(results) > 1 else results:
             record = self._records.get(job_id)
             assert record is not None, f"job {job_id} answered more than once per rank, or never planned"
             record.ranks += result.ranks
             assert record.ranks <= self._rank_count
             for position, reason in result.failed.items():
                 record.failed.setdefault(position, reason)
-            record.late |= result.late
-            record.late_ranks += result.late_ranks
+            if result.late_ranks:
+                record.late |= result.late
+                record.late_ranks += result.late_ranks
             if record.ranks == self._rank_count:
                 settled.append(self._remove(job_id))
                 if record.released == record.late_ranks:
-                    record.late = set()
+                    record.late.clear()
                 else:
                     self._zombies[job_id] = record
         return settled

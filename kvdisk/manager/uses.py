@@ -173,7 +173,8 @@ class Uses:
 
     def _places_of(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return those rows whose copies are READY, and their places."""
-        states, numbers, indices = self._catalog.columns(Tier.NVME)
+        columns = self._catalog.columns(Tier.NVME)
+        states, numbers, indices = columns.states, columns.segments, columns.indices
         rows = rows[np.frombuffer(states, np.uint8)[rows] == READY]
         segments = np.frombuffer(numbers, np.uint32)[rows]
         if len(self._firsts) and int(segments.max(initial=0)) < len(self._firsts):

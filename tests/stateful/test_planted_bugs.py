@@ -225,8 +225,7 @@ def nvme_refusal_never_asked_again(patch: Patch) -> None:
 
 @BUGS.plant
 def pinned_copy_evicted(patch: Patch) -> None:
-    patch.setattr(Catalog, "evictable", lambda self, row, tier: self.state(row, tier) == CopyState.READY)
-    patch.setattr(Catalog, "evictable_in", lambda self, tier: lambda row: self.evictable(row, tier))
+    patch.setattr(Catalog, "evictable_in", lambda self, tier: lambda row: self.state(row, tier) == CopyState.READY)
 
 
 @BUGS.plant

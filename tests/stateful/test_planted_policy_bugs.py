@@ -39,8 +39,9 @@ def blocks_that_the_step_zeroes_saved(patch: Patch) -> None:
 
 @PREEMPTION.plant
 def blocks_saved_that_are_not_full(patch: Patch) -> None:
-    def put(original: Any, self: BlockTables, request_id: str, table: Table) -> None:
-        original(self, request_id, table._replace(computed_tokens=table.computed_tokens + 2))
+    def put(original: Any, self: BlockTables, request_id: str, table: Table) -> Table:
+        before: Table = original(self, request_id, Table(table.computed_tokens + 2, table.block_ids))
+        return before
 
     wrap(patch, BlockTables, "put", put)
 

@@ -52,8 +52,7 @@ def store(catalog: Catalog, keys: list[BlockKey], generation: int, *, at_once: b
     slots = [Slot(0, generation + at) for at in new]
     parents = [keys[at - 1] or None for at in new]
     if at_once:
-        rows = catalog.add_all([keys[at] for at in new], generation, 7, parents)
-        catalog.begin_all(rows, Tier.CPU, slots)
+        rows = catalog.begin_new([keys[at] for at in new], generation, 7, parents, Tier.CPU, slots)
         catalog.finish(rows[::-1], Tier.CPU)
         return
     rows = []
@@ -101,8 +100,7 @@ def test_a_chain_that_leads_elsewhere_is_not_believed() -> None:
     """A record may name a wrong parent; what is asked for is found by its keys then."""
     catalog = Catalog()
     a, b, wrong = (BlockKey(name) for name in (b"a", b"ab", b"x"))
-    rows = catalog.add_all((a, wrong), 1, 0, (None, None))
-    rows += catalog.add_all((b,), 3, 0, (wrong,))
-    catalog.begin_all(rows, Tier.CPU, [Slot(0, at) for at in range(3)])
+    rows = catalog.begin_new((a, wrong), 1, 0, (None, None), Tier.CPU, [Slot(0, 0), Slot(0, 1)])
+    rows += catalog.begin_new((b,), 3, 0, (wrong,), Tier.CPU, [Slot(0, 2)])
     assert catalog.find_chain([a, b]) == [rows[0], rows[2]]
     assert all(catalog.state(row, Tier.CPU) == CopyState.WRITING for row in rows)

@@ -166,7 +166,7 @@ def test_records_whose_parents_go_in_a_circle_leave_all_the_same(length: int) ->
     order = TailFirst(LruPolicy(), catalog, Tier.NVME)
     restore_blocks(index, geometry, catalog, [order], {0: segment})
     for _ in range(length + 2):
-        (row,) = order.victims(1, lambda row: catalog.evictable(row, Tier.NVME))
+        (row,) = order.victims(1, catalog.evictable_in(Tier.NVME))
         order.remove((row,))
         catalog.drop(row, Tier.NVME)
     assert len(catalog) == 0

@@ -53,7 +53,7 @@ class Copies:
 
     def evict(self, count: int) -> int:
         numbers = {row: number for number, row in self.ready().items()}
-        rows = self.order.victims(count, lambda row: self.catalog.evictable(row, Tier.CPU))
+        rows = self.order.victims(count, self.catalog.evictable_in(Tier.CPU))
         assert len(rows) == len(set(rows)) <= count
         for row in rows:
             assert not self.followers(numbers[row]), "a head leaves before its tail"
@@ -125,7 +125,7 @@ def test_the_tail_of_a_chain_longer_than_a_search_is_found_in_the_end(eviction, 
 
     def evictable(row: int) -> bool:
         asked.append(row)
-        return catalog.evictable(row, Tier.NVME)
+        return catalog.evictable_in(Tier.NVME)(row)
 
     left: list[int] = []
     for _ in range(400):
@@ -147,5 +147,5 @@ def test_a_chain_in_use_does_not_keep_others_from_leaving(eviction, monkeypatch)
     catalog.begin(other, Tier.NVME, Slot(0, 1000))
     catalog.finish([other], Tier.NVME)
     order.insert((other,))
-    calls = (order.victims(1, lambda row: catalog.evictable(row, Tier.NVME)) for _ in range(400))
+    calls = (order.victims(1, catalog.evictable_in(Tier.NVME)) for _ in range(400))
     assert next(filter(None, calls)) == [other]
