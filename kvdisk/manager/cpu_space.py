@@ -115,6 +115,9 @@ class CpuSpace:
 
     def accessed(self, rows: Sequence[int]) -> None:
         """Copies were used: of one chain the tail is told first."""
+        if len(self._policies) == 1:
+            self._policies[0].access(rows)
+            return
         for size_class, alike in self._by_class(rows):
             self._policies[size_class].access(alike)
 

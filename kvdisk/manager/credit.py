@@ -18,6 +18,8 @@ _MOST_USES = 9
 _CLASS_OF = bytes((0, 0, 1, 2, 2, 3, 3, 3, 3, 4))
 """Of a number of uses: how often it can be halved, rounded up."""
 _CLASSES = max(_CLASS_OF) + 1
+_NAME: Final = (1 << 61) - 1
+"""The bits of a key's number that are used: so many are quick to reckon with."""
 _NOTHING = 1 << 62
 """Above all ranks."""
 HORIZON: Final = 4.0
@@ -83,7 +85,8 @@ class CreditPolicy:
             before = uses[row]
             count = self._count_use(before, now - last[row])
             now += 1
-            uses[row] = count
+            if count != before:
+                uses[row] = count
             last[row] = now
             lists.move(row, _CLASS_OF[before], _CLASS_OF[count])
         self._now = now
@@ -197,9 +200,9 @@ class LeftKeys:
             self._mask = size - 1
         marks, lasts, counts, mask = self._marks, self._last, self._uses, self._mask
         for row in rows:
-            name = number_of(keys[row])
+            name = number_of(keys[row]) & _NAME
             place = name & mask
-            marks[place] = name >> 29 & 0xFFFFFFFF | 1
+            marks[place] = name >> 29 | 1
             lasts[place] = last[row] & 0xFFFFFFFF
             counts[place] = uses[row]
 
@@ -210,9 +213,9 @@ class LeftKeys:
         if not mask:  # nothing has left yet
             return found
         for at, key in enumerate(keys):
-            name = number_of(key)
+            name = number_of(key) & _NAME
             place = name & mask
-            if marks[place] == name >> 29 & 0xFFFFFFFF | 1:
+            if marks[place] == name >> 29 | 1:
                 marks[place] = 0
                 found[at] = self._uses[place], now - self._last[place] & 0xFFFFFFFF
         return found

@@ -77,7 +77,8 @@ class LoadPrice:
         sent_s = self._sent_s.pop(record.job.id, None)
         if sent_s is None or record.failed or not record.job.moves:
             return
-        tier = CPU if all(move.nvme is None for move in record.job.moves) else NVME
+        sources = [move.nvme for move in record.job.moves]
+        tier = CPU if sources.count(None) == len(sources) else NVME
         seconds, known = now - sent_s, self._seconds.get(tier)
         # At once down, and slowly up: the quickest of the last loads or so.
         quicker = known is None or seconds <= known

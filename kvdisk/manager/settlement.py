@@ -308,12 +308,16 @@ class Settlement:
 
     def _settle_sources(self, rows: Sequence[int], tier: Tier) -> None:
         """Copies were read well, the tail of a chain first."""
-        space, used = self._space(tier), rows
-        if self._catalog.any_in(DOOMED, rows, tier):
-            used = [row for row in rows if self._catalog.state(row, tier) == READY]
-        if tier is CPU:
+        space, catalog, used = self._space(tier), self._catalog, rows
+        any_doomed = catalog.any_in(DOOMED, rows, tier)
+        if any_doomed:
+            used = [row for row in rows if catalog.state(row, tier) == READY]
+        if tier is CPU and self._nvme is not None:
             self._offers.offer(used)  # their counts rose when the load was planned
-        space.unpin(rows)
+        if any_doomed:
+            space.unpin(rows)
+        else:
+            catalog.unpin(rows, tier)
         space.accessed(used)
 
     def _settle_failed_reads(self, record: JobRecord) -> list[int]:
