@@ -143,6 +143,8 @@ class ForeignCopies:
     @property
     def promised(self) -> Mapping[BlockKey, tuple[ForeignCopy, float]]:
         """What of ``known`` may be promised to a request now: all or nothing."""
+        if not self.known:
+            return self.known
         count = self._transfers.count
         return self.known if count(JobKind.OPEN_SEGMENT) + count(JobKind.DROP_SEGMENT) < MOST_FILE_JOBS else {}
 

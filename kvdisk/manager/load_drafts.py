@@ -16,7 +16,7 @@ from kvdisk.messages import Move, make_moves
 class LoadDraft:
     """See the module. The columns are those of ``Move`` and ``MoveDetail``, all of one length.
 
-    A block that is added has no row, no slot and generation 0; ``parents`` is the block before it in its request.
+    Blocks are added by ``extend``, and then, with what is known of their copies, by ``found`` or ``await_places``.
     """
 
     def __init__(self) -> None:
@@ -40,13 +40,29 @@ class LoadDraft:
         else:
             self.keys += [keys[position] for position in positions]
             self.blocks += [blocks[position] for position in positions]
+        self.groups += repeat(group, count)
+        self.positions += positions
+
+    def found(self, rows: Sequence[int], tier: Tier, catalog: Catalog) -> None:
+        """All blocks added last have copies in one tier, as most have: note their rows and those copies."""
+        slots, others = (self.cpu, self.nvme) if tier is CPU else (self.nvme, self.cpu)
+        slots += catalog.slots(rows, tier)
+        others += repeat(None, len(rows))
+        self.rows += rows
+        self.generations += map(catalog.generations.__getitem__, rows)
+        self.parents += map(catalog.parents.__getitem__, rows)
+
+    def await_places(self, positions: Sequence[int], keys: Sequence[BlockKey]) -> None:
+        """The blocks added last have no row, no slot and generation 0 until ``find`` tells.
+
+        ``keys``: of all the group's. Their parents are the blocks before them in their request.
+        """
+        count = len(positions)
         self.generations += repeat(0, count)
         self.cpu += repeat(None, count)
         self.nvme += repeat(None, count)
         self.parents += [keys[position - 1] if position else None for position in positions]
         self.rows += repeat(-1, count)
-        self.groups += repeat(group, count)
-        self.positions += positions
 
     def find(self, start: int, places: Sequence[int], rows: Sequence[int], tier: Tier, catalog: Catalog) -> None:
         """Note the rows, and the copies in a tier, of blocks, whose places are counted from ``start``."""
@@ -58,11 +74,8 @@ class LoadDraft:
             (self.parents, map(catalog.parents.__getitem__, rows)),
         )
         for column, values in columns:
-            if start + len(places) == len(column):
-                column[start:] = values
-            else:
-                for at, value in zip(places, values, strict=True):
-                    column[start + at] = value
+            for at, value in zip(places, values, strict=True):
+                column[start + at] = value
 
     def moves(self) -> list[Move]:
         """Return the moves."""

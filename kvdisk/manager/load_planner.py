@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress
 
 from kvdisk.blocks import CPU, NVME, BlockKey
@@ -97,11 +97,13 @@ class LoadPlanner:
             self._served.waited(request, now)
         return tokens
 
-    def _needed_keys(self, request: RequestState, local_tokens: int, hit: int) -> Iterator[list[BlockKey]]:
-        """Yield, group by group, the keys of what a hit needs from outside the GPU."""
+    def _needed_keys(self, request: RequestState, local_tokens: int, hit: int) -> list[list[BlockKey]]:
+        """Return, group by group, the keys of what a hit needs from outside the GPU."""
+        needed = []
         for group in self._geometry.groups:
             first = first_needed(group, local_tokens, hit)
-            yield request.keys[group.group][first : hit // group.block_tokens]
+            needed.append(request.keys[group.group][first : hit // group.block_tokens])
+        return needed
 
     def _reader_of(self, request: RequestState, local_tokens: int, hit: int) -> JobKind | None:
         """Return what kind of job is just reading a block of a hit into a CPU slot, where one is."""
@@ -112,9 +114,10 @@ class LoadPlanner:
 
     def _is_worth(self, request: RequestState, local_tokens: int, hit: int) -> bool:
         """Whether a short hit is worth its load."""
-        catalog = self._catalog
-        rows = [catalog.find(key) for keys in self._needed_keys(request, local_tokens, hit) for key in keys]
-        on_cpu = all(row >= 0 and catalog.state(row, CPU) == READY for row in rows)
+        catalog, on_cpu = self._catalog, True
+        for keys in self._needed_keys(request, local_tokens, hit):
+            for row in catalog.find_all(keys):
+                on_cpu = on_cpu and row >= 0 and catalog.state(row, CPU) == READY
         return self._price.is_worth(hit - local_tokens, CPU if on_cpu else NVME, request.arrival)
 
     def _may_wait(self, request: RequestState, now: float) -> bool:
@@ -147,34 +150,40 @@ class LoadPlanner:
                 positions = [position for position in positions if blocks[position]]
             if positions:
                 at = len(draft.keys)
-                draft.extend(group.group, positions, request.keys[group.group], blocks)
-                self._find_sources(draft, at, request.request_id, are_chain=len(positions) == end - first)
+                keys = request.keys[group.group]
+                draft.extend(group.group, positions, keys, blocks)
+                self._find_sources(draft, at, request.request_id, keys, are_chain=len(positions) == end - first)
         self._leave_cpu_copies(draft, epoch)
         moves, details = draft.moves(), draft.details()
         request.loading = True
         request.wait_started_s = None
-        self._served.loaded(request, local_tokens, external_tokens, moves, details)
+        self._served.loaded(request, local_tokens, external_tokens, draft.cpu, draft.nvme, details)
         self._transfers.add(_LOAD, moves, details, epoch=epoch, request_id=request.request_id, arrival=request.arrival)
 
-    def _find_sources(self, draft: LoadDraft, start: int, request_id: str, *, are_chain: bool) -> None:
+    def _find_sources(
+        self, draft: LoadDraft, start: int, request_id: str, all_keys: Sequence[BlockKey], *, are_chain: bool
+    ) -> None:
         """Pin the best copy of each of a draft's blocks from ``start`` on: in the CPU tier, on NVMe, of another home.
 
-        Other homes' blocks have no row, and those that are nowhere no slot either. ``are_chain``: each is the parent of
-        the next.
+        Other homes' blocks have no row, and those that are nowhere no slot either. ``all_keys``: of all of the
+        request's blocks of the group. ``are_chain``: each block is the parent of the next.
         """
         catalog, keys = self._catalog, draft.keys[start:]
         rows = catalog.find_chain(keys) if are_chain else catalog.find_all(keys)
         here: Sequence[int] = range(len(rows))
-        if not catalog.are_ready(rows):
+        states, are_ready = catalog.columns(CPU).states, catalog.are_ready(rows)
+        if are_ready and not bytes(map(states.__getitem__, rows)).strip(_ALL_READY):
+            catalog.pin(rows, CPU)
+            draft.found(rows, CPU, catalog)
+            self._wants.note(keys, request_id)
+            return
+        draft.await_places(draft.positions[start:], all_keys)
+        if not are_ready:
             here = [at for at, row in enumerate(rows) if catalog.is_ready(row)]
             abroad = self._find_abroad(draft, start, {*range(len(rows))}.difference(here))
             keys = [keys[at] for at in sorted({*here, *abroad})]
-        states = catalog.columns(CPU).states
-        on_cpu: Sequence[int] = here
-        on_nvme: Sequence[int] = ()
-        if len(here) < len(rows) or bytes(map(states.__getitem__, rows)).strip(_ALL_READY):  # else all are in memory
-            on_cpu = [at for at in here if states[rows[at]] == READY]
-            on_nvme = [at for at in here if states[rows[at]] != READY]
+        on_cpu = [at for at in here if states[rows[at]] == READY]
+        on_nvme = [at for at in here if states[rows[at]] != READY]
         for tier, places in ((CPU, on_cpu), (NVME, on_nvme)):
             if places:
                 found = rows if len(places) == len(rows) else [rows[at] for at in places]
@@ -194,7 +203,7 @@ class LoadPlanner:
 
     def _leave_cpu_copies(self, draft: LoadDraft, epoch: int) -> None:
         """Let blocks read from NVMe land in CPU slots where admission and room allow; the rest goes through staging."""
-        if self._cpu is None:
+        if self._cpu is None or draft.nvme.count(None) == len(draft.nvme):
             return
         catalog = self._catalog
         vacant: list[int] = []

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from kvdisk.blocks import BlockKey
+from kvdisk.blocks import BlockKey, new_tuple
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.copies import Presence
@@ -113,8 +113,9 @@ class Lookups:
         elsewhere: Collection[BlockKey],
     ) -> Hits:
         step = geometry.step_tokens
-        lengths = (len(keys[group.group]) * group.block_tokens for group in geometry.groups)
-        ready = coming = min(limit_tokens, *lengths) // step * step
+        for group in geometry.groups:
+            limit_tokens = min(limit_tokens, len(keys[group.group]) * group.block_tokens)
+        ready = coming = limit_tokens // step * step
         windows: list[GroupGeometry] = []
         for group in geometry.groups:
             if coming <= local_tokens:
@@ -130,6 +131,8 @@ class Lookups:
             coming = min(coming, (ends[1] - group.volatile_last) * group.block_tokens // step * step)
         if coming <= local_tokens:
             return Hits(local_tokens, local_tokens)
+        if not windows:
+            return new_tuple(Hits, (max(local_tokens, ready), coming))  # type: ignore[no-any-return]
         found = [_Window(catalog, group, keys[group.group], local_tokens, coming, elsewhere) for group in windows]
         return Hits(
             _shorten(found, local_tokens, ready, step, Presence.READY),

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvdisk.blocks import CPU, NVME
+from kvdisk.blocks import CPU, NVME, Slot
 from kvdisk.geometry import Geometry
 from kvdisk.manager.lookup import first_needed
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.transfers import MoveDetail
-from kvdisk.messages import Move
 from kvdisk.stats import Stats
 
 _Asked = tuple[int, int, int]
@@ -75,38 +74,37 @@ class Served:
         request: RequestState,
         local_tokens: int,
         external_tokens: int,
-        moves: Sequence[Move],
+        cpu: Sequence[Slot | None],
+        nvme: Sequence[Slot | None],
         details: Sequence[MoveDetail],
     ) -> None:
         """A load of ``external_tokens`` was planned: note how it divides between the tiers in ``request.served``.
 
-        A token is NVMe's where any of its groups' blocks comes from there.
+        ``cpu``, ``nvme``: each block's slots, as in its move. A token is NVMe's where any of its groups' blocks comes
+        from there.
         """
         end_tokens = local_tokens + external_tokens
         asked = self._asked(request) or (local_tokens, end_tokens, external_tokens)
-        cpu_blocks = nvme_blocks = 0
-        for move in moves:
-            if move.nvme is not None:
-                nvme_blocks += 1
-            elif move.cpu is not None:
-                cpu_blocks += 1
+        nvme_blocks, cpu_blocks = len(nvme) - nvme.count(None), len(cpu) - cpu.count(None)
+        if nvme_blocks:  # some of which land in CPU slots
+            cpu_blocks = sum([slot is not None and other is None for slot, other in zip(cpu, nvme, strict=True)])
         if not self._has_cpu:
             nvme_tokens = external_tokens
         else:
-            nvme_tokens = self._tokens_on_nvme(local_tokens, moves, details) if nvme_blocks else 0
+            nvme_tokens = self._tokens_on_nvme(local_tokens, nvme, details) if nvme_blocks else 0
             nvme_tokens = min(nvme_tokens, external_tokens)
         cpu_tokens = external_tokens - nvme_tokens
         request.served = {CPU: cpu_tokens, NVME: nvme_tokens}
         self._count(asked, end_tokens, (cpu_tokens, nvme_tokens), (cpu_blocks, nvme_blocks))
 
-    def _tokens_on_nvme(self, local_tokens: int, moves: Sequence[Move], details: Sequence[MoveDetail]) -> int:
+    def _tokens_on_nvme(self, local_tokens: int, nvme: Sequence[Slot | None], details: Sequence[MoveDetail]) -> int:
         groups = self._geometry.groups
         step = min(group.block_tokens for group in groups)
         if len(groups) == 1:
-            return sum([move.nvme is not None for move in moves]) * step
+            return (len(nvme) - nvme.count(None)) * step
         found: set[int] = set()
-        for move, detail in zip(moves, details, strict=True):
-            if move.nvme is not None:
+        for slot, detail in zip(nvme, details, strict=True):
+            if slot is not None:
                 start = detail.position * groups[detail.group].block_tokens
                 found.update(range(max(start, local_tokens), start + groups[detail.group].block_tokens, step))
         return len(found) * step
@@ -125,12 +123,16 @@ class Served:
         stats = self._stats
         stats.add("lookup_tokens", max(asked_tokens, cpu_tokens + nvme_tokens))
         if self._has_cpu:
-            stats.add("hit_tokens.cpu", cpu_tokens)
-            stats.add("hit_blocks.cpu", cpu_blocks)
-            stats.add("missed_tokens.cpu", missed_tokens + nvme_tokens)
-            stats.add("missed_blocks.cpu", missed_blocks + nvme_blocks)
+            if cpu_tokens or cpu_blocks:
+                stats.add("hit_tokens.cpu", cpu_tokens)
+                stats.add("hit_blocks.cpu", cpu_blocks)
+            if missed_tokens or missed_blocks or nvme_tokens or nvme_blocks:
+                stats.add("missed_tokens.cpu", missed_tokens + nvme_tokens)
+                stats.add("missed_blocks.cpu", missed_blocks + nvme_blocks)
         if self._has_nvme:
-            stats.add("hit_tokens.nvme", nvme_tokens)
-            stats.add("hit_blocks.nvme", nvme_blocks)
-            stats.add("missed_tokens.nvme", missed_tokens)
-            stats.add("missed_blocks.nvme", missed_blocks)
+            if nvme_tokens or nvme_blocks:
+                stats.add("hit_tokens.nvme", nvme_tokens)
+                stats.add("hit_blocks.nvme", nvme_blocks)
+            if missed_tokens or missed_blocks:
+                stats.add("missed_tokens.nvme", missed_tokens)
+                stats.add("missed_blocks.nvme", missed_blocks)

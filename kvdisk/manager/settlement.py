@@ -275,9 +275,11 @@ class Settlement:
         failed, foreign = record.failed, 0
         # Tail first, so that the head of the chain ends as the most recently used.
         sources = [move.nvme for move in record.job.moves]
-        if not failed and sources.count(None) == len(sources):
+        if sources and not failed and sources.count(None) == len(sources):
             from_cpu = [detail.row for detail in reversed(record.details)]
-            sources = []
+            assert -1 not in from_cpu, "nothing was read, and nobody said so"
+            self._settle_sources(from_cpu, CPU)
+            return 0
         for at in reversed(range(len(sources))):
             move, row, nvme = record.job.moves[at], record.details[at].row, sources[at]
             if nvme is not None and move.cpu is not None:

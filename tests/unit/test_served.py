@@ -46,7 +46,8 @@ class Desk:
         where = {CPU: (Slot(0, 1), None), NVME: (None, Slot(0, 1)), NOWHERE: (None, None)}
         moves = [Move(make_block_key(bytes(32), group), 1, 1, *where[source]) for group, _, source in sources]
         details = [MoveDetail(0, group=group, position=position) for group, position, _ in sources]
-        self.served.loaded(self.request, local, external, moves, details)
+        cpu, nvme = [move.cpu for move in moves], [move.nvme for move in moves]
+        self.served.loaded(self.request, local, external, cpu, nvme, details)
 
 
 def test_a_hit_that_is_partly_on_the_gpu_in_memory_and_on_nvme():
