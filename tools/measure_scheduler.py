@@ -223,11 +223,8 @@ def measure(options: argparse.Namespace, store_dir: Path) -> dict[str, dict[str,
             ]
             run_rounds(stores, options.rounds, found)
     if "hits" in options.parts:
-        run_rounds(
-            [Hits(blocks, where) for blocks in (16, PROMPT_BLOCKS) for where in (None, store_dir)],
-            options.rounds,
-            found,
-        )
+        hits = [Hits(blocks, where) for blocks in (16, PROMPT_BLOCKS) for where in (None, store_dir)]
+        run_rounds([Hits(1), *hits], options.rounds, found)
     if "lookups" in options.parts:
         # All sizes at once, so that growth is that of the same minute.
         lookups = [Lookups(block_count, order) for block_count in options.blocks for order in PLACES]

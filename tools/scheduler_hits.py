@@ -96,7 +96,7 @@ class Hits:
         assert len(loads) == blocks and (read >= 0.75 * blocks if self._from == "NVMe" else not read), read
         report, done = report_of(plan), completed(meta)
         booking = both(lambda: sides.ours.settle(report, set()), lambda: sides.theirs.update_connector_output(done))
-        what = f"a hit of {blocks:,} blocks in {self._from}"
+        what = f"a hit of {blocks:,} block{'s'[: blocks > 1]} in {self._from}"
         for at, owner in enumerate((OURS, THEIRS)):
             parts = [seconds[at][0] / blocks for seconds in (looking, planning, booking)]
             yield f"{what}, looking it up, a block", owner, parts[0]

@@ -40,12 +40,11 @@ class OursAlone:
         self._generation = 0
 
     def prepare(self, keys: Sequence[BlockKey]) -> tuple[list[int], list[Slot]]:
-        """Begin to store the blocks of a prompt; return the rows and slots of those that are not there."""
+        """Begin to store the blocks of a prompt, none of which is there; return their rows and slots."""
         catalog = self._catalog
-        new = [at for at, row in enumerate(catalog.find_all(keys)) if row < 0]
-        slots = self._cpu.allocate(0, len(new))
-        parents = [keys[at - 1] if at else None for at in new]
-        rows = catalog.begin_new([keys[at] for at in new], self._generation + 1, 0, parents, Tier.CPU, slots)
+        assert catalog.has_none(keys)  # a prompt of which something is there is not measured
+        slots = self._cpu.allocate(0, len(keys))
+        rows = catalog.begin_new(keys, self._generation + 1, 0, [None, *keys[:-1]], Tier.CPU, slots)
         self._generation += len(rows)
         return rows, slots
 

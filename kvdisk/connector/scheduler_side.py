@@ -100,7 +100,7 @@ class SchedulerSide:
         self._describe(request)
 
     def _follow_session(self, request: Request) -> None:
-        """Notice what no hook tells: that a prompt, of a streaming session, has grown."""
+        """Notice what no hook tells: that the prompt of a streaming session, a request with a queue, has grown."""
         self._manager.prompt_changed(request.request_id, request.num_prompt_tokens)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:

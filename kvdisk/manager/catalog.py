@@ -132,10 +132,8 @@ class Catalog:
         columns, presences = self.columns(tier), self._presences
         states, pins, segments, indices = columns.states, columns.pins, columns.segments, columns.indices
         assert len(keys) == len(parents) == len(slots)
-        rows: list[int] = []
-        for at, key in enumerate(keys):
-            row = self.add(key, first_generation + at, epoch, parents[at])
-            rows.append(row)
+        rows = [self.add(key, first_generation + at, epoch, parents[at]) for at, key in enumerate(keys)]
+        for at, row in enumerate(rows):
             states[row], presences[row], pins[row] = WRITING, COMING, 1
             segments[row], indices[row] = slots[at]
         self._unready.update(rows)
@@ -273,7 +271,7 @@ class Catalog:
             columns, presences, gains = self.columns(tier), self._presences, 0
             states, pins = columns.states, columns.pins
             for row in rows:
-                assert states[row] == WRITING and pins[row] == 1
+                assert states[row] == WRITING and pins[row] == 1, "nobody is writing it"
                 gains += presences[row] != READY
                 states[row], presences[row], pins[row] = READY, READY, 0
             self._unready.difference_update(rows)

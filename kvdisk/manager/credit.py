@@ -65,7 +65,7 @@ class CreditPolicy:
             return
         self._grow((rows[0] if len(rows) == 1 else max(rows)) + 1)
         uses, last, now, keys = self._uses, self._last, self._now, self._keys
-        known = self._left.take([keys[row] for row in rows], now)
+        known = self._left.take([keys[row] for row in rows], now) if self._left.place_count else {}
         for row in rows:
             now += 1
             uses[row] = 1
@@ -179,14 +179,14 @@ class LeftKeys:
 
     A later key takes a place over, so that about as many are remembered as there are places: one to two for each
     row, and no fewer than ``_FEWEST_PLACES``. Once in 2**29 times a key is taken for another: that decides nothing but
-    who leaves first.
+    who leaves first. ``place_count``: 0 before the first is remembered.
     """
 
     _FEWEST_PLACES = 1 << 18
 
     def __init__(self) -> None:
         self._marks, self._last, self._uses = array("I", [0]), array("I", [0]), bytearray(1)
-        self._mask = 0
+        self.place_count = 0
 
     def add(
         self, rows: Sequence[int], keys: Sequence[BlockKey], uses: Sequence[int], last: Sequence[int], total: int
@@ -194,11 +194,11 @@ class LeftKeys:
         """Remember some rows, of a policy that had so many in total. ``keys``, ``uses``, ``last``: of all rows."""
         if not rows:
             return
-        if self._mask + 1 < total or not self._mask:  # the larger table is empty; it doubles at least, so this is rare
+        if self.place_count < max(total, 1):  # the larger table is empty; it doubles at least, so this is rare
             size = max(self._FEWEST_PLACES, 1 << (total - 1).bit_length())
             self._marks, self._last, self._uses = array("I", [0]) * size, array("I", [0]) * size, bytearray(size)
-            self._mask = size - 1
-        marks, lasts, counts, mask = self._marks, self._last, self._uses, self._mask
+            self.place_count = size
+        marks, lasts, counts, mask = self._marks, self._last, self._uses, self.place_count - 1
         for row in rows:
             name = number_of(keys[row]) & _NAME
             place = name & mask
@@ -208,9 +208,9 @@ class LeftKeys:
 
     def take(self, keys: Sequence[BlockKey], now: int) -> dict[int, tuple[int, int]]:
         """Return by position the uses of each key that is remembered, and how long ago the last was; forget it."""
-        marks, mask = self._marks, self._mask
+        marks, mask = self._marks, self.place_count - 1
         found: dict[int, tuple[int, int]] = {}
-        if not mask:  # nothing has left yet
+        if mask < 0:
             return found
         for at, key in enumerate(keys):
             name = number_of(key) & _NAME

@@ -77,6 +77,12 @@ class FreeRuns:
 
     def take(self, count: int) -> tuple[int, int]:
         """Take up to ``count`` neighbours of the run that ``fit`` finds: (first position, how many). Some are free."""
+        if not self._lengths and self._open_length >= LONGEST + count:  # a fresh tier fills
+            start = self._open
+            self._open += count
+            self._open_length -= count
+            self.free -= count
+            return start, count
         kind = self.fit(count)
         if kind == LONGEST:
             if self._open_length < count:

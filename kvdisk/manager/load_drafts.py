@@ -40,14 +40,14 @@ class LoadDraft:
         else:
             self.keys += [keys[position] for position in positions]
             self.blocks += [blocks[position] for position in positions]
-        self.groups += repeat(group, count)
+        self.groups += [group] * count
         self.positions += positions
 
     def found(self, rows: Sequence[int], tier: Tier, catalog: Catalog) -> None:
         """All blocks added last have copies in one tier, as most have: note their rows and those copies."""
         slots, others = (self.cpu, self.nvme) if tier is CPU else (self.nvme, self.cpu)
         slots += catalog.slots(rows, tier)
-        others += repeat(None, len(rows))
+        others += [None] * len(rows)
         self.rows += rows
         self.generations += map(catalog.generations.__getitem__, rows)
         self.parents += map(catalog.parents.__getitem__, rows)
@@ -58,11 +58,11 @@ class LoadDraft:
         ``keys``: of all the group's. Their parents are the blocks before them in their request.
         """
         count = len(positions)
-        self.generations += repeat(0, count)
-        self.cpu += repeat(None, count)
-        self.nvme += repeat(None, count)
+        self.generations += [0] * count
+        self.cpu += [None] * count
+        self.nvme += [None] * count
         self.parents += [keys[position - 1] if position else None for position in positions]
-        self.rows += repeat(-1, count)
+        self.rows += [-1] * count
 
     def find(self, start: int, places: Sequence[int], rows: Sequence[int], tier: Tier, catalog: Catalog) -> None:
         """Note the rows, and the copies in a tier, of blocks, whose places are counted from ``start``."""

@@ -73,7 +73,7 @@ class LoadPrice:
                 self._sent_s[job.id] = now
 
     def settled(self, record: JobRecord, now: float) -> None:
-        """A job was settled; of a load that brought all that it was sent for the time is noted."""
+        """A load was settled; of one that brought all that it was sent for the time is noted."""
         sent_s = self._sent_s.pop(record.job.id, None)
         if sent_s is None or record.failed or not record.job.moves:
             return

@@ -77,7 +77,7 @@ class TierManager:
         self._cpu = cpu
         self._nvme = nvme
         self._cpu_admission = cpu_admission
-        self._cpu_admission_learns = not isinstance(cpu_admission, AdmitAll)
+        self._cpu_admission_learns = type(cpu_admission) is not AdmitAll
         self._nvme_admission = nvme_admission
         self._epoch = FILE_EPOCH
         self._requests: dict[str, RequestState] = {}
@@ -292,8 +292,9 @@ class TierManager:
 
     def settle(self, report: Report, now: float, now_s: int) -> None:
         """Take in what the ranks finished. ``now_s``: seconds since the Unix epoch, for the index's records."""
-        if not report.stats.empty:
-            self.stats.merge(report.stats)
+        found = report.stats
+        if found.counts or found.samples or found.gauges:
+            self.stats.merge(found)
         records = self._transfers.absorb(report)
         if records:
             self._imminent_answers = 0

@@ -46,7 +46,8 @@ class Served:
 
     def found_too_little(self, tokens: int) -> None:
         """A hit of so many tokens, perhaps none, is not worth a load."""
-        self._stats.add("short_hits", tokens > 0)
+        if tokens > 0:
+            self._stats.add("short_hits")
 
     def waited(self, request: RequestState, now: float) -> None:
         """A request that waited has got its answer."""

@@ -62,7 +62,7 @@ class StorePlanner:
         self._cpu = cpu
         self._nvme = nvme
         self._store_policy = store_policy
-        # Not called at all where it has nothing to say, as in most steps.
+        # None where the policy's is that of ``NoStores``.
         self._policy_reached = own_method(store_policy, "reached")
         self._policy_offers_free = own_method(store_policy, "free_offers")
         self._target = CPU if cpu is not None else NVME
@@ -336,10 +336,9 @@ class StorePlanner:
         if not taken:
             return
         slots = self._allocate(self._geometry.size_classes[group.group], most, now)
-        accepted, refused = taken, taken[:0]
-        if len(slots) < len(taken):
-            accepted, refused = taken[: len(slots)], taken[len(slots) :]
-        if slots:
+        # Slices: what was offered may be the policy's own list, which it may change once it hears of it.
+        accepted, refused = taken[: len(slots)], taken[len(slots) :]
+        if accepted:
             keys = request.keys[group.group]
             self._store_policy.accept(request.request_id, group.group, accepted)
             taken_keys, parents, taken_blocks = _columns_of(keys, blocks, accepted)

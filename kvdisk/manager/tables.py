@@ -9,7 +9,7 @@ from collections.abc import Sequence
 class Table:
     """A request's GPU blocks by group, 0 where it needs none, and how many of its tokens are computed in them.
 
-    Of a group with a window the engine may have taken blocks since that lie wholly before the window.
+    Never changed. Of a group with a window the engine may have taken blocks since that lie wholly before the window.
     """
 
     def __init__(self, computed_tokens: int, block_ids: Sequence[Sequence[int]]) -> None:

@@ -20,8 +20,8 @@ class Wants:
         self, store_policy: StorePolicy, store_admission: AdmissionPolicy, nvme_admission: AdmissionPolicy
     ) -> None:
         self._store_policy = store_policy
-        self._store_admission = store_admission if not isinstance(store_admission, AdmitAll) else None
-        others = nvme_admission is not store_admission and not isinstance(nvme_admission, AdmitAll)
+        self._store_admission = store_admission if type(store_admission) is not AdmitAll else None
+        others = nvme_admission is not store_admission and type(nvme_admission) is not AdmitAll
         self._nvme_admission = nvme_admission if others else None
 
     def note(self, keys: Sequence[BlockKey], request_id: str) -> None:

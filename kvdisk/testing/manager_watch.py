@@ -79,12 +79,12 @@ class ManagerWatch:
         return self._is_admitted(self.sizes.config.nvme_admission, key)
 
     def _is_admitted(self, admission: str, key: BlockKey, hopes: Collection[str] = ()) -> bool:
-        """Whether enough requests wanted a block; ``adaptive`` may let others in too.
+        """Whether enough requests wanted a block; ``adaptive`` may let others in too, and a user's own any.
 
         ``hopes``: requests that may have wanted it, besides.
         """
-        needed = {"all": 0, "adaptive": 2}.get(admission) if "(" not in admission else int(admission[6:-1])
-        assert needed is not None
+        by_name = {"all": 0, "adaptive": 2}
+        needed = int(admission[6:-1]) if "(" in admission else 0 if ":" in admission else by_name[admission]
         return len(self._wants.get(key, set()).union(hopes)) >= needed
 
     # -- what the engine saw -------------------------------------------------------------------

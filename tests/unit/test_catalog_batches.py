@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from typing import Any
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdisk.blocks import BlockKey, Slot, Tier
 from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import CopyState
+from kvdisk.manager.copies import Change, CopyState
+from kvdisk.manager.events import Journal
+from kvdisk.stats import Stats
 
 PATHS = ("abcdef", "abcxyz", "abq", "mn")
 """Chains, of which some begin alike: a key is the whole path up to a block, as vLLM's hashes are."""
@@ -31,6 +35,7 @@ def facts(catalog: Catalog) -> dict[BlockKey, tuple[object, ...]]:
         for tier in Tier.CPU, Tier.NVME:
             child = catalog.chains.first(row, tier)
             while child >= 0:
+                assert (tier, catalog.keys[child]) not in children, "a chain that is tied to itself"
                 children.add((tier, catalog.keys[child]))
                 child = catalog.chains.next(child, tier)
         found[key] = (
@@ -94,6 +99,106 @@ def test_many_at_once_are_one_after_the_other(steps: list[tuple[str, int, int, s
             for start in range(len(every)):
                 for stop in range(start, len(every) + 1):
                     assert together.find_chain(every[start:stop]) == together.find_all(every[start:stop])
+
+
+class ByTheTable:
+    """A catalog in which each change of a copy goes through the table of transitions by itself."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    def store(self, keys: list[BlockKey], generation: int, parents: list[Any], tier: Tier, slots: list[Slot]) -> None:
+        for number, key in enumerate(keys):
+            self._catalog.add(key, generation + number, 7, parents[number])
+        self._catalog.begin_all([self._catalog.find(key) for key in keys], tier, slots)
+
+    def finish(self, rows: list[int], tier: Tier) -> None:
+        for row in rows:
+            self._catalog._change(row, tier, Change.READY)
+        self._catalog.unpin(rows, tier)
+        self._catalog._note(rows, tier, stored=True)
+
+    def drop(self, rows: list[int], tier: Tier) -> None:
+        catalog = self._catalog
+        catalog._note(rows, tier, stored=False)
+        for row in rows:
+            catalog._change(row, tier, Change.DROP)
+        catalog.chains.unlink(rows, tier)
+        catalog._vacate([row for row in rows if not any(catalog.state(row, other) for other in (Tier.CPU, Tier.NVME))])
+
+
+_acts = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ("store", "store", "begin", "begin", "finish", "finish", "finish", "doom", "drop", "drop", "hide")
+        ),
+        st.sampled_from(PATHS[:2]),
+        st.integers(0, 3),
+        st.integers(1, 6),
+        st.sampled_from((Tier.CPU, Tier.NVME)),
+        st.booleans(),
+    ),
+    min_size=8,
+    max_size=40,
+)
+
+
+def act(catalog: Catalog, slow: ByTheTable | None, number: int, what: Any) -> None:
+    """Do to those blocks of a path what can be done to them: at once, or with ``slow`` by the table."""
+    name, path, first, count, tier, turned = what
+    keys = keys_of(path)
+    if name == "hide":
+        catalog.hidden_segments = frozenset({count}) if turned else frozenset()
+    elif name == "store":
+        new = [at for at in range(first, min(first + count, len(keys))) if catalog.find(keys[at]) < 0]
+        if turned:
+            new.reverse()  # nobody should, and it must not tie a chain to itself
+        wanted, parents = [keys[at] for at in new], [keys[at - 1] if at else None for at in new]
+        slots = [Slot(at % 2, 100 * number + at) for at in new]
+        if slow is not None:
+            slow.store(wanted, 100 * number, parents, tier, slots)
+        else:
+            catalog.begin_new(wanted, 100 * number, 7, parents, tier, slots)
+    else:
+        rows = [row for row in map(catalog.find, keys[first : first + count]) if row >= 0]
+        change(catalog, slow, number, name, rows, tier)
+
+
+def change(catalog: Catalog, slow: ByTheTable | None, number: int, name: str, rows: list[int], tier: Tier) -> None:
+    states = {row: catalog.state(row, tier) for row in rows}
+    if name == "begin":
+        absent = [row for row, state in states.items() if state == CopyState.ABSENT]
+        catalog.begin_all(absent, tier, [Slot(at % 2, 100 * number + at) for at in range(len(absent))])
+    elif name == "finish":
+        (slow or catalog).finish([row for row, state in states.items() if state == CopyState.WRITING], tier)
+    elif name == "doom":
+        for row in [row for row, state in states.items() if state in {CopyState.WRITING, CopyState.READY}]:
+            catalog.doom(row, tier)
+    else:
+        catalog.unpin([row for row in rows if catalog.pins(row, tier)], tier)
+        there = [row for row, state in reversed(states.items()) if state != CopyState.ABSENT]
+        if slow is not None:
+            slow.drop(there, tier)
+        else:
+            catalog.drop_all(there, tier)
+
+
+@settings(max_examples=200)
+@given(_acts, st.booleans())
+def test_what_is_done_in_one_pass_is_what_the_table_says(acts: list[Any], listens: bool) -> None:
+    quick, slow = Catalog(), Catalog()
+    for catalog in (quick, slow):
+        catalog.journal = Journal(Stats()) if listens else None
+    for number, what in enumerate(acts):
+        act(quick, None, number, what)
+        act(slow, ByTheTable(slow), number, what)
+        assert facts(quick) == facts(slow)
+        assert (quick.gains, quick.losses) == (slow.gains, slow.losses)
+        names = [{catalog.keys[row] for row in catalog._unready if row >= 0} for catalog in (quick, slow)]
+        assert names[0] == names[1]
+        assert quick.chains._orphans.keys() == slow.chains._orphans.keys()
+        if quick.journal is not None and slow.journal is not None:
+            assert quick.journal.take() == slow.journal.take()
 
 
 def test_a_chain_that_leads_elsewhere_is_not_believed() -> None:

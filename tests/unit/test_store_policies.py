@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import types
+from typing import ClassVar
 
 import pytest
 
@@ -13,9 +14,10 @@ from kvdisk.config import Config
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
+from kvdisk.manager.admission import AdmitAll
 from kvdisk.manager.spillover import AHEAD_STEPS, Spillover
 from kvdisk.manager.store_policies import make_store_policy
-from kvdisk.manager.store_policy import NoStores, OnCompute, OnPreemption
+from kvdisk.manager.store_policy import NoStores, OnCompute, OnPreemption, own_method
 from kvdisk.manager.watermark import Refusal
 from kvdisk.testing.fake_engine import FakeEngine
 from kvdisk.testing.fake_pool import FakePool
@@ -286,3 +288,67 @@ def test_what_is_wrong_with_it_is_said_in_one_sentence(own, name, said):
     with pytest.raises(ConfigError, match=said) as error:
         make_store_policy(name)
     assert "\n" not in str(error.value)
+
+
+def test_what_a_policy_inherits_from_no_stores_need_not_be_called():
+    class Own(OnCompute):
+        def reached(self, request_id, keys, start, stop):
+            """Note it."""
+
+    class WithoutABase:
+        def free_offers(self, context, held, room, now):
+            return ()
+
+    assert own_method(OnCompute(), "reached") is None and own_method(OnPreemption(), "free_offers") is None
+    spillover, own, other, patched = Spillover(), Own(), WithoutABase(), OnCompute()
+    patched.reached = other.free_offers  # type: ignore[method-assign, assignment]
+    assert own_method(spillover, "reached") == spillover.reached
+    assert own_method(spillover, "free_offers") == spillover.free_offers
+    assert own_method(own, "reached") == own.reached and own_method(own, "free_offers") is None
+    assert own_method(other, "free_offers") == other.free_offers  # type: ignore[arg-type]
+    assert own_method(patched, "reached") == other.free_offers
+
+
+class Pruning(NoStores):
+    """Returns its own list of what is due, takes out of it what was accepted, and offers each block once."""
+
+    def __init__(self):
+        self.due, self.done = [], {}
+
+    def offers(self, request_id, group, storable, room, now):
+        self.due = list(range(self.done.get(request_id, 0), storable))
+        self.done[request_id] = storable
+        return self.due
+
+    def accept(self, request_id, group, positions):
+        for position in list(positions):
+            self.due.remove(position)
+
+
+class Telling(AdmitAll):
+    """Has a method of its own that is more than that of the class it is derived from."""
+
+    told: ClassVar[list[int]] = []
+
+    def note_room(self, free, total):
+        self.told.append(free)
+
+
+def test_a_users_own_policies_may_change_what_they_have_offered_and_are_told_of_room(monkeypatch):
+    module = types.ModuleType("my_policies")
+    vars(module).update(Pruning=Pruning, Telling=Telling)
+    monkeypatch.setitem(sys.modules, "my_policies", module)
+    geometry = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
+    config = Config(cpu_bytes=1, store_policy="my_policies:Pruning", cpu_admission="my_policies:Telling")
+    sizes = Sizes(geometry, config, 14, (16,), (), 0, ())
+    rank, index = FakeRank(0), MemoryIndex()
+    engine = FakeEngine(geometry, sizes.block_count, [rank])
+    parts = ManagerParts.make(sizes, engine, index, 1)
+    ManagerWatch(sizes, parts, engine, [rank], index)
+    Telling.told.clear()
+    engine.add("a", "aabbccddt", 0).finishing = True
+    while engine.requests:
+        step(engine, rank)
+    step(engine, rank)
+    assert parts.manager.stats["stored_blocks"] == 4
+    assert Telling.told[-1] == 12
