@@ -223,8 +223,9 @@ def measure(options: argparse.Namespace, store_dir: Path) -> dict[str, dict[str,
             ]
             run_rounds(stores, options.rounds, found)
     if "hits" in options.parts:
-        hits = [Hits(blocks, where) for blocks in (16, PROMPT_BLOCKS) for where in (None, store_dir)]
-        run_rounds([Hits(1), *hits], options.rounds, found)
+        # A short one after a long one, so that it finds cold caches.
+        hits = [Hits(16), Hits(16, store_dir), Hits(PROMPT_BLOCKS), Hits(1), Hits(PROMPT_BLOCKS, store_dir)]
+        run_rounds(hits, options.rounds, found)
     if "lookups" in options.parts:
         # All sizes at once, so that growth is that of the same minute.
         lookups = [Lookups(block_count, order) for block_count in options.blocks for order in PLACES]
