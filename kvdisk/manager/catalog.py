@@ -75,9 +75,9 @@ class Catalog:
         """Return the row, or -1, of each block: no Python call for each."""
         return list(map(self._rows.get, keys, repeat(NONE)))
 
-    def has_none(self, keys: Iterable[BlockKey]) -> bool:
+    def has_none(self, keys: Sequence[BlockKey]) -> bool:
         """Whether ``find`` would find none of these blocks."""
-        return self._rows.keys().isdisjoint(keys)
+        return keys[0] not in self._rows if len(keys) == 1 else self._rows.keys().isdisjoint(keys)
 
     def find_chain(self, keys: Sequence[BlockKey]) -> list[int]:
         """As ``find_all``, for keys that follow each other in a chain, each the parent of the next.
@@ -133,10 +133,11 @@ class Catalog:
         states, pins, segments, indices = columns.states, columns.pins, columns.segments, columns.indices
         assert len(keys) == len(parents) == len(slots)
         rows = [self.add(key, first_generation + at, epoch, parents[at]) for at, key in enumerate(keys)]
+        unready = self._unready
         for at, row in enumerate(rows):
+            unready.add(row)
             states[row], presences[row], pins[row] = WRITING, COMING, 1
             segments[row], indices[row] = slots[at]
-        self._unready.update(rows)
         self.gains += len(rows)
         self.chains.link(rows, tier)
         return rows
@@ -269,12 +270,12 @@ class Catalog:
             self.unpin(rows, tier)
         else:
             columns, presences, gains = self.columns(tier), self._presences, 0
-            states, pins = columns.states, columns.pins
+            states, pins, unready = columns.states, columns.pins, self._unready
             for row in rows:
+                unready.discard(row)
                 assert states[row] == WRITING and pins[row] == 1, "nobody is writing it"
                 gains += presences[row] != READY
                 states[row], presences[row], pins[row] = READY, READY, 0
-            self._unready.difference_update(rows)
             self.gains += gains
         if self.journal is not None:
             self._note(rows, tier, stored=True)
