@@ -147,9 +147,9 @@ class TestLeftKeys:
     def test_it_grows_with_the_rows(self):
         left = LeftKeys()
         left.add([0], KEYS, [1], [1], 10)
-        size = len(left._marks)
+        size = len(left._table)
         left.add([0], KEYS[1:], [1], [1], size + 1)
-        assert len(left._marks) == 2 * size
+        assert len(left._table) == 2 * size
 
     def test_a_clock_beyond_32_bits(self):
         left = LeftKeys()
