@@ -209,23 +209,28 @@ class Decoding:
 
 
 def measure(options: argparse.Namespace, store_dir: Path) -> dict[str, dict[str, list[float]]]:
-    """Run the rounds; return seconds by what was measured and whose it is. ``store_dir``: an empty directory."""
+    """Run the rounds; return seconds by what was measured and whose it is. ``store_dir``: an empty directory.
+
+    Parts are let go when they are over: beside engines that nobody uses the next ones would find colder caches.
+    """
     found: dict[str, dict[str, list[float]]] = {}
     if "steps" in options.parts:
-        steps = [Steps(), Steps(store_dir), Unwanted(RUNNING, 400), Decoding(), Decoding(store_dir)]
-        run_rounds(steps, options.rounds, found)
+        run_rounds(
+            [Steps(), Steps(store_dir), Unwanted(RUNNING, 400), Decoding(), Decoding(store_dir)], options.rounds, found
+        )
     if "stores" in options.parts:
         for blocks in (1, 16, LONG):
-            stores = [
-                Stores(blocks, is_full=is_full, store_dir=where)
-                for where in (None, store_dir)
-                for is_full in (False, True)
-            ]
-            run_rounds(stores, options.rounds, found)
+            kinds = [(is_full, where) for where in (None, store_dir) for is_full in (False, True)]
+            run_rounds(
+                [Stores(blocks, is_full=is_full, store_dir=where) for is_full, where in kinds], options.rounds, found
+            )
     if "hits" in options.parts:
         # A short one after a long one, so that it finds cold caches.
-        hits = [Hits(16), Hits(16, store_dir), Hits(PROMPT_BLOCKS), Hits(1), Hits(PROMPT_BLOCKS, store_dir)]
-        run_rounds(hits, options.rounds, found)
+        run_rounds(
+            [Hits(16), Hits(16, store_dir), Hits(PROMPT_BLOCKS), Hits(1), Hits(PROMPT_BLOCKS, store_dir)],
+            options.rounds,
+            found,
+        )
     if "lookups" in options.parts:
         # All sizes at once, so that growth is that of the same minute.
         lookups = [Lookups(block_count, order) for block_count in options.blocks for order in PLACES]
