@@ -215,8 +215,8 @@ class LeftKeys:
         for at, key in enumerate(keys):
             name = number_of(key) & _NAME
             place = name & mask
-            entry = table[place]
-            if entry >> 32 == name >> 33 | 1:
+            content = table[place]
+            if content >> 32 == name >> 33 | 1:
                 table[place] = 0
-                found[at] = entry & 15, now - (entry >> 4) & _LAST
+                found[at] = content & 15, now - (content >> 4) & _LAST
         return found
