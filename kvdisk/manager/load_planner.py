@@ -11,6 +11,7 @@ from kvdisk.config import Config
 from kvdisk.geometry import Geometry
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.chains import NONE
 from kvdisk.manager.copies import ABSENT, READY
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies
@@ -25,7 +26,6 @@ from kvdisk.manager.wants import Wants
 from kvdisk.messages import JobKind
 
 _LOAD = JobKind.LOAD
-_ALL_READY = bytes([READY])
 
 
 class LoadPlanner:
@@ -172,9 +172,12 @@ class LoadPlanner:
         rows = catalog.find_chain(keys) if are_chain else catalog.find_all(keys)
         here: Sequence[int] = range(len(rows))
         states, are_ready = catalog.columns(CPU).states, catalog.are_ready(rows)
-        if are_ready and not bytes(map(states.__getitem__, rows)).strip(_ALL_READY):
-            catalog.pin(rows, CPU)
-            draft.found(rows, CPU, catalog)
+        # A block without a row has no state either.
+        in_memory = bytes(map(states.__getitem__, rows)).count(READY) if are_ready else NONE
+        if in_memory in {0, len(rows)}:
+            tier = CPU if in_memory else NVME
+            catalog.pin(rows, tier)
+            draft.found(rows, tier, catalog)
             self._wants.note(keys, request_id)
             return
         draft.await_places(draft.positions[start:], all_keys)
