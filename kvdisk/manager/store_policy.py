@@ -27,6 +27,7 @@ class FreeOffer(NamedTuple):
 class StorePolicy(Protocol):
     """Decides which blocks are offered, and when.
 
+    ``reached`` and ``free_offers`` are looked up once, at the start.
     ``saves_victims``: whether ``preempted`` returns anything. Every offer is answered before the next question, by
     ``accept`` or ``refuse``, those of free blocks by ``accept_free`` or ``refuse_free``; and one that was taken may be
     refused later, when its copy failed.
