@@ -165,8 +165,7 @@ class SchedulerSide:
             if request.streaming_queue is not None:
                 self._follow_session(request)
             if manager.may_offer(request_id, computed_tokens):
-                if self._writer is not None:
-                    self._describe(request)
+                self._describe(request)
                 block_ids = state.get_block_ids(request_id)
                 if block_ids is not None:
                     manager.plan_store(request_id, computed_tokens, block_ids, now)
