@@ -211,7 +211,7 @@ class Decoding:
 def measure(options: argparse.Namespace, store_dir: Path) -> dict[str, dict[str, list[float]]]:
     """Run the rounds; return seconds by what was measured and whose it is. ``store_dir``: an empty directory.
 
-    Parts are let go when they are over: beside engines that nobody uses the next ones would find colder caches.
+    Parts are let go when they are over.
     """
     found: dict[str, dict[str, list[float]]] = {}
     if "steps" in options.parts:
