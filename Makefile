@@ -14,7 +14,7 @@ INSTALL := $(PYTHON) tools/install.py --torch-index "$(TORCH_INDEX)"
 # Runs a check; says nothing when it passes and everything when it does not.
 quiet = @output=$$($(1) 2>&1) || { printf '%s\n' "$$output"; exit 1; }
 
-.PHONY: help install install-dev compile check test torture demo docs clean
+.PHONY: help install install-dev check test torture demo docs clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -27,10 +27,6 @@ install-dev: ## install also what the checks and tests need
 	@test -n "$(PYTHON)" || { echo "kvdisk: no python3.11 here; name one with PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(INSTALL) --dev
 
-compile: ## install, and compile the scheduler's side where there is a C compiler
-	@test -n "$(PYTHON)" || { echo "kvdisk: no python3.11 here; name one with PYTHON=/path/to/python3.11" >&2; exit 1; }
-	@$(INSTALL) --compile
-
 check: install-dev ## format, lint, types and imports
 	$(call quiet,$(BIN)/ruff format --check .)
 	$(call quiet,$(BIN)/ruff check .)
@@ -38,14 +34,14 @@ check: install-dev ## format, lint, types and imports
 	$(call quiet,$(BIN)/lint-imports)
 	@echo "kvdisk: format, lint, types and imports are in order"
 
-test: check compile ## the checks and every test that needs no GPU
+test: check ## the checks and every test that needs no GPU
 	@$(BIN)/python -m pytest $(ON_TWO_CORES) --timeout 600 -m "not gpu and not torture"; code=$$?; \
 	[ -z "$(PYTEST_CODE_FILE)" ] || echo $$code >"$(PYTEST_CODE_FILE)"; exit $$code
 
-torture: install-dev compile ## the long tests; see docs/TESTING.md
+torture: install-dev ## the long tests; see docs/TESTING.md
 	@$(BIN)/python -m pytest $(ON_TWO_CORES) -n 3 -m torture --durations 12 # many wait for drives and processes
 
-demo: compile ## run the main job on real vLLM: cold, warm from memory, warm from NVMe after a restart
+demo: install ## run the main job on real vLLM: cold, warm from memory, warm from NVMe after a restart
 	@$(BIN)/python tools/demo.py --store "$(STORE)" --prompt-tokens "$(PROMPT_TOKENS)" $(if $(MODEL),--model "$(MODEL)")
 
 docs: ## build the documentation into site/, which opens without a network
@@ -56,5 +52,4 @@ docs: ## build the documentation into site/, which opens without a network
 
 clean: ## remove .venv, the site, the demo's files and all caches
 	rm -rf .venv .demo site build kvdisk.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	rm -rf kvdisk/manager/compiled
 	find kvdisk tests tools -name __pycache__ -prune -exec rm -rf {} +

@@ -25,7 +25,6 @@ from kvdisk.figures import LOG_S, WRITE_S, Figures
 from kvdisk.geometry import Geometry
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader
-from kvdisk.manager import IS_COMPILED
 from kvdisk.manager.admission import make_admission
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.cpu_space import CpuSpace
@@ -286,8 +285,8 @@ def describe_geometry(geometry: Geometry) -> dict[str, Any]:
 def _log_start(config: Config, geometry: Geometry, catalog: Catalog, home: Home | None) -> None:
     per_token = sum(group.payload_bytes / group.block_tokens for group in geometry.groups) * geometry.rank_count
     where = "no NVMe tier" if home is None else f"NVMe {config.nvme_bytes} bytes in {home.path} ({len(catalog)} blocks)"
-    text = "kvdisk keeps %.0f bytes of KV a token: CPU %d bytes, %s; manager %s."
-    logger.info(text, per_token, config.cpu_bytes, where, "compiled" if IS_COMPILED else "not compiled")
+    text = "kvdisk keeps %.0f bytes of KV a token: CPU %d bytes, %s."
+    logger.info(text, per_token, config.cpu_bytes, where)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
 import shutil
 import subprocess
 import sys
-import tokenize
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -23,12 +21,8 @@ import pytest
 from kvdisk.config import Config
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST_LINES, MOST_FUNCTION_LINES = 400, 70
-EXCUSE = "Why over 400 lines:"
-
-BANNED = re.compile(r"(chunk|page|backend|utils?|common|helper)s?|entry|entries", re.IGNORECASE)
-FOREIGN_TERMS = re.compile(r"entry[ -]points?|page (cache|fault)s?", re.IGNORECASE)
-"""Not our names: what others call their things."""
+MOST_FUNCTION_LINES = 70
+BANNED = re.compile(r"(utils?|common|helper)s?", re.IGNORECASE)
 
 ROOMS: dict[str, tuple[str, ...]] = {
     "vllm": ("kvdisk/connector/",),
@@ -92,11 +86,7 @@ def named(path: Path) -> str:
 
 
 def oversized(text: str) -> Iterator[str]:
-    tree = ast.parse(text)
-    lines = text.count("\n")
-    if lines > MOST_LINES and EXCUSE not in (ast.get_docstring(tree) or ""):
-        yield f"{lines} lines"
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MOST_FUNCTION_LINES:
@@ -124,11 +114,6 @@ def words(identifier: str) -> list[str]:
 def banned_words(text: str) -> Iterator[str]:
     for name in defined_names(ast.parse(text)):
         yield from (f"the name {name}" for word in words(name) if BANNED.fullmatch(word))
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        # A string of one word is another's key or name, such as LMDB's.
-        if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and " " in token.string):
-            said = FOREIGN_TERMS.sub("", token.string)
-            yield from (f"line {token.start[0]} says {word}" for word in words(said) if BANNED.fullmatch(word))
 
 
 class _Imports(ast.NodeVisitor):
@@ -191,12 +176,9 @@ def broken_links(path: Path, text: str) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("scanner", "planted"),
     [
-        (oversized, "x = 1\n" * (MOST_LINES + 1)),
         (oversized, "def long():\n" + "    x = 1\n" * MOST_FUNCTION_LINES),
-        (banned_words, "class PageTable: pass\n"),
-        (banned_words, "def read(self, chunk_bytes): pass\n"),
-        (banned_words, "x = 1  # a helper\n"),
-        (banned_words, '"""Reads an entry."""\n'),
+        (banned_words, "class PageUtil: pass\n"),
+        (banned_words, "def read(self, common_bytes): pass\n"),
         (lambda text: foreign_imports("kvdisk/worker/mover.py", text), "def f():\n    from torch import empty\n"),
         (lambda text: foreign_imports("kvdisk/manager/pool.py", text), "import time\n"),
         (lambda text: foreign_imports("kvdisk/cli/main.py", text), "import requests\n"),
@@ -214,7 +196,7 @@ def test_the_scanners_find_what_they_look_for(scanner, planted):
 # --- The rules. ---
 
 
-def test_files_and_functions_are_small():
+def test_functions_are_small():
     assert not [f"{named(path)}: {what}" for path in modules() for what in oversized(path.read_text())]
 
 

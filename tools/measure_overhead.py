@@ -29,8 +29,6 @@ from engine_child import EngineChild, EngineError
 from rich.console import Console
 from rich.table import Table
 
-from kvdisk.manager import IS_COMPILED
-
 CONNECTED, ALONE = "with kvdisk", "vLLM alone"
 
 
@@ -108,8 +106,7 @@ def describe_machine(store: Path) -> str:
     return (
         f"{cores} cores ({names[0] if names else platform.machine()}), {memory_gib:.0f} GiB memory,"
         f" store on {''.join(kind) or 'an unknown file system'},"
-        f" Linux {platform.release()}, Python {platform.python_version()},"
-        f" manager {'compiled' if IS_COMPILED else 'not compiled'}"
+        f" Linux {platform.release()}, Python {platform.python_version()}"
     )
 
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's half of the connector: hooks of vLLM's scheduler in, plans out. Scheduler thread only.
-
-A compiled manager takes plain integers only: counts of tokens become such here, whatever the engine counts with;
-``num_tokens`` and ``num_prompt_tokens`` are lengths and never anything else.
-"""
+"""The scheduler's half of the connector: hooks of vLLM's scheduler in, plans out. Scheduler thread only."""
 
 from __future__ import annotations
 

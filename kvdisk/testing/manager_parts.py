@@ -10,7 +10,6 @@ from kvdisk.blocks import BlockKey, Slot, Tier, group_of
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, segment_charge_bytes
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager import IS_COMPILED
 from kvdisk.manager.admission import make_admission
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.copies import CopyState
@@ -143,7 +142,7 @@ class WatchedCpuSpace(CpuSpace):
 class ManagerParts:
     """A manager and what it stands on, as the assembly would put it together.
 
-    The spaces watch themselves, but for compiled ones, from whose classes none can be derived.
+    The spaces watch themselves.
     """
 
     manager: TierManager
@@ -165,17 +164,17 @@ class ManagerParts:
         """Build a manager over an engine's pool, and restore what the index knows."""
         catalog, stats, transfers = Catalog(), Stats(), Transfers(sizes.geometry.rank_count)
         policy = WatchedPolicy(make_store_policy(sizes.config.store_policy))
-        cpu_class = CpuSpace if IS_COMPILED else WatchedCpuSpace
         slots, cpu = sizes.cpu_slots, None
         if sizes.has_cpu:
-            cpu = cpu_class(sizes.geometry, slots, catalog, stats, LruPolicy, sizes.ahead)
+            cpu = WatchedCpuSpace(sizes.geometry, slots, catalog, stats, LruPolicy, sizes.ahead)
         nvme = None
         if sizes.has_nvme:
             layout = _layout(sizes)
             bytes_per_day = sizes.config.nvme_write_bytes_per_day
             budget = None if bytes_per_day is None else WriteBudget(bytes_per_day, sizes.largest_bytes, DAY_S)
-            nvme_class = NvmeSpace if IS_COMPILED else WatchedNvmeSpace
-            nvme = nvme_class(sizes.geometry, layout, index, catalog, transfers, stats, LruPolicy, sizes.drives, budget)
+            nvme = WatchedNvmeSpace(
+                sizes.geometry, layout, index, catalog, transfers, stats, LruPolicy, sizes.drives, budget
+            )
             nvme.restore(HOME_ID, FINGERPRINT)
         manager = TierManager(
             sizes.config,

@@ -173,7 +173,6 @@ def test_nothing_is_noted_where_nobody_listens(tmp_path: Path) -> None:
     assert list(bench.connector.take_events()) == []
 
 
-@pytest.mark.interpreted
 def test_what_a_start_finds_on_the_drive_is_told_once_and_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

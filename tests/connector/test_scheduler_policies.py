@@ -413,7 +413,6 @@ class SideBySide:
         self.offers["vllm"].append([self.keys.index(key[:-4]) for key in self.theirs.offered[-1]])
 
 
-@pytest.mark.interpreted
 def test_a_block_refused_for_lack_of_reuse_is_offered_when_its_count_rises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -440,7 +439,6 @@ def test_a_block_refused_for_lack_of_reuse_is_offered_when_its_count_rises(
     assert len(both.theirs.stored) == 4
 
 
-@pytest.mark.interpreted
 def test_without_room_a_block_is_offered_when_room_came_free_and_not_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

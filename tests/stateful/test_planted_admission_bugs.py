@@ -65,7 +65,6 @@ def idle_engine_that_waits_for_the_budget(patch: Patch) -> None:
     wrap(patch, TierManager, "has_pending_work", has_pending_work)
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS.must_be_caught(name, monkeypatch)

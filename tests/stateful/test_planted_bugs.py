@@ -308,7 +308,6 @@ def lookup_remembered_after_an_eviction(patch: Patch) -> None:
     patch.setattr(Catalog, "losses", property(lambda _: 0, lambda *_: None), raising=False)
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS.must_be_caught(name, monkeypatch)

@@ -77,7 +77,6 @@ def waiting_for_an_answer_without_end(patch: Patch) -> None:
     wrap(patch, TierManager, "lookup", lookup)
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS.must_be_caught(name, monkeypatch)

@@ -114,13 +114,11 @@ def free_blocks_of_before_a_reset_offered(patch: Patch) -> None:
     patch.setattr(Spillover, "reset", lambda _: None)
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("name", PREEMPTION)
 def test_a_planted_bug_of_preemption_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     PREEMPTION.must_be_caught(name, monkeypatch)
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("name", SPILL)
 def test_a_planted_bug_of_spillover_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     SPILL.must_be_caught(name, monkeypatch)

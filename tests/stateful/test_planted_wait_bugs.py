@@ -105,7 +105,6 @@ def late_slot_of_a_promotion_freed_at_settlement(patch: Patch) -> None:
     forget_late(patch, {JobKind.PROMOTE})
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS.must_be_caught(name, monkeypatch)

@@ -89,7 +89,6 @@ def test_a_refused_block_is_a_cpu_hit_and_is_asked_when_another_request_wants_it
     assert served.held(FIRST, Tier.NVME) == [True, True]
 
 
-@pytest.mark.interpreted
 def test_it_is_asked_once_more_before_it_leaves(monkeypatch):
     served = Served()
     admission = served.parts.manager._nvme_admission

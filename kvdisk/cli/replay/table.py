@@ -13,7 +13,6 @@ from kvdisk.blocks import Tier
 from kvdisk.cli.replay.result_json import name_of, slot_bytes_of, waits_of
 from kvdisk.cli.replay.run import Outcome, Replayed
 from kvdisk.cli.wording import number, plural, size
-from kvdisk.manager import IS_COMPILED
 
 _TIERS = {Tier.GPU: "GPU", Tier.CPU: "CPU", Tier.NVME: "NVMe"}
 
@@ -91,11 +90,10 @@ def _legend(replayed: Replayed) -> str:
     own = len(replayed.own)
     total = own * replayed.trace.references
     beside = f", {replayed.processes} runs at a time" if replayed.processes > 1 else ""
-    form = "compiled manager" if IS_COMPILED else "manager, not compiled,"
     lines = [
         "hits: tokens of prompts that were loaded, of all; write amp.: blocks written to NVMe / distinct blocks.",
         f"Bytes are of blocks of {size(replayed.block_bytes)} with their headers.",
-        f"{plural(total, 'block reference')} through the {form} in {replayed.seconds:.1f} s:"
+        f"{plural(total, 'block reference')} through the manager in {replayed.seconds:.1f} s:"
         f" {number(round(replayed.rate))} a second{beside}.",
     ]
     if replayed.io_directory is not None:
