@@ -167,7 +167,6 @@ def _make_figures(manager: TierManager, gauges: Gauges, geometry: Geometry, home
     figures = Figures(
         manager.stats,
         gauges,
-        lambda: manager.pinned_gpu_blocks,
         model=model,
         ranks=geometry.rank_count,
         drives=[]

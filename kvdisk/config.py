@@ -151,12 +151,6 @@ class Config:
 
     Example: false
     """
-    max_pinned_gpu_blocks: int | None = None
-    """The most GPU blocks that stores may hold at once. A block is held only until it is copied.
-
-    Default: half of the pool
-    Example: 1024
-    """
     on_reset: str = "epoch"
     """What a `reset_cache` of vLLM means, which comes after weights were updated in memory, and for less. `"epoch"`:
     nothing from before is served again by this engine. `"keep"`: weights never change in memory here, so everything
@@ -313,7 +307,6 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "index_commit_s": _parse_seconds,
     "min_load_tokens": _parse_tokens,
     "prefetch": _parse_flag,
-    "max_pinned_gpu_blocks": _parse_count,
     "on_reset": _one_of(ON_RESET),
     "segment_bytes": parse_bytes,
 }

@@ -39,17 +39,24 @@ class SchedulerContext(Protocol):
     def get_block(self, block_id: int) -> KVCacheBlockView:
         """Return the block with this id."""
 
-    def touch(self, block_ids: Sequence[int]) -> None:
-        """Take one reference on each block, so that it is neither freed nor given away."""
+    def watch(self, block_ids: Sequence[int]) -> None:
+        """Have ``take_reused`` name these blocks, once, when the engine hands them out to be written anew.
 
-    def free_blocks(self, block_ids: Iterable[int]) -> None:
-        """Give back one reference on each block, in this order (the first becomes the first to be reused)."""
+        Takes no reference: the engine frees and reuses them as if nobody looked.
+        """
 
-    def free_first(self, block_ids: Sequence[int]) -> None:
-        """As ``free_blocks``; those that come free become the first of all to be reused, in this order."""
+    def unwatch(self, block_ids: Iterable[int]) -> None:
+        """Watch these blocks no longer. Those that are not watched stay as they are."""
+
+    def take_reused(self) -> Sequence[int]:
+        """Return the watched blocks that were handed out since the last call; they are watched no longer.
+
+        Those handed out in a scheduler step are named from the step's plan on, before its model runs. When the engine
+        empties its prefix cache every watched block is named.
+        """
 
     def is_cached(self, key: BlockKey) -> bool:
         """Whether the engine's own prefix cache has a block now."""
 
-    def iter_free_blocks(self) -> Iterator[KVCacheBlockView]:
-        """Yield the blocks of the free queue, the next to be reused first."""
+    def iter_free_blocks(self, after: int | None = None) -> Iterator[KVCacheBlockView]:
+        """Yield the blocks of the free queue, the next to be reused first; with ``after``, those behind that one."""

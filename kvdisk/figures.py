@@ -59,7 +59,7 @@ class _Snapshot(NamedTuple):
 class Figures:
     """See the module. ``stats``: the engine's totals, of which the samples are taken out here and nowhere else.
 
-    ``pinned_blocks``: says how many GPU blocks stores hold. ``write_file``: takes the JSON object; None: there is no
+    ``write_file``: takes the JSON object; None: there is no
     home. ``drives``: the directories of its parts.
     """
 
@@ -67,7 +67,6 @@ class Figures:
         self,
         stats: Stats,
         gauges: Gauges,
-        pinned_blocks: Callable[[], int],
         *,
         model: str,
         ranks: int,
@@ -76,7 +75,6 @@ class Figures:
     ) -> None:
         self._stats = stats
         self._gauges = gauges
-        self._pinned_blocks = pinned_blocks
         self._write_file = write_file
         self._drives = tuple(drives)
         self._about = {
@@ -143,7 +141,7 @@ class Figures:
 
     def _look(self) -> _Snapshot:
         self._looked_jobs = self._gauges.planned_jobs
-        return self._snapshot({**self._gauges.read(), "pinned_gpu_blocks": self._pinned_blocks()})
+        return self._snapshot(self._gauges.read())
 
     def _snapshot(self, gauges: Mapping[str, float]) -> _Snapshot:
         sums = {series: (samples.count, samples.total) for series, samples in self._stats.samples.items()}

@@ -53,6 +53,8 @@ class Reason(IntEnum):
     """The leg had not started when its time was over, or the device had not ended it (``JobResult.late``)."""
     CANCELLED = 7
     """The worker shut down first."""
+    OVERWRITTEN = 8
+    """The engine needed the GPU block of a store before its copy had ended, or could begin."""
 
 
 class Move(NamedTuple):
@@ -129,19 +131,34 @@ class Job(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One step's work. ``flush``: jobs already sent whose GPU-reading legs are to be finished first.
-
+    """One step's work. ``fence``: stores to whose GPU blocks this step writes: sent in earlier plans, or in this one.
+    Before it writes their copies from the GPU end; what of them cannot begin at once is given up.
     ``void``: loads already sent whose bytes stopped being right (a reset): they end as failed whatever they read.
-    ``urgent``: stores of this plan whose GPU blocks are free, or have been given away: before anything of this step
-    writes to the GPU their copies from it end, or are given up unstarted.
+    ``urgent``: stores of this plan of what a preemption takes away: as ``fence``, but what cannot begin has a moment.
     ``idle``: no model runs in this step, which is there for transfers or commits: a worker may wait a moment for them.
     """
 
     jobs: tuple[Job, ...] = ()
-    flush: tuple[JobId, ...] = ()
+    fence: tuple[JobId, ...] = ()
     void: tuple[JobId, ...] = ()
     idle: bool = False
     urgent: tuple[JobId, ...] = ()
+
+    @property
+    def jobs_before(self) -> tuple[Job, ...]:
+        """The stores of this plan that the step's model has to wait for."""
+        return tuple(job for job in self.jobs if job.id in self.urgent or job.id in self.fence)
+
+    @property
+    def jobs_beside(self) -> tuple[Job, ...]:
+        """All that does not read what the step's model computes."""
+        return tuple(job for job in self.jobs if job.kind is not JobKind.STORE)
+
+    @property
+    def jobs_after(self) -> tuple[Job, ...]:
+        """The stores of what the step's model computes, or leaves as it is."""
+        before = {*self.urgent, *self.fence}
+        return tuple(job for job in self.jobs if job.kind is JobKind.STORE and job.id not in before)
 
 
 @dataclass(slots=True)
@@ -164,10 +181,12 @@ class Report:
     """What one rank, or after ``merge`` several, finished since the last report.
 
     ``released``: by job, how many ranks' late moves have ended; in the report of the result or a later one.
+    ``copied``: by store that has not ended, on how many ranks nothing of it reads the GPU any more.
     """
 
     results: dict[JobId, JobResult] = field(default_factory=dict)
     released: dict[JobId, int] = field(default_factory=dict)
+    copied: dict[JobId, int] = field(default_factory=dict)
     stats: Stats = field(default_factory=Stats)
 
     def merge(self, other: Report) -> Report:
@@ -184,10 +203,12 @@ class Report:
                     mine.failed.setdefault(position, reason)
         for job_id, ranks in other.released.items():
             self.released[job_id] = self.released.get(job_id, 0) + ranks
+        for job_id, ranks in other.copied.items():
+            self.copied[job_id] = self.copied.get(job_id, 0) + ranks
         self.stats.merge(other.stats)
         return self
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to send."""
-        return not self.results and not self.released and self.stats.empty
+        return not self.results and not self.released and not self.copied and self.stats.empty

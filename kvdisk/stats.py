@@ -69,6 +69,10 @@ METRICS: Mapping[str, Metric] = {
         Metric("promoted_blocks", _C, "blocks read from NVMe into CPU slots"),
         Metric("prefetched_blocks", _C, "of these, blocks read ahead for requests that waited in the queue"),
         Metric("failed_stores", _C, "block stores or demotions that failed"),
+        Metric("overwritten_blocks", _C, "blocks not stored, as the engine reused them before the copy could begin"),
+        Metric(
+            "fence_seconds", _H, "seconds that a step was held up for copies of the blocks it writes", buckets=_WAIT_S
+        ),
         Metric("failed_loads", _C, "block loads that failed and were recomputed"),
         Metric("failed_promotions", _C, "blocks that could not be read ahead"),
         Metric("transfer_bytes", _H, "bytes of a part of a job, on one rank, by route", "route", ROUTES, _PART_BYTES),
@@ -113,7 +117,6 @@ METRICS: Mapping[str, Metric] = {
         Metric("queued_jobs", _G, "jobs planned or under way", "job", (*JOBS, "files")),
         Metric("backlog_blocks", _G, "blocks in the CPU tier that wait to be written to NVMe"),
         Metric("uncommitted_changes", _G, "changes of the index that wait for their commit"),
-        Metric("pinned_gpu_blocks", _G, "blocks on the GPU that stores hold until they are copied"),
         Metric("fragmentation_ratio", _G, "share of the free NVMe slots that lie in runs of less than 8, 0 to 1"),
         Metric("write_budget_bytes", _G, "bytes that may be written to NVMe now; only where there is a budget"),
         Metric("drive_quarantined", _G, "1 while a drive is left alone, else 0", "drive"),

@@ -7,7 +7,8 @@ arguments is read here, so that a new version means a change in this file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -241,13 +242,15 @@ class BlockPoolContext:
     """``SchedulerContext`` over vLLM's ``BlockPool``. ``step_blocks``: see there. Scheduler thread only."""
 
     def __init__(self, pool: BlockPool, geometry: Geometry, step_blocks: int) -> None:
-        for name in ("blocks", "touch", "free_blocks", "free_block_queue", "get_cached_block"):
+        for name in ("blocks", "free_block_queue", "get_cached_block", "_reuse_watchers"):
             if not hasattr(pool, name):
                 raise ConfigError(f"kvdisk needs the engine's block pool, and this one has no {name!r}.")
         self._pool = pool
         self._geometry = geometry
         self._step_blocks = step_blocks
         self._views: dict[int, PooledBlock] = {}
+        self._note = self._note_reuse  # one object, to be known again
+        self._reused: list[int] = []
 
     @property
     def step_blocks(self) -> int:
@@ -266,36 +269,48 @@ class BlockPoolContext:
             view = self._views[block_id] = PooledBlock(self._pool.blocks[block_id], self._geometry)
         return view
 
-    def touch(self, block_ids: Sequence[int]) -> None:
-        """Take one reference on each block."""
-        assert 0 not in block_ids, "the null block is nobody's"
-        self._pool.touch(self._blocks_of(block_ids))
+    def watch(self, block_ids: Sequence[int]) -> None:
+        """See ``SchedulerContext``. Whoever watches a block already hears of it too.
 
-    def free_blocks(self, block_ids: Iterable[int]) -> None:
-        """Give back one reference on each block, in order."""
-        self._pool.free_blocks(self._blocks_of(block_ids))
+        ``BlockPool.unpin_blocks``, vLLM's own way to the same watchers, would move free blocks to the end of the queue.
+        """
+        watchers, note = self._pool._reuse_watchers, self._note
+        for block_id in block_ids:
+            assert block_id > 0, "the null block is nobody's"
+            other = watchers.get(block_id)
+            if other is None or other is note:
+                watchers[block_id] = note
+            else:
+                watchers[block_id] = partial(_call_both, other, note)
 
-    def free_first(self, block_ids: Sequence[int]) -> None:
-        """Give back one reference on each block; those that come free go before all others of the free queue."""
-        blocks = self._blocks_of(block_ids)
-        self._pool.free_blocks(blocks)
-        # Blocks that the prefix cache does not know are put there by the pool itself.
-        free = [block for block in blocks if block.ref_cnt == 0 and block.block_hash is not None]
-        queue = self._pool.free_block_queue
-        for block in free:
-            queue.remove(block)
-        queue.prepend_n(free)
+    def unwatch(self, block_ids: Iterable[int]) -> None:
+        """See ``SchedulerContext``."""
+        watchers, note = self._pool._reuse_watchers, self._note
+        for block_id in block_ids:
+            if watchers.get(block_id) is note:
+                del watchers[block_id]
 
-    def _blocks_of(self, block_ids: Iterable[int]) -> list[KVCacheBlock]:
-        return list(map(self._pool.blocks.__getitem__, block_ids))
+    def take_reused(self) -> Sequence[int]:
+        """See ``SchedulerContext``."""
+        reused, self._reused = self._reused, []
+        return reused
+
+    def _note_reuse(self, block: KVCacheBlock) -> None:
+        self._reused.append(block.block_id)
 
     def is_cached(self, key: BlockKey) -> bool:
         """Whether the prefix cache has a block now."""
         return self._pool.get_cached_block(key[:-GROUP_BYTES], [group_of(key)]) is not None
 
-    def iter_free_blocks(self) -> Iterator[KVCacheBlockView]:
-        """Yield the blocks of the free queue, the next to be reused first."""
-        block = self._pool.free_block_queue.fake_free_list_head.next_free_block
-        while block is not None and block.next_free_block is not None:
+    def iter_free_blocks(self, after: int | None = None) -> Iterator[KVCacheBlockView]:
+        """See ``SchedulerContext``."""
+        cursor = None if after is None else self._pool.blocks[after]
+        for block in self._pool.free_block_queue.iter_blocks_after(cursor):
             yield self.get_block(block.block_id)
-            block = block.next_free_block
+
+
+def _call_both(
+    first: Callable[[KVCacheBlock], None], second: Callable[[KVCacheBlock], None], block: KVCacheBlock
+) -> None:
+    first(block)
+    second(block)

@@ -109,9 +109,9 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self.worker.register(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Finish the victims' copies first, and save what they have lost before the step writes to it."""
+        """Let the step wait for the copies of what it overwrites."""
         assert isinstance(kv_connector_metadata, KVDiskMetadata)
-        self.worker.flush(kv_connector_metadata.plan)
+        self.worker.before_step(kv_connector_metadata.plan)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the step's plan, and start what does not wait for its forward pass."""
@@ -130,7 +130,7 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         """Nothing to do by layer: blocks are stored whole, after the step."""
 
     def wait_for_save(self) -> None:
-        """Start the step's stores; their source blocks are touched until they settle."""
+        """Start the step's stores; a later step that overwrites their blocks waits for them."""
         self.worker.after_forward(self._plan())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
@@ -195,10 +195,6 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         """Offer the tail; the blocks may be freed at once."""
         aborted = request.status == RequestStatus.FINISHED_ABORTED
         return self.scheduler.finished(request, block_ids, aborted), None
-
-    def has_pending_block_frees(self) -> bool:
-        """Whether a block comes free in a moment."""
-        return self.scheduler.has_imminent_frees()
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must go on stepping for transfers and commits."""

@@ -128,7 +128,7 @@ class SchedulerSide:
         return sources if sum(sources.values()) == external_tokens else {}
 
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]], aborted: bool) -> bool:
-        """Offer the tail of a finished request; return whether its blocks must be kept: never, copies touch theirs."""
+        """Offer the tail of a finished request; return whether its blocks must be kept: never."""
         self._local_tokens.pop(request.request_id, None)
         if self._requests.pop(request.request_id, None) is None:
             return False
@@ -149,8 +149,9 @@ class SchedulerSide:
         """Offer what this step computes, and return its plan."""
         now = time.monotonic()
         manager = self._manager
+        overwritten = overwritten_blocks(output)
         if output.preempted_req_ids:
-            manager.preempt(output.preempted_req_ids, now, overwritten_blocks(output))
+            manager.preempt(output.preempted_req_ids, now, overwritten)
         state = output.kv_connector_block_state
         for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
@@ -166,7 +167,9 @@ class SchedulerSide:
                 if block_ids is not None:
                     manager.plan_store(request_id, computed_tokens, block_ids, now)
         step_tokens = int(sum(output.num_scheduled_tokens.values()))
-        return manager.take_plan(now, idle=step_tokens == 0, step_tokens=step_tokens, now_s=int(time.time()))
+        return manager.take_plan(
+            now, idle=step_tokens == 0, step_tokens=step_tokens, now_s=int(time.time()), overwritten=overwritten
+        )
 
     def settle(self, report: Report | None, invalid_blocks: set[int]) -> None:
         """Take in what the workers finished, and which blocks of the step no load has filled, whosever it was."""
@@ -188,10 +191,6 @@ class SchedulerSide:
         if manager.has_pending_work(time.monotonic()) or (self._journal is not None and self._journal.waits):
             return True
         return self._parts is not None and self._parts.figures.owes
-
-    def has_imminent_frees(self) -> bool:
-        """Answer ``has_pending_block_frees``."""
-        return self._manager.has_imminent_frees()
 
     # -- events --------------------------------------------------------------------------------
 

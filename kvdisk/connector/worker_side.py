@@ -47,29 +47,23 @@ class WorkerSide:
         assert self._parts is not None, "no KV caches were registered"
         return self._parts.mover
 
-    def flush(self, plan: Plan) -> None:
-        """Move the victims' copies from the GPU to the front, and take those at once that cannot come later."""
-        urgent = tuple(job for job in plan.jobs if job.id in plan.urgent)
-        if urgent:
-            # Until they have ended nothing else of the plan has begun, and nothing of the step was launched.
-            self.mover.save(Plan(urgent, plan.flush, urgent=plan.urgent), self.mover.compute_done())
-        elif plan.flush:
-            self.mover.flush(plan.flush)
+    def before_step(self, plan: Plan) -> None:
+        """Let the step wait for the copies of what it overwrites: nothing of it was launched yet."""
+        if plan.fence or plan.urgent:
+            self.mover.protect(plan._replace(jobs=plan.jobs_before, void=()), self.mover.compute_done())
 
     def before_forward(self, plan: Plan) -> None:
         """Start all that does not read what this step computes: loads go on beside the forward pass."""
-        for job in plan.jobs:
-            if job.kind is JobKind.LOAD:
-                self._loads[job.id] = job
-        early = tuple(job for job in plan.jobs if job.kind is not JobKind.STORE)
-        if early or plan.void:
-            self.mover.submit(plan._replace(jobs=early, urgent=()), self.mover.compute_done())
+        jobs = plan.jobs_beside
+        self._loads.update((job.id, job) for job in jobs if job.kind is JobKind.LOAD)
+        if jobs or plan.void:
+            self.mover.submit(Plan(jobs, void=plan.void), self.mover.compute_done())
 
     def after_forward(self, plan: Plan) -> None:
         """Start the stores, which read what the forward pass computes."""
-        stores = tuple(job for job in plan.jobs if job.kind is JobKind.STORE and job.id not in plan.urgent)
-        if stores:
-            self.mover.submit(Plan(stores), self.mover.compute_done())
+        jobs = plan.jobs_after
+        if jobs:
+            self.mover.submit(Plan(jobs), self.mover.compute_done())
 
     def collect(self, plan: Plan | None) -> tuple[set[str], set[str]]:
         """Take the mover's results; return the requests whose load ended, and those among them that failed.

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import repeat
 from typing import Any
 
 from kvdisk.blocks import CPU, BlockKey, Slot, Tier
@@ -83,4 +82,4 @@ class LoadDraft:
 
     def details(self) -> list[MoveDetail]:
         """Return their details."""
-        return make_details(self.rows, repeat(-1), self.groups, self.positions)
+        return make_details(self.rows, self.groups, self.positions)

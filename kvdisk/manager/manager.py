@@ -30,6 +30,7 @@ from kvdisk.manager.promotions import PendingReads, Promotions
 from kvdisk.manager.requests import RequestLimits, RequestState
 from kvdisk.manager.served import Served
 from kvdisk.manager.settlement import Settlement
+from kvdisk.manager.sources import StoreSources
 from kvdisk.manager.store_planner import StorePlanner
 from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.transfers import Transfers, make_details
@@ -39,8 +40,6 @@ from kvdisk.stats import Stats
 
 MAX_DEMOTE_MOVES = 64
 MAX_DEMOTE_JOBS = 4
-MAX_IMMINENT_ANSWERS = 200
-"""How often in a row, without any job settled, the engine may be told that a block is about to be freed."""
 LONGEST_SILENCE = 4
 """In ``io_deadline_s``: transfers are answered within one, and a job of files may never be, where a drive hangs."""
 
@@ -81,10 +80,8 @@ class TierManager:
         self._nvme_admission = nvme_admission
         self._epoch = FILE_EPOCH
         self._requests: dict[str, RequestState] = {}
-        self._flush: list[JobId] = []
         self._urgent: list[JobId] = []
         self._void: list[JobId] = []
-        self._imminent_answers = 0
         self._heard_s = math.inf
         """When a job was last sent, or answered; at the start there are some to be sent."""
         self._longest_silence_s = LONGEST_SILENCE * config.io_deadline_s
@@ -95,9 +92,10 @@ class TierManager:
         wants = Wants(store_policy, store_admission, nvme_admission)
         price = self._price = LoadPrice(config.min_load_tokens, geometry.step_tokens)
         self._foreign = foreign = ForeignCopies(geometry, catalog, transfers, stats, neighbours)
+        self._sources = sources = StoreSources(context)
         offers = NvmeOffers(catalog, stats, cpu, nvme, nvme_admission, foreign)
         self._settlement = Settlement(
-            geometry, context, catalog, stats, cpu, nvme, store_policy, offers, self._requests, foreign, reads
+            geometry, catalog, stats, cpu, nvme, store_policy, offers, self._requests, foreign, reads
         )
         parts = (config, geometry, context, catalog, transfers)
         self._promotions = Promotions(*parts, cpu, nvme, cpu_admission, wants, foreign, reads)
@@ -107,8 +105,20 @@ class TierManager:
         self._loads = LoadPlanner(
             config, geometry, catalog, transfers, served, cpu, cpu_admission, wants, foreign, reads, price
         )
-        places = (store_policy, store_admission, wants, offers, self._settlement)
-        self._stores = StorePlanner(*parts, stats, cpu, nvme, *places, first_generation, foreign)
+        self._stores = StorePlanner(
+            *parts,
+            stats,
+            cpu,
+            nvme,
+            store_policy,
+            store_admission,
+            wants,
+            offers,
+            self._settlement,
+            sources,
+            first_generation,
+            foreign,
+        )
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -142,23 +152,21 @@ class TierManager:
         return request_id in self._requests
 
     def request_finished(self, request_id: str) -> bool:
-        """Forget a request; return whether its GPU blocks may be freed now: always, what copies need is touched."""
+        """Forget a request; return whether its GPU blocks may be freed now: always, a fence protects copies."""
         self._promotions.leave(request_id)
         if self._requests.pop(request_id, None) is not None:
             self._stores.finished(request_id)
         return True
 
     def preempt(self, request_ids: Iterable[str], now: float, overwritten: Collection[int] = ()) -> None:
-        """Have the victims' copies from the GPU finished first, so that their blocks come free, and save the rest.
+        """Save what the victims have lost; they wait again.
 
-        They wait again.
         Once a step, before its stores are planned. What the store policy saves of them is in the step's plan as
         ``Plan.urgent``. ``overwritten``: GPU blocks that the model runner writes to before the urgent jobs begin.
         """
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
-                self._flush.extend(sorted(request.store_jobs))
                 request.may_wait_again()
                 job_id = self._stores.save(request, overwritten, now, self._epoch)
                 if job_id is not None:
@@ -169,11 +177,6 @@ class TierManager:
     def elsewhere(self, key: BlockKey) -> bool:
         """Whether another home of the store is thought to have a block."""
         return self._foreign.holds(key)
-
-    @property
-    def pinned_gpu_blocks(self) -> int:
-        """Blocks on the GPU that stores hold until they are copied."""
-        return self._settlement.pinned_blocks
 
     @property
     def foreign_segments(self) -> int:
@@ -235,11 +238,13 @@ class TierManager:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def take_plan(self, now: float, *, idle: bool, step_tokens: int = 0, now_s: int = 0) -> Plan:
+    def take_plan(
+        self, now: float, *, idle: bool, step_tokens: int = 0, now_s: int = 0, overwritten: Collection[int] = ()
+    ) -> Plan:
         """Return the step's plan: what was decided since the last one, stores of free blocks, demotions, promotions.
 
         ``step_tokens``: what the step computes; 0: not known, and nothing is learnt from it. ``now_s``: seconds since
-        the Unix epoch, for what is told of uses; 0: as before.
+        the Unix epoch, for what is told of uses; 0: as before. ``overwritten``: see ``preempt``.
         """
         if self._cpu is not None and self._cpu_admission_learns:
             free, total = self._cpu.room
@@ -257,14 +262,14 @@ class TierManager:
             else:
                 self._nvme.make_room(now, [1] * len(self._geometry.slot_sizes))
         self._stores.plan_free(now, self._epoch)
-        flush, self._flush = tuple(self._flush), []
         void, self._void = tuple(self._void), []
+        fence = self._sources.take_fence(overwritten)
         jobs = self._transfers.take_queued(now)
         if jobs:
             self._heard_s = now
         self._price.stepped(now, step_tokens, jobs)
         urgent, self._urgent = tuple(self._urgent), []
-        return Plan(jobs, flush, void, idle and self.has_pending_work(now), urgent)
+        return Plan(jobs, fence, void, idle and self.has_pending_work(now), urgent)
 
     def _plan_demotions(self, cpu: CpuSpace, nvme: NvmeSpace, now: float) -> None:
         classes = range(len(self._geometry.slot_sizes))
@@ -287,7 +292,7 @@ class TierManager:
                     map(column.__getitem__, rows) for column in (catalog.keys, catalog.generations, catalog.parents)
                 )
                 moves = make_moves(keys, generations, repeat(-1), catalog.slots(rows, Tier.CPU), slots, parents)
-                details = make_details(rows, repeat(-1), repeat(-1), repeat(-1))
+                details = make_details(rows, repeat(-1), repeat(-1))
                 self._transfers.add(JobKind.DEMOTE, moves, details, epoch=self._epoch)
 
     def settle(self, report: Report, now: float, now_s: int) -> None:
@@ -296,10 +301,11 @@ class TierManager:
         if found.counts or found.samples or found.gauges:
             self.stats.merge(found)
         records = self._transfers.absorb(report)
-        if records:
-            self._imminent_answers = 0
-        if report.results or report.released:
+        if report.results or report.released or report.copied:
             self._heard_s = now
+        for record in (*self._transfers.take_copied(), *records):
+            if record.job.kind is JobKind.STORE:
+                self._sources.end(record)
         self._settlement.settle_all(records, now, now_s)
         for record in records:
             if record.job.kind is JobKind.LOAD:
@@ -349,6 +355,7 @@ class TierManager:
         self._urgent.clear()
         self._void = list(self._transfers.sent_loads())
         for record in self._transfers.cancel_queued():
+            self._sources.end(record)
             self._settlement.cancel(record)
         self._promotions.reset()
         for row in self._catalog.rows_in(Tier.CPU):
@@ -381,13 +388,3 @@ class TierManager:
             )
         )
         return waiting or nvme.uncommitted
-
-    def has_imminent_frees(self) -> bool:
-        """Whether a copy on its way holds a block that nobody else does, so that waiting beats preempting; bounded."""
-        if self._imminent_answers >= MAX_IMMINENT_ANSWERS:
-            return False
-        for block in self._transfers.touched_blocks():
-            if self._context.get_block(block).ref_cnt == 1:
-                self._imminent_answers += 1
-                return True
-        return False

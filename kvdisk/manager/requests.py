@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvdisk.blocks import BlockKey, JobId, Tier, make_block_key, make_block_keys
+from kvdisk.blocks import BlockKey, Tier, make_block_key, make_block_keys
 from kvdisk.geometry import Geometry
 from kvdisk.manager.lookup import Lookups
 
@@ -66,7 +66,6 @@ class RequestState:
         self.served: dict[Tier, int] = {}
         self.asked: tuple[int, int, int] | None = None
         self.waited_since_s: float | None = None
-        self.store_jobs: set[JobId] = set()
 
     def update_keys(self, geometry: Geometry) -> None:
         """Extend ``keys`` to what the engine has hashed by now: one key per full block and group."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvdisk.blocks import CPU, NVME, BlockKey, Tier
-from kvdisk.context import SchedulerContext
 from kvdisk.geometry import Geometry
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.copies import DOOMED, READY
@@ -43,7 +42,6 @@ class Settlement:
     def __init__(
         self,
         geometry: Geometry,
-        context: SchedulerContext,
         catalog: Catalog,
         stats: Stats,
         cpu: CpuSpace | None,
@@ -55,7 +53,6 @@ class Settlement:
         reads: PendingReads,
     ) -> None:
         self._geometry = geometry
-        self._context = context
         self._catalog = catalog
         self._stats = stats
         self._cpu = cpu
@@ -65,7 +62,6 @@ class Settlement:
         self._requests = requests
         self._foreign = foreign
         self._reads = reads
-        self.pinned_blocks = 0
         self.room = 0
 
     def settle_all(self, records: Iterable[JobRecord], now: float, now_s: int) -> None:
@@ -142,7 +138,9 @@ class Settlement:
         for at in sorted(record.failed, reverse=True):
             detail, key = record.details[at], record.job.moves[at].key
             self._fail(detail.row, tier, at in record.late)
-            if record.failed[at] is not Reason.CANCELLED:
+            if record.failed[at] is Reason.OVERWRITTEN:
+                self._stats.add("overwritten_blocks")
+            elif record.failed[at] is not Reason.CANCELLED:
                 self._stats.add("failed_stores")
             # It had its slot, and that is free again: only the back-off stands before the next offer.
             why = (Refusal.NO_ROOM, self.room - 1, now)
@@ -153,28 +151,11 @@ class Settlement:
 
     def _settle_stores(self, records: Sequence[JobRecord], now: float, now_s: int) -> None:
         """End stores but for their moves that failed."""
-        held: list[int] = []
-        spilled: list[int] = []
         written: list[int] = []
-        # The tail of a chain is given back first, as the engine does, so that it is reused first.
+        # The tail of a chain first, so that its head ends as the most recently used.
         for record in reversed(records):
-            details, failed, request_id = record.details, record.failed, record.request_id
-            # What was free before its store is the first to be reused, as it was.
-            touched = spilled if request_id is None else held
-            for at in range(len(details) - 1, -1, -1):
-                row, block, _, _ = details[at]
-                if block >= 0:
-                    touched.append(block)
-                if not failed or at not in failed:
-                    written.append(row)
-            request = None if request_id is None else self._requests.get(request_id)
-            if request is not None:
-                request.store_jobs.discard(record.job.id)
-        if held:
-            self._context.free_blocks(held)
-        if spilled:
-            self._context.free_first(spilled)
-        self.pinned_blocks -= len(held) + len(spilled)
+            moves = range(len(record.details) - 1, -1, -1)
+            written += [record.details[at].row for at in moves if at not in record.failed]
         self._stats.add("stored_blocks", len(written))
         stored = self._finish(written, NVME if self._cpu is None else CPU)
         if self._nvme is None:

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from kvdisk.blocks import BlockKey
-from kvdisk.context import SchedulerContext
+from kvdisk.context import KVCacheBlockView, SchedulerContext
 from kvdisk.manager.store_policy import FreeOffer, NoStores
 from kvdisk.manager.watermark import Refusal, Refused
 
@@ -17,91 +16,142 @@ AHEAD_STEPS = 2
 """How far the cursor is kept ahead of the engine, in steps that take as many blocks as a step can."""
 
 
-@dataclass(slots=True)
-class _Known:
-    """A block that may be offered. ``is_dealt_with``: it was offered since it was last reached. How that offer ended,
-    if it was refused: ``is_unused``: for lack of reuse; ``refused``: for lack of room."""
+class _Front:
+    """The blocks of the free queue from its head to a cursor, in order. Keeping it costs what has changed.
 
-    parent: BlockKey | None
-    is_dealt_with: bool = False
-    is_unused: bool = False
-    refused: Refused | None = None
+    The engine takes blocks at the head, may put some before it, and takes others out anywhere when a request hits them;
+    those last stay here until the head has come to them.
+    """
 
-    def may_be_offered(self, room: int, now: float) -> bool:
-        """Whether it was reached, or what was in its way has changed, since it was last offered."""
-        if self.is_unused:
-            return False
-        return not self.is_dealt_with if self.refused is None else self.refused.is_over(room, now)
+    def __init__(self) -> None:
+        self._blocks: deque[int] = deque()
+        self._members: set[int] = set()
+
+    def advance(self, context: SchedulerContext) -> Iterator[KVCacheBlockView]:
+        """Yield the blocks that have come before the cursor, which is moved on to ``AHEAD_STEPS`` steps' blocks."""
+        most = AHEAD_STEPS * context.step_blocks
+        yield from self._follow_head(context, most)
+        cursor = self._valid_cursor(context)
+        if len(self._blocks) < most:
+            added = list(islice(context.iter_free_blocks(cursor), most - len(self._blocks)))
+            self._blocks.extend(block.block_id for block in added)
+            self._members.update(block.block_id for block in added)
+            yield from added
+
+    def _follow_head(self, context: SchedulerContext, most: int) -> list[KVCacheBlockView]:
+        """Drop what has left the queue at its head; return what was put before it, or all of a front found anew."""
+        before: list[KVCacheBlockView] = []
+        for block in islice(context.iter_free_blocks(), most):
+            if block.block_id in self._members:
+                while self._blocks[0] != block.block_id:
+                    self._members.discard(self._blocks.popleft())
+                break
+            before.append(block)
+        else:
+            self._blocks.clear()
+            self._members.clear()
+        self._blocks.extendleft(block.block_id for block in reversed(before))
+        self._members.update(block.block_id for block in before)
+        return before
+
+    def _valid_cursor(self, context: SchedulerContext) -> int | None:
+        while self._blocks and context.get_block(self._blocks[-1]).ref_cnt > 0:
+            self._members.discard(self._blocks.pop())
+        return self._blocks[-1] if self._blocks else None
 
 
 class Spillover(NoStores):
     """Offers free, cached blocks at the front of the engine's free queue.
 
-    The cursor stands behind the first blocks of the queue, as many as ``AHEAD_STEPS`` steps can take. Each step it
-    goes over them, from the queue's head, and offers each once; again only when its refusal is over, or when a request
-    has reached it again. What a store held comes back at the queue's head, as it was: the engine reuses it next.
-    Of the free blocks and those that stores hold already, stores never get more than half: the engine needs the rest.
+    The cursor stands behind the first blocks of the queue, as many as ``AHEAD_STEPS`` steps can take. A block is
+    offered when the cursor passes it; again when its refusal is over, or when it has left the queue and come back.
 
     Only blocks of requests that kvdisk follows are offered (an adapter's are not), and that were reached since the last
     reset: their keys are known, twice as many as the GPU has blocks; the last reached stay.
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[BlockKey, _Known] = OrderedDict()
+        self._parents: OrderedDict[BlockKey, BlockKey | None] = OrderedDict()
+        self._front = _Front()
+        self._blocks: dict[BlockKey, int] = {}
+        """The block of each key that was offered last."""
+        self._offered: set[BlockKey] = set()
+        """Keys that were offered since they were last reached."""
+        self._unused: dict[BlockKey, int] = {}
+        self._no_room: dict[BlockKey, int] = {}
+        self._refused: Refused | None = None
+        """When what is in ``_no_room`` is offered again, all at once."""
+        self._due: dict[BlockKey, int] = {}
 
     def reached(self, request_id: str, keys: Sequence[BlockKey], start: int, stop: int) -> None:  # noqa: ARG002
         """Note keys and parents."""
         for position in range(start, stop):
-            key = keys[position]
-            known = self._known.get(key)
-            if known is None:
-                self._known[key] = _Known(keys[position - 1] if position else None)
-            else:
-                known.is_dealt_with = False
-                self._known.move_to_end(key)
+            self._parents[keys[position]] = keys[position - 1] if position else None
+            self._parents.move_to_end(keys[position])
+            self._offered.discard(keys[position])
 
-    def free_offers(self, context: SchedulerContext, held: int, room: int, now: float) -> Sequence[FreeOffer]:
-        """Return blocks before the cursor that were not offered since they were reached, and those that are due."""
-        while len(self._known) > 2 * context.block_count:
-            self._known.popitem(last=False)
-        blocks = list(islice(context.iter_free_blocks(), AHEAD_STEPS * context.step_blocks))
-        most = (len(blocks) + held) // 2 - held
+    def free_offers(self, context: SchedulerContext, room: int, now: float) -> Sequence[FreeOffer]:
+        """Return the blocks that the cursor passes, and those that are due again."""
+        while len(self._parents) > 2 * context.block_count:
+            self._forget(self._parents.popitem(last=False)[0])
+        if self._refused is not None and self._refused.is_over(room, now):
+            self._due |= self._no_room
+            self._no_room = {}
+            self._refused = None
+        due, self._due = self._due, {}
         offers: dict[BlockKey, FreeOffer] = {}
-        for block in blocks:
-            if len(offers) >= most:
-                break
+        for wanted, block_id in due.items():
+            block = context.get_block(block_id)
+            if block.key == wanted:
+                self._add(offers, block)
+        for block in self._front.advance(context):
             key = block.key
-            known = self._known.get(key) if key is not None else None
-            if key is None or known is None or key in offers:
+            waiting = next((refused for refused in (self._unused, self._no_room) if key in refused), None)
+            if key is None:
                 continue
-            if known.may_be_offered(room, now):
-                known.is_dealt_with = True
-                offers[key] = FreeOffer(block.block_id, key, known.parent)
+            if waiting is not None:
+                waiting[key] = block.block_id
+            elif key not in self._offered:
+                self._add(offers, block)
+        self._blocks.update((key, offer.block) for key, offer in offers.items())
+        self._offered.update(offers)
         return list(offers.values())
+
+    def _add(self, offers: dict[BlockKey, FreeOffer], block: KVCacheBlockView) -> None:
+        key = block.key
+        if key is not None and block.ref_cnt == 0 and key in self._parents and key not in offers:
+            offers[key] = FreeOffer(block.block_id, key, self._parents[key])
 
     def accept_free(self, key: BlockKey) -> None:
         """Do not offer the block again until it is reached again."""
-        known = self._known.get(key)
-        if known is not None:
-            known.refused = None
+        for known in (self._unused, self._no_room, self._due):
+            known.pop(key, None)
 
     def refuse_free(self, key: BlockKey, why: Refusal, mark: int, now: float) -> None:
         """Offer the block again when its cause has changed, if it is there then."""
-        known = self._known.get(key)
-        if known is None:
+        block = self._blocks.get(key)
+        if block is None:
             return
         if why is Refusal.NOT_REUSED:
-            known.is_unused, known.refused = True, None
+            self._unused[key] = block
         else:
-            known.refused = Refused.make(mark, now, known.refused)
+            self._no_room[key] = block
+            self._refused = Refused.make(mark, now, self._refused)
 
     def wanted_again(self, keys: Sequence[BlockKey]) -> None:
         """Offer those that were refused for lack of reuse again."""
         for key in keys:
-            known = self._known.get(key)
-            if known is not None and known.is_unused:
-                known.is_unused = known.is_dealt_with = False
+            block = self._unused.pop(key, None)
+            if block is not None:
+                self._due[key] = block
+
+    def _forget(self, key: BlockKey) -> None:
+        self.accept_free(key)
+        self._blocks.pop(key, None)
+        self._offered.discard(key)
 
     def reset(self) -> None:
         """Forget all keys: the blocks may keep theirs, and what they hold is not what those mean any more."""
-        self._known.clear()
+        for known in (self._parents, self._blocks, self._offered, self._unused, self._no_room, self._due):
+            known.clear()
+        self._refused = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs of stores in the making: copies begun in slots, GPU blocks held, and the job queued. Scheduler thread only."""
+"""Jobs of stores in the making: copies begun in slots, GPU blocks watched. Scheduler thread only."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from itertools import repeat
 
 from kvdisk.blocks import CPU, BlockKey, JobId, Slot, Tier, new_tuple
-from kvdisk.context import SchedulerContext
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.settlement import Settlement
+from kvdisk.manager.sources import StoreSources
 from kvdisk.manager.transfers import MoveDetail, Transfers, make_details
 from kvdisk.messages import JobKind, Move, make_moves
 
@@ -19,15 +18,11 @@ NO_PLACE: tuple[int, Iterable[int]] = (-1, repeat(-1))
 
 
 class StoreDraft:
-    """A job in the making. ``request``: whose blocks it stores; None: nobody's, they are free.
+    """A job in the making. ``request``: whose blocks it stores; None: nobody's, they are free."""
 
-    ``holds``: whether its GPU blocks are held until it is settled.
-    """
-
-    def __init__(self, request: RequestState | None, epoch: int, *, holds: bool = True) -> None:
+    def __init__(self, request: RequestState | None, epoch: int) -> None:
         self.request = request
         self.epoch = epoch
-        self.holds = holds
         self.moves: list[Move] = []
         self.details: list[MoveDetail] = []
 
@@ -40,17 +35,15 @@ class StoreDrafts:
 
     def __init__(
         self,
-        context: SchedulerContext,
         catalog: Catalog,
         transfers: Transfers,
-        settlement: Settlement,
+        sources: StoreSources,
         target: Tier,
         first_generation: int,
     ) -> None:
-        self._context = context
         self._catalog = catalog
         self._transfers = transfers
-        self._settlement = settlement
+        self._sources = sources
         self._target = target
         self._generation = first_generation
 
@@ -87,23 +80,24 @@ class StoreDrafts:
             cpu_slot, nvme_slot = (slot, None) if on_cpu else (None, slot)
             generation, position = catalog.generations[row], next(iter(positions))
             draft.moves.append(new_tuple(Move, (keys[0], generation, block, cpu_slot, nvme_slot, parents[0])))
-            draft.details.append(new_tuple(MoveDetail, (row, block if draft.holds else -1, group, position)))
+            draft.details.append(new_tuple(MoveDetail, (row, group, position)))
             return
         generations = map(catalog.generations.__getitem__, rows)
         cpu, nvme = (slots, repeat(None)) if on_cpu else (repeat(None), slots)
         draft.moves += make_moves(keys, generations, blocks, cpu, nvme, parents)
-        draft.details += make_details(rows, blocks if draft.holds else repeat(-1), repeat(group), positions)
+        draft.details += make_details(rows, repeat(group), positions)
 
-    def queue(self, draft: StoreDraft) -> JobId | None:
-        """Hold the draft's GPU blocks, if it does that, and queue its job; return it, None where there are no moves."""
-        moves, request = draft.moves, draft.request
-        if not moves:
+    def queue(self, draft: StoreDraft, *, watched: bool = True) -> JobId | None:
+        """Queue the draft's job; return it, None where there are no moves.
+
+        ``watched``: False where its blocks may be somebody else's by now, so that its copies come before all else.
+        """
+        if not draft.moves:
             return None
-        if draft.holds:
-            self._context.touch([move.block for move in moves])
-            self._settlement.pinned_blocks += len(moves)
-        request_id = request.request_id if request is not None else None
-        record = self._transfers.add(JobKind.STORE, moves, draft.details, epoch=draft.epoch, request_id=request_id)
-        if request is not None:
-            request.store_jobs.add(record.job.id)
+        request_id = draft.request.request_id if draft.request is not None else None
+        record = self._transfers.add(
+            JobKind.STORE, draft.moves, draft.details, epoch=draft.epoch, request_id=request_id
+        )
+        if watched:
+            self._sources.add(record)
         return record.job.id

@@ -21,6 +21,7 @@ from kvdisk.manager.nvme_offers import NvmeOffers
 from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.settlement import Settlement
+from kvdisk.manager.sources import StoreSources
 from kvdisk.manager.store_drafts import NO_PLACE, StoreDraft, StoreDrafts
 from kvdisk.manager.store_policy import FreeOffer, StorePolicy, own_method
 from kvdisk.manager.tables import BlockTables, Table
@@ -31,7 +32,9 @@ from kvdisk.stats import Stats
 
 
 class StorePlanner:
-    """Takes offers into slots and touches their GPU blocks. ``cpu`` or ``nvme`` is None where the tier does not exist.
+    """Takes offers into slots, and has their GPU blocks watched.
+
+    ``cpu`` or ``nvme`` is None where the tier does not exist.
 
     ``first_generation``: larger than any that this home has seen.
     """
@@ -51,6 +54,7 @@ class StorePlanner:
         wants: Wants,
         offers: NvmeOffers,
         settlement: Settlement,
+        sources: StoreSources,
         first_generation: int,
         foreign: ForeignCopies,
     ) -> None:
@@ -71,9 +75,7 @@ class StorePlanner:
         self._offers = offers
         self._settlement = settlement
         self._foreign = foreign
-        self._drafts = StoreDrafts(context, catalog, transfers, settlement, self._target, first_generation)
-        limit = config.max_pinned_gpu_blocks
-        self._max_pinned = max(1, context.block_count // 2) if limit is None else limit
+        self._drafts = StoreDrafts(catalog, transfers, sources, self._target, first_generation)
         self._min_block_tokens = min(group.block_tokens for group in geometry.groups)
         self._tables = BlockTables()
 
@@ -111,8 +113,7 @@ class StorePlanner:
             if offers:
                 are_new = are_new and offers[0] >= first
                 taken = self._answer(request, group.group, offers, blocks, now, are_new)
-                allowed = self._pins_left - len(draft.moves)
-                self._take(draft, request, group, taken, blocks, now, min(allowed, len(taken)), are_new)
+                self._take(draft, request, group, taken, blocks, now, are_new)
         self._drafts.queue(draft)
 
     def _storable_tokens(self, request: RequestState, computed_tokens: int) -> int:
@@ -168,13 +169,13 @@ class StorePlanner:
     def save(self, request: RequestState, overwritten: Collection[int], now: float, epoch: int) -> JobId | None:
         """Plan the store of what a preempted request has lost; return its job, which is urgent, if there is one.
 
-        Its blocks are not touched: they may be somebody else's by now, and the engine needs those that are not.
+        Its blocks may be somebody else's by now.
         ``overwritten``: blocks that the step has written to by the time that the job can begin.
         """
         table = self._tables.take(request.request_id)
         if request.stale:
             return None
-        draft, computed_tokens = StoreDraft(request, epoch, holds=False), table.computed_tokens
+        draft, computed_tokens = StoreDraft(request, epoch), table.computed_tokens
         if request.store_limit_tokens is not None:
             computed_tokens = min(computed_tokens, request.store_limit_tokens)
         for group in self._geometry.groups:
@@ -189,8 +190,8 @@ class StorePlanner:
             # Generated tokens too, which nobody has been told of without ``store_decode``.
             self._wants.note([keys[position] for position in offers], request.request_id)
             taken = self._answer(request, group.group, offers, blocks, now, are_new=False)
-            self._take(draft, request, group, taken, blocks, now, len(taken), are_new=False)
-        return self._drafts.queue(draft)
+            self._take(draft, request, group, taken, blocks, now, are_new=False)
+        return self._drafts.queue(draft, watched=False)
 
     def _leave_out_what_has_gone(
         self, group: GroupGeometry, keys: Sequence[BlockKey], blocks: list[int], computed_tokens: int
@@ -211,8 +212,8 @@ class StorePlanner:
         """Offer free blocks to the tiers, if the store policy wants to, and plan a job for those taken."""
         if self._policy_offers_free is None:
             return
-        policy, held = self._store_policy, self._settlement.pinned_blocks
-        offers = self._policy_offers_free(self._context, held, self._settlement.room, now)
+        policy = self._store_policy
+        offers = self._policy_offers_free(self._context, self._settlement.room, now)
         if not offers:
             return
         taken: dict[int, list[FreeOffer]] = {}
@@ -228,7 +229,7 @@ class StorePlanner:
                 taken.setdefault(self._geometry.size_classes[group_of(offer.key)], []).append(offer)
         draft = StoreDraft(None, epoch)
         for size_class, wanted in taken.items():
-            slots = self._allocate(size_class, min(self._pins_left - len(draft.moves), len(wanted)), now)
+            slots = self._allocate(size_class, len(wanted), now)
             accepted, refused = wanted[: len(slots)], wanted[len(slots) :]
             for offer in accepted:
                 policy.accept_free(offer.key)
@@ -236,9 +237,6 @@ class StorePlanner:
             self._drafts.begin(draft, keys, parents, [offer.block for offer in accepted], slots, NO_PLACE)
             for offer in refused:
                 self._refuse_free(offer, Refusal.NO_ROOM, self._settlement.room, now)
-        # Given back in the order of the queue, as settlement turns them round.
-        draft.moves.reverse()
-        draft.details.reverse()
         self._drafts.queue(draft)
 
     def _refuse_free(self, offer: FreeOffer, why: Refusal, mark: int, now: float) -> None:
@@ -246,10 +244,6 @@ class StorePlanner:
         self._store_policy.refuse_free(offer.key, why, mark, now)
 
     # -- answers -------------------------------------------------------------------------------
-
-    @property
-    def _pins_left(self) -> int:
-        return max(0, self._max_pinned - self._settlement.pinned_blocks)
 
     def _is_there(self, key: BlockKey, row: int) -> bool:
         """Whether a block needs no store: it is in a tier, or on its way there, or on another home's drive likewise."""
@@ -329,13 +323,12 @@ class StorePlanner:
         taken: Sequence[int],
         blocks: Sequence[int],
         now: float,
-        most: int,
         are_new: bool,
     ) -> None:
-        """Begin copies of as many blocks as there are slots for, ``most`` at most; refuse the rest."""
+        """Begin copies of as many blocks as there are slots for; refuse the rest."""
         if not taken:
             return
-        slots = self._allocate(self._geometry.size_classes[group.group], most, now)
+        slots = self._allocate(self._geometry.size_classes[group.group], len(taken), now)
         # Slices: what was offered may be the policy's own list, which it may change once it hears of it.
         accepted, refused = taken[: len(slots)], taken[len(slots) :]
         if accepted:

@@ -50,8 +50,8 @@ class StorePolicy(Protocol):
     def preempted(self, request_id: str, group: int, storable: int) -> Sequence[int]:
         """Return the positions of a victim's blocks to offer, before they are overwritten, ascending."""
 
-    def free_offers(self, context: SchedulerContext, held: int, room: int, now: float) -> Sequence[FreeOffer]:
-        """Return the free blocks to offer in this step, no key twice. ``held``: GPU blocks that stores hold now."""
+    def free_offers(self, context: SchedulerContext, room: int, now: float) -> Sequence[FreeOffer]:
+        """Return the free blocks to offer in this step, no key twice."""
 
     def accept(self, request_id: str, group: int, positions: Sequence[int]) -> None:
         """The offers were taken, or the blocks are there already."""
@@ -120,7 +120,6 @@ class NoStores:
     def free_offers(
         self,
         context: SchedulerContext,  # noqa: ARG002
-        held: int,  # noqa: ARG002
         room: int,  # noqa: ARG002
         now: float,  # noqa: ARG002
     ) -> Sequence[FreeOffer]:

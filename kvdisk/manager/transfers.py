@@ -7,7 +7,7 @@ exactly once, when each rank concerned has said that its device has ended them. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import repeat
 from typing import NamedTuple
 
@@ -21,11 +21,10 @@ class MoveDetail(NamedTuple):
     """What the manager has to undo or finish for one move of a job.
 
     ``row``: of the catalog, pinned until the job is settled, or where the move is late until it is released; -1: none.
-    ``block``: a touched GPU block of a store; -1: none. ``group`` and ``position``: the block's place in its request.
+    ``group`` and ``position``: the block's place in its request.
     """
 
     row: int
-    block: int = -1
     group: int = -1
     position: int = -1
 
@@ -55,6 +54,7 @@ class JobRecord:
         self.late: set[int] = set()
         self.late_ranks = 0
         self.released = 0
+        self.copied = 0
 
 
 class Transfers:
@@ -71,6 +71,7 @@ class Transfers:
         self._counts = dict.fromkeys(JobKind, 0)
         self._zombies: dict[JobId, JobRecord] = {}
         self._released: list[JobRecord] = []
+        self._copied: list[JobRecord] = []
 
     def __len__(self) -> int:
         return len(self._records)
@@ -147,14 +148,6 @@ class Transfers:
                 for position in range(len(record.details)):
                     record.failed.setdefault(position, Reason.CANCELLED)
 
-    def touched_blocks(self) -> Iterator[int]:
-        """Yield the GPU blocks that stores on their way hold."""
-        for record in self._records.values():
-            if record.job.kind is _STORE:
-                for detail in record.details:
-                    if detail.block >= 0:
-                        yield detail.block
-
     def absorb(self, report: Report) -> list[JobRecord]:
         """Count a report's answers; return the jobs that are settled by it, in the order of their plans.
 
@@ -166,6 +159,12 @@ class Transfers:
             assert record is not None, f"job {job_id} was released more than once per rank, or nothing of it was late"
             record.released += ranks
             self._release_if_due(job_id)
+        for job_id, ranks in report.copied.items():
+            record = self._records.get(job_id)
+            if record is not None:
+                record.copied += ranks
+                if record.copied == self._rank_count:
+                    self._copied.append(record)
         settled = []
         results = report.results.items()
         for job_id, result in sorted(results) if len(results) > 1 else results:
@@ -190,6 +189,11 @@ class Transfers:
         """Return the zombies that have ended: nothing touches the slots of their ``late`` moves any more."""
         released, self._released = self._released, []
         return released
+
+    def take_copied(self) -> list[JobRecord]:
+        """Return the stores of which no rank reads the GPU any more, though they go on."""
+        copied, self._copied = self._copied, []
+        return copied
 
     def _release_if_due(self, job_id: JobId) -> None:
         record = self._zombies.get(job_id)

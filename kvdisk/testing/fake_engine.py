@@ -50,8 +50,8 @@ class Watch(Protocol):
 class FakeEngine:
     """See the module. ``now``: the clock, set by the test. ``weights``: number of the weights in memory.
 
-    ``zeroes``: new blocks are overwritten before urgent copies can begin, as some of vLLM's runners do.
-    ``most_gathers``: how many blocks of urgent stores a rank copies before it gives them up. ``victims``: how many
+    ``zeroes``: new blocks are overwritten before fenced copies can begin, as some of vLLM's runners do.
+    ``most_gathers``: how many blocks of fenced stores a rank copies before it gives them up. ``victims``: how many
     tokens each request that was preempted since the last step had computed, and in which blocks.
     ``most_running``: while so many requests run or are loaded, the others wait, and are not looked up.
     """
@@ -154,7 +154,8 @@ class FakeEngine:
             self._schedule_waiting(budget_tokens)
         preempted += self._preempted
         self._preempted = []
-        self.manager.preempt(preempted, self.now, self._new_blocks if self.zeroes else ())
+        overwritten = self._new_blocks if self.zeroes else ()
+        self.manager.preempt(preempted, self.now, overwritten)
         for request, new_tokens in self._scheduled.items():
             computed_tokens = min(request.computed + new_tokens, len(request.tokens))
             if self.manager.may_offer(request.id, computed_tokens):
@@ -162,7 +163,7 @@ class FakeEngine:
             self.watch.offered(request, computed_tokens)
         step_tokens = sum(self._scheduled.values())
         self._plan = self.manager.take_plan(
-            self.now, idle=step_tokens == 0, step_tokens=step_tokens, now_s=int(self.now)
+            self.now, idle=step_tokens == 0, step_tokens=step_tokens, now_s=int(self.now), overwritten=overwritten
         )
         self.watch.planned(self._plan, preempted)
         self.victims.clear()
@@ -171,12 +172,11 @@ class FakeEngine:
             request.computed += new_tokens
 
     def _send_plan(self) -> None:
-        """Let the ranks begin with what does not wait for the model's work, the urgent first."""
-        urgent = [job for job in self._plan.jobs if job.id in self._plan.urgent]
+        """Let the ranks begin with what does not wait for the model's work, what the model waits for first."""
         for rank in self._ranks:
             if self.zeroes:
                 rank.gpu.update(dict.fromkeys(self._new_blocks, "zeroed"))
-            rank.save(urgent, self.most_gathers)
+            rank.protect(self._plan, self.most_gathers)
         run_plan(self._ranks, self._plan, computed=False)
 
     def _schedule_running(self, budget_tokens: int, preempted: list[str]) -> None:
@@ -185,8 +185,6 @@ class FakeEngine:
                 continue  # preempted for one before it
             new_tokens = min(budget_tokens, len(request.tokens) - request.computed)
             while not self._tables.allocate(request, request.computed + new_tokens):
-                if self.manager.has_imminent_frees():
-                    return
                 victim = self.running.pop()
                 self._preempt(victim)
                 preempted.append(victim.id)
@@ -280,7 +278,6 @@ class FakeEngine:
     def _check_reuse(self, block: int) -> None:
         self._new_blocks.add(block)
         for rank in self._ranks:
-            assert not rank.readers_of(block), f"block {block} is given away while rank {rank.rank} still reads it"
             assert not rank.writers_of(block), f"block {block} is given away while rank {rank.rank} still writes it"
 
     # -- the model -----------------------------------------------------------------------------

@@ -30,6 +30,8 @@ class FakePool:
         self._free = dict.fromkeys(range(1, block_count))
         self._cached: dict[BlockKey, dict[int, None]] = {}
         self._before_reuse = before_reuse
+        self._watched: set[int] = set()
+        self._reused: list[int] = []
 
     # -- SchedulerContext ----------------------------------------------------------------------
 
@@ -45,8 +47,22 @@ class FakePool:
         """See ``SchedulerContext``."""
         return self._blocks[block_id]
 
-    def touch(self, block_ids: Sequence[int]) -> None:
+    def watch(self, block_ids: Sequence[int]) -> None:
         """See ``SchedulerContext``."""
+        assert 0 not in block_ids, "the null block is nobody's"
+        self._watched.update(block_ids)
+
+    def unwatch(self, block_ids: Iterable[int]) -> None:
+        """See ``SchedulerContext``."""
+        self._watched.difference_update(block_ids)
+
+    def take_reused(self) -> list[int]:
+        """See ``SchedulerContext``."""
+        reused, self._reused = self._reused, []
+        return reused
+
+    def touch(self, block_ids: Sequence[int]) -> None:
+        """Take one reference on each block."""
         for block_id in block_ids:
             assert block_id > 0, "the null block is nobody's"
             block = self._blocks[block_id]
@@ -55,7 +71,7 @@ class FakePool:
             block.ref_cnt += 1
 
     def free_blocks(self, block_ids: Iterable[int]) -> None:
-        """See ``SchedulerContext``."""
+        """Give back one reference on each block, in this order."""
         for block_id in block_ids:
             assert block_id > 0, "the null block is nobody's"
             block = self._blocks[block_id]
@@ -64,20 +80,17 @@ class FakePool:
             if block.ref_cnt == 0:
                 self._free[block_id] = None
 
-    def free_first(self, block_ids: Sequence[int]) -> None:
-        """See ``SchedulerContext``."""
-        others = dict(self._free)
-        self.free_blocks(block_ids)
-        first = {block_id: None for block_id in block_ids if block_id in self._free}
-        self._free = first | {block_id: None for block_id in others if block_id not in first}
-
     def is_cached(self, key: BlockKey) -> bool:
         """See ``SchedulerContext``."""
         return self.find(key) is not None
 
-    def iter_free_blocks(self) -> Iterator[FakeBlock]:
+    def iter_free_blocks(self, after: int | None = None) -> Iterator[FakeBlock]:
         """See ``SchedulerContext``."""
-        for block_id in self._free:
+        queue = iter(self._free)
+        if after is not None:
+            assert after in self._free, "the cursor has left the queue"
+            next(block_id for block_id in queue if block_id == after)
+        for block_id in queue:
             yield self._blocks[block_id]
 
     # -- the engine's side ---------------------------------------------------------------------
@@ -93,10 +106,16 @@ class FakePool:
         taken = list(self._free)[:count]
         for block_id in taken:
             self._before_reuse(block_id)
+            self._hand_out(block_id)
             del self._free[block_id]
             self.forget(block_id)
             self._blocks[block_id].ref_cnt = 1
         return taken
+
+    def _hand_out(self, block_id: int) -> None:
+        if block_id in self._watched:
+            self._watched.remove(block_id)
+            self._reused.append(block_id)
 
     def cache(self, key: BlockKey, block_id: int) -> None:
         """Make a full block known to the prefix cache; one that is known already stays as it is."""
@@ -120,3 +139,5 @@ class FakePool:
         """Empty the prefix cache."""
         for block in self._blocks:
             self.forget(block.block_id)
+        for block_id in sorted(self._watched):
+            self._hand_out(block_id)

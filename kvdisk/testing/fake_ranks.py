@@ -26,6 +26,7 @@ class _Work:
     staging: list[Content]
     failed: dict[int, Reason] = field(default_factory=dict)
     late: set[int] = field(default_factory=set)
+    told_copied: bool = False
 
     @property
     def open_moves(self) -> list[int]:
@@ -97,17 +98,23 @@ class FakeRank:
             if job_id in self._loads:
                 self._void.add(job_id)
 
-    def save(self, jobs: Sequence[Job], most_gathers: int) -> None:
-        """Take urgent stores in: so many of their blocks are copied at once, and the rest is given up."""
-        self.submit(jobs)
-        for work in [self._works[job.id] for job in jobs]:
+    def protect(self, plan: Plan, most_gathers: int) -> None:
+        """Copy what the step is about to overwrite: so many of the blocks, and the rest is given up."""
+        self.submit(plan.jobs_before)
+        for job_id in (*plan.urgent, *plan.fence):
+            work = self._works.get(job_id)
+            if work is None:
+                continue
             for at, move in enumerate(work.job.moves):
+                if Leg.GATHER not in work.legs[at]:
+                    continue
                 if most_gathers > 0:
                     most_gathers -= 1
                     self._run(work, at, move, work.legs[at].popleft())
                 else:
                     work.legs[at].clear()
-                    work.failed[at] = Reason.DEADLINE
+                    work.failed[at] = Reason.DEADLINE if job_id in plan.urgent else Reason.OVERWRITTEN
+            self._note_copied(work)
             self._finish_if_done(work)
 
     def take_report(self) -> tuple[Report, dict[str, list[int]]]:
@@ -255,6 +262,7 @@ class FakeRank:
     def _run(self, work: _Work, at: int, move: Move, leg: Leg) -> Reason | None:  # noqa: PLR0911 - one for each leg
         if leg is Leg.GATHER:
             self._put(work, at, move, self._get(work, at, move)._replace(payload=self.gpu[move.block]))
+            self._note_copied(work)
             return None
         if leg is Leg.SEAL:
             payload = self._get(work, at, move).payload
@@ -280,6 +288,7 @@ class FakeRank:
                 return Reason.HEADER
             return None if content.summed == content.payload else Reason.CHECKSUM
         assert leg is Leg.SCATTER
+        assert not self.readers_of(move.block), "a load writes a block that a store has still to read"
         self.gpu[move.block] = content.payload
         return None
 
@@ -308,6 +317,12 @@ class FakeRank:
         """What has begun goes on to the next leg that would write the GPU; nothing reaches a block of a void load."""
         void = work.job.id in self._void and leg in {Leg.READ, Leg.SCATTER}
         return Reason.CANCELLED if void else None
+
+    def _note_copied(self, work: _Work) -> None:
+        reads = any(Leg.GATHER in legs for legs in work.legs)
+        if not reads and not work.told_copied and work.job.moves[0].cpu is None:
+            work.told_copied = True
+            self._report.copied[work.job.id] = 1
 
     def _finish_if_done(self, work: _Work) -> None:
         if not work.open_moves:
@@ -370,6 +385,6 @@ class FakeRank:
 
 def run_plan(ranks: Sequence[FakeRank], plan: Plan, *, computed: bool) -> None:
     """Hand a plan to every rank: what does not wait for the model's work, or the stores that do."""
-    jobs = [job for job in plan.jobs if (job.kind is JobKind.STORE) == computed and job.id not in plan.urgent]
+    jobs = plan.jobs_after if computed else plan.jobs_beside
     for rank in ranks:
         rank.submit(jobs, () if computed else plan.void)

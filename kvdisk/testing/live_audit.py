@@ -58,7 +58,7 @@ def _audit_pool(engine: LiveEngine) -> None:
 
 def _audit_manager(manager: Any) -> None:
     assert len(manager._transfers) == 0, "jobs are on their way"
-    assert manager._settlement.pinned_blocks == 0
+    assert not len(manager._sources), "blocks are watched that nobody copies from"
     catalog = manager._catalog
     for tier, space in ((Tier.CPU, manager._cpu), (Tier.NVME, manager._nvme)):
         if space is not None:

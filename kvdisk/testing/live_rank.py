@@ -136,16 +136,13 @@ class LocalRank:
         """Hand the mover what does not wait for the model's work."""
         mover, plan = self._parts.mover, work.plan
         self._weights = work.weights
-        urgent = tuple(job for job in plan.jobs if job.id in plan.urgent)
-        if urgent:
-            mover.save(Plan(urgent, urgent=plan.urgent), mover.compute_done())
-        if plan.flush:
-            mover.flush(plan.flush)
-        early = tuple(job for job in plan.jobs if job.kind is not JobKind.STORE)
+        if plan.fence or plan.urgent:
+            mover.protect(plan._replace(jobs=plan.jobs_before, void=()), mover.compute_done())
+        early = plan.jobs_beside
         self._loads |= {job.id: job for job in early if job.kind is JobKind.LOAD}
         self._out |= {job.id for job in plan.jobs}
         if early or plan.void:
-            mover.submit(plan._replace(jobs=early, urgent=()), mover.compute_done())
+            mover.submit(Plan(early, void=plan.void), mover.compute_done())
 
     def forward(self, work: StepWork) -> None:
         """Run the model: write what it computes, and look at all that it reads."""
@@ -160,8 +157,7 @@ class LocalRank:
 
     def after_forward(self, work: StepWork) -> None:
         """Hand the mover the stores, which read what the model has computed."""
-        urgent = work.plan.urgent
-        stores = tuple(job for job in work.plan.jobs if job.kind is JobKind.STORE and job.id not in urgent)
+        stores = work.plan.jobs_after
         if stores:
             self._parts.mover.submit(Plan(stores), self._parts.mover.compute_done())
 

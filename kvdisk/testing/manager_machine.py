@@ -249,10 +249,9 @@ class ManagerMachine(RuleBasedStateMachine):
         for rank in self.ranks:
             rank.end_all_late()
 
-    @precondition(lambda self: self.sizes.config.store_policy == "on_preemption")
     @rule(most=st.sampled_from((0, 1, 2, 1000, 1000)))
     def copy_slowly(self, most: int) -> None:
-        """From now on no rank copies more blocks than that before it gives urgent stores up."""
+        """From now on no rank copies more blocks than that before it gives up those that a step waits for."""
         self.engine.most_gathers = most
 
     def _pick_job(self, pick: int, job: int) -> tuple[FakeRank, JobId]:

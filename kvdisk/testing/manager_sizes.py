@@ -24,14 +24,13 @@ def _config(**changes: object) -> Config:
         "nvme_bytes": 1,
         "cpu_bytes": 1,
         "nvme_admission": "all",
-        "max_pinned_gpu_blocks": 3,
         "io_deadline_s": 1e9,  # it never becomes quiet because nothing was heard for long
     }
     return Config(**(values | changes))  # type: ignore[arg-type]
 
 
 ONE_GROUP = Sizes(_ONE_GROUP, _config(), 7, (2,), (2,), 2, _PROMPTS)
-WINDOW = Sizes(_TWO_GROUPS, _config(max_pinned_gpu_blocks=5), 10, (2, 2), (2, 2), 2, _LONG_PROMPTS, most_outputs=2)
+WINDOW = Sizes(_TWO_GROUPS, _config(), 10, (2, 2), (2, 2), 2, _LONG_PROMPTS, most_outputs=2)
 REUSE = Sizes(_ONE_GROUP, _config(nvme_admission="reuse(2)"), 7, (2,), (3,), 2, _PROMPTS)
 REUSE_CPU = Sizes(_ONE_GROUP, _config(cpu_admission="reuse(2)", store_decode=True), 7, (3,), (2,), 1, _PROMPTS, ahead=1)
 NVME_ONLY = Sizes(_ONE_GROUP, _config(cpu_bytes=0), 7, (), (2,), 2, _PROMPTS)
@@ -55,9 +54,7 @@ SPILLOVER_REUSE = Sizes(
 )
 SPILLOVER_WINDOW = Sizes(_TWO_GROUPS, _config(store_policy="spillover"), 12, (2, 2), (2, 2), 2, _LONG_PROMPTS, 2)
 QUEUE = Sizes(_ONE_GROUP, _config(lookup_wait_s=0.5), 7, (4,), (6,), 2, _QUEUED, most_running=1, stored=3)
-QUEUE_WINDOW = Sizes(
-    _TWO_GROUPS, _config(max_pinned_gpu_blocks=5), 10, (4, 4), (6, 6), 2, _QUEUED, 2, most_running=1, stored=3, ahead=1
-)
+QUEUE_WINDOW = Sizes(_TWO_GROUPS, _config(), 10, (4, 4), (6, 6), 2, _QUEUED, 2, most_running=1, stored=3, ahead=1)
 QUEUE_REUSE = Sizes(_ONE_GROUP, _config(cpu_admission="reuse(2)"), 7, (4,), (6,), 2, _QUEUED, most_running=1, stored=3)
 ON_PREEMPTION_QUEUE = Sizes(
     _TWO_GROUPS,

@@ -34,7 +34,7 @@ class PolicyWatch:
                 for move in job.moves:
                     block = self.engine.pool.get_block(move.block)
                     assert block.key == move.key, "a block is stored under another name than it has"
-                    assert block.ref_cnt == 1, "a block is stored that was not free"
+                    assert block.ref_cnt == 0, "a block is stored that was not free"
 
     def _check_saved(self, job: Job, plan: Plan, preempted: Sequence[str]) -> None:
         owner = self.parts.transfers._records[job.id].request_id

@@ -51,7 +51,7 @@ class SimLanes:
         """See ``Lanes``."""
         return _SlowEvent(self._rng, self._weather)
 
-    def wait(self, lane: Lane, event: Event) -> None:
+    def wait(self, lane: Lane | None, event: Event) -> None:
         """See ``Lanes``."""
 
     def numbers(self, values: Any) -> torch.Tensor:

@@ -29,7 +29,6 @@ def _config(**changes: object) -> Config:
         "store_dirs": (Path("/nowhere"),),
         "nvme_bytes": 1,
         "cpu_bytes": 1,
-        "max_pinned_gpu_blocks": 5,
         "io_deadline_s": 5.0,
         "store_decode": True,
     }
@@ -40,7 +39,7 @@ _ONE = LiveModel(payload_bytes=200)
 _TWO = LiveModel(payload_bytes=2000, windowed=True)
 SHAPES = {
     "two tiers": (_ONE, Sizes(_ONE.geometry, _config(), 14, (5,), (4,), 3, (), ahead=2)),
-    "a window": (_TWO, Sizes(_TWO.geometry, _config(max_pinned_gpu_blocks=7), 18, (5, 3), (3, 2), 3, (), ahead=1)),
+    "a window": (_TWO, Sizes(_TWO.geometry, _config(), 18, (5, 3), (3, 2), 3, (), ahead=1)),
     "reuse": (_ONE, Sizes(_ONE.geometry, _config(nvme_admission="reuse(2)"), 14, (5,), (4,), 2, ())),
     "NVMe only": (_ONE, Sizes(_ONE.geometry, _config(cpu_bytes=0), 14, (), (4,), 3, ())),
     "memory only": (_ONE, Sizes(_ONE.geometry, _config(store_dirs=(), nvme_bytes=None), 14, (5,), (), 0, (), ahead=1)),
@@ -69,7 +68,7 @@ class SimEngine(FakeEngine):
             work.add(request, request.computed - new_tokens, self._geometry.groups)
         for rank in self._sim_ranks:
             for _, block, _ in work.writes:
-                assert not rank.readers_of(block), "a block is overwritten while a store reads it"
+                assert not rank.reads(block), "a block is overwritten while a store reads it"
                 assert not rank.writers_of(block), "a block is computed while a load writes it"
             rank.forward(work)
         self._drift()
@@ -112,8 +111,8 @@ class ByteWatch(ManagerWatch):
 
     def planned(self, plan: Plan, preempted: Sequence[str]) -> None:
         """See ``ManagerWatch``."""
-        if preempted or plan.flush or plan.void:
-            self._note(f"preempted {list(preempted)}, flush {plan.flush}, void {plan.void}")
+        if preempted or plan.fence or plan.void:
+            self._note(f"preempted {list(preempted)}, fence {plan.fence}, void {plan.void}")
         for job in plan.jobs:
             moves = [(move.key, move.generation, move.block, move.cpu, move.nvme) for move in job.moves]
             self._note(f"plan {job.kind.name} {job.id}: {moves or job.segment or job.home}")

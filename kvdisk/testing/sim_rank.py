@@ -68,7 +68,10 @@ class SimCopier(HostCopier):
         super().__init__(groups)
         self._users = users
         self._world = world
-        self._pending: dict[str, deque[tuple[Callable[[], object], _CopyEnd]]] = {"gather": deque(), "scatter": deque()}
+        self._pending: dict[str, deque[tuple[Callable[[], object], _CopyEnd, Sequence[int]]]] = {
+            "gather": deque(),
+            "scatter": deque(),
+        }
 
     def gather(
         self,
@@ -93,7 +96,7 @@ class SimCopier(HostCopier):
             list(indices),
             after=after,
         )
-        return self._begin("gather", copy)
+        return self._begin("gather", copy, blocks)
 
     def scatter(
         self,
@@ -118,7 +121,7 @@ class SimCopier(HostCopier):
             list(blocks),
             after=after,
         )
-        return self._begin("scatter", copy)
+        return self._begin("scatter", copy, blocks)
 
     def done(self, ticket: CopyTicket) -> bool:
         """See ``Copier``."""
@@ -128,6 +131,14 @@ class SimCopier(HostCopier):
         """See ``Copier``."""
         if ticket.event is not None:
             ticket.event.synchronize()
+
+    def hold_model(self) -> None:
+        """See ``Copier``: before the model goes on, every gather that was started has ended."""
+        self._end("gather", len(self._pending["gather"]))
+
+    def reads(self, block: int) -> bool:
+        """Whether a gather under way reads a GPU block."""
+        return any(block in blocks for _, _, blocks in self._pending["gather"])
 
     def end_one(self) -> None:
         """End the oldest copy of one kind."""
@@ -147,19 +158,19 @@ class SimCopier(HostCopier):
             assert self._users[kind](block), f"a {kind} touches block {block}, and its job has been reported"
         copy(*args, **kwargs)
 
-    def _begin(self, kind: str, copy: Callable[[], object]) -> CopyTicket:
+    def _begin(self, kind: str, copy: Callable[[], object], blocks: Sequence[int]) -> CopyTicket:
         slow = self._world.weather.slow_copies
         if not self._pending[kind] and (not slow or self._world.rng.random() >= slow):
             copy()
             return CopyTicket()
         event = _CopyEnd(lambda: self._end(kind, until=event))
-        self._pending[kind].append((copy, event))
+        self._pending[kind].append((copy, event, list(blocks)))
         return CopyTicket(event)
 
     def _end(self, kind: str, count: int = 1, until: _CopyEnd | None = None) -> None:
         pending = self._pending[kind]
         while pending and (count > 0 if until is None else not until.ended):
-            copy, event = pending.popleft()
+            copy, event, _ = pending.popleft()
             copy()
             event.ended = True
             count -= 1
@@ -216,12 +227,12 @@ class SimRank(LocalRank):
 
     def before_forward(self, work: StepWork) -> None:
         """See ``LocalRank``."""
-        self._jobs |= {job.id: job for job in work.plan.jobs if job.kind is not JobKind.STORE}
+        self._jobs |= {job.id: job for job in (*work.plan.jobs_before, *work.plan.jobs_beside)}
         super().before_forward(work)
 
     def after_forward(self, work: StepWork) -> None:
         """See ``LocalRank``."""
-        self._jobs |= {job.id: job for job in work.plan.jobs if job.kind is JobKind.STORE}
+        self._jobs |= {job.id: job for job in work.plan.jobs_after}
         super().after_forward(work)
 
     def take_report(self) -> tuple[Report, dict[str, list[int]]]:
@@ -243,6 +254,16 @@ class SimRank(LocalRank):
     def readers_of(self, block_id: int) -> list[JobId]:
         """Return the stores of a GPU block that the rank has not reported."""
         return self._users(block_id, JobKind.STORE)
+
+    def reads(self, block_id: int) -> bool:
+        """Whether a store is reading a GPU block, or may begin to."""
+        runner = self.mover._runner
+        lots = [lot for queue in runner._queues._order for lot in queue if lot.route.gathers]
+        moves = [lot.work.job.moves[at] for lot in lots for at in lot.positions[lot.taken :]]
+        moves += [move for work in runner._waiting if work.job.kind is JobKind.STORE for move in work.job.moves]
+        inbox = [job for plan, _, _ in self.mover._inbox for job in plan.jobs if job.kind is JobKind.STORE]
+        moves += [move for job in inbox for move in job.moves]
+        return self.copier.reads(block_id) or any(move.block == block_id for move in moves)
 
     def writers_of(self, block_id: int) -> list[JobId]:
         """Return the loads into a GPU block that the rank has not reported."""

@@ -39,6 +39,7 @@ class WatchedPolicy:
         """Those whose count has risen."""
         self._free: set[BlockKey] = set()
         """Free blocks that were offered, and that no request has reached since."""
+        self._ever_free: set[BlockKey] = set()
         self._refused_free: dict[BlockKey, tuple[Refusal, int, int, float]] = {}
         self._due_free: set[BlockKey] = set()
 
@@ -79,16 +80,15 @@ class WatchedPolicy:
         assert not self._open, "an offer was not answered"
         self._open = {(request_id, group, position) for position in positions}
 
-    def free_offers(self, context: SchedulerContext, held: int, room: int, now: float) -> Sequence[FreeOffer]:
+    def free_offers(self, context: SchedulerContext, room: int, now: float) -> Sequence[FreeOffer]:
         """See ``StorePolicy``."""
         self.before_free()
         queue = {block.block_id: block.key for block in context.iter_free_blocks()}
         front = list(islice(context.iter_free_blocks(), AHEAD_STEPS * context.step_blocks))
-        offers = self.inner.free_offers(context, held, room, now)
+        offers = self.inner.free_offers(context, room, now)
         assert not self._open, "an offer was not answered"
         self._open = {offer.key for offer in offers}
         assert len(self._open) == len(offers), "a key is offered twice at once"
-        assert not offers or held + len(offers) <= (len(queue) + held) / 2, "stores would hold more than half"
         for offer in offers:
             assert queue.get(offer.block) == offer.key, "what is offered is not in the free queue"
             refused = self._refused_free.get(offer.key)
@@ -98,18 +98,16 @@ class WatchedPolicy:
             else:
                 assert offer.key not in self._free, "a free block is offered twice"
             self._free.add(offer.key)
+            self._ever_free.add(offer.key)
         if isinstance(self.inner, Spillover):
-            self._check_front(self.inner, front, held, len(offers))
+            self._check_front(self.inner, front)
         return offers
 
-    def _check_front(self, inner: Spillover, front: Sequence[KVCacheBlockView], held: int, offered: int) -> None:
-        """Nothing at the front of the queue is left out, where nothing stands against it."""
-        if offered >= (len(front) + held) // 2 - held:
-            return
+    def _check_front(self, inner: Spillover, front: Sequence[KVCacheBlockView]) -> None:
+        """Nothing at the front of the queue is left out."""
         for block in front:
             key = block.key
-            dealt_with = key in self._refused_free or key in self._free
-            assert key not in inner._known or dealt_with, f"{key!r} is not offered"
+            assert key not in inner._parents or key in self._ever_free, f"{key!r} is not offered"
 
     def _check_repeated(self, before: tuple[Refusal, int, int, float], now: float, *, has_risen: bool) -> None:
         why, mark, changes, answered_s = before

@@ -48,11 +48,17 @@ class Copier(Protocol):
     ``group``: KV-cache group. ``blocks``: GPU block ids. ``indices``: slots of ``size_class``, one for
     each block; only their payload takes part, though a gather may overwrite their headers. From the
     call until ``done`` or ``wait`` say that the copy ended, the copier owns the slots and blocks.
-    ``compute_done`` is called on the model's thread, all else on the mover's.
+    ``compute_done`` and ``hold_model`` are called on the model's thread, all else on the mover's.
     """
 
     def compute_done(self) -> Mark:
         """Note the model's work launched so far; a copy given the mark begins after that work has ended."""
+
+    def hold_model(self) -> None:
+        """Let the model's work launched from now on begin when every gather that was started so far has ended.
+
+        On the device; does not wait on the host.
+        """
 
     def gather(
         self,
@@ -175,6 +181,9 @@ class HostCopier:
         """See ``Copier``. The CPU platform's forward pass has ended when it returns."""
         return None
 
+    def hold_model(self) -> None:
+        """See ``Copier``. A gather has ended when it returns."""
+
     def gather(
         self,
         group: int,
@@ -260,8 +269,8 @@ class Lanes(Protocol):
     def record(self, lane: Lane | None) -> Event:
         """Return an event after all that a lane (None: the calling thread's current stream) was given so far."""
 
-    def wait(self, lane: Lane, event: Event) -> None:
-        """Let what the lane is given from now on wait, on the device, for an event."""
+    def wait(self, lane: Lane | None, event: Event) -> None:
+        """Let what the lane (None: the calling thread's current stream) is given from now on wait, on the device."""
 
     def numbers(self, values: Sequence[int]) -> torch.Tensor:
         """Return int64 values on the device, for use in the lane whose context is entered; does not wait for it."""
@@ -286,9 +295,10 @@ class CudaLanes:
         recorded: Event = event
         return recorded
 
-    def wait(self, lane: Lane, event: Event) -> None:
+    def wait(self, lane: Lane | None, event: Event) -> None:
         """See ``Lanes``."""
-        self._streams[lane].wait_event(event)
+        stream = self._streams[lane] if lane else torch.cuda.current_stream(self.device)
+        stream.wait_event(event)
 
     def numbers(self, values: Sequence[int]) -> torch.Tensor:
         """See ``Lanes``."""
@@ -319,6 +329,10 @@ class CudaCopier:
     def compute_done(self) -> Mark:
         """See ``Copier``."""
         return self._lanes.record(None)
+
+    def hold_model(self) -> None:
+        """See ``Copier``."""
+        self._lanes.wait(None, self._lanes.record(Lane.STORE))
 
     def gather(
         self,

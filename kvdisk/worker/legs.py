@@ -62,8 +62,9 @@ class Work:
 
     ``deadline_s``: on the mover's clock; what has not started then fails. ``void``: ends as failed.
     ``late``: moves that have failed, and that the device has not ended; ``late_parts``: how many parts they are.
-    ``waits_for``: number of the last job of files that has to end first. ``urgent``: before all that is not.
-    ``to_gather``: moves whose copy from the GPU has neither ended nor failed; None before they are counted.
+    ``waits_for``: number of the last job of files that has to end first. ``urgent``: before all that is not;
+    ``fenced``: what of it cannot start at once fails. ``to_launch`` and ``to_gather``: moves whose copy from the GPU has
+    neither begun, or ended, nor failed; None before they are counted. ``told_copied``: it is reported.
     """
 
     job: Job
@@ -76,7 +77,10 @@ class Work:
     late_parts: int = 0
     waits_for: int = 0
     urgent: bool = False
+    fenced: bool = False
+    to_launch: int | None = None
     to_gather: int | None = None
+    told_copied: bool = False
 
     def result(self) -> JobResult:
         """Return this rank's answer."""
@@ -84,6 +88,11 @@ class Work:
         if self.void:
             failed = dict.fromkeys(range(len(self.job.moves)), Reason.CANCELLED)
         return JobResult(1, failed, set(self.late), 1 if self.late else 0)
+
+    def note_launched(self, count: int) -> None:
+        """So many copies more from the GPU have begun, or never will."""
+        assert self.to_launch is not None and self.to_launch >= count
+        self.to_launch -= count
 
     def note_gathered(self, count: int) -> None:
         """So many moves more do not read the GPU any more."""
@@ -189,7 +198,7 @@ def lots_of(
                 route = direct.route(route, geometry.size_classes[group], move)
             found.setdefault((route, group), []).append(position)
     work.left = len(moves) - len(work.failed) - others
-    work.to_gather = work.left if kind is JobKind.STORE else 0
+    work.to_launch = work.to_gather = work.left if kind is JobKind.STORE else 0
     lots = []
     for (route, group), positions in found.items():
         on_drive = route.on_drive

@@ -27,7 +27,9 @@ _DEVICE_WAIT_S = 0.001
 _COPY_WAIT_S = 0.0002
 _FILES_WAIT_S = 0.001
 URGENT_S = 0.25
-"""How long the engine's step may be held up for the start of copies that would come too late after it."""
+"""How long copies of what a preemption takes away may take to begin, while the engine's step waits."""
+FENCE_S = 0.5
+"""How long a step may wait for the mover's thread: what has not begun then never begins."""
 
 
 class Mover:
@@ -70,6 +72,7 @@ class Mover:
         self._io_deadline_s = io_deadline_s
         self._clock = clock
         gear = Gear(geometry, rank, arena, staging, copier, device, files, direct)
+        self._changed = threading.Condition()
         self._runner = Runner(
             gear,
             fingerprint=fingerprint,
@@ -77,12 +80,16 @@ class Mover:
             clock=clock,
             part_bytes=part_bytes,
             threaded=threaded,
+            claim=self._claim,
+            launched=self._launched,
         )
-        self._changed = threading.Condition()
         # Under the condition's lock, which nobody holds while waiting for anything:
         self._inbox: list[tuple[Plan, Mark, float]] = []
-        self._urgent: set[JobId] = set()
-        """Jobs that still read GPU blocks, while ``save`` waits for them."""
+        self._fenced: set[JobId] = set()
+        """Jobs of which some copy from the GPU has not begun, while ``protect`` waits for them."""
+        self._given_up: set[JobId] = set()
+        """Jobs of which no copy from the GPU may begin any more."""
+        self._launching = False
         self._out: dict[JobId, int] = {}
         """Moves of each job that was submitted and not yet polled for."""
         self._void: set[JobId] = set()
@@ -122,29 +129,33 @@ class Mover:
                 self._cancel_rest()
             else:
                 self._inbox.append((plan, after, self._clock() + self._io_deadline_s))
-                self._urgent.update(plan.urgent)
+                self._fenced.update(job_id for job_id in (*plan.urgent, *plan.fence) if job_id in self._out)
             self._changed.notify_all()
 
-    def flush(self, job_ids: tuple[JobId, ...]) -> None:
-        """Finish the GPU-reading legs of these stores before those of all others; as ``Plan.flush`` does."""
-        self.submit(Plan(flush=job_ids))
+    def protect(self, plan: Plan, after: Mark = None) -> None:
+        """Take over a plan, and let the model's work launched from now on wait for the copies of its fenced stores.
 
-    def save(self, plan: Plan, after: Mark = None) -> None:
-        """Take over a plan of urgent stores, and wait until none of them reads a GPU block any more.
-
-        What has not begun after ``URGENT_S`` fails with DEADLINE and never begins. Copies that have begun are waited
-        for, and only these: what comes after them, in memory or on drives, goes on by itself.
+        ``plan``: ``Plan.fence`` and ``Plan.urgent``, with those of their jobs that are new. Waits, on the host, until
+        their copies from the GPU have begun, or are given up: what cannot begin at once, the urgent after ``URGENT_S``,
+        all after ``FENCE_S``, whatever the mover's thread hangs at. What has been given up never begins. On a GPU its
+        streams wait for the copies themselves. What comes after them, in memory or on drives, is not waited for.
         """
-        assert all(job.id in plan.urgent for job in plan.jobs)
+        started_s = self._clock()
         self.submit(plan, after)
-        if self._thread is not None:
+        if self._thread is None:
+            now_s = started_s
+            while self._fenced:
+                if not self.turn(now_s=now_s):
+                    now_s += URGENT_S  # without a thread nothing happens while it waits, so that it waits in vain
+        else:
             with self._changed:
-                self._changed.wait_for(lambda: not self._urgent)
-            return
-        now_s = self._clock()
-        while self._urgent:
-            if not self.turn(now_s=now_s):
-                now_s += URGENT_S  # without a thread nothing happens while it waits, so that it waits in vain
+                self._changed.wait_for(lambda: not self._fenced, FENCE_S)
+                self._given_up |= self._fenced
+                self._fenced.clear()
+                self._changed.wait_for(lambda: not self._launching)
+        self._copier.hold_model()
+        with self._changed:
+            self._report.stats.observe("fence_seconds", max(0.0, self._clock() - started_s))
 
     def poll(self) -> Report:
         """Return what was finished since the last call. Raises, once, what ended the mover's thread."""
@@ -156,6 +167,7 @@ class Mover:
             for job_id in report.results:
                 del self._out[job_id]
             self._void.difference_update(report.results)
+            self._given_up.difference_update(report.results)
             return report
 
     def wait_any(self, timeout_s: float) -> bool:
@@ -201,7 +213,7 @@ class Mover:
                     self._runner.add(job, mark, deadline_s - self._io_deadline_s + URGENT_S, urgent=True)
                 else:
                     self._runner.add(job, mark, deadline_s)
-            self._runner.flush(plan.flush)
+            self._runner.fence(plan.fence)
             self._runner.void(plan.void)
         happened = self._runner.turn(self._clock() if now_s is None else now_s, wait_s) or bool(inbox)
         self._publish()
@@ -244,20 +256,21 @@ class Mover:
         with self._changed:
             self._ended = True
             self._inbox.clear()
-            self._urgent.clear()
+            self._fenced.clear()
+            self._launching = False
             self._cancel_rest()
             self._changed.notify_all()
 
     def _publish(self) -> None:
         runner = self._runner
-        if self._urgent:
+        if self._fenced:
             with self._changed:
-                coming = {job_id for plan, _, _ in self._inbox for job_id in plan.urgent}
-                self._urgent = {
-                    job_id for job_id in self._urgent if job_id in coming or not runner.has_gathered(job_id)
+                coming = {job_id for plan, _, _ in self._inbox for job_id in (*plan.urgent, *plan.fence)}
+                self._fenced = {
+                    job_id for job_id in self._fenced if job_id in coming or not runner.has_launched(job_id)
                 }
                 self._changed.notify_all()
-        if not runner.finished and not runner.released and runner.stats.empty:
+        if not runner.finished and not runner.released and not runner.copied and runner.stats.empty:
             return
         with self._changed:
             for job_id, result in runner.finished:
@@ -266,10 +279,24 @@ class Mover:
             for job_id in runner.released:
                 self._report.released[job_id] = 1
             runner.released = []
+            for job_id in runner.copied:
+                self._report.copied[job_id] = 1
+            runner.copied = []
             self._report.stats.merge(runner.stats.take())
             if runner.finished:
                 runner.finished = []
                 self._changed.notify_all()
+
+    def _claim(self, job_id: JobId) -> bool:
+        """Say whether a copy from the GPU of a job may begin; until ``_launched`` a step that must know waits."""
+        with self._changed:
+            self._launching = job_id not in self._given_up
+            return self._launching
+
+    def _launched(self) -> None:
+        with self._changed:
+            self._launching = False
+            self._changed.notify_all()
 
     def _cancel_rest(self) -> None:
         for job_id in self._out:

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvdisk.blocks import JobId
 from kvdisk.worker.legs import Lot, Part, Route
 
 
 class LotQueues:
-    """A queue of lots for each route, and for each route of stores one of those flushed, and one of the urgent.
+    """A queue of lots for each route, and for each route of stores one of the urgent: those that a step waits for.
 
     The urgent come first, then loads, those of requests that arrived earlier before others; then stores, promotions
     and demotions.
@@ -19,11 +19,10 @@ class LotQueues:
 
     def __init__(self) -> None:
         self._queues: dict[Route, deque[Lot]] = {route: deque() for route in Route}
-        self._flushed: dict[Route, deque[Lot]] = {route: deque() for route in Route if route.gathers}
         self._urgent: dict[Route, deque[Lot]] = {route: deque() for route in Route if route.gathers}
         self._loads = [self._queues[route] for route in Route if route.scatters]
         others = [self._queues[route] for route in Route if not route.scatters]
-        self._others = [*self._flushed.values(), *others]
+        self._others = others
         self._order = [*self._urgent.values(), *self._loads, *self._others]
 
     def add(self, lot: Lot) -> None:
@@ -34,16 +33,14 @@ class LotQueues:
             at -= 1
         queue.insert(at, lot)
 
-    def flush(self, job_ids: Collection[JobId]) -> None:
-        """Let the stores among these jobs go before all others."""
-        for route, flushed in self._flushed.items():
+    def hurry(self, job_id: JobId) -> None:
+        """Let a store go before all else."""
+        for route, urgent in self._urgent.items():
             queue = self._queues[route]
-            moved = [lot for lot in queue if lot.work.job.id in job_ids]
-            if moved:
-                kept = [lot for lot in queue if lot.work.job.id not in job_ids]
-                queue.clear()
-                queue.extend(kept)
-                flushed.extend(moved)
+            moved = [lot for lot in queue if lot.work.job.id == job_id]
+            for lot in moved:
+                queue.remove(lot)
+            urgent.extend(moved)
 
     def heads(self) -> Iterator[Lot]:
         """Yield the first lot of each queue. A lot that is taken whole has to be passed to ``pop`` at once."""

@@ -50,8 +50,10 @@ class Runner:
     """See the module. One thread calls everything.
 
     ``finished``: results not yet taken; ``released``: jobs among them or before, whose late moves the device has all
-    ended; ``stats``: counts likewise. ``fingerprint``: of the namespace until a home is named. ``io_deadline_s``: how
+    ended; ``copied``: stores of which nothing reads the GPU any more, where there is no CPU tier, so that the drive has
+    them yet to write. ``stats``: counts likewise. ``fingerprint``: of the namespace until a home is named. ``io_deadline_s``: how
     long a batch may be at the device. ``part_bytes``: aim for the size of a part. ``threaded``: see ``FileJobs``.
+    ``claim(job_id)`` says whether a copy from the GPU may begin, and ``launched()`` is called when it has.
     """
 
     def __init__(
@@ -63,6 +65,8 @@ class Runner:
         clock: Callable[[], float],
         part_bytes: int,
         threaded: bool,
+        claim: Callable[[JobId], bool] = lambda _: True,
+        launched: Callable[[], None] = lambda: None,
     ) -> None:
         self._gear = gear
         self._clock = clock
@@ -71,6 +75,9 @@ class Runner:
         self._fingerprint = fingerprint
         self.finished: list[tuple[JobId, JobResult]] = []
         self.released: list[JobId] = []
+        self.copied: list[JobId] = []
+        self._claim = claim
+        self._launched = launched
         self.stats = Stats()
         self._log = QuietLog(clock)
         self._shuttle = Shuttle(gear.device, self.stats, self._log, clock)
@@ -107,14 +114,22 @@ class Runner:
         else:
             self._admit(work)
 
-    def flush(self, job_ids: Iterable[JobId]) -> None:
-        """Let what has not started of these stores run before all other stores."""
-        self._queues.flush(set(job_ids))
+    def fence(self, job_ids: Iterable[JobId]) -> None:
+        """Let these stores' copies from the GPU begin before all else; what cannot begin at once fails."""
+        for job_id in job_ids:
+            work = self._works.get(job_id)
+            if work is not None and work.to_launch != 0:
+                work.urgent = work.fenced = True
+                self._queues.hurry(job_id)
+                if work in self._waiting:
+                    self._waiting.remove(work)
+                    work.left = len(work.job.moves)
+                    self._fail(work, dict.fromkeys(range(work.left), Reason.OVERWRITTEN))
 
-    def has_gathered(self, job_id: JobId) -> bool:
-        """Whether nothing of a job that was added reads, or will read, the GPU's blocks any more."""
+    def has_launched(self, job_id: JobId) -> bool:
+        """Whether every copy from the GPU of a job that was added has begun, or never will."""
         work = self._works.get(job_id)
-        return work is None or work.to_gather == 0
+        return work is None or work.to_launch == 0
 
     def void(self, job_ids: Iterable[JobId]) -> None:
         """Let these loads end as failed, starting nothing more of them; those that have ended stay as they are."""
@@ -209,9 +224,20 @@ class Runner:
         self._gear.device.close()
 
     def _start(self) -> bool:
-        for lot in self._queues.heads():
+        for lot in list(self._queues.heads()):
+            if lot.route.gathers and not self._claim(lot.work.job.id):
+                self._queues.pop(lot)
+                self._fail_rest(lot, Reason.OVERWRITTEN)
+                return True
             part = self._take(lot)
-            if part is not None:
+            if part is None:
+                if lot.route.gathers:
+                    self._launched()
+                if lot.work.fenced:
+                    self._queues.pop(lot)
+                    self._fail_rest(lot, Reason.OVERWRITTEN)
+                    return True
+            else:
                 if lot.taken == len(lot.positions):
                     self._queues.pop(lot)
                 self._writes += part.route.writes
@@ -225,7 +251,7 @@ class Runner:
         if (
             (route.reads and self._shuttle.reads >= (MOST_READS // 2 if route is Route.PROMOTE else MOST_READS))
             or (route.writes and self._writes >= MOST_WRITES)
-            or (route.gathers and self._copies.of_stores >= MOST_GATHERS)
+            or (route.gathers and self._copies.of_stores >= MOST_GATHERS and not lot.work.urgent)
             or (route.scatters and self._copies.of_loads >= MOST_SCATTERS)
         ):
             return None
@@ -274,6 +300,7 @@ class Runner:
         while part.positions and part.leg < len(legs):
             if part.leg == 1 and part.route.gathers:
                 part.work.note_gathered(len(part.positions))
+                self._note_copied(part.work)
             leg = legs[part.leg]
             part.leg += 1
             if leg is Leg.CHECK:
@@ -290,7 +317,11 @@ class Runner:
             else:
                 if leg is Leg.SEAL and direct is not None:
                     seal_direct(part, direct.staging, self._fingerprint, self._geometry, self._gear.rank)
-                if not self._copies.start(part, leg):
+                ended = self._copies.start(part, leg)
+                if leg is Leg.GATHER:
+                    part.work.note_launched(len(part.positions))
+                    self._launched()
+                if not ended:
                     return
         self._end(part)
 
@@ -378,7 +409,9 @@ class Runner:
 
     def _fail_rest(self, lot: Lot, reason: Reason) -> None:
         if lot.route.gathers:
+            lot.work.note_launched(len(lot.positions) - lot.taken)
             lot.work.note_gathered(len(lot.positions) - lot.taken)
+            self._note_copied(lot.work)
         self._fail(lot.work, dict.fromkeys(lot.positions[lot.taken :], reason))
 
     def _fail(self, work: Work, failed: Mapping[int, Reason]) -> None:
@@ -394,6 +427,13 @@ class Runner:
         if count and work.left == 0:
             self._finish(work)
 
+    def _note_copied(self, work: Work) -> None:
+        if work.to_gather == 0 and not work.told_copied and self._gear.arena is None:
+            work.told_copied = True
+            self.copied.append(work.job.id)
+
     def _finish(self, work: Work) -> None:
+        if work.job.kind is JobKind.STORE:
+            self._note_copied(work)
         del self._works[work.job.id]
         self.finished.append((work.job.id, work.result()))

@@ -42,7 +42,7 @@ class HostLanes:
         return Now()
 
     def wait(self, lane, event) -> None:
-        self.log.append(("wait", lane.value))
+        self.log.append(("wait", lane.value if lane else "model"))
 
     def numbers(self, values):
         return torch.tensor(values)

@@ -32,6 +32,8 @@ class GpuPool:
         self.caches = caches
         self._cached: dict[BlockKey, int] = {}
         self.step_blocks = step_blocks
+        self._watched: set[int] = set()
+        self._reused: list[int] = []
 
     # -- SchedulerContext ----------------------------------------------------------------------
 
@@ -44,8 +46,21 @@ class GpuPool:
         """See ``SchedulerContext``."""
         return self._blocks[block_id]
 
-    def touch(self, block_ids: Sequence[int]) -> None:
+    def watch(self, block_ids: Sequence[int]) -> None:
         """See ``SchedulerContext``."""
+        self._watched.update(block_ids)
+
+    def unwatch(self, block_ids: Iterable[int]) -> None:
+        """See ``SchedulerContext``."""
+        self._watched.difference_update(block_ids)
+
+    def take_reused(self) -> Sequence[int]:
+        """See ``SchedulerContext``."""
+        reused, self._reused = self._reused, []
+        return reused
+
+    def touch(self, block_ids: Sequence[int]) -> None:
+        """Take one reference on each block."""
         blocks, free = self._blocks, self._free
         for block_id in block_ids:
             block = blocks[block_id]
@@ -54,7 +69,7 @@ class GpuPool:
             block.ref_cnt += 1
 
     def free_blocks(self, block_ids: Iterable[int]) -> None:
-        """See ``SchedulerContext``."""
+        """Give back one reference on each block, in this order."""
         blocks, free = self._blocks, self._free
         for block_id in block_ids:
             block = blocks[block_id]
@@ -63,20 +78,16 @@ class GpuPool:
             if not block.ref_cnt:
                 free[block_id] = None
 
-    def free_first(self, block_ids: Sequence[int]) -> None:
-        """See ``SchedulerContext``."""
-        others = list(self._free)
-        self.free_blocks(block_ids)
-        first = {block_id: None for block_id in block_ids if block_id in self._free}
-        self._free = first | {block_id: None for block_id in others if block_id not in first}
-
     def is_cached(self, key: BlockKey) -> bool:
         """See ``SchedulerContext``."""
         return key in self._cached
 
-    def iter_free_blocks(self) -> Iterator[GpuBlock]:
+    def iter_free_blocks(self, after: int | None = None) -> Iterator[GpuBlock]:
         """See ``SchedulerContext``."""
-        return map(self._blocks.__getitem__, self._free)
+        queue = iter(self._free)
+        if after is not None:
+            next(block_id for block_id in queue if block_id == after)
+        return map(self._blocks.__getitem__, queue)
 
     # -- the engine's side ---------------------------------------------------------------------
 
@@ -90,6 +101,9 @@ class GpuPool:
         free, blocks, cached = self._free, self._blocks, self._cached
         assert count <= len(free), "the pool is sized for the longest prompt"
         taken = list(islice(free, count))
+        if not self._watched.isdisjoint(taken):
+            self._reused += self._watched.intersection(taken)
+            self._watched.difference_update(taken)
         for block_id in taken:
             del free[block_id]
             block = blocks[block_id]
