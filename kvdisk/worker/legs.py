@@ -63,8 +63,8 @@ class Work:
     ``deadline_s``: on the mover's clock; what has not started then fails. ``void``: ends as failed.
     ``late``: moves that have failed, and that the device has not ended; ``late_parts``: how many parts they are.
     ``waits_for``: number of the last job of files that has to end first. ``urgent``: before all that is not;
-    ``fenced``: what of it cannot start at once fails. ``to_launch`` and ``to_gather``: moves whose copy from the GPU has
-    neither begun, or ended, nor failed; None before they are counted. ``told_copied``: it is reported.
+    ``fenced``: what of it cannot start at once fails. ``to_launch``, ``to_gather``: moves whose copy from the GPU has
+    neither failed nor begun, or ended; None before they are counted. ``told_copied``: it is reported.
     """
 
     job: Job

@@ -51,8 +51,9 @@ class Runner:
 
     ``finished``: results not yet taken; ``released``: jobs among them or before, whose late moves the device has all
     ended; ``copied``: stores of which nothing reads the GPU any more, where there is no CPU tier, so that the drive has
-    them yet to write. ``stats``: counts likewise. ``fingerprint``: of the namespace until a home is named. ``io_deadline_s``: how
-    long a batch may be at the device. ``part_bytes``: aim for the size of a part. ``threaded``: see ``FileJobs``.
+    them yet to write. ``stats``: counts likewise. ``fingerprint``: of the namespace until a home is named.
+    ``io_deadline_s``: how long a batch may be at the device. ``part_bytes``: aim for the size of a part.
+    ``threaded``: see ``FileJobs``.
     ``claim(job_id)`` says whether a copy from the GPU may begin, and ``launched()`` is called when it has.
     """
 
