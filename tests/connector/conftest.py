@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from byte_bench import Engines
 from torture_rounds import answers_alone
 
 from kvdisk.testing import tiny_models
@@ -23,6 +25,14 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model directory: sliding window (64 tokens) and full attention, three KV-cache groups."""
     return _build("tiny-gemma3", tmp_path_factory)
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[Engines]:
+    """Makes schedulers with real workers."""
+    made = Engines(tmp_path)
+    yield made
+    made.close()
 
 
 def _build(kind: str, factory: pytest.TempPathFactory) -> Path:

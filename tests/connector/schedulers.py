@@ -28,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
@@ -67,6 +68,7 @@ class Bench:
 
     ``drafter``: a group of a drafter's layers.
     ``others``: the classes of a ``MultiConnector``'s children, kvdisk's being ``KVDiskConnector``; none: kvdisk alone.
+    ``pipelined``: vLLM's asynchronous scheduler.
     ``invalid``: GPU blocks that the next step reports as not loaded. With ``events`` what is published goes to
     ``published``.
     """
@@ -86,11 +88,14 @@ class Bench:
         drafter: bool = False,
         others: Sequence[str] = (),
         events: bool = False,
+        pipelined: bool = False,
     ) -> None:
         register()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(MODEL))
         config = vllm_config(folder, num_blocks, max_batched_tokens, extra, connector, others, events, max_seqs)
+        config.scheduler_config.async_scheduling = pipelined
+        config.parallel_config.tensor_parallel_size = ranks
         sizes = {"block_size": BLOCK_TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
         groups = [KVCacheGroupSpec(["full.0"], FullAttentionSpec(**sizes))]
         if window_tokens is not None:
@@ -98,10 +103,11 @@ class Bench:
             groups.append(KVCacheGroupSpec(["window.0"], spec))
         if drafter:
             groups.append(KVCacheGroupSpec(["draft.0"], FullAttentionSpec(**sizes), is_eagle_group=True))
-        cache = KVCacheConfig(num_blocks, [], groups, hash_block_size=BLOCK_TOKENS)
+        self.config = config
+        self.cache = cache = KVCacheConfig(num_blocks, [], groups, hash_block_size=BLOCK_TOKENS)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
-        self.scheduler = Scheduler(
+        self.scheduler = (AsyncScheduler if pipelined else Scheduler)(
             vllm_config=config,
             kv_cache_config=cache,
             structured_output_manager=StructuredOutputManager(config),

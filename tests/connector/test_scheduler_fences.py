@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU blocks whose stores are out, on vLLM's real scheduler and kvdisk's real workers: free at once, and stored right.
+
+The scenarios are those of the fences in vLLM's own tests of its offloading connector.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from byte_bench import ByteBench, Engines, prompt_of
+from schedulers import BLOCK_TOKENS
+from vllm.v1.request import RequestStatus
+
+from kvdisk.blocks import Tier
+from kvdisk.messages import JobKind
+
+pytestmark = pytest.mark.vllm
+
+TOKENS = 3 * BLOCK_TOKENS + 5
+PLACES: list[dict[str, Any]] = [{}, {"pipelined": True}, {"ranks": 2}, {"nvme": True, "extra": {"cpu_bytes": 0}}]
+NAMES = ["alone", "pipelined", "two ranks", "no CPU tier"]
+
+
+def start(engines: Engines, place: dict[str, Any], num_blocks: int, **more: Any) -> ByteBench:
+    bench = engines.make(num_blocks=num_blocks, **place, **more)
+    if "nvme" in place:
+        bench.serve("first", prompt_of(9, TOKENS))  # while it runs the first segment is made
+        bench.forget()
+    return bench
+
+
+def finish_with_stores_out(bench: ByteBench, max_tokens: int = 2) -> None:
+    """Run a request of prompt 1 to its end, while not a byte of its stores moves."""
+    bench.hold = {JobKind.STORE}
+    bench.add("a", prompt_of(1, TOKENS), max_tokens=max_tokens)
+    bench.run_until_finished("a")
+    assert set(bench.keys("a")[:3]) <= set(bench.stored())
+
+
+def assert_right_copies(bench: ByteBench, *prompts: list[int]) -> None:
+    """End it, and load what was stored of these prompts."""
+    bench.release()
+    bench.run()
+    for at, prompt in enumerate(prompts):
+        bench.forget()
+        bench.serve(f"again {at}", prompt)
+        assert bench.jobs_of(JobKind.LOAD, f"again {at}")
+    assert "failed_loads" not in bench.counters()
+    bench.assert_quiet()
+
+
+@pytest.mark.parametrize("place", PLACES, ids=NAMES)
+def test_blocks_of_one_that_is_over_are_free_at_once(engines: Engines, place: dict[str, Any]) -> None:
+    bench = start(engines, place, 64)
+    finish_with_stores_out(bench)
+    assert not bench.references()
+    assert bench.pool.get_num_free_blocks() == 63
+    assert bench.connector.has_pending_push_work()
+    assert not bench.connector.has_pending_block_frees(), "nothing comes free when it ends"
+    assert bench.scheduler.reset_prefix_cache()
+    assert_right_copies(bench, prompt_of(1, TOKENS))
+
+
+@pytest.mark.parametrize("loads", [False, True], ids=["computes", "loads"])
+@pytest.mark.parametrize("place", PLACES, ids=NAMES)
+def test_they_are_copied_before_the_next_one_writes_to_them(
+    engines: Engines, place: dict[str, Any], loads: bool
+) -> None:
+    bench = start(engines, place, 6)
+    if loads:
+        bench.serve("before", prompt_of(2, TOKENS))
+        bench.forget()
+    finish_with_stores_out(bench)
+    request = bench.add("next", prompt_of(2, TOKENS), max_tokens=50)
+    for _ in range(80):
+        bench.step()
+    assert bool(bench.jobs_of(JobKind.LOAD, "next")) == loads
+    assert request.is_finished(), "it had all five blocks, whatever was to be copied from them first"
+    assert_right_copies(bench, prompt_of(1, TOKENS), prompt_of(2, TOKENS))
+
+
+def test_blocks_of_several_stores_are_taken_in_several_steps(engines: Engines) -> None:
+    bench = engines.make(num_blocks=8, max_batched_tokens=BLOCK_TOKENS, extra={"store_decode": True})
+    finish_with_stores_out(bench, max_tokens=32)
+    assert len(bench.jobs_of(JobKind.STORE)) == 4
+    longest = prompt_of(2, 7 * BLOCK_TOKENS - 2)
+    request = bench.add("next", longest, max_tokens=1)
+    for _ in range(12):
+        bench.step()
+    assert request.is_finished()
+    assert_right_copies(bench, prompt_of(1, TOKENS), longest)
+
+
+def test_blocks_that_a_window_has_passed_are_free_though_their_stores_are_out(engines: Engines) -> None:
+    bench = engines.make(num_blocks=16, window_tokens=BLOCK_TOKENS + 1, extra={"store_decode": True})
+    bench.hold = {JobKind.STORE}
+    request = bench.add("a", prompt_of(1, TOKENS), max_tokens=150)
+    for _ in range(155):
+        bench.step()
+    assert request.is_finished() and request.num_preemptions == 0, "eight blocks and a window of two are not too many"
+    assert not bench.references()
+    assert_right_copies(bench, prompt_of(1, TOKENS) + bench.sampled("a")[:100])
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_victims_blocks_are_the_next_ones_at_once(engines: Engines, pipelined: bool) -> None:
+    bench = engines.make(num_blocks=9, pipelined=pipelined)
+    bench.hold = {JobKind.STORE}
+    requests = [bench.add(f"r{number}", prompt_of(number, TOKENS), max_tokens=60) for number in range(2)]
+    while not requests[1].num_preemptions:
+        bench.step()
+    for _ in range(120):
+        bench.step()
+    assert requests[0].is_finished(), "nobody waited for a store"
+    assert_right_copies(bench, prompt_of(0, TOKENS), prompt_of(1, TOKENS))
+    assert [len(bench.sampled(request.request_id)) for request in requests] == [60, 60]
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_new_weights_while_stores_are_out(engines: Engines, pipelined: bool) -> None:
+    """The engine resets everything at once, and the blocks that the stores read hold KV of the new weights soon."""
+    bench = engines.make(pipelined=pipelined)
+    bench.hold = {JobKind.STORE}
+    request = bench.add("a", prompt_of(1, TOKENS), max_tokens=30)
+    for _ in range(3):
+        bench.step()
+    while bench.behind:
+        bench.update()
+    assert bench.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    bench.weights += 1
+    bench.step()
+    assert request.status is RequestStatus.RUNNING
+    bench.release()
+    bench.run()
+    assert bench.in_tier(Tier.CPU) == set(bench.keys("a")[:3]), "stored again, computed with the new weights"
+    assert_right_copies(bench, prompt_of(1, TOKENS))

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tests of the scheduler's side on the newest vLLM, which has no CPU build: for them its Python is enough."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.torture]
+
+ROOT = Path(__file__).resolve().parents[2]
+VERSION = "0.33.0"
+FOLDER = ROOT / "build" / f"vllm-{VERSION}-python"
+LEAST_TESTS = 100
+
+
+def lay_python(folder: Path, version: str) -> None:
+    """Lay the Python files of a version's wheel into ``folder``, whole or not at all; nothing where it is there."""
+    if folder.exists():
+        return
+    folder.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        wanted = [f"vllm=={version}", "--no-deps", "--only-binary", ":all:", "--no-input", "--dest", scratch]
+        command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", *wanted]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            why = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-1]
+            pytest.fail(f"pip could not download vLLM {version}, which this test runs on: {why}", pytrace=False)
+        (wheel,) = Path(scratch).glob("*.whl")
+        python = Path(scratch) / "python"
+        with zipfile.ZipFile(wheel) as archive:
+            names = archive.namelist()
+            archive.extractall(python, [name for name in names if name.endswith(".py") or ".dist-info/" in name])
+        # Its version says that it is a CPU build, so that it takes that platform.
+        (info,) = python.glob("*.dist-info")
+        metadata = info / "METADATA"
+        text = metadata.read_text().replace(f"\nVersion: {version}\n", f"\nVersion: {version}+cpu\n", 1)
+        assert "+cpu" in text
+        metadata.write_text(text)
+        info.rename(python / f"vllm-{version}+cpu.dist-info")
+        python.rename(folder)
+
+
+def test_the_schedulers_side_on_the_newest_vllm(tmp_path: Path) -> None:
+    lay_python(FOLDER, VERSION)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(FOLDER), str(ROOT)])
+    which = [sys.executable, "-c", "import vllm; print(vllm.__version__, vllm.__file__)"]
+    said = subprocess.run(which, env=environment, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found, path = said.splitlines()[-1].split(maxsplit=1)
+    assert found.startswith(VERSION) and Path(path).is_relative_to(FOLDER), said
+    files = sorted(str(file) for file in (ROOT / "tests" / "connector").glob("test_scheduler_*.py"))
+    report = tmp_path / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junitxml", str(report), "--timeout", "600"]
+    command += ["-m", "not gpu and not torture", *files]
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if done.returncode != 0:
+        pytest.fail(f"on vLLM {VERSION}:\n{done.stdout[-20_000:]}", pytrace=False)
+    suites = ElementTree.parse(report).getroot().iter("testsuite")  # noqa: S314 - pytest's own, of a moment ago
+    counts = [{name: int(suite.get(name, 0)) for name in ("tests", "skipped")} for suite in suites]
+    assert sum(count["tests"] for count in counts) >= LEAST_TESTS, counts
+    assert not any(count["skipped"] for count in counts), counts
