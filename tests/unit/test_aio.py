@@ -205,32 +205,38 @@ def test_large_transfers_are_cut_for_the_drive_and_small_ones_are_not(drive, don
     assert sorted(lengths) == [ALIGNMENT] * 5 + [aio.SHORTEST_BYTES] * 4 + [aio.LONGEST_BYTES] * 8
 
 
-def test_reads_go_before_writes_that_wait_but_not_for_ever(drive, done, fd, monkeypatch):
-    go, begun, order = threading.Event(), threading.Event(), []
-    real, real_place = aio._Kernel.submit, aio._place
+def test_writes_make_way_while_reads_are_under_way(drive, done, fd, monkeypatch):
+    """One call at a time, large as it is, until the last read has ended."""
+    go, reading, given = threading.Event(), threading.Event(), []
+    writes = aio.KernelQueue("kvdisk-test-write", done.put, reads=drive)
+    real = aio._Kernel.submit
 
-    def late(*arguments):
-        begun.set()
-        assert go.wait(WAIT_S)
-        return real(*arguments)
+    def submit(kernel, context, count, pointers):
+        if context is drive._context:
+            reading.set()
+            assert go.wait(WAIT_S)
+        else:
+            given.append(writes._bytes)
+        return real(kernel, context, count, pointers)
 
-    def recorded(op, call, vectors):
-        order.append(op)
-        return real_place(op, call, vectors)
-
-    monkeypatch.setattr(aio._Kernel, "submit", late)
+    monkeypatch.setattr(aio._Kernel, "submit", submit)
     memory = make_memory(aio.LONGEST_BYTES)
-    ahead = aio.LEAST_AHEAD_BYTES // aio.LONGEST_BYTES
-    drive.put(0, Op.WRITE, [(at, Transfer(fd, 0, (memory,))) for at in range(ahead)], aio.LONGEST_BYTES)
-    assert begun.wait(WAIT_S)  # with all that the kernel may have
-    monkeypatch.setattr(aio, "_place", recorded)
-    small = [(at, Transfer(fd, 0, (memory[:ALIGNMENT],))) for at in range(2 * aio.MOST_READS_IN_ROW)]
-    drive.put(1, Op.WRITE, small[:4], ALIGNMENT)
-    drive.put(2, Op.READ, small, ALIGNMENT)
-    go.set()
-    assert sorted(done.get(timeout=WAIT_S) for _ in range(3)) == [Done(0, {}), Done(1, {}), Done(2, {})]
-    row = [Op.READ] * aio.MOST_READS_IN_ROW + [Op.WRITE]
-    assert order == row * 2 + [Op.WRITE] * 2
+    batch = [(at, Transfer(fd, 0, (memory,))) for at in range(2 * aio.LEAST_AHEAD_BYTES // aio.LONGEST_BYTES)]
+    try:
+        drive.put(1, Op.READ, batch[:1], aio.LONGEST_BYTES)
+        assert reading.wait(WAIT_S)
+        writes.put(2, Op.WRITE, batch, aio.LONGEST_BYTES)
+        assert done.get(timeout=WAIT_S) == Done(2, {})
+        assert given == [aio.LONGEST_BYTES] * len(batch)
+        go.set()
+        assert done.get(timeout=WAIT_S) == Done(1, {})
+        given.clear()
+        writes.put(3, Op.WRITE, batch, aio.LONGEST_BYTES)
+        assert done.get(timeout=WAIT_S) == Done(3, {})
+        assert max(given) == aio.LEAST_AHEAD_BYTES
+    finally:
+        go.set()
+        writes.close()
 
 
 @pytest.mark.parametrize("slow", [False, True])
@@ -265,14 +271,14 @@ def test_files_it_would_wait_for_are_left_to_threads(fd, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("served", [True, False])
-def test_a_device_has_one_queue_for_each_drive_and_kind(fd, path, tmp_path, monkeypatch, served):
+def test_a_device_has_queues_for_each_drive_and_kind(fd, path, tmp_path, monkeypatch, served):
     monkeypatch.setattr(aio, "serves", lambda number: served and number == fd)
     buffered = os.open(tmp_path / "buffered", os.O_RDWR | os.O_CREAT, 0o600)
     device = PosixDevice(threads=2)
     try:
         for number in (fd, buffered, fd):
             device.attach_file(number)
-        assert len(kernel_names()) == served
+        assert len(kernel_names()) == (2 if served else 0), "of each direction one"
         memory = make_memory(2 * ALIGNMENT)
         data = fill(memory, 3)
         device.submit(Op.WRITE, [Transfer(fd, 0, (memory[:ALIGNMENT],)), Transfer(buffered, 0, (memory[ALIGNMENT:],))])
