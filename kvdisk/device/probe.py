@@ -22,7 +22,7 @@ from pathlib import Path
 from kvdisk.device.aio import serves
 from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.control import check_directory
-from kvdisk.device.drives import make_missing_directory
+from kvdisk.device.drives import make_missing_directory, write_in_place
 from kvdisk.device.nixl import NixlDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.errors import ConfigError, KvdiskError
@@ -191,6 +191,7 @@ def nameless_file(directory: Path, file_bytes: int) -> Iterator[tuple[int, bool]
     for direct in (os.O_DIRECT, 0):
         try:
             fd = _open_nameless(directory, direct)
+            write_in_place(fd)  # as segments are
             os.posix_fallocate(fd, 0, file_bytes)
             with memoryview(mmap.mmap(-1, ALIGNMENT)) as block:
                 os.pwritev(fd, [block], 0)
