@@ -10,11 +10,12 @@ cut into about as many tasks as there are threads, each a list of calls of ``pre
 from __future__ import annotations
 
 import errno
+import functools
+import logging
 import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 from kvdisk.device import aio
@@ -26,6 +27,8 @@ from kvdisk.geometry import ALIGNMENT, round_up
 SHORTEST_BYTES = 1 << 20
 """A task of a thread is not cut smaller than this: a drive reaches its speed at 1-2 MiB in a few calls at once."""
 LONGEST_BYTES = 16 << 20
+
+logger = logging.getLogger("kvdisk.device")
 
 
 class _Task(NamedTuple):
@@ -93,8 +96,9 @@ class PosixDevice:
 
     @property
     def name(self) -> str:
-        """See ``Device``."""
-        return "posix"
+        """See ``Device``. Once it has a file it says what serves: ``posix-aio``, ``posix-threads``, or both."""
+        ways = {place.way for places in self._queues.values() for place in places.values()}
+        return f"posix-{'/'.join(sorted(ways))}" if ways else "posix"
 
     def attach_memory(self, memory: Buffer) -> None:
         """See ``Device``; system calls need no registration."""
@@ -160,10 +164,23 @@ class PosixDevice:
 
     def _make_queue(self, name: str, in_kernel: bool, reads: DriveQueue | None) -> DriveQueue:
         if in_kernel:
-            with suppress(OSError):  # forbidden, or too many of them on this machine: threads serve as well
+            try:
                 before = reads if isinstance(reads, aio.KernelQueue) else None
                 return aio.KernelQueue(name, self._tickets.report, self._longest_bytes, before)
+            except OSError as error:
+                used_up = error.errno == errno.EAGAIN
+                refused = f"the kernel or a container refuses it ({error.strerror})"
+                _say_lost("fs.aio-max-nr is used up" if used_up else refused)
         return _ThreadQueue(name, self._thread_count, self._tickets.report, self._longest_bytes)
+
+
+@functools.cache
+def _say_lost(why: str) -> None:
+    """Warn, once in a process: each drive and each device would say it again."""
+    logger.warning(
+        "kvdisk: threads move blocks instead of the kernel's queue (Linux AIO), and slow down while Python is busy: %s",
+        why,
+    )
 
 
 def _checked_bytes(op: Op, transfer: Transfer) -> int:

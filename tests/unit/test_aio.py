@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import mmap
 import os
 import queue
@@ -12,7 +13,7 @@ import threading
 
 import pytest
 
-from kvdisk.device import aio
+from kvdisk.device import aio, posix
 from kvdisk.device.base import Op, Transfer
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.tickets import Done
@@ -290,19 +291,64 @@ def test_a_device_has_queues_for_each_drive_and_kind(fd, path, tmp_path, monkeyp
     assert kernel_names() == []
 
 
-@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOSYS, errno.EPERM])
-def test_a_kernel_that_offers_none_is_served_by_threads(fd, monkeypatch, number):
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (errno.EAGAIN, "fs.aio-max-nr is used up"),
+        (errno.ENOSYS, "refuses it (refused)"),
+        (errno.EPERM, "refuses it (refused)"),
+    ],
+)
+def test_a_kernel_that_offers_none_is_served_by_threads_and_that_is_said_once(fd, monkeypatch, caplog, number, why):
     def refuse(_kernel, _most_events):
         raise OSError(number, "refused")
 
     monkeypatch.setattr(aio, "serves", lambda _fd: True)
     monkeypatch.setattr(aio._Kernel, "setup", refuse)
-    device = PosixDevice(threads=2)
+    posix._say_lost.cache_clear()
+    with caplog.at_level(logging.WARNING, "kvdisk"):
+        for _ in range(2):
+            device = PosixDevice(threads=2)
+            device.attach_file(fd)
+            assert device.name == "posix-threads"
+            assert kernel_names() == []
+            device.submit(Op.READ, [Transfer(fd, 0, (make_memory(ALIGNMENT),))])
+            assert [outcome.errors for outcome in device.drain()] == [{}]
+            device.close()
+    (record,) = caplog.records
+    assert "threads" in record.getMessage() and why in record.getMessage()
+
+
+def test_what_the_kernel_has_room_for_is_used_and_the_name_says_both(fd, monkeypatch, caplog):
+    real, made = aio._Kernel.setup, []
+
+    def setup(kernel, most_events):
+        if made:
+            raise OSError(errno.EAGAIN, "no room")
+        made.append(most_events)
+        return real(kernel, most_events)
+
+    monkeypatch.setattr(aio, "serves", lambda _fd: True)
+    monkeypatch.setattr(aio._Kernel, "setup", setup)
+    device = PosixDevice()
+    assert device.name == "posix"
     device.attach_file(fd)
-    assert kernel_names() == []
-    device.submit(Op.READ, [Transfer(fd, 0, (make_memory(ALIGNMENT),))])
-    assert [outcome.errors for outcome in device.drain()] == [{}]
+    assert device.name == "posix-aio/threads"
+    memory = make_memory(ALIGNMENT)
+    for op in Op:
+        device.submit(op, [Transfer(fd, 0, (memory,))])
+    assert [outcome.errors for outcome in device.drain()] == [{}, {}]
     device.close()
+
+
+@pytest.mark.parametrize(("served", "name"), [(True, "posix-aio"), (False, "posix-threads")])
+def test_a_device_is_called_by_what_serves_its_files(fd, monkeypatch, caplog, served, name):
+    monkeypatch.setattr(aio, "serves", lambda _fd: served)
+    device = PosixDevice()
+    device.attach_file(fd)
+    assert device.name == name
+    device.close()
+    assert caplog.records == [], "nothing was lost"
 
 
 def test_a_machine_of_another_kind_has_none(monkeypatch):
