@@ -37,9 +37,10 @@ LEAST_AHEAD_BYTES, MOST_AHEAD_BYTES = 8 << 20, 32 << 20
 whoever waits has something to do meanwhile; more while the interpreter lock is long in coming back from a call, so that
 the drive has something to do meanwhile."""
 _CALM_CALLS = 64
-MOST_READS_IN_ROW = 8
-"""So many calls that read go before one that writes and came earlier."""
-_MOST_EVENTS = 1024
+BESIDE_READS_BYTES = 1 << 20
+"""The same of writes while reads are under way: a load waits for these, not for the demotions before it."""
+_MOST_EVENTS = 512
+"""Of each of a drive's two contexts: the machine's bound (``fs.aio-max-nr``) counts them."""
 _FULL_WAIT_S = 0.001
 _NUMBERS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
 """System calls by machine: io_setup, io_destroy, io_getevents, io_submit."""
@@ -129,11 +130,21 @@ class KernelQueue:
     """``DriveQueue`` over a context of the kernel's. One thread waits for the ends, and submits what comes next.
 
     A second one submits where the first has nothing to wait for: no caller waits in the kernel for a drive that
-    hangs. ``report`` is called for each batch, on one of the two. ``longest_bytes``: of a call, at most. Raises OSError
-    where the kernel has none, forbids it or has no room (``fs.aio-max-nr``).
+    hangs. ``report`` is called for each batch, on one of the two. ``longest_bytes``: of a call, at most. ``reads``: the
+    queue of the drive's reads, where this is that of its writes, which make way for them. Raises OSError where the
+    kernel has none, forbids it or has no room (``fs.aio-max-nr``).
     """
 
-    def __init__(self, name: str, report: Callable[[Done], None], longest_bytes: int = LONGEST_BYTES) -> None:
+    way = "aio"
+
+    def __init__(
+        self,
+        name: str,
+        report: Callable[[Done], None],
+        longest_bytes: int = LONGEST_BYTES,
+        reads: KernelQueue | None = None,
+    ) -> None:
+        self._reads = reads
         self._kernel = _Kernel()
         self._context = self._kernel.setup(_MOST_EVENTS)
         self._report = report
@@ -142,9 +153,8 @@ class KernelQueue:
         self._lock = threading.Lock()
         # Under the lock, which nobody holds while waiting for anything:
         self._flights: dict[int, _Flight] = {}
-        self._waiting: dict[Op, deque[tuple[_Flight, Call, int]]] = {op: deque() for op in Op}
+        self._waiting: deque[tuple[_Flight, Call, int]] = deque()
         """Calls, with their bytes, that the kernel has not been given."""
-        self._reads_in_row = 0
         self._calls: dict[int, tuple[_Flight, Call, int]] = {}
         """By number: what the kernel has, and may still touch."""
         self._bytes = 0
@@ -173,8 +183,8 @@ class KernelQueue:
         flight = _Flight(ticket, op, len(calls))
         with self._lock:
             self._flights[ticket] = flight
-            self._waiting[op].extend((flight, call, size) for call, size in calls)
-            wake = self._bytes < self._ahead_bytes
+            self._waiting.extend((flight, call, size) for call, size in calls)
+            wake = self._has_room
         if wake:
             self._wakes.put(True)
         return 1
@@ -192,24 +202,17 @@ class KernelQueue:
             self._submit()
 
     @property
-    def _any_waiting(self) -> bool:
-        return any(self._waiting.values())
-
-    def _next(self) -> tuple[_Flight, Call, int]:
-        """Take out the call that is next: reads first, for which requests wait, and a write from time to time."""
-        reads, writes = self._waiting[Op.READ], self._waiting[Op.WRITE]
-        if reads and (self._reads_in_row < MOST_READS_IN_ROW or not writes):
-            self._reads_in_row += 1
-            return reads.popleft()
-        self._reads_in_row = 0
-        return writes.popleft()
+    def _has_room(self) -> bool:
+        """Whether the kernel may have more. There is always room for one call, after whose end this is asked again."""
+        making_way = self._reads is not None and bool(self._reads._flights)
+        return self._bytes < (BESIDE_READS_BYTES if making_way else self._ahead_bytes)
 
     def _submit(self) -> None:
         """Give the kernel what it may have. Either thread."""
         with self._lock:
             first, taken = self._numbers, []
-            while self._any_waiting and self._bytes < self._ahead_bytes and len(self._calls) < _MOST_EVENTS:
-                flight, call, size = self._calls[self._numbers] = self._next()
+            while self._waiting and self._has_room and len(self._calls) < _MOST_EVENTS:
+                flight, call, size = self._calls[self._numbers] = self._waiting.popleft()
                 taken.append((flight.op, call))
                 self._numbers += 1
                 self._bytes += size
@@ -287,7 +290,7 @@ class KernelQueue:
         """Return how many ends to wait for: each look costs the interpreter lock, and no batch ends with fewer."""
         with self._lock:
             least = min([flight.left for flight in self._flights.values()], default=1)
-            if self._any_waiting:
+            if self._waiting:
                 least = min(least, len(self._calls) // 2)  # and then the kernel is given more
         return max(1, least)
 
@@ -317,7 +320,7 @@ class KernelQueue:
                 self._bytes -= wanted
                 rest = without(call.buffers, result)
                 call = Call(call.position, call.fd, call.offset + result, rest)
-                self._waiting[flight.op].appendleft((flight, call, wanted - result))
+                self._waiting.appendleft((flight, call, wanted - result))
             self._wakes.put(True)
         else:
             # The end of the file, or a rest that O_DIRECT cannot go on from.
@@ -334,7 +337,7 @@ class KernelQueue:
             ended = flight.left == 0
             if ended:
                 del self._flights[flight.ticket]
-            wake = self._any_waiting
+            wake = bool(self._waiting)
         if ended:
             self._report(Done(flight.ticket, flight.errors))
         if wake:

@@ -22,7 +22,13 @@ class Call(NamedTuple):
 
 
 class DriveQueue(Protocol):
-    """Runs the calls of one drive, several at a time, on threads of its own: a drive that hangs holds up no other."""
+    """Runs the calls of one drive in one direction, several at a time, on threads of its own.
+
+    So a drive that hangs holds up no other, and where only writes hang, as on a frozen file system, reads go on.
+    ``way``: what serves the calls, in a word.
+    """
+
+    way: str
 
     def put(self, ticket: int, op: Op, known: Sequence[tuple[int, Transfer]], share_bytes: int) -> int:
         """Start transfers, given with their positions, and return how many reports of them will come.

@@ -33,4 +33,4 @@ def choose_device(wanted: str, directories: Sequence[Path], block_bytes: int) ->
 
 def make_like(device: Device) -> Device:
     """Return another device of the same kind, which is the caller's to close. Raises ConfigError."""
-    return MAKERS[device.name]()
+    return type(device)()

@@ -8,8 +8,10 @@ folders are its own. What no HOME names was left by a crash.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import uuid
+from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +31,9 @@ from kvdisk.device.control import (
 )
 from kvdisk.errors import ConfigError, KvdiskError
 from kvdisk.geometry import FORMAT_VERSION
+
+_GET_FLAGS, _SET_FLAGS, _NO_COPY_ON_WRITE = 0x80086601, 0x40086602, 0x00800000
+"""FS_IOC_GETFLAGS, FS_IOC_SETFLAGS and FS_NOCOW_FL of ``linux/fs.h``, for 64 bits."""
 
 Directories: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 """A store's directory, or all of them, the first one first."""
@@ -145,6 +150,23 @@ def make_folders(folders: Iterable[DriveFolder | None]) -> None:
             if not paths.is_directory(path):
                 paths.remove_anything(path.parent, path.name)
                 paths.make_directory(path, exist_ok=True)
+        fd = os.open(folder.segments_path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            write_in_place(fd)
+        finally:
+            os.close(fd)
+
+
+def write_in_place(fd: int) -> None:
+    """Let an empty file, or what will be made in a directory, be overwritten in place, where a file system copies.
+
+    On btrfs the submission of a write would wait for the copy and its checksum. Others do not know it, or need not.
+    """
+    flags = array("l", [0])
+    with suppress(OSError):
+        fcntl.ioctl(fd, _GET_FLAGS, flags)
+        flags[0] |= _NO_COPY_ON_WRITE
+        fcntl.ioctl(fd, _SET_FLAGS, flags)
 
 
 def list_folders(drives: Sequence[Drive]) -> dict[DriveName, Path]:

@@ -41,8 +41,8 @@ PIECE_BYTES = 16 << 20
 """What cuFile moves in one go at most."""
 _PIECES_AT_ONCE = 4
 """Calls of one thread of ours under way at once."""
-_KVIKIO_THREADS = 64
-"""In one pool for all drives. With four threads of ours for each, a drive that hangs leaves enough to three others."""
+_KVIKIO_THREADS = 128
+"""In one pool for all drives. With eight threads of ours for each, a drive that hangs leaves enough to three others."""
 
 _ASK_TIMEOUT_S = 60.0
 _ASK = """
@@ -116,7 +116,8 @@ class _Task(NamedTuple):
 class GdsDevice:
     """``Device`` between files and GPU memory (``GpuRange`` in the place of ``Buffer``), without a copy in host memory.
 
-    ``threads``: for each drive; each has up to four calls under way. To be made only where ``gds_unavailable``
+    ``threads``: for each drive and direction, so that where writes hang, as on a frozen file system, reads go on; each
+    has up to four calls under way. To be made only where ``gds_unavailable``
     answered None: it forbids kvikio to fall back, so that what cannot be moved directly fails. ``compat``: for tests
     with a stub of the driver only; buffers are host memory then. Files have to lie where O_DIRECT is; one that cuFile
     cannot take fails all its transfers with EIO. Raises ConfigError where kvikio cannot be used at all.
@@ -149,7 +150,7 @@ class GdsDevice:
         self._files: dict[int, tuple[int, Any]] = {}
         """Number of the drive (``st_dev``), and the ``CuFile`` or None, by descriptor."""
         self._tickets = Tickets()
-        self._tasks: dict[int, queue.SimpleQueue[_Task | None]] = {}
+        self._tasks: dict[tuple[int, Op], queue.SimpleQueue[_Task | None]] = {}
         self._threads: list[threading.Thread] = []
         self._closed = False
 
@@ -178,8 +179,10 @@ class GdsDevice:
         except (OSError, RuntimeError) as error:
             logger.warning("kvdisk cannot open a segment for GPUDirect: %s", error)
         self._files[fd] = drive, file
-        if drive not in self._tasks:
-            tasks = self._tasks[drive] = queue.SimpleQueue()
+        for op in Op:
+            if (drive, op) in self._tasks:
+                continue
+            tasks = self._tasks[drive, op] = queue.SimpleQueue()
             for number in range(self._thread_count):
                 name = f"kvdisk-gds-{len(self._tasks)}-{number}"
                 thread = threading.Thread(target=_work, args=(tasks, self._tickets.report), name=name, daemon=True)
@@ -211,7 +214,7 @@ class GdsDevice:
             (drive, _Task(ticket, op, share)) for drive, pieces in by_drive.items() for share in self._shares(pieces)
         ]
         for drive, task in tasks:
-            self._tasks[drive].put(task)
+            self._tasks[drive, op].put(task)
         self._tickets.expect(ticket, len(tasks), errors)
         return ticket
 

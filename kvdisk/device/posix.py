@@ -10,11 +10,12 @@ cut into about as many tasks as there are threads, each a list of calls of ``pre
 from __future__ import annotations
 
 import errno
+import functools
+import logging
 import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 from kvdisk.device import aio
@@ -27,6 +28,8 @@ SHORTEST_BYTES = 1 << 20
 """A task of a thread is not cut smaller than this: a drive reaches its speed at 1-2 MiB in a few calls at once."""
 LONGEST_BYTES = 16 << 20
 
+logger = logging.getLogger("kvdisk.device")
+
 
 class _Task(NamedTuple):
     """What a thread does before it reports."""
@@ -38,6 +41,8 @@ class _Task(NamedTuple):
 
 class _ThreadQueue:
     """``DriveQueue`` of threads that wait in their calls."""
+
+    way = "threads"
 
     def __init__(self, name: str, count: int, report: Callable[[Done], None], longest_bytes: int) -> None:
         self._longest_bytes = longest_bytes
@@ -66,10 +71,10 @@ class _ThreadQueue:
 
 
 class PosixDevice:
-    """``Device`` over system calls, in files opened with O_DIRECT or without, with a queue for each drive.
+    """``Device`` over system calls, in files opened with O_DIRECT or without, with two queues for each drive.
 
-    ``threads``: of a drive that the kernel has no queue for, or for files without O_DIRECT. ``longest_bytes``: of a
-    call. ``kernel_queue``: False: threads for all.
+    ``threads``: for each direction on a drive that the kernel has no queue for, or of files without O_DIRECT.
+    ``longest_bytes``: of a call. ``kernel_queue``: False: threads for all.
 
     A transfer of a file that is not attached fails with EBADF, so that a descriptor number used anew by
     somebody else is never written to. Errors of a transfer are those of its first failed call in time.
@@ -82,17 +87,18 @@ class PosixDevice:
         self._thread_count = threads
         self._longest_bytes = longest_bytes
         self._kernel_queue = kernel_queue
-        self._files: dict[int, DriveQueue] = {}
-        """By descriptor, the queue of the drive that a file lies on."""
+        self._files: dict[int, dict[Op, DriveQueue]] = {}
+        """By descriptor, the queues of the drive that a file lies on."""
         self._tickets = Tickets()
-        self._queues: dict[tuple[int, bool], DriveQueue] = {}
-        """By drive (``st_dev``) and whether it is the kernel's; one that hangs is of no use to the others."""
+        self._queues: dict[tuple[int, bool], dict[Op, DriveQueue]] = {}
+        """By drive (``st_dev``) and whether they should be the kernel's; one that hangs is of no use to the others."""
         self._closed = False
 
     @property
     def name(self) -> str:
-        """See ``Device``."""
-        return "posix"
+        """See ``Device``. Once it has a file it says what serves: ``posix-aio``, ``posix-threads``, or both."""
+        ways = {place.way for places in self._queues.values() for place in places.values()}
+        return f"posix-{'/'.join(sorted(ways))}" if ways else "posix"
 
     def attach_memory(self, memory: Buffer) -> None:
         """See ``Device``; system calls need no registration."""
@@ -106,7 +112,7 @@ class PosixDevice:
         in_kernel = self._kernel_queue and drive != -1 and aio.serves(fd)
         found = self._queues.get((drive, in_kernel))
         if found is None:
-            found = self._queues[drive, in_kernel] = self._make_queue(in_kernel)
+            found = self._queues[drive, in_kernel] = self._make_queues(in_kernel)
         self._files[fd] = found
 
     def detach_file(self, fd: int) -> None:
@@ -123,11 +129,11 @@ class PosixDevice:
         total_bytes = 0
         for position, transfer in enumerate(batch):
             total_bytes += _checked_bytes(op, transfer)
-            place = self._files.get(transfer.fd)
-            if place is None:
+            places = self._files.get(transfer.fd)
+            if places is None:
                 errors[position] = errno.EBADF
             else:
-                known.setdefault(place, []).append((position, transfer))
+                known.setdefault(places[op], []).append((position, transfer))
         share_bytes = round_up(-(-total_bytes // self._thread_count), ALIGNMENT)
         reports = sum(place.put(ticket, op, part, share_bytes) for place, part in known.items())
         self._tickets.expect(ticket, reports, errors)
@@ -145,17 +151,36 @@ class PosixDevice:
         """See ``Device``."""
         self.drain()
         self._closed = True
-        for place in self._queues.values():
-            place.close()
+        for places in self._queues.values():
+            for place in places.values():
+                place.close()
         self._queues.clear()
         self._files.clear()
 
-    def _make_queue(self, in_kernel: bool) -> DriveQueue:
+    def _make_queues(self, in_kernel: bool) -> dict[Op, DriveQueue]:
         name = f"kvdisk-posix-{len(self._queues) + 1}"
+        reads = self._make_queue(f"{name}-read", in_kernel, None)
+        return {Op.READ: reads, Op.WRITE: self._make_queue(f"{name}-write", in_kernel, reads)}
+
+    def _make_queue(self, name: str, in_kernel: bool, reads: DriveQueue | None) -> DriveQueue:
         if in_kernel:
-            with suppress(OSError):  # forbidden, or too many of them on this machine: threads serve as well
-                return aio.KernelQueue(name, self._tickets.report, self._longest_bytes)
+            try:
+                before = reads if isinstance(reads, aio.KernelQueue) else None
+                return aio.KernelQueue(name, self._tickets.report, self._longest_bytes, before)
+            except OSError as error:
+                used_up = error.errno == errno.EAGAIN
+                refused = f"the kernel or a container refuses it ({error.strerror})"
+                _say_lost("fs.aio-max-nr is used up" if used_up else refused)
         return _ThreadQueue(name, self._thread_count, self._tickets.report, self._longest_bytes)
+
+
+@functools.cache
+def _say_lost(why: str) -> None:
+    """Warn, once in a process: each drive and each device would say it again."""
+    logger.warning(
+        "kvdisk: threads move blocks instead of the kernel's queue (Linux AIO), and slow down while Python is busy: %s",
+        why,
+    )
 
 
 def _checked_bytes(op: Op, transfer: Transfer) -> int:

@@ -19,10 +19,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvdisk.device.aio import serves
 from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.control import check_directory
-from kvdisk.device.drives import make_missing_directory
+from kvdisk.device.drives import make_missing_directory, write_in_place
 from kvdisk.device.nixl import NixlDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.errors import ConfigError, KvdiskError
@@ -31,10 +30,11 @@ from kvdisk.geometry import ALIGNMENT
 MAKERS: Mapping[str, Callable[[], Device]] = {"nixl": NixlDevice, "posix": PosixDevice}
 """The devices that ``auto`` chooses from. The first is taken unless a later one is clearly faster.
 
-Where ``posix`` has the kernel's own queue it goes first: beside the mover's other work its thread sees sooner what has
-ended (docs/BENCHMARKS.md, tiers). Where it has only threads, NIXL does, since they slow down while Python is busy.
+Where ``posix`` has the kernel's own queue (``QUEUED``) it goes first: beside the mover's other work its thread sees
+sooner what has ended (docs/BENCHMARKS.md, tiers). Where it has only threads, NIXL does, since they slow down while
+Python is busy.
 """
-FALLBACK = "posix"
+FALLBACK, QUEUED = "posix", "posix-aio"
 CLEARLY = 1.15
 """So many times as fast. Less is what the same drive differs by from one start to the next."""
 RUN_BYTES = 8 << 20
@@ -80,8 +80,9 @@ class Speed:
 class ProbeReport:
     """All that a probe found out. ``direct``: files there are opened with O_DIRECT, None where that is not known.
 
-    ``absent``: why a device was not measured, or is not to be trusted. ``problem``: why none was. ``chosen``: the
-    device to use, for reads and writes of any size; ``why``: what decided that. ``seconds``: what the probe took.
+    ``names``: of the devices that there are, what they are called with the file. ``absent``: why a device was not
+    measured, or is not to be trusted. ``problem``: why none was. ``chosen``: the device to use, for reads and writes of
+    any size; ``why``: what decided that. ``seconds``: what the probe took.
     """
 
     directory: Path
@@ -89,6 +90,7 @@ class ProbeReport:
     run_bytes: int
     direct: bool | None = None
     speeds: list[Speed] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     problem: str = ""
     chosen: str = FALLBACK
@@ -99,13 +101,16 @@ class ProbeReport:
         """Return one figure."""
         return next((each for each in self.speeds if (each.device, each.op, each.run) == (device, op, run)), None)
 
+    def name(self, device: str) -> str:
+        """Return what a device is called, which says what it really uses."""
+        return self.names.get(device, device)
+
     @property
     def line(self) -> str:
         """What was chosen and why, in one line."""
         how = {True: "with O_DIRECT", False: "through the kernel's cache, without O_DIRECT", None: "not tried"}
-        text = (
-            f"kvdisk reads and writes {self.directory} with the device {self.chosen} ({how[self.direct]}): {self.why}"
-        )
+        name = self.name(self.chosen)
+        text = f"kvdisk reads and writes {self.directory} with the device {name} ({how[self.direct]}): {self.why}"
         if not self.speeds:
             return text
         said = [
@@ -118,7 +123,9 @@ class ProbeReport:
     def _read_and_written(self, run: bool) -> Iterator[str]:
         for device in dict.fromkeys(each.device for each in self.speeds):
             both = [self.speed(device, op, run) for op in (Op.READ, Op.WRITE)]
-            yield f"{device} " + "/".join("-" if each is None else f"{each.bytes_per_s / 1e6:.0f}" for each in both)
+            yield f"{self.name(device)} " + "/".join(
+                "-" if each is None else f"{each.bytes_per_s / 1e6:.0f}" for each in both
+            )
 
 
 def probe(
@@ -139,12 +146,10 @@ def probe(
     run_bytes = min(run_bytes, file_bytes)
     report = ProbeReport(directory, min(block_bytes, run_bytes), run_bytes)
     began_s = time.monotonic()
-    queued = False
     try:
         make_missing_directory(directory)
         check_directory(directory)
         with nameless_file(directory, file_bytes) as (fd, report.direct):
-            queued = serves(fd)
             _Trial(report, fd, file_bytes, budget_s).run(makers)
     except _Silence:
         report.problem = f"the drive has not answered for {_GIVE_UP_S:.0f} s"
@@ -152,6 +157,7 @@ def probe(
         number = getattr(error, "errno", None)
         full = number in {errno.ENOSPC, errno.EDQUOT}
         report.problem = "the drive is full" if full else f"nothing could be tried there: {error}".rstrip(".")
+    queued = report.names.get(FALLBACK) == QUEUED
     report.chosen, report.why = choose(report, sorted(makers, key=lambda name: queued and name != FALLBACK))
     report.seconds = time.monotonic() - began_s
     return report
@@ -191,6 +197,7 @@ def nameless_file(directory: Path, file_bytes: int) -> Iterator[tuple[int, bool]
     for direct in (os.O_DIRECT, 0):
         try:
             fd = _open_nameless(directory, direct)
+            write_in_place(fd)  # as segments are
             os.posix_fallocate(fd, 0, file_bytes)
             with memoryview(mmap.mmap(-1, ALIGNMENT)) as block:
                 os.pwritev(fd, [block], 0)
@@ -254,9 +261,10 @@ class _Trial:
                     devices[name] = make()
                 except ConfigError as error:
                     self._report.absent[name] = str(error)
-            for device in devices.values():
+            for name, device in devices.items():
                 device.attach_memory(self._memory)
                 device.attach_file(self._fd)
+                self._report.names[name] = device.name
             self._memory[:] = self._random.randbytes(ALIGNMENT) * (self._file_bytes // ALIGNMENT)
             for name, device in devices.items():
                 if why := self._check(device):
@@ -314,7 +322,7 @@ class _Trial:
         out: set[int] = set()
         moved = 0
         for number in range(parts):
-            if time.monotonic() - began_s > _LONGEST_SAMPLE_S:
+            if out and time.monotonic() - began_s > _LONGEST_SAMPLE_S:
                 break
             room = self._memory[number * part : (number + 1) * part]
             if run:

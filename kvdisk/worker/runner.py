@@ -35,7 +35,8 @@ MOST_READS = 4
 MOST_WRITES = 4
 """Parts from their gather to the end of their write: while one is gathered and sealed, the others are written."""
 MOST_LATE = 16
-"""With so many late batches on a drive no other starts there: it does not answer. Late ones count nowhere else."""
+"""With so many late reads on a drive no other batch starts there: it does not answer. With MOST_WRITES late writes no
+other write does: it may be frozen, and they keep half of staging; reads go on. Late ones count nowhere else."""
 MOST_GATHERS = 2
 MOST_SCATTERS = 4
 
@@ -260,8 +261,8 @@ class Runner:
 
     def _expire(self, now_s: float) -> bool:
         """Fail what has not started by its deadline, and what its drive would not take."""
-        stuck = [drive for drive in self._shuttle.late if self._is_stuck(drive)]
-        gone = self._queues.remove(lambda lot: lot.work.deadline_s < now_s or lot.drive in stuck)
+        stuck = {(drive, op is Op.WRITE) for drive, _ in self._shuttle.late for op in Op if self._is_stuck(drive, op)}
+        gone = self._queues.remove(lambda lot: lot.work.deadline_s < now_s or (lot.drive, lot.route.writes) in stuck)
         waiting = [work for work in self._waiting if work.deadline_s < now_s]
         if not gone and not waiting:
             return False
@@ -274,8 +275,9 @@ class Runner:
             self._fail(work, dict.fromkeys(range(work.left), Reason.DEADLINE))
         return True
 
-    def _is_stuck(self, drive: int) -> bool:
-        return self._shuttle.late[drive] >= MOST_LATE
+    def _is_stuck(self, drive: int, op: Op) -> bool:
+        late = self._shuttle.late
+        return late[drive, Op.READ] >= MOST_LATE or (op is Op.WRITE and late[drive, op] >= MOST_WRITES)
 
     def _give_up(self, now_s: float) -> bool:
         """Fail the moves of batches that are too long at the device. What these may touch stays taken."""
@@ -327,7 +329,7 @@ class Runner:
         self._end(part)
 
     def _send(self, part: Part, op: Op) -> dict[int, Reason]:
-        if self._is_stuck(part.drive):
+        if self._is_stuck(part.drive, op):
             return dict.fromkeys(part.positions, Reason.DEADLINE)
         return self._shuttle.send(part, op, self._files.open, self._clock())
 

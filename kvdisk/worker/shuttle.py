@@ -40,9 +40,9 @@ class _Flight:
 class Shuttle:
     """Carries parts of a job between memory and open segment files. The mover's thread calls everything.
 
-    ``reads``: read batches under way that are not late; ``late``: by drive, batches that were given up, and that the
-    device has not ended. ``stats`` is the caller's; counted are bytes, seconds and failed transfers. ``clock`` as the
-    mover's.
+    ``reads``: read batches under way that are not late; ``late``: by drive and direction, batches that were given up,
+    and that the device has not ended. ``stats`` is the caller's; counted are bytes, seconds and failed transfers.
+    ``clock`` as the mover's.
     """
 
     def __init__(self, device: Device, stats: Stats, log: QuietLog, clock: Callable[[], float]) -> None:
@@ -52,7 +52,7 @@ class Shuttle:
         self._clock = clock
         self._flights: dict[int, _Flight] = {}
         self.reads = 0
-        self.late: Counter[int] = Counter()
+        self.late: Counter[tuple[int, Op]] = Counter()
 
     def uses(self, segment: int) -> bool:
         """Whether a batch under way, late or not, names the segment."""
@@ -97,7 +97,7 @@ class Shuttle:
             flight = self._flights.pop(outcome.ticket)
             part = flight.part
             if part.late:
-                self.late[part.drive] -= 1
+                self.late[part.drive, flight.op] -= 1
                 yield part, {}
                 continue
             self.reads -= flight.op is Op.READ
@@ -129,7 +129,7 @@ class Shuttle:
             if part.late or flight.sent_s >= sent_before_s:
                 continue
             part.late = True
-            self.late[part.drive] += 1
+            self.late[part.drive, flight.op] += 1
             self.reads -= flight.op is Op.READ
             found.append((part, {**dict.fromkeys(part.positions, Reason.DEADLINE), **flight.failed}))
         return found

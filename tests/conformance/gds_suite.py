@@ -10,6 +10,7 @@ import os
 import random
 import resource
 import signal
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -75,6 +76,29 @@ class TestGds(FilesConformance):
         self.device._files[fd] = drive, Watched()
         assert self.read(fd, 0, len(data)) == data
         assert sorted(calls) == [(gds.PIECE_BYTES // 2,) * 2, (gds.PIECE_BYTES,) * 2, (gds.PIECE_BYTES,) * 2]
+
+    def test_writes_that_hang_hold_up_no_read(self) -> None:
+        fd = self.attach()
+        data = self.written(fd, ALIGNMENT)
+        drive, file = self.device._files[fd]
+        go = threading.Event()
+
+        class Hanging:
+            pread, close = file.pread, file.close
+
+            def pwrite(self, *arguments):
+                go.wait()
+                return file.pwrite(*arguments)
+
+        self.device._files[fd] = drive, Hanging()
+        memory = self.memory(ALIGNMENT)
+        for at in range(1, 9):
+            self.device.submit(Op.WRITE, [Transfer(fd, at * ALIGNMENT, (memory,))])
+        try:
+            assert self.read(fd, 0, ALIGNMENT) == data
+        finally:
+            go.set()
+        assert not any(outcome.errors for outcome in self.await_outcomes(8))
 
     def test_a_full_drive_keeps_its_number(self) -> None:
         fd = self.attach()

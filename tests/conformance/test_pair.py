@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import errno
-import time
 
 import pytest
 
+from kvdisk.device import pair as pair_module
 from kvdisk.device.base import Device, Op, Transfer
 from kvdisk.device.memory import MemoryDevice
 from kvdisk.device.pair import PairDevice
@@ -70,27 +70,38 @@ def test_one_that_hangs_does_not_hold_up_the_other(parts, held):
     assert pair.poll(WAIT_S) == [(tickets[held], {})]
 
 
-def test_it_waits_for_both_at_once():
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+class Slow(MemoryDevice):
+    """Ends everything so many seconds of the clock after it was made; its waits move the clock."""
+
+    def __init__(self, clock: Clock, ends_s: float) -> None:
+        super().__init__(file_bytes=ALIGNMENT)
+        self.clock, self.ends_s = clock, clock.now_s + ends_s
+
+    def poll(self, timeout_s: float = 0.0):
+        self.clock.now_s += max(0.0, min(timeout_s, self.ends_s - self.clock.now_s))
+        return super().poll() if self.clock.now_s >= self.ends_s else []
+
+
+@pytest.mark.parametrize("ends_s", [(0.05, 3600.0), (3600.0, 0.05)])
+def test_it_waits_for_both_at_once(monkeypatch, ends_s):
     """Each ends a batch while the other has one that never ends."""
-
-    class Slow(MemoryDevice):
-        def __init__(self, ends_s: float) -> None:
-            super().__init__(file_bytes=ALIGNMENT)
-            self.ends_s = time.monotonic() + ends_s
-
-        def poll(self, timeout_s: float = 0.0):
-            time.sleep(max(0.0, min(timeout_s, self.ends_s - time.monotonic())))
-            return super().poll() if time.monotonic() >= self.ends_s else []
-
-    for ends_s in ((0.05, 3600.0), (3600.0, 0.05)):
-        pair = PairDevice(Slow(ends_s[0]), AddressedDevice(Slow(ends_s[1])))
-        pair.attach_file(7)
-        memory = make_memory(2 * ALIGNMENT)
-        for half in (memory[:ALIGNMENT], range_of(memory[ALIGNMENT:])):
-            pair.submit(Op.READ, [Transfer(7, 0, (half,))])
-        start_s = time.monotonic()
-        assert len(pair.poll(WAIT_S)) == 1
-        assert time.monotonic() - start_s < WAIT_S / 2
+    clock = Clock()
+    monkeypatch.setattr(pair_module, "time", clock)
+    pair = PairDevice(Slow(clock, ends_s[0]), AddressedDevice(Slow(clock, ends_s[1])))
+    pair.attach_file(7)
+    memory = make_memory(2 * ALIGNMENT)
+    for half in (memory[:ALIGNMENT], range_of(memory[ALIGNMENT:])):
+        pair.submit(Op.READ, [Transfer(7, 0, (half,))])
+    assert len(pair.poll(WAIT_S)) == 1
+    assert clock.now_s - 1000.0 == pytest.approx(0.05, abs=2 * pair_module._TURN_S)
 
 
 def test_a_file_that_only_the_host_can_take(parts):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import mmap
 import os
 import queue
@@ -12,7 +13,7 @@ import threading
 
 import pytest
 
-from kvdisk.device import aio
+from kvdisk.device import aio, posix
 from kvdisk.device.base import Op, Transfer
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.tickets import Done
@@ -205,32 +206,38 @@ def test_large_transfers_are_cut_for_the_drive_and_small_ones_are_not(drive, don
     assert sorted(lengths) == [ALIGNMENT] * 5 + [aio.SHORTEST_BYTES] * 4 + [aio.LONGEST_BYTES] * 8
 
 
-def test_reads_go_before_writes_that_wait_but_not_for_ever(drive, done, fd, monkeypatch):
-    go, begun, order = threading.Event(), threading.Event(), []
-    real, real_place = aio._Kernel.submit, aio._place
+def test_writes_make_way_while_reads_are_under_way(drive, done, fd, monkeypatch):
+    """One call at a time, large as it is, until the last read has ended."""
+    go, reading, given = threading.Event(), threading.Event(), []
+    writes = aio.KernelQueue("kvdisk-test-write", done.put, reads=drive)
+    real = aio._Kernel.submit
 
-    def late(*arguments):
-        begun.set()
-        assert go.wait(WAIT_S)
-        return real(*arguments)
+    def submit(kernel, context, count, pointers):
+        if context is drive._context:
+            reading.set()
+            assert go.wait(WAIT_S)
+        else:
+            given.append(writes._bytes)
+        return real(kernel, context, count, pointers)
 
-    def recorded(op, call, vectors):
-        order.append(op)
-        return real_place(op, call, vectors)
-
-    monkeypatch.setattr(aio._Kernel, "submit", late)
+    monkeypatch.setattr(aio._Kernel, "submit", submit)
     memory = make_memory(aio.LONGEST_BYTES)
-    ahead = aio.LEAST_AHEAD_BYTES // aio.LONGEST_BYTES
-    drive.put(0, Op.WRITE, [(at, Transfer(fd, 0, (memory,))) for at in range(ahead)], aio.LONGEST_BYTES)
-    assert begun.wait(WAIT_S)  # with all that the kernel may have
-    monkeypatch.setattr(aio, "_place", recorded)
-    small = [(at, Transfer(fd, 0, (memory[:ALIGNMENT],))) for at in range(2 * aio.MOST_READS_IN_ROW)]
-    drive.put(1, Op.WRITE, small[:4], ALIGNMENT)
-    drive.put(2, Op.READ, small, ALIGNMENT)
-    go.set()
-    assert sorted(done.get(timeout=WAIT_S) for _ in range(3)) == [Done(0, {}), Done(1, {}), Done(2, {})]
-    row = [Op.READ] * aio.MOST_READS_IN_ROW + [Op.WRITE]
-    assert order == row * 2 + [Op.WRITE] * 2
+    batch = [(at, Transfer(fd, 0, (memory,))) for at in range(2 * aio.LEAST_AHEAD_BYTES // aio.LONGEST_BYTES)]
+    try:
+        drive.put(1, Op.READ, batch[:1], aio.LONGEST_BYTES)
+        assert reading.wait(WAIT_S)
+        writes.put(2, Op.WRITE, batch, aio.LONGEST_BYTES)
+        assert done.get(timeout=WAIT_S) == Done(2, {})
+        assert given == [aio.LONGEST_BYTES] * len(batch)
+        go.set()
+        assert done.get(timeout=WAIT_S) == Done(1, {})
+        given.clear()
+        writes.put(3, Op.WRITE, batch, aio.LONGEST_BYTES)
+        assert done.get(timeout=WAIT_S) == Done(3, {})
+        assert max(given) == aio.LEAST_AHEAD_BYTES
+    finally:
+        go.set()
+        writes.close()
 
 
 @pytest.mark.parametrize("slow", [False, True])
@@ -265,14 +272,14 @@ def test_files_it_would_wait_for_are_left_to_threads(fd, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("served", [True, False])
-def test_a_device_has_one_queue_for_each_drive_and_kind(fd, path, tmp_path, monkeypatch, served):
+def test_a_device_has_queues_for_each_drive_and_kind(fd, path, tmp_path, monkeypatch, served):
     monkeypatch.setattr(aio, "serves", lambda number: served and number == fd)
     buffered = os.open(tmp_path / "buffered", os.O_RDWR | os.O_CREAT, 0o600)
     device = PosixDevice(threads=2)
     try:
         for number in (fd, buffered, fd):
             device.attach_file(number)
-        assert len(kernel_names()) == served
+        assert len(kernel_names()) == (2 if served else 0), "of each direction one"
         memory = make_memory(2 * ALIGNMENT)
         data = fill(memory, 3)
         device.submit(Op.WRITE, [Transfer(fd, 0, (memory[:ALIGNMENT],)), Transfer(buffered, 0, (memory[ALIGNMENT:],))])
@@ -284,19 +291,64 @@ def test_a_device_has_one_queue_for_each_drive_and_kind(fd, path, tmp_path, monk
     assert kernel_names() == []
 
 
-@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOSYS, errno.EPERM])
-def test_a_kernel_that_offers_none_is_served_by_threads(fd, monkeypatch, number):
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (errno.EAGAIN, "fs.aio-max-nr is used up"),
+        (errno.ENOSYS, "refuses it (refused)"),
+        (errno.EPERM, "refuses it (refused)"),
+    ],
+)
+def test_a_kernel_that_offers_none_is_served_by_threads_and_that_is_said_once(fd, monkeypatch, caplog, number, why):
     def refuse(_kernel, _most_events):
         raise OSError(number, "refused")
 
     monkeypatch.setattr(aio, "serves", lambda _fd: True)
     monkeypatch.setattr(aio._Kernel, "setup", refuse)
-    device = PosixDevice(threads=2)
+    posix._say_lost.cache_clear()
+    with caplog.at_level(logging.WARNING, "kvdisk"):
+        for _ in range(2):
+            device = PosixDevice(threads=2)
+            device.attach_file(fd)
+            assert device.name == "posix-threads"
+            assert kernel_names() == []
+            device.submit(Op.READ, [Transfer(fd, 0, (make_memory(ALIGNMENT),))])
+            assert [outcome.errors for outcome in device.drain()] == [{}]
+            device.close()
+    (record,) = caplog.records
+    assert "threads" in record.getMessage() and why in record.getMessage()
+
+
+def test_what_the_kernel_has_room_for_is_used_and_the_name_says_both(fd, monkeypatch, caplog):
+    real, made = aio._Kernel.setup, []
+
+    def setup(kernel, most_events):
+        if made:
+            raise OSError(errno.EAGAIN, "no room")
+        made.append(most_events)
+        return real(kernel, most_events)
+
+    monkeypatch.setattr(aio, "serves", lambda _fd: True)
+    monkeypatch.setattr(aio._Kernel, "setup", setup)
+    device = PosixDevice()
+    assert device.name == "posix"
     device.attach_file(fd)
-    assert kernel_names() == []
-    device.submit(Op.READ, [Transfer(fd, 0, (make_memory(ALIGNMENT),))])
-    assert [outcome.errors for outcome in device.drain()] == [{}]
+    assert device.name == "posix-aio/threads"
+    memory = make_memory(ALIGNMENT)
+    for op in Op:
+        device.submit(op, [Transfer(fd, 0, (memory,))])
+    assert [outcome.errors for outcome in device.drain()] == [{}, {}]
     device.close()
+
+
+@pytest.mark.parametrize(("served", "name"), [(True, "posix-aio"), (False, "posix-threads")])
+def test_a_device_is_called_by_what_serves_its_files(fd, monkeypatch, caplog, served, name):
+    monkeypatch.setattr(aio, "serves", lambda _fd: served)
+    device = PosixDevice()
+    device.attach_file(fd)
+    assert device.name == name
+    device.close()
+    assert caplog.records == [], "nothing was lost"
 
 
 def test_a_machine_of_another_kind_has_none(monkeypatch):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from kvdisk.cli.amounts import parse_size
+from kvdisk.cli.bench import rounds
 from kvdisk.cli.bench.cases import (
     Case,
     Contender,
@@ -32,7 +33,7 @@ from kvdisk.cli.bench.drive import LANES, DriveRun, auto_depth, block_order, try
 from kvdisk.cli.bench.figures import rows_of
 from kvdisk.cli.bench.gpu import GpuRun
 from kvdisk.cli.bench.mover import MoverRun, blocks_of
-from kvdisk.cli.bench.rounds import busy_thread, run_group, timed
+from kvdisk.cli.bench.rounds import _spin, run_group, timed
 from kvdisk.device.base import Op
 from kvdisk.device.memory import MemoryDevice
 from kvdisk.errors import ConfigError, DeviceError
@@ -166,12 +167,40 @@ def test_the_busy_thread_runs_beside_what_is_in_this_process_only():
     assert not any(thread.name == "kvdisk-bench-busy" for thread in threading.enumerate())
 
 
-def test_the_busy_thread_takes_the_processor():
-    with busy_thread(True):
-        sample = timed(lambda: threading.Event().wait(0.3))
-    assert sample.cpu_seconds > 0.05
-    idle = timed(lambda: threading.Event().wait(0.3))
-    assert idle.cpu_seconds < 0.05
+def test_the_busy_thread_runs_on_without_waiting():
+    class Ended:
+        """Of an event all that may be asked: whether it was set. It was after so many times."""
+
+        asked = 0
+
+        def is_set(self) -> bool:
+            self.asked += 1
+            return self.asked > 1000
+
+    ended = Ended()
+    _spin(ended)
+    assert ended.asked == 1001
+
+
+def test_a_sample_is_of_wall_time_and_of_this_process(monkeypatch):
+    class Clocks:
+        CLOCK_PROCESS_CPUTIME_ID = 77
+        wall_s, cpu_s = 1000.0, 50.0
+
+        def perf_counter(self) -> float:
+            return self.wall_s
+
+        def clock_gettime(self, which: int) -> float:
+            assert which == self.CLOCK_PROCESS_CPUTIME_ID
+            return self.cpu_s
+
+        def move(self) -> None:
+            self.wall_s += 2.0
+            self.cpu_s += 0.5
+
+    clocks = Clocks()
+    monkeypatch.setattr(rounds, "time", clocks)
+    assert timed(clocks.move) == Sample(2.0, 0.5)
 
 
 def test_ratios_are_of_the_same_round():

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 from ranks import CpuLanes
@@ -115,7 +117,8 @@ def test_a_way_that_fails_is_not_gone(memories, which):
 
 
 def test_a_drive_that_does_not_answer_is_given_up(memories, monkeypatch):
-    monkeypatch.setattr(direct_trial, "_GIVE_UP_S", 0.05)
+    ticks = itertools.count()
+    monkeypatch.setattr(direct_trial, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
     device = FaultyDevice(MemoryDevice(file_bytes=FILE_BYTES), FaultPlan(hold=True))
     report = try_direct(7, FILE_BYTES, AddressedDevice(device), *memories)
     assert report.silent
@@ -129,7 +132,8 @@ def test_no_room_no_trial(memories):
     assert "no room" in report.line(SIZES)
 
 
-def test_on_a_real_file_with_both_devices(memories):
+def test_on_a_real_file_with_both_devices(memories, monkeypatch):
+    monkeypatch.setattr(direct_trial, "time", SimpleNamespace(monotonic=lambda: 0.0))
     with tempfile.TemporaryFile() as file:
         file.truncate(FILE_BYTES)
         device = PairDevice(PosixDevice(threads=1), AddressedDevice(PosixDevice(threads=1)))

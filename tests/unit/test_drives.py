@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -24,6 +25,8 @@ MIB = 1 << 20
 CAP = 64 * MIB
 GEOMETRY = {"geometry": {"ranks": 1}}
 SPEC = SegmentSpec(3, 8192, 4)
+FS_IOC_GETFLAGS, FS_IOC_SETFLAGS = 0x80086601, 0x40086602
+FS_NOCOW_FL, OTHER_FLAG = 0x00800000, 0x80
 
 
 @pytest.fixture
@@ -43,6 +46,50 @@ def joined(dirs, home, known=(3,)) -> HomeFiles:
 
 def folders(path: Path) -> list[str]:
     return sorted(os.listdir(path / "homes"))
+
+
+@pytest.fixture
+def flags(monkeypatch):
+    """File flags by inode, as a file system that knows them keeps them."""
+    kept = {}
+
+    def ioctl(fd, request, held):
+        at = os.fstat(fd).st_ino
+        assert request in {FS_IOC_GETFLAGS, FS_IOC_SETFLAGS}
+        if request == FS_IOC_GETFLAGS:
+            held[0] = kept.get(at, OTHER_FLAG)
+        else:
+            kept[at] = held[0]
+
+    monkeypatch.setattr(fcntl, "ioctl", ioctl)
+    return kept
+
+
+def test_segments_are_written_in_place_where_the_file_system_would_copy(dirs, flags):
+    """A home that was made before is mended: by what it makes from then on."""
+    homes = [acquire(dirs)]
+    homes[0].close(clean=True)
+    flags.clear()
+    homes.append(acquire(dirs))
+    assert homes[0].path != homes[1].path, "taken over"
+    places = [homes[1].folder(at).segments_path for at in range(3)]
+    assert flags == {place.stat().st_ino: FS_NOCOW_FL | OTHER_FLAG for place in places}
+    homes[1].close(clean=True)
+
+
+def test_a_file_system_that_knows_no_copying_is_left_as_it_is(dirs, monkeypatch):
+    asked = []
+
+    def refuse(fd, request, held):
+        asked.append(fd)
+        raise OSError(errno.ENOTTY, os.strerror(errno.ENOTTY))
+
+    monkeypatch.setattr(fcntl, "ioctl", refuse)
+    before = set(os.listdir("/proc/self/fd"))
+    home = acquire(dirs[:1])
+    assert len(asked) == 1
+    home.close(clean=True)
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_each_further_directory_is_part_of_the_first(dirs):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.util
-import time
 
 import pytest
 
@@ -56,9 +55,7 @@ def test_what_kvikio_says_is_the_answer(installed, monkeypatch, tmp_path):
 
 
 def test_a_child_that_hangs_dies_or_raises_is_a_clause():
-    start_s = time.monotonic()
     assert "did not answer" in gds._ask_kvikio("import time; time.sleep(600)", 0.5)
-    assert time.monotonic() - start_s < 60
     assert "ended with -11" in gds._ask_kvikio("import os; os.kill(os.getpid(), 11)", 60.0)
     assert gds._ask_kvikio("raise RuntimeError('no driver')", 60.0) == "kvikio does not start: RuntimeError: no driver"
 

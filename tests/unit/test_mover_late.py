@@ -9,7 +9,7 @@ import pytest
 from ranks import GPU_BLOCKS, GROUPS, NamedFiles, Rank, move, segment_of
 
 from kvdisk.messages import JobKind, Plan, Reason
-from kvdisk.worker.runner import MOST_LATE
+from kvdisk.worker.runner import MOST_LATE, MOST_WRITES
 
 DEADLINE_S = 10.0
 """Of ``Rank``."""
@@ -162,6 +162,29 @@ def test_late_batches_are_bounded_and_then_nothing_starts(rank):
     rank.run()
     assert rank.released == dict.fromkeys(loads, 1)
     assert rank.do(JobKind.LOAD, kept) == {}
+
+
+def test_loads_go_on_beside_writes_that_hang(rank):
+    """However many and for however long, as on a frozen file system; through staging too, of which half is left."""
+    moves = stored(rank, GPU_BLOCKS // 2)
+    kept = [each._replace(cpu=rank.cpu(0, at)) for at, each in enumerate(moves)]
+    first = rank.device._transfers + 1
+    rank.device.plan.hang = set(range(first, first + 1000))
+    for _ in range(MOST_LATE // MOST_WRITES):
+        stores = [rank.submit(JobKind.STORE, [move(b, 0, b, nvme=b)]) for b in range(GPU_BLOCKS // 2, GPU_BLOCKS)]
+        pass_deadline(rank)
+        assert all(rank.results[store].failed == {0: Reason.DEADLINE} for store in stores)
+    hanging = rank.device.hanging
+    assert hanging == MOST_WRITES
+    rank.device.plan.hang = set()
+    rank.erase()
+    assert rank.do(JobKind.LOAD, kept) == {}
+    rank.erase()
+    assert rank.do(JobKind.LOAD, moves) == {}
+    assert rank.device.hanging == hanging
+    rank.device.let_go()
+    rank.run()
+    assert rank.do(JobKind.STORE, [move(1, 0, 1, nvme=1)]) == {}
 
 
 def test_a_store_whose_gather_ends_when_the_drives_are_stuck_starts_no_write(rank):

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -258,35 +257,66 @@ def test_a_transfer_that_hangs_holds_up_no_other(device, fd, pipe):
     os.close(writer)
 
 
-def test_waiting_costs_little_and_ends_when_the_transfer_does(device, pipe):
-    memory = known(device, ALIGNMENT)
-    ticket = device.submit(Op.READ, [Transfer(pipe[0], 0, (memory,))])
-    began_s, busy_s = time.monotonic(), time.thread_time()
+class Waits:
+    """A clock that stands still but for the device's waits, which end at once and are noted in seconds."""
+
+    def __init__(self):
+        self.now_s, self.noted_s = 1000.0, []
+
+    def monotonic(self):
+        return self.now_s
+
+    def sleep(self, wait_s):
+        self.noted_s.append(wait_s)
+        self.now_s += wait_s
+
+    def poll(self, wait_ms):
+        self.sleep(wait_ms / 1000)
+
+
+@pytest.fixture
+def waits(device, monkeypatch):
+    made = Waits()
+    monkeypatch.setattr(nixl, "time", made)
+    return made
+
+
+def test_it_waits_in_few_long_turns(device, pipe, waits, monkeypatch):
+    device.submit(Op.READ, [Transfer(pipe[0], 0, (known(device, ALIGNMENT),))])
+    monkeypatch.setattr(device, "_poller", waits)
     assert device.poll(0.4) == []
-    assert time.monotonic() - began_s >= 0.4
-    assert time.thread_time() - busy_s < 0.1, "it spins"
-    ends_s = []
-
-    def end():
-        ends_s.append(time.monotonic())
-        os.write(pipe[1], bytes(ALIGNMENT))
-
-    timer = threading.Timer(0.1, end)
-    timer.start()
-    assert device.poll(WAIT_S) == [(ticket, {})]
-    assert time.monotonic() - ends_s[0] < 0.5
-    timer.join()
+    assert waits.now_s - 1000.0 == pytest.approx(0.4, abs=0.0011)
+    assert len(waits.noted_s) <= 81, "it spins"
 
 
 @pytest.mark.parametrize("timeout_s", [0.0003, 0.001, 0.003])
-def test_a_short_wait_is_short(device, pipe, timeout_s):
+def test_a_short_wait_is_short(device, pipe, waits, monkeypatch, timeout_s):
     device.submit(Op.READ, [Transfer(pipe[0], 0, (known(device, ALIGNMENT),))])
-    waits_s = []
-    for _ in range(10):
-        began_s = time.monotonic()
-        assert device.poll(timeout_s) == []
-        waits_s.append(time.monotonic() - began_s)
-    assert sorted(waits_s)[5] < timeout_s + 0.002  # the median, for the machine has other work
+    monkeypatch.setattr(device, "_poller", waits)
+    assert device.poll(timeout_s) == []
+    assert timeout_s <= waits.now_s - 1000.0 + 1e-9 <= timeout_s + 0.0005
+
+
+def test_a_wait_ends_when_the_transfer_does(device, pipe, monkeypatch):
+    """Were it not woken, it would sleep until it has waited too long."""
+    monkeypatch.setattr(nixl, "_LONGEST_SLEEP_S", 2 * WAIT_S)
+    ticket = device.submit(Op.READ, [Transfer(pipe[0], 0, (known(device, ALIGNMENT),))])
+    real, waiting = device._poller, threading.Event()
+
+    class Watched:
+        def poll(self, wait_ms):
+            waiting.set()
+            return real.poll(wait_ms)
+
+    def end():
+        assert waiting.wait(WAIT_S)
+        os.write(pipe[1], bytes(ALIGNMENT))
+
+    monkeypatch.setattr(device, "_poller", Watched())
+    thread = threading.Thread(target=end)
+    thread.start()
+    assert device.poll(WAIT_S) == [(ticket, {})]
+    thread.join()
 
 
 def test_it_does_without_the_descriptor_of_the_ring(monkeypatch, tmp_path):

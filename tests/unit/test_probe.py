@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import logging
 import os
-import signal
 import subprocess
 import sys
-import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
-from kvdisk.device import choice, nixl_ring, probe
+from kvdisk.device import aio, choice, nixl_ring, probe
 from kvdisk.device.base import Op
 from kvdisk.device.choice import choose_device, make_like
 from kvdisk.device.nixl import NixlDevice
@@ -32,15 +32,58 @@ def quick(directory, block_bytes=BLOCK, **more):
     return probe.probe(directory, block_bytes, budget_s=0.05, file_bytes=8 * MIB, run_bytes=2 * MIB, **more)
 
 
-class SlowDevice(PosixDevice):
+class Clock:
+    """The probe's. It stands still, however long the machine takes, but for what a device of ours takes of it."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(probe, "time", made)
+    return made
+
+
+class PacedDevice(PosixDevice):
+    """Each batch ends at once, and takes so many seconds of the clock."""
+
+    def __init__(self, clock, batch_s, name="paced"):
+        super().__init__()
+        self.clock, self.batch_s, self.called = clock, batch_s, name
+        self.ended = []
+
+    @property
+    def name(self):
+        return self.called
+
     def submit(self, op, batch):
-        time.sleep(0.02)
-        return super().submit(op, batch)
+        ticket = super().submit(op, batch)
+        self.ended += super().drain()
+        self.clock.now_s += self.batch_s
+        return ticket
+
+    def poll(self, timeout_s=0.0):
+        ended, self.ended = self.ended, []
+        return ended
+
+
+def paced(clock, **batches_s):
+    """Return makers of devices that take so long for each batch."""
+    return {name: partial(PacedDevice, clock, batch_s, name) for name, batch_s in batches_s.items()}
 
 
 class SilentDevice(PosixDevice):
+    def __init__(self, clock):
+        super().__init__()
+        self.clock = clock
+
     def poll(self, timeout_s=0.0):
-        time.sleep(timeout_s)
+        self.clock.now_s += timeout_s
         return []
 
     def close(self):
@@ -83,7 +126,8 @@ def test_the_line_names_choice_reason_sizes_and_figures(tmp_path):
     for said in (str(tmp_path), f"the device {report.chosen}", "O_DIRECT", "reads and writes", "times as fast as"):
         assert said in report.line
     speed = report.speed("posix", Op.READ, False)
-    assert f"blocks of {BLOCK} bytes" in report.line and f"posix {speed.bytes_per_s / 1e6:.0f}/" in report.line
+    figure = f"{report.name('posix')} {speed.bytes_per_s / 1e6:.0f}/"
+    assert f"blocks of {BLOCK} bytes" in report.line and figure in report.line
     assert f"runs of {2 * MIB} bytes" in report.line
 
 
@@ -94,23 +138,46 @@ def test_blocks_of_any_size(tmp_path, block_bytes):
     assert all(each.bytes_each <= 2 * MIB for each in report.speeds)
 
 
-def test_it_keeps_to_its_time(tmp_path):
-    began_s = time.monotonic()
-    report = probe.probe(tmp_path, BLOCK, makers={"a": SlowDevice, "b": SlowDevice})
-    assert report.seconds <= time.monotonic() - began_s
-    # Sixteen calls of 20 ms each in what is tried, and eight cells of at most 50 ms, then the budget.
-    assert report.seconds < 4
+def test_it_keeps_to_its_time(tmp_path, clock):
+    """Four batches are tried, eight cells are measured once, a little longer than 50 ms each, and more within 0.6 s."""
+    report = probe.probe(tmp_path, BLOCK, makers=paced(clock, a=0.02, b=0.02))
+    assert report.seconds == clock.now_s - 1000.0
+    assert 0.6 <= report.seconds - 4 * 0.02 <= 0.6 + 0.06
+    assert {len(each.samples) for each in report.speeds} == {1, 2}
 
 
-def test_the_slower_one_is_not_chosen(tmp_path):
-    assert quick(tmp_path, makers={"slow": SlowDevice, "posix": PosixDevice}).chosen == "posix"
-    assert quick(tmp_path, makers={"posix": PosixDevice, "slow": SlowDevice}).chosen == "posix"
+def test_a_machine_that_stops_for_long_measures_something(tmp_path, clock, monkeypatch):
+    """Each look at the clock finds it a second later: nothing is measured twice, and no rate is 0."""
+    ticks = itertools.count(1000)
+    monkeypatch.setattr(probe, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    report = quick(tmp_path, makers=paced(clock, a=0.0))
+    assert report.problem == "" and report.chosen == "a"
+    assert all(len(each.samples) == 1 and each.bytes_per_s > 0 for each in report.speeds)
 
 
-@pytest.mark.parametrize(("queued", "chosen"), [(True, "posix"), (False, "nixl")])
-def test_of_two_alike_posix_goes_first_where_it_has_a_queue_of_the_kernels(tmp_path, monkeypatch, queued, chosen):
-    monkeypatch.setattr(probe, "serves", lambda fd: queued)
-    assert quick(tmp_path, makers={"nixl": SlowDevice, "posix": SlowDevice}).chosen == chosen
+def test_the_slower_one_is_not_chosen(tmp_path, clock):
+    assert quick(tmp_path, makers=paced(clock, nixl=0.02, posix=0.01)).chosen == "posix"
+    assert quick(tmp_path, makers=paced(clock, posix=0.01, nixl=0.02)).chosen == "posix"
+
+
+@pytest.mark.parametrize(("called", "chosen"), [("posix-aio", "posix"), ("posix-threads", "nixl")])
+def test_of_two_alike_posix_goes_first_where_it_has_a_queue_of_the_kernels(tmp_path, clock, called, chosen):
+    makers = {"nixl": partial(PacedDevice, clock, 0.01, "nixl"), "posix": partial(PacedDevice, clock, 0.01, called)}
+    report = quick(tmp_path, makers=makers)
+    assert report.chosen == chosen
+    assert f"with the device {'posix-aio' if chosen == 'posix' else 'nixl'} (with O_DIRECT)" in report.line
+    assert f"{called} " in report.line.partition("MB/s")[2]
+
+
+def test_a_queue_that_the_kernel_refuses_is_not_claimed(tmp_path, monkeypatch):
+    def refuse(_kernel, _most_events):
+        raise OSError(errno.EAGAIN, "fs.aio-max-nr")
+
+    monkeypatch.setattr(aio, "serves", lambda _fd: True)
+    monkeypatch.setattr(aio._Kernel, "setup", refuse)
+    report = quick(tmp_path, makers={"posix": PosixDevice})
+    assert report.chosen == "posix"
+    assert "with the device posix-threads (with O_DIRECT)" in report.line
 
 
 @pytest.mark.parametrize(
@@ -131,8 +198,8 @@ def test_the_preferred_one_loses_only_to_one_that_is_clearly_faster(nixl, posix,
         (FaultPlan(fail={3: errno.EIO}), "a read that was tried failed: Input/output error"),
     ],
 )
-def test_a_device_that_moves_wrong_bytes_is_not_used_however_fast(tmp_path, plan, said):
-    makers = {"wrong": lambda: FaultyDevice(PosixDevice(), plan), "slow": SlowDevice}
+def test_a_device_that_moves_wrong_bytes_is_not_used_however_fast(tmp_path, clock, plan, said):
+    makers = {"wrong": lambda: FaultyDevice(PosixDevice(), plan), **paced(clock, slow=0.02)}
     report = quick(tmp_path, makers=makers)
     assert report.absent == {"wrong": said}
     assert report.chosen == "slow"
@@ -214,26 +281,30 @@ def test_a_directory_that_cannot_be_had_is_said(tmp_path):
     assert "nothing could be tried there" in quick(tmp_path / "file").line
 
 
-def test_a_drive_that_does_not_answer_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(probe, "_GIVE_UP_S", 0.2)
+def test_a_drive_that_does_not_answer_is_given_up(tmp_path, clock, monkeypatch):
     monkeypatch.setattr(probe, "_given_up", [])
-    began_s = time.monotonic()
-    report = quick(tmp_path, makers={"silent": SilentDevice})
-    assert time.monotonic() - began_s < 5
+    report = quick(tmp_path, makers={"silent": partial(SilentDevice, clock)})
+    assert 5.0 <= report.seconds < 5.1
     assert report.chosen == "posix" and report.why.startswith("the drive has not answered")
     (kept,) = probe._given_up
     PosixDevice.close(kept[0]["silent"])
 
 
 def test_a_probe_that_is_killed_leaves_nothing(tmp_path):
-    program = (
-        f"from kvdisk.device.probe import probe; import sys; from pathlib import Path\n"
-        f"print('go', flush=True); probe(Path({str(tmp_path)!r}), 65536, budget_s=60)"
-    )
+    program = f"""
+import time
+from pathlib import Path
+from kvdisk.device.posix import PosixDevice
+from kvdisk.device.probe import probe
+class Stopping(PosixDevice):
+    def submit(self, op, batch):
+        print("go", flush=True)
+        time.sleep(3600)
+probe(Path({str(tmp_path)!r}), 65536, makers={{"posix": Stopping}})
+"""
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child:
-        child.stdout.readline()
-        time.sleep(0.5)
-        child.send_signal(signal.SIGKILL)
+        assert child.stdout.readline() == b"go\n"
+        child.kill()
     assert list(tmp_path.iterdir()) == []
 
 

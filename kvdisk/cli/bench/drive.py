@@ -35,17 +35,11 @@ def under_way_bytes(depth: int, block_bytes: int) -> int:
     return lanes * -(-depth // lanes) * block_bytes
 
 
-def make_device(name: str) -> Device:
-    """Return a device of that name, the caller's to close. Raises ConfigError, DeviceError, ImportError, OSError."""
-    module, kind = DEVICES[name]
-    device: Device = getattr(importlib.import_module(module), kind)()
-    return device
-
-
 def try_device(name: str) -> tuple[Device | None, str]:
-    """Return a device, or None and why there is none."""
+    """Return a device, the caller's to close, or None and why there is none."""
+    module, kind = DEVICES[name]
     try:
-        return make_device(name), ""
+        return getattr(importlib.import_module(module), kind)(), ""
     except (KvdiskError, ImportError, OSError, RuntimeError) as error:
         said = str(error).strip().splitlines()
         return None, said[0] if said else type(error).__name__

@@ -9,9 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvdisk.cli.bench.cases import Case, Contender, Flow, Group, Layout, Role, Unmeasured
-from kvdisk.cli.bench.drive import auto_depth, bare_loop, make_device, under_way_bytes
+from kvdisk.cli.bench.drive import auto_depth, bare_loop, under_way_bytes
 from kvdisk.cli.bench.settings import Part, Settings
 from kvdisk.cli.bench.stand import Stand
+from kvdisk.device.base import Device
+from kvdisk.device.choice import make_like
 
 if TYPE_CHECKING:
     from kvdisk.cli.bench.mover import MoverRun
@@ -70,8 +72,8 @@ def mover_group(stand: Stand, case: Case, *, limit: bool = True) -> Group:
 
     def make(stack: ExitStack) -> list[Contender]:
         made = [*(stand.limits(case) if limit else []), *stand.ours(case)]
-        for name in stand.runs:
-            run = _mover_run(stand, stack, name, case)
+        for device in [each.device for each in stand.runs]:
+            run, name = _mover_run(stand, stack, device, case), device.name
             made.append(Contender(f"{name} {THROUGH_MOVER}", Role.OURS, run.measure))
             if case.flow is Flow.READ:
                 made.append(Contender(f"{name} {THROUGH_MOVER}, {UNVERIFIED}", Role.OURS, run.measure_unverified))
@@ -89,9 +91,9 @@ def cpu_group(stand: Stand, settings: Settings) -> Group:
     def make(stack: ExitStack) -> list[Contender]:
         made = [Contender(BARE, Role.LIMIT, partial(bare_loop, case, stand.files.fd, stand.memory))]
         made += stand.ours(case)
-        for name in stand.runs:
-            run = _mover_run(stand, stack, name, case, cpu_tier=True)
-            made.append(Contender(f"{name}, {VERIFIED}", Role.OURS, run.promote))
+        for device in [each.device for each in stand.runs]:
+            run = _mover_run(stand, stack, device, case, cpu_tier=True)
+            made.append(Contender(f"{device.name}, {VERIFIED}", Role.OURS, run.promote))
         return made
 
     return Group(case, make)
@@ -126,9 +128,10 @@ def most_under_way_bytes(settings: Settings) -> int:
     return max(under_way_bytes(settings.depth or auto_depth(size), size) for size in sizes)
 
 
-def _mover_run(stand: Stand, stack: ExitStack, name: str, case: Case, *, cpu_tier: bool = False) -> MoverRun:
+def _mover_run(stand: Stand, stack: ExitStack, device: Device, case: Case, *, cpu_tier: bool = False) -> MoverRun:
+    """Return a mover over another device of the same kind."""
     from kvdisk.cli.bench.mover import MoverRun
 
-    run = MoverRun(make_device(name), stand.files.fd, case, cpu_tier=cpu_tier)
+    run = MoverRun(make_like(device), stand.files.fd, case, cpu_tier=cpu_tier)
     stack.callback(run.close)
     return run

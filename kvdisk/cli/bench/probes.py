@@ -66,14 +66,16 @@ def table_of(reports: Sequence[ProbeReport]) -> Table:
         names = dict.fromkeys(speed.device for speed in report.speeds)
         for at, name in enumerate(names):
             size = short_size(report.block_bytes) if at == 0 else ""
-            table.add_row(size, name, *[_figure(report, name, op, run) for op, run in _WAYS])
+            table.add_row(size, report.name(name), *[_figure(report, name, op, run) for op, run in _WAYS])
         table.add_section()
     return table
 
 
 def reasons(reports: Sequence[ProbeReport]) -> list[str]:
     """Return what is chosen for each size, and why, in a line each; and why a device is not there."""
-    lines = [f"{short_size(one.block_bytes)}: {one.chosen}, because {one.why.rstrip('.')}." for one in reports]
+    lines = [
+        f"{short_size(one.block_bytes)}: {one.name(one.chosen)}, because {one.why.rstrip('.')}." for one in reports
+    ]
     absent = {f"without {name}: {why.rstrip('.')}." for one in reports for name, why in one.absent.items()}
     return [*lines, *sorted(absent)]
 
@@ -85,6 +87,7 @@ def plain(report: ProbeReport) -> dict[str, Any]:
         "run_bytes": report.run_bytes,
         "direct": report.direct,
         "chosen": report.chosen,
+        "names": report.names,
         "why": report.why,
         "problem": report.problem,
         "absent": report.absent,

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from kvdisk.cli.wording import size
+from kvdisk.device.drives import write_in_place
 from kvdisk.errors import ConfigError, DeviceError
 
 PREFIX = ".kvdisk-bench-"
@@ -88,6 +89,7 @@ def _make_file(path: Path, file_bytes: int, content: memoryview) -> tuple[int, b
     """Allocate and overwrite it, as the slots of a store that has been in use are; return it open, and if direct."""
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
+        write_in_place(fd)
         os.posix_fallocate(fd, 0, file_bytes)
     finally:
         os.close(fd)

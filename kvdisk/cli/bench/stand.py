@@ -45,7 +45,7 @@ class Stand:
     ``memory``: filled with bytes that do not compress, for the devices' buffers.
     """
 
-    def __init__(self, files: Scratch, arena: Arena, runs: dict[str, DriveRun], peer: Peer | None) -> None:
+    def __init__(self, files: Scratch, arena: Arena, runs: list[DriveRun], peer: Peer | None) -> None:
         self.files = files
         self.memory = arena.memory
         self.runs = runs
@@ -88,8 +88,8 @@ class Stand:
         ]
 
     def ours(self, case: Case) -> list[Contender]:
-        """Return each device in a case."""
-        return [Contender(name, Role.OURS, partial(run.measure, case)) for name, run in self.runs.items()]
+        """Return each device in a case, by the name that says what it really uses."""
+        return [Contender(run.device.name, Role.OURS, partial(run.measure, case)) for run in self.runs]
 
 
 @contextmanager
@@ -108,15 +108,15 @@ def make_stand(
         fill(arena.memory)
         beside_bytes = file_bytes if peer is not None else 0
         files = stack.enter_context(scratch(directory, file_bytes, beside_bytes, arena.memory))
-        runs: dict[str, DriveRun] = {}
+        runs: list[DriveRun] = []
         skipped = []
         for name in names:
             device, why = try_device(name)
             if device is None:
                 skipped.append(f"device {name} is left out: {why}")
             else:
-                run = runs[name] = DriveRun(device, files.fd, arena.memory)
-                stack.callback(run.close)
+                runs.append(DriveRun(device, files.fd, arena.memory))
+                stack.callback(runs[-1].close)
         if not runs:
             raise Unmeasured("; ".join(skipped) or "no device was asked for")
         stand = Stand(files, arena, runs, peer)
