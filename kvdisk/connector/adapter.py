@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 SUPPORTED_VERSIONS = ((0, 32), (0, 33))
 """0.32 is what the tests run on; 0.33 adds ``supports_sleep_mode`` and keeps no reference count on null blocks."""
@@ -101,8 +101,26 @@ def _layer_specs(spec: KVCacheSpec, layer_names: Sequence[str]) -> dict[str, KVC
     return dict.fromkeys(layer_names, spec)
 
 
+def sizes_are_certain(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether the scheduler's configuration tells the sizes of all layers, and not of each group's first one only.
+
+    vLLM lets that layer stand for all of a group there; what remains of them is that layers which differ lie in KV
+    tensors of their own.
+    """
+    return all(
+        sum(not names.isdisjoint(tensor.layers) for tensor in kv_cache_config.kv_cache_tensors) <= 1
+        for names in (set(group.layer_names) for group in kv_cache_config.kv_cache_groups)
+    )
+
+
+def groups_to_tell(kv_cache_config: KVCacheConfig) -> list[KVCacheGroupSpec] | None:
+    """Return a worker's groups where the scheduler's lack something, else None: other connectors' handshakes go on."""
+    groups = kv_cache_config.kv_cache_groups
+    return groups if any(isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs) for group in groups) else None
+
+
 def geometry_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometry:
-    """Return the sizes of this engine's blocks; the same on the scheduler's side and every worker's."""
+    """Return the sizes of this engine's blocks: of those that a configuration has, see ``sizes_are_certain``."""
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         specs = _layer_specs(group.kv_cache_spec, group.layer_names)

@@ -25,6 +25,12 @@ def tiny_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _build("tiny-gemma3", tmp_path_factory)
 
 
+@pytest.fixture(scope="session")
+def tiny_gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory: layers whose KV differs in bytes, in one KV-cache group without the hybrid manager."""
+    return _build("tiny-gemma4", tmp_path_factory)
+
+
 def _build(kind: str, factory: pytest.TempPathFactory) -> Path:
     return tiny_models.build(kind, factory.mktemp("models") / kind, [(ROOT / "LICENSE").read_text()])
 

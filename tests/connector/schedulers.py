@@ -30,7 +30,14 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -67,6 +74,7 @@ class Bench:
 
     ``drafter``: a group of a drafter's layers.
     ``others``: the classes of a ``MultiConnector``'s children, kvdisk's being ``KVDiskConnector``; none: kvdisk alone.
+    ``two_sizes``: the group has a second layer, twice as large, of which only the workers know (``worker_groups``).
     ``invalid``: GPU blocks that the next step reports as not loaded. With ``events`` what is published goes to
     ``published``.
     """
@@ -86,6 +94,7 @@ class Bench:
         drafter: bool = False,
         others: Sequence[str] = (),
         events: bool = False,
+        two_sizes: bool = False,
     ) -> None:
         register()
         folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +107,16 @@ class Bench:
             groups.append(KVCacheGroupSpec(["window.0"], spec))
         if drafter:
             groups.append(KVCacheGroupSpec(["draft.0"], FullAttentionSpec(**sizes), is_eagle_group=True))
-        cache = KVCacheConfig(num_blocks, [], groups, hash_block_size=BLOCK_TOKENS)
+        tensors = []
+        if two_sizes:
+            groups[0].layer_names.append("full.1")
+            tensors = [KVCacheTensor(0, [name], 0, 0) for name in groups[0].layer_names]
+        wide = FullAttentionSpec(**sizes | {"head_size": 64})
+        layers = {"full.0": groups[0].kv_cache_spec, "full.1": wide}
+        self.worker_groups = [
+            KVCacheGroupSpec(list(layers), UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=layers))
+        ]
+        cache = KVCacheConfig(num_blocks, tensors, groups, hash_block_size=BLOCK_TOKENS)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         self.scheduler = Scheduler(
