@@ -7,11 +7,14 @@ arguments is read here, so that a new version means a change in this file.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -99,6 +102,31 @@ def _layer_specs(spec: KVCacheSpec, layer_names: Sequence[str]) -> dict[str, KVC
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return {name: spec.kv_cache_specs[name] for name in layer_names}
     return dict.fromkeys(layer_names, spec)
+
+
+def recompute_failed_loads(vllm_config: VllmConfig) -> bool:
+    """Set ``kv_load_failure_policy`` to recompute; return whether it was not. Call it while the connector is built.
+
+    The scheduler reads it afterwards, of the configuration that it has itself. A child of ``MultiConnector`` is given a
+    copy of that; then the outermost connector that is being built has it. Raises ConfigError where that one does not
+    show it, unless kvdisk's own says so already.
+    """
+    frame: FrameType | None = sys._getframe()
+    outer: VllmConfig | None = vllm_config
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, KVConnectorBase_V1):
+            outer = getattr(owner, "_vllm_config", None)
+        frame = frame.f_back
+    was_set = (outer or vllm_config).kv_transfer_config.kv_load_failure_policy == "recompute"
+    if outer is None:
+        if was_set:
+            return False
+        raise ConfigError(
+            "kvdisk cannot reach the connector around it: set kv_load_failure_policy to recompute, there and for kvdisk."
+        )
+    outer.kv_transfer_config.kv_load_failure_policy = "recompute"
+    return not was_set
 
 
 def sizes_are_certain(kv_cache_config: KVCacheConfig) -> bool:

@@ -21,6 +21,7 @@ from kvdisk.connector.adapter import (
     geometry_of,
     overwritten_blocks,
     publishes_events,
+    recompute_failed_loads,
     sizes_are_certain,
     step_blocks_of,
 )
@@ -69,10 +70,7 @@ class SchedulerSide:
         self._writer = EventWriter(self._geometry, event_groups(kv_cache_config)) if publishes else None
         self._journal: Journal | None = None
         self._told: dict[str, int] = {}
-        transfer = vllm_config.kv_transfer_config
-        if transfer.kv_load_failure_policy == "fail":
-            # The scheduler reads the policy after it has built its connector.
-            transfer.kv_load_failure_policy = "recompute"
+        if recompute_failed_loads(vllm_config):
             logger.warning("kvdisk sets kv_load_failure_policy to recompute: a block that fails to load is computed.")
 
     @property

@@ -293,7 +293,6 @@ def vllm_config(
             kv_connector="MultiConnector",
             kv_role="kv_both",
             kv_connector_extra_config={"connectors": children},
-            kv_load_failure_policy="recompute",
         )
     config = VllmConfig(
         model_config=ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=2048),
