@@ -104,6 +104,23 @@ def _layer_specs(spec: KVCacheSpec, layer_names: Sequence[str]) -> dict[str, KVC
     return dict.fromkeys(layer_names, spec)
 
 
+def refuse_store_policy(store_policy: str, vllm_config: VllmConfig, geometry: Geometry) -> None:
+    """Raise ConfigError where vLLM's prefix cache is off, and a policy would store nothing, or nothing that hits."""
+    if store_policy not in {"spillover", "on_preemption"} or vllm_config.cache_config.enable_prefix_caching:
+        return
+    if store_policy == "spillover":
+        raise ConfigError(
+            "store_policy 'spillover' stores what leaves vLLM's prefix cache, and that is off: set "
+            "enable_prefix_caching, or store_policy to 'on_compute'."
+        )
+    if any(group.window_tokens is not None for group in geometry.groups):
+        # Only the prefix cache tells whether a block at the window's edge is still the victim's.
+        raise ConfigError(
+            "store_policy 'on_preemption' needs vLLM's prefix cache for a model with sliding windows, and that is off: "
+            "set enable_prefix_caching, or store_policy to 'on_compute'."
+        )
+
+
 def recompute_failed_loads(vllm_config: VllmConfig) -> bool:
     """Set ``kv_load_failure_policy`` to recompute; return whether it was not. Call it while the connector is built.
 
@@ -123,7 +140,7 @@ def recompute_failed_loads(vllm_config: VllmConfig) -> bool:
         if was_set:
             return False
         raise ConfigError(
-            "kvdisk cannot reach the connector around it: set kv_load_failure_policy to recompute, there and for kvdisk."
+            "kvdisk cannot reach the connector around it: set kv_load_failure_policy to recompute there and for kvdisk."
         )
     outer.kv_transfer_config.kv_load_failure_policy = "recompute"
     return not was_set

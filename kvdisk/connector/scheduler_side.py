@@ -22,6 +22,7 @@ from kvdisk.connector.adapter import (
     overwritten_blocks,
     publishes_events,
     recompute_failed_loads,
+    refuse_store_policy,
     sizes_are_certain,
     step_blocks_of,
 )
@@ -60,6 +61,7 @@ class SchedulerSide:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._geometry = geometry_of(vllm_config, kv_cache_config)
+        refuse_store_policy(config.store_policy, vllm_config, self._geometry)
         self._namespace = self._make_namespace() if sizes_are_certain(kv_cache_config) else None
         self._context: BlockPoolContext | None = None
         self._parts: SchedulerParts | None = None

@@ -95,11 +95,13 @@ class Bench:
         others: Sequence[str] = (),
         events: bool = False,
         two_sizes: bool = False,
+        prefix_caching: bool = True,
     ) -> None:
         register()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(MODEL))
         config = vllm_config(folder, num_blocks, max_batched_tokens, extra, connector, others, events, max_seqs)
+        config.cache_config.enable_prefix_caching = prefix_caching
         sizes = {"block_size": BLOCK_TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
         groups = [KVCacheGroupSpec(["full.0"], FullAttentionSpec(**sizes))]
         if window_tokens is not None:
