@@ -65,6 +65,8 @@ def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ite
     if vllm_minor_version() not in SUPPORTED_VERSIONS:
         listed = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED_VERSIONS)
         yield f"vLLM {vllm.__version__} (it supports {listed})"
+    if not kv_cache_config.kv_cache_groups:
+        yield "models without KV cache, such as encoders"
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     if model.is_encoder_decoder:
         yield "encoder-decoder models"

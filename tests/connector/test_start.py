@@ -103,6 +103,7 @@ FULL = FullAttentionSpec(**SIZES)
         ),
         (_config(kv_transfer_config=SimpleNamespace(kv_role="kv_producer")), _cache(FULL), "kv_producer"),
         (_config(speculative_config=SimpleNamespace(method="medusa")), _cache(FULL), "medusa"),
+        (_config(), _cache(), "models without KV cache, such as encoders"),
         (_config(), KVCacheConfig(8, [], [WINDOWED_DRAFTER], hash_block_size=32), "drafters with sliding windows"),
     ],
 )
