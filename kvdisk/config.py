@@ -76,7 +76,8 @@ class Config:
     store_policy: str = "on_compute"
     """When blocks are stored. `"on_compute"`: each full block in the step that computes it. `"on_preemption"`: only
     what a preemption would lose, generated tokens too. `"spillover"`: shortly before the GPU's cache drops them. Or a
-    class of your own, `"module:Class"`. [Store policies](SCHEDULING.md#store-policies) has pictures of each.
+    class of your own, `"module:Class"`. With vLLM's prefix caching off `"spillover"` is refused, and for models with
+    sliding windows `"on_preemption"`. [Store policies](SCHEDULING.md#store-policies) has pictures of each.
 
     Example: "spillover"
     """

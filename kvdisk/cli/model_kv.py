@@ -47,6 +47,7 @@ _OTHER_STATE = {
     "mamba_expand": "Mamba layers",
     "mamba_n_heads": "Mamba layers",
     "num_kv_shared_layers": "layers that share their KV",
+    "per_layer_config": "layers of different sizes",
     "ssm_cfg": "Mamba layers",
     "ssm_state_size": "Mamba layers",
     "state_size": "Mamba layers",

@@ -7,12 +7,15 @@ arguments is read here, so that a new version means a change in this file.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 SUPPORTED_VERSIONS = ((0, 32), (0, 33))
 """0.32 is what the tests run on; 0.33 adds ``supports_sleep_mode`` and keeps no reference count on null blocks."""
@@ -63,6 +66,8 @@ def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ite
     if vllm_minor_version() not in SUPPORTED_VERSIONS:
         listed = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED_VERSIONS)
         yield f"vLLM {vllm.__version__} (it supports {listed})"
+    if not kv_cache_config.kv_cache_groups:
+        yield "models without KV cache, such as encoders"
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     if model.is_encoder_decoder:
         yield "encoder-decoder models"
@@ -102,8 +107,68 @@ def _layer_specs(spec: KVCacheSpec, layer_names: Sequence[str]) -> dict[str, KVC
     return dict.fromkeys(layer_names, spec)
 
 
+def refuse_store_policy(store_policy: str, vllm_config: VllmConfig, geometry: Geometry) -> None:
+    """Raise ConfigError where vLLM's prefix cache is off, and a policy would store nothing, or nothing that hits."""
+    if store_policy not in {"spillover", "on_preemption"} or vllm_config.cache_config.enable_prefix_caching:
+        return
+    if store_policy == "spillover":
+        raise ConfigError(
+            "store_policy 'spillover' stores what leaves vLLM's prefix cache, and that is off: set "
+            "enable_prefix_caching, or store_policy to 'on_compute'."
+        )
+    if any(group.window_tokens is not None for group in geometry.groups):
+        # Only the prefix cache tells whether a block at the window's edge is still the victim's.
+        raise ConfigError(
+            "store_policy 'on_preemption' needs vLLM's prefix cache for a model with sliding windows, and that is off: "
+            "set enable_prefix_caching, or store_policy to 'on_compute'."
+        )
+
+
+def recompute_failed_loads(vllm_config: VllmConfig) -> bool:
+    """Set ``kv_load_failure_policy`` to recompute; return whether it was not. Call it while the connector is built.
+
+    The scheduler reads it afterwards, of the configuration that it has itself. A child of ``MultiConnector`` is given a
+    copy of that; then the outermost connector that is being built has it. Raises ConfigError where that one does not
+    show it, unless kvdisk's own says so already.
+    """
+    frame: FrameType | None = sys._getframe()
+    outer: VllmConfig | None = vllm_config
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, KVConnectorBase_V1):
+            outer = getattr(owner, "_vllm_config", None)
+        frame = frame.f_back
+    was_set = (outer or vllm_config).kv_transfer_config.kv_load_failure_policy == "recompute"
+    if outer is None:
+        if was_set:
+            return False
+        raise ConfigError(
+            "kvdisk cannot reach the connector around it: set kv_load_failure_policy to recompute there and for kvdisk."
+        )
+    outer.kv_transfer_config.kv_load_failure_policy = "recompute"
+    return not was_set
+
+
+def sizes_are_certain(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether the scheduler's configuration tells the sizes of all layers, and not of each group's first one only.
+
+    vLLM lets that layer stand for all of a group there; what remains of them is that layers which differ lie in KV
+    tensors of their own.
+    """
+    return all(
+        sum(not names.isdisjoint(tensor.layers) for tensor in kv_cache_config.kv_cache_tensors) <= 1
+        for names in (set(group.layer_names) for group in kv_cache_config.kv_cache_groups)
+    )
+
+
+def groups_to_tell(kv_cache_config: KVCacheConfig) -> list[KVCacheGroupSpec] | None:
+    """Return a worker's groups where the scheduler's lack something, else None: other connectors' handshakes go on."""
+    groups = kv_cache_config.kv_cache_groups
+    return groups if any(isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs) for group in groups) else None
+
+
 def geometry_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometry:
-    """Return the sizes of this engine's blocks; the same on the scheduler's side and every worker's."""
+    """Return the sizes of this engine's blocks: of those that a configuration has, see ``sizes_are_certain``."""
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         specs = _layer_specs(group.kv_cache_spec, group.layer_names)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -21,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.request import RequestStatus
 
 from kvdisk.config import Config
-from kvdisk.connector.adapter import refuse_unsupported
+from kvdisk.connector.adapter import groups_to_tell, refuse_unsupported
 from kvdisk.connector.log import join_log
 from kvdisk.connector.metrics import KVDiskPromMetrics, KVDiskStats
 from kvdisk.connector.scheduler_side import SchedulerSide
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -64,6 +65,13 @@ class KVDiskWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # 
         assert isinstance(other, KVDiskWorkerMetadata)
         self.report.merge(other.report)
         return self
+
+
+@dataclass
+class KVDiskHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is untyped here
+    """A worker's KV-cache groups on their way to the scheduler, at start."""
+
+    groups: list[KVCacheGroupSpec]
 
 
 class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is untyped here
@@ -107,6 +115,11 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Start the worker's half over the KV tensors."""
         self.worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVDiskHandshake | None:
+        """Tell what the scheduler cannot know of the KV cache."""
+        groups = groups_to_tell(self._kv_cache_config)
+        return None if groups is None else KVDiskHandshake(groups)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Let the step wait for the copies of what it overwrites."""
@@ -158,6 +171,13 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Build the manager over the engine's block pool."""
         self.scheduler.bind_pool(gpu_block_pool)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[Any, KVConnectorHandshakeMetadata]) -> None:
+        """Hear what the workers have told, of any rank; as a child of ``MultiConnector`` also another's."""
+        told = [one.groups for one in metadata.values() if isinstance(one, KVDiskHandshake)]
+        self.scheduler.take_worker_groups(told)
+
+    set_xfer_handshake_metadata_pp_aware = set_xfer_handshake_metadata
 
     def on_new_request(self, request: Request) -> None:
         """Follow a request."""

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import platform
-import struct
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _SAMPLE_BYTES = 4096
+_MOST_HEADER_BYTES = 100_000_000
+"""The safetensors format's own limit."""
 _UNSTABLE_HASHES = ("xxhash", "builtin")
 _NO_IDENTITY = frozenset({"dummy", "runai_streamer", "runai_streamer_sharded", "tensorizer"})
 
@@ -149,16 +151,26 @@ def _model_folder(model: ModelConfig) -> Path:
 
 
 def _digest_safetensors(file: Path, digest: Any) -> None:
-    """Add the header, and the start of each tensor: layout per the safetensors format (u64 length, JSON, data)."""
+    """Add the header, and the start of each tensor: layout per the safetensors format (u64 length, JSON, data).
+
+    Raises ConfigError where the file is not of that format.
+    """
     with file.open("rb") as stream:
-        (header_bytes,) = struct.unpack("<Q", stream.read(8))
-        header = stream.read(header_bytes)
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        data_bytes = file.stat().st_size - 8 - header_bytes
+        header = stream.read(header_bytes) if data_bytes >= 0 and header_bytes <= _MOST_HEADER_BYTES else b""
+        try:
+            tensors = sorted((name, tensor) for name, tensor in json.loads(header).items() if name != "__metadata__")
+            spans = [tuple(map(index, tensor["data_offsets"])) for _, tensor in tensors]
+            sound = all(0 <= start <= end <= data_bytes for start, end in spans)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            sound = False
+        if not sound:
+            raise ConfigError(f"The NVMe tier needs the model's weight files, and {file} is a damaged one.")
         digest.update(header)
-        for name, tensor in sorted(json.loads(header).items()):
-            if name != "__metadata__":
-                start, end = tensor["data_offsets"]
-                stream.seek(8 + header_bytes + start)
-                digest.update(stream.read(min(_SAMPLE_BYTES, end - start)))
+        for start, end in spans:
+            stream.seek(8 + header_bytes + start)
+            digest.update(stream.read(min(_SAMPLE_BYTES, end - start)))
 
 
 def _digest_samples(file: Path, digest: Any) -> None:

@@ -7,7 +7,8 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -20,6 +21,9 @@ from kvdisk.connector.adapter import (
     geometry_of,
     overwritten_blocks,
     publishes_events,
+    recompute_failed_loads,
+    refuse_store_policy,
+    sizes_are_certain,
     step_blocks_of,
 )
 from kvdisk.connector.controls import Controls
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.request import Request
 
     from kvdisk.manager.events import Journal
@@ -47,13 +51,19 @@ _SOURCES = {Tier.CPU: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
 
 
 class SchedulerSide:
-    """Translates between vLLM's requests and blocks and the ``TierManager``, which exists once the pool is bound."""
+    """Translates between vLLM's requests and blocks and the ``TierManager``.
+
+    That exists once the block pool is bound; where layers of one group differ, once the workers have told their sizes.
+    """
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._config = config
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
         self._geometry = geometry_of(vllm_config, kv_cache_config)
-        self._namespace = fingerprint_of(vllm_config, kv_cache_config) if config.store_dirs else (None, {})
-        self._step_blocks = step_blocks_of(vllm_config, self._geometry)
+        refuse_store_policy(config.store_policy, vllm_config, self._geometry)
+        self._namespace = self._make_namespace() if sizes_are_certain(kv_cache_config) else None
+        self._context: BlockPoolContext | None = None
         self._parts: SchedulerParts | None = None
         self._requests: dict[str, Request] = {}
         self._local_tokens: dict[str, int] = {}
@@ -62,23 +72,49 @@ class SchedulerSide:
         self._writer = EventWriter(self._geometry, event_groups(kv_cache_config)) if publishes else None
         self._journal: Journal | None = None
         self._told: dict[str, int] = {}
-        transfer = vllm_config.kv_transfer_config
-        if transfer.kv_load_failure_policy == "fail":
-            # The scheduler reads the policy after it has built its connector.
-            transfer.kv_load_failure_policy = "recompute"
+        if recompute_failed_loads(vllm_config):
             logger.warning("kvdisk sets kv_load_failure_policy to recompute: a block that fails to load is computed.")
 
     @property
     def _manager(self) -> TierManager:
         if self._parts is None:
-            raise ConfigError("kvdisk needs the engine's block pool, and this engine has not given it.")
+            raise ConfigError(
+                "kvdisk needs the engine's block pool, and this engine has not given it."
+                if self._context is None
+                else "kvdisk needs to hear from the workers how large the KV cache's layers are, which differ within a "
+                "KV-cache group, and no handshake came: beside other connectors in MultiConnector, list it first."
+            )
         return self._parts.manager
 
     def bind_pool(self, pool: BlockPool) -> None:
-        """Build the manager over the engine's block pool."""
-        assert self._parts is None, "the block pool was bound twice"
-        context = BlockPoolContext(pool, self._geometry, self._step_blocks)
-        self._parts = assemble_scheduler(self._config, self._geometry, context, *self._namespace)
+        """Take the engine's block pool, and build the manager over it, unless the workers must tell sizes first."""
+        assert self._context is None, "the block pool was bound twice"
+        self._context = BlockPoolContext(pool, self._geometry, step_blocks_of(self._vllm_config, self._geometry))
+        if self._namespace is not None:
+            self._assemble(self._namespace)
+
+    def take_worker_groups(self, told: Sequence[list[KVCacheGroupSpec]]) -> None:
+        """Take the KV-cache groups of those workers that have told them: whole, where ours may have one layer's size.
+
+        Comes once, after the pool and before the first request. Raises ConfigError where sizes are not agreed upon.
+        """
+        for groups in told:
+            self._kv_cache_config = replace(self._kv_cache_config, kv_cache_groups=groups)
+            geometry = geometry_of(self._vllm_config, self._kv_cache_config)
+            if self._parts is None and self._context is not None:
+                self._geometry = geometry
+                self._assemble(self._make_namespace())
+            elif geometry != self._geometry:
+                ours, theirs = ([group.payload_bytes for group in each.groups] for each in (self._geometry, geometry))
+                raise ConfigError(f"kvdisk has blocks of {ours} bytes, by KV-cache group, and a worker of {theirs}.")
+        assert self._manager  # or it says what is missing
+
+    def _make_namespace(self) -> tuple[bytes | None, dict[str, Any]]:
+        return fingerprint_of(self._vllm_config, self._kv_cache_config) if self._config.store_dirs else (None, {})
+
+    def _assemble(self, namespace: tuple[bytes | None, dict[str, Any]]) -> None:
+        assert self._context is not None
+        self._parts = assemble_scheduler(self._config, self._geometry, self._context, *namespace)
         if self._writer is not None:
             self._journal = self._parts.manager.publish()
 

@@ -22,7 +22,7 @@ class CpuSpace:
     """Slots of the arena that every rank has. A slot's segment is its size class.
 
     A copy in the backlog is not evicted: it is about to be written to NVMe. The backlog holds at
-    most half of the slots, so that the other half always serves new blocks (invariant 8).
+    most half of the slots, so that the other half always serves new blocks (invariant 8); of one slot that one.
     ``before_evict(row)`` is asked before a copy leaves for room: True: it was put in the backlog instead; never for
     one that is there. None: nobody else wants them.
     ``is_draining``: whether the backlog is being written. While it is not, its copies leave where nothing else can:
@@ -47,7 +47,7 @@ class CpuSpace:
         self.pool = SlotPool(len(slot_counts))
         self.before_evict: Callable[[int], bool] | None = None
         self.is_draining = True
-        self._limits = [count // 2 for count in slot_counts]
+        self._limits = [max(1, count // 2) for count in slot_counts]
         self._ahead = [min(count // _AHEAD_SHARE, _MOST_AHEAD) if ahead is None else ahead for count in slot_counts]
         self._backlogs: list[dict[int, None]] = [{} for _ in slot_counts]
         for size_class, count in enumerate(slot_counts):

@@ -255,7 +255,7 @@ class ManagerWatch:
             assert not parts.manager.has_pending_work(now), "an idle engine steps although nothing may be written"
         if parts.cpu is not None:
             for size_class, count in enumerate(self.sizes.cpu_slots):
-                assert parts.cpu.backlog_count(size_class) <= count // 2, "the backlog is not bounded"
+                assert parts.cpu.backlog_count(size_class) <= max(1, count // 2), "the backlog is not bounded"
 
     def _check_slots(self, tier: Tier, pool: SlotPool) -> None:
         """Invariant 1: a used slot is held by one copy, and each copy in service holds one."""

@@ -81,10 +81,42 @@ def tiny_gemma3() -> Any:
     )
 
 
+def tiny_gemma4() -> Any:
+    """Return the configuration of a model whose layers differ in the bytes of a token: heads of 64 and of 128.
+
+    Two layers have a sliding window of 64 tokens, two have full attention. Without its hybrid KV-cache manager vLLM
+    puts all of them into one KV-cache group.
+    """
+    from transformers import Gemma4TextConfig
+
+    return Gemma4TextConfig(
+        architectures=["Gemma4ForCausalLM"],
+        vocab_size=TINY_VOCABULARY,
+        vocab_size_per_layer_input=TINY_VOCABULARY,
+        hidden_size_per_layer_input=0,
+        num_hidden_layers=4,
+        hidden_size=128,
+        intermediate_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        global_head_dim=128,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        dtype="float32",
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+
+
 KINDS: dict[str, Callable[[], Any]] = {
     "demo-llama": demo_llama,
     "tiny-llama": tiny_llama,
     "tiny-gemma3": tiny_gemma3,
+    "tiny-gemma4": tiny_gemma4,
 }
 
 
@@ -141,8 +173,9 @@ def _spread(model: Any) -> None:
     for name, tensor in model.state_dict().items():
         if tensor.dim() != 2:
             # Norms keep their neutral initial value; Gemma's query and key norms would undo a scaled projection.
+            # Gemma 3 adds 1 to its, and divides the logits by the root of the head's size; Gemma 4 does neither.
             if name.endswith("q_norm.weight"):
-                tensor.fill_(ATTENTION_SPREAD - 1.0)
+                tensor.fill_(ATTENTION_SPREAD / math.sqrt(len(tensor)) if tensor.any() else ATTENTION_SPREAD - 1.0)
             continue
         gain = 1.0 / math.sqrt(tensor.shape[1])
         if "embed_tokens" in name:

@@ -35,6 +35,12 @@ def engines(tmp_path: Path) -> Iterator[Engines]:
     made.close()
 
 
+@pytest.fixture(scope="session")
+def tiny_gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory: layers whose KV differs in bytes, in one KV-cache group without the hybrid manager."""
+    return _build("tiny-gemma4", tmp_path_factory)
+
+
 def _build(kind: str, factory: pytest.TempPathFactory) -> Path:
     return tiny_models.build(kind, factory.mktemp("models") / kind, [(ROOT / "LICENSE").read_text()])
 

@@ -31,7 +31,14 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -69,6 +76,7 @@ class Bench:
     ``drafter``: a group of a drafter's layers.
     ``others``: the classes of a ``MultiConnector``'s children, kvdisk's being ``KVDiskConnector``; none: kvdisk alone.
     ``pipelined``: vLLM's asynchronous scheduler.
+    ``two_sizes``: the group has a second layer, twice as large, of which only the workers know (``worker_groups``).
     ``invalid``: GPU blocks that the next step reports as not loaded. With ``events`` what is published goes to
     ``published``.
     """
@@ -89,6 +97,8 @@ class Bench:
         others: Sequence[str] = (),
         events: bool = False,
         pipelined: bool = False,
+        two_sizes: bool = False,
+        prefix_caching: bool = True,
     ) -> None:
         register()
         folder.mkdir(parents=True, exist_ok=True)
@@ -96,6 +106,7 @@ class Bench:
         config = vllm_config(folder, num_blocks, max_batched_tokens, extra, connector, others, events, max_seqs)
         config.scheduler_config.async_scheduling = pipelined
         config.parallel_config.tensor_parallel_size = ranks
+        config.cache_config.enable_prefix_caching = prefix_caching
         sizes = {"block_size": BLOCK_TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
         groups = [KVCacheGroupSpec(["full.0"], FullAttentionSpec(**sizes))]
         if window_tokens is not None:
@@ -104,7 +115,16 @@ class Bench:
         if drafter:
             groups.append(KVCacheGroupSpec(["draft.0"], FullAttentionSpec(**sizes), is_eagle_group=True))
         self.config = config
-        self.cache = cache = KVCacheConfig(num_blocks, [], groups, hash_block_size=BLOCK_TOKENS)
+        tensors = []
+        if two_sizes:
+            groups[0].layer_names.append("full.1")
+            tensors = [KVCacheTensor(0, [name], 0, 0) for name in groups[0].layer_names]
+        wide = FullAttentionSpec(**sizes | {"head_size": 64})
+        layers = {"full.0": groups[0].kv_cache_spec, "full.1": wide}
+        self.worker_groups = [
+            KVCacheGroupSpec(list(layers), UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=layers))
+        ]
+        self.cache = cache = KVCacheConfig(num_blocks, tensors, groups, hash_block_size=BLOCK_TOKENS)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         self.scheduler = (AsyncScheduler if pipelined else Scheduler)(
@@ -281,7 +301,6 @@ def vllm_config(
             kv_connector="MultiConnector",
             kv_role="kv_both",
             kv_connector_extra_config={"connectors": children},
-            kv_load_failure_policy="recompute",
         )
     config = VllmConfig(
         model_config=ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=2048),

@@ -265,3 +265,31 @@ def test_hybrid_model(tiny_gemma3: Path, tmp_path: Path) -> None:
         counters = engine.counters()
         assert counters["hit_tokens.nvme"] > 0
         assert counters["verification_failures.checksum"] > 0
+
+
+def test_layers_of_different_sizes_in_one_group(tiny_gemma4: Path, tmp_path: Path) -> None:
+    """The scheduler's configuration has only the first layer's size; the workers tell it the others'."""
+    limits = {**LIMITS, "disable_hybrid_kv_cache_manager": True}
+    with EngineChild(tiny_gemma4, tmp_path / "log", **limits) as engine:
+        expected = _tokens(engine.generate(LONG, together=False))
+    store = tmp_path / "store"
+    # More blocks than memory holds, so that each of its slots is used.
+    settings = _with_store(store, cpu_bytes="6MiB")
+    with EngineChild(tiny_gemma4, tmp_path / "log", extra_config=settings, **limits) as engine:
+        assert _tokens(engine.generate(LONG, together=False)) == expected, "cold"
+        engine.reset()
+        warm = engine.generate(LONG, together=False)
+        assert _tokens(warm) == expected, "warm"
+        assert warm[0].cached == (len(LONG[0]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        engine.generate([OTHER])
+        engine.drain()
+    (home,) = list_homes(store)
+    assert home.record is not None
+    (group,) = home.record.description["geometry"]["groups"]
+    # Keys and values of 32-bit numbers; four layers, of which two have heads of 64, and two heads of 128.
+    assert group["payload_bytes"] == 2 * 4 * BLOCK_TOKENS * 2 * 2 * (64 + 128)
+    with EngineChild(tiny_gemma4, tmp_path / "log", extra_config=settings, **limits) as engine:
+        again = engine.generate(LONG, together=False)
+        assert _tokens(again) == expected, "warm from NVMe after a restart"
+        assert again[0].cached == warm[0].cached
+        assert engine.counters()["hit_tokens.nvme"] > 0

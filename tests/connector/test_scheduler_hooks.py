@@ -315,10 +315,12 @@ def test_the_policy_is_set_to_recompute(bench: Bench) -> None:
 
 
 def test_without_the_block_pool_nothing_starts(bench: Bench) -> None:
+    from kvdisk.config import Config
+    from kvdisk.connector.scheduler_side import SchedulerSide
     from kvdisk.errors import ConfigError
 
+    side = SchedulerSide(Config(), bench.scheduler.vllm_config, bench.scheduler.kv_cache_config)
     with pytest.raises(ConfigError, match="block pool"):
-        bench.connector.scheduler.__class__.bind_pool(
-            type("Unbound", (), dict.fromkeys(("_parts", "_config", "_geometry", "_namespace", "_step_blocks")))(),
-            object(),
-        )
+        side.bind_pool(object())
+    with pytest.raises(ConfigError, match="block pool"):
+        side.has_imminent_frees()

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from other_connectors import OTHER, OtherConnector, register_other
 from schedulers import BLOCK_TOKENS, Bench
-from vllm.v1.request import Request
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.request import Request, RequestStatus
 
+from kvdisk.connector.connector import KVDiskConnector
+from kvdisk.errors import ConfigError
 from kvdisk.messages import JobKind
 
 pytestmark = pytest.mark.vllm
@@ -59,6 +63,38 @@ def test_the_only_one_that_has_something_is_chosen(bench: Bench) -> None:
     assert len(bench.tokens["b"]) == 2
     assert all(tokens == 0 for _, tokens in other_of(bench).allocated)
     assert_nothing_is_left(bench)
+
+
+def test_what_fails_to_load_is_computed(bench: Bench) -> None:
+    """vLLM ends the request with an error, unless the outer connector's configuration says otherwise."""
+    assert bench.scheduler.vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    bench.add("a", PROMPT)
+    bench.run()
+    assert bench.scheduler.reset_prefix_cache()
+    bench.fail = {JobKind.LOAD: (1,)}
+    request = bench.add("b", PROMPT)
+    bench.run()
+    assert JobKind.LOAD in kinds(bench)
+    assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+    assert len(bench.tokens["b"]) == 2
+    assert_nothing_is_left(bench)
+
+
+class Hiding(OtherConnector):
+    """Builds a child, and does not keep its own configuration where vLLM's connectors have it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.child = KVDiskConnector(*arguments)
+
+
+def test_around_it_what_cannot_be_set_must_be_set_by_hand(tmp_path: Path) -> None:
+    built = Bench(tmp_path / "model").scheduler
+    built.vllm_config.kv_transfer_config.kv_load_failure_policy = "fail"
+    arguments = (built.vllm_config, KVConnectorRole.SCHEDULER, built.kv_cache_config)
+    with pytest.raises(ConfigError, match="set kv_load_failure_policy to recompute"):
+        Hiding(*arguments)
+    built.vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+    Hiding(*arguments)
 
 
 def test_what_another_one_loads_is_stored(bench: Bench) -> None:

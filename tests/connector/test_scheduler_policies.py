@@ -32,6 +32,7 @@ from vllm.v1.kv_offload.config import (
 
 from kvdisk.blocks import BlockKey, make_block_key
 from kvdisk.connector.adapter import BlockPoolContext, overwritten_blocks
+from kvdisk.errors import ConfigError
 from kvdisk.manager.manager import MAX_IMMINENT_ANSWERS
 from kvdisk.manager.reuse_admission import AdmitReused
 from kvdisk.messages import Job, JobKind
@@ -58,9 +59,10 @@ def _held(bench: Bench) -> list[int]:
 # -- on_preemption ---------------------------------------------------------------------------------
 
 
-def _preempting(folder: Path, **extra: object) -> tuple[Bench, list[Any]]:
+def _preempting(folder: Path, *, prefix_caching: bool = True, **extra: object) -> tuple[Bench, list[Any]]:
     """Two requests whose blocks fill the pool when both have computed five full ones; the first then needs a sixth."""
-    bench = Bench(folder, num_blocks=11, extra={"store_policy": "on_preemption", **extra})
+    extra = {"store_policy": "on_preemption", **extra}
+    bench = Bench(folder, num_blocks=11, extra=extra, prefix_caching=prefix_caching)
     return bench, [bench.add(name, _prompt(at, 4 * BLOCK_TOKENS + 5), max_tokens=60) for at, name in enumerate("ab")]
 
 
@@ -106,6 +108,33 @@ def test_a_victim_waits_for_what_was_saved_of_it_though_it_has_once_waited_in_va
     bench.release()
     bench.run(200)
     assert [job.request_id for job in bench.jobs if job.kind is JobKind.LOAD] == ["b"]
+
+
+def test_without_a_prefix_cache_a_victim_comes_back_to_what_was_saved(tmp_path: Path) -> None:
+    bench, (_, victim) = _preempting(tmp_path / "model", prefix_caching=False)
+    _step_until_preempted(bench)
+    bench.run(200)
+    (load,) = [job for job in bench.jobs if job.kind is JobKind.LOAD]
+    assert [move.key for move in load.moves] == _keys(victim)[:5]
+
+
+@pytest.mark.parametrize(
+    ("policy", "window_tokens", "said"),
+    [("spillover", None, "stores what leaves vLLM's prefix cache"), ("on_preemption", 64, "sliding windows")],
+)
+def test_without_a_prefix_cache_a_policy_that_is_of_no_use_is_refused(
+    policy: str, window_tokens: int | None, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said) as refusal:
+        Bench(
+            tmp_path / "model",
+            extra={"store_policy": policy},
+            window_tokens=window_tokens,
+            prefix_caching=False,
+        )
+    assert "enable_prefix_caching" in str(refusal.value)
+    for more in ({"prefix_caching": True}, {"prefix_caching": False, "extra": {}}):
+        Bench(tmp_path / "model", **({"extra": {"store_policy": policy}, "window_tokens": window_tokens} | more))
 
 
 def test_urgent_stores_hold_no_block(tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ FULL = FullAttentionSpec(**SIZES)
         ),
         (_config(kv_transfer_config=SimpleNamespace(kv_role="kv_producer")), _cache(FULL), "kv_producer"),
         (_config(speculative_config=SimpleNamespace(method="medusa")), _cache(FULL), "medusa"),
+        (_config(), _cache(), "models without KV cache, such as encoders"),
         (_config(), KVCacheConfig(8, [], [WINDOWED_DRAFTER], hash_block_size=32), "drafters with sliding windows"),
     ],
 )
@@ -279,6 +280,51 @@ def test_other_rope_or_other_groups_change_the_fingerprint(engine_config: Any) -
 def test_without_identity_the_nvme_tier_is_refused(engine_config: Any, name: str, value: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         _fingerprint(engine_config(**{name: value}))
+
+
+def _header(**tensors: Any) -> bytes:
+    text = json.dumps(tensors).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"1234567",
+        b"\xff" * 64,
+        (1 << 62).to_bytes(8, "little") + b"{}",
+        (1 << 40).to_bytes(8, "little") + b"{}",
+        (3).to_bytes(8, "little") + b"{}",
+        (2).to_bytes(8, "little") + b"\xff{",
+        (200_000).to_bytes(8, "little") + b"[" * 200_000,
+        (2).to_bytes(8, "little") + b"[]",
+        _header(a=None),
+        _header(a={}),
+        _header(a={"data_offsets": [0]}),
+        _header(a={"data_offsets": ["0", "4"]}),
+        _header(a={"data_offsets": [0.0, 4.0]}) + b"1234",
+        _header(a={"data_offsets": [-100, 4]}) + b"1234",
+        _header(a={"data_offsets": [4, 0]}) + b"1234",
+        _header(a={"data_offsets": [0, 5]}) + b"1234",
+        _header(a={"data_offsets": [1 << 70, (1 << 70) + 4]}) + b"1234",
+    ],
+)
+def test_a_weight_file_of_garbage_is_named(engine_config: Any, content: bytes) -> None:
+    """Whatever length it claims, of its header or of a tensor: no more is read than the file can have."""
+    (engine_config.folder / "other.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"other\.safetensors") as refusal:
+        _fingerprint(engine_config())
+    assert str(refusal.value).count("\n") == 0
+
+
+def test_a_header_longer_than_any_is_not_read(engine_config: Any) -> None:
+    file = engine_config.folder / "other.safetensors"
+    file.write_bytes((10 << 30).to_bytes(8, "little"))
+    with file.open("r+b") as stream:
+        stream.truncate(11 << 30)  # a file with a hole, and nothing else
+    with pytest.raises(ConfigError, match=r"other\.safetensors"):
+        _fingerprint(engine_config())
 
 
 def test_another_drafter_changes_the_fingerprint(engine_config: Any, tmp_path: Path) -> None:

@@ -39,3 +39,24 @@ def test_requests_are_preempted_and_read_the_right_bytes(
         assert engine.counting.jobs[JobKind.LOAD] > 0
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_a_cpu_tier_of_a_few_slots_feeds_the_drive(slots: int, quick_path: Path) -> None:
+    """What is in memory waits there to be written: of one slot, too."""
+    model = LiveModel()
+    cpu_bytes = slots * model.geometry.slot_sizes[0] * model.ranks
+    assert model.geometry.cpu_slots(cpu_bytes) == (slots,)
+    config = model.config(str(quick_path / "store"), blocks=64, store_decode=True, cpu_bytes=cpu_bytes)
+    engine = LiveEngine(config, model, block_count=30)
+    load = LiveLoad(engine, SEED + 8, SHAPE)
+    try:
+        load.run_requests(100)
+        engine.run_until_quiet()
+        audit(engine)
+        assert engine.counting.jobs[JobKind.STORE] > 0
+        assert engine.counting.jobs[JobKind.DEMOTE] > 0
+        assert engine.counting.jobs[JobKind.LOAD] > 0
+        assert engine.manager.stats.counts["demoted_blocks"] > 1
+    finally:
+        engine.close()

@@ -130,6 +130,7 @@ def test_sliding_windows_make_groups_as_vllm_does():
         ({"mamba_d_state": 16}, "Mamba layers"),
         ({"attention_chunk_size": 8192}, "chunked attention"),
         ({"index_topk": 2048}, "sparse attention"),
+        ({"per_layer_config": {"5": {"head_dim": 512}}}, "layers of different sizes"),
         ({"num_kv_shared_layers": 10}, "share their KV"),
         ({"attn_type_list": [0, 1] * 16}, "linear attention"),
         ({"is_encoder_decoder": True}, "an encoder"),

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On vLLM's real scheduler: a group whose layers differ in bytes, of which only the workers know both."""
+
+from __future__ import annotations
+
+import pickle
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from other_connectors import OTHER, register_other
+from schedulers import BLOCK_TOKENS, Bench
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvdisk.connector.adapter import groups_to_tell
+from kvdisk.connector.connector import KVDiskHandshake
+from kvdisk.errors import ConfigError
+from kvdisk.messages import JobKind
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = list(range(100, 100 + 4 * BLOCK_TOKENS + 5))
+# Keys and values of 32-bit numbers, two heads: of 32 in one layer, of 64 in the other.
+ONE_LAYER = 2 * 4 * BLOCK_TOKENS * 2 * 32
+BOTH = 3 * ONE_LAYER
+
+
+def handshake(bench: Bench) -> KVDiskHandshake:
+    """What a worker tells, as it comes from another process."""
+    groups = groups_to_tell(KVCacheConfig(64, [], bench.worker_groups, hash_block_size=BLOCK_TOKENS))
+    assert groups is not None
+    return pickle.loads(pickle.dumps(KVDiskHandshake(groups)))  # noqa: S301 - our own
+
+
+def tell(bench: Bench, *told: KVConnectorHandshakeMetadata) -> None:
+    """As EngineCore does, whatever connector the scheduler has."""
+    bench.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, at): one for at, one in enumerate(told)})
+
+
+def test_the_sizes_are_those_of_the_workers(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "model", two_sizes=True)
+    tell(bench, handshake(bench), handshake(bench))
+    (group,) = bench.connector.scheduler._geometry.groups
+    assert group.payload_bytes == BOTH
+    slots = bench.connector.scheduler._manager._cpu.pool.total
+    assert slots == [(16 << 20) // group.slot_bytes]
+    for name in ("a", "b"):
+        bench.add(name, PROMPT)
+        bench.run()
+        assert bench.scheduler.reset_prefix_cache()
+    assert [job.kind for job in bench.jobs] == [JobKind.STORE, JobKind.LOAD]
+
+
+def test_without_what_the_workers_have_to_tell_nothing_starts(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "model", two_sizes=True)
+    with pytest.raises(ConfigError, match="no handshake came"):
+        bench.add("a", PROMPT)
+    with pytest.raises(ConfigError, match="no handshake came"):
+        tell(bench)
+    with pytest.raises(ConfigError, match="list it first"):
+        tell(bench, KVConnectorHandshakeMetadata())
+
+
+def test_workers_that_differ_are_refused(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "model", two_sizes=True)
+    other = deepcopy(handshake(bench))
+    specs = other.groups[0].kv_cache_spec.kv_cache_specs
+    specs["full.1"] = replace(specs["full.1"], num_kv_heads=4)
+    with pytest.raises(ConfigError, match=rf"\[{BOTH}\] bytes.*\[{5 * ONE_LAYER}\]"):
+        tell(bench, handshake(bench), other)
+
+
+def test_a_worker_that_differs_from_a_scheduler_that_was_certain_is_refused(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "model")
+    tell(bench)
+    with pytest.raises(ConfigError, match=rf"\[{ONE_LAYER}\] bytes.*\[{BOTH}\]"):
+        tell(bench, handshake(bench))
+
+
+def test_a_multi_connector_passes_on_what_is_told(tmp_path: Path) -> None:
+    register_other()
+    bench = Bench(tmp_path / "model", two_sizes=True, others=("KVDiskConnector", OTHER))
+    tell(bench, handshake(bench))
+    assert bench.connector.scheduler._geometry.groups[0].payload_bytes == BOTH
+
+
+def test_a_worker_keeps_silent_where_the_scheduler_knows(tmp_path: Path) -> None:
+    """Of a ``MultiConnector`` only the first child that says something is heard."""
+    bench = Bench(tmp_path / "model")
+    assert bench.connector.get_handshake_metadata() is None
