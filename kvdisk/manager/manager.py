@@ -22,6 +22,7 @@ from kvdisk.manager.copies import READY, WRITING
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.events import Journal
 from kvdisk.manager.foreign import ForeignCopies
+from kvdisk.manager.gpu_loads import GpuLoads
 from kvdisk.manager.load_planner import LoadPlanner
 from kvdisk.manager.load_price import LoadPrice
 from kvdisk.manager.nvme_offers import NvmeOffers
@@ -90,7 +91,7 @@ class TierManager:
         self._longest_silence_s = LONGEST_SILENCE * config.io_deadline_s
         self.stats = stats
         self._arrivals = 0
-        reads = PendingReads()
+        reads = self._reads = PendingReads(GpuLoads(enabled=context.caches))
         store_admission = cpu_admission if cpu is not None else nvme_admission
         wants = Wants(store_policy, store_admission, nvme_admission)
         price = self._price = LoadPrice(config.min_load_tokens, geometry.step_tokens)
@@ -144,8 +145,11 @@ class TierManager:
     def request_finished(self, request_id: str) -> bool:
         """Forget a request; return whether its GPU blocks may be freed now: always, what copies need is touched."""
         self._promotions.leave(request_id)
-        if self._requests.pop(request_id, None) is not None:
+        request = self._requests.pop(request_id, None)
+        if request is not None:
             self._stores.finished(request_id)
+            if request.load_job is not None:
+                self._reads.to_gpu.end(request.load_job)  # the engine does not keep what it brings
         return True
 
     def preempt(self, request_ids: Iterable[str], now: float, overwritten: Collection[int] = ()) -> None:

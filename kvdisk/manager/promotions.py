@@ -20,6 +20,7 @@ from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.copies import ABSENT, READY
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies
+from kvdisk.manager.gpu_loads import GpuLoads
 from kvdisk.manager.lookup import first_needed, longest_hit
 from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.requests import RequestState
@@ -39,10 +40,12 @@ MOST_EXAMINED = 4
 class PendingReads:
     """Blocks whose bytes are just being read into a CPU slot, with the row whose copy is written: once is enough.
 
+    ``to_gpu``: those that loads bring to the GPU, from wherever.
     ``promotion_awaited``: whether a request whose turn has come waits for one of the promotions, in this step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, to_gpu: GpuLoads) -> None:
+        self.to_gpu = to_gpu
         self._rows: dict[JobKind, dict[BlockKey, int]] = {JobKind.LOAD: {}, JobKind.PROMOTE: {}}
         self.promotion_awaited = False
 
@@ -71,6 +74,7 @@ class PendingReads:
 
     def forget_all(self) -> None:
         """For a new epoch: nobody finds these blocks any more."""
+        self.to_gpu.clear()
         for rows in self._rows.values():
             rows.clear()
 
@@ -202,6 +206,8 @@ class Promotions:
     def _is_wanted(self, key: BlockKey) -> bool:
         """Whether a drive has a block that neither the GPU nor the CPU tier has or gets."""
         catalog, row = self._catalog, self._catalog.find(key)
+        if self._reads.to_gpu.loader_of(key) is not None:
+            return False
         if row >= 0 and (catalog.state(row, Tier.CPU) != ABSENT or not catalog.readable(row, Tier.NVME)):
             return False
         return (row >= 0 or key in self._foreign.promised) and not self._context.is_cached(key)

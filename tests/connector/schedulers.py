@@ -68,7 +68,7 @@ class Bench:
     ``drafter``: a group of a drafter's layers.
     ``others``: the classes of a ``MultiConnector``'s children, kvdisk's being ``KVDiskConnector``; none: kvdisk alone.
     ``invalid``: GPU blocks that the next step reports as not loaded. With ``events`` what is published goes to
-    ``published``.
+    ``published``. ``caches``: vLLM's own prefix cache is on.
     """
 
     def __init__(
@@ -86,11 +86,15 @@ class Bench:
         drafter: bool = False,
         others: Sequence[str] = (),
         events: bool = False,
+        max_model_len: int = 2048,
+        caches: bool = True,
     ) -> None:
         register()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(MODEL))
-        config = vllm_config(folder, num_blocks, max_batched_tokens, extra, connector, others, events, max_seqs)
+        config = vllm_config(
+            folder, num_blocks, max_batched_tokens, extra, connector, others, events, max_seqs, max_model_len, caches
+        )
         sizes = {"block_size": BLOCK_TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
         groups = [KVCacheGroupSpec(["full.0"], FullAttentionSpec(**sizes))]
         if window_tokens is not None:
@@ -259,6 +263,8 @@ def vllm_config(
     others: Sequence[str] = (),
     events: bool = False,
     max_seqs: int = 8,
+    max_model_len: int = 2048,
+    caches: bool = True,
 ) -> VllmConfig:
     mine = BENCH_SETTINGS | dict(extra or {})
     transfer = KVTransferConfig(kv_connector="KVDiskConnector", kv_role="kv_both", kv_connector_extra_config=mine)
@@ -278,12 +284,14 @@ def vllm_config(
             kv_load_failure_policy="recompute",
         )
     config = VllmConfig(
-        model_config=ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=2048),
-        cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),
+        model_config=ModelConfig(
+            model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=max_model_len
+        ),
+        cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=caches),
         scheduler_config=SchedulerConfig(
             max_num_seqs=max_seqs,
             max_num_batched_tokens=max_batched_tokens,
-            max_model_len=2048,
+            max_model_len=max_model_len,
             is_encoder_decoder=False,
             enable_chunked_prefill=True,
             async_scheduling=False,
