@@ -230,10 +230,10 @@ class NvmeSpace:
         return self._stuck[size_class] and not (self._index_writable and self.pool.limbo[size_class])
 
     def _evict(self, size_class: int, count: int) -> int:
-        # What a quarantined drive has may leave, too: it would hold back the heads of its chains on the other drives.
-        drives = {*self.segments.writable, *self.segments.drives.quarantined}
-        evictable, places = self._catalog.evictable_in(Tier.NVME), self.segments.on_drives(drives)
+        evictable = self._catalog.evictable_in(Tier.NVME)
         if not self.segments.all_writable:
+            # What a quarantined drive has may leave, too: it would hold back the heads of its chains on the others.
+            places = self.segments.on_drives({*self.segments.writable, *self.segments.drives.quarantined})
             slot, anywhere = self._catalog.slot, evictable
 
             def evictable(row: int) -> bool:
@@ -256,7 +256,8 @@ class NvmeSpace:
         spec = job.segment
         assert spec is not None
         if job.kind is JobKind.DROP_SEGMENT:
-            del self.segments.specs[spec.segment], self._drops[spec.segment]
+            self.segments.forget(spec)
+            del self._drops[spec.segment]
             self._ticket = self._index.delete_segment(spec.segment)
             return
         self.segments.attached(spec)

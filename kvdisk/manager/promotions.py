@@ -7,9 +7,10 @@ promoted is an ordinary CPU copy: it may be evicted like any other, and its requ
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of
 from kvdisk.config import Config
@@ -35,6 +36,10 @@ PREFETCH_DIVISOR = 2
 """Of each size class's CPU slots, one in so many may hold, or get, blocks read ahead for requests that still wait."""
 MOST_EXAMINED = 4
 """Requests whose blocks are looked for in one step: bounds a step."""
+
+
+MOST_SEEN = 16
+"""Requests at the head of the line that one step goes over; some may wait for what other homes have."""
 
 
 class PendingReads:
@@ -117,7 +122,7 @@ class Promotions:
         self._wants = wants
         self._foreign = foreign
         self._reads = reads
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
         """Those with something left to be read ahead, or not looked at; in order of arrival."""
         self._ahead: dict[str, list[int]] = {}
         """By waiting request: slots by size class that were taken for it."""
@@ -135,7 +140,8 @@ class Promotions:
         """A request waits again, before those that came after it."""
         if self._tiers is not None:
             self.leave(request.request_id)
-            self._waiting = {request.request_id: _Waiting(request), **self._waiting}
+            self._waiting[request.request_id] = _Waiting(request)
+            self._waiting.move_to_end(request.request_id, last=False)
 
     def leave(self, request_id: str) -> None:
         """A request waits no more: it is loaded, runs or has ended. What was read ahead for it is left to the tier."""
@@ -163,7 +169,7 @@ class Promotions:
         if self._tiers is None or awaited or not self._waiting or not self._tiers[1].home_open:
             return
         examined = 0
-        for request_id, waiting in list(self._waiting.items()):
+        for request_id, waiting in list(islice(self._waiting.items(), MOST_SEEN)):
             if waiting.wanted is None and not self._foreign.is_asking(waiting.request):
                 if examined >= MOST_EXAMINED:
                     return
