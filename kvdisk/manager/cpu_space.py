@@ -72,6 +72,10 @@ class CpuSpace:
                 break
         return self.pool.allocate(size_class, count)
 
+    def give_back(self, size_class: int, slots: Sequence[Slot]) -> None:  # noqa: ARG002 - as the NVMe tier's
+        """Return slots that were just taken, and not used."""
+        self.pool.release(slots)
+
     def _ask(self, rows: list[int], needed: int, size_class: int, before_evict: Callable[[int], bool]) -> list[int]:
         """Return which of the victims, those that follow a copy before it, leave.
 

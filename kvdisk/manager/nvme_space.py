@@ -130,6 +130,12 @@ class NvmeSpace:
             self._stats.add("budget_pauses", self._budget.pauses - pauses)
         return slots
 
+    def give_back(self, size_class: int, slots: Sequence[Slot]) -> None:
+        """Return slots that were just taken, and not used; nor is their part of the budget."""
+        self.pool.release(slots)
+        if self._budget is not None:
+            self._budget.spend(-len(slots), self._block_bytes(size_class))
+
     @property
     def room(self) -> tuple[int, int]:
         """Slots that are or will be free without an eviction, and all that there may be."""

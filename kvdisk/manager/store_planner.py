@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import compress
+from typing import NamedTuple
 
 from kvdisk.blocks import CPU, NVME, BlockKey, JobId, Slot, group_of
 from kvdisk.config import Config
@@ -28,6 +30,18 @@ from kvdisk.manager.transfers import Transfers
 from kvdisk.manager.wants import Wants
 from kvdisk.manager.watermark import Refusal
 from kvdisk.stats import Stats
+
+
+class _Wanted(NamedTuple):
+    """Blocks of one group of a request, ascending, that lack nothing but slots. ``blocks``: the group's block table.
+
+    ``are_new``: the catalog is known to have none of them.
+    """
+
+    group: GroupGeometry
+    positions: Sequence[int]
+    blocks: Sequence[int]
+    are_new: bool
 
 
 class StorePlanner:
@@ -98,7 +112,7 @@ class StorePlanner:
         request.update_keys(self._geometry)
         known_tokens = self._tables.put(request.request_id, Table(computed_tokens, block_ids)).computed_tokens
         storable_tokens = self._storable_tokens(request, computed_tokens)
-        draft = StoreDraft(request, epoch)
+        draft, wanted = StoreDraft(request, epoch), []
         for group in self._geometry.groups:
             keys, blocks = request.keys[group.group], block_ids[group.group]
             final_tokens = min(storable_tokens, max(0, computed_tokens - group.volatile_last))
@@ -111,8 +125,8 @@ class StorePlanner:
             if offers:
                 are_new = are_new and offers[0] >= first
                 taken = self._answer(request, group.group, offers, blocks, now, are_new)
-                allowed = self._pins_left - len(draft.moves)
-                self._take(draft, request, group, taken, blocks, now, min(allowed, len(taken)), are_new)
+                wanted.append(_Wanted(group, taken, blocks, are_new))
+        self._take(draft, request, wanted, now, self._pins_left)
         self._drafts.queue(draft)
 
     def _storable_tokens(self, request: RequestState, computed_tokens: int) -> int:
@@ -174,7 +188,8 @@ class StorePlanner:
         table = self._tables.take(request.request_id)
         if request.stale:
             return None
-        draft, computed_tokens = StoreDraft(request, epoch, holds=False), table.computed_tokens
+        draft, wanted = StoreDraft(request, epoch, holds=False), []
+        computed_tokens = table.computed_tokens
         if request.store_limit_tokens is not None:
             computed_tokens = min(computed_tokens, request.store_limit_tokens)
         for group in self._geometry.groups:
@@ -189,7 +204,8 @@ class StorePlanner:
             # Generated tokens too, which nobody has been told of without ``store_decode``.
             self._wants.note([keys[position] for position in offers], request.request_id)
             taken = self._answer(request, group.group, offers, blocks, now, are_new=False)
-            self._take(draft, request, group, taken, blocks, now, len(taken), are_new=False)
+            wanted.append(_Wanted(group, taken, blocks, are_new=False))
+        self._take(draft, request, wanted, now, sum(len(one.positions) for one in wanted))
         return self._drafts.queue(draft)
 
     def _leave_out_what_has_gone(
@@ -321,30 +337,72 @@ class StorePlanner:
             refused = [keys[position] for position in positions]
             self._store_policy.refuse(request.request_id, group, positions, refused, Refusal.NO_ROOM, room, now)
 
-    def _take(
-        self,
-        draft: StoreDraft,
-        request: RequestState,
-        group: GroupGeometry,
-        taken: Sequence[int],
-        blocks: Sequence[int],
-        now: float,
-        most: int,
-        are_new: bool,
-    ) -> None:
-        """Begin copies of as many blocks as there are slots for, ``most`` at most; refuse the rest."""
-        if not taken:
+    def _take(self, draft: StoreDraft, request: RequestState, wanted: Sequence[_Wanted], now: float, most: int) -> None:
+        """Begin copies of as many blocks as there are slots for, ``most`` at most, from the prompt's head on in all
+        groups alike; refuse the rest."""
+        wanted = [one for one in wanted if one.positions]
+        if not wanted:
             return
-        slots = self._allocate(self._geometry.size_classes[group.group], most, now)
-        # Slices: what was offered may be the policy's own list, which it may change once it hears of it.
-        accepted, refused = taken[: len(slots)], taken[len(slots) :]
-        if accepted:
-            keys = request.keys[group.group]
-            self._store_policy.accept(request.request_id, group.group, accepted)
-            taken_keys, parents, taken_blocks = _columns_of(keys, blocks, accepted)
-            place = (group.group, accepted)
-            self._drafts.begin(draft, taken_keys, parents, taken_blocks, slots, place, are_new=are_new)
-        self._refuse_for_room(request, group.group, refused, now)
+        counts, slots = self._divide(request, wanted, now, most)
+        for (group, taken, blocks, are_new), count in zip(wanted, counts, strict=True):
+            # Slices: what was offered may be the policy's own list, which it may change once it hears of it.
+            accepted, refused = taken[:count], taken[count:]
+            if accepted:
+                keys, free = request.keys[group.group], slots[self._geometry.size_classes[group.group]]
+                mine, free[:count] = free[:count], []
+                self._store_policy.accept(request.request_id, group.group, accepted)
+                taken_keys, parents, taken_blocks = _columns_of(keys, blocks, accepted)
+                place = (group.group, accepted)
+                self._drafts.begin(draft, taken_keys, parents, taken_blocks, mine, place, are_new=are_new)
+            self._refuse_for_room(request, group.group, refused, now)
+
+    def _divide(
+        self, request: RequestState, wanted: Sequence[_Wanted], now: float, most: int
+    ) -> tuple[list[int], dict[int, list[Slot]]]:
+        """Take slots; return for how many blocks of each group they are, and the slots by size class.
+
+        A hit needs the blocks of all groups: where some group's slots do not suffice, no other gets more of the prompt.
+        """
+        classes = [self._geometry.size_classes[one.group.group] for one in wanted]
+        tails = self._pin_tails(request, wanted)
+        if len(wanted) == 1:
+            slots = {classes[0]: self._allocate(classes[0], min(most, len(wanted[0].positions)), now)}
+            counts = [len(slots[classes[0]])]
+        else:
+            ends = [
+                ((position + 1) * one.group.block_tokens, at)
+                for at, one in enumerate(wanted)
+                for position in one.positions
+            ]
+            line = [at for _, at in sorted(ends)[:most]]  # in the order of the prompt
+            needed = Counter(classes[at] for at in line)
+            slots = {size_class: self._allocate(size_class, needed[size_class], now) for size_class in needed}
+            left, counts = {size_class: len(found) for size_class, found in slots.items()}, [0] * len(wanted)
+            for at in line:
+                if not left[classes[at]]:
+                    break
+                left[classes[at]] -= 1
+                counts[at] += 1
+            for size_class, surplus in left.items():
+                if surplus:
+                    self._give_back(size_class, slots[size_class][-surplus:])
+                    del slots[size_class][-surplus:]
+        self._catalog.unpin(tails, CPU)
+        return counts, slots
+
+    def _pin_tails(self, request: RequestState, wanted: Sequence[_Wanted]) -> list[int]:
+        """Pin what is stored right before the wanted blocks, and return the rows: it does not leave for what follows it.
+
+        Only where the CPU tier has the only copy. What is before a copy stays as long as that does.
+        """
+        tails: list[int] = []
+        for one in wanted if self._cpu is not None else ():
+            first = one.positions[0]
+            row = self._catalog.find(request.keys[one.group.group][first - 1]) if first else NONE
+            if row != NONE and self._catalog.state(row, CPU) == READY and self._catalog.state(row, NVME) == ABSENT:
+                tails.append(row)
+        self._catalog.pin(tails, CPU)
+        return tails
 
     def _allocate(self, size_class: int, count: int, now: float) -> list[Slot]:
         """Take slots of the tier that stores go to."""
@@ -352,6 +410,12 @@ class StorePlanner:
         assert space is not None
         may_store = self._cpu is not None or (self._nvme is not None and self._nvme.may_write(now))
         return space.allocate(size_class, count) if count > 0 and may_store else []
+
+    def _give_back(self, size_class: int, slots: Sequence[Slot]) -> None:
+        """Return slots that were just taken."""
+        space = self._cpu if self._cpu is not None else self._nvme
+        assert space is not None
+        space.give_back(size_class, slots)
 
 
 def _columns_of(
