@@ -122,8 +122,8 @@ class Config:
     Example: "posix"
     """
     lookup_wait_s: float = 2.0
-    """The longest that a request waits for a block that is just being stored or read, or for what other engines of
-    the store have. Other requests go on meanwhile; then it takes what is there.
+    """The longest that a request waits for a block that is just being stored or read, for another request's load, or
+    for what other engines of the store have. Other requests go on meanwhile; then it takes what is there.
 
     Example: 0.5
     """

@@ -33,6 +33,10 @@ class SchedulerContext(Protocol):
         """GPU blocks of the pool, the null block included."""
 
     @property
+    def caches(self) -> bool:
+        """Whether the engine's own prefix cache is on."""
+
+    @property
     def step_blocks(self) -> int:
         """How many blocks the requests of one step can take from the free queue at most, loads aside."""
 

@@ -307,7 +307,7 @@ class BlockPoolContext:
     """``SchedulerContext`` over vLLM's ``BlockPool``. ``step_blocks``: see there. Scheduler thread only."""
 
     def __init__(self, pool: BlockPool, geometry: Geometry, step_blocks: int) -> None:
-        for name in ("blocks", "free_block_queue", "get_cached_block", "_reuse_watchers"):
+        for name in ("blocks", "free_block_queue", "get_cached_block", "enable_caching", "_reuse_watchers"):
             if not hasattr(pool, name):
                 raise ConfigError(f"kvdisk needs the engine's block pool, and this one has no {name!r}.")
         self._pool = pool
@@ -321,6 +321,11 @@ class BlockPoolContext:
     def step_blocks(self) -> int:
         """How many blocks the requests of one step can take at most."""
         return self._step_blocks
+
+    @property
+    def caches(self) -> bool:
+        """Whether the engine's own prefix cache is on."""
+        return bool(self._pool.enable_caching)
 
     @property
     def block_count(self) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from kvdisk.blocks import CPU, Slot, group_of
@@ -49,7 +50,7 @@ class CpuSpace:
         self.is_draining = True
         self._limits = [max(1, count // 2) for count in slot_counts]
         self._ahead = [min(count // _AHEAD_SHARE, _MOST_AHEAD) if ahead is None else ahead for count in slot_counts]
-        self._backlogs: list[dict[int, None]] = [{} for _ in slot_counts]
+        self._backlogs: list[OrderedDict[int, None]] = [OrderedDict() for _ in slot_counts]
         for size_class, count in enumerate(slot_counts):
             if count:
                 self.pool.add_segment(size_class, size_class, count)
@@ -70,6 +71,10 @@ class CpuSpace:
             if not rows or (len(leaving) == len(rows) and (self.is_draining or spare_backlog)):
                 break
         return self.pool.allocate(size_class, count)
+
+    def give_back(self, size_class: int, slots: Sequence[Slot]) -> None:  # noqa: ARG002 - as the NVMe tier's
+        """Return slots that were just taken, and not used."""
+        self.pool.release(slots)
 
     def _ask(self, rows: list[int], needed: int, size_class: int, before_evict: Callable[[int], bool]) -> list[int]:
         """Return which of the victims, those that follow a copy before it, leave.
@@ -173,10 +178,7 @@ class CpuSpace:
     def take_backlog(self, size_class: int, count: int) -> list[int]:
         """Take the first ``count`` rows out of the backlog."""
         backlog = self._backlogs[size_class]
-        rows = list(backlog)[:count] if count < len(backlog) else list(backlog)
-        for row in rows:
-            del backlog[row]
-        return rows
+        return [backlog.popitem(last=False)[0] for _ in range(min(count, len(backlog)))]
 
     def clear_backlog(self) -> None:
         """Forget who waits: there will be no demotion."""

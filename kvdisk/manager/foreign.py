@@ -8,6 +8,7 @@ while a load uses it: an open file would keep its space on the drive after its o
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import compress
@@ -31,6 +32,8 @@ MOST_FILE_JOBS = 1024
 """With so many segments being opened or dropped nothing is promised: where files hang, each load would add two more."""
 BELIEVED_S = 300.0
 """How long after an answer a copy is thought to be there."""
+MOST_FORGOTTEN = 256
+"""Copies that are forgotten at a time: bounds a step."""
 ASK_AGAIN_S = 30.0
 """A request that is looked up so long after it asked asks again, and goes on with what is known."""
 
@@ -55,11 +58,11 @@ class ForeignCopies:
         self._transfers = transfers
         self._stats = stats
         self._neighbours = neighbours
-        self.known: dict[BlockKey, tuple[ForeignCopy, float]] = {}
+        self.known: OrderedDict[BlockKey, tuple[ForeignCopy, float]] = OrderedDict()
         """Believed copies and when they were heard of, the oldest first. Read only, but for this class."""
         self.changes = 0
         """Rises with each change of which keys are in ``known``."""
-        self._denied: dict[tuple[str, BlockKey, int], None] = {}
+        self._denied: OrderedDict[tuple[str, BlockKey, int], None] = OrderedDict()
         self._unanswered: dict[int, list[BlockKey]] = {}
         self._last_ticket = 0
         self._next_segment = FOREIGN_SEGMENTS
@@ -111,7 +114,7 @@ class ForeignCopies:
                 believed = next((copy for copy in answer.copies.get(key, ()) if self._is_fit(key, copy)), None)
                 if believed is not None:
                     self.known[key] = (believed, now)
-        while self.known:
+        for _ in range(min(MOST_FORGOTTEN, len(self.known))):
             key = next(iter(self.known))
             if len(self.known) <= MOST_KNOWN and now - self.known[key][1] <= BELIEVED_S:
                 break
@@ -180,7 +183,7 @@ class ForeignCopies:
         self._stats.add("foreign_failures")
         self._denied[home_id, key, generation] = None
         if len(self._denied) > MOST_DENIED:
-            del self._denied[next(iter(self._denied))]
+            self._denied.popitem(last=False)
         believed = self.find(key)
         if believed is not None and (believed.home_id, believed.generation) == (home_id, generation):
             self.changes += 1

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import compress
 
-from kvdisk.blocks import CPU, NVME, BlockKey
+from kvdisk.blocks import CPU, NVME, BlockKey, JobId
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry
 from kvdisk.manager.admission import AdmissionPolicy
@@ -17,7 +17,7 @@ from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies
 from kvdisk.manager.load_drafts import LoadDraft
 from kvdisk.manager.load_price import LoadPrice
-from kvdisk.manager.lookup import first_needed
+from kvdisk.manager.lookup import first_needed, longest_hit
 from kvdisk.manager.promotions import PendingReads
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.served import Served
@@ -78,11 +78,15 @@ class LoadPlanner:
             known,
             self._foreign.changes if known else -1,
         )
+        loader = self._loader_of(request, local_tokens, hit, now)
+        if loader is not None:
+            request.await_load(loader)
         if not request.gave_up_waiting:
             step = self._geometry.step_tokens
             asking = coming < limit // step * step and self._foreign.is_asking(request)
             reader = self._reader_of(request, local_tokens, hit)
-            if (coming > hit or asking or reader is not None) and self._may_wait(request, now):
+            comes = coming > hit or asking or reader is not None or loader is not None
+            if comes and self._may_wait(request, now):
                 self._reads.promotion_awaited |= reader is JobKind.PROMOTE
                 self._served.waits(request, now)
                 return None
@@ -112,6 +116,22 @@ class LoadPlanner:
         readers = [self._reads.reader_of(keys) for keys in self._needed_keys(request, local_tokens, hit)]
         return JobKind.PROMOTE if JobKind.PROMOTE in readers else next(filter(None, readers), None)
 
+    def _loader_of(self, request: RequestState, local_tokens: int, hit: int, now: float) -> JobId | None:
+        """Return the load of another request after which the GPU will have a part of a hit, if there is one.
+
+        It is looked for once for each load that is waited for, and again when the time for it is over.
+        """
+        loads, awaited = self._reads.to_gpu, request.awaited_load
+        if not loads.any or hit <= local_tokens:
+            return None
+        if loads.is_out(awaited) and not request.gave_up_waiting and not self._is_over(request, now):
+            return awaited
+        end = longest_hit(loads, self._geometry, request.keys, local_tokens, hit, coming=False)
+        saved = end - local_tokens
+        if saved <= 0 or (self._price.may_refuse(saved) and not self._is_worth(request, local_tokens, end)):
+            return None
+        return loads.loader_of(next(keys[0] for keys in self._needed_keys(request, local_tokens, end) if keys))
+
     def _is_worth(self, request: RequestState, local_tokens: int, hit: int) -> bool:
         """Whether a short hit is worth its load."""
         catalog, on_cpu = self._catalog, True
@@ -123,11 +143,15 @@ class LoadPlanner:
     def _may_wait(self, request: RequestState, now: float) -> bool:
         if request.wait_started_s is None:
             request.wait_started_s = now
-        if now - request.wait_started_s < self._config.lookup_wait_s:
+        if not self._is_over(request, now):
             return True
         request.gave_up_waiting = True
         self._served.gave_up_waiting()
         return False
+
+    def _is_over(self, request: RequestState, now: float) -> bool:
+        started_s = request.wait_started_s
+        return started_s is not None and now - started_s >= self._config.lookup_wait_s
 
     def plan(
         self,
@@ -158,7 +182,11 @@ class LoadPlanner:
         request.loading = True
         request.wait_started_s = None
         self._served.loaded(request, local_tokens, external_tokens, draft.cpu, draft.nvme, details)
-        self._transfers.add(_LOAD, moves, details, epoch=epoch, request_id=request.request_id, arrival=request.arrival)
+        record = self._transfers.add(
+            _LOAD, moves, details, epoch=epoch, request_id=request.request_id, arrival=request.arrival
+        )
+        request.load_job = record.job.id
+        self._reads.to_gpu.begin(record.job)
 
     def _find_sources(
         self, draft: LoadDraft, start: int, request_id: str, all_keys: Sequence[BlockKey], *, are_chain: bool

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvdisk.blocks import BlockKey, new_tuple
 from kvdisk.geometry import Geometry, GroupGeometry
@@ -15,6 +15,13 @@ _SPAN = 256
 """Blocks that are looked up at a time: so many too many where a prefix ends."""
 _NOWHERE, _COMING = int(Presence.NOWHERE), int(Presence.COMING)
 _READY = bytes([Presence.READY])
+
+
+class Presences(Protocol):
+    """Says of blocks whether they can be loaded, or are on their way: a ``Catalog``, ``GpuLoads``."""
+
+    def presences(self, keys: Sequence[BlockKey]) -> bytes:
+        """Return the ``Presence`` of each key of a chain as a byte."""
 
 
 class Hits(NamedTuple):
@@ -47,7 +54,7 @@ def first_needed(group: GroupGeometry, local_tokens: int, hit_tokens: int) -> in
     return start // group.block_tokens
 
 
-def presences(catalog: Catalog, keys: Sequence[BlockKey], elsewhere: Collection[BlockKey]) -> bytes:
+def presences(catalog: Presences, keys: Sequence[BlockKey], elsewhere: Collection[BlockKey]) -> bytes:
     """Return each key's ``Presence``; what another home has (``elsewhere``) is READY."""
     found = catalog.presences(keys)
     if elsewhere and found.strip(_READY):
@@ -100,18 +107,19 @@ class Lookups:
             self._ends = [0] * len(keys)
             self._losses = losses
         self._asked = asked
-        self._hits = self._find(catalog, geometry, keys, local_tokens, limit_tokens, elsewhere)
+        self._hits = self.find(catalog, geometry, keys, local_tokens, limit_tokens, elsewhere)
         return self._hits
 
-    def _find(
+    def find(
         self,
-        catalog: Catalog,
+        catalog: Presences,
         geometry: Geometry,
         keys: Sequence[Sequence[BlockKey]],
         local_tokens: int,
         limit_tokens: int,
         elsewhere: Collection[BlockKey],
     ) -> Hits:
+        """As ``hits``, without a look at what was asked last."""
         step = geometry.step_tokens
         for group in geometry.groups:
             limit_tokens = min(limit_tokens, len(keys[group.group]) * group.block_tokens)
@@ -141,7 +149,7 @@ class Lookups:
 
     def _extend(
         self,
-        catalog: Catalog,
+        catalog: Presences,
         group: int,
         keys: Sequence[BlockKey],
         first: int,
@@ -172,7 +180,7 @@ class Lookups:
 
 
 def longest_hit(
-    catalog: Catalog,
+    catalog: Presences,
     geometry: Geometry,
     keys: Sequence[Sequence[BlockKey]],
     local_tokens: int,
@@ -182,7 +190,7 @@ def longest_hit(
     elsewhere: Collection[BlockKey] = frozenset(),
 ) -> int:
     """Return one of the ends that ``Lookups.hits`` finds, where nothing is remembered."""
-    hits = Lookups(len(keys)).hits(catalog, geometry, keys, local_tokens, limit_tokens, elsewhere)
+    hits = Lookups(len(keys)).find(catalog, geometry, keys, local_tokens, limit_tokens, elsewhere)
     return hits.coming if coming else hits.ready
 
 
@@ -191,7 +199,7 @@ class _Window:
 
     def __init__(
         self,
-        catalog: Catalog,
+        catalog: Presences,
         group: GroupGeometry,
         keys: Sequence[BlockKey],
         local_tokens: int,

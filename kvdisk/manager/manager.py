@@ -22,6 +22,7 @@ from kvdisk.manager.copies import READY, WRITING
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.events import Journal
 from kvdisk.manager.foreign import ForeignCopies
+from kvdisk.manager.gpu_loads import GpuLoads
 from kvdisk.manager.load_planner import LoadPlanner
 from kvdisk.manager.load_price import LoadPrice
 from kvdisk.manager.nvme_offers import NvmeOffers
@@ -87,7 +88,7 @@ class TierManager:
         self._longest_silence_s = LONGEST_SILENCE * config.io_deadline_s
         self.stats = stats
         self._arrivals = 0
-        reads = PendingReads()
+        reads = self._reads = PendingReads(GpuLoads(enabled=context.caches))
         store_admission = cpu_admission if cpu is not None else nvme_admission
         wants = Wants(store_policy, store_admission, nvme_admission)
         price = self._price = LoadPrice(config.min_load_tokens, geometry.step_tokens)
@@ -154,8 +155,11 @@ class TierManager:
     def request_finished(self, request_id: str) -> bool:
         """Forget a request; return whether its GPU blocks may be freed now: always, a fence protects copies."""
         self._promotions.leave(request_id)
-        if self._requests.pop(request_id, None) is not None:
-            self._stores.finished(request_id)
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._stores.finished(request)
+            if request.load_job is not None:
+                self._reads.to_gpu.end(request.load_job)  # the engine does not keep what it brings
         return True
 
     def preempt(self, request_ids: Iterable[str], now: float, overwritten: Collection[int] = ()) -> None:
@@ -369,11 +373,14 @@ class TierManager:
     # -- questions of the engine ---------------------------------------------------------------
 
     def has_pending_work(self, now: float) -> bool:
-        """Whether steps are needed: a job is out, a record is not committed, or a demotion can be planned.
+        """Whether steps are needed: a job is out, a record is not committed, or a demotion can be planned, or a store
+        that has waited for room.
 
         Not for zombies, nor for jobs when nothing has been heard of any for long: a drive that never answers would
         keep an idle engine stepping.
         """
+        if self._stores.is_owed(now):
+            return True
         if self._transfers.any_queued or (len(self._transfers) and now - self._heard_s < self._longest_silence_s):
             return True
         nvme, cpu = self._nvme, self._cpu

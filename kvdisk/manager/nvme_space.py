@@ -130,6 +130,12 @@ class NvmeSpace:
             self._stats.add("budget_pauses", self._budget.pauses - pauses)
         return slots
 
+    def give_back(self, size_class: int, slots: Sequence[Slot]) -> None:
+        """Return slots that were just taken, and not used; nor is their part of the budget."""
+        self.pool.release(slots)
+        if self._budget is not None:
+            self._budget.spend(-len(slots), self._block_bytes(size_class))
+
     @property
     def room(self) -> tuple[int, int]:
         """Slots that are or will be free without an eviction, and all that there may be."""
@@ -230,10 +236,10 @@ class NvmeSpace:
         return self._stuck[size_class] and not (self._index_writable and self.pool.limbo[size_class])
 
     def _evict(self, size_class: int, count: int) -> int:
-        # What a quarantined drive has may leave, too: it would hold back the heads of its chains on the other drives.
-        drives = {*self.segments.writable, *self.segments.drives.quarantined}
-        evictable, places = self._catalog.evictable_in(Tier.NVME), self.segments.on_drives(drives)
+        evictable = self._catalog.evictable_in(Tier.NVME)
         if not self.segments.all_writable:
+            # What a quarantined drive has may leave, too: it would hold back the heads of its chains on the others.
+            places = self.segments.on_drives({*self.segments.writable, *self.segments.drives.quarantined})
             slot, anywhere = self._catalog.slot, evictable
 
             def evictable(row: int) -> bool:
@@ -256,7 +262,8 @@ class NvmeSpace:
         spec = job.segment
         assert spec is not None
         if job.kind is JobKind.DROP_SEGMENT:
-            del self.segments.specs[spec.segment], self._drops[spec.segment]
+            self.segments.forget(spec)
+            del self._drops[spec.segment]
             self._ticket = self._index.delete_segment(spec.segment)
             return
         self.segments.attached(spec)

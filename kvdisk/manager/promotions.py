@@ -7,9 +7,10 @@ promoted is an ordinary CPU copy: it may be evicted like any other, and its requ
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of
 from kvdisk.config import Config
@@ -20,6 +21,7 @@ from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.copies import ABSENT, READY
 from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.foreign import ForeignCopies
+from kvdisk.manager.gpu_loads import GpuLoads
 from kvdisk.manager.lookup import first_needed, longest_hit
 from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.requests import RequestState
@@ -36,13 +38,19 @@ MOST_EXAMINED = 4
 """Requests whose blocks are looked for in one step: bounds a step."""
 
 
+MOST_SEEN = 16
+"""Requests at the head of the line that one step goes over; some may wait for what other homes have."""
+
+
 class PendingReads:
     """Blocks whose bytes are just being read into a CPU slot, with the row whose copy is written: once is enough.
 
+    ``to_gpu``: those that loads bring to the GPU, from wherever.
     ``promotion_awaited``: whether a request whose turn has come waits for one of the promotions, in this step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, to_gpu: GpuLoads) -> None:
+        self.to_gpu = to_gpu
         self._rows: dict[JobKind, dict[BlockKey, int]] = {JobKind.LOAD: {}, JobKind.PROMOTE: {}}
         self.promotion_awaited = False
 
@@ -71,6 +79,7 @@ class PendingReads:
 
     def forget_all(self) -> None:
         """For a new epoch: nobody finds these blocks any more."""
+        self.to_gpu.clear()
         for rows in self._rows.values():
             rows.clear()
 
@@ -113,7 +122,7 @@ class Promotions:
         self._wants = wants
         self._foreign = foreign
         self._reads = reads
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
         """Those with something left to be read ahead, or not looked at; in order of arrival."""
         self._ahead: dict[str, list[int]] = {}
         """By waiting request: slots by size class that were taken for it."""
@@ -131,7 +140,8 @@ class Promotions:
         """A request waits again, before those that came after it."""
         if self._tiers is not None:
             self.leave(request.request_id)
-            self._waiting = {request.request_id: _Waiting(request), **self._waiting}
+            self._waiting[request.request_id] = _Waiting(request)
+            self._waiting.move_to_end(request.request_id, last=False)
 
     def leave(self, request_id: str) -> None:
         """A request waits no more: it is loaded, runs or has ended. What was read ahead for it is left to the tier."""
@@ -159,7 +169,7 @@ class Promotions:
         if self._tiers is None or awaited or not self._waiting or not self._tiers[1].home_open:
             return
         examined = 0
-        for request_id, waiting in list(self._waiting.items()):
+        for request_id, waiting in list(islice(self._waiting.items(), MOST_SEEN)):
             if waiting.wanted is None and not self._foreign.is_asking(waiting.request):
                 if examined >= MOST_EXAMINED:
                     return
@@ -202,6 +212,8 @@ class Promotions:
     def _is_wanted(self, key: BlockKey) -> bool:
         """Whether a drive has a block that neither the GPU nor the CPU tier has or gets."""
         catalog, row = self._catalog, self._catalog.find(key)
+        if self._reads.to_gpu.loader_of(key) is not None:
+            return False
         if row >= 0 and (catalog.state(row, Tier.CPU) != ABSENT or not catalog.readable(row, Tier.NVME)):
             return False
         return (row >= 0 or key in self._foreign.promised) and not self._context.is_cached(key)

@@ -30,6 +30,7 @@ class RequestState:
     ``load_limit_tokens``: no external hit reaches beyond this any more, because a load failed there.
     ``most_load_tokens``, ``store_limit_tokens``: what its user allows: so many tokens to load beyond those on the GPU,
     and to store up to this one; None: no limit.
+    ``load_job``: its last load. ``awaited_load``: another's, for whose blocks it waits, or has waited.
     ``stale``: what it has computed is of weights that are gone, and nothing of it is stored; until it starts again.
     ``question``: ticket of what the neighbours were asked, 0: nothing; ``asked_s``: when it was first looked up, or
     they were asked again.
@@ -60,6 +61,8 @@ class RequestState:
         self.wait_started_s: float | None = None
         self.gave_up_waiting = False
         self.loading = False
+        self.load_job: JobId | None = None
+        self.awaited_load: JobId | None = None
         self.stale = False
         self.question = 0
         self.asked_s: float | None = None
@@ -79,9 +82,15 @@ class RequestState:
             keys.extend(make_block_keys(hashes, group.group))
 
     def may_wait_again(self) -> None:
-        """It is preempted: what is just being stored of it is worth a wait, however it fared before."""
+        """What comes now is worth a wait, however it fared before: it is preempted, or another load has begun."""
         self.wait_started_s = None
         self.gave_up_waiting = False
+
+    def await_load(self, job_id: JobId) -> None:
+        """It has come to wait for another's load: a wait of its own."""
+        if job_id != self.awaited_load:
+            self.awaited_load = job_id
+            self.may_wait_again()
 
     def forget_changed_keys(self, geometry: Geometry) -> bool:
         """Drop all keys where the engine has hashed the prompt anew; return whether it has.

@@ -7,6 +7,7 @@ Segments are made one at a time per size class as room is needed, up to the budg
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable
 
 from kvdisk.geometry import Geometry, segment_charge_bytes
@@ -41,6 +42,8 @@ class Segments:
         self.writable = list(range(drive_count))
         self.home_open = True
         """False once a rank could not open the home."""
+        self._held: Counter[tuple[int, int]] = Counter()
+        """Bytes of all that ``specs`` has, by slot size and drive."""
         self._attaching: set[int] = set()
         self._next = 0
         self._opened_s = float("inf")  # when the last new one was planned
@@ -50,14 +53,21 @@ class Segments:
     def restore(self, records: Iterable[SegmentRecord], home_id: str, fingerprint: bytes) -> None:
         """Take over what the index knows, and plan the jobs that open the home and its segments on every rank."""
         for record in records:
-            self.specs[record.segment] = SegmentSpec(
-                record.segment, record.slot_bytes, record.slot_count, record.drive, create=False
-            )
+            self._note(SegmentSpec(record.segment, record.slot_bytes, record.slot_count, record.drive, create=False))
         self._next = max(self.specs, default=-1) + 1
         home = HomeSpec(home_id, fingerprint, tuple(self.specs))
         self._transfers.add(JobKind.OPEN_HOME, [], [], home=home)
         for spec in self.specs.values():
             self._attach(spec)
+
+    def _note(self, spec: SegmentSpec) -> None:
+        self.specs[spec.segment] = spec
+        self._held[spec.slot_bytes, spec.drive] += self._bytes_of(spec)
+
+    def forget(self, spec: SegmentSpec) -> None:
+        """A segment's files are gone on every rank."""
+        del self.specs[spec.segment]
+        self._held[spec.slot_bytes, spec.drive] -= self._bytes_of(spec)
 
     def _attach(self, spec: SegmentSpec) -> None:
         self._attaching.add(spec.segment)
@@ -81,17 +91,14 @@ class Segments:
         if not drives or self.is_opening:
             return False
         size = self._geometry.slot_sizes[size_class]
-        held = dict.fromkeys(range(len(self.drives)), 0)
-        for other in self.specs.values():
-            if other.slot_bytes == size:
-                held[other.drive] += self._bytes_of(other)
-        drive = min(drives, key=lambda number: held[number])
+        held = [self._held[size, number] for number in range(len(self.drives))]
+        drive = min(drives, key=held.__getitem__)
         spec = SegmentSpec(self._next, size, self._layout.slot_counts[size_class], drive, create=True)
-        if sum(held.values()) + self._bytes_of(spec) > self._layout.class_bytes[size_class]:
+        if sum(held) + self._bytes_of(spec) > self._layout.class_bytes[size_class]:
             return False
         self._next += 1
         self._opened_s = now
-        self.specs[spec.segment] = spec
+        self._note(spec)
         self._attach(spec)
         return True
 

@@ -224,6 +224,7 @@ class Settlement:
         request = self._requests.get(record.request_id or "")
         if request is not None:
             request.loading = False
+        self._reads.to_gpu.end(record.job.id)
         if self._nvme is not None:
             self._nvme.note_reads(record, now)
         for at in sorted(record.failed, reverse=True) if record.failed else ():

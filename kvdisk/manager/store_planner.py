@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from itertools import compress
+from typing import NamedTuple
 
 from kvdisk.blocks import CPU, NVME, BlockKey, JobId, Slot, group_of
 from kvdisk.config import Config
@@ -29,6 +31,23 @@ from kvdisk.manager.transfers import Transfers
 from kvdisk.manager.wants import Wants
 from kvdisk.manager.watermark import Refusal
 from kvdisk.stats import Stats
+
+MOST_LEFT = 4096
+"""Blocks of requests that have ended which wait for room; the first that came are forgotten first."""
+MOST_LEFT_OFFERS = 256
+"""Of these, how many are offered in a step."""
+
+
+class _Wanted(NamedTuple):
+    """Blocks of one group of a request, ascending, that lack nothing but slots. ``blocks``: the group's block table.
+
+    ``are_new``: the catalog is known to have none of them.
+    """
+
+    group: GroupGeometry
+    positions: Sequence[int]
+    blocks: Sequence[int]
+    are_new: bool
 
 
 class StorePlanner:
@@ -78,6 +97,10 @@ class StorePlanner:
         self._drafts = StoreDrafts(catalog, transfers, sources, self._target, first_generation)
         self._min_block_tokens = min(group.block_tokens for group in geometry.groups)
         self._tables = BlockTables()
+        self._left: deque[FreeOffer] = deque(maxlen=MOST_LEFT)
+        """Blocks that waited for room when their requests ended, by request in the order of the prompt."""
+        self._left_mark = -1
+        """The number of room when these were last offered."""
 
     # -- what requests have computed ------------------------------------------------------------
 
@@ -100,7 +123,7 @@ class StorePlanner:
         request.update_keys(self._geometry)
         known_tokens = self._tables.put(request.request_id, Table(computed_tokens, block_ids)).computed_tokens
         storable_tokens = self._storable_tokens(request, computed_tokens)
-        draft = StoreDraft(request, epoch)
+        draft, wanted = StoreDraft(request, epoch), []
         for group in self._geometry.groups:
             keys, blocks = request.keys[group.group], block_ids[group.group]
             final_tokens = min(storable_tokens, max(0, computed_tokens - group.volatile_last))
@@ -113,7 +136,8 @@ class StorePlanner:
             if offers:
                 are_new = are_new and offers[0] >= first
                 taken = self._answer(request, group.group, offers, blocks, now, are_new)
-                self._take(draft, request, group, taken, blocks, now, are_new)
+                wanted.append(_Wanted(group, taken, blocks, are_new))
+        self._take(draft, request, wanted, now)
         self._drafts.queue(draft)
 
     def _storable_tokens(self, request: RequestState, computed_tokens: int) -> int:
@@ -149,19 +173,42 @@ class StorePlanner:
         self._tables.take(request_id)
         self._store_policy.request_finished(request_id)
 
-    def finished(self, request_id: str) -> None:
-        """Forget a request."""
-        self.restarted(request_id)
+    def finished(self, request: RequestState) -> None:
+        """Forget a request; what of it waits for room may still be stored while the engine has it cached."""
+        if self._store_policy.waits(request.request_id) and not request.loading and not request.stale:
+            self._left.extend(self._unstored(request))
+        self.restarted(request.request_id)
+
+    def _unstored(self, request: RequestState) -> list[FreeOffer]:
+        """Return a request's blocks that no tier has or gets, in the order of its prompt."""
+        table, found = self._tables.get(request.request_id), []
+        storable_tokens = self._storable_tokens(request, table.computed_tokens)
+        for group, blocks in zip(self._geometry.groups, table.block_ids, strict=False):
+            final_tokens = min(storable_tokens, max(0, table.computed_tokens - group.volatile_last))
+            keys = request.keys[group.group][: final_tokens // group.block_tokens]
+            for position, (key, row, block) in enumerate(zip(keys, self._catalog.find_all(keys), blocks, strict=False)):
+                if block and not self._is_there(key, row):
+                    parent = keys[position - 1] if position else None
+                    found.append(((position + 1) * group.block_tokens, FreeOffer(block, key, parent)))
+        found.sort(key=lambda one: one[0])
+        return [offer for _, offer in found]
+
+    def is_owed(self, now: float) -> bool:
+        """Whether blocks of requests that have ended wait for room, and some may have come free."""
+        may_write = self._nvme is None or self._nvme.may_write(now)
+        return bool(self._left) and self._settlement.room > self._left_mark and may_write
 
     def distrust(self) -> None:
         """What requests hold, or have left in the engine's cache, may be wrong: nothing is saved or stored of it, but
         of what they are seen to have computed from now on."""
         self._tables.clear()
+        self._left.clear()
         self._store_policy.reset()
 
     def reset(self) -> None:
         """The weights may have changed: nothing that was computed before is offered."""
         self._tables.clear()
+        self._left.clear()
         self._store_policy.reset()
 
     # -- preemption ----------------------------------------------------------------------------
@@ -175,7 +222,8 @@ class StorePlanner:
         table = self._tables.take(request.request_id)
         if request.stale:
             return None
-        draft, computed_tokens = StoreDraft(request, epoch), table.computed_tokens
+        draft, wanted = StoreDraft(request, epoch), []
+        computed_tokens = table.computed_tokens
         if request.store_limit_tokens is not None:
             computed_tokens = min(computed_tokens, request.store_limit_tokens)
         for group in self._geometry.groups:
@@ -190,7 +238,8 @@ class StorePlanner:
             # Generated tokens too, which nobody has been told of without ``store_decode``.
             self._wants.note([keys[position] for position in offers], request.request_id)
             taken = self._answer(request, group.group, offers, blocks, now, are_new=False)
-            self._take(draft, request, group, taken, blocks, now, are_new=False)
+            wanted.append(_Wanted(group, taken, blocks, are_new=False))
+        self._take(draft, request, wanted, now)
         return self._drafts.queue(draft, watched=False)
 
     def _leave_out_what_has_gone(
@@ -209,13 +258,29 @@ class StorePlanner:
     # -- free blocks ---------------------------------------------------------------------------
 
     def plan_free(self, now: float, epoch: int) -> None:
-        """Offer free blocks to the tiers, if the store policy wants to, and plan a job for those taken."""
+        """Offer free blocks to the tiers, if the store policy wants to, or if they have waited for room since their
+        requests ended; plan a job for those taken."""
+        if self._left and self._settlement.room > self._left_mark:
+            self._plan_left(now, epoch)
         if self._policy_offers_free is None:
             return
-        policy = self._store_policy
         offers = self._policy_offers_free(self._context, self._settlement.room, now)
-        if not offers:
-            return
+        if offers:
+            self._plan_offers(offers, now, epoch)
+
+    def _plan_left(self, now: float, epoch: int) -> None:
+        left, block_of = self._left, self._context.get_block
+        offers = [left.popleft() for _ in range(min(MOST_LEFT_OFFERS, len(left)))]
+        # One request may have left what another has left, too.
+        cached = {offer.key: offer for offer in offers if block_of(offer.block).key == offer.key}
+        refused = self._plan_offers([*cached.values()], now, epoch)
+        left.extendleft(reversed(refused))
+        if refused:
+            self._left_mark = self._settlement.room
+
+    def _plan_offers(self, offers: Sequence[FreeOffer], now: float, epoch: int) -> list[FreeOffer]:
+        """Answer offers of cached blocks, and plan a job for those taken; return those refused for lack of room."""
+        policy, lacking = self._store_policy, []
         taken: dict[int, list[FreeOffer]] = {}
         for offer in offers:
             row = self._catalog.find(offer.key)
@@ -224,7 +289,7 @@ class StorePlanner:
             elif not self._admission.admits((offer.key,))[0]:
                 self._refuse_free(offer, Refusal.NOT_REUSED, 0, now)
             elif row >= 0 and self._catalog.state(row, self._target) != ABSENT:
-                self._refuse_free(offer, Refusal.NO_ROOM, self._settlement.room, now)
+                lacking.append(offer)
             else:
                 taken.setdefault(self._geometry.size_classes[group_of(offer.key)], []).append(offer)
         draft = StoreDraft(None, epoch)
@@ -235,9 +300,11 @@ class StorePlanner:
                 policy.accept_free(offer.key)
             keys, parents = [offer.key for offer in accepted], [offer.parent for offer in accepted]
             self._drafts.begin(draft, keys, parents, [offer.block for offer in accepted], slots, NO_PLACE)
-            for offer in refused:
-                self._refuse_free(offer, Refusal.NO_ROOM, self._settlement.room, now)
+            lacking += refused
+        for offer in lacking:
+            self._refuse_free(offer, Refusal.NO_ROOM, self._settlement.room, now)
         self._drafts.queue(draft)
+        return lacking
 
     def _refuse_free(self, offer: FreeOffer, why: Refusal, mark: int, now: float) -> None:
         self._count_refusal(why)
@@ -315,29 +382,72 @@ class StorePlanner:
             refused = [keys[position] for position in positions]
             self._store_policy.refuse(request.request_id, group, positions, refused, Refusal.NO_ROOM, room, now)
 
-    def _take(
-        self,
-        draft: StoreDraft,
-        request: RequestState,
-        group: GroupGeometry,
-        taken: Sequence[int],
-        blocks: Sequence[int],
-        now: float,
-        are_new: bool,
-    ) -> None:
-        """Begin copies of as many blocks as there are slots for; refuse the rest."""
-        if not taken:
+    def _take(self, draft: StoreDraft, request: RequestState, wanted: Sequence[_Wanted], now: float) -> None:
+        """Begin copies of as many blocks as there are slots for, from the prompt's head on in all groups alike; refuse the
+        rest."""
+        wanted = [one for one in wanted if one.positions]
+        if not wanted:
             return
-        slots = self._allocate(self._geometry.size_classes[group.group], len(taken), now)
-        # Slices: what was offered may be the policy's own list, which it may change once it hears of it.
-        accepted, refused = taken[: len(slots)], taken[len(slots) :]
-        if accepted:
-            keys = request.keys[group.group]
-            self._store_policy.accept(request.request_id, group.group, accepted)
-            taken_keys, parents, taken_blocks = _columns_of(keys, blocks, accepted)
-            place = (group.group, accepted)
-            self._drafts.begin(draft, taken_keys, parents, taken_blocks, slots, place, are_new=are_new)
-        self._refuse_for_room(request, group.group, refused, now)
+        counts, slots = self._divide(request, wanted, now)
+        for (group, taken, blocks, are_new), count in zip(wanted, counts, strict=True):
+            # Slices: what was offered may be the policy's own list, which it may change once it hears of it.
+            accepted, refused = taken[:count], taken[count:]
+            if accepted:
+                keys, free = request.keys[group.group], slots[self._geometry.size_classes[group.group]]
+                mine, free[:count] = free[:count], []
+                self._store_policy.accept(request.request_id, group.group, accepted)
+                taken_keys, parents, taken_blocks = _columns_of(keys, blocks, accepted)
+                place = (group.group, accepted)
+                self._drafts.begin(draft, taken_keys, parents, taken_blocks, mine, place, are_new=are_new)
+            self._refuse_for_room(request, group.group, refused, now)
+
+    def _divide(
+        self, request: RequestState, wanted: Sequence[_Wanted], now: float
+    ) -> tuple[list[int], dict[int, list[Slot]]]:
+        """Take slots; return for how many blocks of each group they are, and the slots by size class.
+
+        A hit needs the blocks of all groups: where some group's slots do not suffice, no other gets more of the prompt.
+        """
+        classes = [self._geometry.size_classes[one.group.group] for one in wanted]
+        tails = self._pin_tails(request, wanted)
+        if len(wanted) == 1:
+            slots = {classes[0]: self._allocate(classes[0], len(wanted[0].positions), now)}
+            counts = [len(slots[classes[0]])]
+        else:
+            ends = [
+                ((position + 1) * one.group.block_tokens, at)
+                for at, one in enumerate(wanted)
+                for position in one.positions
+            ]
+            line = [at for _, at in sorted(ends)]  # in the order of the prompt
+            needed = Counter(classes[at] for at in line)
+            slots = {size_class: self._allocate(size_class, needed[size_class], now) for size_class in needed}
+            left, counts = {size_class: len(found) for size_class, found in slots.items()}, [0] * len(wanted)
+            for at in line:
+                if not left[classes[at]]:
+                    break
+                left[classes[at]] -= 1
+                counts[at] += 1
+            for size_class, surplus in left.items():
+                if surplus:
+                    self._give_back(size_class, slots[size_class][-surplus:])
+                    del slots[size_class][-surplus:]
+        self._catalog.unpin(tails, CPU)
+        return counts, slots
+
+    def _pin_tails(self, request: RequestState, wanted: Sequence[_Wanted]) -> list[int]:
+        """Pin what is stored right before the wanted blocks, and return the rows: it does not leave for these.
+
+        Only where the CPU tier has the only copy. What is before a copy stays as long as that does.
+        """
+        tails: list[int] = []
+        for one in wanted if self._cpu is not None else ():
+            first = one.positions[0]
+            row = self._catalog.find(request.keys[one.group.group][first - 1]) if first else NONE
+            if row != NONE and self._catalog.state(row, CPU) == READY and self._catalog.state(row, NVME) == ABSENT:
+                tails.append(row)
+        self._catalog.pin(tails, CPU)
+        return tails
 
     def _allocate(self, size_class: int, count: int, now: float) -> list[Slot]:
         """Take slots of the tier that stores go to."""
@@ -345,6 +455,12 @@ class StorePlanner:
         assert space is not None
         may_store = self._cpu is not None or (self._nvme is not None and self._nvme.may_write(now))
         return space.allocate(size_class, count) if count > 0 and may_store else []
+
+    def _give_back(self, size_class: int, slots: Sequence[Slot]) -> None:
+        """Return slots that were just taken."""
+        space = self._cpu if self._cpu is not None else self._nvme
+        assert space is not None
+        space.give_back(size_class, slots)
 
 
 def _columns_of(

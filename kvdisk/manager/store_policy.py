@@ -28,9 +28,9 @@ class StorePolicy(Protocol):
     """Decides which blocks are offered, and when.
 
     ``reached`` and ``free_offers`` are looked up once, at the start.
-    ``saves_victims``: whether ``preempted`` returns anything. Every offer is answered before the next question, by
-    ``accept`` or ``refuse``, those of free blocks by ``accept_free`` or ``refuse_free``; and one that was taken may be
-    refused later, when its copy failed.
+    ``saves_victims``: whether ``preempted`` returns anything. Every offer is answered when all groups of its request
+    were asked, before any other question, by ``accept`` or ``refuse``, those of free blocks by ``accept_free`` or
+    ``refuse_free``; and one that was taken may be refused later, when its copy failed.
     """
 
     saves_victims: bool
@@ -179,9 +179,11 @@ class OnCompute(NoStores):
         """Of each block that was refused for lack of reuse, the watermarks that wait for its count to rise."""
 
     def offers(self, request_id: str, group: int, storable: int, room: int, now: float) -> Sequence[int]:
-        """Return new blocks, and refused ones whose cause has changed."""
+        """Return new blocks, and refused ones whose cause has changed; no new ones while others wait for room."""
         watermarks = self._watermarks.setdefault(request_id, {})
         watermark = watermarks.get(group)
+        if request_id in self._waiting and any(other.is_held(room, now) for other in watermarks.values()):
+            storable = 0 if watermark is None else min(storable, watermark.frontier)
         if watermark is None:
             watermark = watermarks[group] = Watermark(request_id)
         elif storable == watermark.frontier and not watermark.waits:

@@ -69,6 +69,10 @@ class Watermark:
         """Whether refused blocks may be candidates without another event than room or time."""
         return bool(self._no_room or self._risen)
 
+    def is_held(self, room: int, now: float) -> bool:
+        """Whether blocks wait for room that are not to be offered yet: without them what follows serves nobody."""
+        return any(not refusal.is_over(room, now) for refusal in self._refusals)
+
     def candidates(self, limit: int, room: int, now: float) -> Sequence[int]:
         """Return the positions below ``limit`` to offer now, ascending; the frontier moves to ``limit``.
 

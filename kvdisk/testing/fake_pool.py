@@ -38,6 +38,9 @@ class FakePool:
     step_blocks = 2
     """Of the fake engine's small steps. A class attribute: a test may set its own."""
 
+    caches = True
+    """Likewise."""
+
     @property
     def block_count(self) -> int:
         """See ``SchedulerContext``."""

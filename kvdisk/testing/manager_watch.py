@@ -306,7 +306,10 @@ class ManagerWatch:
             assert right, f"{tier.name} {slot} of rank {rank.rank} has {content}, not {key!r} {generation} {value!r}"
 
     def check_stored(self) -> None:
-        """Nothing is skipped for good: call when all had time, and room, and the requests still live."""
+        """Nothing is skipped for good: call when all had time, and room, and the requests still live.
+
+        Of a prompt that is longer than the CPU tier there may be no more than its head.
+        """
         if self.sizes.config.store_policy != "on_compute":
             return
         for request in self.engine.running:
@@ -316,6 +319,12 @@ class ManagerWatch:
                 tokens = min(tokens, request.prompt_tokens)
             admission = self.sizes.config.cpu_admission if self.sizes.has_cpu else self.sizes.config.nvme_admission
             for key in self._held_keys(request, tokens):
+                group = self.sizes.geometry.groups[group_of(key)]
+                slots = (
+                    self.sizes.cpu_slots[self.sizes.geometry.size_classes[group.group]] if self.sizes.has_cpu else None
+                )
+                if slots is not None and (len(key) - 2) // group.block_tokens > slots:
+                    continue
                 stored = (request.id, key) in self._stored
                 assert stored or not self._is_admitted(admission, key), f"{key!r} of {request.id} is never stored"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold of reads from NVMe: none twice at a time for nothing, and what is read ahead is bounded.
+"""What must hold of loads and reads from NVMe: none twice at a time for nothing; what is read ahead is bounded.
 
 A part of ``ManagerWatch``, which tells it what it sees.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from kvdisk.blocks import BlockKey, JobId, group_of
 from kvdisk.manager.promotions import MAX_PROMOTE_JOBS, MAX_PROMOTE_MOVES, PREFETCH_DIVISOR
+from kvdisk.manager.transfers import JobRecord
 from kvdisk.messages import Job, JobKind
 from kvdisk.testing.fake_engine import FakeEngine
 from kvdisk.testing.fake_requests import FakeRequest, Status, key_of
@@ -26,6 +27,10 @@ class ReadWatch:
     parts: ManagerParts
     engine: FakeEngine
     _wait_started_s: dict[str, float] = field(default_factory=dict)
+    _first_waited_s: dict[str, float] = field(default_factory=dict)
+    """When the first wait began, also where others, for loads that began later, have followed it."""
+    _seen: dict[str, set[JobId]] = field(default_factory=dict)
+    """By waiting request: loads of its blocks that were on their way when its wait began anew."""
     _gave_up: set[str] = field(default_factory=set)
     """Requests that have waited for as long as they may."""
     _reads: dict[tuple[int, BlockKey], JobId] = field(default_factory=dict)
@@ -38,13 +43,38 @@ class ReadWatch:
 
     def answered(self, request: FakeRequest, answer: int | None, now: float) -> None:
         """Waits are bounded."""
+        longest_s = self.sizes.config.lookup_wait_s
         if answer is None:
-            started_s = self._wait_started_s.setdefault(request.id, now)
-            assert now - started_s <= self.sizes.config.lookup_wait_s, "a lookup waits for ever"
-        elif now - self._wait_started_s.get(request.id, now) >= self.sizes.config.lookup_wait_s:
+            self._first_waited_s.setdefault(request.id, now)
+            if now - self._wait_started_s.setdefault(request.id, now) > longest_s:
+                seen = self._seen.setdefault(request.id, set())
+                fresh = self._loads_of(request) - seen
+                assert fresh, "a lookup waits for ever"
+                seen |= fresh
+                self._wait_started_s[request.id] = now
+        elif now - self._first_waited_s.get(request.id, now) >= longest_s:
             self._gave_up.add(request.id)
         if answer:
-            self._wait_started_s.pop(request.id, None)
+            self._forget(request.id)
+
+    def _loads_of(self, request: FakeRequest) -> set[JobId]:
+        """Return the loads on their way of any of a request's blocks."""
+        keys = {
+            key_of(request, group, position)
+            for group in self.sizes.geometry.groups
+            for position in range(len(request.tokens) // group.block_tokens)
+        }
+        return {record.job.id for record in self._loads() if any(move.key in keys for move in record.job.moves)}
+
+    def _loads(self) -> list[JobRecord]:
+        """Return the loads that are queued or out."""
+        transfers = self.parts.transfers
+        return [transfers._records[job_id] for job_id in transfers.sent_loads()]
+
+    def _forget(self, request_id: str) -> None:
+        """A request waits no more."""
+        for known in (self._wait_started_s, self._first_waited_s, self._seen):
+            known.pop(request_id, None)
 
     def planned(self, preempted: Collection[str]) -> None:
         """A plan is made, whose jobs come next: of those that wait no more nothing is read ahead.
@@ -52,7 +82,7 @@ class ReadWatch:
         Victims may wait again.
         """
         for request_id in preempted:
-            self._wait_started_s.pop(request_id, None)
+            self._forget(request_id)
             self._gave_up.discard(request_id)
         for request_id in list(self._ahead):
             request = self.engine.requests.get(request_id)
@@ -65,6 +95,9 @@ class ReadWatch:
 
     def note_job(self, job: Job, owner: str | None) -> None:
         """A job was planned."""
+        if job.kind is JobKind.LOAD:
+            assert owner is not None
+            self._note_load(job, owner)
         kinds = {JobKind.LOAD, JobKind.PROMOTE}
         for move in job.moves if job.kind in kinds else ():
             if move.nvme is None:
@@ -76,6 +109,18 @@ class ReadWatch:
                 self._reads[job.epoch, move.key] = job.id
         if job.kind is JobKind.PROMOTE:
             self._note_promotion(job, owner)
+
+    def _note_load(self, job: Job, owner: str) -> None:
+        # Of several groups one may need what another's load does not bring all of.
+        if len(self.sizes.geometry.groups) > 1 or owner in self._gave_up:
+            return
+        for other in self._loads():
+            request = self.engine.requests.get(other.request_id or "")
+            is_live = request is not None and request.status is Status.LOADING and other.job.epoch == job.epoch
+            # Where the cache was emptied meanwhile, the other may bring blocks without those before them: of no use.
+            if is_live and other.job.id < job.id and job.moves:
+                brought = job.moves[0].key in {move.key for move in other.job.moves}
+                assert not brought, f"{job.moves[0].key!r} is loaded again before the first load has ended"
 
     def _note_promotion(self, job: Job, owner: str | None) -> None:
         assert self.sizes.config.prefetch, "a promotion that nobody wanted"
@@ -106,4 +151,5 @@ class ReadWatch:
         """Assert that nothing is left when nothing is under way."""
         promotions = self.parts.manager._promotions
         assert not self._reads and not promotions._reads.any, "a read that has ended is still waited for"
+        assert not promotions._reads.to_gpu.any, "a load that has ended is still waited for"
         assert not promotions._waiting and not any(promotions._taken), "one that has ended is still read ahead for"

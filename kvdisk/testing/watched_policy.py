@@ -77,8 +77,12 @@ class WatchedPolicy:
     def _begin(self, request_id: str, group: int, positions: Sequence[int], storable: int) -> None:
         assert list(positions) == sorted(set(positions)), f"offered twice at once, or out of order: {positions}"
         assert all(position < storable for position in positions)
-        assert not self._open, "an offer was not answered"
-        self._open = {(request_id, group, position) for position in positions}
+        # Those of the request's other groups are answered with these.
+        others = [
+            name for name in self._open if not isinstance(name, tuple) or name[0] != request_id or name[1] >= group
+        ]
+        assert not others, "an offer was not answered"
+        self._open |= {(request_id, group, position) for position in positions}
 
     def free_offers(self, context: SchedulerContext, room: int, now: float) -> Sequence[FreeOffer]:
         """See ``StorePolicy``."""

@@ -78,7 +78,7 @@ class Bench:
     ``pipelined``: vLLM's asynchronous scheduler.
     ``two_sizes``: the group has a second layer, twice as large, of which only the workers know (``worker_groups``).
     ``invalid``: GPU blocks that the next step reports as not loaded. With ``events`` what is published goes to
-    ``published``.
+    ``published``. ``caches``: vLLM's own prefix cache is on.
     """
 
     def __init__(
@@ -98,12 +98,15 @@ class Bench:
         events: bool = False,
         pipelined: bool = False,
         two_sizes: bool = False,
+        max_model_len: int = 2048,
         prefix_caching: bool = True,
     ) -> None:
         register()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(MODEL))
-        config = vllm_config(folder, num_blocks, max_batched_tokens, extra, connector, others, events, max_seqs)
+        config = vllm_config(
+            folder, num_blocks, max_batched_tokens, extra, connector, others, events, max_seqs, max_model_len
+        )
         config.scheduler_config.async_scheduling = pipelined
         config.parallel_config.tensor_parallel_size = ranks
         config.cache_config.enable_prefix_caching = prefix_caching
@@ -285,6 +288,7 @@ def vllm_config(
     others: Sequence[str] = (),
     events: bool = False,
     max_seqs: int = 8,
+    max_model_len: int = 2048,
 ) -> VllmConfig:
     mine = BENCH_SETTINGS | dict(extra or {})
     transfer = KVTransferConfig(kv_connector="KVDiskConnector", kv_role="kv_both", kv_connector_extra_config=mine)
@@ -303,12 +307,14 @@ def vllm_config(
             kv_connector_extra_config={"connectors": children},
         )
     config = VllmConfig(
-        model_config=ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=2048),
+        model_config=ModelConfig(
+            model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=max_model_len
+        ),
         cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),
         scheduler_config=SchedulerConfig(
             max_num_seqs=max_seqs,
             max_num_batched_tokens=max_batched_tokens,
-            max_model_len=2048,
+            max_model_len=max_model_len,
             is_encoder_decoder=False,
             enable_chunked_prefill=True,
             async_scheduling=False,

@@ -486,7 +486,7 @@ def test_without_room_a_block_is_offered_when_room_came_free_and_not_every_step(
             monkeypatch.setattr(both.planner, "_allocate", allocate)
             both.planner._settlement.room += 1
         both.step()
-    assert both.offers["kvdisk"] == [[0, 1], [2, 3], [], [], [], [], [0, 1, 2, 3], []]
+    assert both.offers["kvdisk"] == [[0, 1], [], [], [], [], [], [0, 1, 2, 3], []], "the head first"
     first = [[0, 1], *[[0, 1, 2, 3]] * 5]
     assert both.offers["vllm"] == [*first, [0, 1, 2, 3], []], "the same range in every step"
     assert {move.key for job in _stores(both.bench) for move in job.moves} == set(_keys(request)[:4])

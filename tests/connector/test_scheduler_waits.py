@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from schedulers import BLOCK_TOKENS, Bench
+from vllm.sampling_params import SamplingParams
 
 from kvdisk import assembly
-from kvdisk.blocks import make_block_key
+from kvdisk.blocks import BlockKey, make_block_key
 from kvdisk.index.base import SegmentRecord
+from kvdisk.manager.gpu_loads import GpuLoads
 from kvdisk.messages import FOREIGN_SEGMENTS, Job, JobKind
 from kvdisk.testing.fake_neighbours import FakeHome, FakeNeighbours
 
@@ -26,6 +28,9 @@ SLOT_BYTES = 20480
 """Of a block of the bench's model, header included."""
 
 
+_OF_THE_MODEL = {"max_model_len", "window_tokens", "num_blocks"}
+
+
 class Place:
     """A store, and the benches that serve from it one after the other. ``homes``: other engines' homes in it."""
 
@@ -37,18 +42,34 @@ class Place:
         (folder / "model").mkdir()
         (folder / "model" / "weights.bin").write_bytes(b"a store needs weights that have an identity")
 
-    def start(self, max_seqs: int = 8, num_blocks: int = 64, **extra: Any) -> Bench:
+    def start(
+        self,
+        max_seqs: int = 8,
+        num_blocks: int = 64,
+        max_model_len: int = 2048,
+        caches: bool = True,
+        window_tokens: int | None = None,
+        **extra: Any,
+    ) -> Bench:
         """End the last bench, if any, and start another one, whose CPU tier is empty."""
         self.close()
         store = {"store_dirs": str(self._folder / "store"), "nvme_bytes": "64MiB", "segment_bytes": "1MiB"}
         extra = store | {"lookup_wait_s": 60.0} | extra
-        bench = Bench(self._folder / "model", max_seqs=max_seqs, num_blocks=num_blocks, extra=extra)
+        bench = Bench(
+            self._folder / "model",
+            max_seqs=max_seqs,
+            num_blocks=num_blocks,
+            extra=extra,
+            max_model_len=max_model_len,
+            prefix_caching=caches,
+            window_tokens=window_tokens,
+        )
         self._open.append(bench)
         return bench
 
     def restarted(self, *prompts: list[int], **settings: Any) -> Bench:
         """Return a bench in whose store the full blocks of these prompts lie, and in whose memory none."""
-        bench = self.start()
+        bench = self.start(**{name: settings[name] for name in _OF_THE_MODEL & settings.keys()})
         for at, prompt in enumerate(prompts):
             bench.add(f"before {at}", prompt)
             finish(bench)
@@ -119,8 +140,9 @@ def test_the_second_loads_what_the_first_left_in_memory(place: Place) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"cpu_admission": "reuse(3)"}, {"cpu_bytes": 0}], ids=["refused", "no CPU tier"])
-def test_where_no_copy_is_left_the_second_reads_at_once(place: Place, settings: dict[str, Any]) -> None:
-    bench = place.restarted(PROMPT, **settings)
+def test_where_no_copy_is_left_anywhere_the_second_reads_at_once(place: Place, settings: dict[str, Any]) -> None:
+    """Nor on the GPU, whose own prefix cache is off."""
+    bench = place.restarted(PROMPT, caches=False, **settings)
     bench.hold = {JobKind.LOAD}
     bench.add("a", PROMPT)
     bench.add("b", PROMPT)
@@ -174,6 +196,235 @@ def test_a_full_cpu_tier_makes_no_miss_of_a_hit(place: Place) -> None:
     bench.release()
     finish(bench)
     assert bench.counters()["hit_tokens.nvme"] == 2 * BLOCKS * BLOCK_TOKENS
+
+
+# -- requests that arrive together with one prefix --------------------------------------------------
+
+SHARED_BLOCKS = 97
+SHARED = [token % 499 for token in range(SHARED_BLOCKS * BLOCK_TOKENS)]
+LONG = {"max_model_len": 4096, "num_blocks": 1000}
+MANY = [f"r{number}" for number in range(8)]
+
+
+def tail(number: int, tokens: int = 5) -> list[int]:
+    """Return tokens that no other prompt has there."""
+    return [400 + number] * tokens
+
+
+def add_many(bench: Bench) -> None:
+    for number, name in enumerate(MANY):
+        bench.add(name, SHARED + tail(number))
+
+
+def moves(bench: Bench) -> list[int]:
+    """Return how many blocks each load has brought."""
+    return [len(job.moves) for job in jobs(bench, JobKind.LOAD)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "source"),
+    [({}, "nvme, kept"), ({"cpu_bytes": 0}, "nvme"), ({"cpu_admission": "reuse(9)"}, "nvme")],
+    ids=["into memory", "no CPU tier", "through staging"],
+)
+def test_a_prefix_that_many_ask_for_is_loaded_once(place: Place, settings: dict[str, Any], source: str) -> None:
+    bench = place.restarted(SHARED + tail(20), **LONG, **settings)
+    free = bench.pool.get_num_free_blocks()
+    bench.hold = {JobKind.LOAD}
+    add_many(bench)
+    for _ in range(3):
+        assert not bench.step().num_scheduled_tokens
+    assert [sources(job) for job in jobs(bench, JobKind.LOAD)] == [[source] * SHARED_BLOCKS]
+    assert free - bench.pool.get_num_free_blocks() == SHARED_BLOCKS, "GPU blocks for one load"
+    bench.release()
+    bench.step()
+    assert len(bench.step().num_scheduled_tokens) == len(MANY), "all go on in the step in which the first does"
+    finish(bench)
+    assert moves(bench) == [SHARED_BLOCKS]
+    assert [len(bench.tokens[name]) for name in MANY] == [2] * len(MANY)
+
+
+def test_a_prefix_in_memory_that_many_ask_for_is_loaded_once(place: Place) -> None:
+    bench = place.start(**LONG)
+    bench.add("before", SHARED + tail(20))
+    finish(bench)
+    assert bench.scheduler.reset_prefix_cache()
+    add_many(bench)
+    finish(bench)
+    assert [sources(job) for job in jobs(bench, JobKind.LOAD)] == [["cpu"] * SHARED_BLOCKS]
+    assert [len(bench.tokens[name]) for name in MANY] == [2] * len(MANY)
+
+
+def test_a_prefix_of_another_home_that_many_ask_for_is_loaded_once(place: Place) -> None:
+    home = FakeHome("a" * 32, SegmentRecord(0, SLOT_BYTES, 64))
+    place.homes.append(home)
+    bench = place.start(cpu_bytes=0)
+    request = bench.make_request("any", PROMPT)
+    for slot, block_hash in enumerate(request.block_hashes):
+        home.put(make_block_key(block_hash, 0), slot, 7 + slot, [])
+    for name in "abc":
+        bench.add(name, PROMPT)
+    bench.connector.scheduler._parts.neighbours.answer(8)
+    finish(bench)
+    assert moves(bench) == [BLOCKS]
+    assert [len(bench.tokens[name]) for name in "abc"] == [2] * 3
+
+
+def test_one_that_does_not_read_the_prefix_cache_does_not_wait(place: Place) -> None:
+    bench = place.restarted(PROMPT)
+    bench.hold = {JobKind.LOAD}
+    bench.add("a", PROMPT)
+    bench.add(
+        "b", PROMPT, sampling_params=SamplingParams(max_tokens=2, ignore_eos=True, skip_reading_prefix_cache=True)
+    )
+    assert bench.step().num_scheduled_tokens == {"b": len(PROMPT)}
+    bench.release()
+    finish(bench)
+
+
+@pytest.mark.parametrize("shared", [60, 1])
+def test_one_that_shares_a_part_waits_and_loads_its_own_rest(place: Place, shared: int) -> None:
+    mine = SHARED[: shared * BLOCK_TOKENS] + tail(30, (SHARED_BLOCKS - shared) * BLOCK_TOKENS + 5)
+    bench = place.restarted(SHARED + tail(20), mine, **LONG, cpu_bytes=0)
+    bench.hold = {JobKind.LOAD}
+    bench.add("a", SHARED + tail(0))
+    bench.add("b", mine)
+    bench.step()
+    assert moves(bench) == [SHARED_BLOCKS]
+    bench.release()
+    finish(bench)
+    assert moves(bench) == [SHARED_BLOCKS, SHARED_BLOCKS - shared]
+
+
+def test_with_a_sliding_window_one_waits_only_for_what_it_can_use(place: Place) -> None:
+    window = {"window_tokens": 2 * BLOCK_TOKENS, "num_blocks": 200, "cpu_bytes": 0}
+    longer = PROMPT[: 2 * BLOCK_TOKENS] + [7] * (8 * BLOCK_TOKENS)
+    bench = place.restarted(PROMPT, longer, **window)
+    bench.hold = {JobKind.LOAD}
+    bench.add("a", PROMPT)
+    bench.add("b", PROMPT + tail(1))
+    bench.add("c", longer)
+    bench.step()
+    loads = jobs(bench, JobKind.LOAD)
+    # The first loads the window before the end of its prompt: the third needs the one before the end of its own.
+    assert [job.request_id for job in loads] == ["a", "c"]
+    bench.release()
+    finish(bench)
+    assert [job.request_id for job in jobs(bench, JobKind.LOAD)] == ["a", "c"]
+    assert [len(bench.tokens[name]) for name in "abc"] == [2] * 3
+
+
+def test_when_the_first_is_aborted_the_next_loads_and_the_others_wait_for_it(place: Place) -> None:
+    bench = place.restarted(PROMPT, cpu_bytes=0)
+    bench.hold = {JobKind.LOAD}
+    for name in "abc":
+        bench.add(name, PROMPT)
+    bench.step()
+    bench.abort("a")
+    bench.step()
+    bench.step()
+    assert [job.request_id for job in jobs(bench, JobKind.LOAD)] == ["a", "b"], "nobody waits for an aborted one"
+    bench.release()
+    finish(bench)
+    assert [job.request_id for job in jobs(bench, JobKind.LOAD)] == ["a", "b"]
+    assert [len(bench.tokens[name]) for name in "bc"] == [2] * 2
+
+
+@pytest.mark.parametrize("failed", [0, 2])
+def test_when_the_first_fails_the_others_wait_no_more(place: Place, failed: int) -> None:
+    bench = place.restarted(PROMPT, cpu_bytes=0)
+    bench.hold, bench.fail = {JobKind.LOAD}, {JobKind.LOAD: (failed,)}
+    for name in "abc":
+        bench.add(name, PROMPT)
+    bench.step()
+    bench.release()
+    bench.step()
+    bench.fail = {}
+    assert len(bench.step().num_scheduled_tokens) == 3, "what was loaded before it is there, and the rest is computed"
+    finish(bench)
+    assert moves(bench) == [BLOCKS]
+    assert [len(bench.tokens[name]) for name in "abc"] == [2] * 3
+
+
+def test_when_the_time_is_over_one_loads_and_the_others_wait_for_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = place.restarted(PROMPT, cpu_bytes=0, lookup_wait_s=10.0)
+    clock = FakeClock()
+    monkeypatch.setattr("kvdisk.connector.scheduler_side.time", clock)
+    bench.hold = {JobKind.LOAD}
+    loading = []
+    for name in "abcd":
+        bench.add(name, PROMPT)
+    for _ in range(5):
+        bench.step()
+        clock.now += 6.0
+        loading.append("".join(job.request_id or "" for job in jobs(bench, JobKind.LOAD)))
+    assert loading == ["a", "a", "ab", "ab", "abc"], "10 s each"
+    bench.release()
+    finish(bench)
+    assert moves(bench) == [BLOCKS] * 3
+    assert [len(bench.tokens[name]) for name in "abcd"] == [2] * 4
+
+
+class FakeClock:
+    """Stands for the module ``time``."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+
+def test_what_the_gpu_has_lost_before_their_turn_one_loads_for_all(place: Place) -> None:
+    bench = place.restarted(PROMPT, cpu_bytes=0, max_seqs=1)
+    for name in "abcd":
+        bench.add(name, PROMPT, max_tokens=3 if name == "a" else 2)
+    while "a" in bench.scheduler.requests:
+        bench.step()
+    assert bench.scheduler.reset_prefix_cache()
+    finish(bench)
+    assert [job.request_id for job in jobs(bench, JobKind.LOAD)] == ["a", "b"]
+    assert [len(bench.tokens[name]) for name in "bcd"] == [2] * 3
+
+
+def test_who_waits_for_a_load_looks_for_it_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    presences = GpuLoads.presences
+
+    def counted(loads: GpuLoads, keys: Sequence[BlockKey]) -> bytes:
+        asked.append(len(keys))
+        return presences(loads, keys)
+
+    monkeypatch.setattr(GpuLoads, "presences", counted)
+    bench = place.restarted(PROMPT, OTHER, cpu_bytes=0)
+    bench.hold = {JobKind.LOAD}
+    for name in "abcdef":
+        bench.add(name, PROMPT)
+    for number in range(20):
+        bench.step()
+        if number == 10:
+            bench.add("other", OTHER)
+    assert asked == [BLOCKS] * 6, "each of the six that came second, or found another's load, has looked once"
+    bench.release()
+    finish(bench)
+
+
+def test_a_reset_lets_them_go(place: Place) -> None:
+    bench = place.restarted(PROMPT)
+    bench.hold = {JobKind.LOAD}
+    for name in "abc":
+        bench.add(name, PROMPT)
+    bench.step()
+    bench.scheduler.reset_connector_cache()
+    assert set(bench.step().num_scheduled_tokens) == {"b", "c"}
+    bench.release()
+    finish(bench)
+    assert moves(bench) == [BLOCKS]
+    assert not bench.connector.scheduler._manager._reads.to_gpu.any
 
 
 # -- reading ahead ---------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from machines import Bugs, Patch, forget_late, tolerate_missing_pins, wrap
 
 from kvdisk.blocks import Tier
 from kvdisk.manager import promotions
+from kvdisk.manager.gpu_loads import GpuLoads
 from kvdisk.manager.load_planner import LoadPlanner
 from kvdisk.manager.promotions import PendingReads, Promotions
 from kvdisk.manager.settlement import Settlement
@@ -98,6 +99,21 @@ def block_read_a_second_time(patch: Patch) -> None:
 @BUGS.plant
 def read_that_has_ended_still_waited_for(patch: Patch) -> None:
     patch.setattr(PendingReads, "end", lambda *_: None)
+
+
+@BUGS.plant
+def block_loaded_a_second_time(patch: Patch) -> None:
+    patch.setattr(GpuLoads, "begin", lambda *_: None)
+
+
+@BUGS.plant
+def load_that_has_ended_still_waited_for(patch: Patch) -> None:
+    patch.setattr(GpuLoads, "end", lambda *_: None)
+
+
+@BUGS.plant
+def waiting_for_a_load_without_end(patch: Patch) -> None:
+    patch.setattr(LoadPlanner, "_is_over", lambda *_: False)
 
 
 @BUGS.plant
