@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 LAYOUTS = ("inproc", "own", "tp2")
-START_S = 180.0
-ACT_S = 180.0
+START_S = 900.0
+ACT_S = 900.0
+"""What takes so long hangs, on however busy a machine."""
 CONNECTOR = "KVDiskConnector"
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
@@ -39,6 +40,8 @@ DEFAULTS: dict[str, Any] = {
     "seed": 0,
 }
 """Arguments of ``vllm.LLM`` unless a caller says otherwise. The CPU attention takes multiples of 32 tokens a block."""
+STEADY: dict[str, Any] = {"min_load_tokens": 0, "lookup_wait_s": 600.0, "io_deadline_s": 600.0}
+"""kvdisk's settings, likewise: every hit is loaded, and nothing is given up, however slow or busy the machine."""
 
 
 class EngineError(Exception):
@@ -115,8 +118,7 @@ class EngineChild:
             arguments["kv_transfer_config"] = {
                 "kv_connector": CONNECTOR,
                 "kv_role": "kv_both",
-                # What a short hit is worth depends on the machine; here every hit is loaded.
-                "kv_connector_extra_config": {"min_load_tokens": 0} | dict(extra_config),
+                "kv_connector_extra_config": STEADY | dict(extra_config),
             }
         with log.open("ab") as log_file:
             self._process = subprocess.Popen(
@@ -307,7 +309,7 @@ class _Child:
             core.call_utility("pause_scheduler", "wait", False)
             core.call_utility("resume_scheduler")
         elif self.llm.llm_engine.vllm_config.kv_transfer_config is not None:
-            done = importlib.import_module("kvdisk.connector").drain(self.llm)
+            done = importlib.import_module("kvdisk.connector").drain(self.llm, ACT_S)
             assert done, "transfers are still out after kvdisk.connector.drain"
 
     def counters(self) -> dict[str, int]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvdisk.blocks import BlockKey, Tier, make_block_key, make_block_keys
+from kvdisk.blocks import BlockKey, JobId, Tier, make_block_key, make_block_keys
 from kvdisk.geometry import Geometry
 from kvdisk.manager.lookup import Lookups
 

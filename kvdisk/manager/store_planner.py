@@ -383,8 +383,10 @@ class StorePlanner:
             self._store_policy.refuse(request.request_id, group, positions, refused, Refusal.NO_ROOM, room, now)
 
     def _take(self, draft: StoreDraft, request: RequestState, wanted: Sequence[_Wanted], now: float) -> None:
-        """Begin copies of as many blocks as there are slots for, from the prompt's head on in all groups alike; refuse the
-        rest."""
+        """Begin copies of as many blocks as there are slots for, from the prompt's head on in all groups alike.
+
+        Refuse the rest.
+        """
         wanted = [one for one in wanted if one.positions]
         if not wanted:
             return

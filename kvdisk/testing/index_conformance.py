@@ -15,7 +15,7 @@ from pathlib import Path
 from kvdisk.blocks import BlockKey, Slot, make_block_key
 from kvdisk.index.base import BlockRecord, Index, IndexState, SegmentRecord
 
-FLUSH_S = 30.0
+FLUSH_S = 600.0
 
 
 def key_of(number: int, group: int = 0) -> BlockKey:

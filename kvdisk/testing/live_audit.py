@@ -6,6 +6,7 @@ Reads the insides of manager and catalog, and changes nothing. Everything fails 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,10 @@ from kvdisk.device.header import read_header
 from kvdisk.device.paths import allocated_bytes
 from kvdisk.geometry import FILE_EPOCH, HEADER_BYTES, Namespace, segment_file_bytes, slot_offset
 from kvdisk.index.base import BlockRecord, SegmentRecord
-from kvdisk.testing.live_engine import LiveEngine
+from kvdisk.testing.live_engine import STUCK_S, LiveEngine
 from kvdisk.testing.live_model import LiveModel
 
-FLUSH_S = 30.0
 SHORT_FLUSH_S = 0.5
-FLUSHES = 1000
 
 
 def audit(engine: LiveEngine, *, records_hold: bool = True, files_hold: bool = True) -> int:
@@ -32,13 +31,15 @@ def audit(engine: LiveEngine, *, records_hold: bool = True, files_hold: bool = T
     """
     assert not engine.requests, engine.describe()
     index, home = engine.parts.index, engine.parts.home
-    for _ in range(FLUSHES):  # a step takes note of the last commit, and may find work that it allows
-        if index is not None and not index.flush(FLUSH_S if files_hold else SHORT_FLUSH_S):
+    end_s = time.monotonic() + STUCK_S
+    pending = True
+    while pending:  # a step takes note of the last commit, and may find work that it allows
+        if index is not None and not index.flush(STUCK_S if files_hold else SHORT_FLUSH_S):
             assert not files_hold, "the index does not come to an end"
             return -1
         engine.step()
-        if not engine.manager.has_pending_work(engine.now):
-            break
+        pending = engine.manager.has_pending_work(engine.now)
+        assert not pending or time.monotonic() < end_s, f"stuck: {engine.describe()}"
     _audit_pool(engine)
     _audit_manager(engine.manager)
     if index is None or home is None:

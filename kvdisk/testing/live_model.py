@@ -25,6 +25,9 @@ HASH_TOKENS = 4
 FILE_WEIGHTS = 0
 """Number of the weights as the files have them; any other is the epoch that came with them."""
 _LETTERS = "abcdefghijklmnopqrstuvwxy"
+PATIENT = {"lookup_wait_s": 600.0, "io_deadline_s": 600.0}
+"""Settings with which nothing is given up because the machine is busy. What is given up in time has tests with a clock
+of their own."""
 
 
 class HashedRequest(FakeRequest):
@@ -100,6 +103,7 @@ class LiveModel:
             "index_commit_s": 0.01,
             "min_load_tokens": 0,
             "device": "posix",  # or each start would probe the drive
+            **PATIENT,
         } | values
         return Config.from_mapping(fixed | values)
 

@@ -29,7 +29,7 @@ from kvdisk.testing.live_model import LiveModel
 
 MakeWorker = Callable[[Config, LiveModel, int, list[list[torch.Tensor]]], WorkerParts]
 IDLE_WAIT_S = 0.002
-OUTLIVING_S = 20.0
+OUTLIVING_S = 120.0
 """Longest that a rank goes on with the jobs it has, after its scheduler is gone."""
 
 

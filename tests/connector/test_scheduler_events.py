@@ -75,7 +75,7 @@ def settle(bench: Bench) -> None:
             return
         bench.step()
         index = bench.connector.scheduler._parts.index
-        assert index is None or index.flush(30.0)
+        assert index is None or index.flush(600.0)
     raise AssertionError("still busy")
 
 

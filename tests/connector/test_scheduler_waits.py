@@ -54,7 +54,7 @@ class Place:
         """End the last bench, if any, and start another one, whose CPU tier is empty."""
         self.close()
         store = {"store_dirs": str(self._folder / "store"), "nvme_bytes": "64MiB", "segment_bytes": "1MiB"}
-        extra = store | {"lookup_wait_s": 60.0} | extra
+        extra = store | {"lookup_wait_s": 600.0} | extra
         bench = Bench(
             self._folder / "model",
             max_seqs=max_seqs,
@@ -93,7 +93,7 @@ def finish(bench: Bench, steps: int = 80) -> None:
         if not bench.scheduler.has_requests() and not bench.connector.has_pending_push_work():
             return
         bench.step()
-        assert bench.connector.scheduler._parts.index.flush(30.0)
+        assert bench.connector.scheduler._parts.index.flush(600.0)
     raise AssertionError("still busy")
 
 

@@ -20,9 +20,8 @@ pytestmark = pytest.mark.vllm
 
 BLOCK_TOKENS = 32
 LIMITS = {"max_model_len": 512, "num_gpu_blocks_override": 120}
-PATIENT = {"lookup_wait_s": 60.0, "prefetch": False}
-"""An engine that waits for its neighbours however busy the machine is: their answer is what is tested, and its loads,
-none of which has been read ahead."""
+STEADY = {"prefetch": False, "device": "posix"}
+"""Loads are what is tested: nothing is read ahead. (An engine child waits for its neighbours however long it takes.)"""
 FAILURES = ("failed_", "verification_failures", "foreign_failures", "segment_failures", "io_errors", "wait_timeouts")
 
 
@@ -49,7 +48,7 @@ def _cached(answers: Sequence[Answer]) -> list[int]:
 
 def _config(drives: Sequence[Path], **more: object) -> dict[str, object]:
     store = {"store_dirs": [str(drive) for drive in drives], "nvme_bytes": "64MiB", "segment_bytes": 300_000}
-    return {"cpu_bytes": "16MiB", **store, **PATIENT, **more}
+    return {"cpu_bytes": "16MiB", **store, **STEADY, **more}
 
 
 def _look(drives: Sequence[Path], homes: int) -> StoreFacts:

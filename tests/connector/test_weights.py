@@ -44,7 +44,7 @@ def test_a_weight_update_in_memory(tiny_llama: Path, tmp_path: Path) -> None:
         after = _tokens(alone)
     assert before != after, "the update must change what is generated, or the test shows nothing"
 
-    config = {"cpu_bytes": "64MiB", "store_dirs": str(tmp_path / "store"), "nvme_bytes": "256MiB"}
+    config = {"cpu_bytes": "64MiB", "store_dirs": str(tmp_path / "store"), "nvme_bytes": "256MiB", "device": "posix"}
     with EngineChild(tiny_llama, log, layout="own", env=ENV, extra_config=config, **LIMITS) as engine:
         assert _tokens(engine) == before
         # Not drained: it falls asleep with stores on their way, and nothing is lost by it.

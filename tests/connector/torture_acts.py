@@ -9,7 +9,7 @@ from typing import Any
 from kvdisk.blocks import Slot, Tier, group_of
 from kvdisk.manager.copies import CopyState
 
-STUCK_S = 60.0
+STUCK_S = 600.0
 
 
 def core_of(llm: Any) -> Any:
@@ -92,7 +92,7 @@ def describe(llm: Any) -> str:
     return "; ".join(parts)
 
 
-def drain(llm: Any, timeout_s: float = 60.0) -> None:
+def drain(llm: Any, timeout_s: float = STUCK_S) -> None:
     end_s = time.monotonic() + timeout_s
     while core_of(llm).scheduler.has_requests():
         assert time.monotonic() < end_s, f"no end of the drain: {describe(llm)}"

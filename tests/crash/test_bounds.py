@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from live_children import CAP_IS_EXACT, SEED
+from live_children import CAP_IS_EXACT, SEED, held_bytes
 
-from kvdisk.device.paths import allocated_bytes
 from kvdisk.testing.live_audit import audit
 from kvdisk.testing.live_engine import LiveEngine
 from kvdisk.testing.live_load import LiveLoad, LoadShape
@@ -46,7 +45,7 @@ def fill(store: Path, tenants: list[Tenant], limit_bytes: Callable[[], int]) -> 
     while not all(tenant.full for tenant in tenants):
         for tenant in tenants:
             tenant.load.step()
-        excess = max(excess, allocated_bytes(store) - limit_bytes())
+        excess = max(excess, held_bytes(store) - limit_bytes())
     return excess
 
 
@@ -58,7 +57,7 @@ def test_one_after_the_other(quick_path: Path) -> None:
         cap_bytes = tenant.config.nvme_bytes or 0
         assert fill(store, [tenant], lambda cap_bytes=cap_bytes: cap_bytes) <= 0
         tenant.close()
-        assert allocated_bytes(store) <= cap_bytes
+        assert held_bytes(store) <= cap_bytes
 
 
 def test_together_and_one_by_one_gone(quick_path: Path) -> None:
@@ -66,17 +65,17 @@ def test_together_and_one_by_one_gone(quick_path: Path) -> None:
     tenants = [Tenant(store, number) for number in range(3)]
     assert fill(store, tenants, lambda: sum(tenant.config.nvme_bytes or 0 for tenant in tenants)) <= 0
     caps = sum(tenant.config.nvme_bytes or 0 for tenant in tenants)
-    held = allocated_bytes(store)
+    held = held_bytes(store)
     assert held > 2 * (tenants[0].config.nvme_bytes or 0) // 3, "they are full, each in a home of its own"
     while len(tenants) > 1:
         tenants.pop().close()
         tenants[0].load.run_requests(20)
         # What a dead owner left is spared for a while, but gets no room of others; then it goes.
-        assert allocated_bytes(store) <= caps
+        assert held_bytes(store) <= caps
         home = tenants[0].engine.parts.home
         assert home is not None
         assert not home.trim(unused_s=900)
         assert home.trim()
         if CAP_IS_EXACT:
-            assert allocated_bytes(store) <= sum(tenant.config.nvme_bytes or 0 for tenant in tenants)
+            assert held_bytes(store) <= sum(tenant.config.nvme_bytes or 0 for tenant in tenants)
     tenants.pop().close()

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from live_children import SEED, Child
+from live_children import SEED, WAIT_S, Child
 
 from kvdisk.device.listing import list_homes
 from kvdisk.geometry import HEADER_BYTES, SEGMENT_HEADER_BYTES
@@ -152,7 +152,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def open_damaged(store: Path) -> dict[str, int]:
     """Let a process serve from a damaged store; return its counters, {} where it refused in one sentence."""
     with Child(store.parent, replace(SETTINGS, store=str(store))) as child:
-        child.process.join(30)
+        child.process.join(WAIT_S)
         text = child.text()
         assert "Traceback" not in text, text
         assert "WRONG BYTES" not in text, text

@@ -26,7 +26,7 @@ from kvdisk.testing.live_model import LiveModel
 MIB = 1 << 20
 DRIVE_BYTES, BALLAST_BYTES = 8 * MIB, 5 * MIB
 LONGER_THAN_ANY_BACK_OFF_S = 100.0
-LIMIT_S = 60.0
+LIMIT_S = 600.0
 
 
 class Warnings(logging.Handler):
@@ -62,7 +62,7 @@ def scenario(drive: Path) -> None:
     ballast = drive / "ballast"
     ballast.write_bytes(bytes(BALLAST_BYTES))
     model = LiveModel()
-    now_s = [time.time()]
+    now_s = [time.time()]  # back-offs end when the test says so, however many steps it takes until then
     config = model.config(str(drive / "store"), blocks=1200, store_decode=True)
     engine = LiveEngine(config, model, clock=lambda: now_s[0])
     load = LiveLoad(engine, 1, LoadShape(width=20, aborts=0.0))
@@ -72,7 +72,6 @@ def scenario(drive: Path) -> None:
     def run_until(what: str, condition) -> None:
         while not condition():
             assert time.monotonic() < end_s, f"not: {what}; {engine.describe()}; {warnings.found}"
-            now_s[0] += 0.0001
             load.step()
 
     def slots() -> int:

@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
+from live_children import WAIT_S, wait_for
 
 from kvdisk.blocks import Tier
 from kvdisk.testing.live_engine import LiveEngine
 from kvdisk.testing.live_model import LiveModel
 
 PROMPTS = [f"{letter * 9}{text}" for letter in "abc" for text in ("first and last tokens", "second, of another kind")]
-WAIT_S = 20.0
 
 
 def start(store: Path, model: LiveModel, *, blocks: int = 200, **config: object) -> LiveEngine:
@@ -37,10 +36,7 @@ def serve(engine: LiveEngine, prompts: list[str], name: str) -> None:
 
 def meets(engine: LiveEngine, others: int) -> None:
     """Wait until an engine has seen so many other homes."""
-    end_s = time.monotonic() + WAIT_S
-    while len(engine.parts.neighbours._homes) != others:
-        assert time.monotonic() < end_s, f"{len(engine.parts.neighbours._homes)} homes are seen, not {others}"
-        time.sleep(0.01)
+    wait_for(lambda: len(engine.parts.neighbours._homes) == others, f"{others} homes that are seen")
 
 
 @pytest.mark.parametrize("windowed", [False, True])
@@ -101,11 +97,12 @@ def test_an_owner_that_evicts_under_a_reader_causes_a_miss(quick_path: Path) -> 
     request = two.add("slow", PROMPTS[0], 1)
     request.finishing = True
     two.step()  # it asks; the reader's process has only begun
-    end_s = time.monotonic() + WAIT_S
-    while not two.manager._foreign.known:
-        assert time.monotonic() < end_s
+
+    def known() -> object:
         two.manager._foreign.absorb(two.now)
-        time.sleep(0.01)
+        return two.manager._foreign.known
+
+    wait_for(known, "an answer")
     for round_number in range(4):
         serve(one, [f"{round_number}{number} entirely different words" for number in range(6)], f"more {round_number}")
     assert one.manager.stats["evicted_blocks.nvme"] > 0

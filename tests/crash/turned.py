@@ -22,7 +22,7 @@ from kvdisk.device.posix import PosixDevice
 from kvdisk.errors import DeviceError
 from kvdisk.geometry import ALIGNMENT, round_up
 from kvdisk.index.lmdb_tables import LmdbTables
-from kvdisk.testing.live_engine import LiveEngine
+from kvdisk.testing.live_engine import STUCK_S, LiveEngine
 from kvdisk.testing.live_load import LiveLoad, LoadShape
 from kvdisk.testing.live_model import LiveModel
 from kvdisk.testing.live_rank import LocalRank
@@ -174,7 +174,7 @@ class TurnedEngine(LiveEngine):
         values = {
             "blocks": 24 if model.windowed else 18,
             "segment_blocks": 2,
-            "index_commit_s": 1.0,
+            "index_commit_s": STUCK_S,
             "eviction": "lru",  # the short loads were chosen so that with it all kinds of events come
             "store_decode": True,
         } | config
@@ -189,7 +189,7 @@ class TurnedEngine(LiveEngine):
         """Run a step, and wait until what it gave the index is committed."""
         super().step(budget_tokens)
         if self.parts.index is not None:
-            self.parts.index.flush(1.0)
+            self.parts.index.flush(STUCK_S)
 
 
 def load_on(engine: LiveEngine, seed: int, requests: int) -> None:

@@ -61,7 +61,7 @@ class NamedFiles:
     def open_segment(self, spec: SegmentSpec) -> int:
         if spec.segment in self.slow:
             self.opening.set()
-            assert self.slow[spec.segment].wait(60.0)
+            assert self.slow[spec.segment].wait(600.0)
         if spec.segment in self.broken:
             raise DeviceError(errno.ENOSPC, f"segment {spec.segment}")
         self.calls.append(f"open {spec.segment}")

@@ -106,6 +106,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 import test_cap
+test_cap.cap.LOCK_WAIT_S = 600.0  # each has its turn, however slowly the others have theirs
 engine = test_cap.Engine(Path(sys.argv[2]), sys.argv[3].encode() * 32)
 print("owns", flush=True)
 sys.stdin.readline()
@@ -127,7 +128,9 @@ sys.stdin.readline()
         most, over = [0], threading.Event()
 
         def watch() -> None:
-            while not over.is_set():
+            looked_last = False
+            while not looked_last:
+                looked_last = over.is_set()
                 most[0] = max(most[0], allocated(path, orphan.home.id))
 
         watcher = threading.Thread(target=watch)

@@ -29,6 +29,7 @@ from kvdisk.device.store import Store
 
 T0 = 1_800_000_000.0
 MIB = 1 << 20
+WAIT_S = 600.0
 
 
 def figures(at_s: float, stored: int = 0, **changes: Any) -> dict[str, Any]:
@@ -286,7 +287,7 @@ def test_on_a_terminal_it_goes_on_until_ctrl_c_and_leaves_the_screen_as_it_was(e
 
     def read_until(wanted: bytes) -> None:
         nonlocal seen
-        end_s = time.monotonic() + 60
+        end_s = time.monotonic() + WAIT_S
         while wanted not in seen:
             assert time.monotonic() < end_s and process.poll() is None, seen[-2000:]
             if select.select([ours], [], [], 0.1)[0]:
@@ -311,7 +312,7 @@ def test_on_a_terminal_it_goes_on_until_ctrl_c_and_leaves_the_screen_as_it_was(e
             if not part:
                 break
             seen += part
-        assert process.wait(30) == 0
+        assert process.wait(WAIT_S) == 0
         assert b"\x1b[?1049l" in seen and b"Traceback" not in seen
     finally:
         process.kill()

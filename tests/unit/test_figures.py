@@ -177,7 +177,7 @@ def test_the_file_says_what_was_counted_and_how_it_is(tmp_path):
     found = read_figures(tmp_path)
     assert found is not None
     assert (found.pid, found.host, found.model, found.ranks) == (os.getpid(), os.uname().nodename, "some/model", 1)
-    assert abs(found.time_s - time.time()) < 60 and found.started_s <= found.time_s
+    assert abs(found.time_s - time.time()) < 600 and found.started_s <= found.time_s
     assert found.totals == {name: n for name, n in told.stats.counts.items() if not name.startswith("drive_")}
     assert found.sums["job_seconds.store"][0] == 1
     assert found.gauges["used_bytes.nvme"] == 2 * SLOT

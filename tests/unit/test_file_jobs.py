@@ -10,7 +10,7 @@ from ranks import FINGERPRINT, NamedFiles, Rank, move, segment_of
 
 from kvdisk.messages import HomeSpec, JobKind, Reason
 
-WAIT_S = 60.0
+WAIT_S = 600.0
 SLOW = segment_of(0)._replace(segment=7)
 
 

@@ -11,6 +11,8 @@ from kvdisk.device import gds
 from kvdisk.device.gds import gds_unavailable
 from kvdisk.testing.cuda_stub import write_stub
 
+WAIT_S = 600.0
+
 
 @pytest.fixture
 def installed(monkeypatch):
@@ -56,14 +58,16 @@ def test_what_kvikio_says_is_the_answer(installed, monkeypatch, tmp_path):
 
 def test_a_child_that_hangs_dies_or_raises_is_a_clause():
     assert "did not answer" in gds._ask_kvikio("import time; time.sleep(600)", 0.5)
-    assert "ended with -11" in gds._ask_kvikio("import os; os.kill(os.getpid(), 11)", 60.0)
-    assert gds._ask_kvikio("raise RuntimeError('no driver')", 60.0) == "kvikio does not start: RuntimeError: no driver"
+    assert "ended with -11" in gds._ask_kvikio("import os; os.kill(os.getpid(), 11)", WAIT_S)
+    assert (
+        gds._ask_kvikio("raise RuntimeError('no driver')", WAIT_S) == "kvikio does not start: RuntimeError: no driver"
+    )
 
 
 def test_the_driver_and_kvikio_themselves_can_be_asked(monkeypatch, tmp_path):
     write_stub(tmp_path)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
-    assert gds._ask_kvikio(gds._ASK, 60.0) == "the CUDA driver does not start (error 3)"
+    assert gds._ask_kvikio(gds._ASK, WAIT_S) == "the CUDA driver does not start (error 3)"
     started = gds._ASK.replace("cuInit(0)", "cuDriverGetVersion(bytes(4))")
-    said = gds._ask_kvikio(started, 60.0)
+    said = gds._ask_kvikio(started, WAIT_S)
     assert said in {"kvikio prefers its way through host memory", "the cuFile driver says that it is not available"}

@@ -207,7 +207,7 @@ def test_a_process_stopped_with_the_store_lock_holds_nobody_up(tmp_path):
         with pytest.raises(StoreLocked), store.locked(timeout_s=2.5):  # it is only slow
             pass
         os.kill(holder.pid, signal.SIGSTOP)
-        with store.locked(timeout_s=60):
+        with store.locked(timeout_s=600):
             with pytest.raises(StoreLocked), store.locked(timeout_s=0.1):
                 pass
             os.kill(holder.pid, signal.SIGCONT)

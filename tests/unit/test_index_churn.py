@@ -16,7 +16,7 @@ from kvdisk.index import lmdb_tables
 from kvdisk.index.base import BlockRecord
 from kvdisk.index.lmdb_index import MIN_MAP_BYTES, LmdbIndex, map_bytes_for
 
-WAIT_S = 60.0
+WAIT_S = 600.0
 
 
 class Churned:

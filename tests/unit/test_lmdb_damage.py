@@ -37,7 +37,7 @@ except KvdiskError as error:
 def _own(path: Path, *more: str) -> tuple[int, str]:
     """Open, read and close an index as an engine does, in a process of its own."""
     child = subprocess.run(
-        [sys.executable, "-c", OWNER, str(path), *more], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", OWNER, str(path), *more], capture_output=True, text=True, timeout=600, check=False
     )
     return child.returncode, child.stderr
 

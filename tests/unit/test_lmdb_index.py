@@ -23,7 +23,7 @@ from kvdisk.index.commit_writer import CommitWriter
 from kvdisk.index.lmdb_index import MIN_MAP_BYTES, LmdbIndex, map_bytes_for
 from kvdisk.testing.index_conformance import found_blocks, key_of, put_all, record_of
 
-WAIT_S = 30.0
+WAIT_S = 600.0
 ONLY_WHEN_TOLD_S = 3600.0
 
 

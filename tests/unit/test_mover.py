@@ -17,7 +17,7 @@ from kvdisk.messages import HomeSpec, JobKind, Plan, Reason, Report
 from kvdisk.worker.files import HomeFiles
 from kvdisk.worker.runner import MOST_READS, MOST_WRITES
 
-WAIT_S = 60.0
+WAIT_S = 600.0
 BLOCKS = [5, 1, 2, 3, 40, 17, 16, 47]
 """Neighbours and strangers, in no order."""
 

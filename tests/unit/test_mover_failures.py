@@ -19,7 +19,7 @@ from kvdisk.worker.copier import HostCopier
 from kvdisk.worker.files import HomeFiles
 from kvdisk.worker.runner import MOST_SCATTERS
 
-WAIT_S = 60.0
+WAIT_S = 600.0
 
 
 @pytest.fixture(params=[False, True], ids=["through host memory", "direct"])

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvdisk.blocks import BlockKey, Slot, make_block_key
 from kvdisk.errors import CorruptRecord
+from kvdisk.index import neighbour_reader
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader
@@ -30,6 +31,7 @@ from kvdisk.index.probe_wire import (
     encode_question,
 )
 
+WAIT_S = 600.0
 SEGMENT = SegmentRecord(3, 8192, 100, 0)
 HOLDS_A_TRANSACTION = """
 import lmdb, sys, time
@@ -38,6 +40,13 @@ with environment.begin(write=True) as txn:
     print("in", flush=True)
     time.sleep(600)
 """
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch) -> None:
+    """No child is given up, or left to itself, because the machine is busy."""
+    monkeypatch.setattr(neighbour_reader, "ANSWER_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(neighbour_reader, "_CLOSE_TIMEOUT_S", WAIT_S)
 
 
 def keys(count: int, first: int = 0) -> list[BlockKey]:
@@ -54,7 +63,7 @@ def home(path, names=()):
     index = LmdbIndex(path, map_bytes=map_bytes_for(1000), commit_s=0.0)
     index.put_segment(SEGMENT)
     index.put(records(names))
-    assert index.flush(10)
+    assert index.flush(WAIT_S)
     try:
         yield index
     finally:
@@ -70,7 +79,7 @@ def reader(homes, **options):
         found.close()
 
 
-def answer(found: NeighbourReader, names, *, epoch: int = 0, within_s: float = 20.0):
+def answer(found: NeighbourReader, names, *, epoch: int = 0, within_s: float = WAIT_S):
     """Ask, and wait for the answer."""
     assert found.ask(7, epoch, names)
     deadline = time.monotonic() + within_s
@@ -92,7 +101,7 @@ def test_what_another_home_has_committed_is_found(tmp_path) -> None:
         assert (copy.home_id, copy.segment, copy.slot_index, copy.generation) == ("one", SEGMENT, 4, 1004)
         owner.put(records(names[30:]))
         owner.delete([(0, names[0])])
-        assert owner.flush(10)
+        assert owner.flush(WAIT_S)
         assert set(answer(found, names)) == set(names[1:])
         assert answer(found, names, epoch=5) == {}
 
@@ -207,7 +216,7 @@ def test_the_child_ends_with_its_parent(tmp_path) -> None:
         ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "one")], stdout=subprocess.PIPE, check=False)
         assert ended.returncode == -9
         child = int(ended.stdout)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline and _lives(child):
             time.sleep(0.01)
         assert not _lives(child)
@@ -221,7 +230,7 @@ def test_the_store_is_tended_now_and_then(tmp_path) -> None:
         raise OSError("a drive that is gone")
 
     with reader([], tend=tend, tend_interval_s=0.0):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline and len(tended) < 3:
             time.sleep(0.01)
         assert len(tended) >= 3

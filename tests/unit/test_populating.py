@@ -24,6 +24,7 @@ from kvdisk.worker.arena import Arena
 from kvdisk.worker.populating import STEP_BYTES, Populating, in_order
 
 MIB = 1 << 20
+WAIT_S = 600.0
 SLOT_BYTES = 260 * 1024
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 HAS_HUGE_PAGES = HUGE_PAGES.exists() and "[never]" not in HUGE_PAGES.read_text("ascii")
@@ -60,7 +61,7 @@ def test_all_memory_is_taken_and_no_byte_of_it_changes(arena):
         slot[:] = data
     assert taken_bytes(arena.memory) < arena.memory.nbytes / 2
     running = Populating(arena.regions, [])
-    assert running.wait(30)
+    assert running.wait(WAIT_S)
     if HAS_HUGE_PAGES:
         assert taken_bytes(arena.memory) > 0.9 * arena.memory.nbytes  # but what is no whole huge page at the ends
     assert [bytes(slot) for slot in slots] == written
@@ -72,7 +73,7 @@ def test_all_memory_is_taken_and_no_byte_of_it_changes(arena):
 def test_every_huge_page_of_every_region_is_touched_once(arena, monkeypatch):
     touched = touched_by(monkeypatch)
     running = Populating(arena.regions, [])
-    assert running.wait(30)
+    assert running.wait(WAIT_S)
     start = ctypes.addressof(ctypes.c_char.from_buffer(arena.memory))
     assert all(start <= address < start + arena.memory.nbytes for address in touched)
     pages = {address // STEP_BYTES for address in touched}
@@ -122,10 +123,10 @@ def test_where_little_memory_is_left_none_is_taken(arena, monkeypatch, tmp_path)
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  8000 kB\nMemFree:  10 kB\nMemAvailable:  999 kB\nHugePages_Total:  0\n")
     running = Populating(arena.regions, [], meminfo=meminfo)
-    assert running.wait(30)
+    assert running.wait(WAIT_S)
     assert not touched
     meminfo.write_text("MemTotal:  8000 kB\nMemFree:  10 kB\nMemAvailable:  1000 kB\nHugePages_Total:  0\n")
-    assert Populating(arena.regions, [], meminfo=meminfo).wait(30)
+    assert Populating(arena.regions, [], meminfo=meminfo).wait(WAIT_S)
     assert touched
 
 
@@ -134,13 +135,13 @@ def test_where_the_kernel_does_not_say_what_is_left_it_is_taken(arena, monkeypat
     touched = touched_by(monkeypatch)
     if text is not None:
         (tmp_path / "meminfo").write_text(text)
-    assert Populating(arena.regions, [], meminfo=tmp_path / "meminfo").wait(30)
+    assert Populating(arena.regions, [], meminfo=tmp_path / "meminfo").wait(WAIT_S)
     assert touched
 
 
 def test_without_the_library_nothing_is_taken(arena, monkeypatch):
     monkeypatch.setattr(populating, "_ATOMIC_ADD", "no_such_function")
-    assert Populating(arena.regions, []).wait(30)
+    assert Populating(arena.regions, []).wait(WAIT_S)
     assert taken_bytes(arena.memory) == 0
 
 
@@ -151,17 +152,17 @@ def test_close_waits_for_the_touch_under_way_and_no_other_follows(arena, monkeyp
     def touch(address: int) -> None:
         touched.append(address)
         began.set()
-        go_on.wait(30)
+        go_on.wait(WAIT_S)
 
     monkeypatch.setattr(populating, "_find_touch", lambda: touch)
     running = Populating(arena.regions, [])
-    assert began.wait(30)
+    assert began.wait(WAIT_S)
     closing = threading.Thread(target=running.close)
     closing.start()
     closing.join(0.05)
     assert closing.is_alive()
     go_on.set()
-    closing.join(30)
+    closing.join(WAIT_S)
     assert running.wait(0)
     assert len(touched) == 1
     running.close()
@@ -172,19 +173,19 @@ def test_memory_stays_mapped_while_a_touch_hangs(arena, monkeypatch):
 
     def touch(address: int) -> None:
         began.set()
-        go_on.wait(30)
+        go_on.wait(WAIT_S)
         ctypes.c_char.from_address(address).value = b"x"  # a segmentation fault where it was given back
 
     monkeypatch.setattr(populating, "_find_touch", lambda: touch)
     monkeypatch.setattr(populating, "_CLOSE_TIMEOUT_S", 0.01)
     mapping = arena.memory.obj
     running = Populating(arena.regions, [])
-    assert began.wait(30)
+    assert began.wait(WAIT_S)
     running.close()
     arena.close()
     assert not mapping.closed
     go_on.set()
-    assert running.wait(30)
+    assert running.wait(WAIT_S)
 
 
 def test_it_gives_the_memory_free_at_its_end(arena):
@@ -231,7 +232,7 @@ def test_a_worker_takes_what_it_will_use(tmp_path, monkeypatch, cpu_bytes, drive
     touched = touched_by(monkeypatch)
     worker = make_worker(tmp_path, cpu_bytes=cpu_bytes, drives=drives)
     assert worker.populating is not None
-    assert worker.populating.wait(30)
+    assert worker.populating.wait(WAIT_S)
     *tier, staging = worker.memory
     for memory, used in ((staging, drives), *((memory, True) for memory in tier)):
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory.memory))
