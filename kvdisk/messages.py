@@ -135,6 +135,7 @@ class Plan(NamedTuple):
     ``urgent``: stores of this plan whose GPU blocks are free, or have been given away: before anything of this step
     writes to the GPU their copies from it end, or are given up unstarted.
     ``idle``: no model runs in this step, which is there for transfers or commits: a worker may wait a moment for them.
+    ``off``: the scheduler's half is off, for good, and a worker that gets it is off, too: its loads end as failed.
     """
 
     jobs: tuple[Job, ...] = ()
@@ -142,6 +143,7 @@ class Plan(NamedTuple):
     void: tuple[JobId, ...] = ()
     idle: bool = False
     urgent: tuple[JobId, ...] = ()
+    off: bool = False
 
 
 @dataclass(slots=True)
@@ -164,11 +166,13 @@ class Report:
     """What one rank, or after ``merge`` several, finished since the last report.
 
     ``released``: by job, how many ranks' late moves have ended; in the report of the result or a later one.
+    ``off``: a rank has switched itself off, and the other results may be missing: the scheduler's half does so, too.
     """
 
     results: dict[JobId, JobResult] = field(default_factory=dict)
     released: dict[JobId, int] = field(default_factory=dict)
     stats: Stats = field(default_factory=Stats)
+    off: bool = False
 
     def merge(self, other: Report) -> Report:
         """Add another rank's report of the same step to this one; a move failed if any rank failed it."""
@@ -185,9 +189,10 @@ class Report:
         for job_id, ranks in other.released.items():
             self.released[job_id] = self.released.get(job_id, 0) + ranks
         self.stats.merge(other.stats)
+        self.off |= other.off
         return self
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to send."""
-        return not self.results and not self.released and self.stats.empty
+        return not self.results and not self.released and self.stats.empty and not self.off

@@ -359,6 +359,10 @@ class TierManager:
             request.served.clear()
             request.stale = True
 
+    def give_back(self) -> None:
+        """Give back every GPU block that stores hold, at the end of all: nothing is called after it."""
+        self._context.free_blocks(list(self._transfers.touched_blocks()))
+
     # -- questions of the engine ---------------------------------------------------------------
 
     def has_pending_work(self, now: float) -> bool:
