@@ -31,7 +31,9 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._geometry = geometry_of(vllm_config, kv_cache_config)
         self._rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
-        self._by_block = len(self._geometry.groups) == 1
+        groups = self._geometry.groups
+        # Told of blocks, vLLM goes on from the first that failed: for what a window reaches before that there are none.
+        self._by_block = len(groups) == 1 and groups[0].window_tokens is None
         self._parts: WorkerParts | None = None
         self._loads: dict[JobId, Job] = {}
         self._report = Report()
@@ -76,8 +78,8 @@ class WorkerSide:
     def collect(self, plan: Plan | None) -> tuple[set[str], set[str]]:
         """Take the mover's results; return the requests whose load ended, and those among them that failed.
 
-        With one KV-cache group ``failed_blocks`` names the blocks instead, and no request is among
-        the failed: vLLM recomputes from the first of them.
+        With one KV-cache group, of full attention, ``failed_blocks`` names the blocks instead, and no request is
+        among the failed: vLLM recomputes from the first of them.
         """
         if plan is not None and plan.idle:
             self.mover.wait_any(_IDLE_WAIT_S)
