@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -79,7 +80,10 @@ class SchedulerParts:
         """Commit what is queued, note a clean end, and release the home. The workers are gone already."""
         committed = True
         if self.nvme is not None:
-            self.nvme.uses.count_all()
+            try:
+                self.nvme.uses.count_all()
+            except Exception:  # an error of ours may have left anything behind
+                logger.exception("kvdisk cannot count the last uses of its blocks")
         self.background.close()
         if self.neighbours is not None:
             self.neighbours.close()
@@ -90,6 +94,10 @@ class SchedulerParts:
         except DeviceError as error:
             committed = False
             logger.warning("kvdisk could not close its index in order, and the next start will look at it: %s", error)
+            if error.errno == errno.ETIMEDOUT:
+                # The file system hangs, and writing HOME would. As the commit may end yet, the home stays ours, and not
+                # clean, until this process has ended.
+                return
         if self.home is not None:
             try:
                 self.home.close(clean=committed)

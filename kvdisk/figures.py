@@ -38,6 +38,7 @@ _FAILURES = {
     "dropped_records": "records not committed",
     "drive_quarantines": "drive quarantines",
     "foreign_failures": "gone from other homes",
+    "switched_off": "switched off",
 }
 _MOVED = {
     "GPU to memory": ("gpu_to_cpu", "gpu_to_nvme"),
@@ -122,6 +123,11 @@ class Figures:
         elif not busy:
             self._latest = self._snapshot(self._latest.gauges)
         return fresh
+
+    def take_rest(self) -> Stats:
+        """Return what counters and samples rose by, at the end of all: gauges are not read any more."""
+        self._latest = self._snapshot(self._latest.gauges)
+        return self._fresh()
 
     def _fresh(self) -> Stats:
         stats, told = self._stats, self._told

@@ -136,6 +136,7 @@ class Plan(NamedTuple):
     ``void``: loads already sent whose bytes stopped being right (a reset): they end as failed whatever they read.
     ``urgent``: stores of this plan of what a preemption takes away: as ``fence``, but what cannot begin has a moment.
     ``idle``: no model runs in this step, which is there for transfers or commits: a worker may wait a moment for them.
+    ``off``: the scheduler's half is off, for good, and a worker that gets it is off, too: its loads end as failed.
     """
 
     jobs: tuple[Job, ...] = ()
@@ -143,6 +144,7 @@ class Plan(NamedTuple):
     void: tuple[JobId, ...] = ()
     idle: bool = False
     urgent: tuple[JobId, ...] = ()
+    off: bool = False
 
     @property
     def jobs_before(self) -> tuple[Job, ...]:
@@ -182,12 +184,14 @@ class Report:
 
     ``released``: by job, how many ranks' late moves have ended; in the report of the result or a later one.
     ``copied``: by store that has not ended, on how many ranks nothing of it reads the GPU any more.
+    ``off``: a rank has switched itself off, and the other results may be missing: the scheduler's half does so, too.
     """
 
     results: dict[JobId, JobResult] = field(default_factory=dict)
     released: dict[JobId, int] = field(default_factory=dict)
     copied: dict[JobId, int] = field(default_factory=dict)
     stats: Stats = field(default_factory=Stats)
+    off: bool = False
 
     def merge(self, other: Report) -> Report:
         """Add another rank's report of the same step to this one; a move failed if any rank failed it."""
@@ -206,9 +210,10 @@ class Report:
         for job_id, ranks in other.copied.items():
             self.copied[job_id] = self.copied.get(job_id, 0) + ranks
         self.stats.merge(other.stats)
+        self.off |= other.off
         return self
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to send."""
-        return not self.results and not self.released and not self.copied and self.stats.empty
+        return not (self.results or self.released or self.copied or self.off) and self.stats.empty

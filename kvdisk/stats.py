@@ -109,6 +109,9 @@ METRICS: Mapping[str, Metric] = {
         Metric("drive_quarantines", _C, "times that a drive was left alone because it failed to read or to answer"),
         Metric("foreign_questions", _C, "requests for which the other homes of the store were asked"),
         Metric("foreign_failures", _C, "blocks of another home whose slot did not hold what its index said"),
+        Metric(
+            "switched_off", _C, "times that kvdisk went off after an error of its own, until the engine starts again"
+        ),
         # How it is now.
         Metric("used_bytes", _G, "bytes of a tier's slots that hold blocks, on all ranks", "tier", TIERS),
         Metric("capacity_bytes", _G, "bytes of all the slots that a tier may have, on all ranks", "tier", TIERS),

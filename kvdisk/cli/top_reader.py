@@ -40,6 +40,7 @@ FAILURES = (
     "segment_failures",
     "drive_quarantines",
     "foreign_failures",
+    "switched_off",
 )
 
 

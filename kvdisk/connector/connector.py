@@ -2,13 +2,16 @@
 """``KVDiskConnector``: every hook of vLLM's KV connector contract, each in a few lines.
 
 One object lives in the scheduler (role SCHEDULER) and one in each worker (role WORKER); what they do
-is in ``scheduler_side`` and ``worker_side``.
+is in ``scheduler_side`` and ``worker_side``, and in ``off`` after an error of ours.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -25,8 +28,10 @@ from kvdisk.config import Config
 from kvdisk.connector.adapter import groups_to_tell, refuse_unsupported
 from kvdisk.connector.log import join_log
 from kvdisk.connector.metrics import KVDiskPromMetrics, KVDiskStats
+from kvdisk.connector.off import OWN_POLICIES, SchedulerOff, WorkerOff, say_off
 from kvdisk.connector.scheduler_side import SchedulerSide
 from kvdisk.connector.worker_side import WorkerSide
+from kvdisk.errors import ConfigError
 from kvdisk.messages import Plan, Report
 
 if TYPE_CHECKING:
@@ -46,6 +51,11 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+logger = logging.getLogger("kvdisk.connector")
+
 
 @dataclass
 class KVDiskMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
@@ -63,7 +73,11 @@ class KVDiskWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVDiskWorkerMetadata:
         """Merge another rank's report of the same step into this one."""
         assert isinstance(other, KVDiskWorkerMetadata)
-        self.report.merge(other.report)
+        try:
+            self.report.merge(other.report)
+        except Exception:
+            logger.exception("kvdisk cannot add up what two ranks report")
+            self.report = Report(off=True)
         return self
 
 
@@ -74,6 +88,21 @@ class KVDiskHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vL
     groups: list[KVCacheGroupSpec]
 
 
+def guarded(hook: Callable[Concatenate[KVDiskConnector, _P], _R]) -> Callable[Concatenate[KVDiskConnector, _P], _R]:
+    """Let no error of a hook reach the engine: the first one puts this object's half off, and that answers the hook."""
+
+    def guarded_hook(self: KVDiskConnector, /, *arguments: _P.args, **more: _P.kwargs) -> _R:
+        try:
+            return hook(self, *arguments, **more)
+        except Exception as error:
+            if not self._switch_off(error, hook.__name__):
+                raise
+            return hook(self, *arguments, **more)
+
+    functools.update_wrapper(guarded_hook, hook)
+    return guarded_hook
+
+
 class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is untyped here
     """The connector. Hooks of the other role are never called by vLLM and fail by assertion."""
 
@@ -82,21 +111,46 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         join_log()
         refuse_unsupported(vllm_config, kv_cache_config)
         config = Config.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        if not config.cpu_bytes and kv_cache_config.needs_kv_cache_zeroing:
+            # Before the worker can wait for a copy, which is on its way to the drive sealed, whatever it has become.
+            raise ConfigError(
+                "kvdisk needs a CPU tier (cpu_bytes) where the engine zeroes KV blocks, as for this model."
+            )
+        self._own_policies = {getattr(config, name) for name in OWN_POLICIES if ":" in getattr(config, name)}
         sides = (config, vllm_config, kv_cache_config)
-        self._scheduler = SchedulerSide(*sides) if role == KVConnectorRole.SCHEDULER else None
-        self._worker = WorkerSide(*sides) if role == KVConnectorRole.WORKER else None
+        self._scheduler: SchedulerSide | SchedulerOff | None = None
+        self._worker: WorkerSide | WorkerOff | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(*sides)
+        else:
+            self._worker = WorkerSide(*sides)
 
     @property
-    def scheduler(self) -> SchedulerSide:
+    def scheduler(self) -> SchedulerSide | SchedulerOff:
         """The scheduler's half."""
         assert self._scheduler is not None
         return self._scheduler
 
     @property
-    def worker(self) -> WorkerSide:
+    def worker(self) -> WorkerSide | WorkerOff:
         """The worker's half."""
         assert self._worker is not None
         return self._worker
+
+    def _switch_off(self, error: Exception | None, hook: str) -> bool:
+        """Put this object's half off; return whether it was on. ``error``: None: another process has said why."""
+        half = self._scheduler or self._worker
+        assert half is not None
+        off = half.switched_off()
+        if off is None:
+            return False
+        if error is not None:
+            say_off(error, hook, self._own_policies)
+        if isinstance(off, SchedulerOff):
+            self._scheduler = off
+        else:
+            self._worker = off
+        return True
 
     # -- what the engine asks about the class ---------------------------------------------------
 
@@ -114,21 +168,26 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Start the worker's half over the KV tensors."""
-        self.worker.register(kv_caches)
+        assert isinstance(self._worker, WorkerSide)
+        self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVDiskHandshake | None:
         """Tell what the scheduler cannot know of the KV cache."""
         groups = groups_to_tell(self._kv_cache_config)
         return None if groups is None else KVDiskHandshake(groups)
 
+    @guarded
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Let the step wait for the copies of what it overwrites."""
         assert isinstance(kv_connector_metadata, KVDiskMetadata)
+        self._follow(kv_connector_metadata.plan)
         self.worker.before_step(kv_connector_metadata.plan)
 
+    @guarded
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the step's plan, and start what does not wait for its forward pass."""
         super().bind_connector_metadata(connector_metadata)
+        self._follow(self._plan())
         self.worker.before_forward(self._plan())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -142,20 +201,24 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     ) -> None:
         """Nothing to do by layer: blocks are stored whole, after the step."""
 
+    @guarded
     def wait_for_save(self) -> None:
         """Start the step's stores; a later step that overwrites their blocks waits for them."""
         self.worker.after_forward(self._plan())
 
+    @guarded
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """Return the loads that ended on this rank."""
         plan = self._plan() if self.has_connector_metadata() else None
         finished, failed = self.worker.collect(plan)
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
+    @guarded
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the failed blocks of the loads in the same snapshot."""
         return self.worker.failed_blocks
 
+    @guarded
     def build_connector_worker_meta(self) -> KVDiskWorkerMetadata | None:
         """Return this rank's report."""
         report = self.worker.take_report()
@@ -166,49 +229,64 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         assert isinstance(metadata, KVDiskMetadata)
         return metadata.plan
 
+    def _follow(self, plan: Plan) -> None:
+        if plan.off:
+            self._switch_off(None, "")
+
     # -- scheduler ------------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Build the manager over the engine's block pool."""
-        self.scheduler.bind_pool(gpu_block_pool)
+        assert isinstance(self._scheduler, SchedulerSide)
+        self._scheduler.bind_pool(gpu_block_pool)
 
     def set_xfer_handshake_metadata(self, metadata: dict[Any, KVConnectorHandshakeMetadata]) -> None:
         """Hear what the workers have told, of any rank; as a child of ``MultiConnector`` also another's."""
         told = [one.groups for one in metadata.values() if isinstance(one, KVDiskHandshake)]
-        self.scheduler.take_worker_groups(told)
+        assert isinstance(self._scheduler, SchedulerSide)
+        self._scheduler.take_worker_groups(told)
 
     set_xfer_handshake_metadata_pp_aware = set_xfer_handshake_metadata
 
+    @guarded
     def on_new_request(self, request: Request) -> None:
         """Follow a request."""
         self.scheduler.new_request(request)
 
+    @guarded
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Look the request up; loads are asynchronous."""
         return self.scheduler.matched_tokens(request, num_computed_tokens)
 
+    @guarded
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plan the load of a hit that the engine took."""
         self.scheduler.allocated(request, blocks, num_external_tokens)
 
+    @guarded
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """Split a hit by tier."""
         return self.scheduler.hit_sources(request, num_external_tokens)
 
+    @guarded
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVDiskMetadata:
         """Plan the step."""
         return KVDiskMetadata(self.scheduler.plan(scheduler_output))
 
+    @guarded
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Settle what the workers finished."""
         metadata = connector_output.kv_connector_worker_meta
         report = metadata.report if isinstance(metadata, KVDiskWorkerMetadata) else None
+        if report is not None and report.off and self._switch_off(None, ""):
+            logger.error("kvdisk is off until the engine starts again: a worker met an error, and has said which.")
         self.scheduler.settle(report, connector_output.invalid_block_ids)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Offer the tail; the blocks may be freed at once."""
         return self.request_finished_all_groups(request, (block_ids,))
 
+    @guarded
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -216,20 +294,24 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         aborted = request.status == RequestStatus.FINISHED_ABORTED
         return self.scheduler.finished(request, block_ids, aborted), None
 
+    @guarded
     def has_pending_push_work(self) -> bool:
         """Whether the engine must go on stepping for transfers and commits."""
         return self.scheduler.has_pending_work()
 
+    @guarded
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Tell what became loadable, and what went, since the last call."""
         return self.scheduler.take_events()
 
+    @guarded
     def reset_cache(self) -> bool:
         """Serve nothing from before again."""
         return self.scheduler.reset()
 
     # -- both -----------------------------------------------------------------------------------
 
+    @guarded
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return what was counted and measured since the last call; a worker's travels in its report."""
         stats = self._scheduler.take_stats() if self._scheduler is not None else None
@@ -249,6 +331,7 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         """Return the totals of the counters since the start (scheduler only)."""
         return self.scheduler.counters()
 
+    @guarded
     def shutdown(self) -> None:
         """Stop the worker's half, or commit and release the home."""
         for side in (self._worker, self._scheduler):

@@ -29,6 +29,7 @@ from kvdisk.connector.adapter import (
 from kvdisk.connector.controls import Controls
 from kvdisk.connector.events import EventWriter
 from kvdisk.connector.identity import fingerprint_of
+from kvdisk.connector.off import SchedulerOff, unfilled_blocks
 from kvdisk.errors import ConfigError
 from kvdisk.messages import Plan, Report
 from kvdisk.stats import Stats
@@ -67,6 +68,8 @@ class SchedulerSide:
         self._parts: SchedulerParts | None = None
         self._requests: dict[str, Request] = {}
         self._local_tokens: dict[str, int] = {}
+        self._unsent: dict[str, list[list[int]]] = {}
+        """The GPU blocks of loads that were planned since the last plan left, by request."""
         self._controls = Controls()
         publishes = publishes_events(vllm_config)
         self._writer = EventWriter(self._geometry, event_groups(kv_cache_config)) if publishes else None
@@ -149,11 +152,7 @@ class SchedulerSide:
         """Answer ``update_state_after_alloc``: plan the load of a hit that the engine took."""
         if external_tokens == 0 or request.request_id not in self._requests:
             return
-        # A block that has a hash already is somebody's: its KV is there and must not be written.
-        block_ids = [
-            [0 if block.is_null or block.block_hash is not None else block.block_id for block in group]
-            for group in blocks.blocks
-        ]
+        block_ids = self._unsent[request.request_id] = unfilled_blocks(blocks)
         local_tokens = self._local_tokens[request.request_id]
         self._manager.plan_load(request.request_id, local_tokens, int(external_tokens), block_ids)
 
@@ -203,9 +202,11 @@ class SchedulerSide:
                 if block_ids is not None:
                     manager.plan_store(request_id, computed_tokens, block_ids, now)
         step_tokens = int(sum(output.num_scheduled_tokens.values()))
-        return manager.take_plan(
+        plan = manager.take_plan(
             now, idle=step_tokens == 0, step_tokens=step_tokens, now_s=int(time.time()), overwritten=overwritten
         )
+        self._unsent.clear()
+        return plan
 
     def settle(self, report: Report | None, invalid_blocks: set[int]) -> None:
         """Take in what the workers finished, and which blocks of the step no load has filled, whosever it was."""
@@ -250,6 +251,10 @@ class SchedulerSide:
     def counters(self) -> dict[str, int]:
         """Return the totals since the start."""
         return dict(self._manager.stats.counts)
+
+    def switched_off(self) -> SchedulerOff:
+        """Return what stands in for this half after an error."""
+        return SchedulerOff(self._parts, self._unsent, publishes=self._journal is not None)
 
     def shutdown(self) -> None:
         """Commit and release the home. Idempotent."""

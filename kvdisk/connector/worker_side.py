@@ -9,6 +9,7 @@ from kvdisk.assembly import WorkerParts, assemble_worker
 from kvdisk.blocks import JobId
 from kvdisk.config import Config
 from kvdisk.connector.adapter import geometry_of, layer_blocks
+from kvdisk.connector.off import WorkerOff
 from kvdisk.messages import Job, JobKind, Plan, Report
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._geometry = geometry_of(vllm_config, kv_cache_config)
         self._rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
+        groups = self._geometry.groups
+        # Told of blocks, vLLM goes on from the first that failed: for what a window reaches before that there are none.
+        self._by_block = len(groups) == 1 and groups[0].window_tokens is None
         self._parts: WorkerParts | None = None
         self._loads: dict[JobId, Job] = {}
         self._report = Report()
@@ -68,8 +72,8 @@ class WorkerSide:
     def collect(self, plan: Plan | None) -> tuple[set[str], set[str]]:
         """Take the mover's results; return the requests whose load ended, and those among them that failed.
 
-        With one KV-cache group ``failed_blocks`` names the blocks instead, and no request is among
-        the failed: vLLM recomputes from the first of them.
+        With one KV-cache group, of full attention, ``failed_blocks`` names the blocks instead, and no request is
+        among the failed: vLLM recomputes from the first of them.
         """
         if plan is not None and plan.idle:
             self.mover.wait_any(_IDLE_WAIT_S)
@@ -77,17 +81,18 @@ class WorkerSide:
         finished: set[str] = set()
         failed: set[str] = set()
         self.failed_blocks = set()
-        for job_id, result in report.results.items():
-            job = self._loads.pop(job_id, None)
-            if job is None:
-                continue
+        ended = [job_id for job_id in report.results if job_id in self._loads]
+        for job_id in ended:
+            job, result = self._loads[job_id], report.results[job_id]
             assert job.request_id is not None
             finished.add(job.request_id)
-            if len(self._geometry.groups) == 1:
+            if self._by_block:
                 self.failed_blocks.update(job.moves[position].block for position in result.failed)
             elif result.failed:
                 failed.add(job.request_id)
         self._report.merge(report)
+        for job_id in ended:  # when nothing can fail any more: until then its end was told to nobody
+            del self._loads[job_id]
         return finished, failed
 
     def take_report(self) -> Report | None:
@@ -96,6 +101,10 @@ class WorkerSide:
             return None
         report, self._report = self._report, Report()
         return report
+
+    def switched_off(self) -> WorkerOff:
+        """Return what stands in for this half after an error."""
+        return WorkerOff(self._parts, self._loads, self.failed_blocks, by_block=self._by_block)
 
     def shutdown(self) -> None:
         """Finish what the device has started and stop the mover. Idempotent."""

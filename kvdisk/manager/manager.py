@@ -42,7 +42,7 @@ from kvdisk.stats import Stats
 MAX_DEMOTE_MOVES = 64
 MAX_DEMOTE_JOBS = 4
 LONGEST_SILENCE = 4
-"""In ``io_deadline_s``: transfers are answered within one, and a job of files may never be, where a drive hangs."""
+"""In ``io_deadline_s``: transfers are answered within one; jobs of files, and commits, never where a drive hangs."""
 
 
 class TierManager:
@@ -84,7 +84,8 @@ class TierManager:
         self._urgent: list[JobId] = []
         self._void: list[JobId] = []
         self._heard_s = math.inf
-        """When a job was last sent, or answered; at the start there are some to be sent."""
+        """When a job was last sent or answered, or a change of the index made or committed; at the start: not yet."""
+        self._heard_tickets = (0, 0)
         self._longest_silence_s = LONGEST_SILENCE * config.io_deadline_s
         self.stats = stats
         self._arrivals = 0
@@ -376,22 +377,29 @@ class TierManager:
         """Whether steps are needed: a job is out, a record is not committed, or a demotion can be planned, or a store
         that has waited for room.
 
-        Not for zombies, nor for jobs when nothing has been heard of any for long: a drive that never answers would
-        keep an idle engine stepping.
+        Not for zombies, nor when nothing has been heard of jobs and commits for long: a drive or a file system that
+        never answers would keep an idle engine stepping.
         """
         if self._stores.is_owed(now):
             return True
-        if self._transfers.any_queued or (len(self._transfers) and now - self._heard_s < self._longest_silence_s):
-            return True
         nvme, cpu = self._nvme, self._cpu
+        if nvme is not None and nvme.tickets != self._heard_tickets:
+            self._heard_tickets, self._heard_s = nvme.tickets, now
+        if self._transfers.any_queued:
+            return True
+        silent = now - self._heard_s >= self._longest_silence_s
+        if len(self._transfers) and not silent:
+            return True
         if nvme is None:
             return False
         waiting = (
             cpu is not None
             and nvme.may_write(now)
             and any(
-                cpu.backlog_count(size_class) > 0 and not nvme.is_stuck(size_class)
+                cpu.backlog_count(size_class) > 0
+                and not nvme.is_stuck(size_class)
+                and not (silent and nvme.awaits_commit(size_class))
                 for size_class in range(len(self._geometry.slot_sizes))
             )
         )
-        return waiting or nvme.uncommitted
+        return waiting or (nvme.uncommitted and not silent)

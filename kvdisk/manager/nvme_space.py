@@ -235,6 +235,10 @@ class NvmeSpace:
         """Whether ``make_room`` found no way to room when it last tried, and no slot is free or about to be."""
         return self._stuck[size_class] and not (self._index_writable and self.pool.limbo[size_class])
 
+    def awaits_commit(self, size_class: int) -> bool:
+        """Whether slots come free with a commit, and no other way."""
+        return self.pool.limbo[size_class] > 0 and not self.has_room(size_class)
+
     def _evict(self, size_class: int, count: int) -> int:
         evictable = self._catalog.evictable_in(Tier.NVME)
         if not self.segments.all_writable:
@@ -329,6 +333,11 @@ class NvmeSpace:
         # A drop without a ticket waits for a job, which is pending itself, or for a zombie, which nobody waits for.
         dropping = any(drop.ticket is not None for drop in self._drops.values())
         return self._index_writable and (self._ticket > self._committed or dropping)
+
+    @property
+    def tickets(self) -> tuple[int, int]:
+        """Of the last change of the index, and of the last that is known to be committed."""
+        return self._ticket, self._committed
 
     @property
     def uncommitted_changes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvdisk.stats import Stats
@@ -59,11 +60,11 @@ class Copies:
         began_s = self._clock()
         copy = _Copy(part, self._begin(part, leg, payload_bytes), began_s, moves * len(part.positions) * payload_bytes)
         copies = self._under_way[not part.route.gathers]
-        if not copies and self._gear.copier.done(copy.ticket):
-            self._count(copy)
-            return True
         copies.append(copy)
-        return False
+        if len(copies) > 1 or not self._gear.copier.done(copy.ticket):
+            return False
+        self._count(copies.popleft())
+        return True
 
     def ended(self) -> Iterator[Part]:
         """Yield the parts whose copies have ended."""
@@ -81,6 +82,14 @@ class Copies:
                 self._gear.copier.wait(copy.ticket)
                 self._count(copy)
                 yield copy.part
+
+    def abandon(self) -> None:
+        """After an error of ours: wait for each copy under way, and forget it. Does not raise."""
+        for copies in self._under_way:
+            while copies:
+                with suppress(Exception):  # a GPU that fails copies nothing any more
+                    self._gear.copier.wait(copies[0].ticket)
+                copies.popleft()
 
     def _count(self, copy: _Copy) -> None:
         if copy.moved_bytes:

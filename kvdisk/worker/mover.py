@@ -117,9 +117,9 @@ class Mover:
         """
         assert not self._closing, "the mover is closed"
         with self._changed:
-            for job in plan.jobs:
-                assert job.id not in self._out, f"job {job.id} was submitted twice"
-                self._out[job.id] = len(job.moves)
+            twice = [job.id for job in plan.jobs if job.id in self._out]
+            assert not twice, f"jobs {twice} were submitted twice"
+            self._out.update((job.id, len(job.moves)) for job in plan.jobs)
             for job_id in plan.void:
                 if job_id in self._out:
                     self._void.add(job_id)
@@ -156,6 +156,24 @@ class Mover:
         self._copier.hold_model()
         with self._changed:
             self._report.stats.observe("fence_seconds", max(0.0, self._clock() - started_s))
+
+    @property
+    def out(self) -> set[JobId]:
+        """Jobs that were submitted, and that ``poll`` has not returned yet."""
+        with self._changed:
+            return set(self._out)
+
+    def halt(self) -> None:
+        """Begin nothing more, of the jobs under way either: each ends when what has begun of it has.
+
+        When it returns no copy from the GPU begins, and the model waits for those that have begun, as in ``protect``.
+        """
+        with self._changed:
+            self._runner.halt()
+            self._given_up.update(self._out)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._launching)
+        self._copier.hold_model()
 
     def poll(self) -> Report:
         """Return what was finished since the last call. Raises, once, what ended the mover's thread."""
@@ -243,16 +261,23 @@ class Mover:
         if self._error is None:
             try:
                 self._runner.stop()
+                self._publish()
             except BaseException as error:
                 self._error = error
         if self._error is not None:
+            # Loads and urgent stores are waited for: they are answered before the drive is, which may never end.
+            self._runner.await_copies()
+            self._answer_rest()
             with contextlib.suppress(Exception):
                 self._runner.abandon()
         try:
             self._runner.close()
         except BaseException as error:
             self._error = self._error or error
-        self._publish()
+        self._answer_rest()
+
+    def _answer_rest(self) -> None:
+        """Answer for all jobs, now and from now on: what has not ended was cancelled."""
         with self._changed:
             self._ended = True
             self._inbox.clear()

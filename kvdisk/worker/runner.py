@@ -195,15 +195,25 @@ class Runner:
         happened |= self._note_files(self._files.turn())
         happened |= self._give_up(now_s)
         happened |= self._expire(now_s)
-        return self._start() or happened
+        return (self._cancel_unstarted() if self._stopping else self._start()) or happened
+
+    def halt(self) -> None:
+        """Begin no leg any more; what has begun ends, and the rest fails with CANCELLED. Any thread may call it."""
+        self._stopping = True
+
+    def _cancel_unstarted(self) -> bool:
+        gone, waiting = self._queues.remove(lambda _: True), self._waiting
+        for lot in gone:
+            self._fail_rest(lot, Reason.CANCELLED)
+        self._waiting = []
+        for work in waiting:
+            self._finish(work.cancelled())
+        return bool(gone) or bool(waiting)
 
     def stop(self) -> None:
         """End what is under way, however long that takes, and fail the rest with CANCELLED. Afterwards ``idle``."""
-        self._stopping = True
-        for lot in self._queues.remove(lambda _: True):
-            self._fail_rest(lot, Reason.CANCELLED)
-        while self._waiting:
-            self._finish(self._waiting.pop().cancelled())
+        self.halt()
+        self._cancel_unstarted()
         self._note_files(self._files.stop())
         while self._shuttle.busy:
             self._reap(self._shuttle.drain())
@@ -211,12 +221,15 @@ class Runner:
             self._advance(part)
         assert self.idle
 
+    def await_copies(self) -> None:
+        """After an error of ours: wait until nothing is copied to or from the GPU's blocks. Does not raise."""
+        self.halt()
+        self._copies.abandon()
+
     def abandon(self) -> None:
-        """After an error of ours: wait until nothing is in flight, then fail every open job with CANCELLED."""
+        """After ``await_copies``: wait until nothing is at the device, then fail every open job with CANCELLED."""
         for part in self._shuttle.abandon():
             self._end_late(part)
-        for _ in self._copies.await_all():
-            pass
         for work in list(self._works.values()):
             self._finish(work.cancelled())
 

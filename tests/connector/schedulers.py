@@ -73,7 +73,7 @@ class Bench:
     Loads and stores are answered at once, with success, unless ``hold`` names their kind; held jobs
     wait in ``held`` until ``release``. ``fail`` maps a kind to the move positions that shall fail.
 
-    ``drafter``: a group of a drafter's layers.
+    ``drafter``: a group of a drafter's layers. ``window_only``: the window's group is the only one.
     ``others``: the classes of a ``MultiConnector``'s children, kvdisk's being ``KVDiskConnector``; none: kvdisk alone.
     ``pipelined``: vLLM's asynchronous scheduler.
     ``two_sizes``: the group has a second layer, twice as large, of which only the workers know (``worker_groups``).
@@ -93,6 +93,7 @@ class Bench:
         extra: Mapping[str, Any] | None = None,
         connector: bool = True,
         window_block_tokens: int = BLOCK_TOKENS,
+        window_only: bool = False,
         drafter: bool = False,
         others: Sequence[str] = (),
         events: bool = False,
@@ -115,6 +116,7 @@ class Bench:
         if window_tokens is not None:
             spec = SlidingWindowSpec(**sizes | {"block_size": window_block_tokens}, sliding_window=window_tokens)
             groups.append(KVCacheGroupSpec(["window.0"], spec))
+            del groups[: int(window_only)]
         if drafter:
             groups.append(KVCacheGroupSpec(["draft.0"], FullAttentionSpec(**sizes), is_eagle_group=True))
         self.config = config

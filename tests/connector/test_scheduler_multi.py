@@ -231,3 +231,23 @@ def test_what_nobody_filled_is_not_stored_lazily(tmp_path: Path) -> None:
     stored = {move.key[:-2] for job in bench.jobs for move in job.moves}
     assert stored, "what was computed properly"
     assert not stored & set(request.block_hashes)
+
+
+@pytest.mark.parametrize("hook", ["matched_tokens", "plan", "settle"])
+def test_one_that_goes_off_leaves_the_other_at_work(bench: Bench, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object, **more: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    bench.add("a", PROMPT)
+    bench.run()
+    assert bench.scheduler.reset_prefix_cache()
+    monkeypatch.setattr(bench.connector.scheduler, hook, broken)
+    bench.add("b", PROMPT)
+    bench.run()
+    other_of(bench).promise = 2 * BLOCK_TOKENS
+    bench.add("c", [token + 1 for token in PROMPT])
+    bench.run()
+    assert ("c", 2 * BLOCK_TOKENS) in other_of(bench).allocated
+    assert [len(bench.tokens[name]) for name in "abc"] == [2] * 3
+    assert bench.counters()["switched_off"] == 1
+    assert all(block.ref_cnt == 0 for block in bench.pool.blocks[1:])

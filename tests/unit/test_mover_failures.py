@@ -308,3 +308,46 @@ def test_an_error_of_ours_ends_all_jobs_and_is_raised_once():
     assert rank.files.closed
     assert rank.device.held == 0
     rank.mover.close()
+
+
+def test_after_an_error_of_ours_nobody_waits_for_a_drive_that_hangs(monkeypatch):
+    """Loads and urgent stores are answered when nothing is copied any more, and the drive is waited for after that."""
+
+    class Broken(HostCopier):
+        def gather(self, *args, **fields):
+            raise ZeroDivisionError("planted")
+
+    rank = Rank(copier=Broken([]), threaded=True)
+    drain, ends = rank.device.drain, threading.Event()
+    monkeypatch.setattr(rank.device, "drain", lambda: (ends.wait(WAIT_S), drain())[1])
+    rank.device.plan.hold = True
+    load = rank.submit(JobKind.LOAD, [move(1, 0, 1, nvme=1)])
+    urgent = rank.job(JobKind.STORE, [move(2, 0, 2, rank.cpu(0, 2))])
+    rank.mover.save(Plan((urgent,), urgent=(urgent.id,)))
+    assert rank.mover.wait_any(WAIT_S)
+    with pytest.raises(ZeroDivisionError, match="planted"):
+        rank.mover.poll()
+    while load not in rank.poll():
+        assert not ends.is_set()
+    assert rank.results[load].failed == rank.results[urgent.id].failed == {0: Reason.CANCELLED}
+    assert not rank.files.closed
+    ends.set()
+    rank.mover.close()
+    assert rank.files.closed and not rank.mover.out
+
+
+def test_a_halt_begins_nothing_more_and_ends_what_has_begun():
+    rank = Rank()
+    moves = stored(rank, 2)
+    rank.device.plan.hold = True
+    begun = rank.submit(JobKind.LOAD, moves)
+    rank.mover.turn()
+    rank.mover.halt()
+    late = rank.submit(JobKind.STORE, [move(7, 0, 7, rank.cpu(0, 7))])
+    assert rank.run()[late].failed == {0: Reason.CANCELLED}
+    assert begun not in rank.results and rank.mover.out == {begun}, "its read is under way"
+    rank.device.plan.hold = False
+    rank.device.release()
+    assert rank.run()[begun].failed == dict.fromkeys(range(2), Reason.CANCELLED)
+    assert all(rank.is_erased(0, block) for block in range(2)), "nothing is written to its GPU blocks"
+    rank.mover.close()

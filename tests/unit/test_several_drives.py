@@ -113,6 +113,28 @@ def test_nobody_steps_for_a_segment_that_is_never_made():
     assert not served.manager.has_pending_work(served.engine.now)
 
 
+@pytest.mark.parametrize("full", [False, True], ids=["a record", "room that a deletion would give"])
+def test_nobody_steps_for_a_commit_that_never_ends(full):
+    served = Served(drives=1, segments=1 if full else 2)
+    served.serve("aabbx")
+    served.commits = False
+    served.serve("ccddx")
+    assert served.parts.nvme.uncommitted and bool(served.parts.cpu.backlog_count(0)) is full
+    assert served.manager.has_pending_work(served.engine.now)
+    served.engine.now += 1000.0
+    assert not served.manager.has_pending_work(served.engine.now)
+    served.steps(4)
+    served.commits = True
+    served.index.commit()
+    served.manager.commit()
+    assert served.manager.has_pending_work(served.engine.now) is full, (
+        "it ends after all, and what waited for it goes on"
+    )
+    served.steps(4)
+    assert served.on_nvme("ccdd") == [0, 0]
+    assert not served.manager.has_pending_work(served.engine.now)
+
+
 def test_what_no_step_has_sent_yet_is_stepped_for_however_long_it_was_quiet():
     served = Served(drives=1, segments=2)
     served.serve("aabbx")

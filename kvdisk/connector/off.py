@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is left of a half of the connector after an error of ours: nothing is stored or loaded until the engine ends.
+
+Each class answers the hooks of its half, and uses nothing of what failed but what it names. vLLM waits for two things:
+that every load which it was promised is reported, failed if need be, and that the home is closed in the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_events import AllBlocksCleared
+
+from kvdisk.blocks import BlockKey, JobId
+from kvdisk.messages import Job, JobKind, Move, Plan, Report
+from kvdisk.stats import Stats
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    from vllm.v1.request import Request
+
+    from kvdisk.assembly import SchedulerParts, WorkerParts
+
+logger = logging.getLogger("kvdisk.connector")
+
+OWN_POLICIES = ("store_policy", "cpu_admission", "nvme_admission")
+"""Settings that may name a class of the user's."""
+
+
+def say_off(error: Exception, hook: str, own: Iterable[str]) -> None:
+    """Say once, loudly, why kvdisk is off. ``own``: policies of the user's, as ``module:Class``."""
+    whose = "kvdisk"
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        kind = type(frame.f_locals.get("self"))
+        if f"{kind.__module__}:{kind.__qualname__}" in own:
+            whose = f"the policy {kind.__module__}:{kind.__qualname__}"
+    logger.error(
+        "kvdisk is off until the engine starts again, and the engine goes on without it: no stores, no hits. "
+        "An error in %s, in %s:",
+        whose,
+        hook,
+        exc_info=error,
+    )
+
+
+def unfilled_blocks(blocks: KVCacheBlocks) -> list[list[int]]:
+    """Return a request's GPU blocks by group, 0 for those that no load may write to.
+
+    A block that has a hash already is somebody's: its KV is there.
+    """
+    return [
+        [0 if block.is_null or block.block_hash is not None else block.block_id for block in group]
+        for group in blocks.blocks
+    ]
+
+
+class SchedulerOff:
+    """The scheduler's half.
+
+    ``parts``: closed at the end. ``unsent``: by request, the GPU blocks of the loads that vLLM
+    was promised, and that no plan has carried: the workers are told to report them as failed. ``publishes``: whether
+    somebody was told what the tiers hold.
+    """
+
+    def __init__(
+        self,
+        parts: SchedulerParts | None,
+        unsent: Mapping[str, Sequence[Sequence[int]]],
+        *,
+        publishes: bool,
+    ) -> None:
+        self._parts = parts
+        self._unsent = dict(unsent)
+        self._stepped = False
+        self._publishes = publishes
+        self._jobs = 0
+        self._told = False
+        if parts is not None:
+            parts.manager.stats.add("switched_off")
+
+    def new_request(self, request: Request) -> None:
+        """Nobody is followed."""
+
+    def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int, bool]:  # noqa: ARG002 - as the half's
+        """There are no hits."""
+        return 0, False
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """The load of a hit that was promised before will fail."""
+        if external_tokens:
+            self._unsent[request.request_id] = unfilled_blocks(blocks)
+
+    def hit_sources(self, request: Request, external_tokens: int) -> dict[CacheHitSource, int]:  # noqa: ARG002
+        """Nothing is given by any tier."""
+        return {}
+
+    def finished(self, request: Request, block_ids: Sequence[Sequence[int]], aborted: bool) -> bool:  # noqa: ARG002
+        """No block is kept."""
+        return False
+
+    def plan(self, output: SchedulerOutput) -> Plan:  # noqa: ARG002
+        """Tell the workers that this is over, and which loads they never heard of shall fail."""
+        jobs = []
+        for request_id, groups in self._unsent.items():
+            self._jobs -= 1  # the manager's numbers are above 0
+            moves = tuple(Move(BlockKey(b""), 0, block) for group in groups for block in group if block)
+            jobs.append(Job(JobId(self._jobs), JobKind.LOAD, moves, request_id=request_id))
+        self._unsent.clear()
+        self._stepped = True
+        return Plan(tuple(jobs), off=True)
+
+    def settle(self, report: Report | None, invalid_blocks: set[int]) -> None:
+        """What the workers finish is of no use any more."""
+
+    def reset(self) -> bool:
+        """Nothing from before is served again, nor anything else."""
+        return True
+
+    def has_pending_work(self) -> bool:
+        """One step more, for workers and metrics. Requests that wait for loads keep the engine going themselves."""
+        return not self._stepped
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Say once that the tiers have nothing any more."""
+        if not self._publishes:
+            return []
+        self._publishes = False
+        return [AllBlocksCleared()]
+
+    def take_stats(self) -> Stats | None:
+        """Return what was counted and not taken yet, once."""
+        if self._told or self._parts is None:
+            return None
+        self._told = True
+        try:
+            return self._parts.figures.take_rest()
+        except Exception:
+            logger.exception("kvdisk, which is off, cannot tell its metrics")
+            return None
+
+    def counters(self) -> dict[str, int]:
+        """Return the totals since the start."""
+        return {} if self._parts is None else dict(self._parts.manager.stats.counts)
+
+    def switched_off(self) -> None:
+        """It is off already."""
+
+    def shutdown(self) -> None:
+        """Commit what is queued, and release the home. Idempotent."""
+        if self._parts is not None:
+            self._parts.close()
+
+
+class WorkerOff:
+    """A worker's half. ``loads``: those that the scheduler has not been told the end of. What has begun of them goes on
+    in the mover, to its end: only then the scheduler is told, that they have failed. ``failed_blocks``: of the loads
+    that were just reported. ``by_block``: whether these say which loads failed; else the requests do.
+    """
+
+    def __init__(
+        self, parts: WorkerParts | None, loads: Mapping[JobId, Job], failed_blocks: set[int], *, by_block: bool
+    ) -> None:
+        self._parts = parts
+        self._loads = dict(loads)
+        self._by_block = by_block
+        self._scheduler_knows = False
+        self.failed_blocks = failed_blocks
+        if parts is not None:
+            parts.mover.halt()
+
+    def before_step(self, plan: Plan) -> None:
+        """What has not begun never will, and what has begun is waited for: see ``Mover.halt``."""
+
+    def before_forward(self, plan: Plan) -> None:
+        """Begin nothing: the loads of the plan will fail."""
+        self._loads.update((job.id, job) for job in plan.jobs if job.kind is JobKind.LOAD)
+        self._scheduler_knows = plan.off
+
+    def after_forward(self, plan: Plan) -> None:
+        """Begin nothing."""
+
+    def collect(self, plan: Plan | None) -> tuple[set[str], set[str]]:  # noqa: ARG002 - as the half's
+        """Return the requests whose loads have ended, all of them failed."""
+        out = self._still_out()
+        ended = [job for job_id, job in self._loads.items() if job_id not in out]
+        self._loads = {job_id: job for job_id, job in self._loads.items() if job_id in out}
+        requests = {job.request_id for job in ended if job.request_id is not None}
+        self.failed_blocks = {move.block for job in ended for move in job.moves} if self._by_block else set()
+        return requests, set() if self._by_block else requests
+
+    def _still_out(self) -> set[JobId]:
+        if self._parts is None:
+            return set()
+        try:
+            self._parts.mover.poll()
+        except Exception:
+            logger.exception("kvdisk, which is off, meets another error")
+        return self._parts.mover.out
+
+    def take_report(self) -> Report | None:
+        """Tell the scheduler, until it knows."""
+        return None if self._scheduler_knows else Report(off=True)
+
+    def switched_off(self) -> None:
+        """It is off already."""
+
+    def shutdown(self) -> None:
+        """Stop the mover. Idempotent."""
+        if self._parts is not None:
+            self._parts.close()
+            self._parts = None

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What docs/OPERATING.md says of pauses, resets and weight updates, with vLLM's real scheduler and engine core."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from schedulers import BLOCK_TOKENS, Bench
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+from kvdisk.messages import JobKind
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = list(range(100, 100 + 4 * BLOCK_TOKENS + 5))
+
+
+class Core(EngineCoreProc):
+    """vLLM's engine core with the bench's scheduler: no model, no processes."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.scheduler = bench.scheduler
+        self.model_executor = SimpleNamespace(
+            collective_rpc=lambda *_: None, reset_mm_cache=lambda: None, reset_encoder_cache=lambda: None
+        )
+        self.mm_receiver_cache = None
+        self.batch_queue = None
+        self.engines_running = False
+        self._idle_state_callbacks: list[Any] = []
+        self._bench = bench
+
+    def _send_abort_outputs(self, aborted: Any) -> None:
+        pass
+
+    def pause(self, mode: Any) -> None:
+        """Pause and clear, and wait for it as a client does."""
+        done = self.pause_scheduler(mode, True)
+        if isinstance(done, Future):
+            self.step_until_idle()
+            done.result(0)
+
+    def step_until_idle(self) -> None:
+        """As the core's loop does before it sleeps."""
+        for _ in range(50):
+            if not self.has_work():
+                return self._notify_idle_state_callbacks()
+            self._bench.step()
+        raise AssertionError("it never rests")
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    made = Bench(tmp_path / "model")
+    made.add("a", PROMPT)
+    made.run()
+    assert made.scheduler.reset_prefix_cache(), "drained: kvdisk keeps what it has"
+    return made
+
+
+@pytest.fixture
+def loading(bench: Bench) -> Bench:
+    """A load is out."""
+    bench.hold = {JobKind.LOAD}
+    bench.add("b", PROMPT)
+    bench.step()
+    assert [job.kind for job in bench.held] == [JobKind.LOAD]
+    return bench
+
+
+def hits(bench: Bench) -> int:
+    """Serve the prompt once more; return the tokens that kvdisk gives."""
+    before = bench.counters().get("hit_tokens.cpu", 0)
+    bench.add("again", PROMPT)
+    bench.run()
+    return bench.counters().get("hit_tokens.cpu", 0) - before
+
+
+def test_a_reset_of_the_gpus_cache_leaves_the_tiers(bench: Bench) -> None:
+    assert bench.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert hits(bench) == 4 * BLOCK_TOKENS
+
+
+def test_a_reset_of_the_connector_too_serves_nothing_from_before(bench: Bench) -> None:
+    assert bench.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert hits(bench) == 0
+
+
+def test_with_a_load_out_a_plain_reset_says_no_and_resets_the_connector(loading: Bench) -> None:
+    assert not loading.scheduler.reset_prefix_cache(reset_connector=True)
+    loading.release()
+    loading.run()
+    assert loading.counters()["failed_loads"] == 4, "what was on its way is not served either"
+    assert loading.scheduler.reset_prefix_cache()
+    assert hits(loading) == 4 * BLOCK_TOKENS, "what was computed since"
+
+
+def test_with_a_load_out_a_reset_that_preempts_raises_and_resets_nothing(loading: Bench) -> None:
+    with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
+        loading.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    loading.release()
+    loading.run()
+    assert not loading.counters().get("failed_loads"), "kvdisk was not asked to forget anything"
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["load on its way", "load ended, request not resumed"])
+def test_pause_keep_with_a_clear_raises_while_a_request_waits_for_its_load(loading: Bench, ended: bool) -> None:
+    if ended:
+        loading.release()
+        loading.step()
+    core = Core(loading)
+    loading.release()
+    with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
+        core.pause("keep")
+    assert core.is_scheduler_paused(), "resume it"
+    core.resume_scheduler()
+    loading.run()
+    assert core.pause_scheduler("keep", True) is None, "drained: it clears"
+    core.resume_scheduler()
+    assert hits(loading) == 0
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_pauses_that_drain_clear_though_a_load_was_out(loading: Bench, mode: str) -> None:
+    core = Core(loading)
+    done = core.pause_scheduler(mode, True)
+    assert isinstance(done, Future) and not done.done(), "the load is waited for"
+    loading.release()
+    core.step_until_idle()
+    assert done.result(0) is None
+    core.resume_scheduler()
+    assert hits(loading) == 0
+
+
+def test_pause_abort_in_the_callers_process_raises_with_a_load_out(loading: Bench) -> None:
+    core = Core(loading)
+    with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
+        EngineCore.pause_scheduler(core, "abort", True)
+    with pytest.raises(ValueError, match="inproc"):
+        EngineCore.pause_scheduler(core, "wait", True)
+
+
+def test_a_pause_without_a_clear_and_sleep_of_level_0_keep_everything(loading: Bench) -> None:
+    core = Core(loading)
+    loading.release()
+    done = core.pause_scheduler("keep", False)
+    core.step_until_idle()
+    assert done is None or done.result(0) is None
+    assert core.scheduler.pause_state is PauseState.PAUSED_ALL
+    core.resume_scheduler()
+    loading.run()
+    assert len(loading.tokens["b"]) == 2 and not loading.counters().get("failed_loads")
+    assert loading.scheduler.reset_prefix_cache()
+    assert hits(loading) == 4 * BLOCK_TOKENS
