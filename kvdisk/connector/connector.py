@@ -94,6 +94,8 @@ def guarded(hook: Callable[Concatenate[KVDiskConnector, _P], _R]) -> Callable[Co
     def guarded_hook(self: KVDiskConnector, /, *arguments: _P.args, **more: _P.kwargs) -> _R:
         try:
             return hook(self, *arguments, **more)
+        except ConfigError:
+            raise
         except Exception as error:
             if not self._switch_off(error, hook.__name__):
                 raise

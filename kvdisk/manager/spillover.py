@@ -79,8 +79,10 @@ class Spillover(NoStores):
         """Keys that were offered since they were last reached."""
         self._unused: dict[BlockKey, int] = {}
         self._no_room: dict[BlockKey, int] = {}
-        self._refused: Refused | None = None
-        """When what is in ``_no_room`` is offered again, all at once."""
+        self._groups: deque[tuple[Refused, float, list[BlockKey]]] = deque()
+        """Keys of ``_no_room`` that were refused together, at that time; they are offered again together."""
+        self._retried: Refused | None = None
+        """The refusal of those that were offered again last, whose back-off the next refusal doubles."""
         self._due: dict[BlockKey, int] = {}
 
     def reached(self, request_id: str, keys: Sequence[BlockKey], start: int, stop: int) -> None:  # noqa: ARG002
@@ -94,10 +96,9 @@ class Spillover(NoStores):
         """Return the blocks that the cursor passes, and those that are due again."""
         while len(self._parents) > 2 * context.block_count:
             self._forget(self._parents.popitem(last=False)[0])
-        if self._refused is not None and self._refused.is_over(room, now):
-            self._due |= self._no_room
-            self._no_room = {}
-            self._refused = None
+        while self._groups and self._groups[0][0].is_over(room, now):
+            self._retried, _, keys = self._groups.popleft()
+            self._due.update((key, self._no_room.pop(key)) for key in keys if key in self._no_room)
         due, self._due = self._due, {}
         offers: dict[BlockKey, FreeOffer] = {}
         for wanted, block_id in due.items():
@@ -124,6 +125,7 @@ class Spillover(NoStores):
 
     def accept_free(self, key: BlockKey) -> None:
         """Do not offer the block again until it is reached again."""
+        self._retried = None
         for known in (self._unused, self._no_room, self._due):
             known.pop(key, None)
 
@@ -136,7 +138,11 @@ class Spillover(NoStores):
             self._unused[key] = block
         else:
             self._no_room[key] = block
-            self._refused = Refused.make(mark, now, self._refused)
+            if not self._groups or self._groups[-1][1] != now:
+                self._groups.append((Refused.make(mark, now, self._retried), now, []))
+            refused, _, keys = self._groups[-1]
+            refused.mark = max(refused.mark, mark)
+            keys.append(key)
 
     def wanted_again(self, keys: Sequence[BlockKey]) -> None:
         """Offer those that were refused for lack of reuse again."""
@@ -154,4 +160,5 @@ class Spillover(NoStores):
         """Forget all keys: the blocks may keep theirs, and what they hold is not what those mean any more."""
         for known in (self._parents, self._blocks, self._offered, self._unused, self._no_room, self._due):
             known.clear()
-        self._refused = None
+        self._groups.clear()
+        self._retried = None

@@ -60,15 +60,14 @@ class GatedMover(Mover):
     def turn(self, wait_s: float = 0.0, now_s: float | None = None) -> bool:
         waiting, self._inbox = self._inbox, []
         for plan, _, _ in waiting:
-            named = plan._asdict().items()
-            self._due.update(*(ids for name, ids in named if name not in {"jobs", "void", "idle"}))
+            self._due.update((*plan.urgent, *plan.fence))
         kept = []
         for plan, mark, deadline_s in waiting:
             held = tuple(job for job in plan.jobs if job.kind in self.hold and job.id not in self._due)
             jobs = tuple(job for job in plan.jobs if job not in held)
             for job in jobs:
                 self.begin(job)
-            if jobs or plan.flush or plan.void:
+            if jobs or plan.fence or plan.void:
                 self._inbox.append((plan._replace(jobs=jobs), mark, deadline_s))
             if held:
                 kept.append((Plan(held), mark, deadline_s))

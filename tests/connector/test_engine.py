@@ -151,7 +151,7 @@ def _check_metrics(engine: EngineChild, warm: Sequence[Answer], group: dict[str,
     assert ours["job_seconds_count.load"] == 4 and 0 < ours["job_seconds_sum.load"] < 60
     assert ours["held_blocks.nvme"] * slot_bytes == ours["used_bytes.nvme"] <= ours["capacity_bytes.nvme"]
     assert ours["held_blocks.cpu"] * slot_bytes == ours["used_bytes.cpu"] > 0
-    waiting = ("queued_jobs", "backlog_blocks", "uncommitted_changes", "limbo_blocks", "pinned_gpu_blocks")
+    waiting = ("queued_jobs", "backlog_blocks", "uncommitted_changes", "limbo_blocks")
     assert {name: ours[name] for name in waiting} == dict.fromkeys(waiting, 0), "an idle engine's gauges are of now"
     assert ours["fragmentation_ratio"] == 0 and "write_budget_bytes" not in ours
 

@@ -40,12 +40,11 @@ def arrived_together(engines: Engines, **place: Any) -> tuple[ByteBench, list[An
 
 @pytest.mark.parametrize("place", [{}, {"pipelined": True}, {"nvme": True}, {"ranks": 2}], ids=str)
 def test_the_others_take_what_the_first_has_loaded(engines: Engines, place: dict[str, Any]) -> None:
-    bench, requests = arrived_together(engines, **place)
+    bench, _ = arrived_together(engines, **place)
     bench.release()
     bench.run()
     assert len(bench.jobs_of(JobKind.LOAD)) == 1, "the others hit the GPU's cache"
     assert [len(bench.sampled(name)) for name in NAMES] == [4] * 3
-    assert {request.num_cached_tokens for request in requests} == {BLOCKS * BLOCK_TOKENS}
     bench.assert_quiet()
 
 

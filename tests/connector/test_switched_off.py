@@ -43,7 +43,7 @@ SCHEDULER_HOOKS = (
     "take_events",
     "take_stats",
 )
-WORKER_HOOKS = ("flush", "before_forward", "after_forward", "collect", "take_report")
+WORKER_HOOKS = ("before_step", "before_forward", "after_forward", "collect", "take_report")
 
 
 def moments(*hooks: str, last: Collection[str] = ()) -> list[tuple[str, bool]]:
@@ -200,9 +200,12 @@ def test_a_load_that_was_promised_and_never_sent_ends_as_failed(
 ) -> None:
     """The first of two is planned, and the error is in the second's plan: no worker has heard of either."""
     warm(bench)
+    bench.add("other", OTHER)
+    serve(bench)
+    assert bench.scheduler.reset_prefix_cache()
     plant(monkeypatch, bench.connector.scheduler._manager, "plan_load", when=lambda name, *_: name == "c")
-    for name in "bc":
-        bench.add(name, PROMPT)
+    for name, prompt in (("b", PROMPT), ("c", OTHER)):
+        bench.add(name, prompt)
     output = bench.step()
     assert not output.num_scheduled_tokens
     plan = bench.plans[-1]
@@ -253,7 +256,7 @@ def hold_copies(bench: WorkedBench, patch: pytest.MonkeyPatch, name: str) -> tup
 def test_a_store_whose_source_may_be_overwritten_never_reaches_the_drive(
     make: Callable[..., WorkedBench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody holds the GPU blocks of a store after an error. What was being gathered is not written, sealed or not."""
+    """After an error no copy from the GPU begins, and the step waits for the one under way, which is not written."""
     store = tmp_path / "store"
     extra = {"cpu_bytes": 0, "store_dirs": str(store), "nvme_bytes": "64MiB", "device": "posix"}
     bench = make(extra=extra, events=True)
@@ -265,12 +268,16 @@ def test_a_store_whose_source_may_be_overwritten_never_reaches_the_drive(
     bench.step()
     assert entered.wait(WAIT_S)
     plant(monkeypatch, bench.connector.scheduler, "plan")
+    mover = bench.worker.worker.mover
+    letting_go = threading.Thread(target=lambda: (_wait_until(lambda: mover._given_up), gate.set()))
+    letting_go.start()
     bench.step()
+    assert gate.is_set(), "the step has waited for the copy"
+    letting_go.join()
     for cache in bench.caches.values():
         cache.fill_(0xEE)  # as a request that was given the blocks would
     bench.abort("torn")
     bench.step()
-    gate.set()
     serve(bench)
     assert bench.counters().get("drive_written_bytes.0", 0) == 4 * _slot_bytes(store)
     assert_off(bench, caplog)
@@ -283,6 +290,13 @@ def test_a_store_whose_source_may_be_overwritten_never_reaches_the_drive(
     again.add("warm", PROMPT)
     serve(again)
     assert again.counters()["hit_tokens.nvme"] == 4 * BLOCK_TOKENS, "the next start serves what was committed"
+
+
+def _wait_until(condition: Callable[[], object]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
 
 
 def _slot_bytes(store: Path) -> int:

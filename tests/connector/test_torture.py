@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.torture]
 WORKLOADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tiny GPU pool, preemptions": (
         {"num_gpu_blocks_override": 45, "max_num_seqs": 8},
-        {"cpu_bytes": "4MiB", "store_decode": True, "max_pinned_gpu_blocks": 40},
+        {"cpu_bytes": "4MiB", "store_decode": True},
     ),
     "tiny CPU tier, a full backlog": (
         {"async_scheduling": False},
@@ -62,7 +62,6 @@ WORKLOADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "nvme_bytes": 14 * MIB,
             "segment_bytes": "1MiB",
             "lookup_wait_s": 0,
-            "max_pinned_gpu_blocks": 3,
             "staging_bytes": 0,
         },
     ),

@@ -86,9 +86,7 @@ def describe(llm: Any) -> str:
     parts = [f"running {len(scheduler.running)}, waiting {len(scheduler.waiting)}"]
     for connector in connectors_of(llm):
         manager = connector.scheduler._manager
-        parts.append(
-            f"jobs {len(manager._transfers)}, pinned {manager._settlement.pinned_blocks}, {manager.stats.counts}"
-        )
+        parts.append(f"jobs {len(manager._transfers)}, sources {len(manager._sources)}, {manager.stats.counts}")
     return "; ".join(parts)
 
 
@@ -124,8 +122,8 @@ def audit_connector(connector: Any) -> dict[str, Any]:
     assert not manager._stores._tables._tables and not manager._urgent
     assert len(manager._transfers) == 0 and not manager._transfers._queued
     assert all(count == 0 for count in manager._transfers._counts.values())
-    assert manager._settlement.pinned_blocks == 0
-    assert not manager._flush and not manager._void
+    assert not len(manager._sources)
+    assert not manager._void
     catalog = manager._catalog
     for tier, space in ((Tier.CPU, manager._cpu), (Tier.NVME, manager._nvme)):
         if space is not None:
