@@ -147,7 +147,7 @@ class TierManager:
         self._promotions.leave(request_id)
         request = self._requests.pop(request_id, None)
         if request is not None:
-            self._stores.finished(request_id)
+            self._stores.finished(request)
             if request.load_job is not None:
                 self._reads.to_gpu.end(request.load_job)  # the engine does not keep what it brings
         return True
@@ -366,11 +366,14 @@ class TierManager:
     # -- questions of the engine ---------------------------------------------------------------
 
     def has_pending_work(self, now: float) -> bool:
-        """Whether steps are needed: a job is out, a record is not committed, or a demotion can be planned.
+        """Whether steps are needed: a job is out, a record is not committed, or a demotion can be planned, or a store
+        that has waited for room.
 
         Not for zombies, nor for jobs when nothing has been heard of any for long: a drive that never answers would
         keep an idle engine stepping.
         """
+        if self._stores.is_owed(now):
+            return True
         if self._transfers.any_queued or (len(self._transfers) and now - self._heard_s < self._longest_silence_s):
             return True
         nvme, cpu = self._nvme, self._cpu

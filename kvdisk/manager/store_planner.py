@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from itertools import compress
 from typing import NamedTuple
@@ -30,6 +30,11 @@ from kvdisk.manager.transfers import Transfers
 from kvdisk.manager.wants import Wants
 from kvdisk.manager.watermark import Refusal
 from kvdisk.stats import Stats
+
+MOST_LEFT = 4096
+"""Blocks of requests that have ended which wait for a segment; the first that came are forgotten first."""
+MOST_LEFT_OFFERS = 256
+"""Of these, how many are offered in a step."""
 
 
 class _Wanted(NamedTuple):
@@ -90,6 +95,10 @@ class StorePlanner:
         self._max_pinned = max(1, context.block_count // 2) if limit is None else limit
         self._min_block_tokens = min(group.block_tokens for group in geometry.groups)
         self._tables = BlockTables()
+        self._left: deque[FreeOffer] = deque(maxlen=MOST_LEFT)
+        """Blocks that waited for room when their requests ended, by request in the order of the prompt."""
+        self._left_mark = -1
+        """The number of room when these were last offered."""
 
     # -- what requests have computed ------------------------------------------------------------
 
@@ -162,19 +171,48 @@ class StorePlanner:
         self._tables.take(request_id)
         self._store_policy.request_finished(request_id)
 
-    def finished(self, request_id: str) -> None:
-        """Forget a request."""
-        self.restarted(request_id)
+    def finished(self, request: RequestState) -> None:
+        """Forget a request; what of it waits for a segment may still be stored while the engine has it cached.
+
+        Not what waits for a budget, or for others to leave: that room is for the requests that live.
+        """
+        nvme = self._nvme
+        soon = self._cpu is None and nvme is not None and nvme.has_room_soon
+        if soon and self._store_policy.waits(request.request_id) and not request.loading and not request.stale:
+            self._left.extend(self._unstored(request))
+            self._left_mark = -1
+        self.restarted(request.request_id)
+
+    def _unstored(self, request: RequestState) -> list[FreeOffer]:
+        """Return a request's blocks that no tier has or gets, in the order of its prompt."""
+        table, found = self._tables.get(request.request_id), []
+        storable_tokens = self._storable_tokens(request, table.computed_tokens)
+        for group, blocks in zip(self._geometry.groups, table.block_ids, strict=False):
+            final_tokens = min(storable_tokens, max(0, table.computed_tokens - group.volatile_last))
+            keys = request.keys[group.group][: final_tokens // group.block_tokens]
+            for position, (key, row, block) in enumerate(zip(keys, self._catalog.find_all(keys), blocks, strict=False)):
+                if block and not self._is_there(key, row):
+                    parent = keys[position - 1] if position else None
+                    found.append(((position + 1) * group.block_tokens, FreeOffer(block, key, parent)))
+        found.sort(key=lambda one: one[0])
+        return [offer for _, offer in found]
+
+    def is_owed(self, now: float) -> bool:
+        """Whether blocks of requests that have ended wait for room, and some may have come free."""
+        due = bool(self._left) and self._settlement.room > self._left_mark
+        return due and self._nvme is not None and self._nvme.may_write(now)
 
     def distrust(self) -> None:
         """What requests hold, or have left in the engine's cache, may be wrong: nothing is saved or stored of it, but
         of what they are seen to have computed from now on."""
         self._tables.clear()
+        self._left.clear()
         self._store_policy.reset()
 
     def reset(self) -> None:
         """The weights may have changed: nothing that was computed before is offered."""
         self._tables.clear()
+        self._left.clear()
         self._store_policy.reset()
 
     # -- preemption ----------------------------------------------------------------------------
@@ -224,13 +262,33 @@ class StorePlanner:
     # -- free blocks ---------------------------------------------------------------------------
 
     def plan_free(self, now: float, epoch: int) -> None:
-        """Offer free blocks to the tiers, if the store policy wants to, and plan a job for those taken."""
+        """Offer free blocks to the tiers, if the store policy wants to, or if they have waited for room since their
+        requests ended; plan a job for those taken."""
+        if self._left and self._settlement.room > self._left_mark:
+            self._plan_left(now, epoch)
         if self._policy_offers_free is None:
             return
-        policy, held = self._store_policy, self._settlement.pinned_blocks
+        held = self._settlement.pinned_blocks
         offers = self._policy_offers_free(self._context, held, self._settlement.room, now)
-        if not offers:
-            return
+        for offer in self._plan_offers(offers, now, epoch, tail_first=True) if offers else ():
+            self._refuse_free(offer, Refusal.NO_ROOM, self._settlement.room, now)
+
+    def _plan_left(self, now: float, epoch: int) -> None:
+        left, block_of = self._left, self._context.get_block
+        offers = [left.popleft() for _ in range(min(MOST_LEFT_OFFERS, len(left)))]
+        # One request may have left what another has left, too.
+        cached = {offer.key: offer for offer in offers if block_of(offer.block).key == offer.key}
+        refused = self._plan_offers([*cached.values()], now, epoch, tail_first=False)
+        left.extendleft(reversed(refused))
+        if refused:
+            self._left_mark = self._settlement.room
+
+    def _plan_offers(self, offers: Sequence[FreeOffer], now: float, epoch: int, *, tail_first: bool) -> list[FreeOffer]:
+        """Answer offers of cached blocks, and plan a job for those taken; return those refused for lack of room.
+
+        ``tail_first``: of a chain the tail comes first, as in the engine's free queue.
+        """
+        policy, lacking = self._store_policy, []
         taken: dict[int, list[FreeOffer]] = {}
         for offer in offers:
             row = self._catalog.find(offer.key)
@@ -239,7 +297,7 @@ class StorePlanner:
             elif not self._admission.admits((offer.key,))[0]:
                 self._refuse_free(offer, Refusal.NOT_REUSED, 0, now)
             elif row >= 0 and self._catalog.state(row, self._target) != ABSENT:
-                self._refuse_free(offer, Refusal.NO_ROOM, self._settlement.room, now)
+                lacking.append(offer)
             else:
                 taken.setdefault(self._geometry.size_classes[group_of(offer.key)], []).append(offer)
         draft = StoreDraft(None, epoch)
@@ -250,12 +308,12 @@ class StorePlanner:
                 policy.accept_free(offer.key)
             keys, parents = [offer.key for offer in accepted], [offer.parent for offer in accepted]
             self._drafts.begin(draft, keys, parents, [offer.block for offer in accepted], slots, NO_PLACE)
-            for offer in refused:
-                self._refuse_free(offer, Refusal.NO_ROOM, self._settlement.room, now)
-        # Given back in the order of the queue, as settlement turns them round.
-        draft.moves.reverse()
-        draft.details.reverse()
+            lacking += refused
+        if tail_first:  # given back in the order of the queue, as settlement turns them round
+            draft.moves.reverse()
+            draft.details.reverse()
         self._drafts.queue(draft)
+        return lacking
 
     def _refuse_free(self, offer: FreeOffer, why: Refusal, mark: int, now: float) -> None:
         self._count_refusal(why)
@@ -391,7 +449,7 @@ class StorePlanner:
         return counts, slots
 
     def _pin_tails(self, request: RequestState, wanted: Sequence[_Wanted]) -> list[int]:
-        """Pin what is stored right before the wanted blocks, and return the rows: it does not leave for what follows it.
+        """Pin what is stored right before the wanted blocks, and return the rows: it does not leave for these.
 
         Only where the CPU tier has the only copy. What is before a copy stays as long as that does.
         """
