@@ -86,7 +86,9 @@ def test_the_flush_names_the_victims_stores_only(tmp_path: Path, monkeypatch: py
     _assert_all_given_back(bench)
 
 
-def test_requests_with_one_prefix_load_it_at_the_same_time(bench: Bench) -> None:
+def test_requests_with_one_prefix_load_it_at_the_same_time(tmp_path: Path) -> None:
+    """Where the engine's own prefix cache is off."""
+    bench = Bench(tmp_path / "model", caches=False)
     bench.add("a", PROMPT)
     bench.run()
     assert bench.scheduler.reset_prefix_cache()
@@ -190,6 +192,8 @@ def test_groups_with_blocks_of_different_sizes(tmp_path: Path) -> None:
     assert _stored(bench) == full + large, "a block is named by the last of its hashes"
     assert bench.scheduler.reset_prefix_cache()
     bench.add("b", PROMPT)
+    bench.run()
+    assert bench.scheduler.reset_prefix_cache()
     bench.add("c", PROMPT[: 3 * BLOCK_TOKENS + 1])
     bench.run()
     first, second = _jobs(bench, JobKind.LOAD)
