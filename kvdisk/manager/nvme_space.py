@@ -360,6 +360,12 @@ class NvmeSpace:
         return self._budget is not None and not self._budget.is_open
 
     @property
+    def has_room_soon(self) -> bool:
+        """Whether there is room, or is to be in a segment that is being made or opened, or is the first of its kind."""
+        coming = self.segments.is_opening or not all(self.pool.total) or all(self.pool.free)
+        return coming and self.home_open and not self.is_spent
+
+    @property
     def home_open(self) -> bool:
         """False once a rank could not open the home."""
         return self.segments.home_open

@@ -33,7 +33,7 @@ from kvdisk.manager.watermark import Refusal
 from kvdisk.stats import Stats
 
 MOST_LEFT = 4096
-"""Blocks of requests that have ended which wait for room; the first that came are forgotten first."""
+"""Blocks of requests that have ended which wait for a segment; the first that came are forgotten first."""
 MOST_LEFT_OFFERS = 256
 """Of these, how many are offered in a step."""
 
@@ -174,9 +174,15 @@ class StorePlanner:
         self._store_policy.request_finished(request_id)
 
     def finished(self, request: RequestState) -> None:
-        """Forget a request; what of it waits for room may still be stored while the engine has it cached."""
-        if self._store_policy.waits(request.request_id) and not request.loading and not request.stale:
+        """Forget a request; what of it waits for a segment may still be stored while the engine has it cached.
+
+        Not what waits for a budget, or for others to leave: that room is for the requests that live.
+        """
+        nvme = self._nvme
+        soon = self._cpu is None and nvme is not None and nvme.has_room_soon
+        if soon and self._store_policy.waits(request.request_id) and not request.loading and not request.stale:
             self._left.extend(self._unstored(request))
+            self._left_mark = -1
         self.restarted(request.request_id)
 
     def _unstored(self, request: RequestState) -> list[FreeOffer]:
@@ -195,8 +201,8 @@ class StorePlanner:
 
     def is_owed(self, now: float) -> bool:
         """Whether blocks of requests that have ended wait for room, and some may have come free."""
-        may_write = self._nvme is None or self._nvme.may_write(now)
-        return bool(self._left) and self._settlement.room > self._left_mark and may_write
+        due = bool(self._left) and self._settlement.room > self._left_mark
+        return due and self._nvme is not None and self._nvme.may_write(now)
 
     def distrust(self) -> None:
         """What requests hold, or have left in the engine's cache, may be wrong: nothing is saved or stored of it, but
@@ -265,8 +271,8 @@ class StorePlanner:
         if self._policy_offers_free is None:
             return
         offers = self._policy_offers_free(self._context, self._settlement.room, now)
-        if offers:
-            self._plan_offers(offers, now, epoch)
+        for offer in self._plan_offers(offers, now, epoch) if offers else ():
+            self._refuse_free(offer, Refusal.NO_ROOM, self._settlement.room, now)
 
     def _plan_left(self, now: float, epoch: int) -> None:
         left, block_of = self._left, self._context.get_block
@@ -301,8 +307,6 @@ class StorePlanner:
             keys, parents = [offer.key for offer in accepted], [offer.parent for offer in accepted]
             self._drafts.begin(draft, keys, parents, [offer.block for offer in accepted], slots, NO_PLACE)
             lacking += refused
-        for offer in lacking:
-            self._refuse_free(offer, Refusal.NO_ROOM, self._settlement.room, now)
         self._drafts.queue(draft)
         return lacking
 
