@@ -57,6 +57,16 @@ class Bugs(dict[str, Callable[[Patch], None]]):
     def __init__(self, sizes: tuple[Sizes, ...] = ON_COMPUTE_SIZES) -> None:
         super().__init__()
         self._sizes = sizes
+        self._shows_in: dict[str, tuple[Sizes, ...]] = {}
+
+    def plant_in(self, *sizes: Sizes) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+        """As ``plant``, of a bug that is looked for in these sizes alone: elsewhere it shows late, or never."""
+
+        def plant(planted: Callable[[Patch], None]) -> Callable[[Patch], None]:
+            self._shows_in[planted.__name__] = sizes
+            return self.plant(planted)
+
+        return plant
 
     def plant(self, planted: Callable[[Patch], None]) -> Callable[[Patch], None]:
         """Take a bug into the table; a decorator."""
@@ -67,7 +77,7 @@ class Bugs(dict[str, Callable[[Patch], None]]):
         """Plant a bug; fail unless the machine fails."""
         self[name](patch)
         with pytest.raises((AssertionError, KeyError, IndexError, ExceptionGroup)):
-            run_machine(self._sizes, EXAMPLES_FOR_A_BUG, shrink=False)
+            run_machine(self._shows_in.get(name, self._sizes), EXAMPLES_FOR_A_BUG, shrink=False)
 
 
 def wrap(patch: Patch, owner: type, name: str, around: Callable[..., Any]) -> None:

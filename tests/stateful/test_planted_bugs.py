@@ -28,6 +28,7 @@ from kvdisk.manager.tail_first import TailFirst
 from kvdisk.manager.transfers import JobRecord, Transfers
 from kvdisk.manager.watermark import Watermark
 from kvdisk.messages import JobKind, Reason
+from kvdisk.testing.manager_sizes import NVME_ONLY, ONE_GROUP, REUSE_CPU
 
 BUGS = Bugs()
 
@@ -243,7 +244,7 @@ def late_slot_of_a_store_freed_at_settlement(patch: Patch) -> None:
     forget_late(patch, {JobKind.STORE})
 
 
-@BUGS.plant
+@BUGS.plant_in(NVME_ONLY)
 def late_slots_freed_when_the_first_rank_released_them(patch: Patch) -> None:
     def absorb(original: Any, self: Transfers, report: Any) -> list[JobRecord]:
         for job_id in list(report.released):
@@ -290,7 +291,7 @@ def head_evicted_before_its_tail(patch: Patch) -> None:
     patch.setattr(TailFirst, "victims", victims)
 
 
-@BUGS.plant
+@BUGS.plant_in(REUSE_CPU)
 def wanted_copy_leaves_ahead(patch: Patch) -> None:
     def ask(original: Any, self: CpuSpace, rows: list[int], needed: int, *args: Any) -> list[int]:
         return original(self, rows, len(rows), *args)
@@ -303,7 +304,7 @@ def parent_not_found_again_after_a_gap(patch: Patch) -> None:
     patch.setattr(Chains, "take_orphans", lambda self, key: ())
 
 
-@BUGS.plant
+@BUGS.plant_in(ONE_GROUP)
 def lookup_remembered_after_an_eviction(patch: Patch) -> None:
     patch.setattr(Catalog, "losses", property(lambda _: 0, lambda *_: None), raising=False)
 

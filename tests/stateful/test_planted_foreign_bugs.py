@@ -13,11 +13,12 @@ from kvdisk.manager.foreign import ForeignCopies
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.settlement import Settlement
 from kvdisk.messages import JobKind
+from kvdisk.testing.manager_sizes import NVME_ONLY, ONE_GROUP
 
 BUGS = Bugs()
 
 
-@BUGS.plant
+@BUGS.plant_in(ONE_GROUP)
 def foreign_copy_that_failed_asked_for_again(patch: Patch) -> None:
     patch.setattr(ForeignCopies, "deny", lambda *_: None)
 
@@ -47,7 +48,7 @@ def foreign_segment_never_closed(patch: Patch) -> None:
     patch.setattr(ForeignCopies, "unpin", unpin)
 
 
-@BUGS.plant
+@BUGS.plant_in(NVME_ONLY)
 def foreign_segment_closed_under_a_late_read(patch: Patch) -> None:
     def settle(original: Any, self: Settlement, move: Any, reason: Any, late: bool) -> None:
         original(self, move, reason, False)

@@ -15,7 +15,7 @@ from kvdisk.manager.store_planner import StorePlanner
 from kvdisk.manager.store_policy import OnPreemption
 from kvdisk.manager.tables import BlockTables, Table
 from kvdisk.manager.transfers import Transfers
-from kvdisk.testing.manager_sizes import ON_PREEMPTION_SIZES, SPILLOVER_SIZES
+from kvdisk.testing.manager_sizes import ON_PREEMPTION_SIZES, ON_PREEMPTION_WINDOW, SPILLOVER_REUSE, SPILLOVER_SIZES
 
 PREEMPTION, SPILL = Bugs(ON_PREEMPTION_SIZES), Bugs(SPILLOVER_SIZES)
 
@@ -29,7 +29,7 @@ def victims_blocks_copied_after_they_were_overwritten(patch: Patch) -> None:
     wrap(patch, TierManager, "preempt", preempt)
 
 
-@PREEMPTION.plant
+@PREEMPTION.plant_in(ON_PREEMPTION_WINDOW)
 def blocks_that_the_step_zeroes_saved(patch: Patch) -> None:
     def save(original: Any, self: StorePlanner, request: Any, overwritten: Any, *args: Any) -> Any:
         return original(self, request, (), *args)
@@ -109,7 +109,7 @@ def free_blocks_stored_and_not_held(patch: Patch) -> None:
     wrap(patch, StoreDrafts, "queue", queue)
 
 
-@SPILL.plant
+@SPILL.plant_in(SPILLOVER_REUSE)
 def free_blocks_of_before_a_reset_offered(patch: Patch) -> None:
     patch.setattr(Spillover, "reset", lambda _: None)
 
