@@ -19,8 +19,8 @@ AHEAD_STEPS = 2
 class _Front:
     """The blocks of the free queue from its head to a cursor, in order. Keeping it costs what has changed.
 
-    The engine takes blocks at the head, may put some before it, and takes others out anywhere when a request hits them;
-    those last stay here until the head has come to them.
+    The engine takes blocks at the head, may put some before it, and takes others out anywhere when a request hits them,
+    of which ``leave`` tells. ``_members``: those of ``_blocks`` that have not left.
     """
 
     def __init__(self) -> None:
@@ -32,11 +32,15 @@ class _Front:
         most = AHEAD_STEPS * context.step_blocks
         yield from self._follow_head(context, most)
         cursor = self._valid_cursor(context)
-        if len(self._blocks) < most:
-            added = list(islice(context.iter_free_blocks(cursor), most - len(self._blocks)))
+        if len(self._members) < most:
+            added = list(islice(context.iter_free_blocks(cursor), most - len(self._members)))
             self._blocks.extend(block.block_id for block in added)
             self._members.update(block.block_id for block in added)
             yield from added
+
+    def leave(self, block: int) -> None:
+        """A block has left the queue; it may come back, at its end."""
+        self._members.discard(block)
 
     def _follow_head(self, context: SchedulerContext, most: int) -> list[KVCacheBlockView]:
         """Drop what has left the queue at its head; return what was put before it, or all of a front found anew."""
@@ -55,7 +59,8 @@ class _Front:
         return before
 
     def _valid_cursor(self, context: SchedulerContext) -> int | None:
-        while self._blocks and context.get_block(self._blocks[-1]).ref_cnt > 0:
+        blocks = self._blocks
+        while blocks and (blocks[-1] not in self._members or context.get_block(blocks[-1]).ref_cnt > 0):
             self._members.discard(self._blocks.pop())
         return self._blocks[-1] if self._blocks else None
 
@@ -91,6 +96,9 @@ class Spillover(NoStores):
             self._parents[keys[position]] = keys[position - 1] if position else None
             self._parents.move_to_end(keys[position])
             self._offered.discard(keys[position])
+            block = self._blocks.get(keys[position])
+            if block is not None:
+                self._front.leave(block)
 
     def free_offers(self, context: SchedulerContext, room: int, now: float) -> Sequence[FreeOffer]:
         """Return the blocks that the cursor passes, and those that are due again."""

@@ -40,7 +40,7 @@ _TWO_BLOCKS_AN_HOUR = {"nvme_write_bytes_per_day": 48 * RANKS * _ONE_GROUP.slot_
 _TWO_LARGE_BLOCKS_AN_HOUR = {"nvme_write_bytes_per_day": 48 * RANKS * max(_TWO_GROUPS.slot_sizes)}
 BUDGET = Sizes(_ONE_GROUP, _config(**_TWO_BLOCKS_AN_HOUR), 7, (2,), (3,), 2, _PROMPTS)
 NVME_BUDGET = Sizes(_ONE_GROUP, _config(cpu_bytes=0, **_TWO_BLOCKS_AN_HOUR), 7, (), (2,), 2, _PROMPTS)
-CPU_ONLY = Sizes(_ONE_GROUP, _config(store_dirs=(), nvme_bytes=None), 7, (2,), (), 0, _PROMPTS)
+CPU_ONLY = Sizes(_ONE_GROUP, _config(store_dirs=(), nvme_bytes=None), 7, (2,), (), 0, _PROMPTS, zeroes=True)
 ON_PREEMPTION = Sizes(_ONE_GROUP, _config(store_policy="on_preemption"), 6, (4,), (2,), 2, _PROMPTS, ahead=1)
 ON_PREEMPTION_WINDOW = Sizes(
     _TWO_GROUPS, _config(store_policy="on_preemption"), 10, (3, 3), (2, 2), 2, _LONG_PROMPTS, 2, zeroes=True

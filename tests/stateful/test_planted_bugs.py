@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
 import pytest
 from machines import Bugs, Patch, forget_late, tolerate_missing_pins, wrap
 
-from kvdisk.blocks import BlockKey, Tier
+from kvdisk.blocks import BlockKey, JobId, Tier, group_of
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.chains import Chains
 from kvdisk.manager.copies import CopyState
@@ -22,13 +22,13 @@ from kvdisk.manager.nvme_offers import NvmeOffers
 from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.pool import SlotPool
 from kvdisk.manager.settlement import Settlement
-from kvdisk.manager.store_drafts import StoreDrafts
+from kvdisk.manager.sources import StoreSources
 from kvdisk.manager.store_policy import OnCompute
 from kvdisk.manager.tail_first import TailFirst
 from kvdisk.manager.transfers import JobRecord, Transfers
 from kvdisk.manager.watermark import Watermark
 from kvdisk.messages import JobKind, Reason
-from kvdisk.testing.manager_sizes import NVME_ONLY, ONE_GROUP, REUSE_CPU
+from kvdisk.testing.manager_sizes import CPU_ONLY, NVME_ONLY, ONE_GROUP, REUSE_CPU, WINDOW
 
 BUGS = Bugs()
 
@@ -90,50 +90,56 @@ def load_without_a_pin(patch: Patch) -> None:
     tolerate_missing_pins(patch)
 
 
-class _Untouching:
-    """A context whose touches do nothing."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    def touch(self, blocks: Iterable[int]) -> None:
-        pass
-
-    def free_blocks(self, blocks: Iterable[int]) -> None:
-        pass
-
-    def free_first(self, blocks: Iterable[int]) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+@BUGS.plant
+def source_reused_before_its_copy_has_ended(patch: Patch) -> None:
+    patch.setattr(StoreSources, "take_fence", lambda self, overwritten: ())
 
 
-class _Keeping(_Untouching):
-    """A context that touches, and never gives back."""
+@BUGS.plant_in(WINDOW)
+def fence_forgotten_for_a_window_that_moves_on(patch: Patch) -> None:
+    """Only blocks of the first group are watched; a window's leave it while their copy waits."""
 
-    def touch(self, blocks: Iterable[int]) -> None:
-        self._inner.touch(list(blocks))
+    def add(original: Any, self: StoreSources, record: JobRecord) -> None:
+        original(self, record)
+        self._context.unwatch([move.block for move in record.job.moves if group_of(move.key)])
 
-
-def _with_context(patch: Patch, make: type[_Untouching]) -> None:
-    for owner in (StoreDrafts, Settlement):
-
-        def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            self._context = make(self._context)
-
-        wrap(patch, owner, "__init__", init)
+    wrap(patch, StoreSources, "add", add)
 
 
 @BUGS.plant
-def gpu_block_freed_before_its_copy_ended(patch: Patch) -> None:
-    _with_context(patch, _Untouching)
+def fence_forgotten_for_the_targets_of_a_load(patch: Patch) -> None:
+    def plan(original: Any, self: TierManager, request_id: str, local: int, external: int, blocks: Any) -> None:
+        original(self, request_id, local, external, blocks)
+        self._sources._note_reused()
+        targets = {block for group in blocks for block in group}
+        self._sources._reused = [(block, record) for block, record in self._sources._reused if block not in targets]
+
+    wrap(patch, TierManager, "plan_load", plan)
 
 
 @BUGS.plant
-def touched_block_never_freed(patch: Patch) -> None:
-    _with_context(patch, _Keeping)
+def fence_forgotten_for_a_store_that_no_plan_has_carried(patch: Patch) -> None:
+    def fence(original: Any, self: StoreSources, overwritten: Any) -> tuple[JobId, ...]:
+        records = {record.job.id: record for _, record in self._reused} | {
+            record.job.id: record for record in self._records.values()
+        }
+        return tuple(job_id for job_id in original(self, overwritten) if records[job_id].sent_s is not None)
+
+    wrap(patch, StoreSources, "take_fence", fence)
+
+
+@BUGS.plant_in(CPU_ONLY)
+def block_zeroed_before_the_hook_left_sound(patch: Patch) -> None:
+    wrap(patch, StoreSources, "take_fence", lambda original, self, _: original(self, ()))
+
+
+@BUGS.plant_in(NVME_ONLY)
+def sources_let_go_when_the_first_rank_has_copied(patch: Patch) -> None:
+    def absorb(original: Any, self: Transfers, report: Any) -> list[JobRecord]:
+        report.copied = dict.fromkeys(report.copied, self._rank_count)
+        return original(self, report)
+
+    wrap(patch, Transfers, "absorb", absorb)
 
 
 @BUGS.plant

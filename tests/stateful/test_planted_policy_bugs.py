@@ -14,7 +14,6 @@ from kvdisk.manager.store_drafts import StoreDraft, StoreDrafts
 from kvdisk.manager.store_planner import StorePlanner
 from kvdisk.manager.store_policy import OnPreemption
 from kvdisk.manager.tables import BlockTables, Table
-from kvdisk.manager.transfers import Transfers
 from kvdisk.testing.manager_sizes import ON_PREEMPTION_SIZES, ON_PREEMPTION_WINDOW, SPILLOVER_REUSE, SPILLOVER_SIZES
 
 PREEMPTION, SPILL = Bugs(ON_PREEMPTION_SIZES), Bugs(SPILLOVER_SIZES)
@@ -51,26 +50,12 @@ def blocks_stored_though_nobody_was_preempted(patch: Patch) -> None:
     patch.setattr(OnPreemption, "offers", lambda self, request_id, group, storable, *_: range(storable))
 
 
-@PREEMPTION.plant
-def urgent_blocks_given_back_though_never_held(patch: Patch) -> None:
-    def add(original: Any, self: Transfers, kind: Any, moves: Any, details: Any, **more: Any) -> Any:
-        if kind.name == "STORE":
-            details = [
-                detail._replace(block=move.block) if move.block > 0 and detail.row >= 0 else detail
-                for move, detail in zip(moves, details, strict=True)
-            ]
-        return original(self, kind, moves, details, **more)
-
-    wrap(patch, Transfers, "add", add)
-
-
 @SPILL.plant
 def block_that_was_reached_again_not_offered(patch: Patch) -> None:
     def reached(original: Any, self: Spillover, *args: Any) -> None:
-        before = {key for key, known in self._known.items() if known.is_dealt_with}
+        before = set(self._offered)
         original(self, *args)
-        for key in before:
-            self._known[key].is_dealt_with = True
+        self._offered |= before
 
     wrap(patch, Spillover, "reached", reached)
 
@@ -78,8 +63,8 @@ def block_that_was_reached_again_not_offered(patch: Patch) -> None:
 @SPILL.plant
 def free_block_offered_again_though_nobody_reached_it(patch: Patch) -> None:
     def free_offers(original: Any, self: Spillover, *args: Any) -> Any:
-        for known in self._known.values():
-            known.is_dealt_with = False
+        self._offered.clear()
+        self._front = type(self._front)()
         return original(self, *args)
 
     wrap(patch, Spillover, "free_offers", free_offers)
@@ -87,24 +72,22 @@ def free_block_offered_again_though_nobody_reached_it(patch: Patch) -> None:
 
 @SPILL.plant
 def refused_free_block_offered_every_step(patch: Patch) -> None:
-    def refuse(self: Spillover, key: Any, *_: Any) -> None:
-        known = self._known.get(key)
-        if known is not None:
-            known.is_dealt_with = False
-
-    patch.setattr(Spillover, "refuse_free", refuse)
+    patch.setattr(Spillover, "refuse_free", lambda self, key, *_: self._due.update({key: self._blocks[key]}))
 
 
 @SPILL.plant
-def refused_free_block_never_offered_again(patch: Patch) -> None:
-    patch.setattr(Spillover, "refuse_free", lambda *_: None)
+def due_block_offered_by_its_number_whatever_it_holds(patch: Patch) -> None:
+    def free_offers(original: Any, self: Spillover, context: Any, *args: Any) -> Any:
+        self._due = {context.get_block(block).key or key: block for key, block in self._due.items()}
+        return original(self, context, *args)
+
+    wrap(patch, Spillover, "free_offers", free_offers)
 
 
 @SPILL.plant
-def free_blocks_stored_and_not_held(patch: Patch) -> None:
-    def queue(original: Any, self: StoreDrafts, draft: StoreDraft) -> Any:
-        draft.holds = draft.request is not None and draft.holds
-        return original(self, draft)
+def free_blocks_stored_and_not_watched(patch: Patch) -> None:
+    def queue(original: Any, self: StoreDrafts, draft: StoreDraft, *, watched: bool = True) -> Any:
+        return original(self, draft, watched=watched and draft.request is not None)
 
     wrap(patch, StoreDrafts, "queue", queue)
 

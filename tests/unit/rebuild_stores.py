@@ -49,6 +49,7 @@ class NoPool:
     """Stands where the engine's block pool would be; nothing here asks it for a block."""
 
     block_count = 100
+    caches = True
 
 
 def start(path: Path | Sequence[Path], *, cap_bytes: int = CAP) -> SchedulerParts:

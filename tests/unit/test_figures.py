@@ -45,7 +45,6 @@ class Told:
         self.figures = Figures(
             self.stats,
             gauges,
-            lambda: self.parts.manager.pinned_gpu_blocks,
             model="some/model",
             ranks=1,
             drives=["/one"],
@@ -126,7 +125,7 @@ class OneJob:
 
 def test_what_was_looked_at_while_a_job_was_out_is_looked_at_again_when_it_has_ended():
     gauges = OneJob()
-    figures = Figures(Stats(), gauges, lambda: 0, model="", ranks=1)
+    figures = Figures(Stats(), gauges, model="", ranks=1)
     busy = figures.take(10.0)
     assert busy is not None and busy.gauges["queued_jobs.load"] == 1
     gauges.busy = False

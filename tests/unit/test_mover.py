@@ -152,18 +152,18 @@ def test_a_load_does_not_wait_behind_a_long_store(rank):
     assert set(long) <= set(rank.results)
 
 
-def test_flushed_stores_go_before_other_stores_and_after_loads(rank):
+def test_fenced_stores_go_before_all_else(rank):
     rank.do(JobKind.STORE, [move(1, 0, 1, rank.cpu(0, 47))])
     stores = [
         rank.submit(JobKind.STORE, [move(b, 0, b, rank.cpu(0, b)) for b in range(at * 8, at * 8 + 8)])
         for at in range(4)
     ]
     load = rank.submit(JobKind.LOAD, [move(1, 0, 44, rank.cpu(0, 47))])
-    rank.mover.flush((stores[2], stores[3]))
+    rank.mover.submit(Plan(fence=(stores[2], stores[3])))
     order: list[int] = []
     while rank.mover.turn():
         order += [job_id for job_id in rank.poll() if job_id in {*stores, load} - set(order)]
-    assert order == [load, stores[2], stores[3], stores[0], stores[1]]
+    assert order == [stores[2], stores[3], load, stores[0], stores[1]]
 
 
 def test_promotions_and_demotions_come_last(rank):
@@ -339,7 +339,7 @@ def test_submit_and_poll_do_not_wait_for_a_device_that_hangs():
     first = rank.submit(JobKind.STORE, [move(1, 0, 1, nvme=1)])
     assert hanging.wait(WAIT_S)
     second = rank.submit(JobKind.STORE, [move(2, 0, 2, rank.cpu(0, 2))])
-    rank.mover.submit(Plan(flush=(second,)))
+    rank.mover.submit(Plan(fence=(second,)))
     assert not {first, second} & set(rank.poll())
     assert not rank.mover.wait_any(0.0)
     let_go.set()

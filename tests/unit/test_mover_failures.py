@@ -323,7 +323,7 @@ def test_after_an_error_of_ours_nobody_waits_for_a_drive_that_hangs(monkeypatch)
     rank.device.plan.hold = True
     load = rank.submit(JobKind.LOAD, [move(1, 0, 1, nvme=1)])
     urgent = rank.job(JobKind.STORE, [move(2, 0, 2, rank.cpu(0, 2))])
-    rank.mover.save(Plan((urgent,), urgent=(urgent.id,)))
+    rank.mover.protect(Plan((urgent,), urgent=(urgent.id,)))
     assert rank.mover.wait_any(WAIT_S)
     with pytest.raises(ZeroDivisionError, match="planted"):
         rank.mover.poll()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores whose blocks are overwritten as soon as ``save`` returns."""
+"""Stores whose blocks are overwritten as soon as ``protect`` returns."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rank(request):
 
 def save(rank: Rank, moves) -> Job:
     job = rank.job(JobKind.STORE, moves)
-    rank.mover.save(Plan((job,), urgent=(job.id,)), rank.mover.compute_done())
+    rank.mover.protect(Plan((job,), urgent=(job.id,)), rank.mover.compute_done())
     return job
 
 
@@ -82,17 +82,18 @@ def test_a_segment_that_is_being_made_is_not_waited_for_either():
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_with_a_thread_the_wait_is_bounded(held):
+def test_with_a_thread_the_wait_is_bounded(held, monkeypatch):
+    monkeypatch.setattr("kvdisk.worker.mover.FENCE_S", WAIT_S)
     rank = Rank(threaded=True, staging_slots=8)
     while not set(rank.opening) <= set(rank.poll()):
         rank.mover.wait_any(1.0)
     before = rank.payload(0, 3)
     rank.device.plan.hold = held
     job = rank.job(JobKind.STORE, [move(block, 0, block, nvme=block) for block in BLOCKS])
-    saver = threading.Thread(target=rank.mover.save, args=(Plan((job,), urgent=(job.id,)),))
+    saver = threading.Thread(target=rank.mover.protect, args=(Plan((job,), urgent=(job.id,)),))
     saver.start()
     if held:
-        until(lambda: rank.mover._urgent)
+        until(lambda: rank.mover._fenced)
         assert saver.is_alive(), "it waits as long as the clock stands still"
         rank.now_s = URGENT_S + 0.001
     saver.join(WAIT_S)
@@ -111,17 +112,94 @@ def test_with_a_thread_the_wait_is_bounded(held):
     rank.mover.close()
 
 
-def test_the_end_of_the_mover_ends_the_wait():
+def test_the_end_of_the_mover_ends_the_wait(monkeypatch):
+    monkeypatch.setattr("kvdisk.worker.mover.FENCE_S", WAIT_S)
     rank = Rank(threaded=True)
     rank.mover.close()
-    assert not rank.mover._urgent
+    assert not rank.mover._fenced
     waiting = Rank(threaded=True, staging_slots=8)
     waiting.device.plan.hold = True  # its clock stands still, so that no deadline comes
     job = waiting.job(JobKind.STORE, [move(block, 0, block, nvme=block) for block in BLOCKS])
-    saver = threading.Thread(target=waiting.mover.save, args=(Plan((job,), urgent=(job.id,)),))
+    saver = threading.Thread(target=waiting.mover.protect, args=(Plan((job,), urgent=(job.id,)),))
     saver.start()
-    until(lambda: waiting.mover._urgent)
+    until(lambda: waiting.mover._fenced)
     assert saver.is_alive()
     waiting.mover.close()
     saver.join(WAIT_S)
     assert not saver.is_alive()
+
+
+def fence(rank: Rank, *jobs: int) -> None:
+    rank.mover.protect(Plan(fence=jobs), rank.mover.compute_done())
+
+
+def test_a_fence_waits_for_the_copy_and_for_nothing_after_it(rank):
+    before = {block: rank.payload(0, block) for block in range(4)}
+    rank.device.plan.hold = True
+    job = rank.submit(JobKind.STORE, [move(block, 0, block, nvme=block) for block in range(4)])
+    fence(rank, job)
+    rank.erase()
+    assert job not in rank.poll(), "the drive has not written it"
+    rank.device.plan.hold = False
+    rank.device.release()
+    assert rank.run()[job].failed == {}
+    assert rank.do(JobKind.LOAD, [move(block, 0, block, nvme=block) for block in range(4)]) == {}
+    assert {block: rank.payload(0, block) for block in range(4)} == before
+
+
+def test_what_cannot_begin_at_a_fence_is_given_up_at_once_and_others_are_left_alone(rank):
+    rank.device.plan.hold = True
+    job, other = (
+        rank.submit(JobKind.STORE, [move(100 * at + block, 0, block, nvme=20 * at + block) for block in BLOCKS])
+        for at in range(2)
+    )
+    now_s = rank.now_s
+    fence(rank, job)
+    assert rank.now_s == now_s
+    rank.erase()
+    assert not {job, other} & set(rank.poll())
+    rank.device.plan.hold = False
+    rank.device.release()
+    results = rank.run()
+    assert set(results[job].failed.values()) == {Reason.OVERWRITTEN}, "staging was full, and nobody waits for the drive"
+    assert results[other].failed == {}, "no step overwrites what it reads"
+
+
+def test_where_there_is_no_cpu_tier_the_end_of_the_copy_is_told_before_the_end_of_the_job():
+    rank = Rank(staging_slots=8, cpu_slots=0)
+    rank.run()
+    rank.device.plan.hold = True
+    job = rank.submit(JobKind.STORE, [move(block, 0, block, nvme=block) for block in range(2)])
+    while rank.mover.turn():
+        pass
+    report = rank.mover.poll()
+    assert report.copied == {job: 1} and not report.results
+    rank.device.plan.hold = False
+    rank.device.release()
+    assert rank.run()[job].failed == {}
+    rank.mover.close()
+
+
+def test_a_mover_that_hangs_holds_a_step_up_for_a_while_only_and_begins_nothing_later(monkeypatch):
+    """Its thread is at a drive that does not come back."""
+    monkeypatch.setattr("kvdisk.worker.mover.FENCE_S", 0.05)
+    rank = Rank(threaded=True)
+    while not set(rank.opening) <= set(rank.poll()):
+        rank.mover.wait_any(1.0)
+    let_go, hanging, turn = threading.Event(), threading.Event(), rank.mover.turn
+
+    def hung(*arguments, **more):
+        hanging.set()
+        assert let_go.wait(WAIT_S)
+        return turn(*arguments, **more)
+
+    monkeypatch.setattr(rank.mover, "turn", hung)
+    job = rank.submit(JobKind.STORE, [move(block, 0, block, rank.cpu(0, block)) for block in BLOCKS])
+    assert hanging.wait(WAIT_S)
+    fence(rank, job)
+    rank.erase()
+    let_go.set()
+    while job not in rank.poll():
+        rank.mover.wait_any(1.0)
+    assert rank.results[job].failed == dict.fromkeys(range(len(BLOCKS)), Reason.OVERWRITTEN)
+    rank.mover.close()

@@ -38,8 +38,8 @@ class Queue:
             self.pool.cache(KEYS[block - 1], block)
         self.policy.reached("a", KEYS, 0, blocks if known is None else known)
 
-    def offers(self, held: int = 0, room: int = 0, now: float = 0.0) -> list[int]:
-        return [offer.block for offer in self.policy.free_offers(self.pool, held, room, now)]
+    def offers(self, room: int = 0, now: float = 0.0) -> list[int]:
+        return [offer.block for offer in self.policy.free_offers(self.pool, room, now)]
 
     def accept(self, *blocks: int) -> None:
         for block in blocks:
@@ -113,54 +113,65 @@ def test_a_failed_load_ends_the_wait_for_a_count():
 
 def test_spillover_offers_the_front_of_the_queue_and_each_block_once():
     queue = Queue()
-    assert queue.offers() == [1, 2], "half of what a step or two can take"
-    queue.accept(1, 2)
-    assert queue.offers() == [3, 4]
-    queue.accept(3, 4)
+    assert queue.offers() == [1, 2, 3, 4], "what two steps can take"
+    queue.accept(1, 2, 3, 4)
     assert queue.offers() == [], "all before the cursor were offered"
     assert queue.ahead == 4
     queue.pool.take(2)
     assert queue.offers() == [5, 6], "the engine has taken two, and two came before the cursor"
 
 
-def test_spillover_never_has_more_than_half_of_what_is_free():
-    queue = Queue(blocks=3)
-    assert queue.offers() == [1]
-    assert queue.offers(held=1) == [2]
-    assert queue.offers(held=3) == []
+def test_the_cursor_costs_what_has_changed(monkeypatch):
+    """However long the front of the queue is, a step looks at what has left it and what has come."""
+    queue = Queue(blocks=30)
+    queue.pool.step_blocks = 10
+    seen: list[int] = []
+    original = FakePool.iter_free_blocks
+
+    def counted(self, after=None):
+        for block in original(self, after):
+            seen.append(block.block_id)
+            yield block
+
+    monkeypatch.setattr(FakePool, "iter_free_blocks", counted)
+    assert queue.offers() == list(range(1, 21))
+    queue.accept(*range(1, 21))
+    for taken in (0, 1, 3):
+        queue.pool.take(taken)
+        seen.clear()
+        assert len(queue.offers()) == taken
+        assert len(seen) <= taken + 2, "the head, and what came before the cursor"
 
 
-def test_a_block_comes_again_when_a_request_has_reached_it_again_and_not_before():
+def test_the_front_is_found_again_whatever_happened_to_the_queue():
+    queue = Queue(blocks=30)
+    assert queue.offers() == [1, 2, 3, 4]
+    queue.accept(1, 2, 3, 4)
+    queue.pool.touch([3, 4])  # the cursor's block has left the queue
+    assert queue.offers() == [5, 6]
+    queue.accept(5, 6)
+    queue.pool.free_blocks([3, 4])
+    assert queue.offers() == [], "they are at the end of the queue now"
+    queue.pool.take(10)  # more than the front
+    assert queue.offers() == [13, 14, 15, 16]
+
+
+def test_a_block_comes_again_when_it_was_reached_and_has_come_to_the_front_again():
     queue = Queue(blocks=6)
-    assert queue.offers() == [1, 2]
-    queue.accept(1, 2)
+    assert queue.offers() == [1, 2, 3, 4]
+    queue.accept(1, 2, 3, 4)
     queue.pool.touch([1, 2])
-    assert queue.offers(held=2) == [3]
-    queue.accept(3)
-    queue.pool.free_blocks([1, 2])  # behind the others
-    assert queue.offers() == [4, 5]
-    queue.accept(4, 5)
-    queue.pool.take(3)
-    assert queue.offers() == [6]
-    queue.accept(6)
-    assert queue.offers() == [], "they have left the queue and come back: a store has held them"
     queue.policy.reached("b", KEYS, 1, 2)
-    assert queue.offers() == [2], "its copy may have been evicted since it was offered"
-    queue.accept(2)
-    assert queue.offers() == []
-    # Another block under the number of one that was passed.
-    queue.policy.reached("b", KEYS, 30, 31)
-    queue.pool.forget(2)
-    queue.pool.cache(KEYS[30], 2)
-    assert queue.offers() == [2]
+    queue.pool.free_blocks([1, 2])  # behind the others
+    queue.pool.take(2)
+    assert queue.offers() == [5, 6, 2], "its copy may have been evicted since it was offered; nobody has reached 1"
 
 
 def test_a_refused_free_block_is_offered_again_when_things_have_changed():
-    queue = Queue()
-    assert queue.offers() == [1, 2]
+    queue = Queue(blocks=4)
+    assert queue.offers() == [1, 2, 3, 4]
     queue.policy.refuse_free(KEYS[0], Refusal.NOT_REUSED, 0, 0.0)
     queue.policy.refuse_free(KEYS[1], Refusal.NO_ROOM, 5, 0.0)
-    assert queue.offers(room=5, now=9.0) == [3, 4]
     queue.accept(3, 4)
     assert queue.offers(room=5, now=9.0) == []
     assert queue.offers(room=6, now=0.01) == []
@@ -174,23 +185,49 @@ def test_a_refused_free_block_is_offered_again_when_things_have_changed():
     assert queue.offers(room=7, now=99.0) == []
 
 
-def test_only_blocks_that_requests_have_reached_are_offered():
-    queue = Queue(known=1)
-    assert queue.offers() == [1]
-    (offer,) = Queue(known=1).policy.free_offers(queue.pool, 0, 0, 0.0) or [None]
-    assert offer.parent is None
-    queue.policy.reached("a", KEYS, 1, 2)
-    (offer,) = queue.policy.free_offers(queue.pool, 0, 0, 0.0)
-    assert (offer.key, offer.parent) == (KEYS[1], KEYS[0])
+def test_what_is_refused_together_comes_again_together_and_the_back_off_grows_only_where_that_fails():
+    queue = Queue(blocks=4)
+    assert queue.offers() == [1, 2, 3, 4]
+    for key in KEYS[:4]:
+        queue.policy.refuse_free(key, Refusal.NO_ROOM, 1, 10.0)
+    assert queue.offers(room=2, now=10.04) == []
+    assert queue.offers(room=2, now=10.06) == [1, 2, 3, 4]
+    for key in KEYS[:4]:
+        queue.policy.refuse_free(key, Refusal.NO_ROOM, 2, 10.06)
+    assert queue.offers(room=3, now=10.12) == []
+    assert queue.offers(room=3, now=10.17) == [1, 2, 3, 4]
+    queue.accept(1, 2, 3)
+    queue.policy.refuse_free(KEYS[3], Refusal.NO_ROOM, 3, 10.17)
+    assert queue.offers(room=4, now=10.23) == [4]
+
+
+def test_a_refused_block_whose_place_another_has_taken_is_not_offered_by_its_number():
+    queue = Queue(blocks=4)
+    assert queue.offers() == [1, 2, 3, 4]
+    queue.policy.refuse_free(KEYS[1], Refusal.NO_ROOM, 1, 0.0)
+    queue.accept(1, 3, 4)
+    queue.pool.forget(2)
+    queue.pool.cache(KEYS[30], 2)
+    queue.policy.reached("b", KEYS, 30, 31)
+    assert queue.offers(room=2, now=1.0) == []
+
+
+def test_only_blocks_that_requests_have_reached_are_offered_with_their_parents():
+    queue = Queue(known=2)
+    first, second = queue.policy.free_offers(queue.pool, 0, 0.0)
+    assert (first.key, first.parent) == (KEYS[0], None)
+    assert (second.key, second.parent) == (KEYS[1], KEYS[0])
 
 
 def test_nothing_of_before_a_reset_is_offered():
     queue = Queue()
-    assert queue.offers() == [1, 2]
+    assert queue.offers() == [1, 2, 3, 4]
     queue.policy.reset()
+    queue.pool.take(4)
     assert queue.offers() == [], "the engine may not have forgotten them"
-    queue.policy.reached("b", KEYS, 0, 2)
-    assert queue.offers() == [1, 2]
+    queue.policy.reached("b", KEYS, 8, 12)
+    queue.pool.take(4)
+    assert queue.offers() == [9, 10, 11, 12]
 
 
 def test_two_blocks_of_one_key_are_one_offer():
@@ -207,7 +244,7 @@ def test_what_is_known_is_bounded():
     more = [BlockKey(bytes([7, 7, number // 256, number % 256])) for number in range(1000)]
     queue.policy.reached("a", more, 0, 1000)
     queue.offers()
-    assert len(queue.policy._known) == 2 * queue.pool.block_count
+    assert len(queue.policy._parents) == 2 * queue.pool.block_count
 
 
 @pytest.mark.parametrize("cpu_slots", [2, 4, 6, 16])
@@ -296,7 +333,7 @@ def test_what_a_policy_inherits_from_no_stores_need_not_be_called():
             """Note it."""
 
     class WithoutABase:
-        def free_offers(self, context, held, room, now):
+        def free_offers(self, context, room, now):
             return ()
 
     assert own_method(OnCompute(), "reached") is None and own_method(OnPreemption(), "free_offers") is None
