@@ -87,7 +87,7 @@ class SchedulerParts:
             if self.index is not None:
                 committed = self.index.flush(_CLOSE_TIMEOUT_S)
                 self.index.close()
-        except DeviceError as error:
+        except (CorruptRecord, DeviceError) as error:
             committed = False
             logger.warning("kvdisk could not close its index in order, and the next start will look at it: %s", error)
         if self.home is not None:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from kvdisk.blocks import BlockKey
 from kvdisk.device.home import INDEX_FILE, Home
+from kvdisk.device.paths import device_errors
 from kvdisk.device.rebuild import HomeShape, remove_lost, scan_home
-from kvdisk.device.segment import drop_segment, remove_unknown_segments
+from kvdisk.device.segment import drop_segment, remove_unknown_segments, segment_numbers
 from kvdisk.errors import CorruptRecord, DeviceError
 from kvdisk.geometry import segment_charge_bytes
 from kvdisk.index.base import BlockColumns, SegmentRecord
@@ -49,8 +50,7 @@ def open_index(home: Home, *, index_bytes: int, class_bytes: Mapping[int, int], 
     """
     if not home.index_is_sound():
         rebuild_index(home, index_bytes)
-    home.adopt_index()
-    index = LmdbIndex(home.index_path, map_bytes=index_bytes, commit_s=commit_s)
+    index = _open(home, index_bytes, commit_s)
     try:
         dropped = _excess(home, list(index.segments()), class_bytes)
         too_long = (home.index_path / "data.mdb").stat().st_size > index_bytes
@@ -111,9 +111,8 @@ def cut_home(home: Home, keys: Sequence[tuple[int, BlockKey]], segments: Collect
     """
     if not home.index_is_sound():
         raise CorruptRecord(f"the index of home {home.id} cannot be trusted")
-    home.adopt_index()
     map_bytes = max(home.record.index_bytes, map_bytes_for(0) + 2 * (home.index_path / INDEX_FILE).stat().st_size)
-    index = LmdbIndex(home.index_path, map_bytes=map_bytes)
+    index = _open(home, map_bytes)
     try:
         for first in range(0, len(keys), _BATCH):
             index.delete(keys[first : first + _BATCH])
@@ -128,6 +127,25 @@ def cut_home(home: Home, keys: Sequence[tuple[int, BlockKey]], segments: Collect
         for rank in range(_ranks(home)):
             with suppress(DeviceError):
                 remove_unknown_segments(home.folder(drive), rank, known)
+
+
+def _open(home: Home, map_bytes: int, commit_s: float = 0.05) -> LmdbIndex:
+    """Open an index that looked sound, to write. Raises CorruptRecord where it is not, DeviceError, StoreLocked.
+
+    One that knows no segment beside segments has lost them, as with a file system that was shut down and mounted again
+    in the same boot: they were never synced. An engine drops the record of a segment after its files.
+    """
+    home.adopt_index()
+    index = LmdbIndex(home.index_path, map_bytes=map_bytes, commit_s=commit_s)
+    try:
+        with device_errors(f"looking for the segments of home {home.id}"):
+            parts = [folder.segments_path for folder in home.folders if folder is not None]
+            if not list(index.segments()) and any(map(segment_numbers, parts)):
+                raise CorruptRecord("it knows none of the segments that there are")
+    except BaseException:
+        index.close()
+        raise
+    return index
 
 
 class _Progress:
@@ -162,7 +180,7 @@ def _excess(home: Home, records: Sequence[SegmentRecord], class_bytes: Mapping[i
 
 
 def _cut(index: LmdbIndex, dropped: Sequence[SegmentRecord]) -> None:
-    """Delete the records of these segments and of their blocks, and see them committed. Raises DeviceError."""
+    """Delete the records of these segments and of their blocks, and see them committed. Raises as ``cut_home``."""
     gone = {record.segment for record in dropped}
     keys = [(record.epoch, record.key) for record in index.blocks() if record.slot.segment in gone]
     for first in range(0, len(keys), _BATCH):
@@ -170,6 +188,8 @@ def _cut(index: LmdbIndex, dropped: Sequence[SegmentRecord]) -> None:
     for segment in gone:
         index.delete_segment(segment)
     if not index.flush(_FLUSH_S):
+        if index.damaged:
+            raise CorruptRecord("the index was found to be damaged")
         raise DeviceError(errno.ENOSPC, "the index cannot be written")
 
 

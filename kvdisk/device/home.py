@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -30,13 +31,15 @@ if TYPE_CHECKING:
     from kvdisk.device.store import Store
 
 INDEX_FILE = "data.mdb"
+INDEX_DAMAGED = "damaged"
+"""A file beside it: a commit has met damage. ``index.lmdb_tables`` leaves it."""
 NEW_INDEX = "index.new"
 
 
 def index_is_sound(index_path: Path, record: HomeRecord, boot_id: str) -> bool:
     """Whether an index is what its last owner committed, as far as its file tells. Raises OSError."""
     file = index_path / INDEX_FILE
-    if not paths.is_directory(index_path):
+    if not paths.is_directory(index_path) or os.path.lexists(index_path / INDEX_DAMAGED):
         return False
     if record.index_sum:
         with suppress(FileNotFoundError):

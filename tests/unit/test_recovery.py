@@ -13,7 +13,9 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
+import lmdb
 import pytest
 from rebuild_stores import (
     GEOMETRY,
@@ -37,7 +39,7 @@ from kvdisk.blocks import BlockKey, Slot
 from kvdisk.device import rebuild
 from kvdisk.device.segment import scan_file
 from kvdisk.device.store import Store
-from kvdisk.errors import DeviceError
+from kvdisk.errors import CorruptRecord, DeviceError
 from kvdisk.geometry import slot_offset
 from kvdisk.index.base import BlockRecord
 from kvdisk.index.lmdb_index import LmdbIndex
@@ -149,6 +151,67 @@ def test_in_the_same_boot_the_index_decides(path):
     index.close()
     (home_path(path) / "index" / "open").touch()
     assert served(path) == {row for row in expected if row.key != key_of(0)}
+
+
+def _emptied(index: Path) -> None:
+    """As a file system leaves it that was shut down and mounted again: nothing of it had reached the drive."""
+    os.truncate(index / "data.mdb", 0)
+
+
+def _emptied_without_a_mark(index: Path) -> None:
+    _emptied(index)
+    (index / "open").unlink()
+
+
+def _begun_anew(index: Path) -> None:
+    _emptied_without_a_mark(index)
+    LmdbIndex(index, map_bytes=8 << 20).close()
+
+
+EMPTIED = [_emptied, _emptied_without_a_mark, _begun_anew]
+
+
+@pytest.mark.parametrize("empty", EMPTIED)
+def test_an_index_that_knows_no_segment_beside_segments_is_made_anew_in_the_same_boot(path, empty):
+    expected = make_store(path, clean=False)
+    empty(home_path(path) / "index")
+    assert served(path) == expected
+    assert served(path) == expected
+
+
+@pytest.mark.parametrize("empty", EMPTIED)
+def test_nothing_is_cut_from_a_home_whose_index_was_emptied(path, empty):
+    expected = make_store(path, clean=False)
+    empty(home_path(path) / "index")
+    home = hold(path)
+    with pytest.raises(CorruptRecord):
+        recovery.cut_home(home, [(0, key_of(0))], [3])
+    home.close(clean=False)
+    assert served(path) == expected
+
+
+def test_damage_that_a_running_engine_meets_is_repaired_by_the_next_start(path, caplog):
+    """The first commit fails and the others do not: at the end all looks well."""
+    expected = make_store(path)
+    parts = start(path)
+    index, healed = parts.index._tables, []
+    commit = index._environment.begin
+
+    def begin(**how):
+        if how.get("write") and not healed:
+            healed.append(True)
+            raise lmdb.CorruptedError("a page of the wrong type")
+        return commit(**how)
+
+    index._environment = SimpleNamespace(
+        begin=begin, close=index._environment.close, sync=index._environment.sync, reader_check=lambda: 0
+    )
+    parts.index.put([BlockRecord(0, key_of(0), Slot(0, 7), 1)])
+    assert parts.index.flush(30)
+    parts.close()
+    with caplog.at_level(logging.INFO, "kvdisk"):
+        assert served(path) == expected
+    assert "rebuilds the index of home" in caplog.text
 
 
 def test_parents_epochs_and_times_are_kept_in_order(path):
