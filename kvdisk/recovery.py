@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from kvdisk.blocks import BlockKey
 from kvdisk.device.home import INDEX_FILE, Home
-from kvdisk.device.paths import device_errors
+from kvdisk.device.paths import device_errors, remove_anything
 from kvdisk.device.rebuild import HomeShape, remove_lost, scan_home
 from kvdisk.device.segment import drop_segment, remove_unknown_segments, segment_numbers
-from kvdisk.errors import CorruptRecord, DeviceError
+from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
 from kvdisk.geometry import segment_charge_bytes
 from kvdisk.index.base import BlockColumns, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for, write_index
@@ -56,7 +56,7 @@ def open_index(home: Home, *, index_bytes: int, class_bytes: Mapping[int, int], 
         too_long = (home.index_path / "data.mdb").stat().st_size > index_bytes
         if not dropped and not too_long:
             return index
-        _cut(index, dropped)
+        _cut(home, index, dropped)
         if too_long:
             segments, blocks = list(index.segments()), index.block_columns()
     except BaseException:
@@ -67,7 +67,6 @@ def open_index(home: Home, *, index_bytes: int, class_bytes: Mapping[int, int], 
         home.remove_index()
         _write_index(home, segments, blocks, index_bytes)
         home.adopt_index()
-    _drop_files(home, dropped)
     return LmdbIndex(home.index_path, map_bytes=index_bytes, commit_s=commit_s) if too_long else index
 
 
@@ -118,10 +117,9 @@ def cut_home(home: Home, keys: Sequence[tuple[int, BlockKey]], segments: Collect
             index.delete(keys[first : first + _BATCH])
         records = list(index.segments())
         dropped = [record for record in records if record.segment in segments]
-        _cut(index, dropped)
+        _cut(home, index, dropped)
     finally:
         index.close()
-    _drop_files(home, dropped)
     for drive in range(home.drive_count):
         known = {record.segment for record in records if record.drive == drive} - set(segments)
         for rank in range(_ranks(home)):
@@ -164,8 +162,13 @@ class _Progress:
 
 def _write_index(home: Home, segments: Sequence[SegmentRecord], blocks: BlockColumns, index_bytes: int) -> None:
     """Make an index of these records and put it into its place. Raises DeviceError."""
-    write_index(home.new_index_path, segments, blocks, map_bytes=index_bytes)
-    home.place_index()
+    try:
+        write_index(home.new_index_path, segments, blocks, map_bytes=index_bytes)
+        home.place_index()
+    except KvdiskError:
+        with suppress(OSError):  # on a full drive it would keep the room from others
+            remove_anything(home.path, home.new_index_path.name)
+        raise
 
 
 def _excess(home: Home, records: Sequence[SegmentRecord], class_bytes: Mapping[int, int]) -> list[SegmentRecord]:
@@ -179,17 +182,23 @@ def _excess(home: Home, records: Sequence[SegmentRecord], class_bytes: Mapping[i
     return dropped
 
 
-def _cut(index: LmdbIndex, dropped: Sequence[SegmentRecord]) -> None:
-    """Delete the records of these segments and of their blocks, and see them committed. Raises as ``cut_home``."""
+def _cut(home: Home, index: LmdbIndex, dropped: Sequence[SegmentRecord]) -> None:
+    """Delete the records of these segments and of their blocks, see them committed, and delete the files.
+
+    Raises as ``cut_home``.
+    """
     gone = {record.segment for record in dropped}
     keys = [(record.epoch, record.key) for record in index.blocks() if record.slot.segment in gone]
     for first in range(0, len(keys), _BATCH):
         index.delete(keys[first : first + _BATCH])
     for segment in gone:
         index.delete_segment(segment)
-    if not index.flush(_FLUSH_S):
-        if index.damaged:
-            raise CorruptRecord("the index was found to be damaged")
+    committed = index.flush(_FLUSH_S)
+    if index.damaged:
+        raise CorruptRecord("the index was found to be damaged")
+    # On a full drive records may have to wait for the room of the files. Those of a segment without files do no harm.
+    _drop_files(home, dropped)
+    if not committed and not index.flush(_FLUSH_S):
         raise DeviceError(errno.ENOSPC, "the index cannot be written")
 
 

@@ -35,6 +35,8 @@ MIN_MAP_BYTES = 1 << 20
 
 _MARK = "open"
 """A file beside LMDB's, there while an owner has the index open, and after one that was killed."""
+_NO_MARK = "closed"
+"""What it becomes when an owner closes, and was before: a rename takes no room, and a new file may."""
 _DAMAGED_MARK = "damaged"
 """What it becomes when a commit meets damage: nobody opens the index to write any more (also in ``device.home``)."""
 _PROBE_S = 300.0
@@ -42,6 +44,8 @@ _PART_RECORDS = 16384
 _UNIT_BYTES = 4096
 """What LMDB allocates in, on machines with memory in units of 4 KiB."""
 _RESERVE_UNITS = 128
+_LOCK_BYTES = 8192
+"""Of LMDB's lock file: as it would make it, for 126 readers."""
 _BLOCK_RECORD_BYTES = 256
 """Bytes to plan for a record with sha256 keys: 118-162 at first, 221 after any number of replacements (measured)."""
 _STEP_BYTES = 256 << 10
@@ -207,7 +211,7 @@ class LmdbTables:
             self._environment.close()
             if not self._readonly and in_order and not self.damaged:
                 with suppress(OSError):
-                    (self._path / _MARK).unlink()
+                    (self._path / _MARK).rename(self._path / _NO_MARK)
 
     def _open(self) -> None:
         self._environment = _open_environment(self._path, self._map_bytes, self._readonly)
@@ -286,6 +290,7 @@ def _open_environment(path: Path, map_bytes: int, readonly: bool) -> lmdb.Enviro
         )
 
     if not readonly:
+        _make_lock_file(path / "lock.mdb")
         return opened(map_bytes, sync=False)
     if not (path / "data.mdb").exists():  # LMDB would leave a lock file
         raise FileNotFoundError(errno.ENOENT, "no index", str(path))
@@ -294,6 +299,20 @@ def _open_environment(path: Path, map_bytes: int, readonly: bool) -> lmdb.Enviro
         with suppress(lmdb.Error):
             return opened(as_the_owner_made_it, readonly=True)
     return opened(as_the_owner_made_it, readonly=True, lock=False)
+
+
+def _make_lock_file(path: Path) -> None:
+    """Make LMDB's lock file where there is none. LMDB would map a hole, and be killed (SIGBUS) on a full drive."""
+    if not path.exists():
+        fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+        try:
+            if os.write(fd, bytes(_LOCK_BYTES)) != _LOCK_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            path.unlink()
+            raise
+        finally:
+            os.close(fd)
 
 
 def _is_file(path: Path) -> bool:
@@ -317,6 +336,9 @@ def _leave_mark(path: Path) -> None:
         raise CorruptRecord(f"index {path}: it was found to be damaged")
     if mark.exists() and (path / "data.mdb").exists():
         _probe(path)
+    with suppress(FileNotFoundError):
+        (path / _NO_MARK).rename(mark)
+        return
     os.close(os.open(mark, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600))
 
 

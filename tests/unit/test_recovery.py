@@ -43,6 +43,7 @@ from kvdisk.errors import CorruptRecord, DeviceError
 from kvdisk.geometry import slot_offset
 from kvdisk.index.base import BlockRecord
 from kvdisk.index.lmdb_index import LmdbIndex
+from kvdisk.index.lmdb_tables import LmdbTables
 
 
 @pytest.fixture
@@ -430,19 +431,80 @@ def test_a_rebuild_that_is_killed_is_done_again(path):
     assert not (home_path(path) / "index.new").exists()
 
 
-def test_a_home_that_cannot_be_rebuilt_is_given_up(path, monkeypatch, caplog):
+def test_a_home_that_does_not_say_what_it_holds_is_given_up(path, monkeypatch, caplog):
     make_store(path)
     old = home_path(path)
     shutil.rmtree(old / "index")
 
-    def fails(*arguments):
-        raise DeviceError(5, "no")
+    def says_nothing(*_):
+        raise CorruptRecord("no sizes")
 
     with monkeypatch.context() as patch:
-        patch.setattr(recovery, "scan_home", fails)
+        patch.setattr(rebuild.HomeShape, "of", says_nothing)
         assert served(path) == set()
     assert "gives up home" in caplog.text
     assert not old.exists()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS])
+@pytest.mark.parametrize("call", ["scan_home", "remove_lost", "write_index"])
+def test_a_drive_that_fails_in_a_rebuild_costs_this_start_and_no_block(path, monkeypatch, caplog, code, call):
+    expected = make_store(path)
+    shutil.rmtree(home_path(path) / "index")
+
+    def fails(*_, **__):
+        raise DeviceError(code, "no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recovery, call, fails)
+        parts = start(path)
+        assert parts.home.fresh and rows(parts) == set()
+        parts.close()
+    (said,) = [record.message for record in caplog.records if "leaves home" in record.message]
+    assert "until the next start" in said
+    assert served(path) == expected, "the fullest home"
+    assert len(os.listdir(path / "homes")) == 2
+
+
+def failing_scan(failing):
+    def scan(folder, segment, rank):
+        if failing(folder, segment):
+            raise DeviceError(errno.EIO, "no")
+        return scan_file(folder, segment, rank)
+
+    return scan
+
+
+def test_a_drive_none_of_whose_segments_can_be_read_loses_none(tmp_path, monkeypatch):
+    """It is the drive, and not the segments."""
+    dirs = [tmp_path / "a", tmp_path / "b"]
+    expected = make_store(dirs, 4, drives=2)
+    shutil.rmtree(home_path(dirs[0]) / "index")
+    with monkeypatch.context() as patch:
+        patch.setattr(rebuild, "scan_file", failing_scan(lambda folder, _: folder.path.is_relative_to(dirs[1])))
+        assert served(dirs) == set()
+    assert served(dirs) == expected
+
+
+def test_one_segment_that_cannot_be_read_costs_no_other(path, monkeypatch):
+    expected = make_store(path)
+    shutil.rmtree(home_path(path) / "index")
+    with monkeypatch.context() as patch:
+        patch.setattr(rebuild, "scan_file", failing_scan(lambda _, segment: segment == 2))
+        assert served(path) == expected - of_segment(expected, 2)
+
+
+def test_a_drive_that_fails_once_the_slots_are_read_loses_no_block(path, monkeypatch):
+    expected = make_store(path)
+    shutil.rmtree(home_path(path) / "index")
+
+    def fails(*_):
+        raise OSError(errno.EIO, "no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rebuild, "os", SimpleNamespace(preadv=fails))
+        assert served(path) == set()
+    assert served(path) == expected
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
@@ -482,6 +544,24 @@ def test_a_smaller_cap_is_kept_when_the_start_is_over(path):
     assert {record.segment for record in parts.index.segments()} == {row.slot.segment for row in kept}
     parts.close()
     assert served(path, cap_bytes=small) == kept
+
+
+def test_on_a_full_drive_the_files_go_before_the_records(path, monkeypatch):
+    """Else there would never be room for the commit."""
+    expected = make_store(path)
+    commit = LmdbTables.commit
+
+    def wants_room(tables, operations):
+        if (tables._path.parent / "segments" / "3").exists():
+            raise DeviceError(errno.ENOSPC, "no room")
+        return commit(tables, operations)
+
+    home = hold(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(LmdbTables, "commit", wants_room)
+        recovery.cut_home(home, [], [3])
+    home.close(clean=True)
+    assert served(path) == expected - of_segment(expected, 3)
 
 
 def test_a_segment_that_cannot_be_removed_costs_no_other(path, monkeypatch):
