@@ -7,6 +7,7 @@ import errno
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +92,7 @@ class SchedulerParts:
             if self.index is not None:
                 committed = self.index.flush(_CLOSE_TIMEOUT_S)
                 self.index.close()
-        except DeviceError as error:
+        except (CorruptRecord, DeviceError) as error:
             committed = False
             logger.warning("kvdisk could not close its index in order, and the next start will look at it: %s", error)
             if error.errno == errno.ETIMEDOUT:
@@ -116,8 +117,8 @@ def assemble_scheduler(
 ) -> SchedulerParts:
     """Build the scheduler's wing; with ``store_dirs``, take a home and fill the catalog from its index.
 
-    ``fingerprint``: of the namespace, None without an NVMe tier. Waits for the disk: for start only.
-    Raises ConfigError, StoreLocked, DeviceError.
+    ``fingerprint``: of the namespace, None without an NVMe tier. Waits for the disk: for start only. Where a drive lets
+    us have no home, the CPU tier serves alone. Raises ConfigError, StoreLocked, DeviceError.
     """
     catalog, stats, transfers = Catalog(), Stats(), Transfers(geometry.rank_count)
 
@@ -139,8 +140,13 @@ def assemble_scheduler(
             return NvmeSpace(geometry, layout, index, catalog, transfers, stats, make_policy, drive_count, budget)
 
         store = Store.open(config.store_dirs)
-        home, index, nvme = _take_home(config, geometry, store, fingerprint, described, make_space)
-        neighbours = _meet_neighbours(store, home, described)
+        try:
+            home, index, nvme = _take_home(config, geometry, store, fingerprint, described, make_space)
+            neighbours = _meet_neighbours(store, home, described)
+        except DeviceError as error:
+            if cpu is None or error.is_of_process:
+                raise
+            logger.warning("kvdisk goes on without its NVMe tier until the next start: %s", error)
     manager = TierManager(
         config,
         geometry,
@@ -225,7 +231,10 @@ def _take_home(
     description: dict[str, Any],
     make_space: Callable[[NvmeLayout, LmdbIndex, int], NvmeSpace],
 ) -> tuple[Home, LmdbIndex, NvmeSpace]:
-    """Own a home whose index is sound, within its cap and read. One that cannot be rebuilt is given up for another."""
+    """Own a home whose index is sound, within its cap and read.
+
+    One that can never be rebuilt is deleted; one that a drive does not let us rebuild now is left for the next start.
+    """
     assert config.nvme_bytes is not None
     budget_bytes = max(0, config.nvme_bytes - HOME_OVERHEAD_BYTES)
     drive_count = len(config.store_dirs)
@@ -246,8 +255,12 @@ def _take_home(
             raise
         return index, nvme
 
+    left_alone: set[str] = set()
     while True:
-        home = store.acquire_home(fingerprint, description, config.nvme_bytes, index_bytes=layout.index_bytes)
+        home = store.acquire_home(
+            fingerprint, description, config.nvme_bytes, index_bytes=layout.index_bytes, except_ids=left_alone
+        )
+        left_alone.add(home.id)
         try:
             try:
                 return home, *restore(home)
@@ -258,11 +271,17 @@ def _take_home(
             try:
                 rebuild_index(home, layout.index_bytes)
                 return home, *restore(home)
-            except (CorruptRecord, DeviceError) as error:
-                if _is_of_process(error):
-                    raise
+            except CorruptRecord as error:
                 logger.warning("kvdisk gives up home %s, which cannot be rebuilt: %s", home.id, error)
                 home.discard()
+            except DeviceError as error:
+                if error.is_of_process:
+                    raise
+                logger.warning(
+                    "kvdisk leaves home %s as it is until the next start, and takes another: %s", home.id, error
+                )
+                with suppress(DeviceError):
+                    home.close(clean=False)
         except BaseException:
             home.close(clean=False)
             raise

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 from kvdisk.blocks import BlockKey
 from kvdisk.device.home import INDEX_FILE, Home
+from kvdisk.device.paths import device_errors, remove_anything
 from kvdisk.device.rebuild import HomeShape, remove_lost, scan_home
-from kvdisk.device.segment import drop_segment, remove_unknown_segments
-from kvdisk.errors import CorruptRecord, DeviceError
+from kvdisk.device.segment import drop_segment, remove_unknown_segments, segment_numbers
+from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
 from kvdisk.geometry import segment_charge_bytes
 from kvdisk.index.base import BlockColumns, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for, write_index
@@ -49,14 +50,13 @@ def open_index(home: Home, *, index_bytes: int, class_bytes: Mapping[int, int], 
     """
     if not home.index_is_sound():
         rebuild_index(home, index_bytes)
-    home.adopt_index()
-    index = LmdbIndex(home.index_path, map_bytes=index_bytes, commit_s=commit_s)
+    index = _open(home, index_bytes, commit_s)
     try:
         dropped = _excess(home, list(index.segments()), class_bytes)
         too_long = (home.index_path / "data.mdb").stat().st_size > index_bytes
         if not dropped and not too_long:
             return index
-        _cut(index, dropped)
+        _cut(home, index, dropped)
         if too_long:
             segments, blocks = list(index.segments()), index.block_columns()
     except BaseException:
@@ -67,7 +67,6 @@ def open_index(home: Home, *, index_bytes: int, class_bytes: Mapping[int, int], 
         home.remove_index()
         _write_index(home, segments, blocks, index_bytes)
         home.adopt_index()
-    _drop_files(home, dropped)
     return LmdbIndex(home.index_path, map_bytes=index_bytes, commit_s=commit_s) if too_long else index
 
 
@@ -111,23 +110,40 @@ def cut_home(home: Home, keys: Sequence[tuple[int, BlockKey]], segments: Collect
     """
     if not home.index_is_sound():
         raise CorruptRecord(f"the index of home {home.id} cannot be trusted")
-    home.adopt_index()
     map_bytes = max(home.record.index_bytes, map_bytes_for(0) + 2 * (home.index_path / INDEX_FILE).stat().st_size)
-    index = LmdbIndex(home.index_path, map_bytes=map_bytes)
+    index = _open(home, map_bytes)
     try:
         for first in range(0, len(keys), _BATCH):
             index.delete(keys[first : first + _BATCH])
         records = list(index.segments())
         dropped = [record for record in records if record.segment in segments]
-        _cut(index, dropped)
+        _cut(home, index, dropped)
     finally:
         index.close()
-    _drop_files(home, dropped)
     for drive in range(home.drive_count):
         known = {record.segment for record in records if record.drive == drive} - set(segments)
         for rank in range(_ranks(home)):
             with suppress(DeviceError):
                 remove_unknown_segments(home.folder(drive), rank, known)
+
+
+def _open(home: Home, map_bytes: int, commit_s: float = 0.05) -> LmdbIndex:
+    """Open an index that looked sound, to write. Raises CorruptRecord where it is not, DeviceError, StoreLocked.
+
+    One that knows no segment beside segments has lost them, as with a file system that was shut down and mounted again
+    in the same boot: they were never synced. An engine drops the record of a segment after its files.
+    """
+    home.adopt_index()
+    index = LmdbIndex(home.index_path, map_bytes=map_bytes, commit_s=commit_s)
+    try:
+        with device_errors(f"looking for the segments of home {home.id}"):
+            parts = [folder.segments_path for folder in home.folders if folder is not None]
+            if not list(index.segments()) and any(map(segment_numbers, parts)):
+                raise CorruptRecord("it knows none of the segments that there are")
+    except BaseException:
+        index.close()
+        raise
+    return index
 
 
 class _Progress:
@@ -146,8 +162,13 @@ class _Progress:
 
 def _write_index(home: Home, segments: Sequence[SegmentRecord], blocks: BlockColumns, index_bytes: int) -> None:
     """Make an index of these records and put it into its place. Raises DeviceError."""
-    write_index(home.new_index_path, segments, blocks, map_bytes=index_bytes)
-    home.place_index()
+    try:
+        write_index(home.new_index_path, segments, blocks, map_bytes=index_bytes)
+        home.place_index()
+    except KvdiskError:
+        with suppress(OSError):  # on a full drive it would keep the room from others
+            remove_anything(home.path, home.new_index_path.name)
+        raise
 
 
 def _excess(home: Home, records: Sequence[SegmentRecord], class_bytes: Mapping[int, int]) -> list[SegmentRecord]:
@@ -161,15 +182,23 @@ def _excess(home: Home, records: Sequence[SegmentRecord], class_bytes: Mapping[i
     return dropped
 
 
-def _cut(index: LmdbIndex, dropped: Sequence[SegmentRecord]) -> None:
-    """Delete the records of these segments and of their blocks, and see them committed. Raises DeviceError."""
+def _cut(home: Home, index: LmdbIndex, dropped: Sequence[SegmentRecord]) -> None:
+    """Delete the records of these segments and of their blocks, see them committed, and delete the files.
+
+    Raises as ``cut_home``.
+    """
     gone = {record.segment for record in dropped}
     keys = [(record.epoch, record.key) for record in index.blocks() if record.slot.segment in gone]
     for first in range(0, len(keys), _BATCH):
         index.delete(keys[first : first + _BATCH])
     for segment in gone:
         index.delete_segment(segment)
-    if not index.flush(_FLUSH_S):
+    committed = index.flush(_FLUSH_S)
+    if index.damaged:
+        raise CorruptRecord("the index was found to be damaged")
+    # On a full drive records may have to wait for the room of the files. Those of a segment without files do no harm.
+    _drop_files(home, dropped)
+    if not committed and not index.flush(_FLUSH_S):
         raise DeviceError(errno.ENOSPC, "the index cannot be written")
 
 

@@ -107,7 +107,8 @@ def _why_whole(store: Store, summary: HomeSummary, index: IndexBlocks) -> str:
         why = f"its index cannot be read ({index.problem or 'it is missing'})"
     elif not summary.alive:
         try:
-            if not index_is_sound(summary.index_path, summary.record, store.boot_id):
+            lost = summary.segments and not index.segments
+            if lost or not index_is_sound(summary.index_path, summary.record, store.boot_id):
                 why = "its index is not to be trusted before kvdisk repair has made it anew"
             HomeShape.of(summary.record.fingerprint, summary.record.description)
         except CorruptRecord as error:

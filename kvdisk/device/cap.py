@@ -73,6 +73,10 @@ class Stock:
             key=lambda home: home.record.last_use_s if home.record else -1,
         )
 
+    def orphans_to_delete(self, fingerprint: bytes) -> list[Holding]:
+        """``orphans``, those of this namespace after all others."""
+        return sorted(self.orphans, key=lambda home: bool(home.record and home.record.fingerprint == fingerprint))
+
     @property
     def excess_bytes(self) -> int:
         """What is allocated beyond the caps of the live owners; negative: so much may be allocated."""
@@ -156,8 +160,7 @@ def trim(store: Store, stock: Stock, fingerprint: bytes, needed_bytes: int, unus
     """
     if stock.excess_bytes + needed_bytes > 0:
         remove_loose(store, stock)
-    orphans = sorted(stock.orphans, key=lambda home: home.record is not None and home.record.fingerprint == fingerprint)
-    for orphan in orphans:
+    for orphan in stock.orphans_to_delete(fingerprint):
         if stock.excess_bytes + needed_bytes <= 0:
             break
         if orphan.record is not None and orphan.record.last_use_s > unused_since_s:

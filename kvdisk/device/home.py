@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -30,13 +32,15 @@ if TYPE_CHECKING:
     from kvdisk.device.store import Store
 
 INDEX_FILE = "data.mdb"
+INDEX_DAMAGED = "damaged"
+"""A file beside it: a commit has met damage. ``index.lmdb_tables`` leaves it."""
 NEW_INDEX = "index.new"
 
 
 def index_is_sound(index_path: Path, record: HomeRecord, boot_id: str) -> bool:
     """Whether an index is what its last owner committed, as far as its file tells. Raises OSError."""
     file = index_path / INDEX_FILE
-    if not paths.is_directory(index_path):
+    if not paths.is_directory(index_path) or os.path.lexists(index_path / INDEX_DAMAGED):
         return False
     if record.index_sum:
         with suppress(FileNotFoundError):
@@ -109,7 +113,8 @@ class Home(HomePaths):
 
     ``fresh``: made new, so that index and segments are empty. ``budget_bytes``: what index and segments together may
     come to; a home that was taken over under a smaller cap can be above it, and its owner then cuts it first. All
-    calls wait for the disk: none belongs into a scheduler's step. ``trim`` may be called by any thread.
+    calls wait for the disk: none belongs into a scheduler's step. ``trim`` and ``mark_used`` may be called by any
+    thread, also beside ``close``.
 
     Before the owner opens the index to write, it asks ``index_is_sound``, has it rebuilt where that is False
     (``remove_index``, ``place_index``), and calls ``adopt_index``.
@@ -127,6 +132,8 @@ class Home(HomePaths):
         self._record = record
         self._adopted = fresh
         self._lock_fd = lock_fd
+        self._ending = threading.Lock()
+        """Held while HOME is written by ``mark_used`` or ``close``: the one shall not undo what the other says."""
 
     @property
     def record(self) -> HomeRecord:
@@ -161,8 +168,9 @@ class Home(HomePaths):
 
     def mark_used(self) -> None:
         """Note in HOME that the home is used now; nothing once it is closed. Raises DeviceError."""
-        if self._lock_fd >= 0:
-            self._write(replace(self._record, last_use_s=self._store.now_s()), durable=True)
+        with self._ending:
+            if self._lock_fd >= 0:
+                self._write(replace(self._record, last_use_s=self._store.now_s()), durable=True)
 
     # -- the index -----------------------------------------------------------------------------
 
@@ -219,8 +227,11 @@ class Home(HomePaths):
         the machine, with a sum of the index; False is for an owner that could not commit. ``used``: False leaves the
         time of its last use as it is. Raises DeviceError; the home is released then, too.
         """
-        if self._lock_fd < 0:
-            return
+        with self._ending:
+            if self._lock_fd >= 0:
+                self._close(clean, used)
+
+    def _close(self, clean: bool, used: bool) -> None:
         try:
             record = replace(self._record, last_use_s=self._store.now_s()) if used else self._record
             with paths.device_errors(f"closing home {self.id}"):

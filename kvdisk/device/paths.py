@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import json
@@ -25,9 +26,12 @@ logger = logging.getLogger("kvdisk.device")
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 STAT_BLOCK_BYTES = 512
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 LOCK_POLL_S = 0.02
 STOPPED_WAIT_S = 1.0
 _LONGEST_CONTROL_FILE_BYTES = 1 << 20
+_LONGEST_KEPT_BYTES = 64 << 10
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _SUM_PIECE_BYTES = 1 << 20
 
 
@@ -99,29 +103,61 @@ def open_regular(path: Path, flags: int) -> int:
 
 
 def write_control(path: Path, value: dict[str, Any], *, durable: bool) -> None:
-    """Replace a JSON file in one step. ``durable``: it survives a loss of power from here on. Raises OSError."""
-    _replace(path, value, durable=durable)
+    """Replace a JSON file in one step. ``durable``: it survives a loss of power from here on. Raises OSError.
+
+    What it replaces stays beside it, under another name, and is written over the next time, which then needs no room.
+    """
+    _replace(path, value, durable=durable, keep=True)
 
 
 def write_note(path: Path, value: dict[str, Any]) -> None:
     """Replace a JSON file in one step, which nothing depends on: what it says is for people. Raises OSError."""
-    _replace(path, value, durable=False)
+    _replace(path, value, durable=False, keep=False)
 
 
-def _replace(path: Path, value: dict[str, Any], *, durable: bool) -> None:
+def _replace(path: Path, value: dict[str, Any], *, durable: bool, keep: bool) -> None:
     temporary = path.with_name(path.name + ".tmp")
-    with suppress(FileNotFoundError):
-        temporary.unlink()
-    fd = create_file(temporary)
-    with os.fdopen(fd, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, sort_keys=True)
-        file.write("\n")
-        file.flush()
+    encoded = (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
+    fd = _open_kept(temporary) if keep else -1
+    if fd < 0:
+        remove_anything(temporary.parent, temporary.name)
+        fd = create_file(temporary)
+    try:
+        encoded = encoded.ljust(os.fstat(fd).st_size)  # spaces, so that no length changes
+        if os.pwrite(fd, encoded, 0) != len(encoded):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(temporary))
         if durable:
-            os.fsync(file.fileno())
-    temporary.replace(path)
+            os.fsync(fd)
+        if not (keep and _exchange(temporary, path)):
+            temporary.replace(path)
+    except BaseException:
+        if not keep:
+            with suppress(OSError):
+                temporary.unlink()
+        raise
+    finally:
+        os.close(fd)
     if durable:
         sync(path.parent)
+
+
+def _open_kept(path: Path) -> int:
+    """Open what a control file was before, to write; -1 where there is none, or it is somebody else's file, too."""
+    try:
+        fd = open_regular(path, os.O_WRONLY)
+    except OSError:
+        return -1
+    if fd >= 0 and (os.fstat(fd).st_nlink > 1 or os.fstat(fd).st_size > _LONGEST_KEPT_BYTES):
+        os.close(fd)
+        return -1
+    return fd
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two files change names in one step; False where there is only one, or the system cannot do that."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = os.fsencode(one), os.fsencode(other)
+    return rename is not None and rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
 
 
 def read_control(path: Path) -> dict[str, Any]:
@@ -129,10 +165,13 @@ def read_control(path: Path) -> dict[str, Any]:
 
     Raises CorruptRecord, also for what is no regular file, or OSError (FileNotFoundError where there is none).
     """
-    if (fd := open_regular(path, os.O_RDONLY)) < 0:
-        raise CorruptRecord(f"{path} is not a file")
-    with os.fdopen(fd, "rb") as file:
-        text = file.read(_LONGEST_CONTROL_FILE_BYTES)
+    is_current = False
+    while not is_current:  # what has been replaced meanwhile may have been written over
+        if (fd := open_regular(path, os.O_RDONLY)) < 0:
+            raise CorruptRecord(f"{path} is not a file")
+        with os.fdopen(fd, "rb") as file:
+            text = file.read(_LONGEST_CONTROL_FILE_BYTES)
+            is_current = same_file(fd, path)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -163,6 +202,8 @@ def wait_lock(fd: int, kind: int, timeout_s: float, what: str) -> None:
 def take_named_lock(path: Path, timeout_s: float, what: str, *, readonly: bool) -> int:
     """Take the exclusive flock on a file that says who holds it; return its descriptor. Raises StoreLocked, OSError.
 
+    Needs no room: where the drive has none the file does not say it. ``drop_named_lock`` releases it.
+
     A holder that is stopped (SIGSTOP) holds nobody up: the file is replaced by a new one after STOPPED_WAIT_S, and the
     old holder's lock means nothing from then on. So what is done under this lock must not rely on it alone.
     """
@@ -173,17 +214,34 @@ def take_named_lock(path: Path, timeout_s: float, what: str, *, readonly: bool) 
         try:
             if try_lock(fd, fcntl.LOCK_EX) and same_file(fd, path):
                 if not readonly:
-                    os.pwrite(fd, f"{os.getpid():<16}".encode(), 0)
+                    _sign(fd, str(os.getpid()))
                 taken, fd = fd, -1
                 return taken
             if time.monotonic() >= deadline:
                 raise StoreLocked(f"{what} has been locked by another process for {timeout_s:g} s")
             if not readonly and time.monotonic() >= look_at and _holder_is_stopped(fd):
-                _replace_lock(fd, path)
+                with suppress(OSError):  # a drive without room for a new file: it may go on, or be ended
+                    _replace_lock(fd, path)
         finally:
             if fd >= 0:
                 os.close(fd)
         time.sleep(LOCK_POLL_S)
+
+
+def _sign(fd: int, name: str) -> None:
+    """Write who holds a lock, always over the same bytes; where the drive has no room for them, nobody is named."""
+    try:
+        os.pwrite(fd, f"{name:<16}".encode(), 0)
+    except OSError:
+        with suppress(OSError):
+            os.ftruncate(fd, 0)
+
+
+def drop_named_lock(fd: int, *, readonly: bool) -> None:
+    """Release what ``take_named_lock`` has taken."""
+    if not readonly:
+        _sign(fd, "")  # a reader that holds the lock next leaves no name, and is not taken for us
+    unlock(fd)
 
 
 def _holder_is_stopped(fd: int) -> bool:

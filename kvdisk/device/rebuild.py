@@ -7,6 +7,7 @@ is loaded. A block counts where the headers of all ranks agree.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,8 @@ _PIECE_BYTES = 1 << 20
 _SMALL_SLOT_BYTES = 32 << 10
 """Slots up to this size are read through, larger ones by their headers."""
 _MOST_RANKS = 1 << 16
+_NO_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL})
+"""What the system says where a segment's file is missing, or something else is in its place."""
 
 
 class Shape(NamedTuple):
@@ -93,16 +96,17 @@ def scan_home(
     """Read all headers of a home that nobody writes to. ``folders``: its parts, by drive.
 
     ``progress`` is called with segments read and segments in all, in this thread. Writes nothing. Raises DeviceError
-    where the directories cannot be read, or this process lacks open files or memory.
+    where the directories, or all segments of a drive, cannot be read, or this process lacks open files or memory.
     """
     from kvdisk.device.header_columns import newest  # numpy, which the tools do without
 
     places, lost = _find_segments(folders)
     segments: list[FoundSegment] = []
     parts: list[tuple[int, HeaderColumns]] = []
+    failed: dict[int, DeviceError] = {}
     with ThreadPoolExecutor(THREADS, thread_name_prefix="kvdisk-rebuild") as threads:
 
-        def read(place: tuple[int, int]) -> tuple[FoundSegment, HeaderColumns] | str:
+        def read(place: tuple[int, int]) -> tuple[FoundSegment, HeaderColumns] | KvdiskError:
             segment, drive = place
             folder = folders[drive]
             assert folder is not None
@@ -111,15 +115,19 @@ def scan_home(
             except KvdiskError as error:
                 if isinstance(error, DeviceError) and error.is_of_process:
                     raise
-                return str(error)
+                return error
 
         for count, (place, result) in enumerate(zip(places.items(), threads.map(read, places.items()), strict=True)):
             progress(count, len(places))
-            if isinstance(result, str):
-                lost[place[1], place[0]] = result
+            if isinstance(result, KvdiskError):
+                lost[place[1], place[0]] = str(result)
+                if isinstance(result, DeviceError) and result.errno not in _NO_FILE:
+                    failed[place[1]] = result
             else:
                 segments.append(result[0])
                 parts.append((place[0], result[1]))
+    for drive in failed.keys() - {segment.drive for segment in segments}:
+        raise failed[drive]  # it is the drive, and its segments may be whole
     blocks, older_copies = newest(parts)
     return Findings(sorted(segments), blocks, older_copies, lost)
 
@@ -179,20 +187,25 @@ def _read_segment(
 
 
 def _headers(file: SegmentFile, expected: Expected) -> HeaderColumns:
-    """Return the slot headers of a file that are sound; one that cannot be read is like one that is not."""
+    """Return the slot headers of a file that are sound; one that cannot be read is like one that is not.
+
+    Raises DeviceError where none can be read.
+    """
     from kvdisk.device.header_columns import decode_headers, join_headers
 
     through = file.slot_bytes <= _SMALL_SLOT_BYTES
     stride_bytes = file.slot_bytes if through else HEADER_BYTES
     most = max(1, _PIECE_BYTES // stride_bytes)
     memory = mmap.mmap(-1, most * stride_bytes)  # anonymous maps have the alignment that O_DIRECT needs
-    parts = []
+    parts, unread = [], 0
     with memoryview(memory) as view:
         for first in range(0, file.slot_count, most):
             count = min(most, file.slot_count - first)
             if not through or not _read_through(file, view, first, count):
-                _read_headers(file, view, stride_bytes, first, count)
+                unread += _read_headers(file, view, stride_bytes, first, count)
             parts.append(decode_headers(view, stride_bytes, first, count, expected))
+    if unread and unread == file.slot_count:
+        raise DeviceError(errno.EIO, f"segment {file.segment}: no slot of rank {file.rank} can be read")
     return join_headers(parts)
 
 
@@ -205,9 +218,9 @@ def _read_through(file: SegmentFile, view: memoryview, first: int, count: int) -
         return False
 
 
-def _read_headers(file: SegmentFile, view: memoryview, stride_bytes: int, first: int, count: int) -> None:
-    """Read headers one by one to places ``stride_bytes`` apart; zeros for those that cannot be read."""
-    fd, read = file.fd, os.preadv
+def _read_headers(file: SegmentFile, view: memoryview, stride_bytes: int, first: int, count: int) -> int:
+    """Read headers one by one to places ``stride_bytes`` apart, zeros where that fails; return how many failed."""
+    fd, read, unread = file.fd, os.preadv, 0
     for number in range(count):
         place = view[number * stride_bytes : number * stride_bytes + HEADER_BYTES]
         try:
@@ -216,3 +229,5 @@ def _read_headers(file: SegmentFile, view: memoryview, stride_bytes: int, first:
             whole = False
         if not whole:
             place[:] = bytes(HEADER_BYTES)
+            unread += 1
+    return unread

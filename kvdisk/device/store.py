@@ -18,8 +18,9 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,19 +118,27 @@ class Store:
         return store
 
     def acquire_home(
-        self, fingerprint: bytes, description: dict[str, Any], cap_bytes: int, *, index_bytes: int = 0
+        self,
+        fingerprint: bytes,
+        description: dict[str, Any],
+        cap_bytes: int,
+        *,
+        index_bytes: int = 0,
+        except_ids: Collection[str] = (),
     ) -> Home:
         """Take over the fullest orphan of this fingerprint and geometry, or make a home. HOME then says *not clean*.
 
         Taken over are only homes all of whose drives are among the store's; those that it has no folder on are
         added. Whether its index can be trusted is the next question: see ``Home``. Deleted are orphans that are not
-        complete, and what ``cap`` says must go for the home to fit. ``cap_bytes``: over all ranks. ``index_bytes``:
-        what the index may grow to. Raises StoreLocked, DeviceError.
+        complete, and what ``cap`` says must go for the home to fit; on a drive without room even for HOME others go,
+        too, one by one. ``cap_bytes``: over all ranks. ``index_bytes``: what the index may grow to. ``except_ids``:
+        orphans that are neither taken over nor deleted. Raises StoreLocked, DeviceError.
         """
         assert len(fingerprint) == FINGERPRINT_BYTES
         assert cap_bytes > 0
         description = json.loads(json.dumps(description))  # as HOME will have it, to be compared
         with stock_of(self) as stock:
+            stock.homes = [home for home in stock.homes if home.id not in except_ids]
             for orphan in stock.orphans:
                 if orphan.record is None:
                     delete(self, stock, orphan)
@@ -151,8 +160,18 @@ class Store:
                 drives=with_all(self.drives, old.drives if old else ()),
             )
             self._make_room(stock, mine, record)
-            home_id, lock_fd = self._take_over(mine, record) if mine else self._make_home(record)
-            return Home(self, home_id, record, lock_fd=lock_fd, fresh=mine is None)
+            home_id = uuid.uuid4().hex
+            if mine is not None:
+                self.home_path(mine.id).rename(self.home_path(home_id))
+            orphans = iter(stock.orphans_to_delete(fingerprint))
+            while True:
+                try:
+                    make = self._make_home if mine is None else partial(self._take_over, mine.lock_fd)
+                    return Home(self, home_id, record, lock_fd=make(home_id, record), fresh=mine is None)
+                except OSError as error:
+                    if error.errno not in paths.NO_ROOM or (spare := next(orphans, None)) is None:
+                        raise
+                    delete(self, stock, spare)
 
     def _choose(self, stock: Stock, fingerprint: bytes, description: dict[str, Any]) -> Holding | None:
         fit = [
@@ -249,9 +268,7 @@ class Store:
             try:
                 yield lambda: paths.same_file(fd, self.path / LOCK_FILE)
             finally:
-                if not readonly:
-                    os.ftruncate(fd, 0)  # a reader that holds the lock next leaves no name, and is not taken for us
-                paths.unlock(fd)
+                paths.drop_named_lock(fd, readonly=readonly)
 
     def delete_home(self, home_id: str, record: HomeRecord | None) -> bool:
         """Delete a home, and its folders on all drives; return whether all is gone.
@@ -287,31 +304,31 @@ class Store:
             finally:
                 paths.unlock(lock_fd)
 
-    def _take_over(self, orphan: Holding, record: HomeRecord) -> tuple[str, int]:
-        home_id = uuid.uuid4().hex
-        path = self.home_path(home_id)
-        self.home_path(orphan.id).rename(path)
-        write_record(path, record, durable=True)
+    def _take_over(self, orphan_fd: int, home_id: str, record: HomeRecord) -> int:
+        """Own the orphan that has this id by now; return the descriptor of its lock. Raises OSError."""
+        write_record(self.home_path(home_id), record, durable=True)
         make_folders(self.folders(home_id, record))
-        lock_fd = os.dup(orphan.lock_fd)  # the same lock; the orphan's own descriptor closes with the store lock
+        lock_fd = os.dup(orphan_fd)  # the same lock; the orphan's own descriptor closes with the store lock
         # A conversion lets go for an instant, in which only holders of the store lock would try.
         fcntl.flock(lock_fd, fcntl.LOCK_SH)
-        return home_id, lock_fd
+        return lock_fd
 
-    def _make_home(self, record: HomeRecord) -> tuple[str, int]:
-        home_id = uuid.uuid4().hex
+    def _make_home(self, home_id: str, record: HomeRecord) -> int:
+        """Make a home and own it; return the descriptor of its lock. Raises OSError, with nothing left behind."""
         path = self.home_path(home_id)
-        paths.make_directory(path)
-        lock_fd = paths.create_file(path / LOCK_FILE)
+        lock_fd = -1
         try:
+            paths.make_directory(path)
+            lock_fd = paths.create_file(path / LOCK_FILE)
             fcntl.flock(lock_fd, fcntl.LOCK_SH)
             paths.make_directory(path / INDEX)
             make_folders(self.folders(home_id, record))
             write_record(path, record, durable=True)
         except BaseException:
-            os.close(lock_fd)
+            self.delete_home(home_id, record)
+            paths.unlock(lock_fd)
             raise
-        return home_id, lock_fd
+        return lock_fd
 
     def _make(self) -> StoreRecord:
         self.path.chmod(paths.DIRECTORY_MODE)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvdisk.blocks import BlockKey
-from kvdisk.errors import DeviceError
+from kvdisk.errors import CorruptRecord, DeviceError
 from kvdisk.index.base import BlockColumns, BlockRecord, IndexState, Progress, SegmentRecord
 from kvdisk.index.commit_writer import CommitWriter, Operation, Table
 from kvdisk.index.lmdb_tables import MIN_MAP_BYTES, LmdbTables, map_bytes_for
@@ -85,6 +85,11 @@ class LmdbIndex:
         """Whether the owner had made the tables when this read-only index was opened; else open it again later."""
         return self._tables.complete
 
+    @property
+    def damaged(self) -> bool:
+        """Whether a commit has met damage. It is noted beside the file, which no owner opens any more."""
+        return self._tables.damaged
+
     def segments(self) -> Iterator[SegmentRecord]:
         """See ``Index.segments``. One read transaction, which ends with the iterator."""
         assert not self._closed
@@ -147,7 +152,8 @@ class LmdbIndex:
     def close(self) -> None:
         """See ``Index.close``; at the end the files are synced.
 
-        Raises DeviceError when the sync failed or a commit hangs; then the caller must not set a clean flag.
+        Raises DeviceError when the sync failed or a commit hangs, CorruptRecord where a commit met damage; then the
+        caller must not set a clean flag.
         """
         if self._closed:
             return
@@ -158,6 +164,8 @@ class LmdbIndex:
                 raise DeviceError(errno.ETIMEDOUT, "index: the last commit has not ended, the environment stays open")
             committed = self._writer.progress.committed >= self._last_ticket
         self._tables.close(in_order=committed)
+        if self.damaged:
+            raise CorruptRecord("index: a commit found it damaged")
 
     def _open_writer(self) -> CommitWriter:
         assert self._writer and not self._closed, "the index is closed or read-only"

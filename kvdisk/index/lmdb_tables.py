@@ -7,11 +7,13 @@ process does not lose it; a crash of the machine may, and then the home rebuilds
 LMDB has no checksums, and in a damaged file it can end the process (an assertion of its own, SIGBUS). So that this
 happens once and not at every start, an owner leaves a mark while it has the index open; one that finds the mark of an
 owner which did not close lets a child process read the index first. Started as a module, this file is that child.
+Damage that a commit meets makes another mark of that one: by a rename, which takes no room and asks nothing of LMDB.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 import subprocess
@@ -27,15 +29,23 @@ import lmdb
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError, StoreLocked
 from kvdisk.index.commit_writer import MAX_TRANSACTION, Operation, Table
 
+logger = logging.getLogger(__name__)
+
 MIN_MAP_BYTES = 1 << 20
 
 _MARK = "open"
 """A file beside LMDB's, there while an owner has the index open, and after one that was killed."""
+_NO_MARK = "closed"
+"""What it becomes when an owner closes, and was before: a rename takes no room, and a new file may."""
+_DAMAGED_MARK = "damaged"
+"""What it becomes when a commit meets damage: nobody opens the index to write any more (also in ``device.home``)."""
 _PROBE_S = 300.0
 _PART_RECORDS = 16384
 _UNIT_BYTES = 4096
 """What LMDB allocates in, on machines with memory in units of 4 KiB."""
 _RESERVE_UNITS = 128
+_LOCK_BYTES = 8192
+"""Of LMDB's lock file: as it would make it, for 126 readers."""
 _BLOCK_RECORD_BYTES = 256
 """Bytes to plan for a record with sha256 keys: 118-162 at first, 221 after any number of replacements (measured)."""
 _STEP_BYTES = 256 << 10
@@ -79,6 +89,8 @@ class LmdbTables:
         self._readonly = readonly
         self._last_error: lmdb.Error | None = None
         self._planned_bytes = 0
+        self.damaged = False
+        """Whether a commit has met damage, which is noted for the next owner."""
         try:
             if not readonly:
                 path.mkdir(mode=0o700, exist_ok=True)
@@ -144,6 +156,7 @@ class LmdbTables:
         except lmdb.Error as error:
             if not isinstance(self._last_error, lmdb.PanicError):
                 self._last_error = error
+            self._note_damage(error)
             raise _translated(error, self._path) from error
         self._allocate(record_count)
         return has_room
@@ -174,8 +187,17 @@ class LmdbTables:
                 self._environment.close()
                 self._open()
         except (lmdb.Error, OSError) as again:
+            self._note_damage(again)
             raise _translated(again, self._path) from again
         self._last_error = None
+
+    def _note_damage(self, error: lmdb.Error | OSError) -> None:
+        if self.damaged or not isinstance(error, _DAMAGED):
+            return
+        self.damaged = True
+        logger.warning("index %s is damaged: the next start makes it anew; %s", self._path, error)
+        with suppress(OSError):  # as it is, the mark has a child read the index
+            (self._path / _MARK).rename(self._path / _DAMAGED_MARK)
 
     def close(self, *, in_order: bool = True) -> None:
         """Sync and close; closed even where the sync raises. Not ``in_order``: the next owner looks at it first."""
@@ -187,9 +209,9 @@ class LmdbTables:
             raise _translated(error, self._path) from error
         finally:
             self._environment.close()
-            if not self._readonly and in_order:
+            if not self._readonly and in_order and not self.damaged:
                 with suppress(OSError):
-                    (self._path / _MARK).unlink()
+                    (self._path / _MARK).rename(self._path / _NO_MARK)
 
     def _open(self) -> None:
         self._environment = _open_environment(self._path, self._map_bytes, self._readonly)
@@ -268,6 +290,7 @@ def _open_environment(path: Path, map_bytes: int, readonly: bool) -> lmdb.Enviro
         )
 
     if not readonly:
+        _make_lock_file(path / "lock.mdb")
         return opened(map_bytes, sync=False)
     if not (path / "data.mdb").exists():  # LMDB would leave a lock file
         raise FileNotFoundError(errno.ENOENT, "no index", str(path))
@@ -276,6 +299,20 @@ def _open_environment(path: Path, map_bytes: int, readonly: bool) -> lmdb.Enviro
         with suppress(lmdb.Error):
             return opened(as_the_owner_made_it, readonly=True)
     return opened(as_the_owner_made_it, readonly=True, lock=False)
+
+
+def _make_lock_file(path: Path) -> None:
+    """Make LMDB's lock file where there is none. LMDB would map a hole, and be killed (SIGBUS) on a full drive."""
+    if not path.exists():
+        fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+        try:
+            if os.write(fd, bytes(_LOCK_BYTES)) != _LOCK_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            path.unlink()
+            raise
+        finally:
+            os.close(fd)
 
 
 def _is_file(path: Path) -> bool:
@@ -293,10 +330,15 @@ def _check_files(path: Path, readonly: bool) -> None:
 
 
 def _leave_mark(path: Path) -> None:
-    """Leave the mark of an owner. Raises CorruptRecord where there is one and reading the index ends the process."""
+    """Leave the mark of an owner. Raises CorruptRecord where one has left it and the index cannot be read."""
     mark = path / _MARK
+    if (path / _DAMAGED_MARK).exists():
+        raise CorruptRecord(f"index {path}: it was found to be damaged")
     if mark.exists() and (path / "data.mdb").exists():
         _probe(path)
+    with suppress(FileNotFoundError):
+        (path / _NO_MARK).rename(mark)
+        return
     os.close(os.open(mark, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600))
 
 
@@ -312,20 +354,23 @@ def _probe(path: Path) -> None:
         )
     except subprocess.TimeoutExpired:
         raise CorruptRecord(f"index {path}: reading it does not end") from None
-    if child.returncode < 0:
-        raise CorruptRecord(f"index {path}: the file is damaged, reading it ended in signal {-child.returncode}")
+    if child.returncode:
+        said = child.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"status {child.returncode}"]
+        how = f"signal {-child.returncode}" if child.returncode < 0 else said[0]
+        raise CorruptRecord(f"index {path}: the file is damaged, reading it ended in {how}")
 
 
 def main(path: Path) -> None:
-    """Be the child: read all, and go through the motions of a write. What is raised, the owner will meet itself."""
+    """Be the child: read all, and go through the motions of a write. Whatever is raised says that it is damaged."""
     environment = _open_environment(path, 0, readonly=False)
     databases = [environment.open_db(name, create=False) for name in _TABLE_NAMES.values()]
     with environment.begin() as txn:
         for database in databases:
             deque(txn.cursor(database), maxlen=0)  # as fast as it can be gone through
     txn = environment.begin(write=True)
-    for number in range(100):
-        txn.put(number.to_bytes(16, "big"), bytes(100), db=databases[0])
+    with suppress(lmdb.MapFullError):  # an index may be full
+        for number in range(100):
+            txn.put(number.to_bytes(16, "big"), bytes(100), db=databases[0])
     txn.abort()
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from kvdisk.device.control import home_ids
 from kvdisk.device.listing import list_homes
 from kvdisk.device.store import Store
 from kvdisk.errors import DeviceError
+from kvdisk.index.lmdb_index import LmdbIndex
 
 DAY_S = 86400
 
@@ -211,7 +213,9 @@ def test_what_a_crash_left_beside_the_index_goes_too(path):
     assert served(path) == expected
 
 
-@pytest.mark.parametrize("how", ["killed", "machine stopped", "index gone", "HOME gone"])
+@pytest.mark.parametrize(
+    "how", ["killed", "machine stopped", "index gone", "index emptied", "index damaged", "HOME gone"]
+)
 def test_homes_that_were_not_left_in_order(path, how):
     make_store(path)
     now_s = int(time.time())
@@ -222,6 +226,11 @@ def test_homes_that_were_not_left_in_order(path, how):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"boot_id": "another"}))
     elif how == "index gone":
         (home / "index" / "data.mdb").unlink()
+    elif how == "index emptied":
+        shutil.rmtree(home / "index")
+        LmdbIndex(home / "index", map_bytes=8 << 20).close()
+    elif how == "index damaged":
+        (home / "index" / "open").rename(home / "index" / "damaged")
     elif how == "HOME gone":
         (home / "HOME").unlink()
     if how == "killed":
@@ -232,7 +241,12 @@ def test_homes_that_were_not_left_in_order(path, how):
     before = contents(path)
     found = pruned(path, "--older-than", "5d", code=0 if how == "HOME gone" else 1)
     assert found["homes"] == [] and contents(path) == before
-    words = {"machine stopped": "kvdisk repair", "index gone": "it is missing"}
+    words = {
+        "machine stopped": "kvdisk repair",
+        "index gone": "it is missing",
+        "index emptied": "kvdisk repair",
+        "index damaged": "kvdisk repair",
+    }
     assert all(words[how] in kept for kept in found["kept"]) and len(found["kept"]) == (how != "HOME gone")
     found = pruned(path, "--to", allocated(path) - 1)
     assert found["homes"][0]["whole"] and home_ids(path) == []

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvdisk.device import paths
 from kvdisk.device import store as store_room
 from kvdisk.device.control import HomeRecord, read_record, read_store, write_record
 from kvdisk.device.listing import list_homes
@@ -34,7 +35,7 @@ def test_directories_are_0700_and_files_0600_whatever_the_umask(tmp_path, umask)
         os.umask(before)
     found = {path.relative_to(tmp_path): path for path in (tmp_path / "store").rglob("*")}
     inside = Path("store/homes", home.id)
-    expected = {inside, inside / "HOME", inside / "lock", inside / "index", inside / "segments"}
+    expected = {inside, *(inside / name for name in ("HOME", "HOME.tmp", "lock", "index", "segments"))}
     assert set(found) == expected | {Path("store", name) for name in ("STORE", "lock", "homes")}
     for path in [tmp_path / "store", *found.values()]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
@@ -207,3 +208,68 @@ def test_whatever_bytes_store_has_it_is_refused_in_words(tmp_path, raw):
     (tmp_path / "STORE").write_bytes(raw)
     with pytest.raises((CorruptRecord, ConfigError)):
         read_store(tmp_path)
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A control file that was written twice: what it was before lies beside it."""
+    for number in range(2):
+        paths.write_control(tmp_path / "HOME", {"number": number, "long": "x" * 100}, durable=True)
+    return tmp_path / "HOME"
+
+
+def test_a_control_file_is_written_over_what_it_was_before(written):
+    inodes = {written.stat().st_ino, written.with_name("HOME.tmp").stat().st_ino}
+    length = written.stat().st_size
+    for number in range(2, 5):
+        paths.write_control(written, {"number": number}, durable=True)
+        assert paths.read_control(written) == {"number": number}
+        assert written.stat().st_size == length, "no byte is allocated or freed"
+    assert inodes == {written.stat().st_ino, written.with_name("HOME.tmp").stat().st_ino}
+    paths.write_control(written, {"number": 5, "long": "y" * 10_000}, durable=True)
+    assert paths.read_control(written) == {"number": 5, "long": "y" * 10_000}
+
+
+def test_a_copy_by_hard_links_keeps_its_control_file(written, tmp_path):
+    (tmp_path / "copy").hardlink_to(written)
+    for number in range(2, 5):
+        paths.write_control(written, {"number": number}, durable=True)
+    assert paths.read_control(tmp_path / "copy")["number"] == 1
+    assert paths.read_control(written) == {"number": 4}
+
+
+def test_a_slow_reader_reads_again_what_may_have_been_written_over(written, monkeypatch):
+    real, numbers = os.fdopen, iter(range(2, 5))
+
+    def slow(fd, *how):
+        for number in numbers:
+            paths.write_control(written, {"number": number}, durable=True)
+        return real(fd, *how)
+
+    monkeypatch.setattr(paths.os, "fdopen", slow)
+    assert paths.read_control(written) == {"number": 4}, "of 3 it might have seen a part"
+
+
+def _to_symlink(path):
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize("damage", [Path.mkdir, os.mkfifo, _to_symlink, lambda path: path.write_bytes(bytes(1 << 20))])
+def test_whatever_lies_beside_a_control_file_does_not_matter(written, damage):
+    beside = written.with_name("HOME.tmp")
+    if damage is not _to_symlink:
+        beside.unlink()
+    damage(beside)
+    for number in range(2, 5):
+        paths.write_control(written, {"number": number}, durable=True)
+        assert paths.read_control(written) == {"number": number}
+    assert not beside.is_symlink() and beside.stat().st_size < 1000
+
+
+def test_where_names_cannot_be_exchanged_a_control_file_is_replaced(written, monkeypatch):
+    monkeypatch.setattr(paths, "_exchange", lambda *_: False)
+    for number in range(2, 5):
+        paths.write_control(written, {"number": number}, durable=True)
+        assert paths.read_control(written) == {"number": number}
+        assert not written.with_name("HOME.tmp").exists()

@@ -7,11 +7,13 @@ import errno
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
 from kvdisk.device import paths
+from kvdisk.device.control import write_record
 from kvdisk.device.listing import list_homes
 from kvdisk.device.store import Store
 from kvdisk.errors import CorruptRecord, DeviceError, GeometryMismatch, StoreLocked
@@ -188,6 +190,33 @@ def test_after_a_clean_end_the_sum_of_the_index_decides_in_any_boot(store, index
     (home.index_path / "data.mdb").write_bytes(b"index")
     assert home.index_is_sound()
     home.close(clean=False)
+
+
+def test_a_note_of_use_that_is_late_does_not_undo_the_clean_end(store, indexed, monkeypatch):
+    home = taken(store, "boot-1")
+    home.adopt_index()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def write_late(path, record, **how):
+        if threading.current_thread() is marker:
+            inside.set()
+            go_on.wait()
+        write_record(path, record, **how)
+
+    monkeypatch.setattr("kvdisk.device.home.write_record", write_late)
+    marker = threading.Thread(target=home.mark_used)
+    closer = threading.Thread(target=home.close, args=(True,))
+    marker.start()
+    inside.wait()
+    closer.start()
+    closer.join(0.5)  # it would end now, if it did not wait
+    go_on.set()
+    for thread in (marker, closer):
+        thread.join()
+    (summary,) = list_homes(store.path)
+    assert summary.record.clean and summary.record.index_sum
+    home.mark_used()
+    assert list_homes(store.path)[0].record == summary.record
 
 
 def test_once_the_index_is_written_to_the_boot_decides(store, indexed):
@@ -447,3 +476,22 @@ def test_a_discarded_home_is_gone_and_never_taken_over(tmp_path: Path) -> None:
     again = store.acquire_home(b"f" * 32, {"geometry": {}}, 1 << 20)
     assert again.fresh
     again.close(clean=True)
+
+
+@pytest.mark.parametrize("call", ["pwrite", "ftruncate"])
+def test_the_store_lock_needs_no_room(store, monkeypatch, call):
+    """tests/crash/test_full_store.py has really full file systems, where they can be mounted."""
+    orphan = leave(store, OTHER, MIB)
+    older = (store.path / "lock").read_bytes()
+
+    def fails(*_):
+        raise OSError(errno.ENOSPC, "no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(paths.os, "pwrite", fails)
+        patch.setattr(paths.os, call, fails)
+        with store.locked(timeout_s=0.1):
+            pass
+        with store.locked(timeout_s=0.1):
+            assert (store.path / "lock").read_bytes() in (b"", older), "nobody who does not hold it is named"
+        assert store.remove_home(orphan)

@@ -217,7 +217,7 @@ def test_a_process_stopped_with_the_store_lock_holds_nobody_up(tmp_path):
                 pass  # what it let go of was nothing
         with store.locked(timeout_s=0.1):
             assert int((store.path / "lock").read_text()) == os.getpid()
-        assert (store.path / "lock").read_text() == "", "who let go of it is not named"
+        assert (store.path / "lock").read_text().strip() == "", "who let go of it is not named"
     finally:
         holder.kill()
         holder.communicate()

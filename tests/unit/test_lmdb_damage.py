@@ -3,17 +3,23 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import lmdb
 import pytest
 
+from kvdisk.errors import CorruptRecord
 from kvdisk.index.base import SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex
+from kvdisk.index.records import encode_block
 from kvdisk.testing.index_conformance import found_blocks, put_all, record_of
 
 UNIT_BYTES = 4096
@@ -107,3 +113,62 @@ def test_what_lmdb_says_of_damage_at_the_second_look_is_damage_too(tmp_path: Pat
                 file.write(rng.randbytes(UNIT_BYTES))
         code, said = _own(path)
         assert code <= 0 or said.startswith("CorruptRecord"), f"seed {seed}: {said}"
+
+
+# -- damage that raises, and ends nobody -------------------------------------------------------
+
+
+def _damage_free_list(path: Path) -> None:
+    """Zero the root of LMDB's list of free units, as its newest meta unit names it."""
+    with (path / "data.mdb").open("r+b") as file:
+        metas = [file.read(UNIT_BYTES) for _ in range(2)]
+        newest = max(metas, key=lambda meta: struct.unpack_from("<Q", meta, 144)[0])
+        (root,) = struct.unpack_from("<Q", newest, 80)
+        assert 2 <= root < os.fstat(file.fileno()).st_size // UNIT_BYTES
+        file.seek(root * UNIT_BYTES)
+        file.write(bytes(UNIT_BYTES))
+
+
+def _cut_to_nothing(path: Path) -> None:
+    os.truncate(path / "data.mdb", 0)
+
+
+@pytest.mark.parametrize("damage", [_cut_to_nothing, _damage_free_list])
+def test_damage_that_ends_the_child_in_an_exception_is_damage(tmp_path: Path, damage) -> None:
+    _write(tmp_path / "index")
+    assert _own(tmp_path / "index", "killed")[0] == -signal.SIGKILL
+    damage(tmp_path / "index")
+    code, said = _own(tmp_path / "index")
+    assert code == 1
+    assert said.startswith("CorruptRecord"), said
+
+
+def test_a_full_index_of_an_owner_that_was_killed_is_no_damage(tmp_path: Path) -> None:
+    environment = lmdb.Environment(str(tmp_path), map_size=256 << 10, max_dbs=2, lib_version=0)
+    blocks, count = environment.open_db(b"blocks"), 0
+    environment.open_db(b"segments")
+    with suppress(lmdb.MapFullError):
+        while True:
+            with environment.begin(write=True) as txn:
+                txn.put(*encode_block(record_of(count)), db=blocks)
+            count += 1
+    environment.close()
+    (tmp_path / "open").touch()
+    index = LmdbIndex(tmp_path, map_bytes=8 << 20)
+    assert len(found_blocks(index)) == count
+    index.close()
+
+
+def test_damage_that_a_commit_meets_is_noted_for_the_next_owner(tmp_path: Path) -> None:
+    _write(tmp_path / "index")
+    index = LmdbIndex(tmp_path / "index", map_bytes=8 << 20, commit_s=0.0)
+    _damage_free_list(tmp_path / "index")
+    index.put([record_of(5000)])
+    index.flush(30)
+    assert index.damaged
+    assert (tmp_path / "index" / "damaged").exists()
+    with pytest.raises(CorruptRecord, match="damaged"):
+        index.close()
+    assert not (tmp_path / "index" / "open").exists(), "one mark became the other, which takes no room"
+    with pytest.raises(CorruptRecord, match="damaged"):
+        LmdbIndex(tmp_path / "index", map_bytes=8 << 20)

@@ -13,7 +13,9 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
+import lmdb
 import pytest
 from rebuild_stores import (
     GEOMETRY,
@@ -37,10 +39,11 @@ from kvdisk.blocks import BlockKey, Slot
 from kvdisk.device import rebuild
 from kvdisk.device.segment import scan_file
 from kvdisk.device.store import Store
-from kvdisk.errors import DeviceError
+from kvdisk.errors import CorruptRecord, DeviceError
 from kvdisk.geometry import slot_offset
 from kvdisk.index.base import BlockRecord
 from kvdisk.index.lmdb_index import LmdbIndex
+from kvdisk.index.lmdb_tables import LmdbTables
 
 
 @pytest.fixture
@@ -149,6 +152,67 @@ def test_in_the_same_boot_the_index_decides(path):
     index.close()
     (home_path(path) / "index" / "open").touch()
     assert served(path) == {row for row in expected if row.key != key_of(0)}
+
+
+def _emptied(index: Path) -> None:
+    """As a file system leaves it that was shut down and mounted again: nothing of it had reached the drive."""
+    os.truncate(index / "data.mdb", 0)
+
+
+def _emptied_without_a_mark(index: Path) -> None:
+    _emptied(index)
+    (index / "open").unlink()
+
+
+def _begun_anew(index: Path) -> None:
+    _emptied_without_a_mark(index)
+    LmdbIndex(index, map_bytes=8 << 20).close()
+
+
+EMPTIED = [_emptied, _emptied_without_a_mark, _begun_anew]
+
+
+@pytest.mark.parametrize("empty", EMPTIED)
+def test_an_index_that_knows_no_segment_beside_segments_is_made_anew_in_the_same_boot(path, empty):
+    expected = make_store(path, clean=False)
+    empty(home_path(path) / "index")
+    assert served(path) == expected
+    assert served(path) == expected
+
+
+@pytest.mark.parametrize("empty", EMPTIED)
+def test_nothing_is_cut_from_a_home_whose_index_was_emptied(path, empty):
+    expected = make_store(path, clean=False)
+    empty(home_path(path) / "index")
+    home = hold(path)
+    with pytest.raises(CorruptRecord):
+        recovery.cut_home(home, [(0, key_of(0))], [3])
+    home.close(clean=False)
+    assert served(path) == expected
+
+
+def test_damage_that_a_running_engine_meets_is_repaired_by_the_next_start(path, caplog):
+    """The first commit fails and the others do not: at the end all looks well."""
+    expected = make_store(path)
+    parts = start(path)
+    index, healed = parts.index._tables, []
+    commit = index._environment.begin
+
+    def begin(**how):
+        if how.get("write") and not healed:
+            healed.append(True)
+            raise lmdb.CorruptedError("a page of the wrong type")
+        return commit(**how)
+
+    index._environment = SimpleNamespace(
+        begin=begin, close=index._environment.close, sync=index._environment.sync, reader_check=lambda: 0
+    )
+    parts.index.put([BlockRecord(0, key_of(0), Slot(0, 7), 1)])
+    assert parts.index.flush(30)
+    parts.close()
+    with caplog.at_level(logging.INFO, "kvdisk"):
+        assert served(path) == expected
+    assert "rebuilds the index of home" in caplog.text
 
 
 def test_parents_epochs_and_times_are_kept_in_order(path):
@@ -367,19 +431,80 @@ def test_a_rebuild_that_is_killed_is_done_again(path):
     assert not (home_path(path) / "index.new").exists()
 
 
-def test_a_home_that_cannot_be_rebuilt_is_given_up(path, monkeypatch, caplog):
+def test_a_home_that_does_not_say_what_it_holds_is_given_up(path, monkeypatch, caplog):
     make_store(path)
     old = home_path(path)
     shutil.rmtree(old / "index")
 
-    def fails(*arguments):
-        raise DeviceError(5, "no")
+    def says_nothing(*_):
+        raise CorruptRecord("no sizes")
 
     with monkeypatch.context() as patch:
-        patch.setattr(recovery, "scan_home", fails)
+        patch.setattr(rebuild.HomeShape, "of", says_nothing)
         assert served(path) == set()
     assert "gives up home" in caplog.text
     assert not old.exists()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS])
+@pytest.mark.parametrize("call", ["scan_home", "remove_lost", "write_index"])
+def test_a_drive_that_fails_in_a_rebuild_costs_this_start_and_no_block(path, monkeypatch, caplog, code, call):
+    expected = make_store(path)
+    shutil.rmtree(home_path(path) / "index")
+
+    def fails(*_, **__):
+        raise DeviceError(code, "no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recovery, call, fails)
+        parts = start(path)
+        assert parts.home.fresh and rows(parts) == set()
+        parts.close()
+    (said,) = [record.message for record in caplog.records if "leaves home" in record.message]
+    assert "until the next start" in said
+    assert served(path) == expected, "the fullest home"
+    assert len(os.listdir(path / "homes")) == 2
+
+
+def failing_scan(failing):
+    def scan(folder, segment, rank):
+        if failing(folder, segment):
+            raise DeviceError(errno.EIO, "no")
+        return scan_file(folder, segment, rank)
+
+    return scan
+
+
+def test_a_drive_none_of_whose_segments_can_be_read_loses_none(tmp_path, monkeypatch):
+    """It is the drive, and not the segments."""
+    dirs = [tmp_path / "a", tmp_path / "b"]
+    expected = make_store(dirs, 4, drives=2)
+    shutil.rmtree(home_path(dirs[0]) / "index")
+    with monkeypatch.context() as patch:
+        patch.setattr(rebuild, "scan_file", failing_scan(lambda folder, _: folder.path.is_relative_to(dirs[1])))
+        assert served(dirs) == set()
+    assert served(dirs) == expected
+
+
+def test_one_segment_that_cannot_be_read_costs_no_other(path, monkeypatch):
+    expected = make_store(path)
+    shutil.rmtree(home_path(path) / "index")
+    with monkeypatch.context() as patch:
+        patch.setattr(rebuild, "scan_file", failing_scan(lambda _, segment: segment == 2))
+        assert served(path) == expected - of_segment(expected, 2)
+
+
+def test_a_drive_that_fails_once_the_slots_are_read_loses_no_block(path, monkeypatch):
+    expected = make_store(path)
+    shutil.rmtree(home_path(path) / "index")
+
+    def fails(*_):
+        raise OSError(errno.EIO, "no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rebuild, "os", SimpleNamespace(preadv=fails))
+        assert served(path) == set()
+    assert served(path) == expected
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
@@ -419,6 +544,24 @@ def test_a_smaller_cap_is_kept_when_the_start_is_over(path):
     assert {record.segment for record in parts.index.segments()} == {row.slot.segment for row in kept}
     parts.close()
     assert served(path, cap_bytes=small) == kept
+
+
+def test_on_a_full_drive_the_files_go_before_the_records(path, monkeypatch):
+    """Else there would never be room for the commit."""
+    expected = make_store(path)
+    commit = LmdbTables.commit
+
+    def wants_room(tables, operations):
+        if (tables._path.parent / "segments" / "3").exists():
+            raise DeviceError(errno.ENOSPC, "no room")
+        return commit(tables, operations)
+
+    home = hold(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(LmdbTables, "commit", wants_room)
+        recovery.cut_home(home, [], [3])
+    home.close(clean=True)
+    assert served(path) == expected - of_segment(expected, 3)
 
 
 def test_a_segment_that_cannot_be_removed_costs_no_other(path, monkeypatch):
