@@ -95,7 +95,7 @@ class SchedulerParts:
         except (CorruptRecord, DeviceError) as error:
             committed = False
             logger.warning("kvdisk could not close its index in order, and the next start will look at it: %s", error)
-            if error.errno == errno.ETIMEDOUT:
+            if isinstance(error, DeviceError) and error.errno == errno.ETIMEDOUT:
                 # The file system hangs, and writing HOME would. As the commit may end yet, the home stays ours, and not
                 # clean, until this process has ended.
                 return
