@@ -66,7 +66,6 @@ def open_index(home: Home, *, index_bytes: int, class_bytes: Mapping[int, int], 
         index.close()
         home.remove_index()
         _write_index(home, segments, blocks, index_bytes)
-        home.adopt_index()
     return LmdbIndex(home.index_path, map_bytes=index_bytes, commit_s=commit_s) if too_long else index
 
 
@@ -161,10 +160,11 @@ class _Progress:
 
 
 def _write_index(home: Home, segments: Sequence[SegmentRecord], blocks: BlockColumns, index_bytes: int) -> None:
-    """Make an index of these records and put it into its place. Raises DeviceError."""
+    """Make an index of these records, put it into its place and trust it. Raises DeviceError."""
     try:
         write_index(home.new_index_path, segments, blocks, map_bytes=index_bytes)
         home.place_index()
+        home.adopt_index()
     except KvdiskError:
         with suppress(OSError):  # on a full drive it would keep the room from others
             remove_anything(home.path, home.new_index_path.name)

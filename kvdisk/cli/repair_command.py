@@ -90,7 +90,6 @@ def _repair(store: Store, home_id: str) -> tuple[Exit, dict[str, Any]]:
     try:
         if all(folder is not None for folder in held.folders):
             done = rebuild_index(held, index_bytes=0)  # as large as it has to be
-            held.adopt_index()
     except KvdiskError as error:
         done, why = None, str(error)
     try:

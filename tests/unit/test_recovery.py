@@ -173,10 +173,11 @@ EMPTIED = [_emptied, _emptied_without_a_mark, _begun_anew]
 
 
 @pytest.mark.parametrize("empty", EMPTIED)
-def test_an_index_that_knows_no_segment_beside_segments_is_made_anew_in_the_same_boot(path, empty):
+def test_an_index_that_knows_no_segment_beside_segments_is_made_anew_in_the_same_boot(path, empty, caplog):
     expected = make_store(path, clean=False)
     empty(home_path(path) / "index")
     assert served(path) == expected
+    assert caplog.text.count("rebuilds the index of home") == 1
     assert served(path) == expected
 
 
