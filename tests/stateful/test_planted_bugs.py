@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from machines import Bugs, Patch, forget_late, tolerate_missing_pins, wrap
 
-from kvdisk.blocks import BlockKey, JobId, Tier, group_of
+from kvdisk.blocks import BlockKey, Tier, group_of
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.chains import Chains
 from kvdisk.manager.copies import CopyState
@@ -104,28 +104,6 @@ def fence_forgotten_for_a_window_that_moves_on(patch: Patch) -> None:
         self._context.unwatch([move.block for move in record.job.moves if group_of(move.key)])
 
     wrap(patch, StoreSources, "add", add)
-
-
-@BUGS.plant
-def fence_forgotten_for_the_targets_of_a_load(patch: Patch) -> None:
-    def plan(original: Any, self: TierManager, request_id: str, local: int, external: int, blocks: Any) -> None:
-        original(self, request_id, local, external, blocks)
-        self._sources._note_reused()
-        targets = {block for group in blocks for block in group}
-        self._sources._reused = [(block, record) for block, record in self._sources._reused if block not in targets]
-
-    wrap(patch, TierManager, "plan_load", plan)
-
-
-@BUGS.plant
-def fence_forgotten_for_a_store_that_no_plan_has_carried(patch: Patch) -> None:
-    def fence(original: Any, self: StoreSources, overwritten: Any) -> tuple[JobId, ...]:
-        records = {record.job.id: record for _, record in self._reused} | {
-            record.job.id: record for record in self._records.values()
-        }
-        return tuple(job_id for job_id in original(self, overwritten) if records[job_id].sent_s is not None)
-
-    wrap(patch, StoreSources, "take_fence", fence)
 
 
 @BUGS.plant_in(CPU_ONLY)

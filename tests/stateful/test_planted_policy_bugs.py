@@ -51,16 +51,6 @@ def blocks_stored_though_nobody_was_preempted(patch: Patch) -> None:
 
 
 @SPILL.plant
-def block_that_was_reached_again_not_offered(patch: Patch) -> None:
-    def reached(original: Any, self: Spillover, *args: Any) -> None:
-        before = set(self._offered)
-        original(self, *args)
-        self._offered |= before
-
-    wrap(patch, Spillover, "reached", reached)
-
-
-@SPILL.plant
 def free_block_offered_again_though_nobody_reached_it(patch: Patch) -> None:
     def free_offers(original: Any, self: Spillover, *args: Any) -> Any:
         self._offered.clear()
@@ -73,15 +63,6 @@ def free_block_offered_again_though_nobody_reached_it(patch: Patch) -> None:
 @SPILL.plant
 def refused_free_block_offered_every_step(patch: Patch) -> None:
     patch.setattr(Spillover, "refuse_free", lambda self, key, *_: self._due.update({key: self._blocks[key]}))
-
-
-@SPILL.plant
-def due_block_offered_by_its_number_whatever_it_holds(patch: Patch) -> None:
-    def free_offers(original: Any, self: Spillover, context: Any, *args: Any) -> Any:
-        self._due = {context.get_block(block).key or key: block for key, block in self._due.items()}
-        return original(self, context, *args)
-
-    wrap(patch, Spillover, "free_offers", free_offers)
 
 
 @SPILL.plant

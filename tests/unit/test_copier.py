@@ -217,3 +217,11 @@ def test_a_gather_carries_no_stale_bytes_out():
         assert not any(arena.view(0, slot)[:HEADER_BYTES])
         assert not any(arena.view(0, slot)[HEADER_BYTES + groups[0].payload_bytes :])
     arena.close()
+
+
+def test_the_model_waits_for_the_gathers_that_were_started_and_for_nothing_else():
+    lanes = HostLanes()
+    copier = CudaCopier([LayerBlocks(layers_behind_each_other())], lanes, 1 << 20)
+    lanes.log.clear()
+    copier.hold_model()
+    assert lanes.log == [("record", "store"), ("wait", "model")]
