@@ -40,10 +40,15 @@ class Clock:
 
 
 def start(
-    dirs: list[Path], model: LiveModel, clock: Callable[[], float], cpu_bytes: int = 1 << 20, device: str = "posix"
+    dirs: list[Path],
+    model: LiveModel,
+    clock: Callable[[], float],
+    cpu_bytes: int = 1 << 20,
+    device: str = "posix",
+    blocks: int = 300,
 ) -> LiveEngine:
     listed = [str(path) for path in dirs]
-    config = model.config(listed[0], blocks=300, cpu_bytes=cpu_bytes, store_dirs=listed, device=device)
+    config = model.config(listed[0], blocks=blocks, cpu_bytes=cpu_bytes, store_dirs=listed, device=device)
     return LiveEngine(config, model, clock=clock)
 
 
@@ -114,7 +119,7 @@ def test_a_drive_that_fails_is_left_alone_and_the_rest_serves_on(
     dirs = [quick_path / "good", quick_path / "bad"]
     now_s = [1_000_000.0]
     monkeypatch.setattr(posix.aio, "serves", lambda fd: False)  # or the kernel's queue would get past the failures
-    engine = start(dirs, LiveModel(), lambda: now_s[0], cpu_bytes=0)
+    engine = start(dirs, LiveModel(), lambda: now_s[0], cpu_bytes=0, blocks=900)
     serve(engine, PROMPTS)
     assert all(blocks_by_drive(engine)[drive] > 50 for drive in (0, 1))
     run_call = posix._run
