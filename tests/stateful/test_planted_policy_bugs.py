@@ -14,7 +14,7 @@ from kvdisk.manager.store_drafts import StoreDraft, StoreDrafts
 from kvdisk.manager.store_planner import StorePlanner
 from kvdisk.manager.store_policy import OnPreemption
 from kvdisk.manager.tables import BlockTables, Table
-from kvdisk.testing.manager_sizes import ON_PREEMPTION_SIZES, ON_PREEMPTION_WINDOW, SPILLOVER_REUSE, SPILLOVER_SIZES
+from kvdisk.testing.manager_sizes import ON_PREEMPTION_SIZES, ON_PREEMPTION_WINDOW, SPILLOVER_SIZES
 
 PREEMPTION, SPILL = Bugs(ON_PREEMPTION_SIZES), Bugs(SPILLOVER_SIZES)
 
@@ -71,11 +71,6 @@ def free_blocks_stored_and_not_watched(patch: Patch) -> None:
         return original(self, draft, watched=watched and draft.request is not None)
 
     wrap(patch, StoreDrafts, "queue", queue)
-
-
-@SPILL.plant_in(SPILLOVER_REUSE)
-def free_blocks_of_before_a_reset_offered(patch: Patch) -> None:
-    patch.setattr(Spillover, "reset", lambda _: None)
 
 
 @pytest.mark.parametrize("name", PREEMPTION)
