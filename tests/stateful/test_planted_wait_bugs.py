@@ -16,7 +16,7 @@ from kvdisk.manager.promotions import PendingReads, Promotions
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.transfers import JobRecord
 from kvdisk.messages import JobKind
-from kvdisk.testing.manager_sizes import QUEUE_SIZES
+from kvdisk.testing.manager_sizes import NVME_ONLY, QUEUE_SIZES
 
 BUGS = Bugs(QUEUE_SIZES)
 
@@ -101,7 +101,7 @@ def read_that_has_ended_still_waited_for(patch: Patch) -> None:
     patch.setattr(PendingReads, "end", lambda *_: None)
 
 
-@BUGS.plant
+@BUGS.plant_in(NVME_ONLY)
 def block_loaded_a_second_time(patch: Patch) -> None:
     patch.setattr(GpuLoads, "begin", lambda *_: None)
 
