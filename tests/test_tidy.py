@@ -31,9 +31,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "kvdisk/worker/copier.py",
         "kvdisk/worker/arena.py",
         "kvdisk/worker/gpu_staging.py",
-        "kvdisk/testing/live_rank.py",
-        "kvdisk/testing/sim_direct.py",
-        "kvdisk/testing/sim_rank.py",
     ),
     "lmdb": ("kvdisk/index/lmdb_tables.py",),
     "kvikio": ("kvdisk/device/gds.py",),
@@ -47,9 +44,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "matplotlib": ("kvdisk/cli/bench/plot.py", "kvdisk/cli/replay/plot.py"),
     "pyarrow": ("kvdisk/cli/export.py",),
     "pytest": ("kvdisk/testing/",),
-    "hypothesis": ("kvdisk/testing/",),
-    "transformers": ("kvdisk/testing/tiny_models.py",),
-    "tokenizers": ("kvdisk/testing/tiny_models.py",),
     "huggingface_hub": ("kvdisk/connector/identity.py",),
 }
 """Where a package that is not ours may be imported; what is not listed may be imported nowhere."""

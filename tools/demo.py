@@ -203,7 +203,7 @@ def repository_texts() -> list[Path]:
 def build_model() -> Path:
     """Build the demo's own model in a process of its own, or find it built. Raises DemoError."""
     directory = WORK / "model"
-    command = [sys.executable, "-m", "kvdisk.testing.tiny_models", MODEL_KIND, str(directory)]
+    command = [sys.executable, str(ROOT / "tools" / "tiny_models.py"), MODEL_KIND, str(directory)]
     log = WORK / "model.log"
     with log.open("w") as output:
         done = subprocess.run(

@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 from screen import watch
+from support import ENVIRONMENT
 
 COMMAND = Path(sysconfig.get_path("scripts")) / "kvdisk"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -162,8 +163,9 @@ def live_store(store: Path) -> Iterator[None]:
     try:
         for seed in (1, 2):
             options = ["--seconds", "600", "--seed", str(seed), "--model", "Qwen/Qwen2.5-0.5B-Instruct", *LIVE]
-            command = [sys.executable, "-m", "kvdisk.testing.live_process", "--store", str(store), *options]
-            engines.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            command = [sys.executable, "-m", "support.live_process", "--store", str(store), *options]
+            quiet = subprocess.DEVNULL
+            engines.append(subprocess.Popen(command, env=ENVIRONMENT, stdout=quiet, stderr=quiet))
         time.sleep(WARM_S)
         if any(engine.poll() is not None for engine in engines):
             raise SystemExit(f"kvdisk: an engine has ended, try {' '.join(command)}")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of the drive a queue hides: requests that wait in line, their blocks on NVMe, with and without prefetch.
 
-    python tools/measure_prefetch.py --store /nvme/somewhere
+    PYTHONPATH=tests python tools/measure_prefetch.py --store /nvme/somewhere
 
-An engine without a model (``kvdisk.testing.live_engine``) serves one request at a time; manager, mover, files and
+An engine without a model (``support.live_engine``) serves one request at a time; manager, mover, files and
 index are real, and every byte is checked. Measured is how long a request waits when its turn has come: from the last
 step of the one before it to its own first. Both ways alternate, each in an engine that has just started. Prints
 medians and spread.
@@ -21,8 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from kvdisk.testing.live_engine import LiveEngine
-from kvdisk.testing.live_model import HASH_TOKENS, LiveModel
+from support.live_engine import LiveEngine
+from support.live_model import HASH_TOKENS, LiveModel
 
 LETTERS = "abcdefghijklmnopqrstuvwxy"
 OUTPUTS = 8

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long the runs of neighbouring slots are in which a request's blocks lie on the drive, after long churn.
 
-    python tools/measure_runs.py conversation_trace.jsonl
-    python tools/measure_runs.py --pool
+    PYTHONPATH=tests python tools/measure_runs.py conversation_trace.jsonl
+    PYTHONPATH=tests python tools/measure_runs.py --pool
 
 Replays a trace of prompts through a real ``TierManager`` without bytes: every job ends well at once. The NVMe tier is
 full for most of the replay. What counts is what a load reads: a run is what the mover merges into one transfer.
@@ -22,6 +22,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from support.fake_pool import FakePool
+
 from kvdisk.blocks import Slot
 from kvdisk.config import EVICTIONS, Config
 from kvdisk.geometry import Geometry, GroupGeometry, segment_charge_bytes, slots_per_segment
@@ -38,7 +40,6 @@ from kvdisk.manager.store_policies import make_store_policy
 from kvdisk.manager.transfers import Transfers
 from kvdisk.messages import Job, JobKind, JobResult, Report
 from kvdisk.stats import Stats
-from kvdisk.testing.fake_pool import FakePool
 
 TOKENS = 16
 STEP_S = 0.05

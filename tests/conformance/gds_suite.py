@@ -16,6 +16,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 from gpu_report import Route
+from support.addressed_device import range_of
+from support.sim_direct import SimLanes
+from support.sim_drive import Weather
 
 from kvdisk.device import gds
 from kvdisk.device.base import Buffer, Device, Op, Transfer
@@ -24,10 +27,7 @@ from kvdisk.device.gpu_range import GpuRange
 from kvdisk.device.pair import PairDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import ALIGNMENT
-from kvdisk.testing.addressed_device import range_of
 from kvdisk.testing.device_conformance import FilesConformance, fill, make_memory
-from kvdisk.testing.sim_direct import SimLanes
-from kvdisk.testing.sim_drive import Weather
 
 
 class TestGds(FilesConformance):

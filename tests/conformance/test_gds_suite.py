@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvdisk.testing.cuda_stub import write_stub
+from support.cuda_stub import write_stub
 
 SUITE = Path(__file__).with_name("gds_suite.py")
 

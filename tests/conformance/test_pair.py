@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 
 import pytest
+from support.addressed_device import AddressedDevice, range_of
 
 from kvdisk.device import pair as pair_module
 from kvdisk.device.base import Device, Op, Transfer
@@ -13,7 +14,6 @@ from kvdisk.device.memory import MemoryDevice
 from kvdisk.device.pair import PairDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import ALIGNMENT
-from kvdisk.testing.addressed_device import AddressedDevice, range_of
 from kvdisk.testing.device_conformance import WAIT_S, FilesConformance, fill, make_memory
 from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
 

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tiny_models
 from byte_bench import Engines
 from torture_rounds import answers_alone
-
-from kvdisk.testing import tiny_models
 
 ROOT = Path(__file__).resolve().parents[2]
 

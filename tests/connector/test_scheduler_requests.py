@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from schedulers import BLOCK_TOKENS, Bench
+from support.fake_neighbours import FakeHome, FakeNeighbours
 from vllm.lora.request import LoRARequest
 
 from kvdisk import assembly
 from kvdisk.blocks import make_block_key
 from kvdisk.index.base import SegmentRecord
 from kvdisk.messages import FOREIGN_SEGMENTS, Job, JobKind
-from kvdisk.testing.fake_neighbours import FakeHome, FakeNeighbours
 
 pytestmark = pytest.mark.vllm
 

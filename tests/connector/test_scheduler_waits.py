@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from schedulers import BLOCK_TOKENS, Bench
+from support.fake_neighbours import FakeHome, FakeNeighbours
 from vllm.sampling_params import SamplingParams
 
 from kvdisk import assembly
@@ -16,7 +17,6 @@ from kvdisk.blocks import BlockKey, make_block_key
 from kvdisk.index.base import SegmentRecord
 from kvdisk.manager.gpu_loads import GpuLoads
 from kvdisk.messages import FOREIGN_SEGMENTS, Job, JobKind
-from kvdisk.testing.fake_neighbours import FakeHome, FakeNeighbours
 
 pytestmark = pytest.mark.vllm
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from support.live_process import ProcessSettings, read_lines, start_process
+
 from kvdisk.device.paths import allocated_bytes
-from kvdisk.testing.live_process import ProcessSettings, read_lines, start_process
 
 WAIT_S = 600.0
 """What takes so long hangs, on however busy a machine: even a process that has torch to import."""

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from live_children import CAP_IS_EXACT, SEED, held_bytes
-
-from kvdisk.testing.live_audit import audit
-from kvdisk.testing.live_engine import LiveEngine
-from kvdisk.testing.live_load import LiveLoad, LoadShape
-from kvdisk.testing.live_model import LiveModel
+from support.live_audit import audit
+from support.live_engine import LiveEngine
+from support.live_load import LiveLoad, LoadShape
+from support.live_model import LiveModel
 
 SHAPE = LoadShape(width=20, aborts=0.0)
 BLOCKS = 330

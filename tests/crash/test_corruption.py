@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 from live_children import SEED, WAIT_S, Child
+from support.live_process import REFUSED, ProcessSettings
 
 from kvdisk.device.listing import list_homes
 from kvdisk.geometry import HEADER_BYTES, SEGMENT_HEADER_BYTES
-from kvdisk.testing.live_process import REFUSED, ProcessSettings
 
 REQUESTS = 12
 SETTINGS = ProcessSettings("", seed=SEED, width=2, requests=REQUESTS, at_once=3, audit=True, damaged=True)

@@ -14,11 +14,11 @@ from unittest.mock import patch
 
 import pytest
 from live_children import SEED
+from support.live_audit import audit
+from support.live_model import LiveModel
 from turned import Hook, TurnedEngine, hooked, load_on
 
 from kvdisk.device.listing import list_homes
-from kvdisk.testing.live_audit import audit
-from kvdisk.testing.live_model import LiveModel
 
 REBUILDS = True
 """Whether a home whose machine went down is rebuilt from its slot headers. Today it is given up."""

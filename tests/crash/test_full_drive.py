@@ -16,12 +16,13 @@ import tempfile
 import time
 from pathlib import Path
 
+from support.live_audit import audit
+from support.live_engine import LiveEngine
+from support.live_load import LiveLoad, LoadShape
+from support.live_model import LiveModel
+
 from kvdisk.device import segment
 from kvdisk.device.paths import allocated_bytes
-from kvdisk.testing.live_audit import audit
-from kvdisk.testing.live_engine import LiveEngine
-from kvdisk.testing.live_load import LiveLoad, LoadShape
-from kvdisk.testing.live_model import LiveModel
 
 MIB = 1 << 20
 DRIVE_BYTES, BALLAST_BYTES = 8 * MIB, 5 * MIB

@@ -12,15 +12,15 @@ from string import ascii_lowercase
 
 import pytest
 from live_children import SEED
+from support.live_engine import LiveEngine
+from support.live_load import LiveLoad, LoadShape
+from support.live_model import LiveModel, PromptTree
 
 from kvdisk.blocks import Tier
 from kvdisk.device import posix
 from kvdisk.device.base import Op
 from kvdisk.manager.copies import CopyState
 from kvdisk.manager.drive_health import Turns
-from kvdisk.testing.live_engine import LiveEngine
-from kvdisk.testing.live_load import LiveLoad, LoadShape
-from kvdisk.testing.live_model import LiveModel, PromptTree
 
 SHAPE = LoadShape(width=12, forgets=0.3, aborts=0.0)
 LONGER_THAN_A_QUARANTINE_S = 61.0

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from live_children import Child, wait_for
+from support.live_process import ProcessSettings
 
 from kvdisk.device.figures_file import FIGURES_FILE, FiguresRecord, read_figures
 from kvdisk.device.listing import list_homes
 from kvdisk.stats import Kind, kind_of
-from kvdisk.testing.live_process import ProcessSettings
 
 
 def figures_of(store: Path, child: Child) -> FiguresRecord | None:

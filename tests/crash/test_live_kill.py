@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 from live_children import SEED, Child, wait_for
+from support.live_process import ProcessSettings
 
 from kvdisk.device.listing import list_homes
-from kvdisk.testing.live_process import ProcessSettings
 
 ROUNDS = 3
 TORTURE_ROUNDS = 67

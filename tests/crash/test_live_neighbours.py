@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from live_children import WAIT_S, wait_for
+from support.live_engine import LiveEngine
+from support.live_model import LiveModel
 
 from kvdisk.blocks import Tier
-from kvdisk.testing.live_engine import LiveEngine
-from kvdisk.testing.live_model import LiveModel
 
 PROMPTS = [f"{letter * 9}{text}" for letter in "abc" for text in ("first and last tokens", "second, of another kind")]
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from live_children import SEED
+from support.live_audit import audit
+from support.live_engine import LiveEngine
+from support.live_load import LiveLoad, LoadShape
+from support.live_model import LiveModel
 
 from kvdisk.messages import JobKind
-from kvdisk.testing.live_audit import audit
-from kvdisk.testing.live_engine import LiveEngine
-from kvdisk.testing.live_load import LiveLoad, LoadShape
-from kvdisk.testing.live_model import LiveModel
 
 SHAPE = LoadShape(width=3, most_tokens=40, most_outputs=24, at_once=8, aborts=0.05, forgets=0.02, resets=0.002)
 

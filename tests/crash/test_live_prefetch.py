@@ -6,10 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.live_engine import LiveEngine
+from support.live_model import LiveModel, PromptTree
 
 from kvdisk.messages import JobKind
-from kvdisk.testing.live_engine import LiveEngine
-from kvdisk.testing.live_model import LiveModel, PromptTree
 
 LETTERS = "abcdefgh"
 

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 from live_children import SEED, Child
+from support.live_audit import audit
+from support.live_engine import LiveEngine
+from support.live_model import LiveModel
+from support.live_process import ProcessSettings
+from support.live_rank import LocalRank, make_worker
 from test_live_neighbours import PROMPTS, meets, serve
 
 from kvdisk.assembly import WorkerParts
 from kvdisk.config import Config
 from kvdisk.errors import DeviceError
 from kvdisk.messages import SegmentSpec
-from kvdisk.testing.live_audit import audit
-from kvdisk.testing.live_engine import LiveEngine
-from kvdisk.testing.live_model import LiveModel
-from kvdisk.testing.live_process import ProcessSettings
-from kvdisk.testing.live_rank import LocalRank, make_worker
 from kvdisk.worker.files import HomeFiles
 
 RANKS = 3

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from live_children import CAP_IS_EXACT, SEED, Child, SpaceWatch, wait_for
-
-from kvdisk.testing.live_process import ProcessSettings
+from support.live_process import ProcessSettings
 
 
 def is_busy(child: Child) -> bool:

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 from live_children import WAIT_S, Child
+from support.live_engine import LiveEngine
+from support.live_load import LiveLoad, LoadShape
+from support.live_model import LiveModel
+from support.live_process import ProcessSettings
 
 from kvdisk.cli.block_reader import read_blocks, segment_of, slot_of
 from kvdisk.cli.verify import Verdict, verify_store
 from kvdisk.geometry import HEADER_BYTES, slot_offset
-from kvdisk.testing.live_engine import LiveEngine
-from kvdisk.testing.live_load import LiveLoad, LoadShape
-from kvdisk.testing.live_model import LiveModel
-from kvdisk.testing.live_process import ProcessSettings
 
 VERIFY_S = 2.0
 

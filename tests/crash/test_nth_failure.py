@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from live_children import SEED
+from support.live_audit import audit
+from support.live_model import LiveModel
 from turned import SHORT, Hook, TurnedEngine, hooked, load_on
 
 from kvdisk.errors import DeviceError
-from kvdisk.testing.live_audit import audit
-from kvdisk.testing.live_model import LiveModel
 
 REQUESTS = 5
 KINDS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "short": SHORT}

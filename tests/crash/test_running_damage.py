@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 from live_children import SEED, WAIT_S
+from support.live_engine import LiveEngine
+from support.live_load import LiveLoad, LoadShape
+from support.live_model import LiveModel
 
 from kvdisk.geometry import HEADER_BYTES, SEGMENT_HEADER_BYTES
-from kvdisk.testing.live_engine import LiveEngine
-from kvdisk.testing.live_load import LiveLoad, LoadShape
-from kvdisk.testing.live_model import LiveModel
 
 STEPS = 150
 EVERY = 3

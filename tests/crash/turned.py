@@ -15,6 +15,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from support.live_engine import STUCK_S, LiveEngine
+from support.live_load import LiveLoad, LoadShape
+from support.live_model import LiveModel
+from support.live_rank import LocalRank
+
 from kvdisk.assembly import assemble_worker
 from kvdisk.device import paths
 from kvdisk.device.base import Buffer, Op, Outcome, Transfer
@@ -22,10 +27,6 @@ from kvdisk.device.posix import PosixDevice
 from kvdisk.errors import DeviceError
 from kvdisk.geometry import ALIGNMENT, round_up
 from kvdisk.index.lmdb_tables import LmdbTables
-from kvdisk.testing.live_engine import STUCK_S, LiveEngine
-from kvdisk.testing.live_load import LiveLoad, LoadShape
-from kvdisk.testing.live_model import LiveModel
-from kvdisk.testing.live_rank import LocalRank
 from kvdisk.worker.files import HomeFiles
 from kvdisk.worker.mover import Mover
 

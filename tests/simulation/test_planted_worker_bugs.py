@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 import pytest
+from support.simulator import run_seeds
 
 from kvdisk.device import header
 from kvdisk.device.base import Op, Outcome
 from kvdisk.messages import JobKind, JobResult, Reason
-from kvdisk.testing.simulator import run_seeds
 from kvdisk.worker import seals
 from kvdisk.worker.copies import Copies
 from kvdisk.worker.legs import Part, Work

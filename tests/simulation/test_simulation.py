@@ -9,8 +9,8 @@ import sys
 from collections import Counter
 
 import pytest
-
-from kvdisk.testing.simulator import SHAPES, Simulation, run_seeds
+from support import ENVIRONMENT
+from support.simulator import SHAPES, Simulation, run_seeds
 
 SEEDS = 200
 SHIFT = 10_000 * int(os.environ.get("KVDISK_TORTURE_SEED", "0"))
@@ -53,8 +53,8 @@ def test_a_seed_is_a_run(seed: int) -> None:
     first = Simulation(seed).run()
     assert Simulation(seed).run() == first
     assert Simulation(seed + 10).run().digest != first.digest
-    environment = os.environ | {"PYTHONHASHSEED": "12"}
-    command = [sys.executable, "-m", "kvdisk.testing.simulator", "--seed", str(seed)]
+    environment = ENVIRONMENT | {"PYTHONHASHSEED": "12"}
+    command = [sys.executable, "-m", "support.simulator", "--seed", str(seed)]
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     assert first.digest in shown
 
@@ -63,7 +63,7 @@ def test_a_failure_says_how_to_repeat_it(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Simulation, "_end", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError) as caught:
         run_seeds(5, 1)
-    assert "python -m kvdisk.testing.simulator --trace --seed 5" in caught.value.__notes__[0]
+    assert "PYTHONPATH=tests python -m support.simulator --trace --seed 5" in caught.value.__notes__[0]
     assert len(caught.value.__notes__[1].splitlines()) > 10
 
 

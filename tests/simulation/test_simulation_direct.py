@@ -8,8 +8,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from support.simulator import run_seeds
 
-from kvdisk.testing.simulator import run_seeds
 from kvdisk.worker import runner
 from kvdisk.worker.direct import Direct
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import invariant, run_state_machine_as_test
+from support.manager_machine import ManagerMachine
+from support.manager_parts import ManagerParts, Sizes
+from support.manager_sizes import ON_COMPUTE_SIZES
 
 from kvdisk.blocks import Tier
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.foreign import is_foreign
 from kvdisk.manager.transfers import JobRecord, Transfers
 from kvdisk.messages import JobKind
-from kvdisk.testing.manager_machine import ManagerMachine
-from kvdisk.testing.manager_parts import ManagerParts, Sizes
-from kvdisk.testing.manager_sizes import ON_COMPUTE_SIZES
 
 
 def run_machine(all_sizes: tuple[Sizes, ...], examples: int, steps: int = 60, *, shrink: bool = True) -> None:

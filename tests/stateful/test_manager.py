@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import pytest
 from machines import run_machine
-
-from kvdisk.testing import manager_sizes
-from kvdisk.testing.manager_parts import Sizes
+from support import manager_sizes
+from support.manager_parts import Sizes
 
 SIZES = {name: sizes for name, sizes in vars(manager_sizes).items() if isinstance(sizes, Sizes)}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from machines import Bugs, Patch, wrap
+from support.manager_sizes import ADMISSION_SIZES
 
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme_offers import NvmeOffers
@@ -15,7 +16,6 @@ from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.reuse import ReuseTable
 from kvdisk.manager.reuse_admission import AdmitReused
 from kvdisk.manager.write_budget import WriteBudget
-from kvdisk.testing.manager_sizes import ADMISSION_SIZES
 
 BUGS = Bugs(ADMISSION_SIZES)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from machines import Bugs, Patch, forget_late, tolerate_missing_pins, wrap
+from support.manager_sizes import CPU_ONLY, NVME_ONLY, ONE_GROUP, REUSE_CPU, WINDOW
 
 from kvdisk.blocks import BlockKey, Tier, group_of
 from kvdisk.manager.catalog import Catalog
@@ -28,7 +29,6 @@ from kvdisk.manager.tail_first import TailFirst
 from kvdisk.manager.transfers import JobRecord, Transfers
 from kvdisk.manager.watermark import Watermark
 from kvdisk.messages import JobKind, Reason
-from kvdisk.testing.manager_sizes import CPU_ONLY, NVME_ONLY, ONE_GROUP, REUSE_CPU, WINDOW
 
 BUGS = Bugs()
 

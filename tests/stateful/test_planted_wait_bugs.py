@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from machines import Bugs, Patch, forget_late, tolerate_missing_pins, wrap
+from support.manager_sizes import NVME_ONLY, QUEUE_SIZES
 
 from kvdisk.blocks import Tier
 from kvdisk.manager import promotions
@@ -16,7 +17,6 @@ from kvdisk.manager.promotions import PendingReads, Promotions
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.transfers import JobRecord
 from kvdisk.messages import JobKind
-from kvdisk.testing.manager_sizes import NVME_ONLY, QUEUE_SIZES
 
 BUGS = Bugs(QUEUE_SIZES)
 

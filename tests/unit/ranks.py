@@ -8,6 +8,7 @@ import errno
 import threading
 
 import torch
+from support.addressed_device import AddressedDevice, view_of
 
 from kvdisk.blocks import BlockKey, JobId, Slot, make_block_key
 from kvdisk.device.memory import MemoryDevice
@@ -15,7 +16,6 @@ from kvdisk.errors import DeviceError
 from kvdisk.geometry import Geometry, GroupGeometry, slot_offset
 from kvdisk.messages import HomeSpec, Job, JobKind, JobResult, Move, Plan, SegmentSpec
 from kvdisk.stats import Stats
-from kvdisk.testing.addressed_device import AddressedDevice, view_of
 from kvdisk.testing.faulty_device import FaultyDevice
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.copier import HostCopier, Lane, LayerBlocks

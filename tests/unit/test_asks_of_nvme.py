@@ -6,16 +6,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.fake_engine import FakeEngine
+from support.fake_ranks import FakeRank
+from support.manager_parts import DAY_S, ManagerParts, Sizes
+from support.manager_watch import ManagerWatch
 
 from kvdisk.blocks import Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.copies import CopyState
-from kvdisk.testing.fake_engine import FakeEngine
-from kvdisk.testing.fake_ranks import FakeRank
-from kvdisk.testing.manager_parts import DAY_S, ManagerParts, Sizes
-from kvdisk.testing.manager_watch import ManagerWatch
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 BLOCK_BYTES = GEOMETRY.slot_sizes[0]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cli_stores import run
+from support import ENVIRONMENT
 
 from kvdisk.device.control import USES_FILE
 
@@ -29,7 +30,7 @@ def test_a_live_engine_is_looked_at_and_its_uses_are_there_afterwards(tmp_path: 
     command = [
         sys.executable,
         "-m",
-        "kvdisk.testing.live_process",
+        "support.live_process",
         "--store",
         str(path),
         "--seconds",
@@ -37,7 +38,7 @@ def test_a_live_engine_is_looked_at_and_its_uses_are_there_afterwards(tmp_path: 
         "--seed",
         "3",
     ]
-    engine = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    engine = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     try:
         deadline_s = time.monotonic() + WAIT_S
         found = None

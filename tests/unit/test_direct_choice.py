@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import pytest
 from ranks import CpuLanes
+from support.addressed_device import AddressedDevice
 
 from kvdisk import assembly
 from kvdisk.assembly import _pair_with_gpu
@@ -20,7 +21,6 @@ from kvdisk.device.memory import MemoryDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.testing.addressed_device import AddressedDevice
 from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
 from kvdisk.worker import direct_choice, direct_trial
 from kvdisk.worker.direct_choice import choose_direct

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from ranks import CpuLanes
+from support.addressed_device import AddressedDevice
 
 from kvdisk.device.base import Op
 from kvdisk.device.gpu_range import GpuRange
@@ -17,7 +18,6 @@ from kvdisk.device.memory import MemoryDevice
 from kvdisk.device.pair import PairDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import HEADER_BYTES
-from kvdisk.testing.addressed_device import AddressedDevice
 from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
 from kvdisk.worker import direct_trial
 from kvdisk.worker.arena import Arena

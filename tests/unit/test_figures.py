@@ -11,6 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from support.fake_engine import FakeEngine
+from support.fake_ranks import FakeRank
+from support.manager_parts import ManagerParts, Sizes
+from support.manager_watch import ManagerWatch
 
 from kvdisk.config import Config
 from kvdisk.device.figures_file import FIGURES_FILE, read_figures, write_figures
@@ -20,10 +24,6 @@ from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.gauges import Gauges
 from kvdisk.stats import SERIES, Kind, Stats
-from kvdisk.testing.fake_engine import FakeEngine
-from kvdisk.testing.fake_ranks import FakeRank
-from kvdisk.testing.manager_parts import ManagerParts, Sizes
-from kvdisk.testing.manager_watch import ManagerWatch
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 SLOT = GEOMETRY.slot_sizes[0]

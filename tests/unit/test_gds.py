@@ -6,10 +6,10 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+from support.cuda_stub import write_stub
 
 from kvdisk.device import gds
 from kvdisk.device.gds import gds_unavailable
-from kvdisk.testing.cuda_stub import write_stub
 
 WAIT_S = 600.0
 

@@ -8,10 +8,10 @@ import json
 import gpu_report
 import pytest
 from ranks import CpuLanes
+from support.addressed_device import AddressedDevice
 
 from kvdisk.device.posix import PosixDevice
 from kvdisk.errors import ConfigError
-from kvdisk.testing.addressed_device import AddressedDevice
 from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
 from kvdisk.worker import copier, runner
 

@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import pytest
+from support.fake_engine import FakeEngine
+from support.fake_ranks import FakeRank
+from support.fake_requests import FakeRequest
+from support.manager_parts import ManagerParts, Sizes
+from support.manager_watch import ManagerWatch
 
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.testing.fake_engine import FakeEngine
-from kvdisk.testing.fake_ranks import FakeRank
-from kvdisk.testing.fake_requests import FakeRequest
-from kvdisk.testing.manager_parts import ManagerParts, Sizes
-from kvdisk.testing.manager_watch import ManagerWatch
 
 ONE = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 SAME_SIZE = Geometry((GroupGeometry(0, 2, 4096), GroupGeometry(1, 2, 4096)), 1, 2)

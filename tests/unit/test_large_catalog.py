@@ -8,6 +8,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from support.fake_engine import FakeEngine
+from support.fake_ranks import FakeRank
+from support.manager_parts import ManagerParts, Sizes
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier, make_block_key
 from kvdisk.config import Config
@@ -19,9 +22,6 @@ from kvdisk.manager.copies import CopyState
 from kvdisk.manager.pool import SlotPool
 from kvdisk.manager.transfers import JobRecord
 from kvdisk.messages import Job, JobKind, Reason, SegmentSpec
-from kvdisk.testing.fake_engine import FakeEngine
-from kvdisk.testing.fake_ranks import FakeRank
-from kvdisk.testing.manager_parts import ManagerParts, Sizes
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 CONFIG = Config(cpu_bytes=1, store_dirs=("/nowhere",), nvme_bytes=1)

@@ -6,6 +6,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.fake_engine import FakeEngine
+from support.fake_neighbours import FakeNeighbours
+from support.fake_ranks import FakeRank
+from support.fake_requests import FakeRequest, key_of
+from support.manager_parts import ManagerParts, Sizes
+from support.manager_watch import ManagerWatch
 
 from kvdisk.blocks import BlockKey, Tier
 from kvdisk.config import Config
@@ -14,12 +20,6 @@ from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager import promotions
 from kvdisk.manager.copies import CopyState
 from kvdisk.messages import Job, JobKind, Plan
-from kvdisk.testing.fake_engine import FakeEngine
-from kvdisk.testing.fake_neighbours import FakeNeighbours
-from kvdisk.testing.fake_ranks import FakeRank
-from kvdisk.testing.fake_requests import FakeRequest, key_of
-from kvdisk.testing.manager_parts import ManagerParts, Sizes
-from kvdisk.testing.manager_watch import ManagerWatch
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 PROMPTS = ("aabbccddx", "eeffgghhx", "iijjkkllx", "mmnnx", "ooppx", "qqrrx")

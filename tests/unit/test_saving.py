@@ -6,16 +6,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.fake_engine import FakeEngine
+from support.fake_ranks import FakeRank
+from support.manager_parts import ManagerParts
+from support.manager_sizes import ON_PREEMPTION_WINDOW
+from support.manager_watch import ManagerWatch
 
 from kvdisk.blocks import make_block_key
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.admission import AdmitAll
 from kvdisk.messages import JobKind, Plan
-from kvdisk.testing.fake_engine import FakeEngine
-from kvdisk.testing.fake_ranks import FakeRank
-from kvdisk.testing.manager_parts import ManagerParts
-from kvdisk.testing.manager_sizes import ON_PREEMPTION_WINDOW
-from kvdisk.testing.manager_watch import ManagerWatch
 
 SIZES = replace(ON_PREEMPTION_WINDOW, cpu_slots=(8, 8))
 

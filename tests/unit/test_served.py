@@ -6,6 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.fake_engine import FakeEngine
+from support.fake_ranks import FakeRank
+from support.manager_parts import ManagerParts, Sizes
+from support.manager_watch import ManagerWatch
 
 from kvdisk.blocks import Slot, Tier, make_block_key
 from kvdisk.config import Config
@@ -17,10 +21,6 @@ from kvdisk.manager.served import Served
 from kvdisk.manager.transfers import MoveDetail
 from kvdisk.messages import Move
 from kvdisk.stats import Stats
-from kvdisk.testing.fake_engine import FakeEngine
-from kvdisk.testing.fake_ranks import FakeRank
-from kvdisk.testing.manager_parts import ManagerParts, Sizes
-from kvdisk.testing.manager_watch import ManagerWatch
 
 ONE = Geometry((GroupGeometry(0, 4, 4096),), 1, 4)
 TWO = Geometry((GroupGeometry(0, 4, 4096), GroupGeometry(1, 2, 4096, window_tokens=5)), 1, 2)

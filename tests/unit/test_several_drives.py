@@ -4,6 +4,13 @@
 from __future__ import annotations
 
 import pytest
+from support.fake_engine import FakeEngine
+from support.fake_legs import Content
+from support.fake_neighbours import FakeHome, FakeNeighbours
+from support.fake_ranks import FakeRank
+from support.fake_requests import value_of
+from support.manager_parts import ManagerParts, Sizes
+from support.manager_watch import ManagerWatch
 
 from kvdisk.blocks import Tier, make_block_key
 from kvdisk.config import Config
@@ -12,13 +19,6 @@ from kvdisk.index.base import SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.copies import CopyState
 from kvdisk.messages import JobKind, Reason
-from kvdisk.testing.fake_engine import FakeEngine
-from kvdisk.testing.fake_legs import Content
-from kvdisk.testing.fake_neighbours import FakeHome, FakeNeighbours
-from kvdisk.testing.fake_ranks import FakeRank
-from kvdisk.testing.fake_requests import value_of
-from kvdisk.testing.manager_parts import ManagerParts, Sizes
-from kvdisk.testing.manager_watch import ManagerWatch
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 CONFIG = Config(cpu_bytes=1, store_dirs=("/nowhere",), nvme_bytes=1, min_load_tokens=0)

@@ -8,6 +8,11 @@ import types
 from typing import ClassVar
 
 import pytest
+from support.fake_engine import FakeEngine
+from support.fake_pool import FakePool
+from support.fake_ranks import FakeRank
+from support.manager_parts import ManagerParts, Sizes
+from support.manager_watch import ManagerWatch
 
 from kvdisk.blocks import BlockKey, make_block_key
 from kvdisk.config import Config
@@ -19,11 +24,6 @@ from kvdisk.manager.spillover import AHEAD_STEPS, Spillover
 from kvdisk.manager.store_policies import make_store_policy
 from kvdisk.manager.store_policy import NoStores, OnCompute, OnPreemption, own_method
 from kvdisk.manager.watermark import Refusal
-from kvdisk.testing.fake_engine import FakeEngine
-from kvdisk.testing.fake_pool import FakePool
-from kvdisk.testing.fake_ranks import FakeRank
-from kvdisk.testing.manager_parts import ManagerParts, Sizes
-from kvdisk.testing.manager_watch import ManagerWatch
 
 KEYS = [make_block_key(bytes([position]), 0) for position in range(40)]
 

@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 import pytest
+from support.fake_engine import FakeEngine
+from support.fake_ranks import FakeRank
+from support.fake_requests import key_of
+from support.manager_parts import ManagerParts, Sizes
+from support.manager_watch import ManagerWatch
 
 from kvdisk.blocks import Tier
 from kvdisk.config import EVICTIONS, Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.copies import CopyState
-from kvdisk.testing.fake_engine import FakeEngine
-from kvdisk.testing.fake_ranks import FakeRank
-from kvdisk.testing.fake_requests import key_of
-from kvdisk.testing.manager_parts import ManagerParts, Sizes
-from kvdisk.testing.manager_watch import ManagerWatch
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 FIRST, SECOND, OTHERS, LAST = "aabbx", "ccddx", ("eeffx", "gghhx"), "iijjx"

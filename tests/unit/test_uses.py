@@ -14,6 +14,11 @@ import numpy as np
 import pytest
 from cli_stores import run
 from rebuild_stores import CAP, home_path, make_store, start
+from support.fake_engine import FakeEngine
+from support.fake_ranks import FakeRank
+from support.fake_requests import key_of
+from support.manager_parts import ManagerParts, Sizes
+from support.manager_watch import ManagerWatch
 
 from kvdisk.assembly import SchedulerParts
 from kvdisk.blocks import Slot, Tier, make_block_key
@@ -26,11 +31,6 @@ from kvdisk.geometry import Geometry, GroupGeometry, uses_bytes_for
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.uses import COUNT_INTERVAL_S, Uses
-from kvdisk.testing.fake_engine import FakeEngine
-from kvdisk.testing.fake_ranks import FakeRank
-from kvdisk.testing.fake_requests import key_of
-from kvdisk.testing.manager_parts import ManagerParts, Sizes
-from kvdisk.testing.manager_watch import ManagerWatch
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 

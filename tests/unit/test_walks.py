@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fake_engine import FakeEngine
+from support.fake_neighbours import FakeNeighbours
+from support.fake_ranks import FakeRank
+from support.manager_parts import ManagerParts, Sizes
+from support.manager_watch import ManagerWatch
 
 from kvdisk.blocks import BlockKey, Tier
 from kvdisk.config import Config
@@ -19,11 +24,6 @@ from kvdisk.manager import foreign
 from kvdisk.manager.foreign import ForeignCopies
 from kvdisk.manager.manager import MAX_DEMOTE_JOBS, MAX_DEMOTE_MOVES
 from kvdisk.manager.promotions import MOST_SEEN
-from kvdisk.testing.fake_engine import FakeEngine
-from kvdisk.testing.fake_neighbours import FakeNeighbours
-from kvdisk.testing.fake_ranks import FakeRank
-from kvdisk.testing.manager_parts import ManagerParts, Sizes
-from kvdisk.testing.manager_watch import ManagerWatch
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 MANY = 2000

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from kvdisk.geometry import Geometry
-from kvdisk.testing.sim_drive import Weather
 from kvdisk.worker.copier import Event, Lane
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.gpu_staging import GpuStaging
+from support.sim_drive import Weather
 
 
 class _SlowEvent:
@@ -43,11 +43,11 @@ class SimLanes:
         self._rng = rng
         self._weather = weather
 
-    def on(self, lane: Lane) -> AbstractContextManager[Any]:  # noqa: ARG002 - there is one
+    def on(self, lane: Lane) -> AbstractContextManager[Any]:
         """See ``Lanes``."""
         return nullcontext()
 
-    def record(self, lane: Lane | None) -> Event:  # noqa: ARG002
+    def record(self, lane: Lane | None) -> Event:
         """See ``Lanes``."""
         return _SlowEvent(self._rng, self._weather)
 

@@ -18,13 +18,13 @@ from kvdisk.manager.lookup import first_needed
 from kvdisk.manager.manager import MAX_DEMOTE_JOBS
 from kvdisk.manager.pool import SlotPool
 from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
-from kvdisk.testing.budget_watch import BudgetWatch
-from kvdisk.testing.fake_engine import FakeEngine
-from kvdisk.testing.fake_ranks import FakeRank
-from kvdisk.testing.fake_requests import FakeRequest, Status, key_of, value_of
-from kvdisk.testing.manager_parts import ManagerParts, Sizes, WatchedCpuSpace
-from kvdisk.testing.policy_watch import PolicyWatch
-from kvdisk.testing.read_watch import ReadWatch
+from support.budget_watch import BudgetWatch
+from support.fake_engine import FakeEngine
+from support.fake_ranks import FakeRank
+from support.fake_requests import FakeRequest, Status, key_of, value_of
+from support.manager_parts import ManagerParts, Sizes, WatchedCpuSpace
+from support.policy_watch import PolicyWatch
+from support.read_watch import ReadWatch
 
 _BAD_COPY = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
 _READS = frozenset({JobKind.LOAD, JobKind.PROMOTE})

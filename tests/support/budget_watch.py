@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from kvdisk.testing.manager_parts import DAY_S, Sizes
+from support.manager_parts import DAY_S, Sizes
 
 
 class BudgetWatch:

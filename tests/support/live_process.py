@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A live engine as a process, under load: ``python -m kvdisk.testing.live_process --store DIR --seconds 10``.
+"""A live engine as a process, under load: ``PYTHONPATH=tests python -m support.live_process --store DIR``.
 
 Prints a JSON line when it serves, one per second (or as told), and one at the end. Ends with 1 on a wrong byte or any
 other failure, with 2 where the store refuses to be opened; SIGTERM ends it in order. ``start_process`` forks one
@@ -25,11 +25,11 @@ from typing import Any, NoReturn
 
 from kvdisk.config import Config
 from kvdisk.errors import KvdiskError
-from kvdisk.testing.live_audit import audit
-from kvdisk.testing.live_engine import LiveEngine
-from kvdisk.testing.live_load import LiveLoad, LoadShape
-from kvdisk.testing.live_model import LiveModel
-from kvdisk.testing.live_rank import LocalRank, RemoteRank, WrongBytesError, serve_rank
+from support.live_audit import audit
+from support.live_engine import LiveEngine
+from support.live_load import LiveLoad, LoadShape
+from support.live_model import LiveModel
+from support.live_rank import LocalRank, RemoteRank, WrongBytesError, serve_rank
 
 WRONG, REFUSED = 1, 2
 _SERVER = multiprocessing.get_context("forkserver")
@@ -214,7 +214,7 @@ def _redirect(log: str) -> None:
 def start_process(settings: ProcessSettings) -> BaseProcess:
     """Start a process that runs these settings; its exit code is ``run_process``'s, or 1 for any other error."""
     assert settings.log, "a process of the server has no console"
-    _SERVER.set_forkserver_preload(["kvdisk.testing.live_process"])
+    _SERVER.set_forkserver_preload(["support.live_process"])
     process = _SERVER.Process(target=_engine_process, args=(settings,))
     process.start()
     return process
@@ -232,7 +232,7 @@ def read_lines(log: str | Path, what: str = "") -> list[dict[str, Any]]:
 
 def main() -> NoReturn:
     """Be the command line."""
-    _SERVER.set_forkserver_preload(["kvdisk.testing.live_process"])
+    _SERVER.set_forkserver_preload(["support.live_process"])
     parser = argparse.ArgumentParser(description=__doc__)
     for one in fields(ProcessSettings):
         kind = {"float": float, "int": int, "str": str}.get(str(one.type))

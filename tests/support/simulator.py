@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A deterministic simulation: the real manager and the real movers of two ranks over drives that fail, from one seed.
 
-``python -m kvdisk.testing.simulator --seed N`` runs one; ``--trace`` prints each event. An engine without a model
-serves requests; the time, the order in which movers turn and batches end, what fails, when the index commits, aborts,
-resets, restarts and kills come from one generator, and nothing else does. The KV of a block is a pure function of the
-weights, its text and the rank, so that every byte that is served, or read by a step, is looked at.
+``PYTHONPATH=tests python -m support.simulator --seed N`` runs one; ``--trace`` prints each event. An engine without a
+model serves requests; the time, the order in which movers turn and batches end, what fails, when the index commits,
+aborts, resets, restarts and kills come from one generator, and nothing else does. The KV of a block is a pure function
+of the weights, its text and the rank, so that every byte that is served, or read by a step, is looked at.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kvdisk.blocks import Tier, group_of, make_block_key
 from kvdisk.geometry import HEADER_BYTES
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.copies import CopyState
-from kvdisk.testing.fake_engine import Phase
-from kvdisk.testing.live_model import PromptTree
-from kvdisk.testing.manager_parts import ManagerParts
-from kvdisk.testing.sim_drive import SimDrive, Weather
-from kvdisk.testing.sim_engine import PICKS, SHAPES, ByteWatch, SimEngine
-from kvdisk.testing.sim_rank import SimRank, World
+from support.fake_engine import Phase
+from support.live_model import PromptTree
+from support.manager_parts import ManagerParts
+from support.sim_drive import SimDrive, Weather
+from support.sim_engine import PICKS, SHAPES, ByteWatch, SimEngine
+from support.sim_rank import SimRank, World
 
 RANKS = 2
 ACTIONS = 120
@@ -54,14 +54,14 @@ class Simulation:
     def __init__(self, seed: int, on_event: Callable[[str], None] | None = None, *, straight: bool = False) -> None:
         self.seed = seed
         self._option = " --straight" if straight else ""
-        self._rng = random.Random(seed)  # noqa: S311 - seeded on purpose
+        self._rng = random.Random(seed)
         self._on_event = on_event
         self._hash = blake2b(digest_size=16)
         self._tail: deque[str] = deque(maxlen=_TAIL)
         self.counts: Counter[str] = Counter()
         self.now = 1000.0
         self._weather = Weather()
-        chooser = random.Random(seed) if straight else None  # noqa: S311 - seeded on purpose
+        chooser = random.Random(seed) if straight else None
         self._world = World(self._rng, self._weather, self._note, lambda: self.now, chooser)
         self._shape = self._rng.choice(PICKS)
         self._model, self._sizes = SHAPES[self._shape]
@@ -115,7 +115,8 @@ class Simulation:
             self._end()
         except BaseException as error:
             error.add_note(
-                f"Seed {self.seed}: python -m kvdisk.testing.simulator --trace --seed {self.seed}{self._option}"
+                f"Seed {self.seed}: "
+                f"PYTHONPATH=tests python -m support.simulator --trace --seed {self.seed}{self._option}"
             )
             error.add_note("The last events:\n" + "\n".join(self._tail))
             raise

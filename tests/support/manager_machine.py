@@ -21,13 +21,13 @@ from kvdisk.blocks import JobId, make_block_key
 from kvdisk.index.base import SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.messages import Reason
-from kvdisk.testing.fake_engine import FakeEngine, Phase
-from kvdisk.testing.fake_legs import ROTTEN, TORN
-from kvdisk.testing.fake_neighbours import FakeHome, FakeNeighbours
-from kvdisk.testing.fake_ranks import FakeRank
-from kvdisk.testing.manager_parts import ManagerParts, Sizes
-from kvdisk.testing.manager_sizes import ALL_SIZES, RANKS
-from kvdisk.testing.manager_watch import ManagerWatch
+from support.fake_engine import FakeEngine, Phase
+from support.fake_legs import ROTTEN, TORN
+from support.fake_neighbours import FakeHome, FakeNeighbours
+from support.fake_ranks import FakeRank
+from support.manager_parts import ManagerParts, Sizes
+from support.manager_sizes import ALL_SIZES, RANKS
+from support.manager_watch import ManagerWatch
 
 MOST_REQUESTS = 4
 BUDGET_TOKENS = 8

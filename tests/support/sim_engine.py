@@ -13,15 +13,15 @@ from kvdisk.device.header import check_slot
 from kvdisk.geometry import HEADER_BYTES, Geometry, Namespace
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.messages import Plan
-from kvdisk.testing.fake_engine import FakeEngine, Phase
-from kvdisk.testing.fake_ranks import FakeRank
-from kvdisk.testing.fake_requests import FakeRequest
-from kvdisk.testing.live_model import LiveModel
-from kvdisk.testing.live_rank import StepWork
-from kvdisk.testing.manager_parts import FINGERPRINT, ManagerParts, Sizes
-from kvdisk.testing.manager_watch import ManagerWatch
-from kvdisk.testing.sim_drive import Note
-from kvdisk.testing.sim_rank import SimRank
+from support.fake_engine import FakeEngine, Phase
+from support.fake_ranks import FakeRank
+from support.fake_requests import FakeRequest
+from support.live_model import LiveModel
+from support.live_rank import StepWork
+from support.manager_parts import FINGERPRINT, ManagerParts, Sizes
+from support.manager_watch import ManagerWatch
+from support.sim_drive import Note
+from support.sim_rank import SimRank
 
 
 def _config(**changes: object) -> Config:

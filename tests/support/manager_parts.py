@@ -22,9 +22,9 @@ from kvdisk.manager.store_policies import make_store_policy
 from kvdisk.manager.transfers import Transfers
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.stats import Stats
-from kvdisk.testing.fake_engine import FakeEngine
-from kvdisk.testing.fake_neighbours import FakeNeighbours
 from kvdisk.testing.watched_policy import WatchedPolicy
+from support.fake_engine import FakeEngine
+from support.fake_neighbours import FakeNeighbours
 
 FINGERPRINT = b"f" * 32
 HOME_ID = "0" * 32

@@ -15,11 +15,11 @@ from typing import cast
 from kvdisk.assembly import SchedulerParts, assemble_scheduler
 from kvdisk.config import Config
 from kvdisk.messages import JobKind, Plan, Report
-from kvdisk.testing.fake_engine import FakeEngine, Phase
-from kvdisk.testing.fake_ranks import FakeRank
-from kvdisk.testing.fake_requests import FakeRequest
-from kvdisk.testing.live_model import HashedRequest, LiveModel
-from kvdisk.testing.live_rank import LiveRank, LocalRank, StepReply, StepWork
+from support.fake_engine import FakeEngine, Phase
+from support.fake_ranks import FakeRank
+from support.fake_requests import FakeRequest
+from support.live_model import HashedRequest, LiveModel
+from support.live_rank import LiveRank, LocalRank, StepReply, StepWork
 
 MakeRank = Callable[[Config, LiveModel, int, int], LiveRank]
 STUCK_S = 600.0

@@ -16,8 +16,8 @@ from kvdisk.device.header import read_header
 from kvdisk.device.paths import allocated_bytes
 from kvdisk.geometry import FILE_EPOCH, HEADER_BYTES, Namespace, segment_file_bytes, slot_offset
 from kvdisk.index.base import BlockRecord, SegmentRecord
-from kvdisk.testing.live_engine import STUCK_S, LiveEngine
-from kvdisk.testing.live_model import LiveModel
+from support.live_engine import STUCK_S, LiveEngine
+from support.live_model import LiveModel
 
 SHORT_FLUSH_S = 0.5
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from kvdisk.blocks import BlockKey, group_of
 from kvdisk.messages import Job, JobKind, Plan
-from kvdisk.testing.fake_engine import FakeEngine
-from kvdisk.testing.fake_requests import FakeRequest, key_of
-from kvdisk.testing.manager_parts import ManagerParts, Sizes
+from support.fake_engine import FakeEngine
+from support.fake_requests import FakeRequest, key_of
+from support.manager_parts import ManagerParts, Sizes
 
 
 @dataclass

@@ -19,7 +19,7 @@ from kvdisk.blocks import GROUP_BYTES, BlockKey, group_of
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry, segment_file_bytes
 from kvdisk.index.lmdb_index import map_bytes_for
-from kvdisk.testing.fake_requests import FakeRequest
+from support.fake_requests import FakeRequest
 
 HASH_TOKENS = 4
 FILE_WEIGHTS = 0
@@ -141,5 +141,5 @@ class PromptTree:
         return text[:length]
 
     def _branch(self, path: str) -> str:
-        found = random.Random(path)  # noqa: S311 - a text that is the same everywhere, no secret
+        found = random.Random(path)
         return "".join(found.choices(_LETTERS, k=self._branch_tokens))

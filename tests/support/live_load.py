@@ -7,9 +7,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvdisk.testing.fake_requests import FakeRequest
-from kvdisk.testing.live_engine import LiveEngine
-from kvdisk.testing.live_model import PromptTree
+from support.fake_requests import FakeRequest
+from support.live_engine import LiveEngine
+from support.live_model import PromptTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class LiveLoad:
         self.seed = seed
         self.finished = 0
         self._shape = shape or LoadShape()
-        self._rng = random.Random(seed)  # noqa: S311 - seeded on purpose
+        self._rng = random.Random(seed)
         self._tree = PromptTree(self._shape.width, most_tokens=self._shape.most_tokens)
         self._started = 0
         self._doomed: dict[str, int] = {}

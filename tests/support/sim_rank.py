@@ -15,15 +15,15 @@ from kvdisk.assembly import WorkerParts
 from kvdisk.blocks import JobId, Slot, Tier
 from kvdisk.config import Config
 from kvdisk.messages import Job, JobKind, Report
-from kvdisk.testing.addressed_device import AddressedDevice
-from kvdisk.testing.live_model import LiveModel
-from kvdisk.testing.live_rank import LocalRank, StepWork
-from kvdisk.testing.manager_parts import FINGERPRINT, Sizes
-from kvdisk.testing.sim_direct import draw_direct
-from kvdisk.testing.sim_drive import Note, SimDevice, SimDrive, SimFiles, Weather
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.copier import CopyTicket, HostCopier, LayerBlocks, Mark
 from kvdisk.worker.mover import Mover
+from support.addressed_device import AddressedDevice
+from support.live_model import LiveModel
+from support.live_rank import LocalRank, StepWork
+from support.manager_parts import FINGERPRINT, Sizes
+from support.sim_direct import draw_direct
+from support.sim_drive import Note, SimDevice, SimDrive, SimFiles, Weather
 
 STAGING_SLOTS = 3
 PART_SLOTS = 2

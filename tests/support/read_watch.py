@@ -14,9 +14,9 @@ from kvdisk.blocks import BlockKey, JobId, group_of
 from kvdisk.manager.promotions import MAX_PROMOTE_JOBS, MAX_PROMOTE_MOVES, PREFETCH_DIVISOR
 from kvdisk.manager.transfers import JobRecord
 from kvdisk.messages import Job, JobKind
-from kvdisk.testing.fake_engine import FakeEngine
-from kvdisk.testing.fake_requests import FakeRequest, Status, key_of
-from kvdisk.testing.manager_parts import ManagerParts, Sizes
+from support.fake_engine import FakeEngine
+from support.fake_requests import FakeRequest, Status, key_of
+from support.manager_parts import ManagerParts, Sizes
 
 
 @dataclass

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.testing.manager_parts import Sizes
+from support.manager_parts import Sizes
 
 RANKS = 2
 

@@ -24,8 +24,8 @@ from kvdisk.blocks import JobId, group_of
 from kvdisk.config import Config
 from kvdisk.geometry import GroupGeometry
 from kvdisk.messages import Job, JobKind, Plan, Report
-from kvdisk.testing.fake_requests import FakeRequest
-from kvdisk.testing.live_model import LiveModel
+from support.fake_requests import FakeRequest
+from support.live_model import LiveModel
 
 MakeWorker = Callable[[Config, LiveModel, int, list[list[torch.Tensor]]], WorkerParts]
 IDLE_WAIT_S = 0.002

@@ -3,7 +3,7 @@
 
 The weights are scaled so that greedy decoding depends on the whole prompt: attention is peaked
 (one wrong block of KV changes the tokens), and what the layers add outweighs the embedding of the
-last token. ``python -m kvdisk.testing.tiny_models KIND DIR [TEXT ...]`` builds one model.
+last token. ``python tools/tiny_models.py KIND DIR [TEXT ...]`` builds one model.
 """
 
 from __future__ import annotations

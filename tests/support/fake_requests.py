@@ -9,7 +9,7 @@ from enum import Enum
 
 from kvdisk.blocks import BlockKey, group_of, make_block_key
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.testing.fake_pool import FakePool
+from support.fake_pool import FakePool
 
 
 class Status(Enum):

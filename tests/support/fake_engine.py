@@ -18,9 +18,9 @@ from kvdisk.blocks import BlockKey
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager.manager import TierManager
 from kvdisk.messages import Plan, Report
-from kvdisk.testing.fake_pool import FakePool
-from kvdisk.testing.fake_ranks import FakeRank, run_plan
-from kvdisk.testing.fake_requests import BlockTables, FakeRequest, Status, key_of, value_of
+from support.fake_pool import FakePool
+from support.fake_ranks import FakeRank, run_plan
+from support.fake_requests import BlockTables, FakeRequest, Status, key_of, value_of
 
 
 class Phase(Enum):
