@@ -91,15 +91,15 @@ class _Load:
         return ended
 
 
-def run_load(llm: Any, prompts: list[list[int]], max_tokens: int, at_once: int) -> int:
-    """Serve each prompt once; return the steps that the engine took."""
+def run_load(llm: Any, prompts: list[list[int]], max_tokens: int, at_once: int) -> tuple[int, bool]:
+    """Serve each prompt once; return the steps that the engine took, and whether stores are out at the end."""
     load = _Load(llm, prompts, max_tokens, at_once)
     steps = 0
     while load.open or load.added < len(prompts):
         load.add(len(prompts))
         load.step()
         steps += 1
-    return steps
+    return steps, bool(core_of(llm).scheduler.connector.has_pending_push_work())
 
 
 def _reset(llm: Any) -> bool:

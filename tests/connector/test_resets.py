@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from engine_child import EngineChild
+from torture_rounds import HERE
 
 pytestmark = pytest.mark.vllm
 
-ENV = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "PYTHONPATH": str(Path(__file__).parent)}
-LIMITS = {"max_model_len": 512, "num_gpu_blocks_override": 64, "max_num_seqs": 8}
+ENV = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", **HERE}
+LIMITS = {"max_model_len": 512, "num_gpu_blocks_override": 64, "max_num_seqs": 16}
 STORE = {"nvme_bytes": "256MiB", "device": "posix", "store_decode": True}
 SHARED = random.Random(1).choices(range(10, 500), k=100)
 PROMPTS = [SHARED[: 50 * (seed % 3)] + random.Random(seed).choices(range(10, 500), k=90) for seed in range(2, 14)]
@@ -53,24 +54,26 @@ def test_slow_and_hanging_writes_without_a_cpu_tier(tiny_llama: Path, tmp_path: 
     extra = {"cpu_bytes": 0, "store_dirs": str(tmp_path / "store"), **STORE}
     with EngineChild(tiny_llama, tmp_path / "log", extra_config=extra, env=ENV, **LIMITS) as engine:
 
-        def steps(seed: int) -> int:
+        def serve(seed: int) -> tuple[int, bool]:
             prompts = [random.Random(1000 * seed + at).choices(range(10, 500), k=190) for at in range(60)]
-            taken: int = engine.call("reset_acts:run_load", prompts, TOKENS, 8)
-            return taken
+            steps, stores_are_out = engine.call("reset_acts:run_load", prompts, TOKENS, 16)
+            return steps, stores_are_out
 
-        steps(1)
+        serve(1)
         engine.drain()
-        usual = steps(2)
+        usual, _ = serve(2)
         engine.drain()
-        engine.call("reset_acts:delay_writes", 0.2)
-        slow = steps(3)
+        engine.call("reset_acts:delay_writes", 0.5)
+        slow, stores_are_out = serve(3)
+        assert stores_are_out
         reset_while_it_serves(engine, resets)
         engine.call("reset_acts:delay_writes", 0)
         engine.drain()
         engine.call("reset_acts:hang_next_write")
-        hung = steps(4)
+        hung, stores_are_out = serve(4)
+        assert stores_are_out
         engine.call("reset_acts:let_go")
         engine.call("torture_acts:audit")
         print(f"steps of 60 requests: {usual}, slow writes {slow}, one that hangs {hung}")
-        assert max(slow, hung) <= 1.05 * usual, (usual, slow, hung)
+        assert max(slow, hung) <= 1.05 * usual + 1, (usual, slow, hung)
         assert engine.counters()["stored_blocks"] > 0
