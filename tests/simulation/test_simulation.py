@@ -12,7 +12,7 @@ import pytest
 from support import ENVIRONMENT
 from support.simulator import SHAPES, Simulation, run_seeds
 
-SEEDS = 200
+SEEDS = 100
 SHIFT = 10_000 * int(os.environ.get("KVDISK_TORTURE_SEED", "0"))
 
 
@@ -42,7 +42,7 @@ MUST_HAPPEN = (
 
 
 @pytest.mark.torture
-@pytest.mark.parametrize("first", range(0, 400, 100))
+@pytest.mark.parametrize("first", range(0, 500, 100))
 def test_for_long(first: int) -> None:
     run_seeds(SHIFT + SEEDS + first, 100)
 

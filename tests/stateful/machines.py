@@ -21,15 +21,15 @@ from kvdisk.manager.transfers import JobRecord, Transfers
 from kvdisk.messages import JobKind
 
 
-def run_machine(all_sizes: tuple[Sizes, ...], examples: int, steps: int = 60, *, shrink: bool = True) -> None:
-    """Run the machine over these sizes; raise what an example raises. ``shrink``: look for a smaller one first."""
+def run_machine(sizes: Sizes, examples: int, steps: int = 60, *, shrink: bool = True) -> None:
+    """Run the machine over a size; raise what an example raises. ``shrink``: look for a smaller one first."""
 
     class Machine(ManagerMachine):
         @invariant()
         def every_job_holds_its_copies(self) -> None:
             check_pins(self.parts)
 
-    Machine.all_sizes = all_sizes
+    Machine.sizes = sizes
     phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
     run_state_machine_as_test(
         Machine,
@@ -46,8 +46,8 @@ def run_machine(all_sizes: tuple[Sizes, ...], examples: int, steps: int = 60, *,
     )
 
 
-EXAMPLES_FOR_A_BUG = 3000
-"""At most: the first that fails ends the search."""
+EXAMPLES_FOR_A_BUG = (100, 1500)
+"""At most, in one of the sizes: a few in each, then many in each. The first that fails ends the search."""
 Patch = pytest.MonkeyPatch
 
 
@@ -77,7 +77,13 @@ class Bugs(dict[str, Callable[[Patch], None]]):
         """Plant a bug; fail unless the machine fails."""
         self[name](patch)
         with pytest.raises((AssertionError, KeyError, IndexError, ExceptionGroup)):
-            run_machine(self._shows_in.get(name, self._sizes), EXAMPLES_FOR_A_BUG, shrink=False)
+            _search(self._shows_in.get(name, self._sizes))
+
+
+def _search(all_sizes: tuple[Sizes, ...]) -> None:
+    for examples in EXAMPLES_FOR_A_BUG:
+        for sizes in all_sizes:
+            run_machine(sizes, examples, shrink=False)
 
 
 def wrap(patch: Patch, owner: type, name: str, around: Callable[..., Any]) -> None:

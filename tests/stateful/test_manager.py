@@ -13,10 +13,10 @@ SIZES = {name: sizes for name, sizes in vars(manager_sizes).items() if isinstanc
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_the_invariants_hold(sizes):
-    run_machine((sizes,), examples=70)
+    run_machine(sizes, examples=30)
 
 
 @pytest.mark.torture
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_the_invariants_hold_for_long(sizes):
-    run_machine((sizes,), examples=70)
+    run_machine(sizes, examples=400)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from machines import Bugs, Patch, wrap
-from support.manager_sizes import ADMISSION_SIZES
+from support.manager_sizes import ADMISSION_SIZES, NVME_BUDGET, REUSE_CPU
 
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme_offers import NvmeOffers
@@ -20,7 +20,7 @@ from kvdisk.manager.write_budget import WriteBudget
 BUGS = Bugs(ADMISSION_SIZES)
 
 
-@BUGS.plant
+@BUGS.plant_in(REUSE_CPU)
 def one_request_counted_twice(patch: Patch) -> None:
     numbers = count()
 
@@ -30,7 +30,7 @@ def one_request_counted_twice(patch: Patch) -> None:
     wrap(patch, ReuseTable, "want", want)
 
 
-@BUGS.plant
+@BUGS.plant_in(REUSE_CPU)
 def counts_that_survive_a_reset(patch: Patch) -> None:
     patch.setattr(AdmitReused, "reset", lambda self: None)
 
@@ -40,7 +40,7 @@ def refused_block_not_asked_before_it_leaves(patch: Patch) -> None:
     patch.setattr(NvmeOffers, "ask_before_leaving", lambda self, row: False)
 
 
-@BUGS.plant
+@BUGS.plant_in(NVME_BUDGET)
 def budget_overdrawn(patch: Patch) -> None:
     wrap(patch, WriteBudget, "spend", lambda original, self, blocks, size: original(self, blocks // 2, size))
 

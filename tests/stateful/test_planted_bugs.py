@@ -143,7 +143,7 @@ def index_written_when_planned(patch: Patch) -> None:
     wrap(patch, TierManager, "_plan_demotions", plan)
 
 
-@BUGS.plant
+@BUGS.plant_in(WINDOW)
 def refused_block_skipped_by_the_watermark(patch: Patch) -> None:
     patch.setattr(Watermark, "refuse", lambda self, positions, *args: self.accept(positions))
 
@@ -213,7 +213,7 @@ def pinned_copy_evicted(patch: Patch) -> None:
     patch.setattr(Catalog, "evictable_in", lambda self, tier: lambda row: self.state(row, tier) == CopyState.READY)
 
 
-@BUGS.plant
+@BUGS.plant_in(NVME_ONLY)
 def late_slot_of_a_load_freed_at_settlement(patch: Patch) -> None:
     forget_late(patch, {JobKind.LOAD})
 

@@ -26,7 +26,7 @@ from support.fake_legs import ROTTEN, TORN
 from support.fake_neighbours import FakeHome, FakeNeighbours
 from support.fake_ranks import FakeRank
 from support.manager_parts import ManagerParts, Sizes
-from support.manager_sizes import ALL_SIZES, RANKS
+from support.manager_sizes import RANKS
 from support.manager_watch import ManagerWatch
 
 MOST_REQUESTS = 4
@@ -58,14 +58,13 @@ class Event(Enum):
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """See the module. ``all_sizes``: Hypothesis starts with one of them."""
+    """See the module. ``sizes``: of the manager."""
 
-    all_sizes: ClassVar[tuple[Sizes, ...]] = ALL_SIZES
+    sizes: ClassVar[Sizes]
 
-    @initialize(pick=st.integers(0, len(ALL_SIZES) - 1))
-    def start(self, pick: int) -> None:
-        """Choose sizes and start a first life."""
-        self.sizes = self.all_sizes[pick % len(self.all_sizes)]
+    @initialize()
+    def start(self) -> None:
+        """Start a first life."""
         self.index = MemoryIndex(max_queued=6)
         self.neighbours = FakeNeighbours([])
         self.ranks = [FakeRank(rank, self.neighbours) for rank in range(RANKS)]
