@@ -8,7 +8,6 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import fields
@@ -314,37 +313,3 @@ def test_metrics_that_the_text_names_are_there():
 
 def test_the_python_of_the_pages_is_python():
     assert all(ast.parse(block) for path in prose() for said, block in blocks(path.read_text()) if said == "python")
-
-
-def test_every_name_of_the_architecture_is_in_the_glossary():
-    text = (DOCS / "GLOSSARY.md").read_text().lower()
-    words = {word.strip() for row in re.findall(r"^\| ([a-z ,]+) \|", text, re.MULTILINE) for word in row.split(",")}
-    wanted = {
-        "block",
-        "block key",
-        "tier",
-        "slot",
-        "segment",
-        "home",
-        "geometry",
-        "namespace",
-        "copy",
-        "catalog",
-        "index",
-    }
-    wanted |= {
-        "watermark",
-        "load",
-        "store",
-        "demote",
-        "promote",
-        "pin",
-        "unpin",
-        "plan",
-        "settle",
-        "epoch",
-        "limbo",
-        "zombie",
-    }
-    assert wanted <= words
-    assert sys.version_info >= (3, 11)
