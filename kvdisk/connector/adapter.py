@@ -8,10 +8,9 @@ arguments is read here, so that a new version means a change in this file.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import vllm
@@ -311,6 +310,8 @@ class BlockPoolContext:
             if not hasattr(pool, name):
                 raise ConfigError(f"kvdisk needs the engine's block pool, and this one has no {name!r}.")
         self._pool = pool
+        if not isinstance(pool._reuse_watchers, _Watchers):
+            pool._reuse_watchers = _Watchers(pool._reuse_watchers)
         self._geometry = geometry
         self._step_blocks = step_blocks
         self._views: dict[int, PooledBlock] = {}
@@ -340,25 +341,18 @@ class BlockPoolContext:
         return view
 
     def watch(self, block_ids: Sequence[int]) -> None:
-        """See ``SchedulerContext``. Whoever watches a block already hears of it too.
+        """See ``SchedulerContext``.
 
         ``BlockPool.unpin_blocks``, vLLM's own way to the same watchers, would move free blocks to the end of the queue.
         """
-        watchers, note = self._pool._reuse_watchers, self._note
         for block_id in block_ids:
             assert block_id > 0, "the null block is nobody's"
-            other = watchers.get(block_id)
-            if other is None or other is note:
-                watchers[block_id] = note
-            else:
-                watchers[block_id] = partial(_call_both, other, note)
+            self._pool._reuse_watchers[block_id] = self._note
 
     def unwatch(self, block_ids: Iterable[int]) -> None:
         """See ``SchedulerContext``."""
-        watchers, note = self._pool._reuse_watchers, self._note
         for block_id in block_ids:
-            if watchers.get(block_id) is note:
-                del watchers[block_id]
+            self._pool._reuse_watchers.remove(block_id, self._note)
 
     def take_reused(self) -> Sequence[int]:
         """See ``SchedulerContext``."""
@@ -379,8 +373,38 @@ class BlockPoolContext:
             yield self.get_block(block.block_id)
 
 
-def _call_both(
-    first: Callable[[KVCacheBlock], None], second: Callable[[KVCacheBlock], None], block: KVCacheBlock
-) -> None:
-    first(block)
-    second(block)
+_Watcher = Callable[["KVCacheBlock"], None]
+
+
+class _Watchers(dict[int, Any]):
+    """A pool's watchers by block, where one more joins those before: ``unpin_blocks`` would replace ours."""
+
+    def __init__(self, before: Mapping[int, _Watcher]) -> None:
+        super().__init__()
+        for block_id, watcher in before.items():
+            self[block_id] = watcher
+
+    def __setitem__(self, block_id: int, watcher: _Watcher) -> None:
+        watching = self._of(block_id)
+        if watcher not in watching:
+            super().__setitem__(block_id, _CallAll((*watching, watcher)))
+
+    def remove(self, block_id: int, watcher: _Watcher) -> None:
+        """Forget one watcher of a block. It may not be there."""
+        left = tuple(each for each in self._of(block_id) if each != watcher)
+        if left:
+            super().__setitem__(block_id, _CallAll(left))
+        else:
+            self.pop(block_id, None)
+
+    def _of(self, block_id: int) -> tuple[_Watcher, ...]:
+        found = self.get(block_id)
+        return found.watchers if isinstance(found, _CallAll) else ()
+
+
+class _CallAll(NamedTuple):
+    watchers: tuple[_Watcher, ...]
+
+    def __call__(self, block: KVCacheBlock) -> None:
+        for watcher in self.watchers:
+            watcher(block)

@@ -107,6 +107,26 @@ def test_blocks_that_a_window_has_passed_are_free_though_their_stores_are_out(en
     assert_right_copies(bench, prompt_of(1, TOKENS) + bench.sampled("a")[:100])
 
 
+def test_another_connector_that_watches_the_same_blocks_later(engines: Engines) -> None:
+    """It pins them while the request runs, and unpins them with a watcher of its own."""
+    bench = engines.make(num_blocks=6)
+    bench.hold = {JobKind.STORE}
+    request = bench.add("a", prompt_of(1, TOKENS), max_tokens=2)
+    bench.step()
+    pinned = [bench.pool.blocks[block_id] for block_id in bench.table("a")[:3]]
+    bench.pool.touch(pinned)
+    bench.run_until_finished("a")
+    assert request.is_finished()
+    heard: list[int] = []
+    bench.pool.unpin_blocks(pinned, lambda block: heard.append(block.block_id))
+    again = bench.add("next", prompt_of(2, TOKENS), max_tokens=50)
+    for _ in range(80):
+        bench.step()
+    assert again.is_finished()
+    assert set(heard) == {block.block_id for block in pinned}
+    assert_right_copies(bench, prompt_of(1, TOKENS), prompt_of(2, TOKENS))
+
+
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_a_victims_blocks_are_the_next_ones_at_once(engines: Engines, pipelined: bool) -> None:
     bench = engines.make(num_blocks=9, pipelined=pipelined)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from machines import Bugs, Patch, wrap
-from support.manager_sizes import ADMISSION_SIZES, NVME_BUDGET, REUSE_CPU
+from support.manager_sizes import ADMISSION_SIZES, BUDGET, NVME_BUDGET, REUSE_CPU
 
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme_offers import NvmeOffers
@@ -45,7 +45,7 @@ def budget_overdrawn(patch: Patch) -> None:
     wrap(patch, WriteBudget, "spend", lambda original, self, blocks, size: original(self, blocks // 2, size))
 
 
-@BUGS.plant
+@BUGS.plant_in(NVME_BUDGET)
 def budget_that_a_restart_fills(patch: Patch) -> None:
     def look(original: Any, self: WriteBudget, now: float) -> bool:
         if self._looked_s is None:
@@ -55,7 +55,7 @@ def budget_that_a_restart_fills(patch: Patch) -> None:
     wrap(patch, WriteBudget, "look", look)
 
 
-@BUGS.plant
+@BUGS.plant_in(BUDGET)
 def idle_engine_that_waits_for_the_budget(patch: Patch) -> None:
     def has_pending_work(original: Any, self: TierManager, now: float) -> bool:
         with pytest.MonkeyPatch.context() as inner:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from machines import Bugs, Patch, forget_late, tolerate_missing_pins, wrap
-from support.manager_sizes import CPU_ONLY, NVME_ONLY, ONE_GROUP, REUSE_CPU, WINDOW
+from support.manager_sizes import CPU_ONLY, NVME_ONLY, NVME_REUSE, ONE_GROUP, QUEUE, REUSE_CPU, WINDOW
 
 from kvdisk.blocks import BlockKey, Tier, group_of
 from kvdisk.manager.catalog import Catalog
@@ -45,7 +45,7 @@ def settled_when_the_first_rank_answered(patch: Patch) -> None:
     wrap(patch, Transfers, "absorb", absorb)
 
 
-@BUGS.plant
+@BUGS.plant_in(CPU_ONLY, NVME_ONLY)
 def one_ranks_failure_ignored(patch: Patch) -> None:
     def absorb(original: Any, self: Transfers, report: Any) -> list[JobRecord]:
         settled = original(self, report)
@@ -58,7 +58,7 @@ def one_ranks_failure_ignored(patch: Patch) -> None:
     wrap(patch, Transfers, "absorb", absorb)
 
 
-@BUGS.plant
+@BUGS.plant_in(QUEUE, ONE_GROUP)
 def slot_reused_before_its_deletion_is_committed(patch: Patch) -> None:
     patch.setattr(SlotPool, "retain", lambda self, slots, ticket: self.release(slots))
 
@@ -143,7 +143,7 @@ def index_written_when_planned(patch: Patch) -> None:
     wrap(patch, TierManager, "_plan_demotions", plan)
 
 
-@BUGS.plant_in(WINDOW)
+@BUGS.plant_in(NVME_ONLY, NVME_REUSE, WINDOW)
 def refused_block_skipped_by_the_watermark(patch: Patch) -> None:
     patch.setattr(Watermark, "refuse", lambda self, positions, *args: self.accept(positions))
 
@@ -157,12 +157,12 @@ def refused_block_offered_every_step(patch: Patch) -> None:
     wrap(patch, Watermark, "candidates", candidates)
 
 
-@BUGS.plant
+@BUGS.plant_in(NVME_REUSE, REUSE_CPU)
 def wanted_block_not_offered_again(patch: Patch) -> None:
     patch.setattr(Watermark, "rise", lambda self, key: self.unused.pop(key, None))
 
 
-@BUGS.plant
+@BUGS.plant_in(REUSE_CPU)
 def unwanted_block_offered_again(patch: Patch) -> None:
     def refuse(original: Any, self: Watermark, positions: Sequence[int], keys: Sequence[BlockKey]) -> None:
         original(self, positions, keys)
@@ -185,7 +185,7 @@ def reset_that_keeps_the_epoch(patch: Patch) -> None:
     patch.setattr(TierManager, "reset", lambda self, epoch: None)
 
 
-@BUGS.plant
+@BUGS.plant_in(WINDOW, ONE_GROUP)
 def failed_position_promised_again(patch: Patch) -> None:
     def settle(original: Any, self: Settlement, record: JobRecord, now: float) -> None:
         original(self, record, now)
@@ -223,7 +223,7 @@ def late_slot_of_a_demotion_freed_at_settlement(patch: Patch) -> None:
     forget_late(patch, {JobKind.DEMOTE})
 
 
-@BUGS.plant
+@BUGS.plant_in(NVME_REUSE)
 def late_slot_of_a_store_freed_at_settlement(patch: Patch) -> None:
     forget_late(patch, {JobKind.STORE})
 
@@ -262,7 +262,7 @@ def pins_of_late_moves_never_given_back(patch: Patch) -> None:
     patch.setattr(Settlement, "release", lambda self, record: None)
 
 
-@BUGS.plant
+@BUGS.plant_in(WINDOW, ONE_GROUP)
 def idle_engine_that_waits_for_late_moves(patch: Patch) -> None:
     patch.setattr(Transfers, "__len__", lambda self: len(self._records) + len(self._zombies))
 

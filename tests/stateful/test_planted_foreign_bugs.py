@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from machines import Bugs, Patch, wrap
-from support.manager_sizes import NVME_ONLY, ONE_GROUP
+from support.manager_sizes import BUDGET, NVME_BUDGET, NVME_ONLY, REUSE_CPU
 
 from kvdisk.blocks import Tier
 from kvdisk.manager.foreign import ForeignCopies
@@ -18,7 +18,7 @@ from kvdisk.messages import JobKind
 BUGS = Bugs()
 
 
-@BUGS.plant_in(ONE_GROUP)
+@BUGS.plant_in(NVME_BUDGET, BUDGET, NVME_ONLY)
 def foreign_copy_that_failed_asked_for_again(patch: Patch) -> None:
     patch.setattr(ForeignCopies, "deny", lambda *_: None)
 
@@ -48,7 +48,7 @@ def foreign_segment_never_closed(patch: Patch) -> None:
     patch.setattr(ForeignCopies, "unpin", unpin)
 
 
-@BUGS.plant_in(NVME_ONLY)
+@BUGS.plant_in(REUSE_CPU, NVME_ONLY)
 def foreign_segment_closed_under_a_late_read(patch: Patch) -> None:
     def settle(original: Any, self: Settlement, move: Any, reason: Any, late: bool) -> None:
         original(self, move, reason, False)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from machines import Bugs, Patch, wrap
-from support.manager_sizes import ON_PREEMPTION_SIZES, ON_PREEMPTION_WINDOW, SPILLOVER_SIZES
+from support.manager_sizes import ON_PREEMPTION_SIZES, ON_PREEMPTION_WINDOW, SPILLOVER_REUSE, SPILLOVER_SIZES
 
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.spillover import Spillover
@@ -60,7 +60,7 @@ def free_block_offered_again_though_nobody_reached_it(patch: Patch) -> None:
     wrap(patch, Spillover, "free_offers", free_offers)
 
 
-@SPILL.plant
+@SPILL.plant_in(SPILLOVER_REUSE)
 def refused_free_block_offered_every_step(patch: Patch) -> None:
     patch.setattr(Spillover, "refuse_free", lambda self, key, *_: self._due.update({key: self._blocks[key]}))
 

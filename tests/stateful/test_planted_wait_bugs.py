@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from machines import Bugs, Patch, forget_late, tolerate_missing_pins, wrap
-from support.manager_sizes import NVME_ONLY, QUEUE_SIZES
+from support.manager_sizes import NVME_ONLY, QUEUE_REUSE, QUEUE_SIZES, QUEUE_WINDOW
 
 from kvdisk.blocks import Tier
 from kvdisk.manager import promotions
@@ -73,7 +73,7 @@ def slots_ahead_never_given_back(patch: Patch) -> None:
     patch.setattr(Promotions, "leave", lambda self, request_id: self._waiting.pop(request_id, None))
 
 
-@BUGS.plant
+@BUGS.plant_in(QUEUE_REUSE)
 def reading_ahead_what_the_tier_refuses(patch: Patch) -> None:
     def plan_job(original: Any, self: Promotions, *args: Any) -> bool:
         with pytest.MonkeyPatch.context() as inside:
@@ -111,7 +111,7 @@ def load_that_has_ended_still_waited_for(patch: Patch) -> None:
     patch.setattr(GpuLoads, "end", lambda *_: None)
 
 
-@BUGS.plant
+@BUGS.plant_in(NVME_ONLY, QUEUE_WINDOW)
 def waiting_for_a_load_without_end(patch: Patch) -> None:
     patch.setattr(LoadPlanner, "_is_over", lambda *_: False)
 
