@@ -246,7 +246,7 @@ class ByteBench(Bench):
                 return
             self.step()
             if self.connector.scheduler._parts.index is not None:
-                assert self.connector.scheduler._parts.index.flush(30.0)
+                assert self.connector.scheduler._parts.index.flush(600.0)
             if self.behind and not self.scheduler.requests:
                 self.update()
         raise AssertionError(f"still busy after {steps} steps")

@@ -109,8 +109,17 @@ def _reset(llm: Any) -> bool:
     try:
         assert llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     except RuntimeError:
-        requests = core_of(llm).scheduler.requests.values()
-        assert RequestStatus.WAITING_FOR_REMOTE_KVS in {request.status for request in requests}
+        scheduler = core_of(llm).scheduler
+        caches = scheduler.kv_cache_manager
+        loading = {
+            block
+            for request in scheduler.requests.values()
+            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            for group in caches.get_block_ids(request.request_id)
+            for block in group
+        }
+        held = {block.block_id for block in caches.block_pool.blocks[1:] if block.ref_cnt}
+        assert held and held <= loading, "blocks are held that nobody loads to"
         return False
     return True
 

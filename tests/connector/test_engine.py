@@ -148,7 +148,7 @@ def _check_metrics(engine: EngineChild, warm: Sequence[Answer], group: dict[str,
     for route in ("gpu_to_cpu", "cpu_to_gpu", "cpu_to_nvme", "nvme_to_cpu"):
         assert ours[f"transfer_bytes_count.{route}"] == ours[f"transfer_seconds_count.{route}"]
         assert (ours[f"transfer_seconds_sum.{route}"] > 0) == (ours[f"transfer_bytes_sum.{route}"] > 0)
-    assert ours["job_seconds_count.load"] == 4 and 0 < ours["job_seconds_sum.load"] < 60
+    assert ours["job_seconds_count.load"] == 4 and ours["job_seconds_sum.load"] > 0
     assert ours["held_blocks.nvme"] * slot_bytes == ours["used_bytes.nvme"] <= ours["capacity_bytes.nvme"]
     assert ours["held_blocks.cpu"] * slot_bytes == ours["used_bytes.cpu"] > 0
     waiting = ("queued_jobs", "backlog_blocks", "uncommitted_changes", "limbo_blocks")

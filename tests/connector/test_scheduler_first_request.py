@@ -32,7 +32,7 @@ class Fresh(Bench):
             if not self.scheduler.has_requests():
                 return
             self.step()
-            assert self.connector.scheduler._parts.index.flush(30.0)
+            assert self.connector.scheduler._parts.index.flush(600.0)
         raise AssertionError("still busy")
 
     def stored(self) -> list[bytes]:

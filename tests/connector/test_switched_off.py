@@ -28,7 +28,7 @@ from kvdisk.messages import JobKind, Plan, Report
 
 pytestmark = pytest.mark.vllm
 
-WAIT_S = 60.0
+WAIT_S = 600.0
 PROMPT = list(range(100, 100 + 4 * BLOCK_TOKENS + 5))
 OTHER = [token + 1 for token in PROMPT]
 SCHEDULER_HOOKS = (

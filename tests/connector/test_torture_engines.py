@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from engine_child import EngineChild, EngineError
+from engine_child import STEADY, EngineChild, EngineError
 from torture_damage import damage
 from torture_prompts import verify_store
 from torture_rounds import GPU, HERE, MIB, PROMPTS, ROUNDS, SEED, run_round
@@ -54,7 +54,7 @@ def test_two_of_them_in_a_multi_connector(model: Path, expected: list[list[int]]
     """The first one that has something loads it; the other one is not chosen, and stores all the same."""
     store = {"cpu_bytes": "2MiB", "store_dirs": str(tmp_path / "store"), "nvme_bytes": "16MiB", "segment_bytes": "1MiB"}
     children = [
-        {"kv_connector": "KVDiskConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        {"kv_connector": "KVDiskConnector", "kv_role": "kv_both", "kv_connector_extra_config": STEADY | extra}
         for extra in (store, {"cpu_bytes": "4MiB"})
     ]
     transfer = {

@@ -14,7 +14,7 @@ from kvdisk.geometry import HEADER_BYTES
 
 pytestmark = pytest.mark.vllm
 
-WAIT_S = 60.0
+WAIT_S = 600.0
 PROMPT = list(range(100, 100 + 6 * BLOCK_TOKENS + 5))
 
 

@@ -17,7 +17,7 @@ MEMORY = Path("/dev/shm")  # noqa: S108 - only looked for
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No home is left alone because the process that reads it has to wait for a busy machine."""
-    monkeypatch.setattr(neighbour_reader, "ANSWER_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(neighbour_reader, "ANSWER_TIMEOUT_S", 600.0)
 
 
 @pytest.fixture

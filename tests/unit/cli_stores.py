@@ -67,7 +67,7 @@ def fill_home(home: Home, model: Model, segments: int, *, used: int = 5, stored_
         keys = [make_block_key(bytes([segment, slot]) * 16, group.group) for slot in range(used)]
         epoch = 0 if segment < 2 else 77
         index.put([BlockRecord(epoch, key, Slot(segment, i), i + 1, None, stored_s + i) for i, key in enumerate(keys)])
-    assert index.flush(30)
+    assert index.flush(600)
     return index
 
 
@@ -121,7 +121,7 @@ index = t.fill_home(home, t.PLAIN, 1, stored_s=5000) if sys.argv[3] == "filled" 
 print(home.id, flush=True)
 for line in sys.stdin:
     index.put([t.BlockRecord(0, t.make_block_key(b"more" * 8, 0), t.Slot(0, 6), 9)])
-    print(index.flush(30), index.poll().dropped_puts, flush=True)
+    print(index.flush(600), index.poll().dropped_puts, flush=True)
 """
 
 

@@ -162,7 +162,7 @@ class Layer:
 
     def leave(self) -> str:
         self.index.put(self.records)
-        assert self.index.flush(30)
+        assert self.index.flush(600)
         self.index.close()
         self.home.close(clean=True)
         return self.home.id

@@ -129,7 +129,7 @@ def fill(home: Home, index: LmdbIndex, segments: int = 4, *, used: int = 5, driv
             write_block(home, where, key, generation, parent=parent, drive=drive)
             index.put([BlockRecord(0, key, where, generation, parent, 1_700_000_000 + segment)])
             parent = key
-    assert index.flush(30)
+    assert index.flush(600)
 
 
 def make_store(path: Path | Sequence[Path], segments: int = 4, *, clean: bool = True, drives: int = 1) -> set[Row]:
@@ -151,7 +151,7 @@ def stamp(path: Path | Sequence[Path], stored_s: Callable[[Slot], int], *, clean
     assert parts.home is not None and parts.index is not None
     for record in list(parts.index.blocks()):
         parts.index.put([record._replace(stored_s=stored_s(record.slot))])
-    assert parts.index.flush(30)
+    assert parts.index.flush(600)
     home_id = parts.home.id
     end(parts, clean=clean)
     return home_id

@@ -404,10 +404,10 @@ def test_a_block_that_leaves_while_it_is_read_is_not_wrong(path):
 
     def evict() -> None:
         parts.index.delete([(0, key_of(202))])
-        assert parts.index.flush(30)
+        assert parts.index.flush(600)
         write_block(parts.home, Slot(2, 2), key_of(555), GENERATION + 100)
         parts.index.put([BlockRecord(0, key_of(555), Slot(2, 2), GENERATION + 100)])
-        assert parts.index.flush(30)
+        assert parts.index.flush(600)
 
     verdict = verdict_while(path, evict)
     (home,) = verdict.homes
@@ -429,7 +429,7 @@ def test_the_same_key_in_another_slot_or_generation_has_left_its_slot(path):
         write_block(parts.home, Slot(2, 3), key_of(900), GENERATION + 101)
         write_block(parts.home, Slot(2, 6), key_of(203), GENERATION + 102, parent=key_of(202))
         parts.index.put([BlockRecord(0, key_of(203), Slot(2, 6), GENERATION + 102, key_of(202))])
-        assert parts.index.flush(30)
+        assert parts.index.flush(600)
 
     verdict = verdict_while(path, move)
     assert (verdict.ok, verdict.homes[0].changed) == (True, 4)
@@ -442,7 +442,7 @@ def test_a_segment_that_is_dropped_while_it_is_read_is_not_wrong(path):
 
     def drop() -> None:
         parts.index.delete([(0, key_of(200 + slot)) for slot in range(5)])
-        assert parts.index.flush(30)
+        assert parts.index.flush(600)
         for rank in range(2):
             segment_room.drop_segment(parts.home, 2, rank)
 

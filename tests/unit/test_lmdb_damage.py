@@ -164,7 +164,7 @@ def test_damage_that_a_commit_meets_is_noted_for_the_next_owner(tmp_path: Path) 
     index = LmdbIndex(tmp_path / "index", map_bytes=8 << 20, commit_s=0.0)
     _damage_free_list(tmp_path / "index")
     index.put([record_of(5000)])
-    index.flush(30)
+    index.flush(600)
     assert index.damaged
     assert (tmp_path / "index" / "damaged").exists()
     with pytest.raises(CorruptRecord, match="damaged"):

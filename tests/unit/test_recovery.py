@@ -209,7 +209,7 @@ def test_damage_that_a_running_engine_meets_is_repaired_by_the_next_start(path, 
         begin=begin, close=index._environment.close, sync=index._environment.sync, reader_check=lambda: 0
     )
     parts.index.put([BlockRecord(0, key_of(0), Slot(0, 7), 1)])
-    assert parts.index.flush(30)
+    assert parts.index.flush(600)
     parts.close()
     with caplog.at_level(logging.INFO, "kvdisk"):
         assert served(path) == expected
