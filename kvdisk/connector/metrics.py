@@ -7,7 +7,10 @@ one by one: that is how Prometheus' client takes them, in one process or several
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import logging
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
@@ -17,9 +20,33 @@ from kvdisk.stats import METRICS, SERIES, Kind, Metric, Samples, Stats
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+Returned = TypeVar("Returned")
+logger = logging.getLogger("kvdisk.connector")
 PREFIX = "vllm:kvdisk_"
 """vLLM clears and lists the metrics of its own name only."""
 _COUNTS, _SAMPLES, _GAUGES = "counts", "samples", "gauges"
+
+
+def _or(instead: Callable[[], Returned]) -> Callable[[Callable[..., Returned]], Callable[..., Returned]]:
+    """Return ``instead()`` where a method raises: vLLM calls it where an error would end the server."""
+
+    def guard(method: Callable[..., Returned]) -> Callable[..., Returned]:
+        @wraps(method)
+        def guarded(*arguments: Any, **named: Any) -> Returned:
+            try:
+                return method(*arguments, **named)
+            except Exception:
+                _say_once()
+                return instead()
+
+        return guarded
+
+    return guard
+
+
+@cache
+def _say_once() -> None:
+    logger.exception("kvdisk's metrics are incomplete from now on, because of this error; please report it.")
 
 
 class KVDiskStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped here
@@ -50,11 +77,16 @@ class KVDiskStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped he
 
     def aggregate(self, other: KVConnectorStats) -> KVDiskStats:
         """Add those of a later time, or of another child of a ``MultiConnector``: of gauges the later ones are kept."""
+        self._add(other)
+        return self
+
+    @_or(lambda: None)
+    def _add(self, other: KVConnectorStats) -> None:
         merged = self.stats
         merged.merge(KVDiskStats(data=other.data).stats)
         self.data = KVDiskStats.of(merged).data
-        return self
 
+    @_or(dict)
     def reduce(self) -> dict[str, Any]:
         """Return what one log line shows: a few figures of the time since the last one."""
         return few_figures(self.stats)
@@ -104,6 +136,7 @@ class KVDiskPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM i
             self._series[engine, series] = found
         return found
 
+    @_or(lambda: None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Take what one engine has counted and measured since the last call, as ``KVDiskStats.data`` has it."""
         stats = KVDiskStats(data=transfer_stats_data).stats

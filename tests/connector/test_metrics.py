@@ -13,6 +13,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
+from kvdisk.connector import metrics
 from kvdisk.connector.metrics import KVDiskStats
 from kvdisk.connector.plugin import register
 from kvdisk.stats import METRICS, MOST_SAMPLES, SERIES, Kind, Stats
@@ -149,3 +150,19 @@ def test_a_multi_connector_passes_the_values_on() -> None:
     assert _value("stored_blocks", 1, "_total") == 3
     assert _value("stored_blocks", 0, "_total") == 0
     assert _value("held_blocks.cpu", 1) == 8
+
+
+def test_an_error_in_them_is_said_once_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's front end would take it for the engine's end."""
+    metrics._say_once.cache_clear()
+    observers = _observers(KVDISK)
+    unknown = {"counts": {"stored_blocks": 1, "no such metric": 1}, "samples": {"job_seconds.load": "no samples"}}
+    with caplog.at_level("ERROR", "kvdisk.connector"):
+        observers.observe(unknown, 0)
+        broken = KVDiskStats(data=unknown)
+        sound = KVDiskStats.of(Stats({"stored_blocks": 2}))
+        assert sound.aggregate(broken) is sound and sound.data["counts"] == {"stored_blocks": 2}
+        assert broken.reduce() == {}
+    assert caplog.text.count("kvdisk's metrics are incomplete") == 1
+    observers.observe(_sent(Stats({"evicted_blocks.cpu": 3})), 0)
+    assert _value("evicted_blocks.cpu", 0, "_total") == 3
