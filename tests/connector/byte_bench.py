@@ -254,6 +254,8 @@ class ByteBench(Bench):
     def _run_rank(self, rank: int, output: SchedulerOutput) -> ModelRunnerOutput:
         worker = self.workers[rank]
         worker.worker.mover.hold = self.hold if self.hold_rank in {-1, rank} else set()
+        for view in self._views[rank]:  # vLLM's second-generation runner zeroes before it calls the hook
+            view[list(output.new_block_ids_to_zero or ())] = 0
         worker.handle_preemptions(output.kv_connector_metadata)
         with (
             mock.patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", worker),

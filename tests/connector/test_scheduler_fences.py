@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from byte_bench import ByteBench, Engines, prompt_of
 from schedulers import BLOCK_TOKENS
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import RequestStatus
 
 from kvdisk.blocks import Tier
+from kvdisk.errors import ConfigError
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.sources import StoreSources
 from kvdisk.messages import JobKind
@@ -125,6 +127,42 @@ def test_another_connector_that_watches_the_same_blocks_later(engines: Engines) 
     assert again.is_finished()
     assert set(heard) == {block.block_id for block in pinned}
     assert_right_copies(bench, prompt_of(1, TOKENS), prompt_of(2, TOKENS))
+
+
+@pytest.mark.parametrize("place", PLACES[:3], ids=NAMES[:3])
+def test_blocks_that_the_engine_zeroes_before_their_copy_began_leave_nothing(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, place: dict[str, Any]
+) -> None:
+    """No wait helps: they are overwritten before kvdisk hears of the step."""
+    bench = start(engines, place, 6)
+    finish_with_stores_out(bench)
+    before = bench.pool.free_block_queue.get_all_free_blocks()
+    taken: list[int] = []
+
+    def new_blocks() -> list[int]:
+        new = [block.block_id for block in before if block.ref_cnt and block.block_id not in taken]
+        taken.extend(new)
+        return new
+
+    monkeypatch.setattr(bench.scheduler, "_get_new_block_ids_to_zero", new_blocks)
+    request = bench.add("next", prompt_of(2, TOKENS), max_tokens=50)
+    for _ in range(80):
+        bench.step()
+    assert request.is_finished() and len(taken) == 5
+    bench.release()
+    bench.run()
+    assert bench.counters()["overwritten_blocks"] == 2
+    assert len(bench.in_tier(Tier.CPU) & set(bench.keys("a")[:3])) == 1, "the step could wait for the last one"
+    bench.forget()
+    bench.serve("again", prompt_of(1, TOKENS))
+    bench.assert_quiet()
+
+
+def test_an_engine_that_zeroes_needs_a_cpu_tier(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", True)
+    with pytest.raises(ConfigError, match="kvdisk needs a CPU tier"):
+        engines.make(nvme=True, extra={"cpu_bytes": 0})
+    engines.make()
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
