@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from kvdisk.worker.direct import Direct
     from kvdisk.worker.gpu_staging import GpuStaging
     from kvdisk.worker.mover import Mover
-    from kvdisk.worker.populating import Populating
 
 logger = logging.getLogger("kvdisk")
 
@@ -317,16 +316,13 @@ def _log_start(config: Config, geometry: Geometry, catalog: Catalog, home: Home 
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """One rank's mover and the memory it works in. ``populating``: where that is not pinned."""
+    """One rank's mover and the memory it works in."""
 
     mover: Mover
     memory: tuple[Arena | GpuStaging, ...]
-    populating: Populating | None = None
 
     def close(self) -> None:
         """Finish what the device has started, then give the memory back."""
-        if self.populating is not None:
-            self.populating.close()
         self.mover.close()
         for memory in self.memory:
             memory.close()
@@ -351,30 +347,15 @@ def assemble_worker(
     copier = HostCopier(groups) if lanes is None else CudaCopier(groups, lanes, _GPU_SCRATCH_BYTES)
     arena = Arena(geometry.slot_sizes, geometry.cpu_slots(config.cpu_bytes), pin=on_gpu) if config.cpu_bytes else None
     staging = Arena(geometry.slot_sizes, _staging_slots(config.staging_bytes, geometry), pin=on_gpu)
-    # What is pinned has been touched. Beside the probe, which waits for the drive:
-    populating = None if on_gpu else _populate(arena, staging if config.store_dirs else None)
-    try:
-        files = HomeFiles(config.store_dirs or None, rank, geometry.rank_count, replicated=geometry.replicated)
-        most = max(zip(geometry.shares, geometry.slot_sizes, strict=True))[1]
-        disk = choose_device(config.device, config.store_dirs, most)
-        disk, direct = _pair_with_gpu(config, geometry, lanes, disk)
-        mover = Mover(
-            geometry, rank, arena, staging, copier, disk, files, io_deadline_s=config.io_deadline_s, direct=direct
-        )
-    except BaseException:
-        if populating is not None:
-            populating.close()
-        raise
+    files = HomeFiles(config.store_dirs or None, rank, geometry.rank_count, replicated=geometry.replicated)
+    most = max(zip(geometry.shares, geometry.slot_sizes, strict=True))[1]
+    disk = choose_device(config.device, config.store_dirs, most)
+    disk, direct = _pair_with_gpu(config, geometry, lanes, disk)
+    mover = Mover(
+        geometry, rank, arena, staging, copier, disk, files, io_deadline_s=config.io_deadline_s, direct=direct
+    )
     memory = (arena, staging, None if direct is None else direct.staging)
-    return WorkerParts(mover, tuple(each for each in memory if each is not None), populating)
-
-
-def _populate(arena: Arena | None, staging: Arena | None) -> Populating | None:
-    """Begin to take memory ahead of its use. ``staging``: None where nothing goes through it."""
-    from kvdisk.worker.populating import Populating
-
-    tier, beside = ([] if each is None else each.regions for each in (arena, staging))
-    return Populating(tier, beside) if tier or beside else None
+    return WorkerParts(mover, tuple(each for each in memory if each is not None))
 
 
 def _staging_slots(byte_count: int | None, geometry: Geometry) -> list[int]:

@@ -30,8 +30,8 @@ class Arena:
 
     ``slot_sizes``: bytes of a slot by size class, multiples of 4096. ``slot_counts``: slots of each
     class; 0 is allowed. ``pin``: register the mapping with CUDA, which touches all of it; otherwise
-    memory is taken as slots are first written, or ahead of that by ``Populating``. Pinned memory comes from the NUMA
-    node of the process's current GPU, where the machine has several.
+    memory is taken as slots are first written. Pinned memory comes from the NUMA node of the process's current GPU,
+    where the machine has several.
 
     The arena owns the memory until ``close``; a view or tensor that outlives it keeps the mapping
     alive, never dangling. What lies in a slot belongs to the mover, and to the device while a batch
@@ -106,11 +106,6 @@ class Arena:
         slot_bytes = self.slot_sizes[size_class]
         start = self._offsets[size_class] + index * slot_bytes
         return self._memory[start : start + count * slot_bytes]
-
-    @property
-    def regions(self) -> list[memoryview]:
-        """The slots of each size class, as one view each."""
-        return [self.run_view(size_class, 0, count) for size_class, count in enumerate(self.slot_counts)]
 
     def tensor(self, size_class: int) -> torch.Tensor:
         """Return all slots of a size class as uint8, shape (slot_count, slot_bytes), sharing the memory."""
