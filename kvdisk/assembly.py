@@ -42,7 +42,7 @@ from kvdisk.recovery import open_index, rebuild_index
 from kvdisk.stats import Stats
 from kvdisk.uses_keeper import WRITE_S as USES_S
 from kvdisk.uses_keeper import UsesKeeper
-from kvdisk.worker.direct_choice import choose_direct
+from kvdisk.worker.direct import choose_direct
 
 if TYPE_CHECKING:
     import torch
@@ -339,6 +339,7 @@ def assemble_worker(
     from kvdisk.worker.copier import CudaCopier, CudaLanes, HostCopier, LayerBlocks
     from kvdisk.worker.files import HomeFiles
     from kvdisk.worker.mover import Mover
+    from kvdisk.worker.routes import Resources
 
     device = layers[0][0].device
     on_gpu = device.type == "cuda"
@@ -351,9 +352,8 @@ def assemble_worker(
     most = max(zip(geometry.shares, geometry.slot_sizes, strict=True))[1]
     disk = choose_device(config.device, config.store_dirs, most)
     disk, direct = _pair_with_gpu(config, geometry, lanes, disk)
-    mover = Mover(
-        geometry, rank, arena, staging, copier, disk, files, io_deadline_s=config.io_deadline_s, direct=direct
-    )
+    resources = Resources(geometry, rank, arena, staging, copier, disk, files, direct)
+    mover = Mover(resources, io_deadline_s=config.io_deadline_s)
     memory = (arena, staging, None if direct is None else direct.staging)
     return WorkerParts(mover, tuple(each for each in memory if each is not None))
 

@@ -40,6 +40,7 @@ from kvdisk.messages import HomeSpec, Job, JobKind, Move, Plan, SegmentSpec
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.mover import Mover
+from kvdisk.worker.routes import Resources
 
 if TYPE_CHECKING:
     from kvdisk.worker.copier import Lanes
@@ -216,17 +217,9 @@ class Route:
         way = Direct(GpuStaging(geometry.slot_sizes, slots, lanes), every, every) if direct else None
         if way is not None:
             self._memory.append(way.staging)
-        self._mover = Mover(
-            geometry,
-            0,
-            None,
-            self._memory[0],
-            CudaCopier([LayerBlocks(self.layers)], lanes, 64 * MIB),
-            device,
-            OneSegment(directory),
-            io_deadline_s=120.0,
-            direct=way,
-        )
+        copier = CudaCopier([LayerBlocks(self.layers)], lanes, 64 * MIB)
+        resources = Resources(geometry, 0, None, self._memory[0], copier, device, OneSegment(directory), way)
+        self._mover = Mover(resources, io_deadline_s=120.0)
         self._last = 0
         self._run(JobKind.OPEN_HOME, home=HomeSpec("00" * 16, bytes(32)))
         self._run(JobKind.OPEN_SEGMENT, segment=SegmentSpec(0, geometry.slot_sizes[0], count))

@@ -10,17 +10,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvdisk.blocks import JobId
-from kvdisk.device.base import Device
-from kvdisk.geometry import FINGERPRINT_BYTES, Geometry
+from kvdisk.geometry import FINGERPRINT_BYTES
 from kvdisk.messages import JobResult, Plan, Reason, Report
-from kvdisk.worker.arena import Arena
-from kvdisk.worker.files import SegmentFiles
-from kvdisk.worker.gear import Gear
+from kvdisk.worker.routes import Resources
 from kvdisk.worker.runner import PART_BYTES, Runner
 
 if TYPE_CHECKING:
-    from kvdisk.worker.copier import Copier, Mark
-    from kvdisk.worker.direct import Direct
+    from kvdisk.worker.copier import Mark
 
 _DEVICE_WAIT_S = 0.001
 """Longest look at the device before new plans are looked for."""
@@ -35,12 +31,9 @@ FENCE_S = 0.5
 class Mover:
     """Runs every plan of one rank.
 
-    ``arena``: the CPU tier, or None; ``staging``: at least one slot of each size class where there is
-    an NVMe tier. Both stay the caller's, who closes them after ``close``. ``device`` and ``files``
-    become the mover's, which closes them. ``fingerprint``: of the namespace while no home is open;
-    without an NVMe tier any will do. ``io_deadline_s``: what has not started so long after ``submit`` fails, and so do
-    the moves of a batch that is so long at the device: late, until the device has ended it.
-    ``direct``: the way between drive and GPU, where ``device`` has one; its staging stays the caller's, too.
+    ``fingerprint``: of the namespace until a home is open; without an NVMe tier any will do.
+    ``io_deadline_s``: what has not started so long after ``submit`` fails, and so do the moves of a batch that is so
+    long at the device: late, until the device has ended it. ``part_bytes``: aim for the size of a part.
     ``threaded``: False for simulations, which call ``turn`` themselves.
 
     The model's thread calls everything but ``turn``; no call waits for a transfer but ``wait_any``
@@ -50,38 +43,26 @@ class Mover:
 
     def __init__(
         self,
-        geometry: Geometry,
-        rank: int,
-        arena: Arena | None,
-        staging: Arena,
-        copier: Copier,
-        device: Device,
-        files: SegmentFiles,
+        resources: Resources,
         *,
         io_deadline_s: float,
         fingerprint: bytes = bytes(FINGERPRINT_BYTES),
         clock: Callable[[], float] = time.monotonic,
         part_bytes: int = PART_BYTES,
         threaded: bool = True,
-        direct: Direct | None = None,
     ) -> None:
-        assert 0 <= rank < geometry.rank_count
-        assert all(memory is None or memory.slot_sizes == geometry.slot_sizes for memory in (arena, staging))
-        assert direct is None or direct.staging.slot_sizes == geometry.slot_sizes
-        self._copier = copier
+        self._copier = resources.copier
         self._io_deadline_s = io_deadline_s
         self._clock = clock
-        gear = Gear(geometry, rank, arena, staging, copier, device, files, direct)
         self._changed = threading.Condition()
         self._runner = Runner(
-            gear,
+            resources,
+            self,
             fingerprint=fingerprint,
             io_deadline_s=io_deadline_s,
             clock=clock,
             part_bytes=part_bytes,
             threaded=threaded,
-            claim=self._claim,
-            launched=self._launched,
         )
         # Under the condition's lock, which nobody holds while waiting for anything:
         self._inbox: list[tuple[Plan, Mark, float]] = []
@@ -312,13 +293,14 @@ class Mover:
                 runner.finished = []
                 self._changed.notify_all()
 
-    def _claim(self, job_id: JobId) -> bool:
-        """Say whether a copy from the GPU of a job may begin; until ``_launched`` a step that must know waits."""
+    def claim(self, job_id: JobId) -> bool:
+        """See ``Gate``. Until ``launched`` a step that must know waits."""
         with self._changed:
             self._launching = job_id not in self._given_up
             return self._launching
 
-    def _launched(self) -> None:
+    def launched(self) -> None:
+        """See ``Gate``."""
         with self._changed:
             self._launching = False
             self._changed.notify_all()

@@ -8,26 +8,27 @@ verified and scattered, the next one's read is in flight. The bounds below are n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvdisk.blocks import JobId
 from kvdisk.device.base import Op, Outcome
 from kvdisk.device.header import XXH3_128
+from kvdisk.errors import QuietLog
 from kvdisk.messages import Job, JobKind, JobResult, Reason
 from kvdisk.stats import Stats
-from kvdisk.worker.copies import Copies
-from kvdisk.worker.file_jobs import FILE_KINDS, FileJobs
-from kvdisk.worker.gear import Gear
-from kvdisk.worker.legs import Leg, Lot, Part, Route, Work, lots_of
-from kvdisk.worker.parts import Parts
-from kvdisk.worker.queues import LotQueues
-from kvdisk.worker.quiet_log import QuietLog
-from kvdisk.worker.seals import check_direct, check_part, seal_direct, seal_part
-from kvdisk.worker.shuttle import Shuttle
+from kvdisk.worker.device_io import DeviceIo
+from kvdisk.worker.files import FILE_KINDS, FileJobs
+from kvdisk.worker.routes import Leg, Lot, LotQueues, Part, Parts, Resources, Route, Work, lots_of
+from kvdisk.worker.slot_headers import check_direct, check_part, seal_direct, seal_part
 
 if TYPE_CHECKING:
-    from kvdisk.worker.copier import Mark
+    from kvdisk.worker.copier import CopyTicket, Mark
+
+logger = logging.getLogger("kvdisk.worker")
 
 PART_BYTES = 8 << 20
 MOST_READS = 4
@@ -47,6 +48,16 @@ _COUNTED = {
 }
 
 
+class Gate(Protocol):
+    """Who is asked before a copy from the GPU begins."""
+
+    def claim(self, job_id: JobId) -> bool:
+        """Whether a copy of this store may begin. ``launched`` follows when it has, or will not."""
+
+    def launched(self) -> None:
+        """A claimed copy has begun, or will not."""
+
+
 class Runner:
     """See the module. One thread calls everything.
 
@@ -55,49 +66,48 @@ class Runner:
     them yet to write. ``stats``: counts likewise. ``fingerprint``: of the namespace until a home is named.
     ``io_deadline_s``: how long a batch may be at the device. ``part_bytes``: aim for the size of a part.
     ``threaded``: see ``FileJobs``.
-    ``claim(job_id)`` says whether a copy from the GPU may begin, and ``launched()`` is called when it has.
     """
 
     def __init__(
         self,
-        gear: Gear,
+        resources: Resources,
+        gate: Gate,
         *,
         fingerprint: bytes,
         io_deadline_s: float,
         clock: Callable[[], float],
         part_bytes: int,
         threaded: bool,
-        claim: Callable[[JobId], bool] = lambda _: True,
-        launched: Callable[[], None] = lambda: None,
     ) -> None:
-        self._gear = gear
+        self._resources = resources
+        self._gate = gate
         self._clock = clock
         self._io_deadline_s = io_deadline_s
-        self._geometry = gear.geometry
+        self._geometry = resources.geometry
         self._fingerprint = fingerprint
         self.finished: list[tuple[JobId, JobResult]] = []
         self.released: list[JobId] = []
         self.copied: list[JobId] = []
-        self._claim = claim
-        self._launched = launched
         self.stats = Stats()
-        self._log = QuietLog(clock)
-        self._shuttle = Shuttle(gear.device, self.stats, self._log, clock)
-        self._files = FileJobs(gear.files, gear.device, self._log, uses=self._shuttle.uses, threaded=threaded)
+        self._log = QuietLog(clock, logger)
+        self._device_io = DeviceIo(resources.device, self.stats, self._log, clock)
+        self._files = FileJobs(
+            resources.files, resources.device, self._log, uses=self._device_io.uses, threaded=threaded
+        )
         self._works: dict[JobId, Work] = {}
         self._queues = LotQueues()
         self._waiting: list[Work] = []
         """Jobs that name a segment which is being opened or dropped."""
-        self._parts = Parts(gear, part_bytes)
-        self._direct = gear.direct
-        self._copies = Copies(gear, self.stats, clock)
+        self._parts = Parts(resources, part_bytes)
+        self._direct = resources.direct
+        self._copies = Copies(resources, self.stats, clock)
         self._writes = 0
         self._stopping = False
 
     def attach(self) -> None:
         """Make the memory known to the device. Once, before the first turn."""
-        for memory in self._gear.memories:
-            self._gear.device.attach_memory(memory)
+        for memory in self._resources.memories:
+            self._resources.device.attach_memory(memory)
 
     # -- intake --------------------------------------------------------------------------------
 
@@ -143,7 +153,9 @@ class Runner:
             self._fail_rest(lot, Reason.CANCELLED)
 
     def _admit(self, work: Work) -> None:
-        for lot in lots_of(work, self._geometry, self._parts.slots, self._files.open, self._gear.rank, self._direct):
+        for lot in lots_of(
+            work, self._geometry, self._parts.slots, self._files.open, self._resources.rank, self._direct
+        ):
             if work.void:
                 self._fail_rest(lot, Reason.CANCELLED)
             else:
@@ -177,7 +189,7 @@ class Runner:
     @property
     def at_device(self) -> bool:
         """Whether ``turn`` can wait for the device."""
-        return self._shuttle.busy
+        return self._device_io.busy
 
     @property
     def copying(self) -> bool:
@@ -189,7 +201,7 @@ class Runner:
 
         ``wait_s``: how long to wait for the device, where something is at it and nothing has ended.
         """
-        outcomes = self._shuttle.poll(wait_s)
+        outcomes = self._device_io.poll(wait_s)
         self._reap(outcomes)
         happened = bool(outcomes) | self._reap_copies()
         happened |= self._note_files(self._files.turn())
@@ -215,8 +227,8 @@ class Runner:
         self.halt()
         self._cancel_unstarted()
         self._note_files(self._files.stop())
-        while self._shuttle.busy:
-            self._reap(self._shuttle.drain())
+        while self._device_io.busy:
+            self._reap(self._device_io.drain())
         for part in self._copies.await_all():
             self._advance(part)
         assert self.idle
@@ -228,7 +240,7 @@ class Runner:
 
     def abandon(self) -> None:
         """After ``await_copies``: wait until nothing is at the device, then fail every open job with CANCELLED."""
-        for part in self._shuttle.abandon():
+        for part in self._device_io.abandon():
             self._end_late(part)
         for work in list(self._works.values()):
             self._finish(work.cancelled())
@@ -236,18 +248,18 @@ class Runner:
     def close(self) -> None:
         """Close device and files. The runner is ``idle`` and nothing at the device, or ``abandon`` was called."""
         self._files.close()
-        self._gear.device.close()
+        self._resources.device.close()
 
     def _start(self) -> bool:
         for lot in list(self._queues.heads()):
-            if lot.route.gathers and not self._claim(lot.work.job.id):
+            if lot.route.gathers and not self._gate.claim(lot.work.job.id):
                 self._queues.pop(lot)
                 self._fail_rest(lot, Reason.OVERWRITTEN)
                 return True
             part = self._take(lot)
             if part is None:
                 if lot.route.gathers:
-                    self._launched()
+                    self._gate.launched()
                 if lot.work.fenced:
                     self._queues.pop(lot)
                     self._fail_rest(lot, Reason.OVERWRITTEN)
@@ -264,7 +276,7 @@ class Runner:
         """Cut the next part from a lot; None where it has to wait for parts under way."""
         route = lot.route
         if (
-            (route.reads and self._shuttle.reads >= (MOST_READS // 2 if route is Route.PROMOTE else MOST_READS))
+            (route.reads and self._device_io.reads >= (MOST_READS // 2 if route is Route.PROMOTE else MOST_READS))
             or (route.writes and self._writes >= MOST_WRITES)
             or (route.gathers and self._copies.of_stores >= MOST_GATHERS and not lot.work.urgent)
             or (route.scatters and self._copies.of_loads >= MOST_SCATTERS)
@@ -274,7 +286,7 @@ class Runner:
 
     def _expire(self, now_s: float) -> bool:
         """Fail what has not started by its deadline, and what its drive would not take."""
-        stuck = {(drive, op is Op.WRITE) for drive, _ in self._shuttle.late for op in Op if self._is_stuck(drive, op)}
+        stuck = {(drive, op is Op.WRITE) for drive, _ in self._device_io.late for op in Op if self._is_stuck(drive, op)}
         gone = self._queues.remove(lambda lot: lot.work.deadline_s < now_s or (lot.drive, lot.route.writes) in stuck)
         waiting = [work for work in self._waiting if work.deadline_s < now_s]
         if not gone and not waiting:
@@ -289,12 +301,12 @@ class Runner:
         return True
 
     def _is_stuck(self, drive: int, op: Op) -> bool:
-        late = self._shuttle.late
+        late = self._device_io.late
         return late[drive, Op.READ] >= MOST_LATE or (op is Op.WRITE and late[drive, op] >= MOST_WRITES)
 
     def _give_up(self, now_s: float) -> bool:
         """Fail the moves of batches that are too long at the device. What these may touch stays taken."""
-        found = self._shuttle.overdue(now_s - self._io_deadline_s)
+        found = self._device_io.overdue(now_s - self._io_deadline_s)
         for part, failed in found:
             late = [position for position, reason in failed.items() if reason is Reason.DEADLINE]
             self._log.warn("late", f"a drive has not moved {len(late)} blocks in {self._io_deadline_s:g} s")
@@ -323,7 +335,7 @@ class Runner:
                 self._check(part)
             elif leg is Leg.SEAL and direct is None:
                 kind = XXH3_128 if self._direct is None else self._direct.checksum_kind(part.size_class)
-                seal_part(part, self._fingerprint, self._geometry, self._gear.rank, kind)
+                seal_part(part, self._fingerprint, self._geometry, self._resources.rank, kind)
             elif part.leg > 1 and (self._stopping or part.work.void):
                 self._drop(part, dict.fromkeys(part.positions, Reason.CANCELLED))
             elif leg in {Leg.READ, Leg.WRITE}:
@@ -332,11 +344,11 @@ class Runner:
                     return
             else:
                 if leg is Leg.SEAL and direct is not None:
-                    seal_direct(part, direct.staging, self._fingerprint, self._geometry, self._gear.rank)
+                    seal_direct(part, direct.staging, self._fingerprint, self._geometry, self._resources.rank)
                 ended = self._copies.start(part, leg)
                 if leg is Leg.GATHER:
                     part.work.note_launched(len(part.positions))
-                    self._launched()
+                    self._gate.launched()
                 if not ended:
                     return
         self._end(part)
@@ -344,10 +356,10 @@ class Runner:
     def _send(self, part: Part, op: Op) -> dict[int, Reason]:
         if self._is_stuck(part.drive, op):
             return dict.fromkeys(part.positions, Reason.DEADLINE)
-        return self._shuttle.send(part, op, self._files.open, self._clock())
+        return self._device_io.send(part, op, self._files.open, self._clock())
 
     def _reap(self, outcomes: Sequence[Outcome]) -> None:
-        for part, failed in self._shuttle.ended(outcomes):
+        for part, failed in self._device_io.ended(outcomes):
             if part.late:
                 self._end_late(part)
             else:
@@ -364,11 +376,11 @@ class Runner:
     def _check(self, part: Part) -> None:
         if self._direct is not None and part.route.direct:
             staging = self._direct.staging
-            bad, unknown = check_direct(part, staging, self._fingerprint, self._geometry, self._gear.rank)
+            bad, unknown = check_direct(part, staging, self._fingerprint, self._geometry, self._resources.rank)
             self._direct.note_of_host(part.work.job.moves[position] for position in unknown)
             self._load_by_host(part, unknown)
         else:
-            bad = check_part(part, self._fingerprint, self._geometry, self._gear.rank)
+            bad = check_part(part, self._fingerprint, self._geometry, self._resources.rank)
         for position, reason in bad.items():
             move = part.work.job.moves[position]
             self._log.warn(reason.name, f"a block was refused: {reason.name} of {move.nvme or move.cpu}")
@@ -444,7 +456,7 @@ class Runner:
             self._finish(work)
 
     def _note_copied(self, work: Work) -> None:
-        if work.to_gather == 0 and not work.told_copied and self._gear.arena is None:
+        if work.to_gather == 0 and not work.told_copied and self._resources.arena is None:
             work.told_copied = True
             self.copied.append(work.job.id)
 
@@ -453,3 +465,101 @@ class Runner:
             self._note_copied(work)
         del self._works[work.job.id]
         self.finished.append((work.job.id, work.result()))
+
+
+class _Copy(NamedTuple):
+    """A leg under way. ``moved_bytes``: between GPU and host memory; 0: the bytes stay where they are."""
+
+    part: Part
+    ticket: CopyTicket
+    began_s: float
+    moved_bytes: int
+
+
+class Copies:
+    """What copier and GPU have under way. The mover's thread calls everything. ``stats`` is the caller's.
+
+    ``clock``: as the mover's. A copy takes from its start, which waits for the model's work before it, to its end.
+    """
+
+    def __init__(self, resources: Resources, stats: Stats, clock: Callable[[], float]) -> None:
+        self._resources = resources
+        self._stats = stats
+        self._clock = clock
+        self._under_way: tuple[deque[_Copy], ...] = (deque(), deque())
+        """Of stores and of loads. The order of each kind is kept: they are a lane of the GPU each."""
+
+    @property
+    def of_stores(self) -> int:
+        """Number of parts that were gathered, or are just being."""
+        return len(self._under_way[0])
+
+    @property
+    def of_loads(self) -> int:
+        """Number of parts that are being verified on the GPU, or scattered."""
+        return len(self._under_way[1])
+
+    @property
+    def busy(self) -> bool:
+        """Whether a copy has to be asked for its end."""
+        return any(self._under_way)
+
+    def start(self, part: Part, leg: Leg) -> bool:
+        """Start a leg of a part; return whether it has ended already. Otherwise ``ended`` yields the part."""
+        payload_bytes = self._resources.geometry.groups[part.group].payload_bytes
+        moves = leg in {Leg.GATHER, Leg.SCATTER} and not part.route.direct
+        began_s = self._clock()
+        copy = _Copy(part, self._begin(part, leg, payload_bytes), began_s, moves * len(part.positions) * payload_bytes)
+        copies = self._under_way[not part.route.gathers]
+        copies.append(copy)
+        if len(copies) > 1 or not self._resources.copier.done(copy.ticket):
+            return False
+        self._count(copies.popleft())
+        return True
+
+    def ended(self) -> Iterator[Part]:
+        """Yield the parts whose copies have ended."""
+        for copies in self._under_way:
+            while copies and self._resources.copier.done(copies[0].ticket):
+                copy = copies.popleft()
+                self._count(copy)
+                yield copy.part
+
+    def await_all(self) -> Iterator[Part]:
+        """Wait for each copy under way, and yield its part then."""
+        for copies in self._under_way:
+            while copies:
+                copy = copies.popleft()
+                self._resources.copier.wait(copy.ticket)
+                self._count(copy)
+                yield copy.part
+
+    def abandon(self) -> None:
+        """After an error of ours: wait for each copy under way, and forget it. Does not raise."""
+        for copies in self._under_way:
+            while copies:
+                with suppress(Exception):  # a GPU that fails copies nothing any more
+                    self._resources.copier.wait(copies[0].ticket)
+                copies.popleft()
+
+    def _count(self, copy: _Copy) -> None:
+        if copy.moved_bytes:
+            route = "gpu_to_cpu" if copy.part.route.gathers else "cpu_to_gpu"
+            self._stats.observe(f"transfer_bytes.{route}", copy.moved_bytes)
+            self._stats.observe(f"transfer_seconds.{route}", max(0.0, self._clock() - copy.began_s))
+
+    def _begin(self, part: Part, leg: Leg, payload_bytes: int) -> CopyTicket:
+        copier, moves, after = self._resources.copier, part.work.job.moves, part.work.mark
+        if leg is Leg.SUM or leg is Leg.SEAL:
+            from kvdisk.worker.copier import Lane
+
+            assert self._resources.direct is not None
+            staging = self._resources.direct.staging
+            if leg is Leg.SEAL:
+                return staging.start_headers(part.size_class, part.slots)
+            lane = Lane.STORE if part.route.gathers else Lane.LOAD
+            return staging.start_sums(part.size_class, part.slots, payload_bytes, lane)
+        blocks = [moves[position].block for position in part.positions]
+        if leg is Leg.GATHER:
+            return copier.gather(part.group, blocks, part.arena, part.size_class, part.slots, after=after)
+        return copier.scatter(part.group, part.arena, part.size_class, part.slots, blocks, after=after)

@@ -14,10 +14,9 @@ from kvdisk.device import header
 from kvdisk.device.base import Op, Outcome
 from kvdisk.messages import JobKind, JobResult, Reason
 from kvdisk.worker import seals
-from kvdisk.worker.copies import Copies
-from kvdisk.worker.legs import Part, Work
-from kvdisk.worker.runner import Runner
-from kvdisk.worker.shuttle import Shuttle
+from kvdisk.worker.device_io import DeviceIo
+from kvdisk.worker.routes import Part, Work
+from kvdisk.worker.runner import Copies, Runner
 
 SEEDS = 200
 """At most: the first that fails ends the search."""
@@ -90,7 +89,7 @@ def staging_of_a_late_part_reused(patch: Patch) -> None:
 
 
 def _parts_at_device(runner: Runner) -> list[Part]:
-    return [flight.part for flight in runner._shuttle._flights.values()]
+    return [flight.part for flight in runner._device_io._flights.values()]
 
 
 @plant
@@ -128,12 +127,12 @@ def late_read_goes_on_when_it_ends(patch: Patch) -> None:
     """Its job was reported as failed, and its blocks are somebody else's by now."""
 
     def reap(original: Any, self: Runner, outcomes: Sequence[Outcome]) -> None:
-        for part, failed in list(self._shuttle.ended(outcomes)):
+        for part, failed in list(self._device_io.ended(outcomes)):
             if part.late:
                 self._end_late(part)
                 if part.route.scatters:
                     blocks = [part.work.job.moves[at].block for at in part.positions]
-                    self._gear.copier.scatter(part.group, part.arena, part.size_class, part.slots, blocks)
+                    self._resources.copier.scatter(part.group, part.arena, part.size_class, part.slots, blocks)
             else:
                 self._drop(part, failed)
                 self._advance(part)
@@ -178,10 +177,10 @@ def one_ranks_failure_swallowed(patch: Patch) -> None:
 def second_try_of_a_transfer_forgets_the_first(patch: Patch) -> None:
     """A merged transfer that failed counts as moved."""
 
-    def ended(original: Any, self: Shuttle, outcomes: Sequence[Outcome]) -> Any:
+    def ended(original: Any, self: DeviceIo, outcomes: Sequence[Outcome]) -> Any:
         return original(self, [Outcome(outcome.ticket, {}) for outcome in outcomes])
 
-    wrap(patch, Shuttle, "ended", ended)
+    wrap(patch, DeviceIo, "ended", ended)
 
 
 @plant
@@ -207,7 +206,7 @@ def void_load_served(patch: Patch) -> None:
 
 @plant
 def deadline_never_looked_at(patch: Patch) -> None:
-    patch.setattr(Shuttle, "overdue", lambda self, sent_before_s: [])
+    patch.setattr(DeviceIo, "overdue", lambda self, sent_before_s: [])
 
 
 @pytest.mark.parametrize("name", BUGS)

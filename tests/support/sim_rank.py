@@ -18,6 +18,7 @@ from kvdisk.messages import Job, JobKind, Report
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.copier import CopyTicket, HostCopier, LayerBlocks, Mark
 from kvdisk.worker.mover import Mover
+from kvdisk.worker.routes import Resources
 from support.addressed_device import AddressedDevice
 from support.live_model import LiveModel
 from support.live_rank import LocalRank, StepWork
@@ -206,20 +207,14 @@ class SimRank(LocalRank):
         staging = Arena(geometry.slot_sizes, [STAGING_SLOTS] * len(geometry.slot_sizes), pin=False)
         rng = world.straight
         direct = None if rng is None else draw_direct(geometry, STAGING_SLOTS, rng, world.weather)
+        device = self.device if direct is None else AddressedDevice(self.device)
         mover = Mover(
-            geometry,
-            rank,
-            self.arena,
-            staging,
-            self.copier,
-            self.device if direct is None else AddressedDevice(self.device),
-            files,
+            Resources(geometry, rank, self.arena, staging, self.copier, device, files, direct),
             io_deadline_s=config.io_deadline_s,
             fingerprint=FINGERPRINT,
             clock=world.clock,
             part_bytes=PART_SLOTS * min(geometry.slot_sizes),
             threaded=False,
-            direct=direct,
         )
         return WorkerParts(mover, (staging,) if self.arena is None else (self.arena, staging))
 
@@ -320,5 +315,5 @@ class SimRank(LocalRank):
         runner = self.mover._runner
         assert not self._jobs, f"rank {self.rank} has not reported {sorted(self._jobs)}"
         assert runner.idle and not runner.at_device and not runner.copying
-        assert not runner._shuttle.late.total() and runner._shuttle.reads == 0 and runner._writes == 0
+        assert not runner._device_io.late.total() and runner._device_io.reads == 0 and runner._writes == 0
         assert runner._parts.all_given_back, f"staging of rank {self.rank} is not given back"

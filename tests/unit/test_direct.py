@@ -17,7 +17,7 @@ from kvdisk.device.header import MULTILINEAR, XXH3_128, check_slot, read_header
 from kvdisk.geometry import HEADER_BYTES, Namespace, slot_offset
 from kvdisk.messages import JobKind, Plan, Reason
 from kvdisk.worker.direct import MOST_FAILURES, Direct
-from kvdisk.worker.legs import Route
+from kvdisk.worker.routes import Route
 
 STORED = range(6)
 

@@ -56,7 +56,7 @@ def test_every_route_and_size_is_in_the_table_and_the_json(rehearsal, tmp_path, 
     rows = [line for line in printed.splitlines() if line.startswith("| ") and "KiB" in line]
     assert len(rows) == 2 + 4
     assert "One large copy" in printed
-    assert runner.check_part.__module__ == "kvdisk.worker.seals", "verification is back"
+    assert runner.check_part.__module__ == "kvdisk.worker.slot_headers", "verification is back"
 
 
 def test_a_route_that_fails_is_a_row_that_says_so(rehearsal, tmp_path, monkeypatch, capsys):

@@ -1,21 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job is made of: lots of moves that go the same way, taken in parts, each part leg by leg. Pure; no I/O."""
+"""What a job is made of: lots of moves that go the same way, taken in parts, each part leg by leg. No I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from kvdisk.blocks import group_of
-from kvdisk.device.base import Buffer, Transfer
+from kvdisk.blocks import JobId, group_of
+from kvdisk.device.base import Buffer, Device, Transfer
 from kvdisk.geometry import Geometry, contiguous_runs, slot_offset
 from kvdisk.messages import Job, JobKind, JobResult, Move, Reason
 from kvdisk.worker.arena import Arena
 
 if TYPE_CHECKING:
+    from kvdisk.worker.copier import Copier
     from kvdisk.worker.direct import Direct
+    from kvdisk.worker.files import SegmentFiles
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resources:
+    """What one rank moves bytes with.
+
+    ``arena``: the CPU tier, or None; ``staging``: at least one slot of each size class where there is an
+    NVMe tier. ``direct``: the way straight between drive and GPU, where ``device`` has one. All memory
+    stays the caller's, who closes it after the mover. ``device`` and ``files`` become the mover's, which
+    closes them.
+    """
+
+    geometry: Geometry
+    rank: int
+    arena: Arena | None
+    staging: Arena
+    copier: Copier
+    device: Device
+    files: SegmentFiles
+    direct: Direct | None = None
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.geometry.rank_count
+        slot_sizes = self.geometry.slot_sizes
+        assert all(memory is None or memory.slot_sizes == slot_sizes for memory in (self.arena, self.staging))
+        assert self.direct is None or self.direct.staging.slot_sizes == slot_sizes
+
+    @property
+    def memories(self) -> list[Buffer]:
+        """All memory that the device moves."""
+        found = [arena.memory for arena in (self.staging, self.arena) if arena is not None]
+        return found if self.direct is None else [*found, self.direct.staging.memory]
 
 
 class Leg(IntEnum):
@@ -289,3 +324,150 @@ def _buffers(part: Part, slots: Sequence[int]) -> tuple[Buffer, ...]:
     return tuple(
         part.arena.run_view(part.size_class, slots[start], count) for start, count in contiguous_runs(slots, len(slots))
     )
+
+
+class LotQueues:
+    """A queue of lots for each route, and for each route of stores one of the urgent: those that a step waits for.
+
+    The urgent come first, then loads, those of requests that arrived earlier before others; then stores, promotions
+    and demotions.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[Route, deque[Lot]] = {route: deque() for route in Route}
+        self._urgent: dict[Route, deque[Lot]] = {route: deque() for route in Route if route.gathers}
+        self._loads = [self._queues[route] for route in Route if route.scatters]
+        others = [self._queues[route] for route in Route if not route.scatters]
+        self._others = others
+        self._order = [*self._urgent.values(), *self._loads, *self._others]
+
+    def add(self, lot: Lot) -> None:
+        """Put a lot behind the others of its route, but for loads of requests that arrived later."""
+        queue = (self._urgent if lot.work.urgent else self._queues)[lot.route]
+        at = len(queue)
+        while at and queue[at - 1].work.job.arrival > lot.work.job.arrival:
+            at -= 1
+        queue.insert(at, lot)
+
+    def hurry(self, job_id: JobId) -> None:
+        """Let a store go before all else."""
+        for route, urgent in self._urgent.items():
+            queue = self._queues[route]
+            moved = [lot for lot in queue if lot.work.job.id == job_id]
+            for lot in moved:
+                queue.remove(lot)
+            urgent.extend(moved)
+
+    def heads(self) -> Iterator[Lot]:
+        """Yield the first lot of each queue. A lot that is taken whole has to be passed to ``pop`` at once."""
+        yield from (queue[0] for queue in self._urgent.values() if queue)
+        yield from sorted((queue[0] for queue in self._loads if queue), key=lambda lot: lot.work.job.arrival)
+        for queue in self._others:
+            if queue:
+                yield queue[0]
+
+    def pop(self, lot: Lot) -> None:
+        """Take out the first lot of its queue."""
+        for queue in self._order:
+            if queue and queue[0] is lot:
+                queue.popleft()
+                return
+        raise AssertionError("not the first of any queue")
+
+    def remove(self, wanted: Callable[[Lot], bool]) -> list[Lot]:
+        """Take out all lots that are ``wanted``, and return them."""
+        found: list[Lot] = []
+        for queue in filter(None, self._order):
+            gone = [lot for lot in queue if wanted(lot)]
+            for lot in gone:
+                queue.remove(lot)
+            found += gone
+        return found
+
+
+class FreeStaging:
+    """The free slots of staging, by size class. ``part_slots``: how many a part should take, likewise."""
+
+    def __init__(self, slot_counts: Sequence[int], part_slots: Sequence[int]) -> None:
+        self._free = [list(range(count)) for count in slot_counts]
+        self._counts = tuple(slot_counts)
+        # A quarter of staging for a part of a load, an eighth of a store: MOST_WRITES of them leave half to loads.
+        self._most = {
+            writes: [min(most, max(1, count // share)) for most, count in zip(part_slots, slot_counts, strict=True)]
+            for writes, share in ((False, 4), (True, 8))
+        }
+
+    def take(self, size_class: int, wanted: int, *, writes: bool) -> list[int]:
+        """Take slots for a part of at most ``wanted``, to be written to a drive or read; empty where it has to wait."""
+        assert self._counts[size_class], "there is no staging for this size of slot"
+        free = self._free[size_class]
+        count = min(wanted, self._most[writes][size_class])
+        if count > len(free):
+            return []
+        taken = free[:count]
+        del free[:count]
+        return taken
+
+    def give_back(self, part: Part) -> None:
+        """Make a part's slots free: nothing touches them any more."""
+        if part.staging:
+            free = self._free[part.size_class]
+            free.extend(part.staging)
+            free.sort()  # so that parts find neighbours
+
+    @property
+    def all_free(self) -> bool:
+        """Whether every slot has been given back."""
+        return tuple(map(len, self._free)) == self._counts
+
+
+class Parts:
+    """Cuts parts of about ``part_bytes``, and takes their staging back. ``slots``: of a part, by size class; fewer
+    where staging is small. The mover's thread calls everything.
+    """
+
+    def __init__(self, resources: Resources, part_bytes: int) -> None:
+        self._resources = resources
+        # To the nearest, since the header makes slots a little longer than a power of two.
+        self.slots = [max(1, round(part_bytes / size)) for size in resources.geometry.slot_sizes]
+        self._staging = FreeStaging(resources.staging.slot_counts, self.slots)
+        direct = resources.direct
+        self._direct = None if direct is None else FreeStaging(direct.staging.slot_counts, self.slots)
+
+    def cut(self, lot: Lot) -> Part | None:
+        """Cut the next part from a lot; None where it has to wait for staging."""
+        route, resources = lot.route, self._resources
+        size_class = resources.geometry.size_classes[lot.group]
+        rest = len(lot.positions) - lot.taken
+        staging: list[int] = []
+        if route.staged:
+            staging = self._free_of(route).take(size_class, rest, writes=route.writes)
+            if not staging:
+                return None
+            arena = resources.staging
+            if route.direct:
+                assert resources.direct is not None
+                arena = cast("Arena", resources.direct.staging)
+        else:
+            assert resources.arena is not None, "a move names a CPU slot, and there is no CPU tier"
+            arena = resources.arena
+        count = len(staging) or min(rest, self.slots[size_class])
+        positions = lot.positions[lot.taken : lot.taken + count]
+        slots = staging[:] or [lot.work.job.moves[position].cpu.index for position in positions]  # type: ignore[union-attr]
+        lot.taken += count
+        return Part(lot.work, route, lot.group, lot.drive, size_class, arena, positions, slots, staging)
+
+    def give_back(self, part: Part) -> None:
+        """Make a part's staging free, if it has any: nothing touches it any more."""
+        self._free_of(part.route).give_back(part)
+
+    @property
+    def all_given_back(self) -> bool:
+        """Whether no staging is in use."""
+        return all(free.all_free for free in (self._staging, self._direct) if free is not None)
+
+    def _free_of(self, route: Route) -> FreeStaging:
+        if not route.direct:
+            return self._staging
+        assert self._direct is not None
+        return self._direct

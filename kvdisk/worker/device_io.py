@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvdisk.device.base import Device, Op, Outcome, Transfer
+from kvdisk.errors import QuietLog
 from kvdisk.messages import Reason
 from kvdisk.stats import Stats
-from kvdisk.worker.legs import OpenFile, Part, split_transfer, transfers_of
-from kvdisk.worker.quiet_log import QuietLog
+from kvdisk.worker.routes import OpenFile, Part, split_transfer, transfers_of
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -37,7 +37,7 @@ class _Flight:
     failed: dict[int, Reason] = field(default_factory=dict)
 
 
-class Shuttle:
+class DeviceIo:
     """Carries parts of a job between memory and open segment files. The mover's thread calls everything.
 
     ``reads``: read batches under way that are not late; ``late``: by drive and direction, batches that were given up,

@@ -17,7 +17,7 @@ from kvdisk.device.header import (
 )
 from kvdisk.geometry import Geometry, Namespace
 from kvdisk.messages import Reason
-from kvdisk.worker.legs import Part
+from kvdisk.worker.routes import Part
 
 if TYPE_CHECKING:
     from kvdisk.worker.gpu_staging import GpuStaging
