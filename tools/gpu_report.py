@@ -262,8 +262,8 @@ class Route:
 def unverified() -> Iterator[None]:
     """Let loads go without their checksums, to see what these cost."""
     with (
-        patch("kvdisk.worker.runner.check_part", lambda *_: {}),
-        patch("kvdisk.worker.runner.check_direct", lambda *_: ({}, [])),
+        patch("kvdisk.worker.slot_headers.check_slot", lambda *_: None),
+        patch("kvdisk.worker.slot_headers.SlotHeaders.check_direct", lambda *_: ({}, [])),
         patch("kvdisk.worker.gpu_staging.PayloadSums.of", lambda *_: None),
     ):
         yield

@@ -23,7 +23,7 @@ from kvdisk.stats import Stats
 from kvdisk.worker.device_io import DeviceIo
 from kvdisk.worker.files import FILE_KINDS, FileJobs
 from kvdisk.worker.routes import Leg, Lot, LotQueues, Part, Parts, Resources, Route, Work, lots_of
-from kvdisk.worker.slot_headers import check_direct, check_part, seal_direct, seal_part
+from kvdisk.worker.slot_headers import SlotHeaders
 
 if TYPE_CHECKING:
     from kvdisk.worker.copier import CopyTicket, Mark
@@ -84,7 +84,7 @@ class Runner:
         self._clock = clock
         self._io_deadline_s = io_deadline_s
         self._geometry = resources.geometry
-        self._fingerprint = fingerprint
+        self._headers = SlotHeaders(resources.geometry, resources.rank, fingerprint)
         self.finished: list[tuple[JobId, JobResult]] = []
         self.released: list[JobId] = []
         self.copied: list[JobId] = []
@@ -117,7 +117,7 @@ class Runner:
         self._works[job.id] = work
         if job.kind in FILE_KINDS:
             if job.home is not None:
-                self._fingerprint = job.home.fingerprint
+                self._headers.fingerprint = job.home.fingerprint
             self._files.add(job)
             return
         work.waits_for = self._files.needed_by(job)
@@ -335,7 +335,7 @@ class Runner:
                 self._check(part)
             elif leg is Leg.SEAL and direct is None:
                 kind = XXH3_128 if self._direct is None else self._direct.checksum_kind(part.size_class)
-                seal_part(part, self._fingerprint, self._geometry, self._resources.rank, kind)
+                self._headers.seal(part, kind)
             elif part.leg > 1 and (self._stopping or part.work.void):
                 self._drop(part, dict.fromkeys(part.positions, Reason.CANCELLED))
             elif leg in {Leg.READ, Leg.WRITE}:
@@ -344,7 +344,7 @@ class Runner:
                     return
             else:
                 if leg is Leg.SEAL and direct is not None:
-                    seal_direct(part, direct.staging, self._fingerprint, self._geometry, self._resources.rank)
+                    self._headers.seal_direct(part, direct.staging)
                 ended = self._copies.start(part, leg)
                 if leg is Leg.GATHER:
                     part.work.note_launched(len(part.positions))
@@ -375,12 +375,11 @@ class Runner:
 
     def _check(self, part: Part) -> None:
         if self._direct is not None and part.route.direct:
-            staging = self._direct.staging
-            bad, unknown = check_direct(part, staging, self._fingerprint, self._geometry, self._resources.rank)
+            bad, unknown = self._headers.check_direct(part, self._direct.staging)
             self._direct.note_of_host(part.work.job.moves[position] for position in unknown)
             self._load_by_host(part, unknown)
         else:
-            bad = check_part(part, self._fingerprint, self._geometry, self._resources.rank)
+            bad = self._headers.check(part)
         for position, reason in bad.items():
             move = part.work.job.moves[position]
             self._log.warn(reason.name, f"a block was refused: {reason.name} of {move.nvme or move.cpu}")

@@ -13,7 +13,7 @@ from support.simulator import run_seeds
 from kvdisk.device import header
 from kvdisk.device.base import Op, Outcome
 from kvdisk.messages import JobKind, JobResult, Reason
-from kvdisk.worker import seals
+from kvdisk.worker import slot_headers
 from kvdisk.worker.device_io import DeviceIo
 from kvdisk.worker.routes import Part, Work
 from kvdisk.worker.runner import Copies, Runner
@@ -41,7 +41,7 @@ def _tolerate(patch: Patch, reason: Reason) -> None:
         found = original(*args, **kwargs)
         return None if found is reason else found
 
-    patch.setattr(seals, "check_slot", partial(check, seals.check_slot))
+    patch.setattr(slot_headers, "check_slot", partial(check, slot_headers.check_slot))
 
 
 @plant
@@ -53,23 +53,23 @@ def checksum_not_verified(patch: Patch) -> None:
 def header_of_another_generation_accepted(patch: Patch) -> None:
     """Whatever generation the header has, and whichever key that then is, is asked for."""
 
-    def check(original: Callable[..., Reason | None], view: memoryview, **wanted: Any) -> Reason | None:
+    def check(original: Callable[..., Reason | None], view: memoryview, wanted: header.SlotIdentity) -> Reason | None:
         try:
             found = header.read_header(view)
         except header.CorruptRecord:
             return Reason.HEADER
-        return original(view, **{**wanted, "generation": found.generation, "key": found.key})
+        return original(view, wanted._replace(generation=found.generation, key=found.key))
 
-    patch.setattr(seals, "check_slot", partial(check, seals.check_slot))
+    patch.setattr(slot_headers, "check_slot", partial(check, slot_headers.check_slot))
 
 
 @plant
 def slot_not_sealed_with_its_generation(patch: Patch) -> None:
-    patch.setattr(seals, "seal_slot", partial(_seal_older, seals.seal_slot))
+    patch.setattr(slot_headers, "seal_slot", partial(_seal_older, slot_headers.seal_slot))
 
 
-def _seal_older(original: Callable[..., None], view: memoryview, **fields: Any) -> None:
-    original(view, **{**fields, "generation": fields["generation"] - 1})
+def _seal_older(original: Callable[..., None], view: memoryview, identity: header.SlotIdentity, *rest: Any) -> None:
+    original(view, identity._replace(generation=identity.generation - 1), *rest)
 
 
 @plant

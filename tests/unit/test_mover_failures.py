@@ -10,7 +10,7 @@ import threading
 import pytest
 from ranks import FINGERPRINT, GPU_BLOCKS, GROUPS, Rank, move, segment_of
 
-from kvdisk.device.header import seal_slot
+from kvdisk.device.header import SlotIdentity, seal_slot
 from kvdisk.device.memory import MemoryDevice
 from kvdisk.geometry import HEADER_BYTES, Namespace
 from kvdisk.messages import HomeSpec, JobKind, Plan, Reason
@@ -104,19 +104,12 @@ def test_the_slot_was_sealed_for_others(rank, change):
     moves = [move(0, 0, 0, rank.cpu(0, 0))]
     rank.do(JobKind.STORE, moves)
     rank.erase()
-    sealed = {
-        "namespace": Namespace(FINGERPRINT, 0),
-        "key": moves[0].key,
-        "generation": moves[0].generation,
-        "parent": None,
-        "payload_bytes": GROUPS[0].payload_bytes,
-        "rank": 0,
-        "rank_count": 1,
-    }
+    size, namespace = GROUPS[0].payload_bytes, Namespace(FINGERPRINT, 0)
+    sealed = SlotIdentity(namespace, moves[0].key, moves[0].generation, size, 0, 1)
     slot = rank.arena.view(rank.classes[0], 0)
-    seal_slot(slot, **sealed | change)
+    seal_slot(slot, sealed._replace(**change), None)
     refused_alone(rank, moves, 0, Reason.HEADER)
-    seal_slot(slot, **sealed)
+    seal_slot(slot, sealed, None)
     assert rank.do(JobKind.LOAD, moves) == {}
 
 
