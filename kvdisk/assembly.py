@@ -20,6 +20,7 @@ from kvdisk.device.choice import choose_device, make_like
 from kvdisk.device.figures_file import write_figures
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.home import Home
+from kvdisk.device.listing import ReadableHomes
 from kvdisk.device.pair import PairDevice
 from kvdisk.device.store import Store
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
@@ -208,16 +209,17 @@ def _meet_neighbours(store: Store, home: Home, description: dict[str, Any]) -> N
 
     An owner may die, and its cap with it; what it leaves is spared for a while, because it may be starting again.
     """
+    readable = ReadableHomes(store)
 
     def find_homes() -> list[Neighbour]:
-        found = store.readable_homes(home.fingerprint, description, home.id)
+        found = readable.find(home.fingerprint, description, home.id)
         return [Neighbour(other.id, other.index_path) for other in found]
 
     def tend() -> None:
         try:
             home.mark_used()
         finally:  # a full drive, which cannot take the note, is what trimming helps against
-            home.trim(unused_s=ORPHAN_SPARED_S)
+            store.trim(home.fingerprint, unused_s=ORPHAN_SPARED_S)
 
     return NeighbourReader(find_homes, tend, tend_interval_s=_TEND_INTERVAL_S)
 
@@ -272,7 +274,7 @@ def _take_home(
                 return home, *restore(home)
             except CorruptRecord as error:
                 logger.warning("kvdisk gives up home %s, which cannot be rebuilt: %s", home.id, error)
-                home.discard()
+                store.discard(home)
             except DeviceError as error:
                 if error.is_of_process:
                     raise

@@ -71,12 +71,12 @@ class HomeFiles:
         self._rank_count = rank_count
         self._replicated = replicated
         self._part, self._part_count = (0, 1) if replicated else (rank, rank_count)
-        self._home: JoinedHome | None = None
+        self._joined: tuple[Store, JoinedHome] | None = None
         self._open: dict[int, segments.SegmentFile] = {}
 
     def open_home(self, spec: HomeSpec) -> None:
         """See ``SegmentFiles``."""
-        assert self._home is None, "a rank joins one home"
+        assert self._joined is None, "a rank joins one home"
         assert self._directories is not None, "a home was named, and there is no NVMe tier"
         _allow_files()
         store = Store.open(self._directories, create=False, need_all=False)
@@ -87,7 +87,7 @@ class HomeFiles:
         except BaseException:
             home.close()
             raise
-        self._home = home
+        self._joined = store, home
 
     def open_segment(self, spec: SegmentSpec) -> int:
         """See ``SegmentFiles``."""
@@ -95,13 +95,13 @@ class HomeFiles:
         if self._replicated and (not writes if spec.create else spec.segment in self._open):
             return -1
         assert spec.segment not in self._open
-        home, mine = self._joined(), (self._part, self._part_count)
+        (store, home), mine = self._in_home(), (self._part, self._part_count)
         if spec.source is not None:
-            folder = home.foreign_folder(spec.source, spec.drive)
+            folder = store.foreign_folder(spec.source, spec.drive)
             theirs = spec._replace(segment=spec.source.segment)
             file = segments.open_segment(folder, theirs, *mine, home.fingerprint, writable=False)
         elif spec.create:
-            file = home.make_segment(spec, *mine)
+            file = store.make_segment(home, spec, *mine)
         else:
             file = segments.open_segment(home.folder(spec.drive), spec, *mine, home.fingerprint, writable=writes)
         self._open[spec.segment] = file
@@ -109,7 +109,7 @@ class HomeFiles:
 
     def drop_segment(self, spec: SegmentSpec) -> None:
         """See ``SegmentFiles``."""
-        home = self._joined()
+        _, home = self._in_home()
         file = self._open.pop(spec.segment, None)
         if file is not None:
             file.close()
@@ -121,17 +121,17 @@ class HomeFiles:
         for file in self._open.values():
             file.close()
         self._open.clear()
-        if self._home is not None:
-            self._home.close()
-            self._home = None
+        if self._joined is not None:
+            self._joined[1].close()
+            self._joined = None
 
     def _writes(self, spec: SegmentSpec) -> bool:
         return not self._replicated or spec.segment % self._rank_count == self._rank
 
-    def _joined(self) -> JoinedHome:
-        if self._home is None:
+    def _in_home(self) -> tuple[Store, JoinedHome]:
+        if self._joined is None:
             raise DeviceError(errno.ENOENT, "the home of this segment is not open")
-        return self._home
+        return self._joined
 
 
 def _allow_files() -> None:
