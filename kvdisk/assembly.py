@@ -16,12 +16,12 @@ from kvdisk.config import Config
 from kvdisk.context import SchedulerContext
 from kvdisk.device.base import Device
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES, uses_charge_bytes
-from kvdisk.device.choice import choose_device, make_like
 from kvdisk.device.figures_file import write_figures
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.home import Home
 from kvdisk.device.listing import ReadableHomes
 from kvdisk.device.pair import PairDevice
+from kvdisk.device.probe import choose_device, make_like
 from kvdisk.device.store import Store
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
 from kvdisk.figures import LOG_S, WRITE_S, Figures

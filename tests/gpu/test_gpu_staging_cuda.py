@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvdisk.device.checksum import multilinear_digest
-from kvdisk.device.gpu_range import GpuRange
+from kvdisk.device.pair import GpuRange
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, round_up
 from kvdisk.worker.copier import CudaCopier, CudaLanes, Lane, LayerBlocks
 from kvdisk.worker.gpu_staging import GpuStaging, PayloadSums

@@ -13,9 +13,8 @@ from ranks import CpuLanes
 from support.addressed_device import AddressedDevice
 
 from kvdisk.device.base import Op
-from kvdisk.device.gpu_range import GpuRange
 from kvdisk.device.memory import MemoryDevice
-from kvdisk.device.pair import PairDevice
+from kvdisk.device.pair import GpuRange, PairDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import HEADER_BYTES
 from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
