@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvdisk.background import Background
+from kvdisk.background import USES_S, Background, UsesKeeper
 from kvdisk.config import Config
 from kvdisk.context import SchedulerContext
 from kvdisk.device.base import Device
@@ -41,8 +41,6 @@ from kvdisk.manager.transfers import Transfers
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.recovery import open_index, rebuild_index
 from kvdisk.stats import Stats
-from kvdisk.uses_keeper import WRITE_S as USES_S
-from kvdisk.uses_keeper import UsesKeeper
 from kvdisk.worker.direct import choose_direct
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvdisk.blocks import BlockKey
 from kvdisk.device.home import INDEX_FILE, Home
@@ -23,6 +24,9 @@ from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
 from kvdisk.geometry import segment_charge_bytes
 from kvdisk.index.base import BlockColumns, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for, write_index
+
+if TYPE_CHECKING:
+    from kvdisk.device.header_columns import FoundBlocks
 
 logger = logging.getLogger("kvdisk")
 
@@ -76,8 +80,6 @@ def rebuild_index(home: Home, index_bytes: int) -> Rebuilt:
     to be done again, and ``Home.index_is_sound`` says so. Nothing else has the home's files open. Raises CorruptRecord
     where HOME does not say enough, DeviceError.
     """
-    from kvdisk.recovered import to_columns  # numpy, which the tools do without
-
     shape = HomeShape.of(home.fingerprint, home.record.description)
     logger.warning("kvdisk rebuilds the index of home %s from the headers of its slots.", home.id)
     home.remove_index()
@@ -85,7 +87,7 @@ def rebuild_index(home: Home, index_bytes: int) -> Rebuilt:
     found = scan_home(home.folders, shape, progress)
     remove_lost(home.folders, list(found.lost))
     segments = [SegmentRecord(*segment) for segment in found.segments]
-    blocks = to_columns(found.blocks, int(time.time()))
+    blocks = _as_records(found.blocks, int(time.time()))
     _write_index(home, segments, blocks, max(index_bytes, map_bytes_for(len(blocks.keys))))
     for (drive, segment), why in found.lost.items():
         logger.warning("kvdisk dropped segment %d on drive %d of home %s: %s", segment, drive, home.id, why)
@@ -98,6 +100,28 @@ def rebuild_index(home: Home, index_bytes: int) -> Rebuilt:
         len(found.lost),
     )
     return Rebuilt(len(segments), len(blocks.keys), found.older_copies, found.lost)
+
+
+def _as_records(found: FoundBlocks, now_s: int) -> BlockColumns:
+    """Return blocks that a rebuild found as index records, in their order."""
+    import numpy as np  # which the tools do without
+
+    from kvdisk.index.columns import ascending, stored_times
+
+    times = stored_times(found.epochs, found.keys, found.parents, found.generations, now_s)
+    order = ascending(found.epochs, found.keys)
+    rows = order.tolist()
+    parents = [found.parents[row] for row in rows]
+    return BlockColumns(
+        found.epochs[order],
+        [BlockKey(found.keys[row]) for row in rows],
+        found.segments[order],
+        found.indices[order],
+        found.generations[order],
+        b"".join(parents),
+        np.fromiter(map(len, parents), np.int64, len(rows)),
+        times[order],
+    )
 
 
 def cut_home(home: Home, keys: Sequence[tuple[int, BlockKey]], segments: Collection[int]) -> None:
