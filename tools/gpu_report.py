@@ -150,7 +150,7 @@ def make_layers(lanes: Lanes, block_bytes: int, count: int) -> list[Any]:
 
 def measure_copies(lanes: Lanes, block_bytes: int, total_bytes: int, repetitions: int) -> list[dict[str, Any]]:
     """Return the copier's speeds both ways, between blocks on the GPU and neighbouring pinned slots."""
-    from kvdisk.worker.copier import CudaCopier, LayerBlocks
+    from kvdisk.worker.copier import CudaCopier, LayerBlocks, Slots
 
     count = max(2, total_bytes // block_bytes)
     arena = Arena([HEADER_BYTES + block_bytes], [count], pin=lanes.device.type == "cuda")
@@ -158,8 +158,8 @@ def measure_copies(lanes: Lanes, block_bytes: int, total_bytes: int, repetitions
     slots, blocks = list(range(count)), list(range(count))[::-1]
     found = []
     for name, act in (
-        ("gather", lambda: copier.wait(copier.gather(0, blocks, arena, 0, slots))),
-        ("scatter", lambda: copier.wait(copier.scatter(0, arena, 0, slots, blocks))),
+        ("gather", lambda: copier.wait(copier.gather(0, blocks, Slots(arena, 0, slots)))),
+        ("scatter", lambda: copier.wait(copier.scatter(0, Slots(arena, 0, slots), blocks))),
     ):
         speed, samples = median_speed(count * block_bytes, act, repetitions)
         found.append({"what": name, "block_bytes": block_bytes, "bytes_per_s": speed, "samples": samples})

@@ -42,12 +42,20 @@ class CopyTicket:
         self.event = event
 
 
+class Slots(NamedTuple):
+    """Slots of one size class of an arena."""
+
+    arena: Arena
+    size_class: int
+    indices: Sequence[int]
+
+
 class Copier(Protocol):
     """Moves whole blocks between vLLM's tensors and slots of an arena.
 
-    ``group``: KV-cache group. ``blocks``: GPU block ids. ``indices``: slots of ``size_class``, one for
-    each block; only their payload takes part, though a gather may overwrite their headers. From the
-    call until ``done`` or ``wait`` say that the copy ended, the copier owns the slots and blocks.
+    ``group``: KV-cache group. ``blocks``: GPU block ids. ``slots``: one for each block; only their payload takes
+    part, though a gather may overwrite their headers. ``after``: the copy begins when this point in the model's work
+    has passed. From the call until ``done`` or ``wait`` say that the copy ended, the copier owns the slots and blocks.
     ``compute_done`` and ``hold_model`` are called on the model's thread, all else on the mover's.
     """
 
@@ -60,28 +68,10 @@ class Copier(Protocol):
         On the device; does not wait on the host.
         """
 
-    def gather(
-        self,
-        group: int,
-        blocks: Sequence[int],
-        arena: Arena,
-        size_class: int,
-        indices: Sequence[int],
-        *,
-        after: Mark = None,
-    ) -> CopyTicket:
+    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Mark = None) -> CopyTicket:
         """Start copying blocks to slots."""
 
-    def scatter(
-        self,
-        group: int,
-        arena: Arena,
-        size_class: int,
-        indices: Sequence[int],
-        blocks: Sequence[int],
-        *,
-        after: Mark = None,
-    ) -> CopyTicket:
+    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Mark = None) -> CopyTicket:
         """Start copying slots to blocks. A forward pass launched once the copy is done sees them."""
 
     def done(self, ticket: CopyTicket) -> bool:
@@ -184,23 +174,14 @@ class HostCopier:
     def hold_model(self) -> None:
         """See ``Copier``. A gather has ended when it returns."""
 
-    def gather(
-        self,
-        group: int,
-        blocks: Sequence[int],
-        arena: Arena,
-        size_class: int,
-        indices: Sequence[int],
-        *,
-        after: Mark = None,  # noqa: ARG002 - there is nothing to wait for
-    ) -> CopyTicket:
+    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Mark = None) -> CopyTicket:  # noqa: ARG002
         """See ``Copier``."""
         stacks = self._groups[group].stacks
-        slots = arena.tensor(size_class)
+        payloads, indices = slots.arena.tensor(slots.size_class), slots.indices
         runs = contiguous_runs(indices, len(indices))
         at = torch.tensor(blocks)
         for stack in stacks:
-            target = _payload_part(slots, stack)
+            target = _payload_part(payloads, stack)
             if _run_by_run(runs, stacks):
                 for start, count in runs:
                     first = indices[start]
@@ -209,23 +190,14 @@ class HostCopier:
                 target.numpy()[np.array(indices)] = stack.blocks.numpy()[at.numpy()]
         return CopyTicket()
 
-    def scatter(
-        self,
-        group: int,
-        arena: Arena,
-        size_class: int,
-        indices: Sequence[int],
-        blocks: Sequence[int],
-        *,
-        after: Mark = None,  # noqa: ARG002
-    ) -> CopyTicket:
+    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Mark = None) -> CopyTicket:  # noqa: ARG002
         """See ``Copier``."""
         stacks = self._groups[group].stacks
-        slots = arena.tensor(size_class)
+        payloads, indices = slots.arena.tensor(slots.size_class), slots.indices
         runs = contiguous_runs(indices, len(indices))
         at = np.array(blocks)
         for stack in stacks:
-            source, target = _payload_part(slots, stack).numpy(), stack.blocks.numpy()
+            source, target = _payload_part(payloads, stack).numpy(), stack.blocks.numpy()
             if _run_by_run(runs, stacks):
                 for start, count in runs:
                     first = indices[start]
@@ -334,23 +306,15 @@ class CudaCopier:
         """See ``Copier``."""
         self._lanes.wait(None, self._lanes.record(Lane.STORE))
 
-    def gather(
-        self,
-        group: int,
-        blocks: Sequence[int],
-        arena: Arena,
-        size_class: int,
-        indices: Sequence[int],
-        *,
-        after: Mark = None,
-    ) -> CopyTicket:
+    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Mark = None) -> CopyTicket:
         """See ``Copier``."""
-        layers, slots = self._groups[group], arena.tensor(size_class)
+        layers, indices = self._groups[group], slots.indices
+        tensor = slots.arena.tensor(slots.size_class)
         with self._lanes.on(Lane.STORE):
             if after is not None:
                 self._lanes.wait(Lane.STORE, cast(Event, after))
             at = self._lanes.numbers(blocks)
-            for start, count, scratch in self._parts(Lane.STORE, slots, len(blocks)):
+            for start, count, scratch in self._parts(Lane.STORE, tensor, len(blocks)):
                 for stack in layers.stacks:
                     torch.index_select(
                         layers.widened(stack.blocks),
@@ -360,27 +324,19 @@ class CudaCopier:
                     )
                 for run_start, run in contiguous_runs(indices[start : start + count], count):
                     first = indices[start + run_start]
-                    slots[first : first + run].copy_(scratch[run_start : run_start + run], non_blocking=True)
+                    tensor[first : first + run].copy_(scratch[run_start : run_start + run], non_blocking=True)
             return CopyTicket(self._lanes.record(Lane.STORE))
 
-    def scatter(
-        self,
-        group: int,
-        arena: Arena,
-        size_class: int,
-        indices: Sequence[int],
-        blocks: Sequence[int],
-        *,
-        after: Mark = None,
-    ) -> CopyTicket:
+    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Mark = None) -> CopyTicket:
         """See ``Copier``. What an earlier owner of the blocks still does to them has ended with ``after``."""
-        layers, slots = self._groups[group], arena.tensor(size_class)
+        layers, indices = self._groups[group], slots.indices
+        tensor = slots.arena.tensor(slots.size_class)
         with self._lanes.on(Lane.LOAD):
             at = self._lanes.numbers(blocks)
-            for start, count, scratch in self._parts(Lane.LOAD, slots, len(blocks)):
+            for start, count, scratch in self._parts(Lane.LOAD, tensor, len(blocks)):
                 for run_start, run in contiguous_runs(indices[start : start + count], count):
                     first = indices[start + run_start]
-                    scratch[run_start : run_start + run].copy_(slots[first : first + run], non_blocking=True)
+                    scratch[run_start : run_start + run].copy_(tensor[first : first + run], non_blocking=True)
                 if after is not None and start == 0:
                     self._lanes.wait(Lane.LOAD, cast(Event, after))
                 for stack in layers.stacks:

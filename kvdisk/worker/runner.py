@@ -548,10 +548,10 @@ class Copies:
             self._stats.observe(f"transfer_seconds.{route}", max(0.0, self._clock() - copy.began_s))
 
     def _begin(self, part: Part, leg: Leg, payload_bytes: int) -> CopyTicket:
+        from kvdisk.worker.copier import Lane, Slots  # imports torch
+
         copier, moves, after = self._resources.copier, part.work.job.moves, part.work.mark
         if leg is Leg.SUM or leg is Leg.SEAL:
-            from kvdisk.worker.copier import Lane
-
             assert self._resources.direct is not None
             staging = self._resources.direct.staging
             if leg is Leg.SEAL:
@@ -559,6 +559,7 @@ class Copies:
             lane = Lane.STORE if part.route.gathers else Lane.LOAD
             return staging.start_sums(part.size_class, part.slots, payload_bytes, lane)
         blocks = [moves[position].block for position in part.positions]
+        slots = Slots(part.arena, part.size_class, part.slots)
         if leg is Leg.GATHER:
-            return copier.gather(part.group, blocks, part.arena, part.size_class, part.slots, after=after)
-        return copier.scatter(part.group, part.arena, part.size_class, part.slots, blocks, after=after)
+            return copier.gather(part.group, blocks, slots, after)
+        return copier.scatter(part.group, slots, blocks, after)

@@ -14,6 +14,7 @@ from kvdisk.device import header
 from kvdisk.device.base import Op, Outcome
 from kvdisk.messages import JobKind, JobResult, Reason
 from kvdisk.worker import slot_headers
+from kvdisk.worker.copier import Slots
 from kvdisk.worker.device_io import DeviceIo
 from kvdisk.worker.routes import Part, Work
 from kvdisk.worker.runner import Copies, Runner
@@ -132,7 +133,7 @@ def late_read_goes_on_when_it_ends(patch: Patch) -> None:
                 self._end_late(part)
                 if part.route.scatters:
                     blocks = [part.work.job.moves[at].block for at in part.positions]
-                    self._resources.copier.scatter(part.group, part.arena, part.size_class, part.slots, blocks)
+                    self._resources.copier.scatter(part.group, Slots(part.arena, part.size_class, part.slots), blocks)
             else:
                 self._drop(part, failed)
                 self._advance(part)

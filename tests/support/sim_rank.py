@@ -16,7 +16,7 @@ from kvdisk.blocks import JobId, Slot, Tier
 from kvdisk.config import Config
 from kvdisk.messages import Job, JobKind, Report
 from kvdisk.worker.arena import Arena
-from kvdisk.worker.copier import CopyTicket, HostCopier, LayerBlocks, Mark
+from kvdisk.worker.copier import CopyTicket, HostCopier, LayerBlocks, Mark, Slots
 from kvdisk.worker.mover import Mover
 from kvdisk.worker.routes import Resources
 from support.addressed_device import AddressedDevice
@@ -74,54 +74,16 @@ class SimCopier(HostCopier):
             "scatter": deque(),
         }
 
-    def gather(
-        self,
-        group: int,
-        blocks: Sequence[int],
-        arena: Arena,
-        size_class: int,
-        indices: Sequence[int],
-        *,
-        after: Mark = None,
-    ) -> CopyTicket:
+    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Mark = None) -> CopyTicket:
         """See ``Copier``."""
-        copy = partial(
-            self._copy,
-            "gather",
-            blocks,
-            super().gather,
-            group,
-            list(blocks),
-            arena,
-            size_class,
-            list(indices),
-            after=after,
-        )
+        now = slots._replace(indices=list(slots.indices))
+        copy = partial(self._copy, "gather", blocks, super().gather, group, list(blocks), now, after)
         return self._begin("gather", copy, blocks)
 
-    def scatter(
-        self,
-        group: int,
-        arena: Arena,
-        size_class: int,
-        indices: Sequence[int],
-        blocks: Sequence[int],
-        *,
-        after: Mark = None,
-    ) -> CopyTicket:
+    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Mark = None) -> CopyTicket:
         """See ``Copier``."""
-        copy = partial(
-            self._copy,
-            "scatter",
-            blocks,
-            super().scatter,
-            group,
-            arena,
-            size_class,
-            list(indices),
-            list(blocks),
-            after=after,
-        )
+        now = slots._replace(indices=list(slots.indices))
+        copy = partial(self._copy, "scatter", blocks, super().scatter, group, now, list(blocks), after)
         return self._begin("scatter", copy, blocks)
 
     def done(self, ticket: CopyTicket) -> bool:

@@ -14,7 +14,7 @@ from kvdisk.cli.bench.stand import fill
 from kvdisk.device.base import Device
 from kvdisk.geometry import FINGERPRINT_BYTES, HEADER_BYTES, SEGMENT_HEADER_BYTES, Geometry, GroupGeometry
 from kvdisk.messages import HomeSpec, Job, JobKind, Move, Plan, SegmentSpec
-from kvdisk.worker import runner
+from kvdisk.worker import slot_headers
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.mover import Mover
 from kvdisk.worker.routes import Resources
@@ -163,10 +163,10 @@ class MoverRun:
 @contextmanager
 def _unverified() -> Iterator[None]:
     """Let the movers of this process take what they read for good. They have only slots of a measurement to read."""
-    rooms = vars(runner)
-    real = rooms["check_part"]
-    rooms["check_part"] = lambda *_: {}
+    rooms = vars(slot_headers)
+    real = rooms["check_slot"]
+    rooms["check_slot"] = lambda *_: None
     try:
         yield
     finally:
-        rooms["check_part"] = real
+        rooms["check_slot"] = real
