@@ -196,15 +196,3 @@ def test_impossible_fields_in_a_sound_header_are_corrupt(at, packed):
 def test_a_slot_that_was_never_sealed_is_corrupt(block):
     with pytest.raises(CorruptRecord):
         read_header(memoryview(block))
-
-
-@pytest.mark.parametrize("change", [{"key": b""}, {"key": b"k" * 129}, {"parent": b"p" * 129}])
-def test_keys_that_do_not_fit_are_a_programmers_error(change):
-    with pytest.raises(AssertionError):
-        make_slot(**change)
-
-
-def test_reserved_checksum_kinds_are_not_written():
-    header = SlotHeader(WHO.namespace, b"key", 1, None, 9, 0, 1, b"c" * 16, checksum_kind=3)
-    with pytest.raises(AssertionError):
-        write_header(memoryview(bytearray(HEADER_BYTES)), header)

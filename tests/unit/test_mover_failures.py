@@ -80,25 +80,16 @@ def test_a_flipped_byte_in_the_cpu_tier(rank):
     refused_alone(rank, moves, 4, Reason.CHECKSUM)
 
 
-def test_the_slot_holds_another_key(rank):
-    moves = stored(rank)
-    moves[3] = moves[3]._replace(key=move(99).key)
-    refused_alone(rank, moves, 3, Reason.HEADER)
-
-
-def test_the_slot_holds_another_generation(rank):
-    moves = stored(rank)
-    moves[3] = moves[3]._replace(generation=8)
-    refused_alone(rank, moves, 3, Reason.HEADER)
-
-
-def test_the_slot_was_sealed_in_another_epoch(rank):
-    moves = stored(rank, 1)
-    refused_alone(rank, moves, 0, Reason.HEADER, epoch=1)
-
-
 @pytest.mark.parametrize(
-    "change", [{"namespace": Namespace(bytes(32), 0)}, {"rank": 1, "rank_count": 2}, {"payload_bytes": 6000}]
+    "change",
+    [
+        {"namespace": Namespace(bytes(32), 0)},
+        {"namespace": Namespace(FINGERPRINT, 1)},
+        {"key": move(99).key},
+        {"generation": 8},
+        {"rank": 1, "rank_count": 2},
+        {"payload_bytes": 6000},
+    ],
 )
 def test_the_slot_was_sealed_for_others(rank, change):
     moves = [move(0, 0, 0, rank.cpu(0, 0))]
