@@ -16,15 +16,14 @@ from kvdisk.config import Config
 from kvdisk.context import SchedulerContext
 from kvdisk.device.base import Device
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES, uses_charge_bytes
-from kvdisk.device.figures_file import write_figures
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.home import Home
 from kvdisk.device.listing import ReadableHomes
 from kvdisk.device.pair import PairDevice
 from kvdisk.device.probe import choose_device, make_like
 from kvdisk.device.store import Store
+from kvdisk.device.telemetry_file import write_telemetry
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
-from kvdisk.figures import LOG_S, WRITE_S, Figures
 from kvdisk.geometry import Geometry
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader
@@ -41,6 +40,7 @@ from kvdisk.manager.transfers import Transfers
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.recovery import open_index, rebuild_index
 from kvdisk.stats import Stats
+from kvdisk.telemetry import LOG_S, WRITE_S, Telemetry
 from kvdisk.worker.direct import choose_direct
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ _DEFAULT_STAGING_BYTES = 64 << 20
 _GPU_SCRATCH_BYTES = 64 << 20
 _LEAST_STAGING_SLOTS = 8
 _CLOSE_TIMEOUT_S = 30.0
-_TEND_INTERVAL_S = 30.0
+_UPKEEP_INTERVAL_S = 30.0
 ORPHAN_SPARED_S = 900
 """How long after its last use an orphan may take room that the caps of the live owners no longer cover."""
 
@@ -72,7 +72,7 @@ class SchedulerParts:
     home: Home | None
     neighbours: NeighbourReader | None
     nvme: NvmeSpace | None
-    figures: Figures
+    telemetry: Telemetry
     background: Background
 
     def close(self) -> None:
@@ -162,21 +162,23 @@ def assemble_scheduler(
     )
     _log_start(config, geometry, catalog, home)
     gauges = Gauges(geometry, transfers, cpu, nvme)
-    figures = _make_figures(manager, gauges, geometry, home, str(description.get("model", "")))
-    jobs = [(WRITE_S, figures.write), (LOG_S, figures.log)]
+    telemetry = _make_telemetry(manager, gauges, geometry, home, str(description.get("model", "")))
+    jobs = [(WRITE_S, telemetry.write), (LOG_S, telemetry.log)]
     if home is not None and nvme is not None:
         jobs.append((USES_S, UsesKeeper(nvme.uses, home.path).write))
-    return SchedulerParts(manager, index, home, neighbours, nvme, figures, Background(jobs))
+    return SchedulerParts(manager, index, home, neighbours, nvme, telemetry, Background(jobs))
 
 
-def _make_figures(manager: TierManager, gauges: Gauges, geometry: Geometry, home: Home | None, model: str) -> Figures:
+def _make_telemetry(
+    manager: TierManager, gauges: Gauges, geometry: Geometry, home: Home | None, model: str
+) -> Telemetry:
     """Return what tells of the engine; what its home's last owner has told there is replaced."""
 
-    def write_file(figures: dict[str, Any]) -> None:
+    def write_file(telemetry: dict[str, Any]) -> None:
         assert home is not None
-        write_figures(home.path, figures)
+        write_telemetry(home.path, telemetry)
 
-    figures = Figures(
+    telemetry = Telemetry(
         manager.stats,
         gauges,
         model=model,
@@ -187,10 +189,10 @@ def _make_figures(manager: TierManager, gauges: Gauges, geometry: Geometry, home
         write_file=None if home is None else write_file,
     )
     try:
-        figures.write()
+        telemetry.write()
     except OSError as error:
-        logger.debug("kvdisk could not write its figures: %s", error)
-    return figures
+        logger.debug("kvdisk could not write its telemetry: %s", error)
+    return telemetry
 
 
 def _make_budget(config: Config, geometry: Geometry) -> WriteBudget | None:
@@ -213,13 +215,13 @@ def _meet_neighbours(store: Store, home: Home, description: dict[str, Any]) -> N
         found = readable.find(home.fingerprint, description, home.id)
         return [Neighbour(other.id, other.index_path) for other in found]
 
-    def tend() -> None:
+    def upkeep() -> None:
         try:
             home.mark_used()
         finally:  # a full drive, which cannot take the note, is what trimming helps against
             store.trim(home.fingerprint, unused_s=ORPHAN_SPARED_S)
 
-    return NeighbourReader(find_homes, tend, tend_interval_s=_TEND_INTERVAL_S)
+    return NeighbourReader(find_homes, upkeep, upkeep_interval_s=_UPKEEP_INTERVAL_S)
 
 
 def _take_home(

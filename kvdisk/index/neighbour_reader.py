@@ -47,21 +47,21 @@ class NeighbourReader:
     """See ``Neighbours`` and the module.
 
     ``find_homes``: the homes to ask, at this moment; called on the reader's thread, cheap enough for every
-    LOOK_INTERVAL_S. ``tend``: called there too, every so often, for what has to wait for the disk. Neither may raise
+    LOOK_INTERVAL_S. ``upkeep``: called there too, every so often, for what has to wait for the disk. Neither may raise
     anything but a KvdiskError or an OSError.
     """
 
     def __init__(
         self,
         find_homes: Callable[[], Sequence[Neighbour]],
-        tend: Callable[[], object],
+        upkeep: Callable[[], object],
         *,
-        tend_interval_s: float = 30.0,
+        upkeep_interval_s: float = 30.0,
     ) -> None:
         self._find_homes = find_homes
-        self._tend = tend
-        self._tend_interval_s = tend_interval_s
-        self._tended_s = time.monotonic()
+        self._upkeep = upkeep
+        self._upkeep_interval_s = upkeep_interval_s
+        self._upkept_s = time.monotonic()
         self._reader = ReaderProcess()
         self._left_alone: dict[str, float] = {}
         self._homes: tuple[Neighbour, ...] = ()
@@ -69,7 +69,7 @@ class NeighbourReader:
         self._answers: deque[Answer] = deque()
         self._wake = threading.Event()
         self._stopping = False
-        self._look()
+        self._refresh()
         self._thread = threading.Thread(target=self._run, name="kvdisk-neighbours", daemon=True)
         self._thread.start()
 
@@ -108,15 +108,15 @@ class NeighbourReader:
             while not self._stopping:
                 self._wake.wait(LOOK_INTERVAL_S)
                 self._wake.clear()
-                self._look()
+                self._refresh()
                 while self._questions and not self._stopping:
                     self._answer(self._questions.popleft())
-                self._tend_now()
+                self._upkeep_now()
         finally:
             self._homes = ()
             self._reader.stop()
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         now = time.monotonic()
         before = self._homes
         try:
@@ -155,11 +155,11 @@ class NeighbourReader:
         self._left_alone[home.home_id] = time.monotonic() + LEFT_ALONE_S
         self._homes = tuple(other for other in self._homes if other.home_id != home.home_id)
 
-    def _tend_now(self) -> None:
+    def _upkeep_now(self) -> None:
         now = time.monotonic()
-        if now - self._tended_s >= self._tend_interval_s:
-            self._tended_s = now
+        if now - self._upkept_s >= self._upkeep_interval_s:
+            self._upkept_s = now
             try:
-                self._tend()
+                self._upkeep()
             except (KvdiskError, OSError) as error:
-                logger.debug("tending the store: %s", error)
+                logger.debug("upkeep of the store: %s", error)

@@ -61,7 +61,7 @@ def home(path, names=()):
 
 @contextmanager
 def reader(homes, **options):
-    found = NeighbourReader(lambda: list(homes), options.pop("tend", lambda: None), **options)
+    found = NeighbourReader(lambda: list(homes), options.pop("upkeep", lambda: None), **options)
     try:
         yield found
     finally:
@@ -228,11 +228,11 @@ def test_the_child_ends_with_its_parent(tmp_path) -> None:
 def test_the_store_is_tended_now_and_then(tmp_path) -> None:
     tended = []
 
-    def tend() -> None:
+    def upkeep() -> None:
         tended.append(1)
         raise OSError("a drive that is gone")
 
-    with reader([], tend=tend, tend_interval_s=0.0):
+    with reader([], upkeep=upkeep, upkeep_interval_s=0.0):
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline and len(tended) < 3:
             time.sleep(0.01)
