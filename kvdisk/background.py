@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine does now and then beside its steps: a thread that calls functions at intervals, and one of these.
+"""What an engine does now and then beside its steps, on a thread that calls functions.
 
-For what may wait for the disk, or for whoever reads the log. What is called may take its time: the others of the same
-thread wait for it, the engine does not.
+For what may wait for the disk, or for whoever reads the log. What is called may take its time: the
+others of the same thread wait for it, the engine does not.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ USES_S = 60.0
 
 
 class Background:
-    """Calls each function every so many seconds, from so many seconds after the start on, on one thread of its own.
+    """Calls each function at its interval, from the start on, on one thread.
 
-    A KvdiskError or an OSError of one is logged for whoever debugs, and the function is called again the next time; any
-    other error is a bug of ours, is logged as one, and ends that function's calls alone.
+    A KvdiskError or an OSError of one is logged for whoever debugs, and the function is called
+    again the next time; any other error is a bug of ours, is logged as one, and ends that
+    function's calls alone.
     """
 
     def __init__(self, jobs: Sequence[tuple[float, Callable[[], None]]]) -> None:
@@ -39,9 +40,10 @@ class Background:
         self._thread.start()
 
     def close(self) -> None:
-        """Call every function a last time and end the thread; wait for that, but not for a disk that hangs. Idempotent.
+        """Call every function a last time and end the thread. Idempotent.
 
-        After CLOSE_TIMEOUT_S the thread is left to itself: what it calls must do no harm then.
+        Does not wait for a disk that hangs. After CLOSE_TIMEOUT_S the thread is left to itself:
+        what it calls must do no harm then.
         """
         self._stopping.set()
         self._thread.join(CLOSE_TIMEOUT_S)
@@ -53,7 +55,8 @@ class Background:
             for position in [position for position, at_s in due_s.items() if at_s <= time.monotonic()]:
                 interval_s, job = self._jobs[position]
                 if self._call(job):
-                    # From the end of the call: what takes longer than its interval leaves the others their time.
+                    # From the end of the call: what takes longer than its interval leaves the
+                    # others their time.
                     due_s[position] = time.monotonic() + interval_s
                 else:
                     del due_s[position]
@@ -76,11 +79,12 @@ class Background:
 
 
 class UsesKeeper:
-    """Keeps counts of uses in the home's USES file: reads them at start, writes what has changed when told.
+    """Keeps counts of uses in the home's USES file: reads them at start, writes on demand.
 
     Nothing that is wrong with the file is an error.
 
-    ``write`` is for one thread at a time; it waits for the disk, and the scheduler's thread does not wait for it.
+    ``write`` is for one thread at a time; it waits for the disk, and the scheduler's thread does
+    not wait for it.
     """
 
     def __init__(self, uses: Uses, home_path: Path) -> None:

@@ -42,12 +42,12 @@ class DeviceError(KvdiskError):
 
     @property
     def is_of_process(self) -> bool:
-        """Whether this process, or the machine, lacks open files or memory: that says nothing about the store."""
+        """Whether this process or the machine lacks files or memory: not the store's fault."""
         return self.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 class QuietLog:
-    """Warns once per cause and interval, so that a failing drive or a client cannot flood the log. One thread."""
+    """Warns once per cause and interval, so that nothing floods the log. One thread."""
 
     def __init__(self, clock: Callable[[], float], log: logging.Logger) -> None:
         self._clock = clock

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches on their way: cut into system calls, queued by drive, and counted until the last call has ended."""
+"""Batches under way: cut into system calls, queued by drive, counted until all calls end."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ class Call(NamedTuple):
 class DriveQueue(Protocol):
     """Runs the calls of one drive in one direction, several at a time, on threads of its own.
 
-    So a drive that hangs holds up no other, and where only writes hang, as on a frozen file system, reads go on.
-    ``way``: what serves the calls, in a word.
+    So a drive that hangs holds up no other, and where only writes hang, as on a frozen file system,
+    reads go on. ``way``: what serves the calls, in a word.
     """
 
     way: str
 
     def put(self, ticket: int, op: Op, known: Sequence[tuple[int, Transfer]], share_bytes: int) -> int:
-        """Start transfers, given with their positions, and return how many reports of them will come.
+        """Start transfers, given with their positions; return how many reports will come.
 
-        ``share_bytes``: what a thread should have of the batch, a multiple of ALIGNMENT. Does not wait for the drive.
+        ``share_bytes``: what a thread should have of the batch, a multiple of ALIGNMENT. Does not
+        wait for the drive.
         """
 
     def close(self) -> None:
@@ -43,7 +44,7 @@ class DriveQueue(Protocol):
 
 
 def cut(known: Sequence[tuple[int, Transfer]], task_bytes: int) -> Iterator[list[Call]]:
-    """Yield the calls of tasks of up to ``task_bytes`` (a multiple of ALIGNMENT) each, in order of the batch."""
+    """Yield the calls of tasks of up to ``task_bytes`` each, in the order of the batch."""
     calls: list[Call] = []
     room_bytes = task_bytes
     for position, transfer in known:
@@ -85,7 +86,7 @@ class Done(NamedTuple):
 
 
 class Tickets:
-    """What a device answers of ``submit``, ``poll`` and ``drain``. The device's thread calls all but ``report``."""
+    """Answers ``submit``, ``poll`` and ``drain``. The device's thread calls all but ``report``."""
 
     def __init__(self) -> None:
         self._last = 0
@@ -94,8 +95,7 @@ class Tickets:
         self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
 
     def take(self) -> int:
-        """Return the ticket of a new batch. Its tasks may begin and report at once: no report is looked at before the
-        next poll."""
+        """Return the ticket of a new batch. Reports that come at once wait for the next poll."""
         self._last += 1
         return self._last
 

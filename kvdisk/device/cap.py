@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cap, as values: what all homes hold, what they may hold together, and which must go for more room.
+"""The cap, as values: what all homes hold and may hold, and which must go for more room.
 
-The allocated bytes of all homes never exceed the caps of the live owners together. An owner keeps within its own cap
-by itself (its layout), so orphans can always make room, except for what cannot be deleted. The index of a live owner
-grows without asking, and counts at its full size. ``store`` measures, and deletes.
+The allocated bytes of all homes never exceed the caps of the live owners together. An owner keeps
+within its own cap by itself (its layout), so orphans can always make room, except for what cannot
+be deleted. The index of a live owner grows without asking, and counts at its full size. ``store``
+measures, and deletes.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ USES_OVERHEAD_BYTES = 32 << 10
 
 
 def uses_charge_bytes(slot_count: int, segment_count: int) -> int:
-    """Return what a home's USES, of so many slots in so many segments, can take beyond HOME_OVERHEAD_BYTES."""
+    """Return what USES of so many slots and segments can take beyond HOME_OVERHEAD_BYTES."""
     return max(0, uses_bytes_for(slot_count, segment_count) - USES_OVERHEAD_BYTES)
 
 
 class Holding(NamedTuple):
-    """A home while the store is locked. ``record`` is None where HOME or the lock is missing, or HOME does not decode.
+    """A home while the store is locked.
 
-    ``live``: it has an owner; else ``lock_fd`` holds its lock exclusively (-1: it has no lock file, so nobody can own
-    it). ``charged_bytes``: as allocated, and a live owner's index at its full size.
+    ``record`` is None where HOME or the lock is missing, or HOME does not decode. ``live``: it has
+    an owner; else ``lock_fd`` holds its lock exclusively (-1: it has no lock file, so nobody can
+    own it). ``charged_bytes``: as allocated, and a live owner's index at its full size.
     """
 
     id: str
@@ -44,7 +46,10 @@ class Holding(NamedTuple):
 
 @dataclass(slots=True)
 class Stock:
-    """All homes of a store while it is locked. ``loose``: folders on further drives that no home names, and bytes."""
+    """All homes of a store while it is locked.
+
+    ``loose``: folders on further drives that no home names; ``loose_bytes``: what they hold.
+    """
 
     homes: list[Holding]
     loose: list[Path]
@@ -65,7 +70,10 @@ class Stock:
     def excess_orphans(
         self, fingerprint: bytes, needed_bytes: int, unused_since_s: float = math.inf
     ) -> Iterator[Holding]:
-        """Yield orphans for the caller to delete, until ``needed_bytes`` more fit. Spares those used since then."""
+        """Yield orphans for the caller to delete, until ``needed_bytes`` more fit.
+
+        Spares those used after ``unused_since_s``.
+        """
         for orphan in self.orphans_to_delete(fingerprint):
             if not self.exceeds(needed_bytes):
                 return

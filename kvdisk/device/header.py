@@ -50,7 +50,10 @@ IDENTITY_FIELDS = (
     ("fingerprint", f"{FINGERPRINT_BYTES}s", 48),
     ("key", f"{MAX_KEY_BYTES}s", 80),
 )
-"""Name, ``struct`` code and offset of what a reader knows beforehand, but for the kind. All is little-endian."""
+"""Name, ``struct`` code and offset of what a reader knows beforehand (not the kind).
+
+All fields are little-endian.
+"""
 REST_FIELDS = (
     ("checksum", f"{CHECKSUM_BYTES}s", 208),
     ("parent_bytes", "H", 224),
@@ -91,7 +94,7 @@ class SlotIdentity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SlotHeader:
-    """What a slot says about itself. ``checksum``: of exactly ``payload_bytes`` bytes, 16 bytes long."""
+    """What a slot says about itself. ``checksum``: 16 bytes, of ``payload_bytes`` bytes."""
 
     namespace: Namespace
     key: BlockKey
@@ -134,8 +137,8 @@ def seal_slot(slot_view: memoryview, identity: SlotIdentity, parent: BlockKey | 
 def check_slot(slot_view: memoryview, identity: SlotIdentity) -> Reason | None:
     """Verify a slot in memory, before any byte of it is served. Any thread that owns the bytes.
 
-    Returns ``Reason.HEADER`` unless the header is sound and is that of this block, else ``Reason.CHECKSUM``
-    unless the payload behind it has its checksum, else None.
+    Returns ``Reason.HEADER`` unless the header is sound and is that of this block, else
+    ``Reason.CHECKSUM`` unless the payload behind it has its checksum, else None.
     """
     end = HEADER_BYTES + identity.payload_bytes
     assert len(slot_view) >= end
@@ -147,9 +150,10 @@ def check_slot(slot_view: memoryview, identity: SlotIdentity) -> Reason | None:
 
 
 def named_checksum(header_view: memoryview, identity: SlotIdentity) -> tuple[int, bytes] | None:
-    """Return kind and value of the payload's checksum, as a header names them that is sound and that of this block.
+    """Return kind and value of the payload's checksum, if the header is sound and this block's.
 
-    None for any other header: the slot must not be used. Any thread that owns the ``HEADER_BYTES`` bytes.
+    None for any other header: the slot must not be used. Any thread that owns the ``HEADER_BYTES``
+    bytes.
     """
     head = bytes(header_view[:HEADER_BYTES])
     kind = head[_KIND_OFFSET]
@@ -165,8 +169,8 @@ def named_checksum(header_view: memoryview, identity: SlotIdentity) -> tuple[int
 def read_header(view: memoryview) -> SlotHeader:
     """Decode the first ``HEADER_BYTES`` of ``view``.
 
-    Raises CorruptRecord where they are no sound header, GeometryMismatch where another format version
-    wrote them. The payload is not looked at.
+    Raises CorruptRecord where they are no sound header, GeometryMismatch where another format
+    version wrote them. The payload is not looked at.
     """
     assert len(view) >= HEADER_BYTES
     head = bytes(view[:HEADER_BYTES])

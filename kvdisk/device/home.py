@@ -45,14 +45,14 @@ class JoinedHome(HomePaths):
         self._lock_fd = lock_fd
 
     def folder(self, drive: int) -> DriveFolder:
-        """Return the home's part on a drive. Raises DeviceError (ENODEV) where this rank cannot open the drive."""
+        """Return the home's part on a drive. Raises DeviceError (ENODEV) if it is not open here."""
         folder = self.folders[drive] if drive < len(self.folders) else None
         if folder is None:
             raise DeviceError(errno.ENODEV, f"drive {drive} of home {self.id} could not be opened")
         return folder
 
     def clean_drives(self, clean: Callable[[DriveFolder], object]) -> None:
-        """Call ``clean`` for every part of the home, once, at the start. Raises DeviceError of the first drive.
+        """Call ``clean`` for every part of the home, once. Raises DeviceError of the first drive.
 
         A further drive on which that fails is from then on as if it could not be opened.
         """
@@ -74,15 +74,16 @@ class JoinedHome(HomePaths):
 
 
 class Home(HomePaths):
-    """The owner's hold on a home, from ``Store.acquire_home`` or ``hold_home`` until ``close``. One thread calls all.
+    """The owner's hold on a home, until ``close``. One thread calls all.
 
-    ``fresh``: made new, so that index and segments are empty. ``budget_bytes``: what index and segments together may
-    come to; a home that was taken over under a smaller cap can be above it, and its owner then cuts it first. All
-    calls wait for the disk: none belongs into a scheduler's step. ``mark_used`` may be called by any thread, also
-    beside ``close``. ``now_s``: gives whole seconds since the Unix epoch.
+    ``fresh``: made new, so that index and segments are empty. ``budget_bytes``: what index and
+    segments together may come to; a home that was taken over under a smaller cap can be above it,
+    and its owner then cuts it first. All calls wait for the disk: none belongs into a scheduler's
+    step. ``mark_used`` may be called by any thread, also beside ``close``. ``now_s``: gives whole
+    seconds since the Unix epoch.
 
-    Before the owner opens the index to write, it asks ``index_is_sound``, has it rebuilt where that is False
-    (``remove_index``, ``place_index``), and calls ``adopt_index``.
+    Before the owner opens the index to write, it asks ``index_is_sound``, has it rebuilt where that
+    is False (``remove_index``, ``place_index``), and calls ``adopt_index``.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Home(HomePaths):
         self._boot_id = boot_id
         self._now_s = now_s
         self._ending = threading.Lock()
-        """Held while HOME is written by ``mark_used`` or ``close``: the one shall not undo what the other says."""
+        """Held while HOME is written, so that ``mark_used`` and ``close`` do not undo each other."""
 
     @property
     def record(self) -> HomeRecord:
@@ -122,7 +123,7 @@ class Home(HomePaths):
         return len(self.folders)
 
     def folder(self, drive: int) -> DriveFolder:
-        """Return the home's part on a drive. Raises DeviceError (ENODEV) for one that the home does not have."""
+        """Return the home's part on a drive. Raises DeviceError (ENODEV) if the home has none there."""
         folder = self.folders[drive] if drive < len(self.folders) else None
         if folder is None:
             raise DeviceError(errno.ENODEV, f"home {self.id} has no drive {drive}")
@@ -137,10 +138,10 @@ class Home(HomePaths):
     # -- the index -----------------------------------------------------------------------------
 
     def index_is_sound(self) -> bool:
-        """Whether the index is what its last owner committed, as far as its file tells. Raises DeviceError.
+        """Whether the index is what its last owner committed. Raises DeviceError.
 
-        After a clean end its sum decides. After a crash of the owner it is whole while the machine runs: what is
-        wrong with it then shows when it is read.
+        After a clean end its sum decides. After a crash of the owner it is whole while the machine
+        runs: what is wrong with it then shows when it is read.
         """
         if self.fresh:
             return True
@@ -153,7 +154,7 @@ class Home(HomePaths):
         self._adopted = True
 
     def remove_index(self) -> None:
-        """Note that there is no index, and remove what is in its place; others may still read it. Raises DeviceError.
+        """Note that there is no index, and remove what is in its place. Raises DeviceError.
 
         Unlinked, not truncated: others may have the file mapped.
         """
@@ -165,7 +166,7 @@ class Home(HomePaths):
             paths.make_directory(self.path / NEW_INDEX)
 
     def place_index(self) -> None:
-        """Put the index that was made in ``new_index_path``, and is closed, into its place. Raises DeviceError."""
+        """Put the closed index from ``new_index_path`` into its place. Raises DeviceError."""
         with paths.device_errors(f"placing the index of home {self.id}"):
             self.new_index_path.rename(self.index_path)
 
@@ -181,11 +182,12 @@ class Home(HomePaths):
         self._lock_fd = paths.unlock(self._lock_fd)
 
     def close(self, clean: bool, *, used: bool = True) -> None:
-        """Release the home. The owner's index and segment files are closed, its ranks have left. Idempotent.
+        """Release the home, after its files are closed and its ranks have left. Idempotent.
 
-        With ``clean`` all files are synced, and HOME says afterwards that they can be trusted whatever happens to
-        the machine, with a sum of the index; False is for an owner that could not commit. ``used``: False leaves the
-        time of its last use as it is. Raises DeviceError; the home is released then, too.
+        With ``clean`` all files are synced, and HOME says afterwards that they can be trusted
+        whatever happens to the machine, with a sum of the index; False is for an owner that could
+        not commit. ``used``: False leaves the time of its last use as it is. Raises DeviceError;
+        the home is released then, too.
         """
         with self._ending:
             if self._lock_fd >= 0:

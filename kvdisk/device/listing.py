@@ -35,8 +35,8 @@ _TICK_NS = 100_000_000
 def list_homes(directories: Directories) -> list[HomeSummary]:
     """Describe every home of a store, by id. Writes nothing.
 
-    ``directories``: the store's first, and those of the others that shall be looked into. Holds the store lock while
-    it tries the homes' locks, not while it measures. Raises as ``Store.open``.
+    ``directories``: the store's first, and those of the others that shall be looked into. Holds the
+    store lock while it tries the homes' locks, not while it measures. Raises as ``Store.open``.
     """
     store = Store.open(directories, create=False)
     with store.locked(readonly=True):
@@ -56,7 +56,7 @@ def list_homes(directories: Directories) -> list[HomeSummary]:
 
 
 class HomeOwner(NamedTuple):
-    """A home as ``list_owners`` found it. ``alive``: a process of its owner lives; ``record``: as of HomeSummary."""
+    """A home as ``list_owners`` found it. ``alive``: a process of its owner lives."""
 
     id: str
     path: Path
@@ -65,7 +65,7 @@ class HomeOwner(NamedTuple):
 
 
 def list_owners(directories: Directories, timeout_s: float) -> list[HomeOwner]:
-    """Say of every home of a store, by id, whether it has an owner, and measure nothing. Writes nothing.
+    """Say of every home of a store, by id, whether it has an owner. Writes and measures nothing.
 
     For those who look again and again. Waits so long for the store lock; raises as ``Store.open``.
     """
@@ -102,9 +102,10 @@ def _is_owned(store: Store, home_id: str) -> bool:
 
 
 class ReadableHome(NamedTuple):
-    """Another engine's home, or an orphan. ``index_path``: its LMDB environment, to be opened read-only.
+    """Another engine's home, or an orphan. ``index_path``: its LMDB environment, to be read.
 
-    ``stamp`` changes when the index at that path becomes another one; the id when the home's owner does.
+    ``stamp`` changes when the index at that path becomes another one; the id when the home's owner
+    does.
     """
 
     id: str
@@ -113,7 +114,7 @@ class ReadableHome(NamedTuple):
 
 
 class ReadableHomes:
-    """The homes of a store that an engine may read, as they were when last looked at. One thread calls everything.
+    """The homes of a store that an engine may read. One thread calls everything.
 
     Takes no lock, and looks only into what has changed: cheap enough for every few milliseconds.
     """
@@ -128,7 +129,7 @@ class ReadableHomes:
         self._geometry: tuple[object, object] = (None, None)
 
     def find(self, fingerprint: bytes, description: dict[str, Any], except_id: str) -> list[ReadableHome]:
-        """List the other homes of this fingerprint and geometry whose index may be read, by id. Raises DeviceError."""
+        """List the readable homes of this fingerprint and geometry, by id. Raises DeviceError."""
         with paths.device_errors(f"looking into the store {self._store_path}"):
             return self._find(fingerprint, description, except_id)
 
@@ -141,7 +142,8 @@ class ReadableHomes:
         found = []
         for home_id in self._ids:
             record = self._record(home_id) if home_id != except_id else None
-            # An index that was not closed in order is whole only while the machine that wrote it runs.
+            # An index that was not closed in order is whole only while the machine that wrote it
+            # runs.
             if record and record.suits(fingerprint, wanted) and (record.index_sum or record.boot_id == self._boot_id):
                 index_path = f"{self._homes}/{home_id}/{INDEX}"
                 with suppress(FileNotFoundError, NotADirectoryError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU memory as a buffer of transfers, and the device that moves both kinds of memory: two devices as one."""
+"""GPU memory as a buffer of transfers, and the device that moves both kinds of memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from kvdisk.device.base import Buffer, Device, Op, Outcome, Transfer
 
 
 class GpuRange:
-    """A range of memory by its address, in the place of a ``Buffer`` where a device moves GPU memory.
+    """A range of GPU memory by its address, in the place of a ``Buffer``.
 
-    Like the memoryviews of host memory it has ``nbytes`` and ``readonly`` and is sliced in bytes, so that parts
-    and transfers are cut the same way. It offers no buffer protocol: a device that does not know it refuses it
-    instead of reading an address of another machine. ``owner``: what keeps the memory alive; slices share it.
-    ``address`` and ``nbytes``: multiples of ``geometry.ALIGNMENT``. Immutable; any thread.
+    Like the memoryviews of host memory it has ``nbytes`` and ``readonly`` and is sliced in bytes,
+    so that parts and transfers are cut the same way. It offers no buffer protocol: a device that
+    does not know it refuses it instead of reading an address of another machine. ``owner``: what
+    keeps the memory alive; slices share it. ``address`` and ``nbytes``: multiples of
+    ``geometry.ALIGNMENT``. Immutable; any thread.
     """
 
     __slots__ = ("address", "nbytes", "owner")
@@ -50,9 +51,10 @@ _TURN_S = 0.0002
 
 
 class PairDevice:
-    """``Device`` that gives each batch to ``host``, or to ``gpu`` where its buffers are ``GpuRange``; none is of both.
+    """``Device`` that gives batches of ``GpuRange`` to ``gpu`` and all others to ``host``.
 
-    Both know all files. A file that ``gpu`` cannot take fails batches of GPU memory only. Owns both and closes them.
+    Both know all files. A file that ``gpu`` cannot take fails batches of GPU memory only. Owns both
+    and closes them.
     """
 
     def __init__(self, host: Device, gpu: Device) -> None:

@@ -26,10 +26,10 @@ assert _FIXED.itemsize == BLOCK_VALUE.size
 
 
 def decode_blocks(keys: Sequence[bytes], values: Sequence[bytes]) -> BlockColumns:
-    """Return the records of many key and value bytes, in their order: what ``decode_block`` would, much faster.
+    """Decode many records at once, in their order: as ``decode_block`` does, but much faster.
 
-    The order of ``BlockColumns`` is the caller's to see to. Raises CorruptRecord for the first bytes that no record
-    encodes to, as ``decode_block`` does.
+    The order of ``BlockColumns`` is the caller's to see to. Raises CorruptRecord for the first
+    bytes that no record encodes to, as ``decode_block`` does.
     """
     key_bytes = np.fromiter(map(len, keys), np.int64, len(keys))
     value_bytes = np.fromiter(map(len, values), np.int64, len(values))
@@ -132,11 +132,11 @@ def stored_times(
     generations: NDArray[np.uint64],
     now_s: int,
 ) -> NDArray[np.uint32]:
-    """Return times for blocks of which only the slot headers are known, so that their order is kept.
+    """Return times for blocks of which only the headers are known. They keep the blocks' order.
 
-    A header has no time, but a generation: it begins with an engine's start, in nanoseconds, and counts up. Blocks of
-    one chain that were stored one after another get one time, so that the chain's tail leaves first; the next run
-    gets a later one. None lies in the future.
+    A header has no time, but a generation: it begins with an engine's start, in nanoseconds, and
+    counts up. Blocks of one chain that were stored one after another get one time, so that the
+    chain's tail leaves first; the next run gets a later one. None lies in the future.
     """
     parent_rows = _parent_rows(epochs, keys, parents)
     counted: list[int] = generations.tolist()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Neighbours`` over the reader process: a thread that takes questions and asks it about each other home.
+"""``Neighbours`` over the reader process: a thread that asks it about each other home.
 
-A home whose index ends the process, or holds it up, is left alone for a while. So nothing that another
-engine does, or that a drive does to its files, reaches this process.
+A home whose index ends the process, or holds it up, is left alone for a while. So nothing that
+another engine does, or that a drive does to its files, reaches this process.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class _Asked(NamedTuple):
 class NeighbourReader:
     """See ``Neighbours`` and the module.
 
-    ``find_homes``: the homes to ask, at this moment; called on the reader's thread, cheap enough for every
-    LOOK_INTERVAL_S. ``upkeep``: called there too, every so often, for what has to wait for the disk. Neither may raise
-    anything but a KvdiskError or an OSError.
+    ``find_homes``: the homes to ask, at this moment; called on the reader's thread, cheap enough
+    for every LOOK_INTERVAL_S. ``upkeep``: called there too, every so often, for what has to wait
+    for the disk. Neither may raise anything but a KvdiskError or an OSError.
     """
 
     def __init__(

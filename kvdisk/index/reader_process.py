@@ -3,8 +3,8 @@
 
 LMDB has no checksums. A damaged file can end the process that maps it (SIGBUS, SIGSEGV), and an
 owner that was stopped can hold the locks of its reader table. So neither an engine nor a tool maps
-the index of another owner: a child process does, and answers questions. It ends when its input does,
-however its parent ended.
+the index of another owner: a child process does, and answers questions. It ends when its input
+does, however its parent ended.
 
 A message is its length (u64) and that many pickled bytes. Both ends run this module.
 """
@@ -47,8 +47,8 @@ class ReaderFailed(KvdiskError):
 class IndexContent(NamedTuple):
     """All that one index holds.
 
-    ``exists``: False where no index has been made yet. ``problem``: one sentence, where it cannot be
-    read. In both cases the rest is empty, and ``blocks`` is None.
+    ``exists``: False where no index has been made yet. ``problem``: one sentence, where it cannot
+    be read. In both cases the rest is empty, and ``blocks`` is None.
     """
 
     segments: tuple[SegmentRecord, ...] = ()
@@ -58,7 +58,7 @@ class IndexContent(NamedTuple):
 
 
 class FoundRecords(NamedTuple):
-    """Committed records of the keys asked for, each with the key's position, and their segments by number."""
+    """Committed records of the keys asked for, with each key's position; segments by number."""
 
     segments: dict[int, SegmentRecord]
     records: list[tuple[int, BlockRecord]]
@@ -67,7 +67,8 @@ class FoundRecords(NamedTuple):
 def read_indexes(paths: Sequence[Path]) -> list[IndexContent]:
     """Read the indexes in these directories, in order. Never raises for what is wrong with one.
 
-    Writes nothing but the mark that a reader of LMDB leaves in ``lock.mdb``, where that is possible.
+    Writes nothing but the mark that a reader of LMDB leaves in ``lock.mdb``, where that is
+    possible.
     """
     reader = ReaderProcess()
     try:
@@ -86,8 +87,8 @@ def _content(reader: ReaderProcess, path: Path) -> IndexContent:
 class ReaderProcess:
     """The parent's end. The first question starts the process; one thread calls everything.
 
-    ``find`` and ``read`` raise CorruptRecord where the index cannot be read, and ReaderFailed where the
-    process ended over it; the next question starts another one.
+    ``find`` and ``read`` raise CorruptRecord where the index cannot be read, and ReaderFailed where
+    the process ended over it; the next question starts another one.
     """
 
     def __init__(self) -> None:
@@ -195,7 +196,8 @@ def _read(fd: int, count: int, deadline_s: float) -> bytes:
 
 
 def _wait(fd: int, event: int, deadline_s: float) -> None:
-    # Not select.select: it takes no descriptor above 1023, and an engine can have thousands of files open.
+    # Not select.select: it takes no descriptor above 1023, and an engine can have thousands of
+    # files open.
     waiting = select.poll()
     waiting.register(fd, event)
     wait_ms = None if deadline_s == math.inf else 1000 * max(0.0, deadline_s - time.monotonic())
@@ -207,7 +209,7 @@ def _wait(fd: int, event: int, deadline_s: float) -> None:
 
 
 class OpenIndexes:
-    """Read-only indexes by directory, opened when asked for. Every read is a transaction of its own."""
+    """Read-only indexes by directory, opened on demand. Every read is its own transaction."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[str, tuple[int, LmdbIndex]] = OrderedDict()

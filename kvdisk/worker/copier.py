@@ -53,17 +53,18 @@ class Slots(NamedTuple):
 class Copier(Protocol):
     """Moves whole blocks between vLLM's tensors and slots of an arena.
 
-    ``group``: KV-cache group. ``blocks``: GPU block ids. ``slots``: one for each block; only their payload takes
-    part, though a gather may overwrite their headers. ``after``: the copy begins when this point in the model's work
-    has passed. From the call until ``done`` or ``wait`` say that the copy ended, the copier owns the slots and blocks.
-    ``compute_done`` and ``hold_model`` are called on the model's thread, all else on the mover's.
+    ``group``: KV-cache group. ``blocks``: GPU block ids. ``slots``: one for each block; only their
+    payload takes part, though a gather may overwrite their headers. ``after``: the copy begins when
+    this point in the model's work has passed. From the call until ``done`` or ``wait`` say that the
+    copy ended, the copier owns the slots and blocks. ``compute_done`` and ``hold_model`` are called
+    on the model's thread, all else on the mover's.
     """
 
     def compute_done(self) -> Mark:
-        """Note the model's work launched so far; a copy given the mark begins after that work has ended."""
+        """Mark the model's work launched so far; a copy given the mark begins after it."""
 
     def hold_model(self) -> None:
-        """Let the model's work launched from now on begin when every gather that was started so far has ended.
+        """Let the model's next work begin after every gather that was started so far.
 
         On the device; does not wait on the host.
         """
@@ -82,7 +83,10 @@ class Copier(Protocol):
 
 
 class Stack(NamedTuple):
-    """Layers at a regular distance: uint8 (num_blocks, layer count, layer_bytes); ``offset`` bytes into the payload."""
+    """Layers at a regular distance: uint8 (num_blocks, layer count, layer_bytes).
+
+    ``offset``: bytes into the payload.
+    """
 
     blocks: torch.Tensor
     offset: int
@@ -91,9 +95,9 @@ class Stack(NamedTuple):
 class LayerBlocks:
     """The blocks of one KV-cache group.
 
-    ``layers``: per layer a uint8 tensor of shape (num_blocks, layer_bytes), contiguous in the second
-    dimension, with any stride in the first. A payload is the layers' bytes one after the other, in
-    this order. The tensors are vLLM's; they must live as long as copies are asked for.
+    ``layers``: per layer a uint8 tensor of shape (num_blocks, layer_bytes), contiguous in the
+    second dimension, with any stride in the first. A payload is the layers' bytes one after the
+    other, in this order. The tensors are vLLM's; they must live as long as copies are asked for.
     """
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
@@ -119,7 +123,7 @@ class LayerBlocks:
         self._word = _widest_word(self.stacks)
 
     def widened(self, part: torch.Tensor) -> torch.Tensor:
-        """Return a stack, or what it fills in slots, as the largest integers that divide it: GPUs copy them faster."""
+        """View a stack, or its part of slots, as the largest integers that divide it: faster."""
         return part.view(self._word)
 
 
@@ -152,7 +156,7 @@ def _regular_count(layers: Sequence[torch.Tensor]) -> int:
 
 
 def _payload_part(slots: torch.Tensor, stack: Stack) -> torch.Tensor:
-    """Return what a stack's layers fill in slots (n, slot_bytes), as uint8 (n, layer count, layer_bytes)."""
+    """Return a stack's part of slots (n, slot_bytes), as uint8 (n, layer count, layer_bytes)."""
     _, count, layer_bytes = stack.blocks.shape
     start = HEADER_BYTES + stack.offset
     return slots[:, start : start + count * layer_bytes].unflatten(1, (count, layer_bytes))
@@ -229,7 +233,7 @@ class Lane(Enum):
 
 
 class Lanes(Protocol):
-    """What ``CudaCopier`` needs of the accelerator's runtime: ``CudaLanes``, or a synchronous one in tests."""
+    """What ``CudaCopier`` needs of the accelerator's runtime. Tests have a synchronous one."""
 
     @property
     def device(self) -> torch.device:
@@ -239,13 +243,13 @@ class Lanes(Protocol):
         """Return a context in which operations of this thread go to the lane."""
 
     def record(self, lane: Lane | None) -> Event:
-        """Return an event after all that a lane (None: the calling thread's current stream) was given so far."""
+        """Return an event after all that a lane (None: the current stream) was given so far."""
 
     def wait(self, lane: Lane | None, event: Event) -> None:
-        """Let what the lane (None: the calling thread's current stream) is given from now on wait, on the device."""
+        """Let a lane (None: the current stream) wait on the device before what it is given next."""
 
     def numbers(self, values: Sequence[int]) -> torch.Tensor:
-        """Return int64 values on the device, for use in the lane whose context is entered; does not wait for it."""
+        """Return int64 values on the device for the entered lane. Does not wait."""
 
 
 class CudaLanes:
@@ -279,7 +283,7 @@ class CudaLanes:
 
 
 class CudaCopier:
-    """The copier of an accelerator: a pinned arena on one side, vLLM's blocks on the other, scratch between.
+    """The copier of an accelerator: pinned arena, vLLM's blocks, and scratch between them.
 
     ``groups``: as for ``HostCopier``, on ``lanes.device``. ``gpu_scratch_bytes``: device memory for
     scratch, half for each lane, though never less than one slot of the largest group. The scratch
@@ -328,7 +332,7 @@ class CudaCopier:
             return CopyTicket(self._lanes.record(Lane.STORE))
 
     def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Mark = None) -> CopyTicket:
-        """See ``Copier``. What an earlier owner of the blocks still does to them has ended with ``after``."""
+        """See ``Copier``. The blocks' earlier owner has ended with ``after``."""
         layers, indices = self._groups[group], slots.indices
         tensor = slots.arena.tensor(slots.size_class)
         with self._lanes.on(Lane.LOAD):
@@ -354,7 +358,7 @@ class CudaCopier:
             ticket.event.synchronize()
 
     def _parts(self, lane: Lane, slots: torch.Tensor, total: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield (first position, count, scratch of shape (count, slot_bytes)) for parts that fit the scratch."""
+        """Yield (first position, count, scratch (count, slot_bytes)) of parts that fit the scratch."""
         slot_bytes = int(slots.shape[1])
         most = self.scratch_bytes // slot_bytes
         for start in range(0, total, most):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The segment files of one rank: the jobs that open and drop them, on a thread of their own.
 
-Jobs of files (OPEN_HOME, OPEN_SEGMENT, DROP_SEGMENT) run one after the other. They wait for the disk and
-for locks, for seconds where a file is preallocated; transfers go on meanwhile. The thread calls nothing
-but ``SegmentFiles``: the device hears of a file on the mover's thread.
+Jobs of files (OPEN_HOME, OPEN_SEGMENT, DROP_SEGMENT) run one after the other. They wait for the
+disk and for locks, for seconds where a file is preallocated; transfers go on meanwhile. The thread
+calls nothing but ``SegmentFiles``: the device hears of a file on the mover's thread.
 """
 
 from __future__ import annotations
@@ -33,33 +33,34 @@ _MOST_FILES = 65536
 class SegmentFiles(Protocol):
     """Opens and drops what ``SegmentSpec`` and ``HomeSpec`` name.
 
-    Operating failures are a KvdiskError: DeviceError, GeometryMismatch, CorruptRecord, StoreLocked or
-    ConfigError. A call that raises leaves things as they were.
+    Operating failures are a KvdiskError: DeviceError, GeometryMismatch, CorruptRecord, StoreLocked
+    or ConfigError. A call that raises leaves things as they were.
     """
 
     def open_home(self, spec: HomeSpec) -> None:
-        """Join the home, once, before any segment, and remove this rank's files of segments it does not know."""
+        """Join the home, once, before any segment; remove this rank's files of unknown segments."""
 
     def open_segment(self, spec: SegmentSpec) -> int:
-        """Make (``spec.create``) or open this rank's file; return its descriptor, which stays this object's.
+        """Make (``spec.create``) or open this rank's file; return its descriptor, kept open here.
 
-        -1: there is nothing to open. Where all ranks share a file, the one that writes it makes it and has it open
-        from then on; the others open it with a second job. Of another home (``spec.source``) a file is opened to read
-        only. To make one waits up to two seconds for the store.
+        -1: there is nothing to open. Where all ranks share a file, the one that writes it makes it
+        and has it open from then on; the others open it with a second job. Of another home
+        (``spec.source``) a file is opened to read only. To make one waits up to two seconds for the
+        store.
         """
 
     def drop_segment(self, spec: SegmentSpec) -> None:
-        """Close and remove this rank's file (of another home: close); never opened, or gone, is no error."""
+        """Close and remove this rank's file (of another home: close). Gone already is no error."""
 
     def close(self) -> None:
         """Close all files and leave the home. Idempotent."""
 
 
 class HomeFiles:
-    """``SegmentFiles`` of the home that the scheduler has acquired; ``directories`` None: there is no NVMe tier.
+    """``SegmentFiles`` of the home that the scheduler owns; ``directories`` None: no NVMe tier.
 
-    A directory that this rank cannot open fails only what is to be opened or made on its drive. ``replicated``: the
-    ranks share the file of each segment (``Geometry.replicated``).
+    A directory that this rank cannot open fails only what is to be opened or made on its drive.
+    ``replicated``: the ranks share the file of each segment (``Geometry.replicated``).
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class HomeFiles:
 
 
 def _allow_files() -> None:
-    """Raise this process's limit of open files, 1024 on many systems: each segment is one as long as the home is."""
+    """Raise this process's limit of open files: each segment is one while the home is open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -147,7 +148,7 @@ FILE_KINDS = frozenset({JobKind.OPEN_HOME, JobKind.OPEN_SEGMENT, JobKind.DROP_SE
 
 
 class _Done(NamedTuple):
-    """What became of a job. ``fd``: of the segment it opened, if any; ``started``: False where it was to stop."""
+    """What became of a job. ``fd``: of the segment it opened; ``started``: False if cancelled."""
 
     fd: int = -1
     error: BaseException | None = None
@@ -157,9 +158,9 @@ class _Done(NamedTuple):
 class FileJobs:
     """Runs the jobs in the order of ``add``; the mover's thread calls everything.
 
-    ``open``: the segment files that can be used, by segment. ``uses(segment)``: whether a batch at the device names
-    it: its drop waits for that. ``ended``: how many jobs have ended; the n-th that was added has number n.
-    ``threaded``: False: they run within ``turn``.
+    ``open``: the segment files that can be used, by segment. ``uses(segment)``: whether a batch at
+    the device names it: its drop waits for that. ``ended``: how many jobs have ended; the n-th that
+    was added has number n. ``threaded``: False: they run within ``turn``.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class FileJobs:
         self._queued.append(job)
 
     def needed_by(self, job: Job) -> int:
-        """Return the number of the last job on its way that opens or drops a segment of ``job``'s moves; 0: none."""
+        """Return the number of the last job that opens or drops a segment of ``job``; 0: none."""
         last = 0
         if self._out or self._queued:
             named = {move.nvme.segment for move in job.moves if move.nvme is not None}
@@ -196,14 +197,14 @@ class FileJobs:
         return last
 
     def turn(self) -> list[tuple[Job, Reason | None]]:
-        """Start what can start; return the jobs that have ended since the last call, and why they failed."""
+        """Start what can start; return the jobs that have ended, and why they failed."""
         ended: list[tuple[Job, Reason | None]] = []
         while self._hand_over() | self._collect(ended):
             pass
         return ended
 
     def stop(self) -> list[tuple[Job, Reason | None]]:
-        """End what has started, however long that takes; return all jobs that are left, the others as CANCELLED."""
+        """End what has started, however long it takes; return all jobs left, others as CANCELLED."""
         self._stopping = True
         ended: list[tuple[Job, Reason | None]] = []
         while self._out:
@@ -214,7 +215,7 @@ class FileJobs:
         return ended
 
     def close(self) -> None:
-        """End the thread, when it is through with what has started, and close the files. No batch is under way."""
+        """End the thread after what has started, and close the files. No batch is under way."""
         self._stopping = True
         if self._thread is not None:
             self._tasks.put(None)
@@ -245,7 +246,7 @@ class FileJobs:
         return handed
 
     def _must_wait(self, job: Job) -> bool:
-        """Whether a drop has to wait: for batches of its segment, or for what may still be opening it."""
+        """Whether a drop has to wait: for batches of its segment, or for an opening."""
         if job.kind is not JobKind.DROP_SEGMENT:
             return False
         assert job.segment is not None

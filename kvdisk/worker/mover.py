@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's door: plans go in on the model's thread, reports come out, and one thread of its own moves the bytes."""
+"""The worker's door: plans go in, reports come out, and its own thread moves the bytes."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Mover:
     """Runs every plan of one rank.
 
     ``fingerprint``: of the namespace until a home is open; without an NVMe tier any will do.
-    ``io_deadline_s``: what has not started so long after ``submit`` fails, and so do the moves of a batch that is so
-    long at the device: late, until the device has ended it. ``part_bytes``: aim for the size of a part.
-    ``threaded``: False for simulations, which call ``turn`` themselves.
+    ``io_deadline_s``: what has not started so long after ``submit`` fails, and so do the moves of a
+    batch that is so long at the device: late, until the device has ended it. ``part_bytes``: aim
+    for the size of a part. ``threaded``: False for simulations, which call ``turn`` themselves.
 
     The model's thread calls everything but ``turn``; no call waits for a transfer but ``wait_any``
     and ``close``. An exception on the mover's thread is an error of ours: it ends all work, and
@@ -91,10 +91,10 @@ class Mover:
         return self._copier.compute_done()
 
     def submit(self, plan: Plan, after: Mark = None) -> None:
-        """Take over a plan. Each of its jobs is reported exactly once, and one with late moves released once. Not after
-        ``close``.
+        """Take over a plan. Each job is reported exactly once. Not after ``close``.
 
-        ``after``: copies from and to the GPU's blocks begin when this work of the model has ended.
+        A job with late moves is released once, too. ``after``: copies from and to the GPU's blocks
+        begin when this work of the model has ended.
         """
         assert not self._closing, "the mover is closed"
         with self._changed:
@@ -114,12 +114,13 @@ class Mover:
             self._changed.notify_all()
 
     def protect(self, plan: Plan, after: Mark = None) -> None:
-        """Take over a plan, and let the model's work launched from now on wait for the copies of its fenced stores.
+        """Take over a plan, and let the model's next work wait for the copies of its fenced stores.
 
-        ``plan``: ``Plan.fence`` and ``Plan.urgent``, with those of their jobs that are new. Waits, on the host, until
-        their copies from the GPU have begun, or are given up: what cannot begin at once, the urgent after ``URGENT_S``,
-        all after ``FENCE_S``, whatever the mover's thread hangs at. What has been given up never begins. On a GPU its
-        streams wait for the copies themselves. What comes after them, in memory or on drives, is not waited for.
+        ``plan``: ``Plan.fence`` and ``Plan.urgent``, with those of their jobs that are new. Waits,
+        on the host, until their copies from the GPU have begun, or are given up: what cannot begin
+        at once, the urgent after ``URGENT_S``, all after ``FENCE_S``, whatever the mover's thread
+        hangs at. What has been given up never begins. On a GPU its streams wait for the copies
+        themselves. What comes after them, in memory or on drives, is not waited for.
         """
         started_s = self._clock()
         self.submit(plan, after)
@@ -145,9 +146,10 @@ class Mover:
             return set(self._out)
 
     def halt(self) -> None:
-        """Begin nothing more, of the jobs under way either: each ends when what has begun of it has.
+        """Begin nothing more, of the jobs under way either; what has begun ends.
 
-        When it returns no copy from the GPU begins, and the model waits for those that have begun, as in ``protect``.
+        When it returns no copy from the GPU begins, and the model waits for those that have begun,
+        as in ``protect``.
         """
         with self._changed:
             self._runner.halt()
@@ -157,7 +159,7 @@ class Mover:
         self._copier.hold_model()
 
     def poll(self) -> Report:
-        """Return what was finished since the last call. Raises, once, what ended the mover's thread."""
+        """Return what was finished since the last call. Raises, once, what ended the mover."""
         with self._changed:
             if self._error is not None and not self._raised:
                 self._raised = True
@@ -170,7 +172,7 @@ class Mover:
             return report
 
     def wait_any(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` until ``poll`` has a result; return whether it has one. For idle steps.
+        """Wait up to ``timeout_s`` for a result of ``poll``; return whether it has one. When idle.
 
         Waits also when nothing is out: the scheduler steps then for a commit, and should not spin.
         """
@@ -181,8 +183,9 @@ class Mover:
     def close(self) -> None:
         """End what has started, fail the rest with CANCELLED, close device and files. Idempotent.
 
-        Waits for the legs under way, late ones too, and for the files, however long they take: nothing writes to a slot
-        afterwards. The results and releases of all jobs can be polled for then.
+        Waits for the legs under way, late ones too, and for the files, however long they take:
+        nothing writes to a slot afterwards. The results and releases of all jobs can be polled for
+        then.
         """
         with self._changed:
             self._closing = True
@@ -197,9 +200,9 @@ class Mover:
     def turn(self, wait_s: float = 0.0, now_s: float | None = None) -> bool:
         """Take in plans, go one step on, and publish results. Return whether anything happened.
 
-        Without a thread (``threaded=False``) the caller takes the place of the mover's; what this raises
-        is an error of ours. ``wait_s``: longest wait for the device where there is nothing else to do. ``now_s``: the
-        time, where it is not the clock's.
+        Without a thread (``threaded=False``) the caller takes the place of the mover's; what this
+        raises is an error of ours. ``wait_s``: longest wait for the device where there is nothing
+        else to do. ``now_s``: the time, where it is not the clock's.
         """
         if not self._attached:
             self._attached = True
@@ -246,7 +249,8 @@ class Mover:
             except BaseException as error:
                 self._error = error
         if self._error is not None:
-            # Loads and urgent stores are waited for: they are answered before the drive is, which may never end.
+            # Loads and urgent stores are waited for: they are answered before the drive is, which
+            # may never end.
             self._runner.await_copies()
             self._answer_rest()
             with contextlib.suppress(Exception):

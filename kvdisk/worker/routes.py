@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job is made of: lots of moves that go the same way, taken in parts, each part leg by leg. No I/O."""
+"""What a job is made of: lots of moves of one route, cut into parts, each run leg by leg."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 class Resources:
     """What one rank moves bytes with.
 
-    ``arena``: the CPU tier, or None; ``staging``: at least one slot of each size class where there is an
-    NVMe tier. ``direct``: the way straight between drive and GPU, where ``device`` has one. All memory
-    stays the caller's, who closes it after the mover. ``device`` and ``files`` become the mover's, which
-    closes them.
+    ``arena``: the CPU tier, or None; ``staging``: at least one slot of each size class where there
+    is an NVMe tier. ``direct``: the way straight between drive and GPU, where ``device`` has one.
+    All memory stays the caller's, who closes it after the mover. ``device`` and ``files`` become
+    the mover's, which closes them.
     """
 
     geometry: Geometry
@@ -54,8 +54,10 @@ class Resources:
 
 
 class Leg(IntEnum):
-    """A stretch of a route. GATHER and SCATTER run on the copier, READ and WRITE on the device. SUM: checksums computed
-    on the GPU, which also SEAL has to wait for where slots lie there."""
+    """A step of a route. GATHER and SCATTER run on the copier, READ and WRITE on the device.
+
+    SUM: checksums computed on the GPU; SEAL waits for them where slots lie there.
+    """
 
     GATHER = 1
     SEAL = 2
@@ -67,8 +69,11 @@ class Leg(IntEnum):
 
 
 class Route(Enum):
-    """The ways of a move, first the most urgent. ``staged``: its slot in memory is one of staging, not of the tier;
-    ``direct``: of staging on the GPU, so that nothing but its header is ever in host memory."""
+    """The ways of a move, the most urgent first.
+
+    ``staged``: through a slot of staging, not of the tier. ``direct``: of staging on the GPU: only
+    its header is ever in host memory.
+    """
 
     LOAD_DIRECT = ((Leg.READ, Leg.SUM, Leg.CHECK, Leg.SCATTER), True)
     LOAD_STAGED = ((Leg.READ, Leg.CHECK, Leg.SCATTER), True)
@@ -96,10 +101,11 @@ class Work:
     """A job under way. ``left``: moves that have not ended. ``mark``: the model's work to wait for.
 
     ``deadline_s``: on the mover's clock; what has not started then fails. ``void``: ends as failed.
-    ``late``: moves that have failed, and that the device has not ended; ``late_parts``: how many parts they are.
-    ``waits_for``: number of the last job of files that has to end first. ``urgent``: before all that is not;
-    ``fenced``: what of it cannot start at once fails. ``to_launch``, ``to_gather``: moves whose copy from the GPU has
-    neither failed nor begun, or ended; None before they are counted. ``told_copied``: it is reported.
+    ``late``: moves that have failed, and that the device has not ended; ``late_parts``: how many
+    parts they are. ``waits_for``: number of the last job of files that has to end first.
+    ``urgent``: before all that is not; ``fenced``: what of it cannot start at once fails.
+    ``to_launch``, ``to_gather``: moves whose copy from the GPU has neither failed nor begun, or
+    ended; None before they are counted. ``told_copied``: it is reported.
     """
 
     job: Job
@@ -143,8 +149,11 @@ class Work:
 
 @dataclass(slots=True, eq=False)
 class Lot:
-    """Moves of one job that share route, group and drive, in the order of their slots; those before ``taken`` have
-    started. ``drive``: see ``OpenFile``; NO_DRIVE where the route has none, or the segments are not open."""
+    """Moves of one job that share route, group and drive, in the order of their slots.
+
+    Those before ``taken`` have started. ``drive``: see ``OpenFile``; NO_DRIVE where the route has
+    none, or the segments are not open.
+    """
 
     work: Work
     route: Route
@@ -156,12 +165,12 @@ class Lot:
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """What of a lot is under way together: on one drive, so that one that hangs holds up nothing of the others.
+    """What of a lot is under way together, on one drive: a drive that hangs stops no other.
 
-    ``positions``: moves that have not failed, and ``slots``: where in ``arena`` each of them lies. ``staging``:
-    slots to give back at the end. On a direct route ``arena`` is GPU staging, which has of an arena what
-    copier and device need. ``leg``: legs begun. ``late``: its moves have failed, and it is still at the device,
-    which owns its slots.
+    ``positions``: moves that have not failed, and ``slots``: where in ``arena`` each of them lies.
+    ``staging``: slots to give back at the end. On a direct route ``arena`` is GPU staging, which
+    has of an arena what copier and device need. ``leg``: legs begun. ``late``: its moves have
+    failed, and it is still at the device, which owns its slots.
     """
 
     work: Work
@@ -212,10 +221,11 @@ def lots_of(
 ) -> list[Lot]:
     """Sort a job's moves into lots; moves without a source fail with ABSENT. Sets ``work.left``.
 
-    Where the KV is the same on every rank, what another rank writes to the drive has ended well here, unmoved.
-    ``part_slots``: slots of a part, by size class; ``files``: by segment. What lies on several drives is taken from
-    each in turn, a lot of one part at a time, so that the parts under way read from, or write to, all of them.
-    ``direct``: says of staged moves whether they go straight to the GPU.
+    Where the KV is the same on every rank, what another rank writes to the drive has ended well
+    here, unmoved. ``part_slots``: slots of a part, by size class; ``files``: by segment. What lies
+    on several drives is taken from each in turn, a lot of one part at a time, so that the parts
+    under way read from, or write to, all of them. ``direct``: says of staged moves whether they go
+    straight to the GPU.
     """
     moves, kind = work.job.moves, work.job.kind
     one_group = len(geometry.groups) == 1
@@ -278,7 +288,7 @@ def _route_of(kind: JobKind, move: Move) -> Route | None:
 
 
 def transfers_of(part: Part, files: Mapping[int, OpenFile]) -> tuple[list[Transfer], list[list[int]], list[int]]:
-    """Merge neighbouring slots of a part into transfers, one transfer for each run within a segment.
+    """Merge neighbouring slots of a part into one transfer for each run within a segment.
 
     Returns the transfers, for each of them the positions of its moves, and the positions of moves
     whose segment is not open.
@@ -327,10 +337,10 @@ def _buffers(part: Part, slots: Sequence[int]) -> tuple[Buffer, ...]:
 
 
 class LotQueues:
-    """A queue of lots for each route, and for each route of stores one of the urgent: those that a step waits for.
+    """A queue of lots for each route, and one of urgent lots for each route of stores.
 
-    The urgent come first, then loads, those of requests that arrived earlier before others; then stores, promotions
-    and demotions.
+    The urgent come first, then loads, those of requests that arrived earlier before others; then
+    stores, promotions and demotions.
     """
 
     def __init__(self) -> None:
@@ -359,7 +369,7 @@ class LotQueues:
             urgent.extend(moved)
 
     def heads(self) -> Iterator[Lot]:
-        """Yield the first lot of each queue. A lot that is taken whole has to be passed to ``pop`` at once."""
+        """Yield the first lot of each queue. Pass a lot that is taken whole to ``pop`` at once."""
         yield from (queue[0] for queue in self._urgent.values() if queue)
         yield from sorted((queue[0] for queue in self._loads if queue), key=lambda lot: lot.work.job.arrival)
         for queue in self._others:
@@ -386,19 +396,23 @@ class LotQueues:
 
 
 class FreeStaging:
-    """The free slots of staging, by size class. ``part_slots``: how many a part should take, likewise."""
+    """The free slots of staging, by size class. ``part_slots``: how many a part should take."""
 
     def __init__(self, slot_counts: Sequence[int], part_slots: Sequence[int]) -> None:
         self._free = [list(range(count)) for count in slot_counts]
         self._counts = tuple(slot_counts)
-        # A quarter of staging for a part of a load, an eighth of a store: MOST_WRITES of them leave half to loads.
+        # A quarter of staging for a part of a load, an eighth of a store: MOST_WRITES of them leave
+        # half to loads.
         self._most = {
             writes: [min(most, max(1, count // share)) for most, count in zip(part_slots, slot_counts, strict=True)]
             for writes, share in ((False, 4), (True, 8))
         }
 
     def take(self, size_class: int, wanted: int, *, writes: bool) -> list[int]:
-        """Take slots for a part of at most ``wanted``, to be written to a drive or read; empty where it has to wait."""
+        """Take slots for a part of at most ``wanted``; empty where it has to wait.
+
+        ``writes``: the part goes to a drive.
+        """
         assert self._counts[size_class], "there is no staging for this size of slot"
         free = self._free[size_class]
         count = min(wanted, self._most[writes][size_class])
@@ -422,8 +436,10 @@ class FreeStaging:
 
 
 class Parts:
-    """Cuts parts of about ``part_bytes``, and takes their staging back. ``slots``: of a part, by size class; fewer
-    where staging is small. The mover's thread calls everything.
+    """Cuts parts of about ``part_bytes``, and takes their staging back.
+
+    ``slots``: of a part, by size class; fewer where staging is small. The mover's thread calls
+    everything.
     """
 
     def __init__(self, resources: Resources, part_bytes: int) -> None:

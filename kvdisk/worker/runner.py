@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs jobs leg by leg: what ``Mover`` does on its thread, without a thread, a lock or a clock of its own.
+"""Runs jobs leg by leg: what ``Mover`` does on its thread. No thread, lock or clock of its own.
 
 Work is taken in parts of a few MiB and the queues are looked at between parts, so that a load waits
-for the parts under way and never for a long store. Several parts are under way at once: while one is
-verified and scattered, the next one's read is in flight. The bounds below are numbers of parts.
+for the parts under way and never for a long store. Several parts are under way at once: while one
+is verified and scattered, the next one's read is in flight. The bounds below are numbers of parts.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ PART_BYTES = 8 << 20
 MOST_READS = 4
 """Read batches at the device; promotions start only below half of it."""
 MOST_WRITES = 4
-"""Parts from their gather to the end of their write: while one is gathered and sealed, the others are written."""
+"""Parts from gather to the end of their write: one is gathered while others are written."""
 MOST_LATE = 16
-"""With so many late reads on a drive no other batch starts there: it does not answer. With MOST_WRITES late writes no
-other write does: it may be frozen, and they keep half of staging; reads go on. Late ones count nowhere else."""
+"""So many late reads of a drive stop every batch there: it does not answer.
+
+MOST_WRITES late writes stop its writes only. Late batches count nowhere else.
+"""
 MOST_GATHERS = 2
 MOST_SCATTERS = 4
 
@@ -61,11 +63,11 @@ class Gate(Protocol):
 class Runner:
     """See the module. One thread calls everything.
 
-    ``finished``: results not yet taken; ``released``: jobs among them or before, whose late moves the device has all
-    ended; ``copied``: stores of which nothing reads the GPU any more, where there is no CPU tier, so that the drive has
-    them yet to write. ``stats``: counts likewise. ``fingerprint``: of the namespace until a home is named.
-    ``io_deadline_s``: how long a batch may be at the device. ``part_bytes``: aim for the size of a part.
-    ``threaded``: see ``FileJobs``.
+    ``finished``: results not yet taken; ``released``: jobs among them or before, whose late moves
+    the device has all ended; ``copied``: stores of which nothing reads the GPU any more, where
+    there is no CPU tier, so that the drive has them yet to write. ``stats``: counts likewise.
+    ``fingerprint``: of the namespace until a home is named. ``io_deadline_s``: how long a batch may
+    be at the device. ``part_bytes``: aim for the size of a part. ``threaded``: see ``FileJobs``.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class Runner:
     # -- intake --------------------------------------------------------------------------------
 
     def add(self, job: Job, mark: Mark, deadline_s: float, *, urgent: bool = False) -> None:
-        """Take a job in. It waits for the jobs of files before it that open or drop a segment of its own, if any."""
+        """Take a job in. It waits for earlier jobs that open or drop a segment of its own."""
         work = Work(job, mark, deadline_s, urgent=urgent)
         self._works[job.id] = work
         if job.kind in FILE_KINDS:
@@ -127,7 +129,7 @@ class Runner:
             self._admit(work)
 
     def fence(self, job_ids: Iterable[JobId]) -> None:
-        """Let these stores' copies from the GPU begin before all else; what cannot begin at once fails."""
+        """Begin these stores' copies from the GPU first; what cannot begin at once fails."""
         for job_id in job_ids:
             work = self._works.get(job_id)
             if work is not None and work.to_launch != 0:
@@ -144,7 +146,7 @@ class Runner:
         return work is None or work.to_launch == 0
 
     def void(self, job_ids: Iterable[JobId]) -> None:
-        """Let these loads end as failed, starting nothing more of them; those that have ended stay as they are."""
+        """End these loads as failed, and start nothing more of them. Ended ones stay as they are."""
         for job_id in job_ids:
             work = self._works.get(job_id)
             if work is not None and work.job.kind is JobKind.LOAD:
@@ -164,7 +166,7 @@ class Runner:
             self._finish(work)
 
     def _note_files(self, ended: Iterable[tuple[Job, Reason | None]]) -> bool:
-        """Finish jobs of files that have ended, and admit what waited for them; return whether there were any."""
+        """Finish ended jobs of files, and admit what waited for them; return whether any ended."""
         happened = False
         for job, reason in ended:
             happened = True
@@ -210,7 +212,7 @@ class Runner:
         return (self._cancel_unstarted() if self._stopping else self._start()) or happened
 
     def halt(self) -> None:
-        """Begin no leg any more; what has begun ends, and the rest fails with CANCELLED. Any thread may call it."""
+        """Begin no leg any more; what has begun ends, the rest is CANCELLED. Any thread."""
         self._stopping = True
 
     def _cancel_unstarted(self) -> bool:
@@ -223,7 +225,7 @@ class Runner:
         return bool(gone) or bool(waiting)
 
     def stop(self) -> None:
-        """End what is under way, however long that takes, and fail the rest with CANCELLED. Afterwards ``idle``."""
+        """End what is under way, however long it takes; the rest is CANCELLED. Then ``idle``."""
         self.halt()
         self._cancel_unstarted()
         self._note_files(self._files.stop())
@@ -234,19 +236,19 @@ class Runner:
         assert self.idle
 
     def await_copies(self) -> None:
-        """After an error of ours: wait until nothing is copied to or from the GPU's blocks. Does not raise."""
+        """After an error of ours: wait until no copy touches the GPU's blocks. Does not raise."""
         self.halt()
         self._copies.abandon()
 
     def abandon(self) -> None:
-        """After ``await_copies``: wait until nothing is at the device, then fail every open job with CANCELLED."""
+        """After ``await_copies``: wait for the device, then fail every open job with CANCELLED."""
         for part in self._device_io.abandon():
             self._end_late(part)
         for work in list(self._works.values()):
             self._finish(work.cancelled())
 
     def close(self) -> None:
-        """Close device and files. The runner is ``idle`` and nothing at the device, or ``abandon`` was called."""
+        """Close device and files, when ``idle`` or after ``abandon``."""
         self._files.close()
         self._resources.device.close()
 
@@ -305,7 +307,7 @@ class Runner:
         return late[drive, Op.READ] >= MOST_LATE or (op is Op.WRITE and late[drive, op] >= MOST_WRITES)
 
     def _give_up(self, now_s: float) -> bool:
-        """Fail the moves of batches that are too long at the device. What these may touch stays taken."""
+        """Fail the moves of batches that are too long at the device. Their memory stays taken."""
         found = self._device_io.overdue(now_s - self._io_deadline_s)
         for part, failed in found:
             late = [position for position, reason in failed.items() if reason is Reason.DEADLINE]
@@ -320,9 +322,10 @@ class Runner:
     # -- legs ----------------------------------------------------------------------------------
 
     def _advance(self, part: Part) -> None:
-        """Take a part onto its next leg, and on, until it waits for the copier or the device or has ended.
+        """Take a part from leg to leg until it waits for copier or device, or has ended.
 
-        ``part.leg``: legs begun. What has started ends as usual; when stopping, or void, no further leg starts.
+        ``part.leg``: legs begun. What has started ends as usual; when stopping, or void, no further
+        leg starts.
         """
         legs, direct = part.route.legs, self._direct if part.route.direct else None
         while part.positions and part.leg < len(legs):
@@ -386,7 +389,7 @@ class Runner:
         self._drop(part, bad)
 
     def _note_direct(self, part: Part, failed: Mapping[int, Reason]) -> Mapping[int, Reason]:
-        """Count what the drive failed on its way to or from the GPU; loads of it go the host's way once more.
+        """Count failures of the drive on the GPU's way; such loads go the host's way once more.
 
         Returns the failures that stay.
         """
@@ -425,7 +428,7 @@ class Runner:
         self._close_moves(part.work, len(part.positions))
 
     def _end_late(self, part: Part) -> None:
-        """The device has ended a late part: nothing more is done with it, and its slots are free to be used."""
+        """The device has ended a late part: its slots are free to be used."""
         self._parts.give_back(part)
         work = part.work
         work.late_parts -= 1
@@ -467,7 +470,7 @@ class Runner:
 
 
 class _Copy(NamedTuple):
-    """A leg under way. ``moved_bytes``: between GPU and host memory; 0: the bytes stay where they are."""
+    """A leg under way. ``moved_bytes``: between GPU and host memory, 0 for none."""
 
     part: Part
     ticket: CopyTicket
@@ -476,9 +479,10 @@ class _Copy(NamedTuple):
 
 
 class Copies:
-    """What copier and GPU have under way. The mover's thread calls everything. ``stats`` is the caller's.
+    """Copies under way on copier and GPU. The mover's thread calls everything.
 
-    ``clock``: as the mover's. A copy takes from its start, which waits for the model's work before it, to its end.
+    ``clock``: as the mover's. A copy takes from its start, which waits for the model's work before
+    it, to its end.
     """
 
     def __init__(self, resources: Resources, stats: Stats, clock: Callable[[], float]) -> None:
@@ -504,7 +508,7 @@ class Copies:
         return any(self._under_way)
 
     def start(self, part: Part, leg: Leg) -> bool:
-        """Start a leg of a part; return whether it has ended already. Otherwise ``ended`` yields the part."""
+        """Start a leg of a part; return whether it has ended already. If not, ``ended`` yields it."""
         payload_bytes = self._resources.geometry.groups[part.group].payload_bytes
         moves = leg in {Leg.GATHER, Leg.SCATTER} and not part.route.direct
         began_s = self._clock()

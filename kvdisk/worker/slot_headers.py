@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class SlotHeaders:
-    """Seals and checks the parts of one rank. ``fingerprint``: of the namespace, replaced when a home opens."""
+    """Seals and checks the parts of one rank. An opened home replaces ``fingerprint``."""
 
     def __init__(self, geometry: Geometry, rank: int, fingerprint: bytes) -> None:
         self.fingerprint = fingerprint
@@ -35,12 +35,12 @@ class SlotHeaders:
         self._part = geometry.part_of(rank)
 
     def seal(self, part: Part, kind: int = XXH3_128) -> None:
-        """Write the header of every slot of a part, whose payloads are in place, with a checksum of a kind."""
+        """Write the header of every slot of a part behind its payload's checksum of this kind."""
         for _, slot, move, identity in self._each(part):
             seal_slot(part.arena.view(part.size_class, slot), identity, move.parent, kind)
 
     def check(self, part: Part) -> dict[int, Reason]:
-        """Verify every slot of a part; return HEADER or CHECKSUM, by position, for those that must not be used."""
+        """Verify every slot of a part; return HEADER or CHECKSUM by position of the bad ones."""
         bad: dict[int, Reason] = {}
         for position, slot, _, identity in self._each(part):
             reason = check_slot(part.arena.view(part.size_class, slot), identity)
@@ -49,7 +49,7 @@ class SlotHeaders:
         return bad
 
     def seal_direct(self, part: Part, staging: GpuStaging) -> None:
-        """Fill the headers of a part in GPU staging, whose sums have been computed; they are to be copied there."""
+        """Fill the headers of a part in GPU staging, whose sums are computed, to be copied there."""
         for _, slot, move, identity in self._each(part):
             digest = staging.digest(part.size_class, slot)
             fill_header(staging.header(part.size_class, slot), identity, move.parent, digest, MULTILINEAR)
@@ -57,8 +57,8 @@ class SlotHeaders:
     def check_direct(self, part: Part, staging: GpuStaging) -> tuple[dict[int, Reason], list[int]]:
         """As ``check`` for a part in GPU staging, whose sums have been computed.
 
-        Also returns the positions of sound headers with a checksum that a GPU does not compute: nothing is
-        known of their payloads.
+        Also returns the positions of sound headers with a checksum that a GPU does not compute:
+        nothing is known of their payloads.
         """
         bad: dict[int, Reason] = {}
         unknown: list[int] = []
@@ -73,7 +73,7 @@ class SlotHeaders:
         return bad, unknown
 
     def _each(self, part: Part) -> Iterator[tuple[int, int, Move, SlotIdentity]]:
-        """Yield each position of a part with its slot, its move, and what its header says or shall say."""
+        """Yield each position of a part with its slot, its move, and what its header says."""
         job, geometry = part.work.job, self._geometry
         namespace = Namespace(self.fingerprint, job.epoch)
         payload_bytes = geometry.groups[part.group].payload_bytes
