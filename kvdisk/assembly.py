@@ -11,19 +11,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvdisk.background import Background
+from kvdisk.background import USES_S, Background, UsesKeeper
 from kvdisk.config import Config
 from kvdisk.context import SchedulerContext
 from kvdisk.device.base import Device
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES, uses_charge_bytes
-from kvdisk.device.choice import choose_device, make_like
-from kvdisk.device.figures_file import write_figures
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.home import Home
+from kvdisk.device.listing import ReadableHomes
 from kvdisk.device.pair import PairDevice
+from kvdisk.device.probe import choose_device, make_like
 from kvdisk.device.store import Store
+from kvdisk.device.telemetry_file import write_telemetry
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
-from kvdisk.figures import LOG_S, WRITE_S, Figures
 from kvdisk.geometry import Geometry
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader
@@ -40,9 +40,8 @@ from kvdisk.manager.transfers import Transfers
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.recovery import open_index, rebuild_index
 from kvdisk.stats import Stats
-from kvdisk.uses_keeper import WRITE_S as USES_S
-from kvdisk.uses_keeper import UsesKeeper
-from kvdisk.worker.direct_choice import choose_direct
+from kvdisk.telemetry import LOG_S, WRITE_S, Telemetry
+from kvdisk.worker.direct import choose_direct
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
     from kvdisk.worker.direct import Direct
     from kvdisk.worker.gpu_staging import GpuStaging
     from kvdisk.worker.mover import Mover
-    from kvdisk.worker.populating import Populating
 
 logger = logging.getLogger("kvdisk")
 
@@ -60,7 +58,7 @@ _DEFAULT_STAGING_BYTES = 64 << 20
 _GPU_SCRATCH_BYTES = 64 << 20
 _LEAST_STAGING_SLOTS = 8
 _CLOSE_TIMEOUT_S = 30.0
-_TEND_INTERVAL_S = 30.0
+_UPKEEP_INTERVAL_S = 30.0
 ORPHAN_SPARED_S = 900
 """How long after its last use an orphan may take room that the caps of the live owners no longer cover."""
 
@@ -74,7 +72,7 @@ class SchedulerParts:
     home: Home | None
     neighbours: NeighbourReader | None
     nvme: NvmeSpace | None
-    figures: Figures
+    telemetry: Telemetry
     background: Background
 
     def close(self) -> None:
@@ -164,21 +162,23 @@ def assemble_scheduler(
     )
     _log_start(config, geometry, catalog, home)
     gauges = Gauges(geometry, transfers, cpu, nvme)
-    figures = _make_figures(manager, gauges, geometry, home, str(description.get("model", "")))
-    jobs = [(WRITE_S, figures.write), (LOG_S, figures.log)]
+    telemetry = _make_telemetry(manager, gauges, geometry, home, str(description.get("model", "")))
+    jobs = [(WRITE_S, telemetry.write), (LOG_S, telemetry.log)]
     if home is not None and nvme is not None:
         jobs.append((USES_S, UsesKeeper(nvme.uses, home.path).write))
-    return SchedulerParts(manager, index, home, neighbours, nvme, figures, Background(jobs))
+    return SchedulerParts(manager, index, home, neighbours, nvme, telemetry, Background(jobs))
 
 
-def _make_figures(manager: TierManager, gauges: Gauges, geometry: Geometry, home: Home | None, model: str) -> Figures:
+def _make_telemetry(
+    manager: TierManager, gauges: Gauges, geometry: Geometry, home: Home | None, model: str
+) -> Telemetry:
     """Return what tells of the engine; what its home's last owner has told there is replaced."""
 
-    def write_file(figures: dict[str, Any]) -> None:
+    def write_file(telemetry: dict[str, Any]) -> None:
         assert home is not None
-        write_figures(home.path, figures)
+        write_telemetry(home.path, telemetry)
 
-    figures = Figures(
+    telemetry = Telemetry(
         manager.stats,
         gauges,
         model=model,
@@ -189,10 +189,10 @@ def _make_figures(manager: TierManager, gauges: Gauges, geometry: Geometry, home
         write_file=None if home is None else write_file,
     )
     try:
-        figures.write()
+        telemetry.write()
     except OSError as error:
-        logger.debug("kvdisk could not write its figures: %s", error)
-    return figures
+        logger.debug("kvdisk could not write its telemetry: %s", error)
+    return telemetry
 
 
 def _make_budget(config: Config, geometry: Geometry) -> WriteBudget | None:
@@ -209,18 +209,19 @@ def _meet_neighbours(store: Store, home: Home, description: dict[str, Any]) -> N
 
     An owner may die, and its cap with it; what it leaves is spared for a while, because it may be starting again.
     """
+    readable = ReadableHomes(store)
 
     def find_homes() -> list[Neighbour]:
-        found = store.readable_homes(home.fingerprint, description, home.id)
+        found = readable.find(home.fingerprint, description, home.id)
         return [Neighbour(other.id, other.index_path) for other in found]
 
-    def tend() -> None:
+    def upkeep() -> None:
         try:
             home.mark_used()
         finally:  # a full drive, which cannot take the note, is what trimming helps against
-            home.trim(unused_s=ORPHAN_SPARED_S)
+            store.trim(home.fingerprint, unused_s=ORPHAN_SPARED_S)
 
-    return NeighbourReader(find_homes, tend, tend_interval_s=_TEND_INTERVAL_S)
+    return NeighbourReader(find_homes, upkeep, upkeep_interval_s=_UPKEEP_INTERVAL_S)
 
 
 def _take_home(
@@ -273,7 +274,7 @@ def _take_home(
                 return home, *restore(home)
             except CorruptRecord as error:
                 logger.warning("kvdisk gives up home %s, which cannot be rebuilt: %s", home.id, error)
-                home.discard()
+                store.discard(home)
             except DeviceError as error:
                 if error.is_of_process:
                     raise
@@ -317,16 +318,13 @@ def _log_start(config: Config, geometry: Geometry, catalog: Catalog, home: Home 
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """One rank's mover and the memory it works in. ``populating``: where that is not pinned."""
+    """One rank's mover and the memory it works in."""
 
     mover: Mover
     memory: tuple[Arena | GpuStaging, ...]
-    populating: Populating | None = None
 
     def close(self) -> None:
         """Finish what the device has started, then give the memory back."""
-        if self.populating is not None:
-            self.populating.close()
         self.mover.close()
         for memory in self.memory:
             memory.close()
@@ -343,6 +341,7 @@ def assemble_worker(
     from kvdisk.worker.copier import CudaCopier, CudaLanes, HostCopier, LayerBlocks
     from kvdisk.worker.files import HomeFiles
     from kvdisk.worker.mover import Mover
+    from kvdisk.worker.routes import Resources
 
     device = layers[0][0].device
     on_gpu = device.type == "cuda"
@@ -351,30 +350,14 @@ def assemble_worker(
     copier = HostCopier(groups) if lanes is None else CudaCopier(groups, lanes, _GPU_SCRATCH_BYTES)
     arena = Arena(geometry.slot_sizes, geometry.cpu_slots(config.cpu_bytes), pin=on_gpu) if config.cpu_bytes else None
     staging = Arena(geometry.slot_sizes, _staging_slots(config.staging_bytes, geometry), pin=on_gpu)
-    # What is pinned has been touched. Beside the probe, which waits for the drive:
-    populating = None if on_gpu else _populate(arena, staging if config.store_dirs else None)
-    try:
-        files = HomeFiles(config.store_dirs or None, rank, geometry.rank_count, replicated=geometry.replicated)
-        most = max(zip(geometry.shares, geometry.slot_sizes, strict=True))[1]
-        disk = choose_device(config.device, config.store_dirs, most)
-        disk, direct = _pair_with_gpu(config, geometry, lanes, disk)
-        mover = Mover(
-            geometry, rank, arena, staging, copier, disk, files, io_deadline_s=config.io_deadline_s, direct=direct
-        )
-    except BaseException:
-        if populating is not None:
-            populating.close()
-        raise
+    files = HomeFiles(config.store_dirs or None, rank, geometry.rank_count, replicated=geometry.replicated)
+    most = max(zip(geometry.shares, geometry.slot_sizes, strict=True))[1]
+    disk = choose_device(config.device, config.store_dirs, most)
+    disk, direct = _pair_with_gpu(config, geometry, lanes, disk)
+    resources = Resources(geometry, rank, arena, staging, copier, disk, files, direct)
+    mover = Mover(resources, io_deadline_s=config.io_deadline_s)
     memory = (arena, staging, None if direct is None else direct.staging)
-    return WorkerParts(mover, tuple(each for each in memory if each is not None), populating)
-
-
-def _populate(arena: Arena | None, staging: Arena | None) -> Populating | None:
-    """Begin to take memory ahead of its use. ``staging``: None where nothing goes through it."""
-    from kvdisk.worker.populating import Populating
-
-    tier, beside = ([] if each is None else each.regions for each in (arena, staging))
-    return Populating(tier, beside) if tier or beside else None
+    return WorkerParts(mover, tuple(each for each in memory if each is not None))
 
 
 def _staging_slots(byte_count: int | None, geometry: Geometry) -> list[int]:

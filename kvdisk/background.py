@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine does now and then beside its steps: a thread with functions that it calls at intervals.
+"""What an engine does now and then beside its steps, on a thread that calls functions.
 
-For what may wait for the disk, or for whoever reads the log. What is called may take its time: the others of the same
-thread wait for it, the engine does not.
+For what may wait for the disk, or for whoever reads the log. What is called may take its time: the
+others of the same thread wait for it, the engine does not.
 """
 
 from __future__ import annotations
@@ -11,19 +11,25 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from kvdisk.errors import KvdiskError
+from kvdisk.device.uses import UsesFile, UsesUnit
+from kvdisk.errors import DeviceError, KvdiskError
+from kvdisk.manager.uses import Uses
 
 logger = logging.getLogger("kvdisk")
 
 CLOSE_TIMEOUT_S = 5.0
+USES_S = 60.0
+"""How often changed counts of uses are written."""
 
 
 class Background:
-    """Calls each function every so many seconds, from so many seconds after the start on, on one thread of its own.
+    """Calls each function at its interval, from the start on, on one thread.
 
-    A KvdiskError or an OSError of one is logged for whoever debugs, and the function is called again the next time; any
-    other error is a bug of ours, is logged as one, and ends that function's calls alone.
+    A KvdiskError or an OSError of one is logged for whoever debugs, and the function is called
+    again the next time; any other error is a bug of ours, is logged as one, and ends that
+    function's calls alone.
     """
 
     def __init__(self, jobs: Sequence[tuple[float, Callable[[], None]]]) -> None:
@@ -34,9 +40,10 @@ class Background:
         self._thread.start()
 
     def close(self) -> None:
-        """Call every function a last time and end the thread; wait for that, but not for a disk that hangs. Idempotent.
+        """Call every function a last time and end the thread. Idempotent.
 
-        After CLOSE_TIMEOUT_S the thread is left to itself: what it calls must do no harm then.
+        Does not wait for a disk that hangs. After CLOSE_TIMEOUT_S the thread is left to itself:
+        what it calls must do no harm then.
         """
         self._stopping.set()
         self._thread.join(CLOSE_TIMEOUT_S)
@@ -48,7 +55,8 @@ class Background:
             for position in [position for position, at_s in due_s.items() if at_s <= time.monotonic()]:
                 interval_s, job = self._jobs[position]
                 if self._call(job):
-                    # From the end of the call: what takes longer than its interval leaves the others their time.
+                    # From the end of the call: what takes longer than its interval leaves the
+                    # others their time.
                     due_s[position] = time.monotonic() + interval_s
                 else:
                     del due_s[position]
@@ -68,3 +76,31 @@ class Background:
             logger.exception("kvdisk has a bug in what it does in the background; it goes on without that")
             return False
         return True
+
+
+class UsesKeeper:
+    """Keeps counts of uses in the home's USES file: reads them at start, writes on demand.
+
+    Nothing that is wrong with the file is an error.
+
+    ``write`` is for one thread at a time; it waits for the disk, and the scheduler's thread does
+    not wait for it.
+    """
+
+    def __init__(self, uses: Uses, home_path: Path) -> None:
+        self._uses = uses
+        self._file = UsesFile(home_path)
+        counts = {segment: slot_count for segment, (_, slot_count) in uses.view.places.items()}
+        for unit in self._file.recall(counts):
+            uses.recall(*unit)
+
+    def write(self) -> None:
+        """Write what has changed. Raises DeviceError; it is written the next time then."""
+        changed, segments = self._uses.take_changed()
+        try:
+            is_whole = self._file.write([UsesUnit(*unit) for unit in changed], segments, int(time.time()))
+        except DeviceError:
+            self._uses.want_all()  # it may have been made anew, and lack the rest
+            raise
+        if not is_whole:
+            self._uses.want_all()

@@ -53,9 +53,8 @@ class Config:
     """
     cpu_bytes: int = 4 << 30
     """Host memory of the CPU tier over all ranks; with a GPU it is pinned at the start, near that GPU where the
-    machine says so. Without one it is taken little by little, ahead of its use, all of it in the end unless the machine
-    has less than an eighth of its memory left. Blocks are stored here first and loaded from here fastest; what is
-    stored on NVMe is written from here. 0: no CPU tier, and blocks go straight to the drive.
+    machine says so. Without one it is taken as it is first used. Blocks are stored here first and loaded from here
+    fastest; what is stored on NVMe is written from here. 0: no CPU tier, and blocks go straight to the drive.
 
     Example: "64GiB"
     """

@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exceptions of kvdisk. Operating failures inside a transfer are values (``messages.Reason``), not exceptions."""
+"""The exceptions of kvdisk, and warnings that cannot flood the log.
+
+Operating failures inside a transfer are values (``messages.Reason``), not exceptions.
+"""
 
 from __future__ import annotations
 
 import errno
+import logging
+from collections.abc import Callable
+
+WARNING_INTERVAL_S = 60.0
 
 
 class KvdiskError(Exception):
@@ -35,5 +42,26 @@ class DeviceError(KvdiskError):
 
     @property
     def is_of_process(self) -> bool:
-        """Whether this process, or the machine, lacks open files or memory: that says nothing about the store."""
+        """Whether this process or the machine lacks files or memory: not the store's fault."""
         return self.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
+
+class QuietLog:
+    """Warns once per cause and interval, so that nothing floods the log. One thread."""
+
+    def __init__(self, clock: Callable[[], float], log: logging.Logger) -> None:
+        self._clock = clock
+        self._log = log
+        self._last_s: dict[str, float] = {}
+        self._left_out: dict[str, int] = {}
+
+    def warn(self, cause: str, text: str) -> None:
+        """Log ``text``, unless this ``cause`` (one of a closed list) was logged a short while ago."""
+        now_s = self._clock()
+        last_s = self._last_s.get(cause)
+        if last_s is not None and now_s - last_s < WARNING_INTERVAL_S:
+            self._left_out[cause] = self._left_out.get(cause, 0) + 1
+            return
+        self._last_s[cause] = now_s
+        left_out = self._left_out.pop(cause, 0)
+        self._log.warning("kvdisk: %s%s", text, f" ({left_out} more like it before)" if left_out else "")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index of a home that was taken over: trusted, or made anew from the slot headers, and cut to the cap.
+"""The index of a home taken over: trusted, or rebuilt from slot headers, and cut to the cap.
 
-``open_index`` is the one call at a start. ``rebuild_index`` is also what ``kvdisk repair`` does, ``cut_home`` part of
-what ``kvdisk prune`` does. All wait for the drive.
+``open_index`` is the one call at a start. ``rebuild_index`` is also what ``kvdisk repair`` does,
+``cut_home`` part of what ``kvdisk prune`` does. All wait for the drive.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvdisk.blocks import BlockKey
 from kvdisk.device.home import INDEX_FILE, Home
@@ -24,6 +25,9 @@ from kvdisk.geometry import segment_charge_bytes
 from kvdisk.index.base import BlockColumns, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for, write_index
 
+if TYPE_CHECKING:
+    from kvdisk.device.header_columns import FoundBlocks
+
 logger = logging.getLogger("kvdisk")
 
 PROGRESS_S = 5.0
@@ -33,7 +37,7 @@ _BATCH = 1000
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """What a rebuild found. ``lost_segments``: why, for each segment whose files went, by drive and number."""
+    """What a rebuild found. ``lost_segments``: why files went, by drive and number."""
 
     segments: int
     blocks: int
@@ -42,11 +46,12 @@ class Rebuilt:
 
 
 def open_index(home: Home, *, index_bytes: int, class_bytes: Mapping[int, int], commit_s: float) -> LmdbIndex:
-    """Open the index of a home, having rebuilt it where it cannot be trusted, and cut the home to its cap.
+    """Open the index of a home, rebuilt where it cannot be trusted; cut the home to its cap.
 
-    ``index_bytes``: what the index may grow to. ``class_bytes``: by slot size, what segments of such slots may take on
-    all ranks; of others nothing is kept. The caller closes the index. Raises CorruptRecord where it cannot be read
-    though it looked sound (``rebuild_index``, and once more, is the remedy), DeviceError, StoreLocked.
+    ``index_bytes``: what the index may grow to. ``class_bytes``: by slot size, what segments of
+    such slots may take on all ranks; of others nothing is kept. The caller closes the index. Raises
+    CorruptRecord where it cannot be read though it looked sound (``rebuild_index``, and once more,
+    is the remedy), DeviceError, StoreLocked.
     """
     if not home.index_is_sound():
         rebuild_index(home, index_bytes)
@@ -72,12 +77,10 @@ def open_index(home: Home, *, index_bytes: int, class_bytes: Mapping[int, int], 
 def rebuild_index(home: Home, index_bytes: int) -> Rebuilt:
     """Make the index of a home anew from its slot headers; files of segments that are of no use go.
 
-    ``index_bytes``: what it may grow to; more where the blocks need more. Broken off at any point, it is
-    to be done again, and ``Home.index_is_sound`` says so. Nothing else has the home's files open. Raises CorruptRecord
-    where HOME does not say enough, DeviceError.
+    ``index_bytes``: what it may grow to; more where the blocks need more. Broken off at any point,
+    it is to be done again, and ``Home.index_is_sound`` says so. Nothing else has the home's files
+    open. Raises CorruptRecord where HOME does not say enough, DeviceError.
     """
-    from kvdisk.recovered import to_columns  # numpy, which the tools do without
-
     shape = HomeShape.of(home.fingerprint, home.record.description)
     logger.warning("kvdisk rebuilds the index of home %s from the headers of its slots.", home.id)
     home.remove_index()
@@ -85,7 +88,7 @@ def rebuild_index(home: Home, index_bytes: int) -> Rebuilt:
     found = scan_home(home.folders, shape, progress)
     remove_lost(home.folders, list(found.lost))
     segments = [SegmentRecord(*segment) for segment in found.segments]
-    blocks = to_columns(found.blocks, int(time.time()))
+    blocks = _as_records(found.blocks, int(time.time()))
     _write_index(home, segments, blocks, max(index_bytes, map_bytes_for(len(blocks.keys))))
     for (drive, segment), why in found.lost.items():
         logger.warning("kvdisk dropped segment %d on drive %d of home %s: %s", segment, drive, home.id, why)
@@ -100,12 +103,34 @@ def rebuild_index(home: Home, index_bytes: int) -> Rebuilt:
     return Rebuilt(len(segments), len(blocks.keys), found.older_copies, found.lost)
 
 
-def cut_home(home: Home, keys: Sequence[tuple[int, BlockKey]], segments: Collection[int]) -> None:
-    """Delete blocks, by epoch and key, and whole segments with all their blocks, from a home that is held.
+def _as_records(found: FoundBlocks, now_s: int) -> BlockColumns:
+    """Return blocks that a rebuild found as index records, in their order."""
+    import numpy as np  # which the tools do without
 
-    Their records go first, committed, then the segments' files, with those that the index does not know; what a crash
-    leaves of them goes at the next start.
-    Nothing else has the home's files open. Raises CorruptRecord where the index cannot be trusted or read, DeviceError.
+    from kvdisk.index.columns import ascending, stored_times
+
+    times = stored_times(found.epochs, found.keys, found.parents, found.generations, now_s)
+    order = ascending(found.epochs, found.keys)
+    rows = order.tolist()
+    parents = [found.parents[row] for row in rows]
+    return BlockColumns(
+        found.epochs[order],
+        [BlockKey(found.keys[row]) for row in rows],
+        found.segments[order],
+        found.indices[order],
+        found.generations[order],
+        b"".join(parents),
+        np.fromiter(map(len, parents), np.int64, len(rows)),
+        times[order],
+    )
+
+
+def cut_home(home: Home, keys: Sequence[tuple[int, BlockKey]], segments: Collection[int]) -> None:
+    """Delete blocks, by epoch and key, and whole segments, from a home that is held.
+
+    Their records go first, committed, then the segments' files, with those that the index does not
+    know; what a crash leaves of them goes at the next start. Nothing else has the home's files
+    open. Raises CorruptRecord where the index cannot be trusted or read, DeviceError.
     """
     if not home.index_is_sound():
         raise CorruptRecord(f"the index of home {home.id} cannot be trusted")
@@ -127,10 +152,11 @@ def cut_home(home: Home, keys: Sequence[tuple[int, BlockKey]], segments: Collect
 
 
 def _open(home: Home, map_bytes: int, commit_s: float = 0.05) -> LmdbIndex:
-    """Open an index that looked sound, to write. Raises CorruptRecord where it is not, DeviceError, StoreLocked.
+    """Open an index to write. Raises CorruptRecord if it is not sound, DeviceError, StoreLocked.
 
-    One that knows no segment beside segments has lost them, as with a file system that was shut down and mounted again
-    in the same boot: they were never synced. An engine drops the record of a segment after its files.
+    One that knows no segment beside segments has lost them, as with a file system that was shut
+    down and mounted again in the same boot: they were never synced. An engine drops the record of a
+    segment after its files.
     """
     home.adopt_index()
     index = LmdbIndex(home.index_path, map_bytes=map_bytes, commit_s=commit_s)
@@ -183,7 +209,7 @@ def _excess(home: Home, records: Sequence[SegmentRecord], class_bytes: Mapping[i
 
 
 def _cut(home: Home, index: LmdbIndex, dropped: Sequence[SegmentRecord]) -> None:
-    """Delete the records of these segments and of their blocks, see them committed, and delete the files.
+    """Delete the records of these segments and of their blocks, commit, and delete the files.
 
     Raises as ``cut_home``.
     """
@@ -196,7 +222,8 @@ def _cut(home: Home, index: LmdbIndex, dropped: Sequence[SegmentRecord]) -> None
     committed = index.flush(_FLUSH_S)
     if index.damaged:
         raise CorruptRecord("the index was found to be damaged")
-    # On a full drive records may have to wait for the room of the files. Those of a segment without files do no harm.
+    # On a full drive records may have to wait for the room of the files. Those of a segment without
+    # files do no harm.
     _drop_files(home, dropped)
     if not committed and not index.flush(_FLUSH_S):
         raise DeviceError(errno.ENOSPC, "the index cannot be written")

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from kvdisk.assembly import describe_geometry
 from kvdisk.blocks import BlockKey, Slot, make_block_key
-from kvdisk.device.header import seal_slot
+from kvdisk.device.header import SlotIdentity, seal_slot
 from kvdisk.device.home import Home
 from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
@@ -144,10 +144,9 @@ def fill(home: Home, model: Model, prompts: Prompts, slot_count: int, *, dropped
                 fd = os.open(path, os.O_WRONLY)
                 for number, block in enumerate(blocks[segment * slot_count : (segment + 1) * slot_count]):
                     parent = None if block.parent is None else block.parent.key
-                    seal_slot(
-                        view, namespace=namespace, key=block.key, generation=first + segment * slot_count + number,
-                        parent=parent, payload_bytes=group.payload_bytes, rank=rank, rank_count=model.ranks,
-                    )  # fmt: skip
+                    generation = first + segment * slot_count + number
+                    identity = SlotIdentity(namespace, block.key, generation, group.payload_bytes, rank, model.ranks)
+                    seal_slot(view, identity, parent)
                     os.pwrite(fd, view, slot_offset(group.slot_bytes, number))
                 os.close(fd)
             index.put_segment(SegmentRecord(segment, group.slot_bytes, slot_count))

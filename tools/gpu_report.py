@@ -40,6 +40,7 @@ from kvdisk.messages import HomeSpec, Job, JobKind, Move, Plan, SegmentSpec
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.mover import Mover
+from kvdisk.worker.routes import Resources
 
 if TYPE_CHECKING:
     from kvdisk.worker.copier import Lanes
@@ -149,7 +150,7 @@ def make_layers(lanes: Lanes, block_bytes: int, count: int) -> list[Any]:
 
 def measure_copies(lanes: Lanes, block_bytes: int, total_bytes: int, repetitions: int) -> list[dict[str, Any]]:
     """Return the copier's speeds both ways, between blocks on the GPU and neighbouring pinned slots."""
-    from kvdisk.worker.copier import CudaCopier, LayerBlocks
+    from kvdisk.worker.copier import CudaCopier, LayerBlocks, Slots
 
     count = max(2, total_bytes // block_bytes)
     arena = Arena([HEADER_BYTES + block_bytes], [count], pin=lanes.device.type == "cuda")
@@ -157,8 +158,8 @@ def measure_copies(lanes: Lanes, block_bytes: int, total_bytes: int, repetitions
     slots, blocks = list(range(count)), list(range(count))[::-1]
     found = []
     for name, act in (
-        ("gather", lambda: copier.wait(copier.gather(0, blocks, arena, 0, slots))),
-        ("scatter", lambda: copier.wait(copier.scatter(0, arena, 0, slots, blocks))),
+        ("gather", lambda: copier.wait(copier.gather(0, blocks, Slots(arena, 0, slots)))),
+        ("scatter", lambda: copier.wait(copier.scatter(0, Slots(arena, 0, slots), blocks))),
     ):
         speed, samples = median_speed(count * block_bytes, act, repetitions)
         found.append({"what": name, "block_bytes": block_bytes, "bytes_per_s": speed, "samples": samples})
@@ -216,17 +217,9 @@ class Route:
         way = Direct(GpuStaging(geometry.slot_sizes, slots, lanes), every, every) if direct else None
         if way is not None:
             self._memory.append(way.staging)
-        self._mover = Mover(
-            geometry,
-            0,
-            None,
-            self._memory[0],
-            CudaCopier([LayerBlocks(self.layers)], lanes, 64 * MIB),
-            device,
-            OneSegment(directory),
-            io_deadline_s=120.0,
-            direct=way,
-        )
+        copier = CudaCopier([LayerBlocks(self.layers)], lanes, 64 * MIB)
+        resources = Resources(geometry, 0, None, self._memory[0], copier, device, OneSegment(directory), way)
+        self._mover = Mover(resources, io_deadline_s=120.0)
         self._last = 0
         self._run(JobKind.OPEN_HOME, home=HomeSpec("00" * 16, bytes(32)))
         self._run(JobKind.OPEN_SEGMENT, segment=SegmentSpec(0, geometry.slot_sizes[0], count))
@@ -269,8 +262,8 @@ class Route:
 def unverified() -> Iterator[None]:
     """Let loads go without their checksums, to see what these cost."""
     with (
-        patch("kvdisk.worker.runner.check_part", lambda *_: {}),
-        patch("kvdisk.worker.runner.check_direct", lambda *_: ({}, [])),
+        patch("kvdisk.worker.slot_headers.check_slot", lambda *_: None),
+        patch("kvdisk.worker.slot_headers.SlotHeaders.check_direct", lambda *_: ({}, [])),
         patch("kvdisk.worker.gpu_staging.PayloadSums.of", lambda *_: None),
     ):
         yield

@@ -23,8 +23,7 @@ from kvdisk.blocks import BlockKey, Slot
 from kvdisk.errors import DeviceError, KvdiskError
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex
-from kvdisk.index.neighbour_reader import ProbeChild, ProbeFailed
-from kvdisk.index.probe_wire import Question, decode_answer, encode_question
+from kvdisk.index.reader_process import ReaderProcess
 
 _PACKED = struct.Struct(">IIQQIB")  # big-endian, so that bytes sort as numbers do
 _LENGTH = struct.Struct("<H")
@@ -141,7 +140,7 @@ class RecordsNow:
     """Asks indexes anew, through a child process. Closed by ``close``; one thread calls everything."""
 
     def __init__(self) -> None:
-        self._child = ProbeChild()
+        self._reader = ReaderProcess()
 
     def still_there(self, index_path: Path, records: Sequence[BlockRecord]) -> list[bool]:
         """Whether each record is still as it was: its slot and generation. True for all where that cannot be read."""
@@ -154,20 +153,19 @@ class RecordsNow:
                 asked = positions[start : start + _ASKED_AT_ONCE]
                 keys = tuple(records[position].key for position in asked)
                 try:
-                    question = encode_question(Question(str(index_path), epoch, keys))
-                    _, copies = decode_answer(self._child.ask(question, _ANSWER_S))
-                except (KvdiskError, ProbeFailed):
+                    found = self._reader.find(index_path, epoch, keys, _ANSWER_S).records
+                except KvdiskError:
                     for position in asked:
                         still[position] = True
                     continue
-                for at, segment, slot, generation in copies:
+                for at, there in found:
                     record = records[asked[at]]
-                    still[asked[at]] = (record.slot, record.generation) == ((segment, slot), generation)
+                    still[asked[at]] = (record.slot, record.generation) == (there.slot, there.generation)
         return still
 
     def close(self) -> None:
         """End the child."""
-        self._child.stop()
+        self._reader.stop()
 
 
 # -- the child's side --------------------------------------------------------------------------

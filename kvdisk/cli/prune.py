@@ -17,7 +17,6 @@ from kvdisk.cli.block_reader import IndexBlocks, read_blocks, unpack
 from kvdisk.cli.prune_plan import HomePlan, Stocked
 from kvdisk.cli.wording import plural
 from kvdisk.device import paths
-from kvdisk.device.cap import tidy_store
 from kvdisk.device.control import DriveName, HomeSummary
 from kvdisk.device.drives import list_folders
 from kvdisk.device.home import index_is_sound
@@ -153,7 +152,7 @@ def carry_out(store: Store, homes: Sequence[HomePlan]) -> list[Outcome]:
 
     That raises before anything is deleted; what is wrong with one home is its outcome.
     """
-    tidy_store(store)
+    store.tidy()
     return [_delete(store, plan) for plan in homes]
 
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from kvdisk.device import paths
 from kvdisk.device.control import HomeRecord
 from kvdisk.device.drives import list_directories
-from kvdisk.device.figures_file import FiguresRecord, read_figures
 from kvdisk.device.listing import HomeOwner, list_owners
+from kvdisk.device.telemetry_file import TelemetryRecord, read_telemetry
 from kvdisk.errors import CorruptRecord, DeviceError
 from kvdisk.stats import TIERS
 
@@ -70,7 +70,7 @@ class EngineNow:
 
     home_id: str
     record: HomeRecord | None
-    figures: FiguresRecord | None
+    figures: TelemetryRecord | None
     problem: str | None
     age_s: float
     rise: Rise | None
@@ -165,7 +165,7 @@ def hit_rate(totals: Mapping[str, float], tier: str | None = None) -> float | No
 class _Watched:
     """An engine over time. ``last``: the figures read last; ``rise``: against those before."""
 
-    last: FiguresRecord
+    last: TelemetryRecord
     rise: Rise | None = None
     drive_rises: dict[str, tuple[float, float]] = field(default_factory=dict)
     reads: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
@@ -196,7 +196,7 @@ class TopReader:
         figures, problem = None, None
         try:
             with paths.device_errors(f"reading the figures of home {owner.id}"):
-                figures = read_figures(owner.path)
+                figures = read_telemetry(owner.path)
         except (CorruptRecord, DeviceError) as error:
             problem = str(error).replace(f"{owner.path}/", "")
         if figures is None:
@@ -215,7 +215,7 @@ class TopReader:
             tuple(watched.writes),
         )
 
-    def _watch(self, home_id: str, figures: FiguresRecord, *, idle: bool) -> _Watched:
+    def _watch(self, home_id: str, figures: TelemetryRecord, *, idle: bool) -> _Watched:
         """Compare an engine's figures with those before."""
         watched = self._watched.get(home_id)
         if watched is None or (watched.last.pid, watched.last.started_s) != (figures.pid, figures.started_s):
@@ -250,14 +250,14 @@ class TopReader:
         return tuple(found[path] for path in sorted(found))
 
 
-def _rise(before: FiguresRecord, after: FiguresRecord, seconds: float) -> Rise:
+def _rise(before: TelemetryRecord, after: TelemetryRecord, seconds: float) -> Rise:
     """Return the differences; what fell was damaged on its way, and counts as no rise."""
     totals = {series: max(0, value - before.totals.get(series, 0)) for series, value in after.totals.items()}
     sums = {series: max(0.0, total - before.sums.get(series, (0, 0.0))[1]) for series, (_, total) in after.sums.items()}
     return Rise(seconds, totals, sums)
 
 
-def _drive_rises(before: FiguresRecord, after: FiguresRecord, seconds: float) -> dict[str, tuple[float, float]]:
+def _drive_rises(before: TelemetryRecord, after: TelemetryRecord, seconds: float) -> dict[str, tuple[float, float]]:
     was = {drive.path: drive for drive in before.drives}
     return {
         drive.path: (

@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from kvdisk.errors import QuietLog
 from kvdisk.manager.requests import RequestLimits
-from kvdisk.worker.quiet_log import QuietLog
 
 MOST_LOAD = "max_load_tokens"
 STORE_LIMIT = "max_offload_tokens"

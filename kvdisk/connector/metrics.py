@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvdisk.figures import few_figures
 from kvdisk.stats import METRICS, SERIES, Kind, Metric, Samples, Stats
+from kvdisk.telemetry import summarize
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -89,7 +89,7 @@ class KVDiskStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped he
     @_or(dict)
     def reduce(self) -> dict[str, Any]:
         """Return what one log line shows: a few figures of the time since the last one."""
-        return few_figures(self.stats)
+        return summarize(self.stats)
 
     def is_empty(self) -> bool:
         """Whether nothing was counted or measured."""

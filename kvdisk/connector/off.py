@@ -139,7 +139,7 @@ class SchedulerOff:
             return None
         self._told = True
         try:
-            return self._parts.figures.take_rest()
+            return self._parts.telemetry.take_rest()
         except Exception:
             logger.exception("kvdisk, which is off, cannot tell its metrics")
             return None

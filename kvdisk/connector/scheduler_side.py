@@ -227,7 +227,7 @@ class SchedulerSide:
         manager.commit()
         if manager.has_pending_work(time.monotonic()) or (self._journal is not None and self._journal.waits):
             return True
-        return self._parts is not None and self._parts.figures.owes
+        return self._parts is not None and self._parts.telemetry.is_due
 
     # -- events --------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class SchedulerSide:
 
     def take_stats(self) -> Stats | None:
         """Return what was counted and measured since the last call, None where it is too early to say."""
-        return None if self._parts is None else self._parts.figures.take(time.monotonic())
+        return None if self._parts is None else self._parts.telemetry.take(time.monotonic())
 
     def counters(self) -> dict[str, int]:
         """Return the totals since the start."""

@@ -25,8 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvdisk.device.base import Buffer, Op, Transfer
-from kvdisk.device.calls import Call, cut, without
-from kvdisk.device.tickets import Done
+from kvdisk.device.batches import Call, Done, cut, without
 from kvdisk.geometry import ALIGNMENT
 
 SHORTEST_BYTES = 512 << 10

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvdisk.device.base import Buffer, Op, Outcome, Transfer
-from kvdisk.device.gpu_range import GpuRange
-from kvdisk.device.tickets import Done, Tickets
+from kvdisk.device.batches import Done, Tickets
+from kvdisk.device.pair import GpuRange
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import ALIGNMENT
 

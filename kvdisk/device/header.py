@@ -17,7 +17,9 @@ kind it knows nothing: a slot is verified by the kind that it names, whoever wro
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
@@ -33,22 +35,66 @@ MULTILINEAR = 2
 CHECKSUM_KINDS = (XXH3_128, MULTILINEAR)
 """Every other number is reserved."""
 CHECKSUM_BYTES = 16
-
 MAGIC = b"KVDSLOT\0"
-_IDENTITY = struct.Struct(f"<8sHBxHHH6xQQQ{FINGERPRINT_BYTES}s{MAX_KEY_BYTES}s")
-_REST = struct.Struct(f"<{CHECKSUM_BYTES}sH6x{MAX_KEY_BYTES}s")
-_HEADER_SUM = struct.Struct("<Q")
-_KIND_OFFSET = 10
+
+IDENTITY_FIELDS = (
+    ("magic", "8s", 0),
+    ("version", "H", 8),
+    ("kind", "B", 10),
+    ("rank", "H", 12),
+    ("rank_count", "H", 14),
+    ("key_bytes", "H", 16),
+    ("generation", "Q", 24),
+    ("epoch", "Q", 32),
+    ("payload_bytes", "Q", 40),
+    ("fingerprint", f"{FINGERPRINT_BYTES}s", 48),
+    ("key", f"{MAX_KEY_BYTES}s", 80),
+)
+"""Name, ``struct`` code and offset of what a reader knows beforehand (not the kind).
+
+All fields are little-endian.
+"""
+REST_FIELDS = (
+    ("checksum", f"{CHECKSUM_BYTES}s", 208),
+    ("parent_bytes", "H", 224),
+    ("parent", f"{MAX_KEY_BYTES}s", 232),
+)
+"""The same of what it learns. Behind these fields are zeros, up to the header's own checksum."""
+
+
+def _struct_of(fields: Iterable[tuple[str, str, int]], start: int) -> struct.Struct:
+    codes, end = ["<"], start
+    for _, code, offset in fields:
+        codes.append(f"{offset - end}x{code}")
+        end = offset + struct.calcsize(code)
+    return struct.Struct("".join(codes))
+
+
+_IDENTITY = _struct_of(IDENTITY_FIELDS, 0)
 _REST_OFFSET = _IDENTITY.size
+_REST = _struct_of(REST_FIELDS, _REST_OFFSET)
 _CHECKSUM_END = _REST_OFFSET + CHECKSUM_BYTES
-_ZEROS_OFFSET = _REST_OFFSET + _REST.size
+_KIND_OFFSET = 10
+_HEADER_SUM = struct.Struct("<Q")
+FIELDS_BYTES = _REST_OFFSET + _REST.size
 HEADER_SUM_OFFSET = HEADER_BYTES - _HEADER_SUM.size
-_ZEROS = bytes(HEADER_SUM_OFFSET - _ZEROS_OFFSET)
+_ZEROS = bytes(HEADER_SUM_OFFSET - FIELDS_BYTES)
+
+
+class SlotIdentity(NamedTuple):
+    """Which block a slot holds, and which rank's part of it: what a reader knows beforehand."""
+
+    namespace: Namespace
+    key: BlockKey
+    generation: int
+    payload_bytes: int
+    rank: int
+    rank_count: int
 
 
 @dataclass(frozen=True, slots=True)
 class SlotHeader:
-    """What a slot says about itself. ``checksum``: of exactly ``payload_bytes`` bytes, 16 bytes long."""
+    """What a slot says about itself. ``checksum``: 16 bytes, of ``payload_bytes`` bytes."""
 
     namespace: Namespace
     key: BlockKey
@@ -59,6 +105,11 @@ class SlotHeader:
     rank_count: int
     checksum: bytes
     checksum_kind: int = XXH3_128
+
+    @property
+    def identity(self) -> SlotIdentity:
+        """The block and the part of it that the slot holds."""
+        return SlotIdentity(self.namespace, self.key, self.generation, self.payload_bytes, self.rank, self.rank_count)
 
 
 def payload_checksum(payload: memoryview, kind: int = XXH3_128) -> bytes:
@@ -73,90 +124,42 @@ def payload_checksum(payload: memoryview, kind: int = XXH3_128) -> bytes:
 
 def write_header(view: memoryview, header: SlotHeader) -> None:
     """Fill the first ``HEADER_BYTES`` of ``view``, all of them. Any thread that owns the bytes."""
-    assert header.checksum_kind in CHECKSUM_KINDS, "other checksum kinds are reserved"
-    assert len(header.checksum) == CHECKSUM_BYTES
-    identity = _identity(
-        header.namespace,
-        header.key,
-        header.generation,
-        header.payload_bytes,
-        header.rank,
-        header.rank_count,
-        header.checksum_kind,
-    )
-    _fill(view, identity, header.checksum, header.parent)
+    fill_header(view, header.identity, header.parent, header.checksum, header.checksum_kind)
 
 
-def seal_slot(
-    slot_view: memoryview,
-    *,
-    namespace: Namespace,
-    key: BlockKey,
-    generation: int,
-    parent: BlockKey | None,
-    payload_bytes: int,
-    rank: int,
-    rank_count: int,
-    kind: int = XXH3_128,
-) -> None:
-    """Write the header of a slot whose payload, ``payload_bytes`` behind the header, is already in place."""
-    assert len(slot_view) >= HEADER_BYTES + payload_bytes
-    checksum = payload_checksum(slot_view[HEADER_BYTES : HEADER_BYTES + payload_bytes], kind)
-    _fill(slot_view, _identity(namespace, key, generation, payload_bytes, rank, rank_count, kind), checksum, parent)
+def seal_slot(slot_view: memoryview, identity: SlotIdentity, parent: BlockKey | None, kind: int = XXH3_128) -> None:
+    """Write the header of a slot whose payload is in place behind it."""
+    end = HEADER_BYTES + identity.payload_bytes
+    assert len(slot_view) >= end
+    fill_header(slot_view, identity, parent, payload_checksum(slot_view[HEADER_BYTES:end], kind), kind)
 
 
-def check_slot(
-    slot_view: memoryview,
-    *,
-    namespace: Namespace,
-    key: BlockKey,
-    generation: int,
-    payload_bytes: int,
-    rank: int,
-    rank_count: int,
-) -> Reason | None:
+def check_slot(slot_view: memoryview, identity: SlotIdentity) -> Reason | None:
     """Verify a slot in memory, before any byte of it is served. Any thread that owns the bytes.
 
-    Returns ``Reason.HEADER`` unless the header is sound and is that of this block, else ``Reason.CHECKSUM``
-    unless the ``payload_bytes`` behind it have their checksum, else None.
+    Returns ``Reason.HEADER`` unless the header is sound and is that of this block, else
+    ``Reason.CHECKSUM`` unless the payload behind it has its checksum, else None.
     """
-    assert len(slot_view) >= HEADER_BYTES + payload_bytes
-    named = named_checksum(
-        slot_view[:HEADER_BYTES],
-        namespace=namespace,
-        key=key,
-        generation=generation,
-        payload_bytes=payload_bytes,
-        rank=rank,
-        rank_count=rank_count,
-    )
+    end = HEADER_BYTES + identity.payload_bytes
+    assert len(slot_view) >= end
+    named = named_checksum(slot_view[:HEADER_BYTES], identity)
     if named is None:
         return Reason.HEADER
     kind, checksum = named
-    if payload_checksum(slot_view[HEADER_BYTES : HEADER_BYTES + payload_bytes], kind) != checksum:
-        return Reason.CHECKSUM
-    return None
+    return None if payload_checksum(slot_view[HEADER_BYTES:end], kind) == checksum else Reason.CHECKSUM
 
 
-def named_checksum(
-    header_view: memoryview,
-    *,
-    namespace: Namespace,
-    key: BlockKey,
-    generation: int,
-    payload_bytes: int,
-    rank: int,
-    rank_count: int,
-) -> tuple[int, bytes] | None:
-    """Return kind and value of the payload's checksum, as a header names them that is sound and that of this block.
+def named_checksum(header_view: memoryview, identity: SlotIdentity) -> tuple[int, bytes] | None:
+    """Return kind and value of the payload's checksum, if the header is sound and this block's.
 
-    None for any other header: the slot must not be used. Any thread that owns the ``HEADER_BYTES`` bytes.
+    None for any other header: the slot must not be used. Any thread that owns the ``HEADER_BYTES``
+    bytes.
     """
     head = bytes(header_view[:HEADER_BYTES])
     kind = head[_KIND_OFFSET]
     if (
         kind not in CHECKSUM_KINDS
-        or not head.startswith(_identity(namespace, key, generation, payload_bytes, rank, rank_count, kind))
+        or not head.startswith(_encode(identity, kind))
         or xxh3_64_intdigest(head[:HEADER_SUM_OFFSET]) != _HEADER_SUM.unpack_from(head, HEADER_SUM_OFFSET)[0]
     ):
         return None
@@ -166,8 +169,8 @@ def named_checksum(
 def read_header(view: memoryview) -> SlotHeader:
     """Decode the first ``HEADER_BYTES`` of ``view``.
 
-    Raises CorruptRecord where they are no sound header, GeometryMismatch where another format version
-    wrote them. The payload is not looked at.
+    Raises CorruptRecord where they are no sound header, GeometryMismatch where another format
+    version wrote them. The payload is not looked at.
     """
     assert len(view) >= HEADER_BYTES
     head = bytes(view[:HEADER_BYTES])
@@ -196,31 +199,25 @@ def read_header(view: memoryview) -> SlotHeader:
     )
 
 
-def _identity(
-    namespace: Namespace, key: BlockKey, generation: int, payload_bytes: int, rank: int, rank_count: int, kind: int
-) -> bytes:
-    """Return the bytes of a header before its payload checksum."""
-    assert 0 < len(key) <= MAX_KEY_BYTES  # struct would cut a longer string silently
-    assert len(namespace.fingerprint) == FINGERPRINT_BYTES
-    return _IDENTITY.pack(
-        MAGIC,
-        FORMAT_VERSION,
-        kind,
-        rank,
-        rank_count,
-        len(key),
-        generation,
-        namespace.epoch,
-        payload_bytes,
-        namespace.fingerprint,
-        key,
-    )
-
-
-def _fill(view: memoryview, identity: bytes, checksum: bytes, parent: BlockKey | None) -> None:
+def fill_header(
+    view: memoryview, identity: SlotIdentity, parent: BlockKey | None, checksum: bytes, kind: int = XXH3_128
+) -> None:
+    """Fill the first ``HEADER_BYTES`` of ``view``, all of them. Any thread that owns the bytes."""
+    assert kind in CHECKSUM_KINDS, "other checksum kinds are reserved"
+    assert len(checksum) == CHECKSUM_BYTES
     parent = parent or BlockKey(b"")
     assert len(parent) <= MAX_KEY_BYTES
-    view[:_REST_OFFSET] = identity
-    view[_REST_OFFSET:_ZEROS_OFFSET] = _REST.pack(checksum, len(parent), parent)
-    view[_ZEROS_OFFSET:HEADER_SUM_OFFSET] = _ZEROS
+    view[:_REST_OFFSET] = _encode(identity, kind)
+    view[_REST_OFFSET:FIELDS_BYTES] = _REST.pack(checksum, len(parent), parent)
+    view[FIELDS_BYTES:HEADER_SUM_OFFSET] = _ZEROS
     _HEADER_SUM.pack_into(view, HEADER_SUM_OFFSET, xxh3_64_intdigest(view[:HEADER_SUM_OFFSET]))
+
+
+def _encode(identity: SlotIdentity, kind: int) -> bytes:
+    """Return the bytes of a header before its payload checksum."""
+    (fingerprint, epoch), key, generation, payload_bytes, rank, rank_count = identity
+    assert 0 < len(key) <= MAX_KEY_BYTES  # struct would cut a longer string silently
+    assert len(fingerprint) == FINGERPRINT_BYTES
+    return _IDENTITY.pack(
+        MAGIC, FORMAT_VERSION, kind, rank, rank_count, len(key), generation, epoch, payload_bytes, fingerprint, key
+    )

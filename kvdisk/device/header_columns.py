@@ -6,7 +6,7 @@ Apart from ``header`` because it needs numpy, which the tools do without.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -15,35 +15,27 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES
-from kvdisk.device.header import CHECKSUM_KINDS, HEADER_SUM_OFFSET, MAGIC
-from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION
+from kvdisk.device.header import (
+    CHECKSUM_KINDS,
+    FIELDS_BYTES,
+    HEADER_SUM_OFFSET,
+    IDENTITY_FIELDS,
+    MAGIC,
+    REST_FIELDS,
+)
+from kvdisk.geometry import FORMAT_VERSION
 
 _EPOCH_LIMIT = 2**63
-_FIELDS: Mapping[str, tuple[str, int]] = {
-    "magic": ("<u8", 0),
-    "version": ("<u2", 8),
-    "kind": ("u1", 10),
-    "rank": ("<u2", 12),
-    "rank_count": ("<u2", 14),
-    "key_bytes": ("<u2", 16),
-    "generation": ("<u8", 24),
-    "epoch": ("<u8", 32),
-    "payload_bytes": ("<u8", 40),
-    "fingerprint": (f"V{FINGERPRINT_BYTES}", 48),
-    "key": (f"({MAX_KEY_BYTES},)u1", 80),
-    "parent_bytes": ("<u2", 224),
-    "parent": (f"({MAX_KEY_BYTES},)u1", 232),
-}
-_FIELDS_BYTES = 360
-_FIELDS_DTYPE = np.dtype(
+_FIELDS = (*IDENTITY_FIELDS, *REST_FIELDS)
+_DTYPE = np.dtype(
     {
-        "names": list(_FIELDS),
-        "formats": [what for what, _ in _FIELDS.values()],
-        "offsets": [at for _, at in _FIELDS.values()],
-        "itemsize": _FIELDS_BYTES,
+        "names": [name for name, _, _ in _FIELDS],
+        "formats": [f"({code[:-1]},)u1" if code.endswith("s") else np.dtype(f"<{code}") for _, code, _ in _FIELDS],
+        "offsets": [offset for _, _, offset in _FIELDS],
+        "itemsize": FIELDS_BYTES,
     }
 )
-_MAGIC = int.from_bytes(MAGIC, "little")
+_MAGIC = np.frombuffer(MAGIC, np.uint8)
 
 
 class Expected(NamedTuple):
@@ -86,9 +78,9 @@ def decode_headers(view: memoryview, stride_bytes: int, first: int, count: int, 
 
     ``first``: the slot of the first. Keeps nothing of ``view``.
     """
-    bounds = (count, _FIELDS_BYTES), np.uint8, view, 0, (stride_bytes, 1)
-    raw = np.ascontiguousarray(np.ndarray(*bounds)).view(_FIELDS_DTYPE).ravel()
-    likely = np.flatnonzero((raw["magic"] == _MAGIC) & (raw["rank"] == expected.rank))
+    bounds = (count, FIELDS_BYTES), np.uint8, view, 0, (stride_bytes, 1)
+    raw = np.ascontiguousarray(np.ndarray(*bounds)).view(_DTYPE).ravel()
+    likely = np.flatnonzero((raw["magic"] == _MAGIC).all(1) & (raw["rank"] == expected.rank))
     raw = raw if len(likely) == count else raw[likely]
     said = np.ndarray((count,), "<u8", view, HEADER_SUM_OFFSET, (stride_bytes,))[likely]
     ends = [(start, start + HEADER_SUM_OFFSET) for start in (likely * stride_bytes).tolist()]
@@ -103,7 +95,7 @@ def decode_headers(view: memoryview, stride_bytes: int, first: int, count: int, 
         & (raw["version"] == FORMAT_VERSION)
         & np.isin(raw["kind"], CHECKSUM_KINDS)
         & (raw["rank_count"] == expected.rank_count)
-        & (raw["fingerprint"] == np.void(expected.fingerprint))
+        & (raw["fingerprint"] == np.frombuffer(expected.fingerprint, np.uint8)).all(1)
         & (raw["epoch"] < _EPOCH_LIMIT)
         & (key_bytes >= GROUP_BYTES)
         & (key_bytes <= MAX_KEY_BYTES)

@@ -10,26 +10,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from kvdisk.device import cap, paths
-from kvdisk.device.control import (
-    HOMES,
-    INDEX,
-    DriveFolder,
-    HomePaths,
-    HomeRecord,
-    is_home_id,
-    read_record,
-    write_record,
-)
-from kvdisk.device.drives import folders_of
-from kvdisk.device.segment import SegmentFile
-from kvdisk.errors import CorruptRecord, DeviceError
-from kvdisk.messages import ForeignSegment, SegmentSpec
-
-if TYPE_CHECKING:
-    from kvdisk.device.store import Store
+from kvdisk.device import paths
+from kvdisk.device.cap import HOME_OVERHEAD_BYTES
+from kvdisk.device.control import INDEX, DriveFolder, HomePaths, HomeRecord, write_record
+from kvdisk.errors import DeviceError
 
 INDEX_FILE = "data.mdb"
 INDEX_DAMAGED = "damaged"
@@ -52,23 +37,22 @@ def index_is_sound(index_path: Path, record: HomeRecord, boot_id: str) -> bool:
 class JoinedHome(HomePaths):
     """A rank's hold on its engine's home, from ``Store.join_home`` until ``close``."""
 
-    def __init__(self, store: Store, home_id: str, record: HomeRecord, lock_fd: int) -> None:
-        self.id = home_id
-        self.path = store.home_path(home_id)
+    def __init__(self, path: Path, record: HomeRecord, folders: tuple[DriveFolder | None, ...], lock_fd: int) -> None:
+        self.id = path.name
+        self.path = path
         self.fingerprint = record.fingerprint
-        self.folders = store.folders(home_id, record)
-        self._store = store
+        self.folders = folders
         self._lock_fd = lock_fd
 
     def folder(self, drive: int) -> DriveFolder:
-        """Return the home's part on a drive. Raises DeviceError (ENODEV) where this rank cannot open the drive."""
+        """Return the home's part on a drive. Raises DeviceError (ENODEV) if it is not open here."""
         folder = self.folders[drive] if drive < len(self.folders) else None
         if folder is None:
             raise DeviceError(errno.ENODEV, f"drive {drive} of home {self.id} could not be opened")
         return folder
 
     def clean_drives(self, clean: Callable[[DriveFolder], object]) -> None:
-        """Call ``clean`` for every part of the home, once, at the start. Raises DeviceError of the first drive.
+        """Call ``clean`` for every part of the home, once. Raises DeviceError of the first drive.
 
         A further drive on which that fails is from then on as if it could not be opened.
         """
@@ -84,56 +68,49 @@ class JoinedHome(HomePaths):
                     kept[-1] = None
         self.folders = tuple(kept)
 
-    def make_segment(self, spec: SegmentSpec, rank: int, rank_count: int) -> SegmentFile:
-        """Make this rank's file of a segment within the cap. Raises DeviceError; see ``cap.make_segment``."""
-        return cap.make_segment(self._store, self.id, self.folder(spec.drive), spec, rank, rank_count)
-
-    def foreign_folder(self, source: ForeignSegment, drive: int) -> DriveFolder:
-        """Return the part of another home on one of *its* drives. Takes no lock: it may be gone at any time.
-
-        Raises CorruptRecord where ``source`` names no home id or HOME does not decode, DeviceError.
-        """
-        if not is_home_id(source.home_id):
-            raise CorruptRecord(f"a home id has 32 hex digits, not {source.home_id!r}")
-        path = self._store.home_path(source.home_id)
-        with paths.device_errors(f"looking into home {source.home_id}"):
-            folders = folders_of(self._store.drives, path, read_record(path))
-        folder = folders[drive] if drive < len(folders) else None
-        if folder is None:
-            raise DeviceError(errno.ENODEV, f"drive {drive} of home {source.home_id} could not be opened")
-        return folder
-
     def close(self) -> None:
         """Release the home. The caller closed its segment files before. Idempotent."""
         self._lock_fd = paths.unlock(self._lock_fd)
 
 
 class Home(HomePaths):
-    """The owner's hold on a home, from ``Store.acquire_home`` or ``hold_home`` until ``close``. One thread calls all.
+    """The owner's hold on a home, until ``close``. One thread calls all.
 
-    ``fresh``: made new, so that index and segments are empty. ``budget_bytes``: what index and segments together may
-    come to; a home that was taken over under a smaller cap can be above it, and its owner then cuts it first. All
-    calls wait for the disk: none belongs into a scheduler's step. ``trim`` and ``mark_used`` may be called by any
-    thread, also beside ``close``.
+    ``fresh``: made new, so that index and segments are empty. ``budget_bytes``: what index and
+    segments together may come to; a home that was taken over under a smaller cap can be above it,
+    and its owner then cuts it first. All calls wait for the disk: none belongs into a scheduler's
+    step. ``mark_used`` may be called by any thread, also beside ``close``. ``now_s``: gives whole
+    seconds since the Unix epoch.
 
-    Before the owner opens the index to write, it asks ``index_is_sound``, has it rebuilt where that is False
-    (``remove_index``, ``place_index``), and calls ``adopt_index``.
+    Before the owner opens the index to write, it asks ``index_is_sound``, has it rebuilt where that
+    is False (``remove_index``, ``place_index``), and calls ``adopt_index``.
     """
 
-    def __init__(self, store: Store, home_id: str, record: HomeRecord, *, lock_fd: int, fresh: bool) -> None:
-        self.id = home_id
-        self.path = store.home_path(home_id)
+    def __init__(
+        self,
+        path: Path,
+        record: HomeRecord,
+        folders: tuple[DriveFolder | None, ...],
+        *,
+        lock_fd: int,
+        fresh: bool,
+        boot_id: str,
+        now_s: Callable[[], int],
+    ) -> None:
+        self.id = path.name
+        self.path = path
         self.fingerprint = record.fingerprint
         self.cap_bytes = record.cap_bytes
-        self.budget_bytes = max(0, self.cap_bytes - cap.HOME_OVERHEAD_BYTES)
-        self.folders = store.folders(home_id, record)
+        self.budget_bytes = max(0, self.cap_bytes - HOME_OVERHEAD_BYTES)
+        self.folders = folders
         self.fresh = fresh
-        self._store = store
         self._record = record
         self._adopted = fresh
         self._lock_fd = lock_fd
+        self._boot_id = boot_id
+        self._now_s = now_s
         self._ending = threading.Lock()
-        """Held while HOME is written by ``mark_used`` or ``close``: the one shall not undo what the other says."""
+        """Held while HOME is written, so that ``mark_used`` and ``close`` do not undo each other."""
 
     @property
     def record(self) -> HomeRecord:
@@ -146,52 +123,38 @@ class Home(HomePaths):
         return len(self.folders)
 
     def folder(self, drive: int) -> DriveFolder:
-        """Return the home's part on a drive. Raises DeviceError (ENODEV) for one that the home does not have."""
+        """Return the home's part on a drive. Raises DeviceError (ENODEV) if the home has none there."""
         folder = self.folders[drive] if drive < len(self.folders) else None
         if folder is None:
             raise DeviceError(errno.ENODEV, f"home {self.id} has no drive {drive}")
         return folder
 
-    def allocated_bytes(self) -> int:
-        """Return the bytes that the file systems hold for this home, index and segments together."""
-        with paths.device_errors(f"measuring home {self.id}"):
-            return cap.measure(self._store, self.id, self._record)
-
-    def trim(self, unused_s: int = 0) -> bool:
-        """Delete orphans until all homes fit into the caps of the live owners; return whether they do.
-
-        For the time between two segments, in which an owner may die and its cap with it. ``unused_s``: spare those
-        that were used since, whose owner may be starting again. Raises StoreLocked where another process holds the
-        store lock for long, DeviceError.
-        """
-        return cap.trim_store(self._store, self.fingerprint, self._store.now_s() - unused_s)
-
     def mark_used(self) -> None:
         """Note in HOME that the home is used now; nothing once it is closed. Raises DeviceError."""
         with self._ending:
             if self._lock_fd >= 0:
-                self._write(replace(self._record, last_use_s=self._store.now_s()), durable=True)
+                self._write(replace(self._record, last_use_s=self._now_s()), durable=True)
 
     # -- the index -----------------------------------------------------------------------------
 
     def index_is_sound(self) -> bool:
-        """Whether the index is what its last owner committed, as far as its file tells. Raises DeviceError.
+        """Whether the index is what its last owner committed. Raises DeviceError.
 
-        After a clean end its sum decides. After a crash of the owner it is whole while the machine runs: what is
-        wrong with it then shows when it is read.
+        After a clean end its sum decides. After a crash of the owner it is whole while the machine
+        runs: what is wrong with it then shows when it is read.
         """
         if self.fresh:
             return True
         with paths.device_errors(f"reading the index of home {self.id}"):
-            return index_is_sound(self.index_path, self._record, self._store.boot_id)
+            return index_is_sound(self.index_path, self._record, self._boot_id)
 
     def adopt_index(self) -> None:
         """Note that the index is whole and is about to be written to. Raises DeviceError."""
-        self._write(replace(self._record, boot_id=self._store.boot_id, index_sum="", clean=False), durable=True)
+        self._write(replace(self._record, boot_id=self._boot_id, index_sum="", clean=False), durable=True)
         self._adopted = True
 
     def remove_index(self) -> None:
-        """Note that there is no index, and remove what is in its place; others may still read it. Raises DeviceError.
+        """Note that there is no index, and remove what is in its place. Raises DeviceError.
 
         Unlinked, not truncated: others may have the file mapped.
         """
@@ -199,11 +162,11 @@ class Home(HomePaths):
         self._adopted = False
         with paths.device_errors(f"removing the index of home {self.id}"):
             for name in (INDEX, NEW_INDEX):
-                paths.remove_anything(self._store.path / HOMES, self.id, name)
+                paths.remove_anything(self.path.parent, self.id, name)
             paths.make_directory(self.path / NEW_INDEX)
 
     def place_index(self) -> None:
-        """Put the index that was made in ``new_index_path``, and is closed, into its place. Raises DeviceError."""
+        """Put the closed index from ``new_index_path`` into its place. Raises DeviceError."""
         with paths.device_errors(f"placing the index of home {self.id}"):
             self.new_index_path.rename(self.index_path)
 
@@ -214,18 +177,17 @@ class Home(HomePaths):
 
     # -- the end -------------------------------------------------------------------------------
 
-    def discard(self) -> None:
-        """Release and delete a home that cannot be read. No rank has joined. Raises StoreLocked, DeviceError."""
-        with self._store.locked():
-            self._store.delete_home(self.id, self._record)
-            self._lock_fd = paths.unlock(self._lock_fd)
+    def release(self) -> None:
+        """Release the home as it is: HOME stays what it says. Idempotent."""
+        self._lock_fd = paths.unlock(self._lock_fd)
 
     def close(self, clean: bool, *, used: bool = True) -> None:
-        """Release the home. The owner's index and segment files are closed, its ranks have left. Idempotent.
+        """Release the home, after its files are closed and its ranks have left. Idempotent.
 
-        With ``clean`` all files are synced, and HOME says afterwards that they can be trusted whatever happens to
-        the machine, with a sum of the index; False is for an owner that could not commit. ``used``: False leaves the
-        time of its last use as it is. Raises DeviceError; the home is released then, too.
+        With ``clean`` all files are synced, and HOME says afterwards that they can be trusted
+        whatever happens to the machine, with a sum of the index; False is for an owner that could
+        not commit. ``used``: False leaves the time of its last use as it is. Raises DeviceError;
+        the home is released then, too.
         """
         with self._ending:
             if self._lock_fd >= 0:
@@ -233,7 +195,7 @@ class Home(HomePaths):
 
     def _close(self, clean: bool, used: bool) -> None:
         try:
-            record = replace(self._record, last_use_s=self._store.now_s()) if used else self._record
+            record = replace(self._record, last_use_s=self._now_s()) if used else self._record
             with paths.device_errors(f"closing home {self.id}"):
                 if clean and self._adopted:
                     for folder in self.folders:

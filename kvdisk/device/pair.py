@@ -1,22 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two devices as one: host memory by the one, GPU memory by the other, over the same files."""
+"""GPU memory as a buffer of transfers, and the device that moves both kinds of memory."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from kvdisk.device.base import Buffer, Device, Op, Outcome, Transfer
-from kvdisk.device.gpu_range import GpuRange
+
+
+class GpuRange:
+    """A range of GPU memory by its address, in the place of a ``Buffer``.
+
+    Like the memoryviews of host memory it has ``nbytes`` and ``readonly`` and is sliced in bytes,
+    so that parts and transfers are cut the same way. It offers no buffer protocol: a device that
+    does not know it refuses it instead of reading an address of another machine. ``owner``: what
+    keeps the memory alive; slices share it. ``address`` and ``nbytes``: multiples of
+    ``geometry.ALIGNMENT``. Immutable; any thread.
+    """
+
+    __slots__ = ("address", "nbytes", "owner")
+    readonly = False
+
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+        assert address >= 0 and nbytes >= 0
+        self.address = address
+        self.nbytes = nbytes
+        self.owner = owner
+
+    def __getitem__(self, part: slice) -> GpuRange:
+        start, end, step = part.indices(self.nbytes)
+        assert step == 1
+        return GpuRange(self.address + start, max(0, end - start), self.owner)
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def release(self) -> None:
+        """Do nothing; a memoryview would let go of its memory."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """What kvikio and torch know GPU memory by."""
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
 
 _TURN_S = 0.0002
 """How long one of the two is waited for, while the other may end something too."""
 
 
 class PairDevice:
-    """``Device`` that gives each batch to ``host``, or to ``gpu`` where its buffers are ``GpuRange``; none is of both.
+    """``Device`` that gives batches of ``GpuRange`` to ``gpu`` and all others to ``host``.
 
-    Both know all files. A file that ``gpu`` cannot take fails batches of GPU memory only. Owns both and closes them.
+    Both know all files. A file that ``gpu`` cannot take fails batches of GPU memory only. Owns both
+    and closes them.
     """
 
     def __init__(self, host: Device, gpu: Device) -> None:

@@ -20,8 +20,7 @@ from typing import NamedTuple
 
 from kvdisk.device import aio
 from kvdisk.device.base import Buffer, Op, Outcome, Transfer
-from kvdisk.device.calls import Call, DriveQueue, cut, without
-from kvdisk.device.tickets import Done, Tickets
+from kvdisk.device.batches import Call, Done, DriveQueue, Tickets, cut, without
 from kvdisk.geometry import ALIGNMENT, round_up
 
 SHORTEST_BYTES = 1 << 20

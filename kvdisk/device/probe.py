@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each device can do on a drive: tried and measured on a file of the drive, for a start to choose by.
+"""Which device a worker moves bytes with: the one that is configured, or the best on this drive, tried at start.
 
 The file has no name from its first moment, or from the next where the file system cannot make one so; a killed probe
 leaves nothing. It has at most ``FILE_BYTES``, for about a second: the cap does not count it.
@@ -8,6 +8,7 @@ leaves nothing. It has at most ``FILE_BYTES``, for about a second: the cap does 
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import mmap
 import os
@@ -26,6 +27,8 @@ from kvdisk.device.nixl import NixlDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.errors import ConfigError, KvdiskError
 from kvdisk.geometry import ALIGNMENT
+
+logger = logging.getLogger("kvdisk")
 
 MAKERS: Mapping[str, Callable[[], Device]] = {"nixl": NixlDevice, "posix": PosixDevice}
 """The devices that ``auto`` chooses from. The first is taken unless a later one is clearly faster.
@@ -126,6 +129,28 @@ class ProbeReport:
             yield f"{self.name(device)} " + "/".join(
                 "-" if each is None else f"{each.bytes_per_s / 1e6:.0f}" for each in both
             )
+
+
+def choose_device(wanted: str, directories: Sequence[Path], block_bytes: int) -> Device:
+    """Return a new device, which is the caller's to close.
+
+    ``wanted``: one of ``config.DEVICES``. ``auto`` probes the first directory, for slots of ``block_bytes``, and logs
+    one line, and so does ``gds``, whose GPU memory is another device's: what goes through host memory needs one, too.
+    Without directories nothing is probed, and nothing will move. Raises ConfigError where a device that was
+    named cannot be had.
+    """
+    if not directories:
+        return PosixDevice()
+    if wanted in {"auto", "gds"}:
+        report = probe(directories[0], block_bytes)
+        logger.info("%s", report.line)
+        return MAKERS[report.chosen]()
+    return MAKERS[wanted]()
+
+
+def make_like(device: Device) -> Device:
+    """Return another device of the same kind, which is the caller's to close. Raises ConfigError."""
+    return type(device)()
 
 
 def probe(

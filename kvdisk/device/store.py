@@ -1,31 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """The store and its homes: who owns which, who comes after whom.
 
-Under the first of a store's directories lie ``STORE``, ``lock`` and ``homes/<id>/{HOME,lock,index/,segments/}``; see
-``drives`` for the others. Every process of an owner holds a shared flock on its home's ``lock`` for its life, through
-a descriptor that it opened itself (a flock belongs to the open file, so one that came by a fork would be the
-parent's). A home whose lock can be taken exclusively is an orphan. That is tried only while holding the store's
+Under the first of a store's directories lie ``STORE``, ``lock`` and
+``homes/<id>/{HOME,lock,index/,segments/}``; see ``drives`` for the others. Every process of an
+owner holds a shared flock on its home's ``lock`` for its life, through a descriptor that it opened
+itself (a flock belongs to the open file, so one that came by a fork would be the parent's). A home
+whose lock can be taken exclusively is an orphan. That is tried only while holding the store's
 ``lock``, so two who try never take each other for an owner.
 
-A home's id lasts for one owner: a takeover renames it. So a worker that was started by the owner before
-finds no such home, instead of writing into one that another engine has taken over.
+A home's id lasts for one owner: a takeover renames it. So a worker that was started by the owner
+before finds no such home, instead of writing into one that another engine has taken over.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import math
 import os
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvdisk.device import paths
-from kvdisk.device.cap import Holding, Stock, delete, remove_loose, stock_of, trim
+from kvdisk.device.cap import Holding, Stock
 from kvdisk.device.control import (
     HOME_FILE,
     HOMES,
@@ -35,6 +38,7 @@ from kvdisk.device.control import (
     HomeRecord,
     StoreRecord,
     check_directory,
+    home_ids,
     is_home_id,
     read_record,
     read_store,
@@ -45,6 +49,7 @@ from kvdisk.device.drives import (
     Drive,
     folders_of,
     list_directories,
+    list_folders,
     make_folders,
     make_missing_directory,
     make_store,
@@ -54,28 +59,31 @@ from kvdisk.device.drives import (
     with_all,
 )
 from kvdisk.device.home import Home, JoinedHome
-from kvdisk.device.neighbours import Neighbours, ReadableHome
-from kvdisk.errors import ConfigError, CorruptRecord, GeometryMismatch, StoreLocked
-from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION
+from kvdisk.device.segment import SegmentFile, create_segment, drop_segment
+from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, GeometryMismatch, StoreLocked
+from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION, segment_charge_bytes
+from kvdisk.messages import ForeignSegment, SegmentSpec
 
 BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 STORE_LOCK_TIMEOUT_S = 120.0
+LOCK_WAIT_S = 2.0
+"""How long a worker, or a thread beside an engine, waits for the store lock."""
 
 
 class Store:
     """A store. Made by ``open``; holds no descriptor and no lock between calls.
 
-    ``path``: its first directory. ``drives``: all that could be opened. ``boot_id`` and ``clock`` (seconds since the
-    Unix epoch) are there for tests. ``measured``: bytes of a home's folders when they could last be measured.
+    ``path``: its first directory. ``drives``: all that could be opened. ``boot_id`` and ``clock``
+    (seconds since the Unix epoch) are there for tests.
     """
 
     def __init__(self, path: Path, *, boot_id: str | None, clock: Callable[[], float]) -> None:
         self.path = path
         self.drives: tuple[Drive, ...] = ()
         self.boot_id = boot_id if boot_id is not None else _boot_id()
-        self.measured: dict[Path, int] = {}
+        self._measured: dict[Path, int] = {}
+        """Bytes of a home's folders when they could last be measured."""
         self._clock = clock
-        self._neighbours = Neighbours(path, self.boot_id)
 
     @classmethod
     def open(
@@ -87,11 +95,12 @@ class Store:
         boot_id: str | None = None,
         clock: Callable[[], float] = time.time,
     ) -> Store:
-        """Open a store, or with ``create`` make one (its parents must exist; the directories may, if empty).
+        """Open a store, or make one with ``create``.
 
-        ``need_all`` False: further directories that cannot be opened are left out. Raises ConfigError where a
-        directory is not fit to be a store's, is one of another format or is part of another store, CorruptRecord where
-        STORE does not decode, StoreLocked, DeviceError.
+        To make one, its parent must exist, and its directories may if they are empty. ``need_all``
+        False: further directories that cannot be opened are left out. Raises ConfigError where a
+        directory is not fit to be a store's, is one of another format or is part of another store,
+        CorruptRecord where STORE does not decode, StoreLocked, DeviceError.
         """
         path, *further = list_directories(directories)
         with paths.device_errors(f"opening the store {path}"):
@@ -126,23 +135,24 @@ class Store:
         index_bytes: int = 0,
         except_ids: Collection[str] = (),
     ) -> Home:
-        """Take over the fullest orphan of this fingerprint and geometry, or make a home. HOME then says *not clean*.
+        """Take over the fullest orphan that fits, or make a home. HOME then says *not clean*.
 
-        Taken over are only homes all of whose drives are among the store's; those that it has no folder on are
-        added. Whether its index can be trusted is the next question: see ``Home``. Deleted are orphans that are not
-        complete, and what ``cap`` says must go for the home to fit; on a drive without room even for HOME others go,
-        too, one by one. ``cap_bytes``: over all ranks. ``index_bytes``: what the index may grow to. ``except_ids``:
-        orphans that are neither taken over nor deleted. Raises StoreLocked, DeviceError.
+        Taken over are only homes all of whose drives are among the store's; those that it has no
+        folder on are added. Whether its index can be trusted is the next question: see ``Home``.
+        Deleted are orphans that are not complete, and what ``cap`` says must go for the home to
+        fit; on a drive without room even for HOME others go, too, one by one. ``cap_bytes``: over
+        all ranks. ``index_bytes``: what the index may grow to. ``except_ids``: orphans that are
+        neither taken over nor deleted. Raises StoreLocked, DeviceError.
         """
         assert len(fingerprint) == FINGERPRINT_BYTES
         assert cap_bytes > 0
         description = json.loads(json.dumps(description))  # as HOME will have it, to be compared
-        with stock_of(self) as stock:
+        with self._stock() as stock:
             stock.homes = [home for home in stock.homes if home.id not in except_ids]
             for orphan in stock.orphans:
                 if orphan.record is None:
-                    delete(self, stock, orphan)
-            remove_loose(self, stock)
+                    self._delete(stock, orphan)
+            self._remove_loose(stock)
             mine = self._choose(stock, fingerprint, description)
             now_s = self.now_s()
             old = mine.record if mine else None
@@ -167,11 +177,11 @@ class Store:
             while True:
                 try:
                     make = self._make_home if mine is None else partial(self._take_over, mine.lock_fd)
-                    return Home(self, home_id, record, lock_fd=make(home_id, record), fresh=mine is None)
+                    return self._held(home_id, record, lock_fd=make(home_id, record), fresh=mine is None)
                 except OSError as error:
                     if error.errno not in paths.NO_ROOM or (spare := next(orphans, None)) is None:
                         raise
-                    delete(self, stock, spare)
+                    self._delete(stock, spare)
 
     def _choose(self, stock: Stock, fingerprint: bytes, description: dict[str, Any]) -> Holding | None:
         fit = [
@@ -182,7 +192,7 @@ class Store:
         return max(fit, key=lambda found: found[:2])[2] if fit else None
 
     def _make_room(self, stock: Stock, mine: Holding | None, record: HomeRecord) -> None:
-        """Delete orphans until all fits once this home is owned. One that is above its new cap will be cut to it."""
+        """Delete orphans until all fits once this home is owned; it counts with its cap at most."""
         charged = 0
         if mine is not None:
             stock.homes.remove(mine)
@@ -191,13 +201,13 @@ class Store:
         else:
             charged = record.index_bytes
         stock.homes.append(Holding("", record, True, 0, min(charged, record.cap_bytes), -1))
-        trim(self, stock, record.fingerprint, 0)
+        self._trim(stock, record.fingerprint, 0)
 
     def hold_home(self, home_id: str) -> Home:
-        """Own an orphan as it is, under its id, to look after its files. HOME stays as it is until ``Home`` changes it.
+        """Own an orphan under its id, to look after its files. HOME stays as it is.
 
-        Raises CorruptRecord where HOME does not decode, StoreLocked where it has an owner, DeviceError (ENOENT where
-        there is no such home).
+        Raises CorruptRecord where HOME does not decode, StoreLocked where it has an owner,
+        DeviceError (ENOENT where there is no such home).
         """
         with self.locked():
             path = self.home_path(home_id)
@@ -207,7 +217,7 @@ class Store:
                     raise StoreLocked(f"home {home_id} has a live owner")
                 record = read_record(path)
                 fcntl.flock(lock_fd, fcntl.LOCK_SH)
-                return Home(self, home_id, record, lock_fd=lock_fd, fresh=False)
+                return self._held(home_id, record, lock_fd=lock_fd, fresh=False)
             except BaseException:
                 os.close(lock_fd)
                 raise
@@ -215,8 +225,9 @@ class Store:
     def join_home(self, home_id: str, fingerprint: bytes) -> JoinedHome:
         """Enter the home that this process's scheduler acquired.
 
-        Raises CorruptRecord where ``home_id`` is not an id, DeviceError (ENOENT) where there is no such home,
-        StoreLocked where it is being taken away, GeometryMismatch where it is of another fingerprint.
+        Raises CorruptRecord where ``home_id`` is not an id, DeviceError (ENOENT) where there is no
+        such home, StoreLocked where it is being taken away, GeometryMismatch where it is of another
+        fingerprint.
         """
         if not is_home_id(home_id):
             raise CorruptRecord(f"a home id has 32 hex digits, not {home_id!r}")
@@ -233,15 +244,21 @@ class Store:
             except BaseException:
                 os.close(lock_fd)
                 raise
-        return JoinedHome(self, home_id, record, lock_fd)
+        return JoinedHome(path, record, self.folders(home_id, record), lock_fd)
 
-    def readable_homes(self, fingerprint: bytes, description: dict[str, Any], except_id: str) -> list[ReadableHome]:
-        """List the other homes of this fingerprint and geometry whose index may be read, by id. Takes no lock.
+    def foreign_folder(self, source: ForeignSegment, drive: int) -> DriveFolder:
+        """Return another home's part on one of *its* drives. Takes no lock: it may vanish.
 
-        Cheap enough for every few milliseconds: looks into what has changed only. Raises DeviceError.
+        Raises CorruptRecord where ``source`` names no home id or HOME does not decode, DeviceError.
         """
-        with paths.device_errors(f"looking into the store {self.path}"):
-            return self._neighbours.readable(fingerprint, description, except_id)
+        if not is_home_id(source.home_id):
+            raise CorruptRecord(f"a home id has 32 hex digits, not {source.home_id!r}")
+        with paths.device_errors(f"looking into home {source.home_id}"):
+            folders = self.folders(source.home_id, read_record(self.home_path(source.home_id)))
+        folder = folders[drive] if drive < len(folders) else None
+        if folder is None:
+            raise DeviceError(errno.ENODEV, f"drive {drive} of home {source.home_id} could not be opened")
+        return folder
 
     def home_path(self, home_id: str) -> Path:
         """Directory of the home with this id."""
@@ -249,7 +266,7 @@ class Store:
         return self.path / HOMES / home_id
 
     def folders(self, home_id: str, record: HomeRecord) -> tuple[DriveFolder | None, ...]:
-        """Where the parts of a home lie, by position in its ``drives``; None on a drive that is not the store's."""
+        """Return a home's folders in the order of its ``drives``; None on a drive not opened here."""
         return folders_of(self.drives, self.home_path(home_id), record)
 
     def now_s(self) -> int:
@@ -258,9 +275,10 @@ class Store:
 
     @contextmanager
     def locked(self, *, readonly: bool = False, timeout_s: float | None = None) -> Iterator[Callable[[], bool]]:
-        """Hold the store lock; ``readonly``: of a store that cannot be written. Raises StoreLocked, DeviceError.
+        """Hold the store lock. Raises StoreLocked, DeviceError.
 
-        Yields what says whether it is held still: not where this process was stopped, and another did not wait.
+        ``readonly``: of a store that cannot be written. Yields what says whether it is held still:
+        not where this process was stopped, and another did not wait.
         """
         wait_s = STORE_LOCK_TIMEOUT_S if timeout_s is None else timeout_s
         with paths.device_errors(f"store {self.path}"):
@@ -275,7 +293,8 @@ class Store:
 
         The caller holds the store lock and the home's, and ``record`` is what HOME says.
         """
-        # HOME goes first: what a crash leaves of the rest is then not a complete home, and its folders are nobody's.
+        # HOME goes first: what a crash leaves of the rest is then not a complete home, and its
+        # folders are nobody's.
         folders = self.folders(home_id, record)[1:] if record else ()
         try:
             paths.remove_directory(self.path / HOMES, home_id, first=HOME_FILE)
@@ -285,7 +304,7 @@ class Store:
         return all(gone)
 
     def remove_home(self, home_id: str) -> bool:
-        """Delete a home that nobody owns, even one that cannot be read; return whether all of it is gone.
+        """Delete a home without an owner, readable or not; return whether all of it is gone.
 
         Raises StoreLocked where it has an owner, DeviceError (ENOENT where there is no such home).
         """
@@ -304,8 +323,153 @@ class Store:
             finally:
                 paths.unlock(lock_fd)
 
+    def discard(self, home: Home) -> None:
+        """Release and delete a home that no rank has joined. Raises StoreLocked, DeviceError."""
+        with self.locked():
+            self.delete_home(home.id, home.record)
+            home.release()
+
+    # -- room ----------------------------------------------------------------------------------
+
+    def measure(self, home_id: str, record: HomeRecord | None) -> int:
+        """Return the bytes allocated for a home on all drives. Raises OSError of the first drive."""
+        total = paths.allocated_bytes(self.home_path(home_id))
+        if record is not None:
+            total += sum(self._measure(folder.path) for folder in self.folders(home_id, record)[1:] if folder)
+        return total
+
+    def trim(self, fingerprint: bytes, unused_s: int = 0) -> bool:
+        """Delete orphans until all homes fit the live owners' caps; return whether they do.
+
+        For the time between two segments, in which an owner may die and its cap with it. Homes of
+        ``fingerprint`` go last. ``unused_s``: spare those that were used since, whose owner may be
+        starting again. Any thread. Raises StoreLocked where another process holds the store lock
+        for long, DeviceError.
+        """
+        with self._stock(LOCK_WAIT_S) as stock:
+            return self._trim(stock, fingerprint, 0, self.now_s() - unused_s)
+
+    def tidy(self) -> None:
+        """Remove the folders that no home names. Raises StoreLocked, DeviceError."""
+        with self._stock() as stock:
+            self._remove_loose(stock)
+
+    def make_segment(self, home: JoinedHome, spec: SegmentSpec, rank: int, rank_count: int) -> SegmentFile:
+        """Make a rank's file of a segment, if the cap allows it; the store stays locked meanwhile.
+
+        Raises DeviceError with nothing left behind: ENOSPC where the cap or the drive has no room,
+        EAGAIN where another process holds the store lock for long, and as ``create_segment``.
+        """
+        folder = home.folder(spec.drive)
+        needed_bytes = segment_charge_bytes(spec.slot_bytes, spec.slot_count)
+        what = f"making segment {spec.segment} for rank {rank}"
+        try:
+            with self._stock(LOCK_WAIT_S) as stock:
+                mine = next((each for each in stock.homes if each.id == home.id), None)
+                if mine is None or mine.record is None:
+                    raise DeviceError(errno.ENOENT, f"{what}: the home is gone, or its HOME does not decode")
+                if mine.charged_bytes + needed_bytes > mine.record.cap_bytes:
+                    raise DeviceError(errno.ENOSPC, f"{what}: the cap of this engine is reached")
+                if not self._trim(stock, mine.record.fingerprint, needed_bytes):
+                    raise DeviceError(errno.ENOSPC, f"{what}: the caps of all engines of the store are reached")
+                file = create_segment(folder, spec, rank, rank_count, mine.record.fingerprint)
+                if os.fstat(file.fd).st_blocks * paths.STAT_BLOCK_BYTES > needed_bytes:
+                    file.close()
+                    drop_segment(folder, spec.segment, rank)
+                    raise DeviceError(errno.ENOSPC, f"{what}: the file system needs more for it than it has bytes")
+                return file
+        except StoreLocked as error:
+            raise DeviceError(errno.EAGAIN, f"{what}: {error}") from None
+
+    @contextmanager
+    def _stock(self, timeout_s: float | None = None) -> Iterator[Stock]:
+        """Hold the store lock, and of each orphan the lock, with a stock that was taken meanwhile.
+
+        A process that was stopped may have lost the store lock, and what it has seen is then of two
+        times: it begins anew. So does one under whose eyes such a process went on and took a home
+        over. One that is stopped later does no harm: what it may delete then is locked, or was
+        nobody's for good. Raises StoreLocked, DeviceError.
+        """
+        while True:
+            with self.locked(timeout_s=timeout_s) as still_holds, ExitStack() as stack:
+                stock = self._take_stock(stack)
+                if still_holds() and [home.id for home in stock.homes] == home_ids(self.path):
+                    yield stock
+                    return
+
+    def _take_stock(self, stack: ExitStack) -> Stock:
+        """Measure every home, and lock each orphan until ``stack`` ends. Raises OSError."""
+        folders = list_folders(self.drives)  # first: who makes one has made the home before
+        homes = [self._take_stock_of(home_id, stack) for home_id in home_ids(self.path)]
+        named = {name for home in homes if home.record for name in home.record.drives}
+        loose = [path for name, path in folders.items() if name not in named]
+        return Stock(homes, loose, sum(map(self._measure, loose)))
+
+    def _take_stock_of(self, home_id: str, stack: ExitStack) -> Holding:
+        path = self.home_path(home_id)
+        lock_fd, record = -1, None
+        with suppress(FileNotFoundError):  # without a lock file it was never finished: nobody can own it
+            lock_fd = paths.open_regular(path / LOCK_FILE, os.O_RDWR)
+            if lock_fd >= 0:
+                stack.callback(os.close, lock_fd)
+        live = lock_fd >= 0 and not paths.try_lock(lock_fd, fcntl.LOCK_EX)
+        if lock_fd >= 0:
+            with suppress(FileNotFoundError, CorruptRecord):
+                record = read_record(path)
+        allocated = charged = self.measure(home_id, record)
+        if live and record is not None:
+            charged += max(0, record.index_bytes - paths.allocated_bytes(path / INDEX))
+        return Holding(home_id, record, live, allocated, charged, lock_fd)
+
+    def _measure(self, folder: Path) -> int:
+        # A drive that fails shall not stop the others: its part counts as it was when it last could
+        # be measured.
+        with suppress(OSError):
+            self._measured[folder] = paths.allocated_bytes(folder)
+        return self._measured.get(folder, 0)
+
+    def _trim(self, stock: Stock, fingerprint: bytes, needed_bytes: int, unused_since_s: float = math.inf) -> bool:
+        """Delete orphans until ``needed_bytes`` more fit; return whether they do.
+
+        The caller holds the store lock. Those used after ``unused_since_s`` are spared. What a
+        deletion that was broken off has left goes before them.
+        """
+        if stock.exceeds(needed_bytes):
+            self._remove_loose(stock)
+        for orphan in stock.excess_orphans(fingerprint, needed_bytes, unused_since_s):
+            self._delete(stock, orphan)
+        return not stock.exceeds(needed_bytes)
+
+    def _delete(self, stock: Stock, orphan: Holding) -> None:
+        """Delete an orphan. What cannot be deleted still counts, and nobody may take it over."""
+        stock.homes.remove(orphan)
+        if not self.delete_home(orphan.id, orphan.record):
+            stock.homes.append(orphan._replace(record=None))
+
+    def _remove_loose(self, stock: Stock) -> None:
+        """Remove the folders that no home names.
+
+        Not while a live home's HOME cannot be read: they may be its own.
+        """
+        if all(home.record is not None for home in stock.homes if home.live):
+            stock.loose = [path for path in stock.loose if not remove_folder(path)]
+            stock.loose_bytes = sum(map(self._measure, stock.loose))
+
+    # -- making --------------------------------------------------------------------------------
+
+    def _held(self, home_id: str, record: HomeRecord, *, lock_fd: int, fresh: bool) -> Home:
+        return Home(
+            self.home_path(home_id),
+            record,
+            self.folders(home_id, record),
+            lock_fd=lock_fd,
+            fresh=fresh,
+            boot_id=self.boot_id,
+            now_s=self.now_s,
+        )
+
     def _take_over(self, orphan_fd: int, home_id: str, record: HomeRecord) -> int:
-        """Own the orphan that has this id by now; return the descriptor of its lock. Raises OSError."""
+        """Own the orphan that now has this id; return its lock's descriptor. Raises OSError."""
         write_record(self.home_path(home_id), record, durable=True)
         make_folders(self.folders(home_id, record))
         lock_fd = os.dup(orphan_fd)  # the same lock; the orphan's own descriptor closes with the store lock
@@ -314,7 +478,7 @@ class Store:
         return lock_fd
 
     def _make_home(self, home_id: str, record: HomeRecord) -> int:
-        """Make a home and own it; return the descriptor of its lock. Raises OSError, with nothing left behind."""
+        """Make a home and own it; return its lock's descriptor. Raises OSError, leaving nothing."""
         path = self.home_path(home_id)
         lock_fd = -1
         try:

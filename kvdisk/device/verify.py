@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey
-from kvdisk.device.header import check_slot, read_header
+from kvdisk.device.header import SlotIdentity, check_slot, read_header
 from kvdisk.device.segment import SegmentFile
 from kvdisk.errors import CorruptRecord, GeometryMismatch
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, Namespace, contiguous_runs, slot_offset
@@ -86,45 +86,33 @@ def _read(fd: int, place: memoryview, offset: int) -> str | None:
 
 
 def _check(view: memoryview, slot: NamedSlot, rank: int, rank_count: int) -> Iterator[WrongSlot]:
-    reason = check_slot(
-        view,
-        namespace=slot.namespace,
-        key=slot.key,
-        generation=slot.generation,
-        payload_bytes=slot.payload_bytes,
-        rank=rank,
-        rank_count=rank_count,
-    )
+    identity = SlotIdentity(slot.namespace, slot.key, slot.generation, slot.payload_bytes, rank, rank_count)
+    reason = check_slot(view, identity)
     if reason is Reason.CHECKSUM:
         yield WrongSlot(slot, "checksum", "its payload does not have the checksum that its header names")
     elif reason is not None:
-        yield WrongSlot(slot, *_why(view, slot, rank, rank_count))
+        yield WrongSlot(slot, *_why(view, identity))
     elif (parent := read_header(view).parent) != slot.parent:
         yield WrongSlot(slot, "parent", f"its header names the parent {_shown(parent)}, not {_shown(slot.parent)}")
 
 
-def _why(view: memoryview, slot: NamedSlot, rank: int, rank_count: int) -> tuple[str, str]:
+def _why(view: memoryview, wanted: SlotIdentity) -> tuple[str, str]:
     """Say what is wrong with a header that is not that of this block."""
     if not any(view[:HEADER_BYTES]):
         return "header", "its header is all zeros: it was never written, or lost"
     try:
-        found = read_header(view)
+        found = read_header(view).identity
     except CorruptRecord as error:
         return "header", f"it has no sound header ({str(error).removeprefix('slot header: ')})"
     except GeometryMismatch as error:
         return "version", str(error).removeprefix("slot header: ")
-    fields: dict[str, tuple[bytes | int, bytes | int]] = {
-        "namespace": (found.namespace.fingerprint, slot.namespace.fingerprint),
-        "epoch": (found.namespace.epoch, slot.namespace.epoch),
-        "key": (found.key, slot.key),
-        "generation": (found.generation, slot.generation),
-        "payload_bytes": (found.payload_bytes, slot.payload_bytes),
-        "rank": (found.rank, rank),
-        "rank_count": (found.rank_count, rank_count),
-    }
-    for name, (said, wanted) in fields.items():
-        if said != wanted:
-            return name, f"its header names the {name} {_shown(said)}, not {_shown(wanted)}"
+    names = ("namespace", "epoch", *SlotIdentity._fields[1:])
+    fields: Iterator[tuple[str, bytes | int, bytes | int]] = zip(
+        names, (*found.namespace, *found[1:]), (*wanted.namespace, *wanted[1:]), strict=True
+    )
+    for name, said, due in fields:
+        if said != due:
+            return name, f"its header names the {name} {_shown(said)}, not {_shown(due)}"
     return "header", "its header has other bytes between its fields than it should"
 
 

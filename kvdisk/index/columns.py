@@ -19,16 +19,17 @@ from kvdisk.index.base import BlockColumns
 from kvdisk.index.records import BLOCK_VALUE, EPOCH_BYTES, EPOCH_LIMIT, RECORD_VERSION, decode_block
 
 _WORD_BYTES = 8
+_RUN_GENERATIONS = 4096
 _FIELDS = ("version", "segment", "index", "generation", "stored_s", "parent_bytes")
 _FIXED = np.dtype(list(zip(_FIELDS, ("u1", ">u4", ">u4", ">u8", ">u4", "u1"), strict=True)))
 assert _FIXED.itemsize == BLOCK_VALUE.size
 
 
 def decode_blocks(keys: Sequence[bytes], values: Sequence[bytes]) -> BlockColumns:
-    """Return the records of many key and value bytes, in their order: what ``decode_block`` would, much faster.
+    """Decode many records at once, in their order: as ``decode_block`` does, but much faster.
 
-    The order of ``BlockColumns`` is the caller's to see to. Raises CorruptRecord for the first bytes that no record
-    encodes to, as ``decode_block`` does.
+    The order of ``BlockColumns`` is the caller's to see to. Raises CorruptRecord for the first
+    bytes that no record encodes to, as ``decode_block`` does.
     """
     key_bytes = np.fromiter(map(len, keys), np.int64, len(keys))
     value_bytes = np.fromiter(map(len, values), np.int64, len(values))
@@ -122,6 +123,41 @@ def ascending(epochs: NDArray[np.uint64], keys: Sequence[bytes]) -> NDArray[np.i
             return order
     named = list(zip(epochs.tolist(), keys, strict=True))
     return np.array(sorted(range(len(keys)), key=named.__getitem__), np.int64)
+
+
+def stored_times(
+    epochs: NDArray[np.uint64],
+    keys: Sequence[bytes],
+    parents: Sequence[bytes],
+    generations: NDArray[np.uint64],
+    now_s: int,
+) -> NDArray[np.uint32]:
+    """Return times for blocks of which only the headers are known. They keep the blocks' order.
+
+    A header has no time, but a generation: it begins with an engine's start, in nanoseconds, and
+    counts up. Blocks of one chain that were stored one after another get one time, so that the
+    chain's tail leaves first; the next run gets a later one. None lies in the future.
+    """
+    parent_rows = _parent_rows(epochs, keys, parents)
+    counted: list[int] = generations.tolist()
+    times = [0] * len(counted)
+    last_s = 0
+    for row in np.argsort(generations, kind="stable").tolist():
+        parent, generation = parent_rows[row], counted[row]
+        stored_s = times[parent] if parent >= 0 else 0
+        if not stored_s or generation - counted[parent] > _RUN_GENERATIONS:
+            stored_s = last_s = min(now_s, max(last_s + 1, generation // 10**9))
+        times[row] = stored_s
+    return np.array(times, np.uint32)
+
+
+def _parent_rows(epochs: NDArray[np.uint64], keys: Sequence[bytes], parents: Sequence[bytes]) -> list[int]:
+    """Return for each block the row of its parent in the same epoch, or -1."""
+    if len(epochs) and (epochs == epochs[0]).all():
+        rows = dict(zip(keys, range(len(keys)), strict=True))
+        return [rows.get(parent, -1) for parent in parents]
+    named = dict(zip(zip(epochs.tolist(), keys, strict=True), range(len(keys)), strict=True))
+    return [named.get(name, -1) for name in zip(epochs.tolist(), parents, strict=True)]
 
 
 def _split(joined: bytes, length: int, count: int) -> list[bytes]:

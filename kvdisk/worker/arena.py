@@ -8,16 +8,20 @@ move in one transfer. ``torch`` is imported only where a tensor or pinning is as
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import logging
 import mmap
+import os
+import platform
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES
-from kvdisk.worker.numa import node_of, pci_address, prefer_node
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +34,8 @@ class Arena:
 
     ``slot_sizes``: bytes of a slot by size class, multiples of 4096. ``slot_counts``: slots of each
     class; 0 is allowed. ``pin``: register the mapping with CUDA, which touches all of it; otherwise
-    memory is taken as slots are first written, or ahead of that by ``Populating``. Pinned memory comes from the NUMA
-    node of the process's current GPU, where the machine has several.
+    memory is taken as slots are first written. Pinned memory comes from the NUMA node of the process's current GPU,
+    where the machine has several.
 
     The arena owns the memory until ``close``; a view or tensor that outlives it keeps the mapping
     alive, never dangling. What lies in a slot belongs to the mover, and to the device while a batch
@@ -107,11 +111,6 @@ class Arena:
         start = self._offsets[size_class] + index * slot_bytes
         return self._memory[start : start + count * slot_bytes]
 
-    @property
-    def regions(self) -> list[memoryview]:
-        """The slots of each size class, as one view each."""
-        return [self.run_view(size_class, 0, count) for size_class, count in enumerate(self.slot_counts)]
-
     def tensor(self, size_class: int) -> torch.Tensor:
         """Return all slots of a size class as uint8, shape (slot_count, slot_bytes), sharing the memory."""
         assert self._mapping is not None, "the arena is closed"
@@ -156,3 +155,55 @@ class Arena:
         if status != 0:
             raise ConfigError(f"CUDA cannot pin {self.total_bytes} bytes of host memory (error {status})")
         self._pinned_address = address
+
+
+# -- memory near a GPU ---------------------------------------------------------------------------
+
+SYS = Path("/sys")
+_MBIND = {"x86_64": 237, "aarch64": 235}
+_PREFERRED = 1
+_WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
+
+
+def pci_address(domain: int, bus: int, device: int) -> str:
+    """Return the name that sysfs has for a GPU's PCI function."""
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
+
+def node_of(address: str, sys: Path = SYS) -> int | None:
+    """Return the node of a PCI device; None where that is not known, or there is no other node with memory."""
+    try:
+        nodes = parse_list((sys / "devices/system/node/has_memory").read_text())
+        node = int((sys / "bus/pci/devices" / address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node in nodes and len(nodes) > 1 else None
+
+
+def parse_list(text: str) -> set[int]:
+    """Return the numbers of a list as sysfs writes it, such as ``0-1,4``. Raises ValueError for anything else."""
+    numbers: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            numbers.update(range(int(first), int(last or first) + 1))
+    return numbers
+
+
+def prefer_node(start: int, byte_count: int, node: int) -> None:
+    """Let memory that has not been touched come from a node while that has any, and from others then.
+
+    ``start``: an address, as a mapping begins. Raises OSError where the kernel refuses.
+    """
+    number = _MBIND.get(platform.machine())
+    if number is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    words = (ctypes.c_ulong * (node // _WORD_BITS + 1))()
+    words[node // _WORD_BITS] = 1 << node % _WORD_BITS
+    libc = ctypes.CDLL(None, use_errno=True)
+    # The kernel looks at one bit fewer than it is told that there are.
+    bits = ctypes.c_ulong(_WORD_BITS * len(words) + 1)
+    arguments = (ctypes.c_void_p(start), ctypes.c_ulong(byte_count), ctypes.c_int(_PREFERRED), words, bits)
+    if libc.syscall(ctypes.c_long(number), *arguments, ctypes.c_uint(0)) != 0:
+        found = ctypes.get_errno()
+        raise OSError(found, os.strerror(found))

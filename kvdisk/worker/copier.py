@@ -42,46 +42,37 @@ class CopyTicket:
         self.event = event
 
 
+class Slots(NamedTuple):
+    """Slots of one size class of an arena."""
+
+    arena: Arena
+    size_class: int
+    indices: Sequence[int]
+
+
 class Copier(Protocol):
     """Moves whole blocks between vLLM's tensors and slots of an arena.
 
-    ``group``: KV-cache group. ``blocks``: GPU block ids. ``indices``: slots of ``size_class``, one for
-    each block; only their payload takes part, though a gather may overwrite their headers. From the
-    call until ``done`` or ``wait`` say that the copy ended, the copier owns the slots and blocks.
-    ``compute_done`` and ``hold_model`` are called on the model's thread, all else on the mover's.
+    ``group``: KV-cache group. ``blocks``: GPU block ids. ``slots``: one for each block; only their
+    payload takes part, though a gather may overwrite their headers. ``after``: the copy begins when
+    this point in the model's work has passed. From the call until ``done`` or ``wait`` say that the
+    copy ended, the copier owns the slots and blocks. ``compute_done`` and ``hold_model`` are called
+    on the model's thread, all else on the mover's.
     """
 
     def compute_done(self) -> Mark:
-        """Note the model's work launched so far; a copy given the mark begins after that work has ended."""
+        """Mark the model's work launched so far; a copy given the mark begins after it."""
 
     def hold_model(self) -> None:
-        """Let the model's work launched from now on begin when every gather that was started so far has ended.
+        """Let the model's next work begin after every gather that was started so far.
 
         On the device; does not wait on the host.
         """
 
-    def gather(
-        self,
-        group: int,
-        blocks: Sequence[int],
-        arena: Arena,
-        size_class: int,
-        indices: Sequence[int],
-        *,
-        after: Mark = None,
-    ) -> CopyTicket:
+    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Mark = None) -> CopyTicket:
         """Start copying blocks to slots."""
 
-    def scatter(
-        self,
-        group: int,
-        arena: Arena,
-        size_class: int,
-        indices: Sequence[int],
-        blocks: Sequence[int],
-        *,
-        after: Mark = None,
-    ) -> CopyTicket:
+    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Mark = None) -> CopyTicket:
         """Start copying slots to blocks. A forward pass launched once the copy is done sees them."""
 
     def done(self, ticket: CopyTicket) -> bool:
@@ -92,7 +83,10 @@ class Copier(Protocol):
 
 
 class Stack(NamedTuple):
-    """Layers at a regular distance: uint8 (num_blocks, layer count, layer_bytes); ``offset`` bytes into the payload."""
+    """Layers at a regular distance: uint8 (num_blocks, layer count, layer_bytes).
+
+    ``offset``: bytes into the payload.
+    """
 
     blocks: torch.Tensor
     offset: int
@@ -101,9 +95,9 @@ class Stack(NamedTuple):
 class LayerBlocks:
     """The blocks of one KV-cache group.
 
-    ``layers``: per layer a uint8 tensor of shape (num_blocks, layer_bytes), contiguous in the second
-    dimension, with any stride in the first. A payload is the layers' bytes one after the other, in
-    this order. The tensors are vLLM's; they must live as long as copies are asked for.
+    ``layers``: per layer a uint8 tensor of shape (num_blocks, layer_bytes), contiguous in the
+    second dimension, with any stride in the first. A payload is the layers' bytes one after the
+    other, in this order. The tensors are vLLM's; they must live as long as copies are asked for.
     """
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
@@ -129,7 +123,7 @@ class LayerBlocks:
         self._word = _widest_word(self.stacks)
 
     def widened(self, part: torch.Tensor) -> torch.Tensor:
-        """Return a stack, or what it fills in slots, as the largest integers that divide it: GPUs copy them faster."""
+        """View a stack, or its part of slots, as the largest integers that divide it: faster."""
         return part.view(self._word)
 
 
@@ -162,7 +156,7 @@ def _regular_count(layers: Sequence[torch.Tensor]) -> int:
 
 
 def _payload_part(slots: torch.Tensor, stack: Stack) -> torch.Tensor:
-    """Return what a stack's layers fill in slots (n, slot_bytes), as uint8 (n, layer count, layer_bytes)."""
+    """Return a stack's part of slots (n, slot_bytes), as uint8 (n, layer count, layer_bytes)."""
     _, count, layer_bytes = stack.blocks.shape
     start = HEADER_BYTES + stack.offset
     return slots[:, start : start + count * layer_bytes].unflatten(1, (count, layer_bytes))
@@ -184,23 +178,14 @@ class HostCopier:
     def hold_model(self) -> None:
         """See ``Copier``. A gather has ended when it returns."""
 
-    def gather(
-        self,
-        group: int,
-        blocks: Sequence[int],
-        arena: Arena,
-        size_class: int,
-        indices: Sequence[int],
-        *,
-        after: Mark = None,  # noqa: ARG002 - there is nothing to wait for
-    ) -> CopyTicket:
+    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Mark = None) -> CopyTicket:  # noqa: ARG002
         """See ``Copier``."""
         stacks = self._groups[group].stacks
-        slots = arena.tensor(size_class)
+        payloads, indices = slots.arena.tensor(slots.size_class), slots.indices
         runs = contiguous_runs(indices, len(indices))
         at = torch.tensor(blocks)
         for stack in stacks:
-            target = _payload_part(slots, stack)
+            target = _payload_part(payloads, stack)
             if _run_by_run(runs, stacks):
                 for start, count in runs:
                     first = indices[start]
@@ -209,23 +194,14 @@ class HostCopier:
                 target.numpy()[np.array(indices)] = stack.blocks.numpy()[at.numpy()]
         return CopyTicket()
 
-    def scatter(
-        self,
-        group: int,
-        arena: Arena,
-        size_class: int,
-        indices: Sequence[int],
-        blocks: Sequence[int],
-        *,
-        after: Mark = None,  # noqa: ARG002
-    ) -> CopyTicket:
+    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Mark = None) -> CopyTicket:  # noqa: ARG002
         """See ``Copier``."""
         stacks = self._groups[group].stacks
-        slots = arena.tensor(size_class)
+        payloads, indices = slots.arena.tensor(slots.size_class), slots.indices
         runs = contiguous_runs(indices, len(indices))
         at = np.array(blocks)
         for stack in stacks:
-            source, target = _payload_part(slots, stack).numpy(), stack.blocks.numpy()
+            source, target = _payload_part(payloads, stack).numpy(), stack.blocks.numpy()
             if _run_by_run(runs, stacks):
                 for start, count in runs:
                     first = indices[start]
@@ -257,7 +233,7 @@ class Lane(Enum):
 
 
 class Lanes(Protocol):
-    """What ``CudaCopier`` needs of the accelerator's runtime: ``CudaLanes``, or a synchronous one in tests."""
+    """What ``CudaCopier`` needs of the accelerator's runtime. Tests have a synchronous one."""
 
     @property
     def device(self) -> torch.device:
@@ -267,13 +243,13 @@ class Lanes(Protocol):
         """Return a context in which operations of this thread go to the lane."""
 
     def record(self, lane: Lane | None) -> Event:
-        """Return an event after all that a lane (None: the calling thread's current stream) was given so far."""
+        """Return an event after all that a lane (None: the current stream) was given so far."""
 
     def wait(self, lane: Lane | None, event: Event) -> None:
-        """Let what the lane (None: the calling thread's current stream) is given from now on wait, on the device."""
+        """Let a lane (None: the current stream) wait on the device before what it is given next."""
 
     def numbers(self, values: Sequence[int]) -> torch.Tensor:
-        """Return int64 values on the device, for use in the lane whose context is entered; does not wait for it."""
+        """Return int64 values on the device for the entered lane. Does not wait."""
 
 
 class CudaLanes:
@@ -307,7 +283,7 @@ class CudaLanes:
 
 
 class CudaCopier:
-    """The copier of an accelerator: a pinned arena on one side, vLLM's blocks on the other, scratch between.
+    """The copier of an accelerator: pinned arena, vLLM's blocks, and scratch between them.
 
     ``groups``: as for ``HostCopier``, on ``lanes.device``. ``gpu_scratch_bytes``: device memory for
     scratch, half for each lane, though never less than one slot of the largest group. The scratch
@@ -334,23 +310,15 @@ class CudaCopier:
         """See ``Copier``."""
         self._lanes.wait(None, self._lanes.record(Lane.STORE))
 
-    def gather(
-        self,
-        group: int,
-        blocks: Sequence[int],
-        arena: Arena,
-        size_class: int,
-        indices: Sequence[int],
-        *,
-        after: Mark = None,
-    ) -> CopyTicket:
+    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Mark = None) -> CopyTicket:
         """See ``Copier``."""
-        layers, slots = self._groups[group], arena.tensor(size_class)
+        layers, indices = self._groups[group], slots.indices
+        tensor = slots.arena.tensor(slots.size_class)
         with self._lanes.on(Lane.STORE):
             if after is not None:
                 self._lanes.wait(Lane.STORE, cast(Event, after))
             at = self._lanes.numbers(blocks)
-            for start, count, scratch in self._parts(Lane.STORE, slots, len(blocks)):
+            for start, count, scratch in self._parts(Lane.STORE, tensor, len(blocks)):
                 for stack in layers.stacks:
                     torch.index_select(
                         layers.widened(stack.blocks),
@@ -360,27 +328,19 @@ class CudaCopier:
                     )
                 for run_start, run in contiguous_runs(indices[start : start + count], count):
                     first = indices[start + run_start]
-                    slots[first : first + run].copy_(scratch[run_start : run_start + run], non_blocking=True)
+                    tensor[first : first + run].copy_(scratch[run_start : run_start + run], non_blocking=True)
             return CopyTicket(self._lanes.record(Lane.STORE))
 
-    def scatter(
-        self,
-        group: int,
-        arena: Arena,
-        size_class: int,
-        indices: Sequence[int],
-        blocks: Sequence[int],
-        *,
-        after: Mark = None,
-    ) -> CopyTicket:
-        """See ``Copier``. What an earlier owner of the blocks still does to them has ended with ``after``."""
-        layers, slots = self._groups[group], arena.tensor(size_class)
+    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Mark = None) -> CopyTicket:
+        """See ``Copier``. The blocks' earlier owner has ended with ``after``."""
+        layers, indices = self._groups[group], slots.indices
+        tensor = slots.arena.tensor(slots.size_class)
         with self._lanes.on(Lane.LOAD):
             at = self._lanes.numbers(blocks)
-            for start, count, scratch in self._parts(Lane.LOAD, slots, len(blocks)):
+            for start, count, scratch in self._parts(Lane.LOAD, tensor, len(blocks)):
                 for run_start, run in contiguous_runs(indices[start : start + count], count):
                     first = indices[start + run_start]
-                    scratch[run_start : run_start + run].copy_(slots[first : first + run], non_blocking=True)
+                    scratch[run_start : run_start + run].copy_(tensor[first : first + run], non_blocking=True)
                 if after is not None and start == 0:
                     self._lanes.wait(Lane.LOAD, cast(Event, after))
                 for stack in layers.stacks:
@@ -398,7 +358,7 @@ class CudaCopier:
             ticket.event.synchronize()
 
     def _parts(self, lane: Lane, slots: torch.Tensor, total: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield (first position, count, scratch of shape (count, slot_bytes)) for parts that fit the scratch."""
+        """Yield (first position, count, scratch (count, slot_bytes)) of parts that fit the scratch."""
         slot_bytes = int(slots.shape[1])
         most = self.scratch_bytes // slot_bytes
         for start in range(0, total, most):

@@ -1,17 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which moves go between drive and GPU without host memory: what was chosen at start, and when it is gone back on."""
+"""The way straight between drive and GPU, without host memory: tried at start, and what goes it from then on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
+from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.header import MULTILINEAR, XXH3_128
+from kvdisk.device.probe import FILE_BYTES, nameless_file
 from kvdisk.messages import Move
-from kvdisk.worker.legs import Route
+from kvdisk.worker.arena import Arena
+from kvdisk.worker.routes import Route
 
 if TYPE_CHECKING:
+    from kvdisk.worker.copier import Lanes
     from kvdisk.worker.gpu_staging import GpuStaging
 
 MOST_FAILURES = 32
@@ -71,3 +80,257 @@ class Direct:
         before = self.given_up
         self._failures += count
         return self.given_up and not before
+
+
+_given_up: list[object] = []
+"""Devices that have not ended what they hold, and its memory: kept, for the drive may still come to it."""
+
+
+class DirectChoice(NamedTuple):
+    """``direct``: None where nothing goes that way. ``line``: what was chosen and why, for the log. ``usable``: whether
+    every size moved the right bytes both ways."""
+
+    direct: Direct | None
+    line: str
+    usable: bool
+
+
+def choose_direct(
+    directory: Path,
+    slot_sizes: Sequence[int],
+    slot_counts: Sequence[int],
+    lanes: Lanes,
+    make_device: Callable[[], Device],
+    *,
+    always: bool,
+    file_bytes: int = FILE_BYTES,
+) -> DirectChoice:
+    """Make GPU staging, try the way on a file of ``directory`` that nobody sees, and choose the sizes that go it.
+
+    ``slot_counts``: of staging, by size class. ``lanes``: the copier's. ``make_device``: makes one of both kinds of
+    memory, for the trial only. ``always``: all sizes go, faster or not, if they move the right bytes. The staging in
+    ``direct`` is the caller's to close. For start: waits for the drive, a few seconds at most. Raises nothing that a
+    drive, a library or a full GPU can cause.
+    """
+    from kvdisk.worker.gpu_staging import GpuStaging
+
+    arena, staging = Arena(slot_sizes, slot_counts, pin=lanes.device.type == "cuda"), None
+    report = DirectReport()
+    try:
+        staging = GpuStaging(slot_sizes, slot_counts, lanes)
+        report = _try(directory, file_bytes, make_device, arena, staging)
+    except Exception as error:  # torch's of a full GPU, kvikio's, the file system's
+        report.problems.append(" ".join(str(error).split()) or type(error).__name__)
+    if report.silent:
+        _given_up.append((arena, staging))
+        return DirectChoice(None, report.line(slot_sizes), False)
+    arena.close()
+    usable = not report.problems and {each.size_class for each in report.figures} == set(range(len(slot_sizes)))
+    if always:
+        report.loads = set(range(len(slot_sizes))) if usable else set()
+        report.stores = report.loads
+    line = report.line(slot_sizes)
+    if staging is not None and report.loads | report.stores:
+        return DirectChoice(Direct(staging, frozenset(report.loads), frozenset(report.stores)), line, usable)
+    if staging is not None:
+        staging.close()
+    return DirectChoice(None, line, usable)
+
+
+def _try(
+    directory: Path, file_bytes: int, make_device: Callable[[], Device], arena: Arena, staging: GpuStaging
+) -> DirectReport:
+    with nameless_file(directory, file_bytes) as (opened, _):
+        device, fd = make_device(), os.dup(opened)
+        report = try_direct(fd, file_bytes, device, arena, staging)
+        if report.silent:
+            _given_up.append((device, fd))  # open: what has not ended may still use the number
+        else:
+            device.close()
+            os.close(fd)
+        return report
+
+
+FASTER = 1.1
+"""So many times as fast as host memory in runs of neighbours, and not slower in single slots, has it to be."""
+PART_BYTES = 8 << 20
+BUDGET_S = 1.0
+_MOST_REPETITIONS = 5
+_GIVE_UP_S = 5.0
+
+
+class Figure(NamedTuple):
+    """Medians of bytes per second. ``run``: whether neighbours were moved together."""
+
+    size_class: int
+    op: Op
+    run: bool
+    host: float
+    direct: float
+
+
+@dataclass(slots=True)
+class DirectReport:
+    """What a trial found. ``loads``, ``stores``: size classes for ``Direct``. ``problems``: what is wrong, in clauses.
+
+    ``silent``: a device has not ended a batch in time: neither device nor memory may be closed.
+    """
+
+    loads: set[int] = field(default_factory=set)
+    stores: set[int] = field(default_factory=set)
+    figures: list[Figure] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    silent: bool = False
+
+    def line(self, slot_sizes: Sequence[int]) -> str:
+        """Say what was chosen and why, in one line."""
+        chosen = [
+            f"{what} of {', '.join(str(slot_sizes[at]) for at in sorted(which))} bytes"
+            for what, which in (("loads", self.loads), ("stores", self.stores))
+            if which
+        ]
+        what = " and ".join(chosen) if chosen else "nothing"
+        speeds = [
+            f"{slot_sizes[each.size_class]} bytes {each.op.value} {'in runs' if each.run else 'alone'} "
+            f"{each.direct / 1e6:.0f} ({each.host / 1e6:.0f} into host memory)"
+            for each in self.figures
+        ]
+        why = "; ".join([*self.problems, *(["MB/s: " + ", ".join(speeds)] if speeds else [])])
+        return f"kvdisk moves {what} straight between drive and GPU: {why or 'there was no room to try it'}"
+
+
+class _Silence(Exception):
+    """A batch has not ended in time."""
+
+
+def try_direct(
+    fd: int,
+    file_bytes: int,
+    device: Device,
+    arena: Arena,
+    staging: GpuStaging,
+    *,
+    budget_s: float = BUDGET_S,
+    repetitions: int = _MOST_REPETITIONS,
+) -> DirectReport:
+    """Write and read every size of slot both ways, compare the bytes, and measure.
+
+    ``fd``: a file of ``file_bytes`` allocated bytes that is nobody else's, on the drive that moves are made to, and
+    which ``device`` does not know yet. ``device``: of both kinds of memory; the caller's to close, and of no
+    other use before. ``arena``: host staging of the same sizes. Both memories' bytes are overwritten. Only the drive's
+    times are compared: a copy of one part hides behind that of the next. Waits, for about ``budget_s`` for each size;
+    raises nothing that a drive can cause.
+    """
+    report = DirectReport()
+    for memory in (arena.memory, staging.memory):
+        device.attach_memory(memory)
+    device.attach_file(fd)
+    try:
+        for size_class, slot_bytes in enumerate(arena.slot_sizes):
+            counts = (arena.slot_counts[size_class], staging.slot_counts[size_class], file_bytes // slot_bytes)
+            if min(counts) >= 2:
+                trial = _Trial(fd, device, arena, staging, size_class, min(counts))
+                trial.run(report, budget_s, repetitions)
+    except _Silence:
+        report = DirectReport(problems=[f"the drive has not answered for {_GIVE_UP_S:.0f} s"], silent=True)
+    if not report.silent:
+        device.detach_file(fd)
+    return report
+
+
+class _Trial:
+    """One size of slots: ``count`` of them in each memory, and in the file."""
+
+    def __init__(self, fd: int, device: Device, arena: Arena, staging: GpuStaging, size_class: int, count: int) -> None:
+        self._fd = fd
+        self._device = device
+        self._arena = arena
+        self._staging = staging
+        self._size_class = size_class
+        self._slot_bytes = arena.slot_sizes[size_class]
+        self._count = count
+        self._random = random.Random(size_class)  # noqa: S311 - the same places for both
+
+    def run(self, report: DirectReport, budget_s: float, repetitions: int) -> None:
+        """Add what is found to the report. Raises _Silence."""
+        problem = self._check()
+        if problem:
+            report.problems.append(f"of {self._slot_bytes} bytes {problem}")
+            return
+        samples: dict[tuple[Op, bool, bool], list[float]] = {}
+        deadline_s = time.monotonic() + budget_s
+        for repetition in range(repetitions):
+            for op in (Op.WRITE, Op.READ):
+                for run in (True, False):
+                    for direct in (False, True):
+                        if not repetition or time.monotonic() < deadline_s:
+                            samples.setdefault((op, run, direct), []).append(self._sample(op, run, direct))
+        for op, chosen in ((Op.READ, report.loads), (Op.WRITE, report.stores)):
+            ratios = {}
+            for run in (True, False):
+                host, straight = (statistics.median(samples[op, run, way]) for way in (False, True))
+                report.figures.append(Figure(self._size_class, op, run, host, straight))
+                ratios[run] = straight / host
+            if ratios[True] >= FASTER and ratios[False] >= 1.0:
+                chosen.add(self._size_class)
+
+    def _check(self) -> str:
+        """Return what is wrong with bytes that go the one way and come the other, "" for nothing."""
+        host, gpu = self._arena.tensor(self._size_class), self._staging.tensor(self._size_class)
+        for direct_op, said in ((Op.WRITE, "written"), (Op.READ, "read")):
+            data = self._random.randbytes(2 * self._slot_bytes)
+            pair = self._arena.run_view(self._size_class, 0, 2)
+            pair[:] = data
+            gpu[:2].copy_(host[:2] if direct_op is Op.WRITE else 0 * host[:2])
+            host_op = Op.READ if direct_op is Op.WRITE else Op.WRITE
+            if direct_op is Op.WRITE:
+                pair[:] = bytes(len(data))
+            for op in (Op.WRITE, Op.READ):
+                errors = self._move(op, [Transfer(self._fd, 0, (self._room(op is direct_op, 0, 2),))])
+                if errors:
+                    return f"a {op.value} that was tried failed {'straight' if op is direct_op else 'in host memory'}"
+            if host_op is Op.WRITE:
+                host[:2].copy_(gpu[:2])
+            if pair != data:
+                return f"what was {said} straight is not what is on the drive"
+        return ""
+
+    def _sample(self, op: Op, run: bool, direct: bool) -> float:
+        """Move every slot once; return bytes per second."""
+        each = max(1, PART_BYTES // self._slot_bytes)
+        places = list(range(self._count))
+        if not run:
+            self._random.shuffle(places)
+        began_s = time.monotonic()
+        tickets = set()
+        for start in range(0, self._count, each):
+            count = min(each, self._count - start)
+            if run:
+                batch = [Transfer(self._fd, start * self._slot_bytes, (self._room(direct, start, count),))]
+            else:
+                batch = [
+                    Transfer(self._fd, places[at] * self._slot_bytes, (self._room(direct, at, 1),))
+                    for at in range(start, start + count)
+                ]
+            tickets.add(self._device.submit(op, batch))
+        self._await(tickets)
+        return self._count * self._slot_bytes / max(time.monotonic() - began_s, 1e-9)
+
+    def _room(self, direct: bool, start: int, count: int) -> Buffer:
+        memory = self._staging if direct else self._arena
+        return memory.run_view(self._size_class, start, count)
+
+    def _move(self, op: Op, batch: Sequence[Transfer]) -> dict[int, int]:
+        return self._await({self._device.submit(op, batch)})
+
+    def _await(self, tickets: set[int]) -> dict[int, int]:
+        """Wait for batches; return the errors of them all. Raises _Silence."""
+        errors: dict[int, int] = {}
+        deadline_s = time.monotonic() + _GIVE_UP_S
+        while tickets:
+            for outcome in self._device.poll(0.05):
+                tickets.discard(outcome.ticket)
+                errors |= outcome.errors
+            if tickets and time.monotonic() >= deadline_s:
+                raise _Silence
+        return errors

@@ -1,22 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The segment files of one rank as its mover sees them: numbers in, file descriptors out.
+"""The segment files of one rank: the jobs that open and drop them, on a thread of their own.
 
-All calls wait for the disk; they come one after the other from ``FileJobs``, on its thread or the mover's.
+Jobs of files (OPEN_HOME, OPEN_SEGMENT, DROP_SEGMENT) run one after the other. They wait for the
+disk and for locks, for seconds where a file is preallocated; transfers go on meanwhile. The thread
+calls nothing but ``SegmentFiles``: the device hears of a file on the mover's thread.
 """
 
 from __future__ import annotations
 
 import errno
+import queue
 import resource
+import threading
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvdisk.device import segment as segments
+from kvdisk.device.base import Device
 from kvdisk.device.drives import Directories
 from kvdisk.device.home import JoinedHome
 from kvdisk.device.store import Store
-from kvdisk.errors import DeviceError
-from kvdisk.messages import HomeSpec, SegmentSpec
+from kvdisk.errors import CorruptRecord, DeviceError, GeometryMismatch, KvdiskError, QuietLog
+from kvdisk.messages import HomeSpec, Job, JobKind, Reason, SegmentSpec
+from kvdisk.worker.device_io import NO_SPACE
+from kvdisk.worker.routes import OpenFile
 
 _MOST_FILES = 65536
 
@@ -24,33 +33,34 @@ _MOST_FILES = 65536
 class SegmentFiles(Protocol):
     """Opens and drops what ``SegmentSpec`` and ``HomeSpec`` name.
 
-    Operating failures are a KvdiskError: DeviceError, GeometryMismatch, CorruptRecord, StoreLocked or
-    ConfigError. A call that raises leaves things as they were.
+    Operating failures are a KvdiskError: DeviceError, GeometryMismatch, CorruptRecord, StoreLocked
+    or ConfigError. A call that raises leaves things as they were.
     """
 
     def open_home(self, spec: HomeSpec) -> None:
-        """Join the home, once, before any segment, and remove this rank's files of segments it does not know."""
+        """Join the home, once, before any segment; remove this rank's files of unknown segments."""
 
     def open_segment(self, spec: SegmentSpec) -> int:
-        """Make (``spec.create``) or open this rank's file; return its descriptor, which stays this object's.
+        """Make (``spec.create``) or open this rank's file; return its descriptor, kept open here.
 
-        -1: there is nothing to open. Where all ranks share a file, the one that writes it makes it and has it open
-        from then on; the others open it with a second job. Of another home (``spec.source``) a file is opened to read
-        only. To make one waits up to two seconds for the store.
+        -1: there is nothing to open. Where all ranks share a file, the one that writes it makes it
+        and has it open from then on; the others open it with a second job. Of another home
+        (``spec.source``) a file is opened to read only. To make one waits up to two seconds for the
+        store.
         """
 
     def drop_segment(self, spec: SegmentSpec) -> None:
-        """Close and remove this rank's file (of another home: close); never opened, or gone, is no error."""
+        """Close and remove this rank's file (of another home: close). Gone already is no error."""
 
     def close(self) -> None:
         """Close all files and leave the home. Idempotent."""
 
 
 class HomeFiles:
-    """``SegmentFiles`` of the home that the scheduler has acquired; ``directories`` None: there is no NVMe tier.
+    """``SegmentFiles`` of the home that the scheduler owns; ``directories`` None: no NVMe tier.
 
-    A directory that this rank cannot open fails only what is to be opened or made on its drive. ``replicated``: the
-    ranks share the file of each segment (``Geometry.replicated``).
+    A directory that this rank cannot open fails only what is to be opened or made on its drive.
+    ``replicated``: the ranks share the file of each segment (``Geometry.replicated``).
     """
 
     def __init__(
@@ -62,12 +72,12 @@ class HomeFiles:
         self._rank_count = rank_count
         self._replicated = replicated
         self._part, self._part_count = (0, 1) if replicated else (rank, rank_count)
-        self._home: JoinedHome | None = None
+        self._joined: tuple[Store, JoinedHome] | None = None
         self._open: dict[int, segments.SegmentFile] = {}
 
     def open_home(self, spec: HomeSpec) -> None:
         """See ``SegmentFiles``."""
-        assert self._home is None, "a rank joins one home"
+        assert self._joined is None, "a rank joins one home"
         assert self._directories is not None, "a home was named, and there is no NVMe tier"
         _allow_files()
         store = Store.open(self._directories, create=False, need_all=False)
@@ -78,7 +88,7 @@ class HomeFiles:
         except BaseException:
             home.close()
             raise
-        self._home = home
+        self._joined = store, home
 
     def open_segment(self, spec: SegmentSpec) -> int:
         """See ``SegmentFiles``."""
@@ -86,13 +96,13 @@ class HomeFiles:
         if self._replicated and (not writes if spec.create else spec.segment in self._open):
             return -1
         assert spec.segment not in self._open
-        home, mine = self._joined(), (self._part, self._part_count)
+        (store, home), mine = self._in_home(), (self._part, self._part_count)
         if spec.source is not None:
-            folder = home.foreign_folder(spec.source, spec.drive)
+            folder = store.foreign_folder(spec.source, spec.drive)
             theirs = spec._replace(segment=spec.source.segment)
             file = segments.open_segment(folder, theirs, *mine, home.fingerprint, writable=False)
         elif spec.create:
-            file = home.make_segment(spec, *mine)
+            file = store.make_segment(home, spec, *mine)
         else:
             file = segments.open_segment(home.folder(spec.drive), spec, *mine, home.fingerprint, writable=writes)
         self._open[spec.segment] = file
@@ -100,7 +110,7 @@ class HomeFiles:
 
     def drop_segment(self, spec: SegmentSpec) -> None:
         """See ``SegmentFiles``."""
-        home = self._joined()
+        _, home = self._in_home()
         file = self._open.pop(spec.segment, None)
         if file is not None:
             file.close()
@@ -112,23 +122,184 @@ class HomeFiles:
         for file in self._open.values():
             file.close()
         self._open.clear()
-        if self._home is not None:
-            self._home.close()
-            self._home = None
+        if self._joined is not None:
+            self._joined[1].close()
+            self._joined = None
 
     def _writes(self, spec: SegmentSpec) -> bool:
         return not self._replicated or spec.segment % self._rank_count == self._rank
 
-    def _joined(self) -> JoinedHome:
-        if self._home is None:
+    def _in_home(self) -> tuple[Store, JoinedHome]:
+        if self._joined is None:
             raise DeviceError(errno.ENOENT, "the home of this segment is not open")
-        return self._home
+        return self._joined
 
 
 def _allow_files() -> None:
-    """Raise this process's limit of open files, 1024 on many systems: each segment is one as long as the home is."""
+    """Raise this process's limit of open files: each segment is one while the home is open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+FILE_KINDS = frozenset({JobKind.OPEN_HOME, JobKind.OPEN_SEGMENT, JobKind.DROP_SEGMENT})
+
+
+class _Done(NamedTuple):
+    """What became of a job. ``fd``: of the segment it opened; ``started``: False if cancelled."""
+
+    fd: int = -1
+    error: BaseException | None = None
+    started: bool = True
+
+
+class FileJobs:
+    """Runs the jobs in the order of ``add``; the mover's thread calls everything.
+
+    ``open``: the segment files that can be used, by segment. ``uses(segment)``: whether a batch at
+    the device names it: its drop waits for that. ``ended``: how many jobs have ended; the n-th that
+    was added has number n. ``threaded``: False: they run within ``turn``.
+    """
+
+    def __init__(
+        self, files: SegmentFiles, device: Device, log: QuietLog, *, uses: Callable[[int], bool], threaded: bool
+    ) -> None:
+        self._files = files
+        self._device = device
+        self._log = log
+        self._uses = uses
+        self._threaded = threaded
+        self.open: dict[int, OpenFile] = {}
+        self.ended = 0
+        self._queued: deque[Job] = deque()
+        self._out: deque[Job] = deque()
+        """Jobs with the thread, in order, and those of which ``turn`` has not heard the end."""
+        self._tasks: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[_Done] = queue.SimpleQueue()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def add(self, job: Job) -> None:
+        """Queue a job."""
+        assert job.kind in FILE_KINDS
+        self._queued.append(job)
+
+    def needed_by(self, job: Job) -> int:
+        """Return the number of the last job that opens or drops a segment of ``job``; 0: none."""
+        last = 0
+        if self._out or self._queued:
+            named = {move.nvme.segment for move in job.moves if move.nvme is not None}
+            for number, other in enumerate((*self._out, *self._queued), self.ended + 1):
+                if other.segment is not None and other.segment.segment in named:
+                    last = number
+        return last
+
+    def turn(self) -> list[tuple[Job, Reason | None]]:
+        """Start what can start; return the jobs that have ended, and why they failed."""
+        ended: list[tuple[Job, Reason | None]] = []
+        while self._hand_over() | self._collect(ended):
+            pass
+        return ended
+
+    def stop(self) -> list[tuple[Job, Reason | None]]:
+        """End what has started, however long it takes; return all jobs left, others as CANCELLED."""
+        self._stopping = True
+        ended: list[tuple[Job, Reason | None]] = []
+        while self._out:
+            ended.append(self._note(self._done.get()))
+        while self._queued:
+            ended.append((self._queued.popleft(), Reason.CANCELLED))
+            self.ended += 1
+        return ended
+
+    def close(self) -> None:
+        """End the thread after what has started, and close the files. No batch is under way."""
+        self._stopping = True
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread.join()
+            self._thread = None
+        for opened in self.open.values():
+            self._device.detach_file(opened.fd)
+        self.open.clear()
+        self._files.close()
+
+    def _hand_over(self) -> bool:
+        handed = False
+        while self._queued and not self._must_wait(self._queued[0]):
+            job = self._queued.popleft()
+            if job.kind is JobKind.DROP_SEGMENT and job.segment is not None:
+                opened = self.open.pop(job.segment.segment, None)
+                if opened is not None:
+                    self._device.detach_file(opened.fd)
+            self._out.append(job)
+            handed = True
+            if not self._threaded:
+                self._done.put(self._run(job))
+                continue
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="kvdisk-files", daemon=True)
+                self._thread.start()
+            self._tasks.put(job)
+        return handed
+
+    def _must_wait(self, job: Job) -> bool:
+        """Whether a drop has to wait: for batches of its segment, or for an opening."""
+        if job.kind is not JobKind.DROP_SEGMENT:
+            return False
+        assert job.segment is not None
+        return bool(self._out) or self._uses(job.segment.segment)
+
+    def _collect(self, ended: list[tuple[Job, Reason | None]]) -> bool:
+        count = len(ended)
+        while self._out and not self._done.empty():
+            ended.append(self._note(self._done.get()))
+        return len(ended) > count
+
+    def _note(self, done: _Done) -> tuple[Job, Reason | None]:
+        job = self._out.popleft()
+        self.ended += 1
+        if not done.started:
+            return job, Reason.CANCELLED
+        if isinstance(done.error, KvdiskError):
+            self._log.warn(job.kind.name, f"{job.kind.name} failed: {done.error}")
+            return job, _reason_of(done.error)
+        if done.error is not None:
+            raise done.error
+        if job.kind is JobKind.OPEN_SEGMENT and done.fd >= 0:
+            assert job.segment is not None
+            self._device.attach_file(done.fd)
+            _, slot_bytes, slot_count, drive, *_ = job.segment
+            self.open[job.segment.segment] = OpenFile(done.fd, slot_bytes, slot_count, drive)
+        return job, None
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (job := self._tasks.get()) is not None:
+            self._done.put(_Done(started=False) if self._stopping else self._run(job))
+
+    def _run(self, job: Job) -> _Done:
+        try:
+            return _Done(self._change(job))
+        except BaseException as error:  # the mover's thread tells failures from errors of ours
+            return _Done(error=error)
+
+    def _change(self, job: Job) -> int:
+        if job.kind is JobKind.OPEN_HOME:
+            assert job.home is not None
+            self._files.open_home(job.home)
+            return -1
+        assert job.segment is not None
+        if job.kind is JobKind.OPEN_SEGMENT:
+            return self._files.open_segment(job.segment)
+        self._files.drop_segment(job.segment)
+        return -1
+
+
+def _reason_of(error: KvdiskError) -> Reason:
+    if isinstance(error, DeviceError) and error.errno in NO_SPACE:
+        return Reason.NO_SPACE
+    return Reason.HEADER if isinstance(error, GeometryMismatch | CorruptRecord) else Reason.IO_ERROR

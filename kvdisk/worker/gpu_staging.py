@@ -16,7 +16,7 @@ import torch
 
 from kvdisk.device.base import Buffer
 from kvdisk.device.checksum import LANES, ROW_BYTES, ROW_WORDS, WORD_BYTES, multipliers
-from kvdisk.device.gpu_range import GpuRange
+from kvdisk.device.pair import GpuRange
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, contiguous_runs, round_up
 from kvdisk.worker.copier import CopyTicket, Lane, Lanes
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's door: plans go in on the model's thread, reports come out, and one thread of its own moves the bytes."""
+"""The worker's door: plans go in, reports come out, and its own thread moves the bytes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvdisk.blocks import JobId
-from kvdisk.device.base import Device
-from kvdisk.geometry import FINGERPRINT_BYTES, Geometry
+from kvdisk.geometry import FINGERPRINT_BYTES
 from kvdisk.messages import JobResult, Plan, Reason, Report
-from kvdisk.worker.arena import Arena
-from kvdisk.worker.files import SegmentFiles
-from kvdisk.worker.gear import Gear
+from kvdisk.worker.routes import Resources
 from kvdisk.worker.runner import PART_BYTES, Runner
 
 if TYPE_CHECKING:
-    from kvdisk.worker.copier import Copier, Mark
-    from kvdisk.worker.direct import Direct
+    from kvdisk.worker.copier import Mark
 
 _DEVICE_WAIT_S = 0.001
 """Longest look at the device before new plans are looked for."""
@@ -35,13 +31,10 @@ FENCE_S = 0.5
 class Mover:
     """Runs every plan of one rank.
 
-    ``arena``: the CPU tier, or None; ``staging``: at least one slot of each size class where there is
-    an NVMe tier. Both stay the caller's, who closes them after ``close``. ``device`` and ``files``
-    become the mover's, which closes them. ``fingerprint``: of the namespace while no home is open;
-    without an NVMe tier any will do. ``io_deadline_s``: what has not started so long after ``submit`` fails, and so do
-    the moves of a batch that is so long at the device: late, until the device has ended it.
-    ``direct``: the way between drive and GPU, where ``device`` has one; its staging stays the caller's, too.
-    ``threaded``: False for simulations, which call ``turn`` themselves.
+    ``fingerprint``: of the namespace until a home is open; without an NVMe tier any will do.
+    ``io_deadline_s``: what has not started so long after ``submit`` fails, and so do the moves of a
+    batch that is so long at the device: late, until the device has ended it. ``part_bytes``: aim
+    for the size of a part. ``threaded``: False for simulations, which call ``turn`` themselves.
 
     The model's thread calls everything but ``turn``; no call waits for a transfer but ``wait_any``
     and ``close``. An exception on the mover's thread is an error of ours: it ends all work, and
@@ -50,38 +43,26 @@ class Mover:
 
     def __init__(
         self,
-        geometry: Geometry,
-        rank: int,
-        arena: Arena | None,
-        staging: Arena,
-        copier: Copier,
-        device: Device,
-        files: SegmentFiles,
+        resources: Resources,
         *,
         io_deadline_s: float,
         fingerprint: bytes = bytes(FINGERPRINT_BYTES),
         clock: Callable[[], float] = time.monotonic,
         part_bytes: int = PART_BYTES,
         threaded: bool = True,
-        direct: Direct | None = None,
     ) -> None:
-        assert 0 <= rank < geometry.rank_count
-        assert all(memory is None or memory.slot_sizes == geometry.slot_sizes for memory in (arena, staging))
-        assert direct is None or direct.staging.slot_sizes == geometry.slot_sizes
-        self._copier = copier
+        self._copier = resources.copier
         self._io_deadline_s = io_deadline_s
         self._clock = clock
-        gear = Gear(geometry, rank, arena, staging, copier, device, files, direct)
         self._changed = threading.Condition()
         self._runner = Runner(
-            gear,
+            resources,
+            self,
             fingerprint=fingerprint,
             io_deadline_s=io_deadline_s,
             clock=clock,
             part_bytes=part_bytes,
             threaded=threaded,
-            claim=self._claim,
-            launched=self._launched,
         )
         # Under the condition's lock, which nobody holds while waiting for anything:
         self._inbox: list[tuple[Plan, Mark, float]] = []
@@ -110,10 +91,10 @@ class Mover:
         return self._copier.compute_done()
 
     def submit(self, plan: Plan, after: Mark = None) -> None:
-        """Take over a plan. Each of its jobs is reported exactly once, and one with late moves released once. Not after
-        ``close``.
+        """Take over a plan. Each job is reported exactly once. Not after ``close``.
 
-        ``after``: copies from and to the GPU's blocks begin when this work of the model has ended.
+        A job with late moves is released once, too. ``after``: copies from and to the GPU's blocks
+        begin when this work of the model has ended.
         """
         assert not self._closing, "the mover is closed"
         with self._changed:
@@ -133,12 +114,13 @@ class Mover:
             self._changed.notify_all()
 
     def protect(self, plan: Plan, after: Mark = None) -> None:
-        """Take over a plan, and let the model's work launched from now on wait for the copies of its fenced stores.
+        """Take over a plan, and let the model's next work wait for the copies of its fenced stores.
 
-        ``plan``: ``Plan.fence`` and ``Plan.urgent``, with those of their jobs that are new. Waits, on the host, until
-        their copies from the GPU have begun, or are given up: what cannot begin at once, the urgent after ``URGENT_S``,
-        all after ``FENCE_S``, whatever the mover's thread hangs at. What has been given up never begins. On a GPU its
-        streams wait for the copies themselves. What comes after them, in memory or on drives, is not waited for.
+        ``plan``: ``Plan.fence`` and ``Plan.urgent``, with those of their jobs that are new. Waits,
+        on the host, until their copies from the GPU have begun, or are given up: what cannot begin
+        at once, the urgent after ``URGENT_S``, all after ``FENCE_S``, whatever the mover's thread
+        hangs at. What has been given up never begins. On a GPU its streams wait for the copies
+        themselves. What comes after them, in memory or on drives, is not waited for.
         """
         started_s = self._clock()
         self.submit(plan, after)
@@ -164,9 +146,10 @@ class Mover:
             return set(self._out)
 
     def halt(self) -> None:
-        """Begin nothing more, of the jobs under way either: each ends when what has begun of it has.
+        """Begin nothing more, of the jobs under way either; what has begun ends.
 
-        When it returns no copy from the GPU begins, and the model waits for those that have begun, as in ``protect``.
+        When it returns no copy from the GPU begins, and the model waits for those that have begun,
+        as in ``protect``.
         """
         with self._changed:
             self._runner.halt()
@@ -176,7 +159,7 @@ class Mover:
         self._copier.hold_model()
 
     def poll(self) -> Report:
-        """Return what was finished since the last call. Raises, once, what ended the mover's thread."""
+        """Return what was finished since the last call. Raises, once, what ended the mover."""
         with self._changed:
             if self._error is not None and not self._raised:
                 self._raised = True
@@ -189,7 +172,7 @@ class Mover:
             return report
 
     def wait_any(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` until ``poll`` has a result; return whether it has one. For idle steps.
+        """Wait up to ``timeout_s`` for a result of ``poll``; return whether it has one. When idle.
 
         Waits also when nothing is out: the scheduler steps then for a commit, and should not spin.
         """
@@ -200,8 +183,9 @@ class Mover:
     def close(self) -> None:
         """End what has started, fail the rest with CANCELLED, close device and files. Idempotent.
 
-        Waits for the legs under way, late ones too, and for the files, however long they take: nothing writes to a slot
-        afterwards. The results and releases of all jobs can be polled for then.
+        Waits for the legs under way, late ones too, and for the files, however long they take:
+        nothing writes to a slot afterwards. The results and releases of all jobs can be polled for
+        then.
         """
         with self._changed:
             self._closing = True
@@ -216,9 +200,9 @@ class Mover:
     def turn(self, wait_s: float = 0.0, now_s: float | None = None) -> bool:
         """Take in plans, go one step on, and publish results. Return whether anything happened.
 
-        Without a thread (``threaded=False``) the caller takes the place of the mover's; what this raises
-        is an error of ours. ``wait_s``: longest wait for the device where there is nothing else to do. ``now_s``: the
-        time, where it is not the clock's.
+        Without a thread (``threaded=False``) the caller takes the place of the mover's; what this
+        raises is an error of ours. ``wait_s``: longest wait for the device where there is nothing
+        else to do. ``now_s``: the time, where it is not the clock's.
         """
         if not self._attached:
             self._attached = True
@@ -265,7 +249,8 @@ class Mover:
             except BaseException as error:
                 self._error = error
         if self._error is not None:
-            # Loads and urgent stores are waited for: they are answered before the drive is, which may never end.
+            # Loads and urgent stores are waited for: they are answered before the drive is, which
+            # may never end.
             self._runner.await_copies()
             self._answer_rest()
             with contextlib.suppress(Exception):
@@ -312,13 +297,14 @@ class Mover:
                 runner.finished = []
                 self._changed.notify_all()
 
-    def _claim(self, job_id: JobId) -> bool:
-        """Say whether a copy from the GPU of a job may begin; until ``_launched`` a step that must know waits."""
+    def claim(self, job_id: JobId) -> bool:
+        """See ``Gate``. Until ``launched`` a step that must know waits."""
         with self._changed:
             self._launching = job_id not in self._given_up
             return self._launching
 
-    def _launched(self) -> None:
+    def launched(self) -> None:
+        """See ``Gate``."""
         with self._changed:
             self._launching = False
             self._changed.notify_all()

@@ -1,42 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs jobs leg by leg: what ``Mover`` does on its thread, without a thread, a lock or a clock of its own.
+"""Runs jobs leg by leg: what ``Mover`` does on its thread. No thread, lock or clock of its own.
 
 Work is taken in parts of a few MiB and the queues are looked at between parts, so that a load waits
-for the parts under way and never for a long store. Several parts are under way at once: while one is
-verified and scattered, the next one's read is in flight. The bounds below are numbers of parts.
+for the parts under way and never for a long store. Several parts are under way at once: while one
+is verified and scattered, the next one's read is in flight. The bounds below are numbers of parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvdisk.blocks import JobId
 from kvdisk.device.base import Op, Outcome
 from kvdisk.device.header import XXH3_128
+from kvdisk.errors import QuietLog
 from kvdisk.messages import Job, JobKind, JobResult, Reason
 from kvdisk.stats import Stats
-from kvdisk.worker.copies import Copies
-from kvdisk.worker.file_jobs import FILE_KINDS, FileJobs
-from kvdisk.worker.gear import Gear
-from kvdisk.worker.legs import Leg, Lot, Part, Route, Work, lots_of
-from kvdisk.worker.parts import Parts
-from kvdisk.worker.queues import LotQueues
-from kvdisk.worker.quiet_log import QuietLog
-from kvdisk.worker.seals import check_direct, check_part, seal_direct, seal_part
-from kvdisk.worker.shuttle import Shuttle
+from kvdisk.worker.device_io import DeviceIo
+from kvdisk.worker.files import FILE_KINDS, FileJobs
+from kvdisk.worker.routes import Leg, Lot, LotQueues, Part, Parts, Resources, Route, Work, lots_of
+from kvdisk.worker.slot_headers import SlotHeaders
 
 if TYPE_CHECKING:
-    from kvdisk.worker.copier import Mark
+    from kvdisk.worker.copier import CopyTicket, Mark
+
+logger = logging.getLogger("kvdisk.worker")
 
 PART_BYTES = 8 << 20
 MOST_READS = 4
 """Read batches at the device; promotions start only below half of it."""
 MOST_WRITES = 4
-"""Parts from their gather to the end of their write: while one is gathered and sealed, the others are written."""
+"""Parts from gather to the end of their write: one is gathered while others are written."""
 MOST_LATE = 16
-"""With so many late reads on a drive no other batch starts there: it does not answer. With MOST_WRITES late writes no
-other write does: it may be frozen, and they keep half of staging; reads go on. Late ones count nowhere else."""
+"""So many late reads of a drive stop every batch there: it does not answer.
+
+MOST_WRITES late writes stop its writes only. Late batches count nowhere else.
+"""
 MOST_GATHERS = 2
 MOST_SCATTERS = 4
 
@@ -47,67 +50,76 @@ _COUNTED = {
 }
 
 
+class Gate(Protocol):
+    """Who is asked before a copy from the GPU begins."""
+
+    def claim(self, job_id: JobId) -> bool:
+        """Whether a copy of this store may begin. ``launched`` follows when it has, or will not."""
+
+    def launched(self) -> None:
+        """A claimed copy has begun, or will not."""
+
+
 class Runner:
     """See the module. One thread calls everything.
 
-    ``finished``: results not yet taken; ``released``: jobs among them or before, whose late moves the device has all
-    ended; ``copied``: stores of which nothing reads the GPU any more, where there is no CPU tier, so that the drive has
-    them yet to write. ``stats``: counts likewise. ``fingerprint``: of the namespace until a home is named.
-    ``io_deadline_s``: how long a batch may be at the device. ``part_bytes``: aim for the size of a part.
-    ``threaded``: see ``FileJobs``.
-    ``claim(job_id)`` says whether a copy from the GPU may begin, and ``launched()`` is called when it has.
+    ``finished``: results not yet taken; ``released``: jobs among them or before, whose late moves
+    the device has all ended; ``copied``: stores of which nothing reads the GPU any more, where
+    there is no CPU tier, so that the drive has them yet to write. ``stats``: counts likewise.
+    ``fingerprint``: of the namespace until a home is named. ``io_deadline_s``: how long a batch may
+    be at the device. ``part_bytes``: aim for the size of a part. ``threaded``: see ``FileJobs``.
     """
 
     def __init__(
         self,
-        gear: Gear,
+        resources: Resources,
+        gate: Gate,
         *,
         fingerprint: bytes,
         io_deadline_s: float,
         clock: Callable[[], float],
         part_bytes: int,
         threaded: bool,
-        claim: Callable[[JobId], bool] = lambda _: True,
-        launched: Callable[[], None] = lambda: None,
     ) -> None:
-        self._gear = gear
+        self._resources = resources
+        self._gate = gate
         self._clock = clock
         self._io_deadline_s = io_deadline_s
-        self._geometry = gear.geometry
-        self._fingerprint = fingerprint
+        self._geometry = resources.geometry
+        self._headers = SlotHeaders(resources.geometry, resources.rank, fingerprint)
         self.finished: list[tuple[JobId, JobResult]] = []
         self.released: list[JobId] = []
         self.copied: list[JobId] = []
-        self._claim = claim
-        self._launched = launched
         self.stats = Stats()
-        self._log = QuietLog(clock)
-        self._shuttle = Shuttle(gear.device, self.stats, self._log, clock)
-        self._files = FileJobs(gear.files, gear.device, self._log, uses=self._shuttle.uses, threaded=threaded)
+        self._log = QuietLog(clock, logger)
+        self._device_io = DeviceIo(resources.device, self.stats, self._log, clock)
+        self._files = FileJobs(
+            resources.files, resources.device, self._log, uses=self._device_io.uses, threaded=threaded
+        )
         self._works: dict[JobId, Work] = {}
         self._queues = LotQueues()
         self._waiting: list[Work] = []
         """Jobs that name a segment which is being opened or dropped."""
-        self._parts = Parts(gear, part_bytes)
-        self._direct = gear.direct
-        self._copies = Copies(gear, self.stats, clock)
+        self._parts = Parts(resources, part_bytes)
+        self._direct = resources.direct
+        self._copies = Copies(resources, self.stats, clock)
         self._writes = 0
         self._stopping = False
 
     def attach(self) -> None:
         """Make the memory known to the device. Once, before the first turn."""
-        for memory in self._gear.memories:
-            self._gear.device.attach_memory(memory)
+        for memory in self._resources.memories:
+            self._resources.device.attach_memory(memory)
 
     # -- intake --------------------------------------------------------------------------------
 
     def add(self, job: Job, mark: Mark, deadline_s: float, *, urgent: bool = False) -> None:
-        """Take a job in. It waits for the jobs of files before it that open or drop a segment of its own, if any."""
+        """Take a job in. It waits for earlier jobs that open or drop a segment of its own."""
         work = Work(job, mark, deadline_s, urgent=urgent)
         self._works[job.id] = work
         if job.kind in FILE_KINDS:
             if job.home is not None:
-                self._fingerprint = job.home.fingerprint
+                self._headers.fingerprint = job.home.fingerprint
             self._files.add(job)
             return
         work.waits_for = self._files.needed_by(job)
@@ -117,7 +129,7 @@ class Runner:
             self._admit(work)
 
     def fence(self, job_ids: Iterable[JobId]) -> None:
-        """Let these stores' copies from the GPU begin before all else; what cannot begin at once fails."""
+        """Begin these stores' copies from the GPU first; what cannot begin at once fails."""
         for job_id in job_ids:
             work = self._works.get(job_id)
             if work is not None and work.to_launch != 0:
@@ -134,7 +146,7 @@ class Runner:
         return work is None or work.to_launch == 0
 
     def void(self, job_ids: Iterable[JobId]) -> None:
-        """Let these loads end as failed, starting nothing more of them; those that have ended stay as they are."""
+        """End these loads as failed, and start nothing more of them. Ended ones stay as they are."""
         for job_id in job_ids:
             work = self._works.get(job_id)
             if work is not None and work.job.kind is JobKind.LOAD:
@@ -143,7 +155,9 @@ class Runner:
             self._fail_rest(lot, Reason.CANCELLED)
 
     def _admit(self, work: Work) -> None:
-        for lot in lots_of(work, self._geometry, self._parts.slots, self._files.open, self._gear.rank, self._direct):
+        for lot in lots_of(
+            work, self._geometry, self._parts.slots, self._files.open, self._resources.rank, self._direct
+        ):
             if work.void:
                 self._fail_rest(lot, Reason.CANCELLED)
             else:
@@ -152,7 +166,7 @@ class Runner:
             self._finish(work)
 
     def _note_files(self, ended: Iterable[tuple[Job, Reason | None]]) -> bool:
-        """Finish jobs of files that have ended, and admit what waited for them; return whether there were any."""
+        """Finish ended jobs of files, and admit what waited for them; return whether any ended."""
         happened = False
         for job, reason in ended:
             happened = True
@@ -177,7 +191,7 @@ class Runner:
     @property
     def at_device(self) -> bool:
         """Whether ``turn`` can wait for the device."""
-        return self._shuttle.busy
+        return self._device_io.busy
 
     @property
     def copying(self) -> bool:
@@ -189,7 +203,7 @@ class Runner:
 
         ``wait_s``: how long to wait for the device, where something is at it and nothing has ended.
         """
-        outcomes = self._shuttle.poll(wait_s)
+        outcomes = self._device_io.poll(wait_s)
         self._reap(outcomes)
         happened = bool(outcomes) | self._reap_copies()
         happened |= self._note_files(self._files.turn())
@@ -198,7 +212,7 @@ class Runner:
         return (self._cancel_unstarted() if self._stopping else self._start()) or happened
 
     def halt(self) -> None:
-        """Begin no leg any more; what has begun ends, and the rest fails with CANCELLED. Any thread may call it."""
+        """Begin no leg any more; what has begun ends, the rest is CANCELLED. Any thread."""
         self._stopping = True
 
     def _cancel_unstarted(self) -> bool:
@@ -211,43 +225,43 @@ class Runner:
         return bool(gone) or bool(waiting)
 
     def stop(self) -> None:
-        """End what is under way, however long that takes, and fail the rest with CANCELLED. Afterwards ``idle``."""
+        """End what is under way, however long it takes; the rest is CANCELLED. Then ``idle``."""
         self.halt()
         self._cancel_unstarted()
         self._note_files(self._files.stop())
-        while self._shuttle.busy:
-            self._reap(self._shuttle.drain())
+        while self._device_io.busy:
+            self._reap(self._device_io.drain())
         for part in self._copies.await_all():
             self._advance(part)
         assert self.idle
 
     def await_copies(self) -> None:
-        """After an error of ours: wait until nothing is copied to or from the GPU's blocks. Does not raise."""
+        """After an error of ours: wait until no copy touches the GPU's blocks. Does not raise."""
         self.halt()
         self._copies.abandon()
 
     def abandon(self) -> None:
-        """After ``await_copies``: wait until nothing is at the device, then fail every open job with CANCELLED."""
-        for part in self._shuttle.abandon():
+        """After ``await_copies``: wait for the device, then fail every open job with CANCELLED."""
+        for part in self._device_io.abandon():
             self._end_late(part)
         for work in list(self._works.values()):
             self._finish(work.cancelled())
 
     def close(self) -> None:
-        """Close device and files. The runner is ``idle`` and nothing at the device, or ``abandon`` was called."""
+        """Close device and files, when ``idle`` or after ``abandon``."""
         self._files.close()
-        self._gear.device.close()
+        self._resources.device.close()
 
     def _start(self) -> bool:
         for lot in list(self._queues.heads()):
-            if lot.route.gathers and not self._claim(lot.work.job.id):
+            if lot.route.gathers and not self._gate.claim(lot.work.job.id):
                 self._queues.pop(lot)
                 self._fail_rest(lot, Reason.OVERWRITTEN)
                 return True
             part = self._take(lot)
             if part is None:
                 if lot.route.gathers:
-                    self._launched()
+                    self._gate.launched()
                 if lot.work.fenced:
                     self._queues.pop(lot)
                     self._fail_rest(lot, Reason.OVERWRITTEN)
@@ -264,7 +278,7 @@ class Runner:
         """Cut the next part from a lot; None where it has to wait for parts under way."""
         route = lot.route
         if (
-            (route.reads and self._shuttle.reads >= (MOST_READS // 2 if route is Route.PROMOTE else MOST_READS))
+            (route.reads and self._device_io.reads >= (MOST_READS // 2 if route is Route.PROMOTE else MOST_READS))
             or (route.writes and self._writes >= MOST_WRITES)
             or (route.gathers and self._copies.of_stores >= MOST_GATHERS and not lot.work.urgent)
             or (route.scatters and self._copies.of_loads >= MOST_SCATTERS)
@@ -274,7 +288,7 @@ class Runner:
 
     def _expire(self, now_s: float) -> bool:
         """Fail what has not started by its deadline, and what its drive would not take."""
-        stuck = {(drive, op is Op.WRITE) for drive, _ in self._shuttle.late for op in Op if self._is_stuck(drive, op)}
+        stuck = {(drive, op is Op.WRITE) for drive, _ in self._device_io.late for op in Op if self._is_stuck(drive, op)}
         gone = self._queues.remove(lambda lot: lot.work.deadline_s < now_s or (lot.drive, lot.route.writes) in stuck)
         waiting = [work for work in self._waiting if work.deadline_s < now_s]
         if not gone and not waiting:
@@ -289,12 +303,12 @@ class Runner:
         return True
 
     def _is_stuck(self, drive: int, op: Op) -> bool:
-        late = self._shuttle.late
+        late = self._device_io.late
         return late[drive, Op.READ] >= MOST_LATE or (op is Op.WRITE and late[drive, op] >= MOST_WRITES)
 
     def _give_up(self, now_s: float) -> bool:
-        """Fail the moves of batches that are too long at the device. What these may touch stays taken."""
-        found = self._shuttle.overdue(now_s - self._io_deadline_s)
+        """Fail the moves of batches that are too long at the device. Their memory stays taken."""
+        found = self._device_io.overdue(now_s - self._io_deadline_s)
         for part, failed in found:
             late = [position for position, reason in failed.items() if reason is Reason.DEADLINE]
             self._log.warn("late", f"a drive has not moved {len(late)} blocks in {self._io_deadline_s:g} s")
@@ -308,9 +322,10 @@ class Runner:
     # -- legs ----------------------------------------------------------------------------------
 
     def _advance(self, part: Part) -> None:
-        """Take a part onto its next leg, and on, until it waits for the copier or the device or has ended.
+        """Take a part from leg to leg until it waits for copier or device, or has ended.
 
-        ``part.leg``: legs begun. What has started ends as usual; when stopping, or void, no further leg starts.
+        ``part.leg``: legs begun. What has started ends as usual; when stopping, or void, no further
+        leg starts.
         """
         legs, direct = part.route.legs, self._direct if part.route.direct else None
         while part.positions and part.leg < len(legs):
@@ -323,7 +338,7 @@ class Runner:
                 self._check(part)
             elif leg is Leg.SEAL and direct is None:
                 kind = XXH3_128 if self._direct is None else self._direct.checksum_kind(part.size_class)
-                seal_part(part, self._fingerprint, self._geometry, self._gear.rank, kind)
+                self._headers.seal(part, kind)
             elif part.leg > 1 and (self._stopping or part.work.void):
                 self._drop(part, dict.fromkeys(part.positions, Reason.CANCELLED))
             elif leg in {Leg.READ, Leg.WRITE}:
@@ -332,11 +347,11 @@ class Runner:
                     return
             else:
                 if leg is Leg.SEAL and direct is not None:
-                    seal_direct(part, direct.staging, self._fingerprint, self._geometry, self._gear.rank)
+                    self._headers.seal_direct(part, direct.staging)
                 ended = self._copies.start(part, leg)
                 if leg is Leg.GATHER:
                     part.work.note_launched(len(part.positions))
-                    self._launched()
+                    self._gate.launched()
                 if not ended:
                     return
         self._end(part)
@@ -344,10 +359,10 @@ class Runner:
     def _send(self, part: Part, op: Op) -> dict[int, Reason]:
         if self._is_stuck(part.drive, op):
             return dict.fromkeys(part.positions, Reason.DEADLINE)
-        return self._shuttle.send(part, op, self._files.open, self._clock())
+        return self._device_io.send(part, op, self._files.open, self._clock())
 
     def _reap(self, outcomes: Sequence[Outcome]) -> None:
-        for part, failed in self._shuttle.ended(outcomes):
+        for part, failed in self._device_io.ended(outcomes):
             if part.late:
                 self._end_late(part)
             else:
@@ -363,19 +378,18 @@ class Runner:
 
     def _check(self, part: Part) -> None:
         if self._direct is not None and part.route.direct:
-            staging = self._direct.staging
-            bad, unknown = check_direct(part, staging, self._fingerprint, self._geometry, self._gear.rank)
+            bad, unknown = self._headers.check_direct(part, self._direct.staging)
             self._direct.note_of_host(part.work.job.moves[position] for position in unknown)
             self._load_by_host(part, unknown)
         else:
-            bad = check_part(part, self._fingerprint, self._geometry, self._gear.rank)
+            bad = self._headers.check(part)
         for position, reason in bad.items():
             move = part.work.job.moves[position]
             self._log.warn(reason.name, f"a block was refused: {reason.name} of {move.nvme or move.cpu}")
         self._drop(part, bad)
 
     def _note_direct(self, part: Part, failed: Mapping[int, Reason]) -> Mapping[int, Reason]:
-        """Count what the drive failed on its way to or from the GPU; loads of it go the host's way once more.
+        """Count failures of the drive on the GPU's way; such loads go the host's way once more.
 
         Returns the failures that stay.
         """
@@ -414,7 +428,7 @@ class Runner:
         self._close_moves(part.work, len(part.positions))
 
     def _end_late(self, part: Part) -> None:
-        """The device has ended a late part: nothing more is done with it, and its slots are free to be used."""
+        """The device has ended a late part: its slots are free to be used."""
         self._parts.give_back(part)
         work = part.work
         work.late_parts -= 1
@@ -444,7 +458,7 @@ class Runner:
             self._finish(work)
 
     def _note_copied(self, work: Work) -> None:
-        if work.to_gather == 0 and not work.told_copied and self._gear.arena is None:
+        if work.to_gather == 0 and not work.told_copied and self._resources.arena is None:
             work.told_copied = True
             self.copied.append(work.job.id)
 
@@ -453,3 +467,103 @@ class Runner:
             self._note_copied(work)
         del self._works[work.job.id]
         self.finished.append((work.job.id, work.result()))
+
+
+class _Copy(NamedTuple):
+    """A leg under way. ``moved_bytes``: between GPU and host memory, 0 for none."""
+
+    part: Part
+    ticket: CopyTicket
+    began_s: float
+    moved_bytes: int
+
+
+class Copies:
+    """Copies under way on copier and GPU. The mover's thread calls everything.
+
+    ``clock``: as the mover's. A copy takes from its start, which waits for the model's work before
+    it, to its end.
+    """
+
+    def __init__(self, resources: Resources, stats: Stats, clock: Callable[[], float]) -> None:
+        self._resources = resources
+        self._stats = stats
+        self._clock = clock
+        self._under_way: tuple[deque[_Copy], ...] = (deque(), deque())
+        """Of stores and of loads. The order of each kind is kept: they are a lane of the GPU each."""
+
+    @property
+    def of_stores(self) -> int:
+        """Number of parts that were gathered, or are just being."""
+        return len(self._under_way[0])
+
+    @property
+    def of_loads(self) -> int:
+        """Number of parts that are being verified on the GPU, or scattered."""
+        return len(self._under_way[1])
+
+    @property
+    def busy(self) -> bool:
+        """Whether a copy has to be asked for its end."""
+        return any(self._under_way)
+
+    def start(self, part: Part, leg: Leg) -> bool:
+        """Start a leg of a part; return whether it has ended already. If not, ``ended`` yields it."""
+        payload_bytes = self._resources.geometry.groups[part.group].payload_bytes
+        moves = leg in {Leg.GATHER, Leg.SCATTER} and not part.route.direct
+        began_s = self._clock()
+        copy = _Copy(part, self._begin(part, leg, payload_bytes), began_s, moves * len(part.positions) * payload_bytes)
+        copies = self._under_way[not part.route.gathers]
+        copies.append(copy)
+        if len(copies) > 1 or not self._resources.copier.done(copy.ticket):
+            return False
+        self._count(copies.popleft())
+        return True
+
+    def ended(self) -> Iterator[Part]:
+        """Yield the parts whose copies have ended."""
+        for copies in self._under_way:
+            while copies and self._resources.copier.done(copies[0].ticket):
+                copy = copies.popleft()
+                self._count(copy)
+                yield copy.part
+
+    def await_all(self) -> Iterator[Part]:
+        """Wait for each copy under way, and yield its part then."""
+        for copies in self._under_way:
+            while copies:
+                copy = copies.popleft()
+                self._resources.copier.wait(copy.ticket)
+                self._count(copy)
+                yield copy.part
+
+    def abandon(self) -> None:
+        """After an error of ours: wait for each copy under way, and forget it. Does not raise."""
+        for copies in self._under_way:
+            while copies:
+                with suppress(Exception):  # a GPU that fails copies nothing any more
+                    self._resources.copier.wait(copies[0].ticket)
+                copies.popleft()
+
+    def _count(self, copy: _Copy) -> None:
+        if copy.moved_bytes:
+            route = "gpu_to_cpu" if copy.part.route.gathers else "cpu_to_gpu"
+            self._stats.observe(f"transfer_bytes.{route}", copy.moved_bytes)
+            self._stats.observe(f"transfer_seconds.{route}", max(0.0, self._clock() - copy.began_s))
+
+    def _begin(self, part: Part, leg: Leg, payload_bytes: int) -> CopyTicket:
+        from kvdisk.worker.copier import Lane, Slots  # imports torch
+
+        copier, moves, after = self._resources.copier, part.work.job.moves, part.work.mark
+        if leg is Leg.SUM or leg is Leg.SEAL:
+            assert self._resources.direct is not None
+            staging = self._resources.direct.staging
+            if leg is Leg.SEAL:
+                return staging.start_headers(part.size_class, part.slots)
+            lane = Lane.STORE if part.route.gathers else Lane.LOAD
+            return staging.start_sums(part.size_class, part.slots, payload_bytes, lane)
+        blocks = [moves[position].block for position in part.positions]
+        slots = Slots(part.arena, part.size_class, part.slots)
+        if leg is Leg.GATHER:
+            return copier.gather(part.group, blocks, slots, after)
+        return copier.scatter(part.group, slots, blocks, after)

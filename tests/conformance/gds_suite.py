@@ -23,8 +23,7 @@ from support.sim_drive import Weather
 from kvdisk.device import gds
 from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.gds import GdsDevice
-from kvdisk.device.gpu_range import GpuRange
-from kvdisk.device.pair import PairDevice
+from kvdisk.device.pair import GpuRange, PairDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import ALIGNMENT
 from kvdisk.testing.device_conformance import FilesConformance, fill, make_memory

@@ -31,7 +31,7 @@ def test_what_is_computed_after_a_failed_block_has_its_whole_window(tmp_path: Pa
     bench.add("a", PROMPT)
     _serve(bench)
     assert bench.scheduler.reset_prefix_cache()
-    arena = bench.worker.worker.mover._runner._gear.arena
+    arena = bench.worker.worker.mover._runner._resources.arena
     for index in range(6):
         arena.view(0, index)[HEADER_BYTES + 7] ^= 1
     bench.add("b", PROMPT)

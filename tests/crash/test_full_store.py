@@ -165,13 +165,12 @@ def trim(drive: Path) -> None:
     leave_home(drive / "store", HYBRID, 2, last_use_s=5000)
     parts = stores.start(drive / "store")
     assert parts.home is not None
-    parts.home._store.open(drive / "store")
     record = replace(parts.home.record, cap_bytes=1)
     parts.home._write(record, durable=True)
     fill(drive)
     free = free_bytes(drive)
     parts.home.mark_used()
-    parts.home.trim()
+    Store.open(drive / "store", create=False).trim(parts.home.fingerprint)
     assert home_ids(drive / "store") == [parts.home.id] and free_bytes(drive) > free
     parts.close()
 

@@ -13,15 +13,15 @@ from typing import Any
 from live_children import Child, wait_for
 from support.live_process import ProcessSettings
 
-from kvdisk.device.figures_file import FIGURES_FILE, FiguresRecord, read_figures
 from kvdisk.device.listing import list_homes
+from kvdisk.device.telemetry_file import FIGURES_FILE, TelemetryRecord, read_telemetry
 from kvdisk.stats import Kind, kind_of
 
 
-def figures_of(store: Path, child: Child) -> FiguresRecord | None:
+def figures_of(store: Path, child: Child) -> TelemetryRecord | None:
     """Return what an engine tells of itself, None before it has told anything."""
     homes = [line["home"] for line in child.lines("serving")]
-    return read_figures(store / "homes" / homes[0]) if homes else None
+    return read_telemetry(store / "homes" / homes[0]) if homes else None
 
 
 def test_two_engines_tell_of_themselves_until_they_die_and_who_comes_after_tells_anew(tmp_path):

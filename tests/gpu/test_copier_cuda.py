@@ -10,7 +10,7 @@ import torch
 
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, round_up
 from kvdisk.worker.arena import Arena
-from kvdisk.worker.copier import CudaCopier, CudaLanes, HostCopier, LayerBlocks
+from kvdisk.worker.copier import CudaCopier, CudaLanes, HostCopier, LayerBlocks, Slots
 
 pytestmark = pytest.mark.gpu
 
@@ -55,13 +55,13 @@ def test_as_the_host_copier(layers, arena, scratch_slots, neighbours):
 
     on_host = [layer.cpu() for layer in layers]
     reference = Arena(arena.slot_sizes, arena.slot_counts, pin=False)
-    HostCopier([LayerBlocks(on_host)]).gather(0, sources, reference, 0, slots)
-    copier.wait(copier.gather(0, sources, arena, 0, slots, after=copier.compute_done()))
+    HostCopier([LayerBlocks(on_host)]).gather(0, sources, Slots(reference, 0, slots))
+    copier.wait(copier.gather(0, sources, Slots(arena, 0, slots), after=copier.compute_done()))
     assert torch.equal(arena.tensor(0)[slots, HEADER_BYTES:], reference.tensor(0)[slots, HEADER_BYTES:])
 
     targets = chance.sample(range(BLOCKS), count)
-    HostCopier([LayerBlocks(on_host)]).scatter(0, reference, 0, slots, targets)
-    copier.wait(copier.scatter(0, arena, 0, slots, targets, after=copier.compute_done()))
+    HostCopier([LayerBlocks(on_host)]).scatter(0, Slots(reference, 0, slots), targets)
+    copier.wait(copier.scatter(0, Slots(arena, 0, slots), targets, after=copier.compute_done()))
     for layer, expected in zip(layers, on_host, strict=True):
         assert torch.equal(layer.cpu(), expected)
     reference.close()
@@ -74,7 +74,7 @@ def test_a_gather_waits_for_the_model_and_sees_what_it_wrote(layers, arena):
     for layer in layers:
         layer.fill_(0x5A)
     mark = copier.compute_done()
-    ticket = copier.gather(0, list(range(10)), arena, 0, list(range(10)), after=mark)
+    ticket = copier.gather(0, list(range(10)), Slots(arena, 0, list(range(10))), after=mark)
     assert not copier.done(ticket)
     copier.wait(ticket)
     assert copier.done(ticket)
@@ -90,7 +90,7 @@ def test_a_scatter_waits_for_earlier_work_on_the_blocks(layers, arena):
     torch.cuda._sleep(200_000_000)
     for layer in layers:
         layer.fill_(0xFF)
-    ticket = copier.scatter(0, arena, 0, [1, 2, 3], [30, 10, 20], after=copier.compute_done())
+    ticket = copier.scatter(0, Slots(arena, 0, [1, 2, 3]), [30, 10, 20], after=copier.compute_done())
     copier.wait(ticket)
     torch.cuda.synchronize()
     for layer in layers:
@@ -102,7 +102,7 @@ def test_a_forward_pass_launched_after_done_sees_the_load(layers, arena):
     copier = CudaCopier([LayerBlocks(layers)], CudaLanes(), 64 << 20)
     for value in range(1, 20):
         arena.tensor(0).fill_(value)
-        ticket = copier.scatter(0, arena, 0, list(range(40)), list(range(40)), after=copier.compute_done())
+        ticket = copier.scatter(0, Slots(arena, 0, list(range(40))), list(range(40)), after=copier.compute_done())
         while not copier.done(ticket):
             pass
         seen = torch.stack([layer[:40].float().mean() for layer in layers])
@@ -116,7 +116,10 @@ def test_stores_and_loads_at_once_do_not_mix(layers, arena):
     arena.tensor(0)[40:].fill_(0x33)
     tickets = []
     for at in range(40):
-        tickets += [copier.gather(0, [at], arena, 0, [at]), copier.scatter(0, arena, 0, [40 + at], [50 + at])]
+        tickets += [
+            copier.gather(0, [at], Slots(arena, 0, [at])),
+            copier.scatter(0, Slots(arena, 0, [40 + at]), [50 + at]),
+        ]
     for ticket in tickets:
         copier.wait(ticket)
     offset = HEADER_BYTES

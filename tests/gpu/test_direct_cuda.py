@@ -20,6 +20,7 @@ from kvdisk.worker.copier import CudaCopier, CudaLanes, LayerBlocks
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.gpu_staging import GpuStaging
 from kvdisk.worker.mover import Mover
+from kvdisk.worker.routes import Resources
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -69,17 +70,9 @@ class Worker:
         self.staging = Arena(GEOMETRY.slot_sizes, [16], pin=GPU.type == "cuda")
         every = frozenset({0})
         self.direct = Direct(GpuStaging(GEOMETRY.slot_sizes, [16], lanes), every, every) if direct else None
-        self.mover = Mover(
-            GEOMETRY,
-            0,
-            None,
-            self.staging,
-            CudaCopier([LayerBlocks(self.layers)], lanes, 4 << 20),
-            make_device(direct),
-            OneFile(path),
-            io_deadline_s=60.0,
-            direct=self.direct,
-        )
+        copier = CudaCopier([LayerBlocks(self.layers)], lanes, 4 << 20)
+        resources = Resources(GEOMETRY, 0, None, self.staging, copier, make_device(direct), OneFile(path), self.direct)
+        self.mover = Mover(resources, io_deadline_s=60.0)
         self.last = 0
         self.run(JobKind.OPEN_HOME, home=HomeSpec("ab" * 16, bytes(32)))
         self.run(JobKind.OPEN_SEGMENT, segment=SEGMENT)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvdisk.device.checksum import multilinear_digest
-from kvdisk.device.gpu_range import GpuRange
+from kvdisk.device.pair import GpuRange
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, round_up
-from kvdisk.worker.copier import CudaCopier, CudaLanes, Lane, LayerBlocks
+from kvdisk.worker.copier import CudaCopier, CudaLanes, Lane, LayerBlocks, Slots
 from kvdisk.worker.gpu_staging import GpuStaging, PayloadSums
 
 pytestmark = pytest.mark.gpu
@@ -60,7 +60,7 @@ def test_gather_sum_seal_sum_and_scatter(parts, slots):
     _, layers, copier, staging, payload_bytes = parts
     blocks = random.Random(2).sample(range(96), len(slots))
     payloads = [b"".join(layer[block].cpu().numpy().tobytes() for layer in layers) for block in blocks]
-    copier.wait(copier.gather(0, blocks, staging, 0, slots, after=copier.compute_done()))
+    copier.wait(copier.gather(0, blocks, Slots(staging, 0, slots), after=copier.compute_done()))
     copier.wait(staging.start_sums(0, slots, payload_bytes, Lane.STORE))
     for slot, payload in zip(slots, payloads, strict=True):
         assert staging.digest(0, slot) == multilinear_digest(memoryview(payload))
@@ -75,7 +75,7 @@ def test_gather_sum_seal_sum_and_scatter(parts, slots):
     for layer in layers:
         layer.zero_()
     targets = random.Random(3).sample(range(96), len(slots))
-    copier.wait(copier.scatter(0, staging, 0, slots, targets, after=copier.compute_done()))
+    copier.wait(copier.scatter(0, Slots(staging, 0, slots), targets, after=copier.compute_done()))
     for target, payload in zip(targets, payloads, strict=True):
         assert b"".join(layer[target].cpu().numpy().tobytes() for layer in layers) == payload
 

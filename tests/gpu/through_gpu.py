@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from kvdisk.device.base import Buffer, Device, Op, Outcome, Transfer
-from kvdisk.device.gpu_range import GpuRange
+from kvdisk.device.pair import GpuRange
 
 
 class ThroughGpu:

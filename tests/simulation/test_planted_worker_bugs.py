@@ -13,11 +13,11 @@ from support.simulator import run_seeds
 from kvdisk.device import header
 from kvdisk.device.base import Op, Outcome
 from kvdisk.messages import JobKind, JobResult, Reason
-from kvdisk.worker import seals
-from kvdisk.worker.copies import Copies
-from kvdisk.worker.legs import Part, Work
-from kvdisk.worker.runner import Runner
-from kvdisk.worker.shuttle import Shuttle
+from kvdisk.worker import slot_headers
+from kvdisk.worker.copier import Slots
+from kvdisk.worker.device_io import DeviceIo
+from kvdisk.worker.routes import Part, Work
+from kvdisk.worker.runner import Copies, Runner
 
 SEEDS = 200
 """At most: the first that fails ends the search."""
@@ -42,7 +42,7 @@ def _tolerate(patch: Patch, reason: Reason) -> None:
         found = original(*args, **kwargs)
         return None if found is reason else found
 
-    patch.setattr(seals, "check_slot", partial(check, seals.check_slot))
+    patch.setattr(slot_headers, "check_slot", partial(check, slot_headers.check_slot))
 
 
 @plant
@@ -54,23 +54,23 @@ def checksum_not_verified(patch: Patch) -> None:
 def header_of_another_generation_accepted(patch: Patch) -> None:
     """Whatever generation the header has, and whichever key that then is, is asked for."""
 
-    def check(original: Callable[..., Reason | None], view: memoryview, **wanted: Any) -> Reason | None:
+    def check(original: Callable[..., Reason | None], view: memoryview, wanted: header.SlotIdentity) -> Reason | None:
         try:
             found = header.read_header(view)
         except header.CorruptRecord:
             return Reason.HEADER
-        return original(view, **{**wanted, "generation": found.generation, "key": found.key})
+        return original(view, wanted._replace(generation=found.generation, key=found.key))
 
-    patch.setattr(seals, "check_slot", partial(check, seals.check_slot))
+    patch.setattr(slot_headers, "check_slot", partial(check, slot_headers.check_slot))
 
 
 @plant
 def slot_not_sealed_with_its_generation(patch: Patch) -> None:
-    patch.setattr(seals, "seal_slot", partial(_seal_older, seals.seal_slot))
+    patch.setattr(slot_headers, "seal_slot", partial(_seal_older, slot_headers.seal_slot))
 
 
-def _seal_older(original: Callable[..., None], view: memoryview, **fields: Any) -> None:
-    original(view, **{**fields, "generation": fields["generation"] - 1})
+def _seal_older(original: Callable[..., None], view: memoryview, identity: header.SlotIdentity, *rest: Any) -> None:
+    original(view, identity._replace(generation=identity.generation - 1), *rest)
 
 
 @plant
@@ -90,7 +90,7 @@ def staging_of_a_late_part_reused(patch: Patch) -> None:
 
 
 def _parts_at_device(runner: Runner) -> list[Part]:
-    return [flight.part for flight in runner._shuttle._flights.values()]
+    return [flight.part for flight in runner._device_io._flights.values()]
 
 
 @plant
@@ -128,12 +128,12 @@ def late_read_goes_on_when_it_ends(patch: Patch) -> None:
     """Its job was reported as failed, and its blocks are somebody else's by now."""
 
     def reap(original: Any, self: Runner, outcomes: Sequence[Outcome]) -> None:
-        for part, failed in list(self._shuttle.ended(outcomes)):
+        for part, failed in list(self._device_io.ended(outcomes)):
             if part.late:
                 self._end_late(part)
                 if part.route.scatters:
                     blocks = [part.work.job.moves[at].block for at in part.positions]
-                    self._gear.copier.scatter(part.group, part.arena, part.size_class, part.slots, blocks)
+                    self._resources.copier.scatter(part.group, Slots(part.arena, part.size_class, part.slots), blocks)
             else:
                 self._drop(part, failed)
                 self._advance(part)
@@ -178,10 +178,10 @@ def one_ranks_failure_swallowed(patch: Patch) -> None:
 def second_try_of_a_transfer_forgets_the_first(patch: Patch) -> None:
     """A merged transfer that failed counts as moved."""
 
-    def ended(original: Any, self: Shuttle, outcomes: Sequence[Outcome]) -> Any:
+    def ended(original: Any, self: DeviceIo, outcomes: Sequence[Outcome]) -> Any:
         return original(self, [Outcome(outcome.ticket, {}) for outcome in outcomes])
 
-    wrap(patch, Shuttle, "ended", ended)
+    wrap(patch, DeviceIo, "ended", ended)
 
 
 @plant
@@ -207,7 +207,7 @@ def void_load_served(patch: Patch) -> None:
 
 @plant
 def deadline_never_looked_at(patch: Patch) -> None:
-    patch.setattr(Shuttle, "overdue", lambda self, sent_before_s: [])
+    patch.setattr(DeviceIo, "overdue", lambda self, sent_before_s: [])
 
 
 @pytest.mark.parametrize("name", BUGS)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from support.simulator import run_seeds
 
-from kvdisk.worker import runner
 from kvdisk.worker.direct import Direct
+from kvdisk.worker.slot_headers import SlotHeaders
 
 SEEDS = 80
 SHIFT = 10_000 * int(os.environ.get("KVDISK_TORTURE_SEED", "0"))
@@ -26,7 +26,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """What became of moves that might go straight."""
     counts: Counter[str] = Counter()
-    route, failures, check = Direct.route, Direct.note_failures, runner.check_direct
+    route, failures, check = Direct.route, Direct.note_failures, SlotHeaders.check_direct
 
     def routed(self: Direct, wanted: Any, *rest: Any) -> Any:
         found = route(self, wanted, *rest)
@@ -45,7 +45,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(Direct, "route", routed)
     monkeypatch.setattr(Direct, "note_failures", failed)
-    monkeypatch.setattr(runner, "check_direct", checked)
+    monkeypatch.setattr(SlotHeaders, "check_direct", checked)
     return counts
 
 

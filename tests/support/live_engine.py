@@ -105,7 +105,7 @@ class LiveEngine(FakeEngine):
         self.schedule(budget_tokens)
         self.forward()
         self.update()
-        self.parts.figures.take(self.now)
+        self.parts.telemetry.take(self.now)
 
     def forward(self) -> None:
         """Let every rank do the step's work: all begin before the first is waited for."""

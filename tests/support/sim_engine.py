@@ -9,7 +9,7 @@ from typing import cast
 
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of
 from kvdisk.config import Config
-from kvdisk.device.header import check_slot
+from kvdisk.device.header import SlotIdentity, check_slot
 from kvdisk.geometry import HEADER_BYTES, Geometry, Namespace
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.messages import Plan
@@ -127,15 +127,8 @@ class ByteWatch(ManagerWatch):
             view = rank.slot(tier, slot, group.slot_bytes)
             where = f"{tier.name} {slot} of rank {rank.rank}"
             assert len(view) == group.slot_bytes, f"{where} is not there"
-            wrong = check_slot(
-                view,
-                namespace=Namespace(FINGERPRINT, epoch),
-                key=key,
-                generation=generation,
-                payload_bytes=group.payload_bytes,
-                rank=rank.rank,
-                rank_count=self.sizes.geometry.rank_count,
-            )
+            namespace, ranks = Namespace(FINGERPRINT, epoch), self.sizes.geometry.rank_count
+            wrong = check_slot(view, SlotIdentity(namespace, key, generation, group.payload_bytes, rank.rank, ranks))
             assert wrong is None, f"{where} is not sealed for {key!r}, generation {generation}: {wrong!r}"
             content = self._model.content_of(self.weights[epoch], key, rank.rank)
             found = view[HEADER_BYTES : HEADER_BYTES + group.payload_bytes]

@@ -16,8 +16,9 @@ from kvdisk.blocks import JobId, Slot, Tier
 from kvdisk.config import Config
 from kvdisk.messages import Job, JobKind, Report
 from kvdisk.worker.arena import Arena
-from kvdisk.worker.copier import CopyTicket, HostCopier, LayerBlocks, Mark
+from kvdisk.worker.copier import CopyTicket, HostCopier, LayerBlocks, Mark, Slots
 from kvdisk.worker.mover import Mover
+from kvdisk.worker.routes import Resources
 from support.addressed_device import AddressedDevice
 from support.live_model import LiveModel
 from support.live_rank import LocalRank, StepWork
@@ -73,54 +74,16 @@ class SimCopier(HostCopier):
             "scatter": deque(),
         }
 
-    def gather(
-        self,
-        group: int,
-        blocks: Sequence[int],
-        arena: Arena,
-        size_class: int,
-        indices: Sequence[int],
-        *,
-        after: Mark = None,
-    ) -> CopyTicket:
+    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Mark = None) -> CopyTicket:
         """See ``Copier``."""
-        copy = partial(
-            self._copy,
-            "gather",
-            blocks,
-            super().gather,
-            group,
-            list(blocks),
-            arena,
-            size_class,
-            list(indices),
-            after=after,
-        )
+        now = slots._replace(indices=list(slots.indices))
+        copy = partial(self._copy, "gather", blocks, super().gather, group, list(blocks), now, after)
         return self._begin("gather", copy, blocks)
 
-    def scatter(
-        self,
-        group: int,
-        arena: Arena,
-        size_class: int,
-        indices: Sequence[int],
-        blocks: Sequence[int],
-        *,
-        after: Mark = None,
-    ) -> CopyTicket:
+    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Mark = None) -> CopyTicket:
         """See ``Copier``."""
-        copy = partial(
-            self._copy,
-            "scatter",
-            blocks,
-            super().scatter,
-            group,
-            arena,
-            size_class,
-            list(indices),
-            list(blocks),
-            after=after,
-        )
+        now = slots._replace(indices=list(slots.indices))
+        copy = partial(self._copy, "scatter", blocks, super().scatter, group, now, list(blocks), after)
         return self._begin("scatter", copy, blocks)
 
     def done(self, ticket: CopyTicket) -> bool:
@@ -206,20 +169,14 @@ class SimRank(LocalRank):
         staging = Arena(geometry.slot_sizes, [STAGING_SLOTS] * len(geometry.slot_sizes), pin=False)
         rng = world.straight
         direct = None if rng is None else draw_direct(geometry, STAGING_SLOTS, rng, world.weather)
+        device = self.device if direct is None else AddressedDevice(self.device)
         mover = Mover(
-            geometry,
-            rank,
-            self.arena,
-            staging,
-            self.copier,
-            self.device if direct is None else AddressedDevice(self.device),
-            files,
+            Resources(geometry, rank, self.arena, staging, self.copier, device, files, direct),
             io_deadline_s=config.io_deadline_s,
             fingerprint=FINGERPRINT,
             clock=world.clock,
             part_bytes=PART_SLOTS * min(geometry.slot_sizes),
             threaded=False,
-            direct=direct,
         )
         return WorkerParts(mover, (staging,) if self.arena is None else (self.arena, staging))
 
@@ -320,5 +277,5 @@ class SimRank(LocalRank):
         runner = self.mover._runner
         assert not self._jobs, f"rank {self.rank} has not reported {sorted(self._jobs)}"
         assert runner.idle and not runner.at_device and not runner.copying
-        assert not runner._shuttle.late.total() and runner._shuttle.reads == 0 and runner._writes == 0
+        assert not runner._device_io.late.total() and runner._device_io.reads == 0 and runner._writes == 0
         assert runner._parts.all_given_back, f"staging of rank {self.rank} is not given back"

@@ -22,6 +22,7 @@ from kvdisk.worker.copier import HostCopier, Lane, LayerBlocks
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.gpu_staging import GpuStaging
 from kvdisk.worker.mover import Mover
+from kvdisk.worker.routes import Resources
 
 GPU_BLOCKS = 48
 LAYERS = (3, 1)
@@ -153,7 +154,7 @@ class Rank:
         if direct:
             every = frozenset(range(classes))
             self.direct = Direct(GpuStaging(shape.slot_sizes, [staging_slots] * classes, CpuLanes()), every, every)
-        self.mover = Mover(
+        resources = Resources(
             shape,
             rank,
             self.arena,
@@ -161,11 +162,10 @@ class Rank:
             copier or TicketCopier([LayerBlocks(layers) for layers in self.layers]),
             AddressedDevice(self.device) if direct else self.device,
             self.files,
-            io_deadline_s=10.0,
-            clock=lambda: self.now_s,
-            part_bytes=part_bytes,
-            threaded=threaded,
-            direct=self.direct,
+            self.direct,
+        )
+        self.mover = Mover(
+            resources, io_deadline_s=10.0, clock=lambda: self.now_s, part_bytes=part_bytes, threaded=threaded
         )
         self.last_job = 0
         self.results: dict[int, JobResult] = {}

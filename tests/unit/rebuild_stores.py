@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvdisk.assembly import SchedulerParts, assemble_scheduler, describe_geometry
 from kvdisk.blocks import BlockKey, Slot, Tier, make_block_key
 from kvdisk.config import Config
-from kvdisk.device.header import CHECKSUM_KINDS, seal_slot
+from kvdisk.device.header import CHECKSUM_KINDS, SlotIdentity, seal_slot
 from kvdisk.device.home import Home
 from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
@@ -94,11 +94,8 @@ def write_block(
         memory = mmap.mmap(-1, group.slot_bytes)
         with memoryview(memory) as view:
             view[HEADER_BYTES : HEADER_BYTES + len(key)] = key
-            seal_slot(
-                view, namespace=Namespace(fingerprint, epoch), key=key, generation=generation, parent=parent,
-                payload_bytes=size, rank=rank, rank_count=RANKS,
-                kind=CHECKSUM_KINDS[slot.index % 2],  # whoever wrote it
-            )  # fmt: skip
+            identity = SlotIdentity(Namespace(fingerprint, epoch), key, generation, size, rank, RANKS)
+            seal_slot(view, identity, parent, CHECKSUM_KINDS[slot.index % 2])  # whoever wrote it
             with file_of(home, slot.segment, rank, drive).open("r+b") as file:
                 file.seek(slot_offset(group.slot_bytes, slot.index))
                 file.write(view)

@@ -60,7 +60,3 @@ def test_one_that_hangs_does_not_keep_the_engine_from_ending(monkeypatch):
     thread.close()
     assert thread._thread.is_alive(), "it is left to itself"
     released.set()
-
-
-def test_without_functions_it_ends_too():
-    Background([]).close()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdisk.device import cap, paths, segment
+from kvdisk.device import paths, segment, store
 from kvdisk.device.store import Store
 from kvdisk.errors import DeviceError
 from kvdisk.messages import HomeSpec, SegmentSpec
@@ -106,7 +106,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 import test_cap
-test_cap.cap.LOCK_WAIT_S = 600.0  # each has its turn, however slowly the others have theirs
+test_cap.store.LOCK_WAIT_S = 600.0  # each has its turn, however slowly the others have theirs
 engine = test_cap.Engine(Path(sys.argv[2]), sys.argv[3].encode() * 32)
 print("owns", flush=True)
 sys.stdin.readline()
@@ -190,10 +190,10 @@ def test_room_that_died_with_its_owner_is_given_back(path):
     lives = Engine(path, b"b" * 32)
     dies.fill()
     lives.fill()
-    assert lives.home.trim(), "nothing is too much"
+    assert lives.store.trim(b"b" * 32), "nothing is too much"
     dies.leave()
     assert allocated(path) > CAP
-    assert lives.home.trim()
+    assert lives.store.trim(b"b" * 32)
     assert ids(path) == {lives.home.id}
     assert allocated(path) <= CAP
     lives.leave()
@@ -242,7 +242,7 @@ def test_what_a_deletion_that_was_killed_left_on_a_drive_goes_before_any_home(tm
 
 
 def test_a_store_that_is_locked_for_long_is_a_failure_that_passes(path, monkeypatch):
-    monkeypatch.setattr(cap, "LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr(store, "LOCK_WAIT_S", 0.05)
     engine = Engine(path, b"a" * 32)
     with Store.open(path).locked():
         with pytest.raises(DeviceError) as caught:
@@ -254,13 +254,13 @@ def test_a_store_that_is_locked_for_long_is_a_failure_that_passes(path, monkeypa
 
 def test_a_segment_that_took_more_than_it_has_is_undone(path, monkeypatch):
     engine = Engine(path, b"a" * 32)
-    before = engine.home.allocated_bytes()
+    before = allocated(path)
     real = segment._allocate
     monkeypatch.setattr(segment, "_allocate", lambda file, length_bytes: real(file, length_bytes + MIB))
     with pytest.raises(DeviceError) as caught:
         engine.make()
     assert caught.value.errno == errno.ENOSPC
-    assert engine.home.allocated_bytes() == before
+    assert allocated(path) == before
     engine.leave()
 
 
@@ -326,13 +326,13 @@ import test_cap
 from kvdisk.errors import DeviceError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 engine = test_cap.Engine(Path(sys.argv[2]) / "store", b"a" * 32, cap_bytes=1 << 30)
-before = engine.home.allocated_bytes()
+before = test_cap.allocated(Path(sys.argv[2]) / "store")
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, 1 << 19))
 try:
     engine.make()
 except DeviceError as error:
     failed = error.errno
-print(json.dumps({"made": 0, "failed": failed, "back": engine.home.allocated_bytes() == before}))
+print(json.dumps({"made": 0, "failed": failed, "back": test_cap.allocated(Path(sys.argv[2]) / "store") == before}))
 """
 
 

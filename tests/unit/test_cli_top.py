@@ -23,9 +23,9 @@ from kvdisk.cli import top_json
 from kvdisk.cli.top_json import frame_as_json
 from kvdisk.cli.top_reader import HISTORY, Frame, TopReader
 from kvdisk.cli.top_view import duration, frame_of, per_second, spark
-from kvdisk.device.figures_file import FIGURES_FILE, write_figures
 from kvdisk.device.home import Home
 from kvdisk.device.store import Store
+from kvdisk.device.telemetry_file import FIGURES_FILE, write_telemetry
 
 T0 = 1_800_000_000.0
 MIB = 1 << 20
@@ -94,7 +94,7 @@ def shown(frame: Frame, width: int = 120, note: str = "") -> str:
 
 def test_rates_are_differences_of_two_figures(engines):
     home, reader = engines.start(), engines.reader()
-    write_figures(home, figures(T0 - 0.5, 100))
+    write_telemetry(home, figures(T0 - 0.5, 100))
     first = reader.read()
     assert first.engines[0].rise is None
     assert frame_as_json(first)["engines"][0]["bytes_per_s"] is None
@@ -104,7 +104,7 @@ def test_rates_are_differences_of_two_figures(engines):
     then = figures(T0 + 3.5, 140)
     then["totals"]["hit_tokens"]["cpu"] += 8 * 40
     then["totals"]["missed_tokens"]["cpu"] -= 8 * 40
-    write_figures(home, then)
+    write_telemetry(home, then)
     found = frame_as_json(reader.read())
     (engine,) = found["engines"]
     assert engine["seconds"] == 4.0 and not engine["idle"]
@@ -134,7 +134,7 @@ def test_rates_are_differences_of_two_figures(engines):
 
 def test_an_engine_that_has_told_nothing_new_for_a_while_is_idle(engines):
     home, reader = engines.start(), engines.reader()
-    write_figures(home, figures(T0 - 90, 5))
+    write_telemetry(home, figures(T0 - 90, 5))
     (engine,) = frame_as_json(reader.read())["engines"]
     assert engine["idle"] and set(engine["bytes_per_s"].values()) == {0.0}
     assert engine["tiers"]["nvme"]["hit_rate"] == 3 / 8 and engine["tiers"]["nvme"]["hit_rate_now"] is None
@@ -143,14 +143,14 @@ def test_an_engine_that_has_told_nothing_new_for_a_while_is_idle(engines):
 
 def test_engines_come_and_go_and_one_that_starts_anew_has_no_rates_from_before(engines):
     first, reader = engines.start(), engines.reader()
-    write_figures(first, figures(T0, 100, pid=1))
+    write_telemetry(first, figures(T0, 100, pid=1))
     assert [engine.figures.pid for engine in reader.read().engines] == [1]
     second = engines.start()
-    write_figures(second, figures(T0, 7, pid=2, started_s=T0 - 50))
+    write_telemetry(second, figures(T0, 7, pid=2, started_s=T0 - 50))
     assert [engine.figures.pid for engine in reader.read().engines] == [1, 2]
     engines.now += 1
-    write_figures(first, figures(T0 + 1, 3, pid=3, started_s=T0 + 0.5))
-    write_figures(second, figures(T0 + 1, 8, pid=2, started_s=T0 - 50))
+    write_telemetry(first, figures(T0 + 1, 3, pid=3, started_s=T0 + 0.5))
+    write_telemetry(second, figures(T0 + 1, 8, pid=2, started_s=T0 - 50))
     found = {engine.figures.pid: engine for engine in reader.read().engines}
     assert found[3].rise is None, "a new engine has begun to count"
     assert found[2].rise.totals["lookup_tokens"] == 10
@@ -169,10 +169,10 @@ def test_drives_are_summed_over_engines(engines):
     ]
     later = [drive | {"read_bytes": drive["read_bytes"] + 5 * MIB} for drive in drives]
     for home, at in zip(homes, (0, 1), strict=True):
-        write_figures(home, figures(T0, drives=drives[at:]))
+        write_telemetry(home, figures(T0, drives=drives[at:]))
     reader.read()
     for home, at in zip(homes, (0, 1), strict=True):
-        write_figures(home, figures(T0 + 1, drives=later[at:]))
+        write_telemetry(home, figures(T0 + 1, drives=later[at:]))
     one, two = frame_as_json(reader.read())["drives"]
     assert (one["path"], one["engines"], one["read_bytes_per_s"]) == ("/nvme/one", 1, 5 * MIB)
     assert (two["engines"], two["quarantined"], two["written_bytes"], two["read_bytes_per_s"]) == (2, 2, 4, 10 * MIB)
@@ -181,7 +181,7 @@ def test_drives_are_summed_over_engines(engines):
 
 def test_damaged_figures_are_told_and_hide_nobody_else(engines):
     good, bad, silent = (engines.start() for _ in range(3))
-    write_figures(good, figures(T0))
+    write_telemetry(good, figures(T0))
     (bad / FIGURES_FILE).write_text('{"json_version": 1, "totals": ')
     reader = engines.reader()
     frame = reader.read()
@@ -192,25 +192,25 @@ def test_damaged_figures_are_told_and_hide_nobody_else(engines):
     assert len(frame.problems) == 1 and bad.name in frame.problems[0]
     text = shown(frame)
     assert "cannot be read" in text and "has told nothing of itself yet" in text
-    write_figures(bad, figures(T0))
+    write_telemetry(bad, figures(T0))
     assert not reader.read().problems, "and it is well again"
 
 
 def test_failures_are_named(engines):
     home = engines.start()
     totals = {"failed_loads": 3, "io_errors": {"read": 2}, "verification_failures": {"header": 0}}
-    write_figures(home, figures(T0, totals=totals))
+    write_telemetry(home, figures(T0, totals=totals))
     frame = engines.reader().read()
     assert frame_as_json(frame)["engines"][0]["failures"] == {"failed_loads": 3, "io_errors.read": 2}
     assert "3 failed loads, 2 read errors" in shown(frame)
-    write_figures(home, figures(T0))
+    write_telemetry(home, figures(T0))
     assert "no failures" in shown(engines.reader().read())
 
 
 @pytest.mark.parametrize("width", [50, 80, 120, 200])
 def test_a_frame_fits_its_terminal_and_steers_nothing(engines, width):
     for at in range(3):
-        write_figures(engines.start(), figures(T0 - at * 10, 5, model="evil\x1b[2Jname\n/a/b/c/d", host="\x07"))
+        write_telemetry(engines.start(), figures(T0 - at * 10, 5, model="evil\x1b[2Jname\n/a/b/c/d", host="\x07"))
     orphan = engines.start()
     engines.held[-1].close(clean=True)
     reader = engines.reader()
@@ -223,7 +223,7 @@ def test_a_frame_fits_its_terminal_and_steers_nothing(engines, width):
 
 
 def test_the_json_has_what_its_page_says(engines):
-    write_figures(engines.start(), figures(T0, 3))
+    write_telemetry(engines.start(), figures(T0, 3))
     leave_home(engines.path, PLAIN, 1, last_use_s=1_790_000_000)
     home = Store.open(engines.path).acquire_home(b"\1" * 32, PLAIN.description, CAP)
     home.close(clean=True)
@@ -254,7 +254,7 @@ def test_a_store_that_nobody_uses_and_what_is_no_store(tmp_path):
 
 def test_a_store_that_may_only_be_read(engines):
     home = engines.start()
-    write_figures(home, figures(time.time()))
+    write_telemetry(home, figures(time.time()))
     before = sorted(engines.path.rglob("*"))
     for path in (engines.path, engines.path / "homes", home):
         path.chmod(0o500)
@@ -268,7 +268,7 @@ def test_a_store_that_may_only_be_read(engines):
 
 def test_on_a_terminal_it_goes_on_until_ctrl_c_and_leaves_the_screen_as_it_was(engines):
     home = engines.start()
-    write_figures(home, figures(time.time(), 5))
+    write_telemetry(home, figures(time.time(), 5))
     ours, theirs = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "110", "LINES": "40"}
     command = [str(COMMAND), "top", str(engines.path), "--interval", "0.2"]
@@ -296,7 +296,7 @@ def test_on_a_terminal_it_goes_on_until_ctrl_c_and_leaves_the_screen_as_it_was(e
     try:
         read_until(b"4321")
         assert b"\x1b[?1049h" in seen, "an alternate screen"
-        write_figures(home, figures(time.time(), 50, pid=98765))
+        write_telemetry(home, figures(time.time(), 50, pid=98765))
         read_until(b"98765")
         (engines.path / "STORE").rename(engines.path / "elsewhere")
         read_until(b"cannot be read")

@@ -11,7 +11,7 @@ import torch
 
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, round_up
 from kvdisk.worker.arena import Arena
-from kvdisk.worker.copier import CudaCopier, HostCopier, LayerBlocks
+from kvdisk.worker.copier import CudaCopier, HostCopier, LayerBlocks, Slots
 
 BLOCKS = 20
 SLOTS = 24
@@ -134,7 +134,7 @@ def test_there_and_back(layout, which, slots):
     chance = random.Random(2)
     sources = chance.sample(range(BLOCKS), len(slots))
     before = [payload(layers, block) for block in range(BLOCKS)]
-    ticket = copier.gather(1, sources, arena, 1, slots, after=copier.compute_done())
+    ticket = copier.gather(1, sources, Slots(arena, 1, slots), after=copier.compute_done())
     copier.wait(ticket)
     assert copier.done(ticket)
     size = groups[1].payload_bytes
@@ -147,7 +147,7 @@ def test_there_and_back(layout, which, slots):
     for layer in layers:
         layer.zero_()
     targets = chance.sample(range(BLOCKS), len(slots))
-    ticket = copier.scatter(1, arena, 1, slots, targets, after=copier.compute_done())
+    ticket = copier.scatter(1, Slots(arena, 1, slots), targets, after=copier.compute_done())
     copier.wait(ticket)
     assert copier.done(ticket)
     for target, source in zip(targets, sources, strict=True):
@@ -163,7 +163,7 @@ def test_bytes_between_the_layers_are_left_alone():
     groups = [LayerBlocks(layers)]
     arena = arena_for(*groups)
     copier = HostCopier(groups)
-    copier.scatter(0, arena, 0, [0, 1], [4, 9])
+    copier.scatter(0, Slots(arena, 0, [0, 1]), [4, 9])
     changed = (whole != before).any(1).nonzero().flatten().tolist()
     assert changed == [4, 9]
     assert torch.equal(whole[:, :16], before[:, :16])
@@ -180,8 +180,8 @@ def test_blocks_made_in_inference_mode(which, size):
     arena = arena_for(*groups)
     arena.tensor(0).fill_(9)
     copier = make_copiers(groups)[which]
-    copier.wait(copier.scatter(0, arena, 0, [1], [2]))
-    copier.wait(copier.gather(0, [2, 3], arena, 0, [4, 5]))
+    copier.wait(copier.scatter(0, Slots(arena, 0, [1]), [2]))
+    copier.wait(copier.gather(0, [2, 3], Slots(arena, 0, [4, 5])))
     assert bytes(arena.view(0, 4)[HEADER_BYTES : HEADER_BYTES + 2 * size]) == b"\x09" * 2 * size
     assert bytes(arena.view(0, 5)[HEADER_BYTES : HEADER_BYTES + 2 * size]) == bytes(2 * size)
     arena.close()
@@ -193,14 +193,14 @@ def test_the_model_is_waited_for_before_its_blocks_are_read_or_written():
     copier = CudaCopier(groups, lanes, 0)
     lanes.log.clear()
     mark = copier.compute_done()
-    copier.gather(0, [1, 2], arena, 0, [1, 2], after=mark)
+    copier.gather(0, [1, 2], Slots(arena, 0, [1, 2]), after=mark)
     assert lanes.log == [("record", None), ("wait", "store"), ("record", "store")]
     lanes.log.clear()
     for slots in ([1, 2], [1]):
-        copier.scatter(0, arena, 0, slots, slots, after=mark)
+        copier.scatter(0, Slots(arena, 0, slots), slots, after=mark)
     assert lanes.log == [("wait", "load"), ("record", "load")] * 2
     lanes.log.clear()
-    copier.scatter(0, arena, 0, [1], [1])
+    copier.scatter(0, Slots(arena, 0, [1]), [1])
     assert lanes.log == [("record", "load")]
     arena.close()
 
@@ -211,8 +211,8 @@ def test_a_gather_carries_no_stale_bytes_out():
     arena = arena_for(*groups)
     copier = CudaCopier(groups, HostLanes(), 0)
     arena.tensor(0).fill_(0x77)
-    copier.scatter(0, arena, 0, [0, 1], [0, 1])
-    copier.gather(0, [0, 1], arena, 0, [4, 5])
+    copier.scatter(0, Slots(arena, 0, [0, 1]), [0, 1])
+    copier.gather(0, [0, 1], Slots(arena, 0, [4, 5]))
     for slot in (4, 5):
         assert not any(arena.view(0, slot)[:HEADER_BYTES])
         assert not any(arena.view(0, slot)[HEADER_BYTES + groups[0].payload_bytes :])

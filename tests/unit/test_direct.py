@@ -13,11 +13,11 @@ import torch
 from ranks import FINGERPRINT, GPU_BLOCKS, GROUPS, CpuLanes, Rank, move, segment_of
 
 from kvdisk.device.base import Op
-from kvdisk.device.header import MULTILINEAR, XXH3_128, check_slot, read_header
+from kvdisk.device.header import MULTILINEAR, XXH3_128, SlotIdentity, check_slot, read_header
 from kvdisk.geometry import HEADER_BYTES, Namespace, slot_offset
 from kvdisk.messages import JobKind, Plan, Reason
 from kvdisk.worker.direct import MOST_FAILURES, Direct
-from kvdisk.worker.legs import Route
+from kvdisk.worker.routes import Route
 
 STORED = range(6)
 
@@ -70,9 +70,8 @@ def test_nothing_of_it_is_in_host_memory_and_the_host_can_verify_it(rank, group)
         slot = slot_on_drive(rank, group, b)
         header = read_header(slot)
         assert header.checksum_kind == MULTILINEAR
-        named = {"namespace": Namespace(FINGERPRINT, 0), "key": moves[b].key, "generation": 7}
         size = GROUPS[group].payload_bytes
-        assert check_slot(slot, **named, payload_bytes=size, rank=0, rank_count=1) is None
+        assert check_slot(slot, SlotIdentity(Namespace(FINGERPRINT, 0), moves[b].key, 7, size, 0, 1)) is None
         assert slot[HEADER_BYTES : HEADER_BYTES + size] == before[b]
     assert rank.do(JobKind.LOAD, moves) == {}
     assert arena_untouched(rank)

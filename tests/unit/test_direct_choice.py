@@ -22,8 +22,8 @@ from kvdisk.device.posix import PosixDevice
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
-from kvdisk.worker import direct_choice, direct_trial
-from kvdisk.worker.direct_choice import choose_direct
+from kvdisk.worker import direct as directs
+from kvdisk.worker.direct import choose_direct
 
 GEOMETRY = Geometry((GroupGeometry(0, 16, 20000), GroupGeometry(1, 16, 3000)), 1, 16)
 SIZES = GEOMETRY.slot_sizes
@@ -49,7 +49,7 @@ class OnFiles(AddressedDevice):
 def fresh(monkeypatch):
     OnFiles.made = []
     # Its clock stands still: all repetitions are made, and no drive is silent, however long the machine takes.
-    monkeypatch.setattr(direct_trial, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(directs, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 def choose(path, make_device=OnFiles, *, always=False):
@@ -74,7 +74,7 @@ def test_what_is_demanded_goes_however_fast(tmp_path):
 
 
 def test_what_is_slower_is_not_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(direct_trial, "FASTER", 1e9)
+    monkeypatch.setattr(directs, "FASTER", 1e9)
     choice = choose(tmp_path)
     assert (choice.direct, choice.usable) == (None, True)
     assert "moves nothing straight" in choice.line
@@ -104,14 +104,14 @@ def test_what_cannot_be_made_is_said(tmp_path, monkeypatch):
 
 def test_a_drive_that_hangs_keeps_its_memory_and_file(tmp_path, monkeypatch):
     ticks = itertools.count()
-    monkeypatch.setattr(direct_trial, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
-    monkeypatch.setattr(direct_choice, "_given_up", [])
+    monkeypatch.setattr(directs, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    monkeypatch.setattr(directs, "_given_up", [])
     before = open_files()
     plan = FaultPlan(hold=True)
     choice = choose(tmp_path, lambda: OnFiles(FaultyDevice(MemoryDevice(), plan)), always=True)
     assert (choice.direct, choice.usable) == (None, False)
     assert "has not answered" in choice.line
-    (device, fd), (arena, staging) = direct_choice._given_up
+    (device, fd), (arena, staging) = directs._given_up
     assert not device.closed
     assert open_files() == before + 1
     assert arena.memory.nbytes
@@ -132,7 +132,7 @@ def here(monkeypatch):
 
 
 def test_a_start_with_a_gpu_pairs_the_devices(tmp_path, here, monkeypatch, caplog):
-    monkeypatch.setattr(direct_trial, "FASTER", 0.0)
+    monkeypatch.setattr(directs, "FASTER", 0.0)
     with caplog.at_level(logging.INFO, "kvdisk"):
         device, direct = pair(tmp_path, CpuLanes(), "gds", gpu_staging_bytes="1MiB")
     assert device.name == "posix+addressed(posix)"

@@ -13,15 +13,14 @@ from ranks import CpuLanes
 from support.addressed_device import AddressedDevice
 
 from kvdisk.device.base import Op
-from kvdisk.device.gpu_range import GpuRange
 from kvdisk.device.memory import MemoryDevice
-from kvdisk.device.pair import PairDevice
+from kvdisk.device.pair import GpuRange, PairDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import HEADER_BYTES
 from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
-from kvdisk.worker import direct_trial
+from kvdisk.worker import direct as directs
 from kvdisk.worker.arena import Arena
-from kvdisk.worker.direct_trial import try_direct
+from kvdisk.worker.direct import try_direct
 from kvdisk.worker.gpu_staging import GpuStaging
 
 SIZES = (HEADER_BYTES + 8192, HEADER_BYTES + 65536)
@@ -71,7 +70,7 @@ FAST, SLOW = 4e8, 1e8
 )
 def test_what_is_faster_is_chosen_by_direction(memories, monkeypatch, speeds, loads, stores):
     device = Paced(speeds)
-    monkeypatch.setattr(direct_trial, "time", device)
+    monkeypatch.setattr(directs, "time", device)
     report = try_direct(7, FILE_BYTES, device, *memories, repetitions=1)
     assert (report.loads, report.stores, report.problems) == (loads, stores, [])
     assert len(report.figures) == 2 * 2 * 2
@@ -118,7 +117,7 @@ def test_a_way_that_fails_is_not_gone(memories, which):
 
 def test_a_drive_that_does_not_answer_is_given_up(memories, monkeypatch):
     ticks = itertools.count()
-    monkeypatch.setattr(direct_trial, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    monkeypatch.setattr(directs, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
     device = FaultyDevice(MemoryDevice(file_bytes=FILE_BYTES), FaultPlan(hold=True))
     report = try_direct(7, FILE_BYTES, AddressedDevice(device), *memories)
     assert report.silent
@@ -133,7 +132,7 @@ def test_no_room_no_trial(memories):
 
 
 def test_on_a_real_file_with_both_devices(memories, monkeypatch):
-    monkeypatch.setattr(direct_trial, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(directs, "time", SimpleNamespace(monotonic=lambda: 0.0))
     with tempfile.TemporaryFile() as file:
         file.truncate(FILE_BYTES)
         device = PairDevice(PosixDevice(threads=1), AddressedDevice(PosixDevice(threads=1)))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdisk.device.listing import list_homes
+from kvdisk.device.listing import ReadableHomes, list_homes
 from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, GeometryMismatch
@@ -157,7 +157,7 @@ def test_files_are_made_opened_and_dropped_on_their_drive(dirs):
     files.open_segment(SPEC._replace(drive=2))
     assert os.listdir(home.folder(2).segments_path) == ["3"]
     assert os.listdir(home.segments_path) == []
-    assert home.allocated_bytes() >= 4096 + 4 * 8192
+    assert Store.open(dirs).measure(home.id, home.record) >= 4096 + 4 * 8192
     with pytest.raises(DeviceError) as caught:
         files.open_segment(SPEC._replace(segment=4, drive=3))
     assert caught.value.errno == errno.ENODEV
@@ -283,17 +283,17 @@ def test_which_homes_may_be_read(dirs, monkeypatch):
     store = Store.open(path, boot_id="boot")
     mine, live, strange = (store.acquire_home(name, GEOMETRY, CAP) for name in (MINE, MINE, OTHER))
     other = store.acquire_home(MINE, {"geometry": {"ranks": 2}}, CAP)
-    reader = Store.open(path, boot_id="boot")
+    reader = ReadableHomes(Store.open(path, boot_id="boot"))
 
     def readable() -> dict[str, tuple[int, ...]]:
-        return {found.id: found.stamp for found in reader.readable_homes(MINE, GEOMETRY, mine.id)}
+        return {found.id: found.stamp for found in reader.find(MINE, GEOMETRY, mine.id)}
 
     before = readable()
     assert before.keys() == {live.id}
     assert readable() == before
     live.close(clean=False)
     assert readable().keys() == {live.id}, "an orphan of this boot"
-    assert Store.open(path, boot_id="later").readable_homes(MINE, GEOMETRY, mine.id) == []
+    assert ReadableHomes(Store.open(path, boot_id="later")).find(MINE, GEOMETRY, mine.id) == []
     taken = Store.open(path, boot_id="boot").acquire_home(MINE, GEOMETRY, CAP)
     assert readable().keys() == {taken.id}
     taken.remove_index()
@@ -305,7 +305,7 @@ def test_which_homes_may_be_read(dirs, monkeypatch):
     after = readable()
     assert after.keys() == {taken.id}
     taken.close(clean=True)
-    later = Store.open(path, boot_id="later").readable_homes(MINE, GEOMETRY, mine.id)
+    later = ReadableHomes(Store.open(path, boot_id="later")).find(MINE, GEOMETRY, mine.id)
     assert [(found.id, found.index_path) for found in later] == [(taken.id, taken.index_path)], "closed in order"
     (path / "homes" / taken.id / "HOME").write_text("{")
     assert readable() == {}
@@ -319,13 +319,14 @@ def test_nothing_is_read_again_while_nothing_changes(dirs, monkeypatch):
     store = Store.open(dirs[0])
     mine, theirs = acquire(dirs[:1]), acquire(dirs[:1])
     os.utime(dirs[0] / "homes", (1, 1))  # not just now
-    assert len(store.readable_homes(MINE, GEOMETRY, mine.id)) == 1
+    readable = ReadableHomes(store)
+    assert len(readable.find(MINE, GEOMETRY, mine.id)) == 1
     opened = []
     real = os.open
     monkeypatch.setattr(
         os, "open", lambda *arguments, **named: (opened.append(arguments), real(*arguments, **named))[1]
     )
-    assert [home.id for home in store.readable_homes(MINE, GEOMETRY, mine.id)] == [theirs.id]
+    assert [home.id for home in readable.find(MINE, GEOMETRY, mine.id)] == [theirs.id]
     assert opened == []
     for home in (mine, theirs):
         home.close(clean=True)
@@ -337,4 +338,4 @@ def test_a_home_that_cannot_be_read_does_not_hide_the_others(dirs, make):
     mine, theirs, damaged = (store.acquire_home(MINE, GEOMETRY, CAP) for _ in range(3))
     (damaged.path / "HOME").unlink()
     make(damaged.path / "HOME")
-    assert [home.id for home in Store.open(dirs[0]).readable_homes(MINE, GEOMETRY, mine.id)] == [theirs.id]
+    assert [home.id for home in ReadableHomes(Store.open(dirs[0])).find(MINE, GEOMETRY, mine.id)] == [theirs.id]

@@ -13,7 +13,7 @@ from support.addressed_device import AddressedDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.errors import ConfigError
 from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
-from kvdisk.worker import copier, runner
+from kvdisk.worker import copier, slot_headers
 
 SMALL = ["--sizes", "65536", "131072", "--file-bytes", "1000000", "--copy-bytes", "1000000", "--repetitions", "1"]
 
@@ -56,7 +56,7 @@ def test_every_route_and_size_is_in_the_table_and_the_json(rehearsal, tmp_path, 
     rows = [line for line in printed.splitlines() if line.startswith("| ") and "KiB" in line]
     assert len(rows) == 2 + 4
     assert "One large copy" in printed
-    assert runner.check_part.__module__ == "kvdisk.worker.seals", "verification is back"
+    assert slot_headers.check_slot.__module__ == "kvdisk.device.header", "verification is back"
 
 
 def test_a_route_that_fails_is_a_row_that_says_so(rehearsal, tmp_path, monkeypatch, capsys):

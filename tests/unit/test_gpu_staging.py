@@ -14,7 +14,7 @@ from ranks import CpuLanes
 
 from kvdisk.device.base import Buffer
 from kvdisk.device.checksum import multilinear_digest
-from kvdisk.device.gpu_range import GpuRange
+from kvdisk.device.pair import GpuRange
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, round_up
 from kvdisk.worker.copier import Lane
 from kvdisk.worker.gpu_staging import GpuStaging, PayloadSums

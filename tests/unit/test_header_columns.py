@@ -16,9 +16,9 @@ from kvdisk.device.header_columns import Expected, HeaderColumns, agreed, decode
 from kvdisk.errors import KvdiskError
 from kvdisk.geometry import HEADER_BYTES, Namespace
 from kvdisk.index.base import BlockColumns, BlockRecord
-from kvdisk.index.columns import ascending, decode_blocks, encode_blocks
+from kvdisk.index.columns import _RUN_GENERATIONS, ascending, decode_blocks, encode_blocks
 from kvdisk.index.records import encode_block
-from kvdisk.recovered import _RUN_GENERATIONS, to_columns
+from kvdisk.recovery import _as_records
 
 FINGERPRINT = b"\x5a" * 32
 SIZES = (4000, -1, 9000)
@@ -200,7 +200,7 @@ def records_one_by_one(segments: list[tuple[int, list[Told]]], now_s: int) -> tu
 @given(segments_of_blocks(), st.sampled_from([3, 1_700_000_000]))
 def test_the_newest_become_records_as_they_would_one_by_one(segments, now_s):
     found, older = newest([(number, in_columns(blocks)) for number, blocks in segments])
-    columns = to_columns(found, now_s)
+    columns = _as_records(found, now_s)
     expected, expected_older = records_one_by_one(segments, now_s)
     assert older == expected_older
     assert list(zip(*encode_blocks(columns), strict=True)) == [encode_block(record) for record in expected]

@@ -470,7 +470,7 @@ def test_listing_says_everything_and_writes_nothing(store):
 def test_a_discarded_home_is_gone_and_never_taken_over(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "store")
     home = store.acquire_home(b"f" * 32, {"geometry": {}}, 1 << 20)
-    home.discard()
+    store.discard(home)
     assert not home.path.exists()
     assert list_homes(tmp_path / "store") == []
     again = store.acquire_home(b"f" * 32, {"geometry": {}}, 1 << 20)

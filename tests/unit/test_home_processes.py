@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvdisk.device import cap, control
+from kvdisk.device import control
+from kvdisk.device import store as store_room
 from kvdisk.device.listing import list_homes
 from kvdisk.device.store import Store
 from kvdisk.errors import DeviceError, StoreLocked
@@ -225,9 +226,8 @@ def test_a_process_stopped_with_the_store_lock_holds_nobody_up(tmp_path):
 
 STOPS_ONCE = """
 import os, signal, sys
-from kvdisk.device import cap
 from kvdisk.device.store import Store
-place, name = {"looking": (cap, "measure"), "taking": (Store, "_take_over")}[sys.argv[4]]
+place, name = Store, {"looking": "measure", "taking": "_take_over"}[sys.argv[4]]
 real = getattr(place, name)
 def stop_once(*arguments):
     setattr(place, name, real)
@@ -274,7 +274,7 @@ def test_a_home_that_one_who_was_stopped_takes_over_meanwhile_keeps_its_folders(
             taken.append(Path(stopped.answer()))
         return found
 
-    monkeypatch.setattr(cap, "home_ids", goes_on_after)
+    monkeypatch.setattr(store_room, "home_ids", goes_on_after)
     beside = Store.open(dirs).acquire_home(MINE, GEOMETRY, CAP)
     assert beside.fresh and taken[0].is_dir()
     beside.close(clean=True)

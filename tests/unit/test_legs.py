@@ -6,7 +6,7 @@ from __future__ import annotations
 from kvdisk.blocks import JobId, Slot, make_block_key
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.messages import Job, JobKind, Move
-from kvdisk.worker.legs import NO_DRIVE, OpenFile, Route, Work, lots_of
+from kvdisk.worker.routes import NO_DRIVE, OpenFile, Route, Work, lots_of
 
 GEOMETRY = Geometry((GroupGeometry(0, 16, 4096),), 1, 16)
 

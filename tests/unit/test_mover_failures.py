@@ -10,7 +10,7 @@ import threading
 import pytest
 from ranks import FINGERPRINT, GPU_BLOCKS, GROUPS, Rank, move, segment_of
 
-from kvdisk.device.header import seal_slot
+from kvdisk.device.header import SlotIdentity, seal_slot
 from kvdisk.device.memory import MemoryDevice
 from kvdisk.geometry import HEADER_BYTES, Namespace
 from kvdisk.messages import HomeSpec, JobKind, Plan, Reason
@@ -80,43 +80,27 @@ def test_a_flipped_byte_in_the_cpu_tier(rank):
     refused_alone(rank, moves, 4, Reason.CHECKSUM)
 
 
-def test_the_slot_holds_another_key(rank):
-    moves = stored(rank)
-    moves[3] = moves[3]._replace(key=move(99).key)
-    refused_alone(rank, moves, 3, Reason.HEADER)
-
-
-def test_the_slot_holds_another_generation(rank):
-    moves = stored(rank)
-    moves[3] = moves[3]._replace(generation=8)
-    refused_alone(rank, moves, 3, Reason.HEADER)
-
-
-def test_the_slot_was_sealed_in_another_epoch(rank):
-    moves = stored(rank, 1)
-    refused_alone(rank, moves, 0, Reason.HEADER, epoch=1)
-
-
 @pytest.mark.parametrize(
-    "change", [{"namespace": Namespace(bytes(32), 0)}, {"rank": 1, "rank_count": 2}, {"payload_bytes": 6000}]
+    "change",
+    [
+        {"namespace": Namespace(bytes(32), 0)},
+        {"namespace": Namespace(FINGERPRINT, 1)},
+        {"key": move(99).key},
+        {"generation": 8},
+        {"rank": 1, "rank_count": 2},
+        {"payload_bytes": 6000},
+    ],
 )
 def test_the_slot_was_sealed_for_others(rank, change):
     moves = [move(0, 0, 0, rank.cpu(0, 0))]
     rank.do(JobKind.STORE, moves)
     rank.erase()
-    sealed = {
-        "namespace": Namespace(FINGERPRINT, 0),
-        "key": moves[0].key,
-        "generation": moves[0].generation,
-        "parent": None,
-        "payload_bytes": GROUPS[0].payload_bytes,
-        "rank": 0,
-        "rank_count": 1,
-    }
+    size, namespace = GROUPS[0].payload_bytes, Namespace(FINGERPRINT, 0)
+    sealed = SlotIdentity(namespace, moves[0].key, moves[0].generation, size, 0, 1)
     slot = rank.arena.view(rank.classes[0], 0)
-    seal_slot(slot, **sealed | change)
+    seal_slot(slot, sealed._replace(**change), None)
     refused_alone(rank, moves, 0, Reason.HEADER)
-    seal_slot(slot, **sealed)
+    seal_slot(slot, sealed, None)
     assert rank.do(JobKind.LOAD, moves) == {}
 
 

@@ -12,24 +12,13 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvdisk.blocks import BlockKey, Slot, make_block_key
-from kvdisk.errors import CorruptRecord
 from kvdisk.index import neighbour_reader
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader
-from kvdisk.index.probe_wire import (
-    FoundCopy,
-    Question,
-    decode_answer,
-    decode_question,
-    encode_answer,
-    encode_failure,
-    encode_question,
-)
+from kvdisk.index.reader_process import read_indexes
 
 WAIT_S = 600.0
 SEGMENT = SegmentRecord(3, 8192, 100, 0)
@@ -72,7 +61,7 @@ def home(path, names=()):
 
 @contextmanager
 def reader(homes, **options):
-    found = NeighbourReader(lambda: list(homes), options.pop("tend", lambda: None), **options)
+    found = NeighbourReader(lambda: list(homes), options.pop("upkeep", lambda: None), **options)
     try:
         yield found
     finally:
@@ -127,8 +116,7 @@ def test_an_index_that_its_owner_has_just_begun_is_found_later(tmp_path) -> None
             assert set(answer(found, keys(1))) == set(keys(1))
 
 
-@pytest.mark.parametrize("damage", ["garbage", "cut", "directory"])
-def test_a_damaged_index_is_left_alone_and_the_others_are_read(tmp_path, damage: str, caplog) -> None:
+def damage_index(tmp_path, damage: str) -> None:
     with home(tmp_path / "good", keys(3)), home(tmp_path / "bad", keys(500)):
         pass
     data = tmp_path / "bad" / "data.mdb"
@@ -140,10 +128,25 @@ def test_a_damaged_index_is_left_alone_and_the_others_are_read(tmp_path, damage:
     else:
         data.unlink()
         data.mkdir()
+
+
+@pytest.mark.parametrize("damage", ["garbage", "cut", "directory"])
+def test_a_damaged_index_is_left_alone_and_the_others_are_read(tmp_path, damage: str, caplog) -> None:
+    damage_index(tmp_path, damage)
     with reader([Neighbour("bad", tmp_path / "bad"), Neighbour("good", tmp_path / "good")]) as found:
         assert set(answer(found, keys(3))) == set(keys(3))
         assert "bad" in caplog.text
         assert set(answer(found, keys(3))) == set(keys(3))
+
+
+@pytest.mark.parametrize("damage", ["garbage", "cut", "directory"])
+def test_tools_read_all_of_the_other_indexes_too(tmp_path, damage: str) -> None:
+    damage_index(tmp_path, damage)
+    bad, good, absent = read_indexes([tmp_path / name for name in ("bad", "good", "absent")])
+    assert bad.blocks is None and bad.problem and str(tmp_path) not in bad.problem
+    assert good.problem is None and good.segments == (SEGMENT,)
+    assert (good.blocks.keys, good.blocks.generations.tolist()) == (keys(3), [1000, 1001, 1002])
+    assert not absent.exists and absent.problem is None
 
 
 def test_an_owner_stopped_inside_a_write_transaction_holds_nobody_up(tmp_path) -> None:
@@ -178,7 +181,7 @@ def test_the_child_is_started_anew_when_it_was_killed(tmp_path) -> None:
     homes = [Neighbour("one", tmp_path / "one"), Neighbour("two", tmp_path / "two")]
     with home(tmp_path / "one", keys(3)), home(tmp_path / "two", keys(3, 3)), reader(homes) as found:
         assert len(answer(found, keys(6))) == 6
-        os.kill(found._child._process.pid, signal.SIGKILL)
+        os.kill(found._reader._process.pid, signal.SIGKILL)
         # The first home is blamed for it; the second is read by a new child.
         assert set(answer(found, keys(6))) == set(keys(3, 3))
 
@@ -195,7 +198,7 @@ def test_questions_are_bounded_and_closing_ends_the_child(tmp_path) -> None:
     with home(tmp_path / "one", keys(3)):
         with reader([Neighbour("one", tmp_path / "one")]) as found:
             answer(found, keys(3))
-            child = found._child._process
+            child = found._reader._process
         assert child.poll() is not None
         assert not found.ask(1, 0, keys(1))
         assert not found.any
@@ -209,7 +212,7 @@ def test_the_child_ends_with_its_parent(tmp_path) -> None:
         "found = NeighbourReader(lambda: [Neighbour('one', Path(sys.argv[1]))], lambda: None)\n"
         "found.ask(1, 0, [b'x' * 34])\n"
         "while not found.poll(): time.sleep(0.01)\n"
-        "print(found._child._process.pid, flush=True)\n"
+        "print(found._reader._process.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     with home(tmp_path / "one", keys(3)):
@@ -225,11 +228,11 @@ def test_the_child_ends_with_its_parent(tmp_path) -> None:
 def test_the_store_is_tended_now_and_then(tmp_path) -> None:
     tended = []
 
-    def tend() -> None:
+    def upkeep() -> None:
         tended.append(1)
         raise OSError("a drive that is gone")
 
-    with reader([], tend=tend, tend_interval_s=0.0):
+    with reader([], upkeep=upkeep, upkeep_interval_s=0.0):
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline and len(tended) < 3:
             time.sleep(0.01)
@@ -242,39 +245,3 @@ def _lives(pid: int) -> bool:
             return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-@given(st.binary(max_size=300))
-def test_any_bytes_are_a_question_or_corrupt(data: bytes) -> None:
-    try:
-        question = decode_question(data)
-    except CorruptRecord:
-        return
-    assert decode_question(encode_question(question)) == question
-
-
-@given(st.binary(max_size=300))
-def test_any_bytes_are_an_answer_or_corrupt(data: bytes) -> None:
-    try:
-        segments, copies = decode_answer(data)
-    except CorruptRecord:
-        return
-    again = decode_answer(encode_answer(list(segments.values()), copies))
-    assert again == (segments, copies)
-
-
-@given(st.text(max_size=40), st.lists(st.binary(min_size=1, max_size=130), max_size=20), st.integers(0, 2**63 - 1))
-def test_questions_come_through(path: str, names: list[bytes], epoch: int) -> None:
-    question = Question(path, epoch, tuple(BlockKey(name) for name in names))
-    assert decode_question(encode_question(question)) == question
-
-
-def test_a_failure_says_why() -> None:
-    with pytest.raises(CorruptRecord, match="map is damaged"):
-        decode_answer(encode_failure("the map is damaged"))
-
-
-def test_answers_come_through() -> None:
-    segments = [SEGMENT, SegmentRecord(9, 4096 * 3, 7, 1)]
-    copies = [FoundCopy(0, 3, 5, 2**63), FoundCopy(4, 9, 0, 1)]
-    assert decode_answer(encode_answer(segments, copies)) == ({3: SEGMENT, 9: segments[1]}, copies)

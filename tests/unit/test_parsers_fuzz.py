@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from kvdisk.blocks import make_block_key
-from kvdisk.device.header import SlotHeader, check_slot, read_header, write_header
+from kvdisk.device.header import SlotHeader, SlotIdentity, check_slot, read_header, write_header
 from kvdisk.device.segment import SegmentHeader, _decode, _encode
 from kvdisk.errors import CorruptRecord, GeometryMismatch
 from kvdisk.geometry import FORMAT_VERSION, HEADER_BYTES, SEGMENT_HEADER_BYTES, Namespace
@@ -75,9 +75,7 @@ def test_bytes_of_no_kind_are_no_slot_header(data: bytes) -> None:
 @example([(10, b"\x02")], True, b"")
 def test_any_slot_is_checked_without_an_exception(what: list[tuple[int, bytes]], summed: bool, payload: bytes) -> None:
     slot = overwritten(sound_slot_header(), what, summed=summed) + payload.ljust(100, b"\0")
-    found = check_slot(
-        memoryview(slot), namespace=NAMESPACE, key=KEY, generation=7, payload_bytes=100, rank=0, rank_count=1
-    )
+    found = check_slot(memoryview(slot), SlotIdentity(NAMESPACE, KEY, 7, 100, 0, 1))
     assert found in {Reason.HEADER, Reason.CHECKSUM}, "the payload has not the checksum that the header names"
 
 

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from kvdisk.device.base import Op, Transfer
-from kvdisk.device.posix import SHORTEST_BYTES, PosixDevice
+from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import ALIGNMENT
 from kvdisk.testing.device_conformance import WAIT_S, fill, make_memory
 
@@ -141,50 +141,6 @@ def test_a_call_that_python_refuses_is_an_error_and_the_threads_live_on(device, 
     assert run(device, Op.WRITE, *batch) == {}
 
 
-def test_a_batch_is_spread_over_all_threads(device, fd, monkeypatch):
-    meeting = threading.Barrier(4)
-    real = os.pwritev
-
-    def together(*arguments):
-        meeting.wait(WAIT_S)  # breaks, and fails the call, unless four threads are here at once
-        return real(*arguments)
-
-    monkeypatch.setattr(os, "pwritev", together)
-    memory = make_memory(4 * SHORTEST_BYTES)
-    data = fill(memory, 3)
-    assert run(device, Op.WRITE, Transfer(fd, 0, (memory,))) == {}
-    assert os.pread(fd, len(data), 0) == data
-
-
-def test_small_transfers_share_a_task_and_long_ones_are_cut(fd, monkeypatch):
-    real, calls, lock = os.pwritev, [], threading.Lock()
-
-    def recorded(number, buffers, offset):
-        with lock:
-            calls.append((threading.get_ident(), offset, len(buffers), sum(buffer.nbytes for buffer in buffers)))
-        return real(number, buffers, offset)
-
-    monkeypatch.setattr(os, "pwritev", recorded)
-    device = PosixDevice(threads=2, longest_bytes=2 * SHORTEST_BYTES)
-    device.attach_file(fd)
-    memory = make_memory(8 * SHORTEST_BYTES)
-    small = [Transfer(fd, 2 * at * ALIGNMENT, (memory[at * ALIGNMENT : (at + 1) * ALIGNMENT],)) for at in range(64)]
-    assert run(device, Op.WRITE, *small) == {}
-    assert len({thread for thread, *_ in calls}) == 1, "256 KiB are not worth a second thread"
-    assert [offset for _, offset, _, _ in calls] == [transfer.offset for transfer in small]
-    calls.clear()
-    assert run(device, Op.WRITE, Transfer(fd, 0, (memory,))) == {}
-    assert sorted(call[1:] for call in calls) == [(at * 2 * SHORTEST_BYTES, 1, 2 * SHORTEST_BYTES) for at in range(4)]
-    calls.clear()
-    many = tuple(memory[at * ALIGNMENT : (at + 1) * ALIGNMENT] for at in range(2048))
-    device.close()
-    device = PosixDevice(threads=1)
-    device.attach_file(fd)
-    assert run(device, Op.WRITE, Transfer(fd, 0, many)) == {}
-    device.close()
-    assert [call[1:] for call in calls] == [(0, 1024, 1024 * ALIGNMENT), (1024 * ALIGNMENT, 1024, 1024 * ALIGNMENT)]
-
-
 def test_poll_comes_back_empty_while_a_batch_runs_and_with_it_when_it_has_ended(device, fd, monkeypatch):
     go = threading.Event()
     real = os.preadv
@@ -200,24 +156,3 @@ def test_poll_comes_back_empty_while_a_batch_runs_and_with_it_when_it_has_ended(
     assert device.poll(0.01) == []
     go.set()
     assert device.poll(WAIT_S) == [(ticket, {})]
-
-
-@pytest.mark.parametrize(
-    ("offset", "size"),
-    [(512, ALIGNMENT), (0, ALIGNMENT + 512), (-ALIGNMENT, ALIGNMENT)],
-    ids=["offset", "size", "sign"],
-)
-def test_what_is_not_aligned_is_a_programmers_error(device, fd, offset, size):
-    with pytest.raises(AssertionError):
-        device.submit(Op.READ, [Transfer(fd, offset, (make_memory(2 * ALIGNMENT)[:size],))])
-    assert device.drain() == []
-
-
-def test_a_closed_device_takes_nothing(fd):
-    before = set(threading.enumerate())
-    device = PosixDevice(threads=1)
-    device.attach_file(fd)
-    device.close()
-    with pytest.raises(AssertionError):
-        device.submit(Op.READ, [Transfer(fd, 0, (make_memory(ALIGNMENT),))])
-    assert set(threading.enumerate()) <= before

@@ -15,21 +15,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvdisk.device import aio, choice, nixl_ring, probe
+from kvdisk.device import aio, nixl_ring, probe
 from kvdisk.device.base import Op
-from kvdisk.device.choice import choose_device, make_like
 from kvdisk.device.nixl import NixlDevice
 from kvdisk.device.posix import PosixDevice
-from kvdisk.device.probe import ProbeReport, Speed
+from kvdisk.device.probe import ProbeReport, Speed, choose_device, make_like
 from kvdisk.geometry import ALIGNMENT
 from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
 
+measured = probe.probe
 MIB = 1 << 20
 BLOCK = 64 * 1024 + ALIGNMENT
 
 
 def quick(directory, block_bytes=BLOCK, **more):
-    return probe.probe(directory, block_bytes, budget_s=0.05, file_bytes=8 * MIB, run_bytes=2 * MIB, **more)
+    return measured(directory, block_bytes, budget_s=0.05, file_bytes=8 * MIB, run_bytes=2 * MIB, **more)
 
 
 class Clock:
@@ -325,7 +325,7 @@ def test_auto_is_what_the_probe_found_and_one_line_says_so(tmp_path, monkeypatch
     caplog.set_level(logging.INFO, "kvdisk")
     for makers in ({"nixl": NixlDevice}, {"posix": PosixDevice}):
         caplog.clear()
-        monkeypatch.setattr(choice, "probe", partial(quick, makers=makers))
+        monkeypatch.setattr(probe, "probe", partial(quick, makers=makers))
         device = choose_device("auto", [tmp_path], BLOCK)
         assert device.name == next(iter(makers))
         device.close()
@@ -334,7 +334,7 @@ def test_auto_is_what_the_probe_found_and_one_line_says_so(tmp_path, monkeypatch
 
 
 def test_without_directories_nothing_is_probed(monkeypatch):
-    monkeypatch.setattr(choice, "probe", None)
+    monkeypatch.setattr(probe, "probe", None)
     device = choose_device("auto", [], BLOCK)
     assert device.name == "posix"
     device.close()

@@ -82,6 +82,8 @@ class GpuRun:
 
     def measure(self, passes: int) -> Sample:
         """Copy all blocks, ``depth`` at a time, with kvdisk's copier."""
+        from kvdisk.worker.copier import Slots
+
         case, copier = self._case, self._copier
 
         def move() -> None:
@@ -89,9 +91,9 @@ class GpuRun:
                 for start in range(0, case.block_count, case.depth):
                     blocks, slots = self._blocks[start : start + case.depth], self._slots[start : start + case.depth]
                     if case.flow is Flow.READ:
-                        ticket = copier.scatter(0, self._arena, 0, slots, blocks)
+                        ticket = copier.scatter(0, Slots(self._arena, 0, slots), blocks)
                     else:
-                        ticket = copier.gather(0, blocks, self._arena, 0, slots)
+                        ticket = copier.gather(0, blocks, Slots(self._arena, 0, slots))
                 copier.wait(ticket)
 
         return timed(move)

@@ -13,7 +13,7 @@ from kvdisk.cli.bench.drive import auto_depth, bare_loop, under_way_bytes
 from kvdisk.cli.bench.settings import Part, Settings
 from kvdisk.cli.bench.stand import Stand
 from kvdisk.device.base import Device
-from kvdisk.device.choice import make_like
+from kvdisk.device.probe import make_like
 
 if TYPE_CHECKING:
     from kvdisk.cli.bench.mover import MoverRun

@@ -14,9 +14,10 @@ from kvdisk.cli.bench.stand import fill
 from kvdisk.device.base import Device
 from kvdisk.geometry import FINGERPRINT_BYTES, HEADER_BYTES, SEGMENT_HEADER_BYTES, Geometry, GroupGeometry
 from kvdisk.messages import HomeSpec, Job, JobKind, Move, Plan, SegmentSpec
-from kvdisk.worker import runner
+from kvdisk.worker import slot_headers
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.mover import Mover
+from kvdisk.worker.routes import Resources
 
 LAYERS = 32
 """Of the model that the blocks are of; each lies in a part of its own of the GPU's memory, as vLLM has it."""
@@ -77,9 +78,8 @@ class MoverRun:
         layers = [flat[at * part : (at + 1) * part].view(count, layer_bytes) for at in range(LAYERS)]
         copier = HostCopier([LayerBlocks(layers)])
         files = _OneFile(fd)
-        self._mover = Mover(
-            geometry, 0, self._cpu, self._staging, copier, device, files, io_deadline_s=_DEADLINE_S
-        )  # fmt: skip
+        resources = Resources(geometry, 0, self._cpu, self._staging, copier, device, files)
+        self._mover = Mover(resources, io_deadline_s=_DEADLINE_S)
         self._next_job = 0
         keys = [make_block_key(number.to_bytes(32, "big"), 0) for number in range(count)]
         self._staged = [Move(key, 7, at, None, Slot(0, at)) for at, key in enumerate(keys)]
@@ -163,10 +163,10 @@ class MoverRun:
 @contextmanager
 def _unverified() -> Iterator[None]:
     """Let the movers of this process take what they read for good. They have only slots of a measurement to read."""
-    rooms = vars(runner)
-    real = rooms["check_part"]
-    rooms["check_part"] = lambda *_: {}
+    rooms = vars(slot_headers)
+    real = rooms["check_slot"]
+    rooms["check_slot"] = lambda *_: None
     try:
         yield
     finally:
-        rooms["check_part"] = real
+        rooms["check_slot"] = real

@@ -38,7 +38,7 @@ def direct_line(directory: Path, block_sizes: Sequence[int]) -> str:
     if why is not None:
         return f"nothing would go straight between drive and GPU: {why}"
     from kvdisk.worker.copier import CudaLanes
-    from kvdisk.worker.direct_choice import choose_direct
+    from kvdisk.worker.direct import choose_direct
 
     try:
         lanes = CudaLanes()

@@ -21,7 +21,7 @@ _NUMBER_LIMIT = float(1 << 62)
 _MOST_DRIVES = 1024
 
 
-class DriveFigures(NamedTuple):
+class DriveTelemetry(NamedTuple):
     """A drive of the home, and what it moved since the engine started."""
 
     path: str
@@ -30,7 +30,7 @@ class DriveFigures(NamedTuple):
     quarantined: bool
 
 
-class FiguresRecord(NamedTuple):
+class TelemetryRecord(NamedTuple):
     """What a FIGURES file says. Times: seconds since the Unix epoch. ``pid``: of the engine, on ``host``.
 
     ``totals``: counters since the start, by series as ``kvdisk.stats`` names them; ``sums``: number and sum of the
@@ -46,15 +46,15 @@ class FiguresRecord(NamedTuple):
     totals: Mapping[str, int]
     sums: Mapping[str, tuple[int, float]]
     gauges: Mapping[str, float]
-    drives: tuple[DriveFigures, ...]
+    drives: tuple[DriveTelemetry, ...]
 
 
-def write_figures(home_path: Path, figures: dict[str, Any]) -> None:
+def write_telemetry(home_path: Path, figures: dict[str, Any]) -> None:
     """Replace FIGURES in one step. Raises OSError."""
     paths.write_note(home_path / FIGURES_FILE, figures)
 
 
-def read_figures(home_path: Path) -> FiguresRecord | None:
+def read_telemetry(home_path: Path) -> TelemetryRecord | None:
     """Return what FIGURES says, None where there is none. Raises CorruptRecord where it does not decode, OSError."""
     try:
         fields = paths.read_control(home_path / FIGURES_FILE)
@@ -63,7 +63,7 @@ def read_figures(home_path: Path) -> FiguresRecord | None:
     if fields.get("json_version") != JSON_VERSION:
         raise CorruptRecord(f"{home_path / FIGURES_FILE} is of another format")
     try:
-        return FiguresRecord(
+        return TelemetryRecord(
             time_s=_number(fields["time_s"]),
             started_s=_number(fields["started_s"]),
             pid=_whole(fields["pid"]),
@@ -77,7 +77,7 @@ def read_figures(home_path: Path) -> FiguresRecord | None:
             },
             gauges={series: _number(value) for series, value in _flat(fields["gauges"])},
             drives=tuple(
-                DriveFigures(
+                DriveTelemetry(
                     _text(drive["path"]),
                     _whole(drive["read_bytes"]),
                     _whole(drive["written_bytes"]),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvdisk import __version__
-from kvdisk.device.figures_file import JSON_VERSION
+from kvdisk.device.telemetry_file import JSON_VERSION
 from kvdisk.manager.gauges import Gauges
 from kvdisk.stats import Samples, Stats, by_metric
 
@@ -57,7 +57,7 @@ class _Snapshot(NamedTuple):
     gauges: Mapping[str, float]
 
 
-class Figures:
+class Telemetry:
     """See the module. ``stats``: the engine's totals, of which the samples are taken out here and nowhere else.
 
     ``write_file``: takes the JSON object; None: there is no
@@ -100,7 +100,7 @@ class Figures:
     # -- the scheduler's thread ----------------------------------------------------------------
 
     @property
-    def owes(self) -> bool:
+    def is_due(self) -> bool:
         """Whether ``take`` was not called since the last job ended: an idle engine should take one step more."""
         return self._was_busy and not self._gauges.busy
 
@@ -179,7 +179,7 @@ class Figures:
             },
             dict(latest.gauges),
         )
-        said = ", ".join(f"{name} {value}" for name, value in few_figures(rose, seconds).items())
+        said = ", ".join(f"{name} {value}" for name, value in summarize(rose, seconds).items())
         logger.info("kvdisk, last %.0f s: %s.", seconds, said or "nothing moved")
 
     def _as_json(self, snapshot: _Snapshot) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class Figures:
         }
 
 
-def few_figures(rose: Stats, seconds: float | None = None) -> dict[str, str]:
+def summarize(rose: Stats, seconds: float | None = None) -> dict[str, str]:
     """Return the few figures that matter, for one line: hits, bytes moved, fill, evictions, and failures if any.
 
     ``rose``: what counters and histograms rose by. ``seconds``: in how long, for rates; None: amounts.

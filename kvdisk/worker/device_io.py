@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts on their way between arena and drive: the device, a second try, and what the device does not end in time.
+"""Parts at the device: a second try where one fails, and those that do not end in time.
 
-Neighbouring slots travel as one transfer. When such a transfer fails, each of its slots is tried once
-more alone, so that one bad sector costs one block. A batch that hangs is given up, and stays known until
-the device has ended it: until then it may touch memory and drive.
+Neighbouring slots travel as one transfer. When such a transfer fails, each of its slots is tried
+once more alone, so that one bad sector costs one block. A batch that hangs is given up, and stays
+known until the device has ended it: until then it may touch memory and drive.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvdisk.device.base import Device, Op, Outcome, Transfer
+from kvdisk.errors import QuietLog
 from kvdisk.messages import Reason
 from kvdisk.stats import Stats
-from kvdisk.worker.legs import OpenFile, Part, split_transfer, transfers_of
-from kvdisk.worker.quiet_log import QuietLog
+from kvdisk.worker.routes import OpenFile, Part, split_transfer, transfers_of
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -37,12 +37,12 @@ class _Flight:
     failed: dict[int, Reason] = field(default_factory=dict)
 
 
-class Shuttle:
-    """Carries parts of a job between memory and open segment files. The mover's thread calls everything.
+class DeviceIo:
+    """Moves parts between memory and segment files. The mover's thread calls everything.
 
-    ``reads``: read batches under way that are not late; ``late``: by drive and direction, batches that were given up,
-    and that the device has not ended. ``stats`` is the caller's; counted are bytes, seconds and failed transfers.
-    ``clock`` as the mover's.
+    ``reads``: read batches under way that are not late; ``late``: by drive and direction, batches
+    that were given up, and that the device has not ended. ``stats`` is the caller's; counted are
+    bytes, seconds and failed transfers. ``clock`` as the mover's.
     """
 
     def __init__(self, device: Device, stats: Stats, log: QuietLog, clock: Callable[[], float]) -> None:
@@ -68,10 +68,10 @@ class Shuttle:
         return bool(self._flights)
 
     def send(self, part: Part, op: Op, open_files: Mapping[int, OpenFile], now_s: float) -> dict[int, Reason]:
-        """Start a part's batch. Returns the moves that fail at once, by position; the caller drops them.
+        """Start a part's batch. Returns the moves that fail at once, for the caller to drop.
 
-        ``open_files``: by segment. With at least one move left, ``ended`` will yield the part; until then the
-        device owns its slots.
+        ``open_files``: by segment. With at least one move left, ``ended`` will yield the part;
+        until then the device owns its slots.
         """
         transfers, members, unopened = transfers_of(part, open_files)
         if unopened:
@@ -89,7 +89,7 @@ class Shuttle:
         return self._device.drain()
 
     def ended(self, outcomes: Sequence[Outcome]) -> Iterator[tuple[Part, dict[int, Reason]]]:
-        """Yield the parts that are through, with the moves that failed; others are on their second try.
+        """Yield the parts that have ended, with failed moves; others are on their second try.
 
         A late part is through whatever became of it: its moves have failed long ago.
         """
@@ -120,8 +120,8 @@ class Shuttle:
     def overdue(self, sent_before_s: float) -> list[tuple[Part, dict[int, Reason]]]:
         """Give up the batches that were sent before then: return their parts, which are late now.
 
-        With each part why its moves failed: DEADLINE where the device may still touch their slots, the reason of
-        their first try elsewhere. ``ended`` yields the part once more.
+        With each part why its moves failed: DEADLINE where the device may still touch their slots,
+        the reason of their first try elsewhere. ``ended`` yields the part once more.
         """
         found = []
         for flight in self._flights.values():
@@ -147,7 +147,7 @@ class Shuttle:
         self.reads += flight.op is Op.READ
 
     def _try_again(self, flight: _Flight, errors: dict[int, int]) -> bool:
-        """Note the failed transfers; send the slots of merged ones alone, and return whether there were any."""
+        """Note failed transfers; retry the slots of merged ones alone; return whether any were."""
         again: list[Transfer] = []
         alone: list[list[int]] = []
         for at, number in errors.items():

@@ -17,13 +17,13 @@ from support.manager_parts import ManagerParts, Sizes
 from support.manager_watch import ManagerWatch
 
 from kvdisk.config import Config
-from kvdisk.device.figures_file import FIGURES_FILE, read_figures, write_figures
+from kvdisk.device.telemetry_file import FIGURES_FILE, read_telemetry, write_telemetry
 from kvdisk.errors import CorruptRecord
-from kvdisk.figures import Figures, few_figures
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.gauges import Gauges
 from kvdisk.stats import SERIES, Kind, Stats
+from kvdisk.telemetry import Telemetry, summarize
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 SLOT = GEOMETRY.slot_sizes[0]
@@ -42,7 +42,7 @@ class Told:
         self.stats = self.parts.manager.stats
         gauges = Gauges(GEOMETRY, self.parts.transfers, self.parts.cpu, self.parts.nvme)
         self.files: list[dict] = []
-        self.figures = Figures(
+        self.telemetry = Telemetry(
             self.stats,
             gauges,
             model="some/model",
@@ -54,7 +54,7 @@ class Told:
         for _ in range(4):  # until the home and its first segment are open
             self.step()
         self.finish()
-        self.figures.take(self.now)
+        self.telemetry.take(self.now)
 
     def step(self, *, work: bool = True) -> None:
         self.now += 0.01
@@ -79,12 +79,12 @@ class Told:
 
 def test_an_engine_that_does_nothing_tells_nothing():
     told = Told()
-    told.figures.write()
+    told.telemetry.write()
     for _ in range(3):
         told.step()
-        assert told.figures.take(told.now + 100) is None
-        told.figures.write()
-    assert len(told.files) == 1 and not told.figures.owes
+        assert told.telemetry.take(told.now + 100) is None
+        told.telemetry.write()
+    assert len(told.files) == 1 and not told.telemetry.is_due
 
 
 def test_under_way_it_tells_now_and_then_and_at_the_end_at_once():
@@ -92,25 +92,25 @@ def test_under_way_it_tells_now_and_then_and_at_the_end_at_once():
     told.add("aabbx")
     told.step(work=False)
     at = told.now + 10
-    first = told.figures.take(at)
+    first = told.telemetry.take(at)
     assert first is not None and first.gauges["queued_jobs.store"] == 1 and first["missed_tokens.cpu"] == 4
     told.add("ccx")
     told.step(work=False)
-    assert told.figures.take(at + 0.2) is None
-    second = told.figures.take(at + 0.3)
+    assert told.telemetry.take(at + 0.2) is None
+    second = told.telemetry.take(at + 0.3)
     assert second is not None and not second.gauges and second["lookup_tokens"] == 2
-    assert told.figures.take(at + 0.6) is None, "nothing has changed"
-    third = told.figures.take(at + 1.1)
+    assert told.telemetry.take(at + 0.6) is None, "nothing has changed"
+    third = told.telemetry.take(at + 1.1)
     assert third is not None and third.gauges["queued_jobs.store"] == 2 and not third.counts
     told.finish()
-    assert told.figures.owes
-    last = told.figures.take(at + 1.11)
-    assert last is not None and not told.figures.owes
+    assert told.telemetry.is_due
+    last = told.telemetry.take(at + 1.11)
+    assert last is not None and not told.telemetry.is_due
     assert (last["stored_blocks"], last["demoted_blocks"]) == (3, 2), "half of the CPU slots may wait for NVMe"
     assert last.samples["job_seconds.store"].count == 2
     assert last.gauges["queued_jobs.store"] == last.gauges["uncommitted_changes"] == 0
     assert last.gauges["used_bytes.nvme"] == 2 * SLOT
-    assert told.figures.take(at + 50) is None
+    assert told.telemetry.take(at + 50) is None
 
 
 class OneJob:
@@ -125,14 +125,14 @@ class OneJob:
 
 def test_what_was_looked_at_while_a_job_was_out_is_looked_at_again_when_it_has_ended():
     gauges = OneJob()
-    figures = Figures(Stats(), gauges, model="", ranks=1)
+    figures = Telemetry(Stats(), gauges, model="", ranks=1)
     busy = figures.take(10.0)
     assert busy is not None and busy.gauges["queued_jobs.load"] == 1
     gauges.busy = False
-    assert figures.owes
+    assert figures.is_due
     ended = figures.take(10.1)
     assert ended is not None and ended.gauges["queued_jobs.load"] == 0
-    assert figures.take(20.0) is None and not figures.owes
+    assert figures.take(20.0) is None and not figures.is_due
 
 
 def test_all_that_was_told_adds_up_to_the_totals():
@@ -142,10 +142,10 @@ def test_all_that_was_told_adds_up_to_the_totals():
         if at % 3 == 0:
             told.add(("aabbx", "ccx", "ddeex")[at % 9 // 3])
         told.step(work=at % 4 > 0)
-        fresh = told.figures.take(told.now + at * 0.1)
+        fresh = told.telemetry.take(told.now + at * 0.1)
         total.merge(fresh or Stats())
     told.finish()
-    total.merge(told.figures.take(told.now + 100) or Stats())
+    total.merge(told.telemetry.take(told.now + 100) or Stats())
     assert {name: before.get(name, 0) + total[name] for name in told.stats.counts} == told.stats.counts
     jobs = total.samples["job_seconds.store"]
     assert len(jobs.values) == jobs.count == told.stats.samples["job_seconds.store"].count > 0
@@ -158,8 +158,8 @@ def test_what_changes_while_nothing_moves_is_in_the_file_too():
     told.add("x")
     told.step()
     told.stats.add("short_hits")
-    assert told.figures.take(told.now) is not None
-    told.figures.write()
+    assert told.telemetry.take(told.now) is not None
+    told.telemetry.write()
     assert told.files[-1]["totals"]["short_hits"] == 1
 
 
@@ -168,12 +168,12 @@ def test_the_file_says_what_was_counted_and_how_it_is(tmp_path):
     told.add("aabbx")
     told.finish()
     told.stats.add("drive_written_bytes.0", 8192)
-    told.figures.take(told.now)
-    told.figures.write()
-    told.figures.write()
+    told.telemetry.take(told.now)
+    told.telemetry.write()
+    told.telemetry.write()
     assert len(told.files) == 1
-    write_figures(tmp_path, told.files[-1])
-    found = read_figures(tmp_path)
+    write_telemetry(tmp_path, told.files[-1])
+    found = read_telemetry(tmp_path)
     assert found is not None
     assert (found.pid, found.host, found.model, found.ranks) == (os.getpid(), os.uname().nodename, "some/model", 1)
     assert abs(found.time_s - time.time()) < 600 and found.started_s <= found.time_s
@@ -192,15 +192,15 @@ def test_a_link_in_the_place_of_the_file_is_replaced_and_not_followed(tmp_path):
     for name in (FIGURES_FILE, FIGURES_FILE + ".tmp"):
         (home / name).symlink_to(other)
     told = Told()
-    told.figures.write()
-    write_figures(home, told.files[-1])
+    told.telemetry.write()
+    write_telemetry(home, told.files[-1])
     assert other.read_text() == "mine"
-    assert read_figures(home) is not None
+    assert read_telemetry(home) is not None
 
 
 def _changed(**fields: object) -> str:
     told = Told()
-    told.figures.write()
+    told.telemetry.write()
     return json.dumps(told.files[-1] | fields)
 
 
@@ -227,22 +227,22 @@ DAMAGES = {
 def test_a_damaged_file_is_damaged_and_no_wrong_number(tmp_path, how):
     (tmp_path / FIGURES_FILE).write_text(DAMAGES[how]())
     with pytest.raises(CorruptRecord):
-        read_figures(tmp_path)
+        read_telemetry(tmp_path)
 
 
 def test_what_is_no_file_is_damaged_and_none_is_none(tmp_path):
-    assert read_figures(tmp_path) is None
+    assert read_telemetry(tmp_path) is None
     os.mkfifo(tmp_path / FIGURES_FILE)
     with pytest.raises(CorruptRecord):
-        read_figures(tmp_path)
+        read_telemetry(tmp_path)
 
 
 def test_a_line_says_what_has_happened_since_the_last_one(caplog):
     told = Told()
     with caplog.at_level(logging.INFO, logger="kvdisk"):
-        told.figures.log()
+        told.telemetry.log()
         caplog.clear()
-        told.figures.log()
+        told.telemetry.log()
         assert not caplog.records, "nothing has happened"
         for _ in range(2):
             told.add("aabbx")
@@ -250,9 +250,9 @@ def test_a_line_says_what_has_happened_since_the_last_one(caplog):
             told.engine.pool.forget_all()
         told.stats.observe("transfer_bytes.cpu_to_nvme", 3e6)
         told.stats.add("io_errors.write", 2)
-        told.figures.take(told.now)
-        told.figures.log()
-        told.figures.log()
+        told.telemetry.take(told.now)
+        told.telemetry.log()
+        told.telemetry.log()
     (record,) = caplog.records
     assert record.levelname == "INFO" and record.name.startswith("kvdisk")
     assert record.getMessage() == (
@@ -262,6 +262,6 @@ def test_a_line_says_what_has_happened_since_the_last_one(caplog):
 
 
 def test_the_few_figures_leave_out_what_is_not_there():
-    assert few_figures(Stats()) == {}
-    assert few_figures(Stats(dict.fromkeys([name for name, kind in SERIES.items() if kind is Kind.COUNTER], 0))) == {}
-    assert few_figures(Stats({"hit_tokens.nvme": 1, "missed_tokens.nvme": 3})) == {"NVMe hits": "25.0 %"}
+    assert summarize(Stats()) == {}
+    assert summarize(Stats(dict.fromkeys([name for name, kind in SERIES.items() if kind is Kind.COUNTER], 0))) == {}
+    assert summarize(Stats({"hit_tokens.nvme": 1, "missed_tokens.nvme": 3})) == {"NVMe hits": "25.0 %"}
