@@ -193,10 +193,8 @@ def test_runs_beside_each_other_are_those_one_by_one(chats):
 # --- The command. ---
 
 
-def run(*arguments: object, script: bool = False) -> subprocess.CompletedProcess[str]:
-    command = (
-        [sys.executable, "tools/replay_trace.py"] if script else [sys.executable, "-m", "kvdisk.cli.main", "replay"]
-    )
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvdisk.cli.main", "replay"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [*command, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, env=env, check=False
@@ -214,13 +212,10 @@ def test_the_command_prints_a_table_and_draws(small, tmp_path):
     assert picture.read_text().count("credit, adaptive") == 1
 
 
-@pytest.mark.parametrize("script", [False, True])
-def test_json_has_the_shape_that_is_documented(small, script, tmp_path):
+def test_json_has_the_shape_that_is_documented(small, tmp_path):
     packed = tmp_path / "small.gz"
     packed.write_bytes(gzip.compress(small.read_bytes()))
-    done = run(
-        packed, "--json", "--nvme", "200", "--eviction", "lru,credit", "--compare", "lru+reuse(2),belady", script=script
-    )
+    done = run(packed, "--json", "--nvme", "200", "--eviction", "lru,credit", "--compare", "lru+reuse(2),belady")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["json_version"] == 1

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvdisk.assembly import assemble_scheduler, assemble_worker
-from kvdisk.cli.bench.scratch import ending_on_signals
 from kvdisk.cli.replay.capacity import nvme_bytes_for
 from kvdisk.cli.replay.engine import Engine
 from kvdisk.cli.replay.run import Outcome, Replayed, Rival, Watch, make_outcome, room_of, run_rival
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from kvdisk.worker.mover import Mover
 
 _PREFIX = ".kvdisk-replay-"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LEFT_FREE_BYTES = 1 << 30
 _IDLE_WAIT_S = 0.02
 _DEADLINE_S = 120.0
@@ -112,7 +114,7 @@ def replay_with_io(
     rooms = {room_of(setting).blocks: room_of(setting) for setting in settings}
     total = len(settings) + len(rooms) * len(rivals)
     own: list[Outcome] = []
-    with ending_on_signals():
+    with _ending_on_signals():
         for setting in settings:
             with _store(directory) as store:
                 own.append(_run(trace, setting, block_bytes, store))
@@ -122,6 +124,26 @@ def replay_with_io(
     order = {blocks: at for at, blocks in enumerate(rooms)}
     outcomes = sorted([*own, *others], key=lambda outcome: order[outcome.room.blocks])
     return Replayed(trace, block_bytes, outcomes, sum(outcome.seconds for outcome in own), 1, str(directory))
+
+
+@contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """Let SIGINT, SIGTERM and SIGHUP end the program in order, so that it removes the store.
+
+    A second signal does not disturb that. For the main thread.
+    """
+
+    def end(number: int, _: FrameType | None) -> None:
+        for one in _SIGNALS:
+            signal.signal(one, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
