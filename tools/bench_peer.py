@@ -24,8 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvdisk.cli.bench.cases import Case, Flow
-from kvdisk.cli.bench.drive import block_order
+from bench_drive import Case
+
+from kvdisk.device.base import Op
 from kvdisk.errors import ConfigError
 
 THREADS = (1, 4, 8, 16)
@@ -69,10 +70,10 @@ class VllmFiles:
         ``directory``: not made yet. The case's bytes take space there once, until ``stack`` ends.
         """
         files = _Files(self._extension, case, directory, memory, direct)
-        if case.flow is Flow.READ:
+        if case.op is Op.READ:
             files.store(THREADS[-1])
             stack.callback(files.empty)
-        move = files.load if case.flow is Flow.READ else files.store_anew
+        move = files.load if case.op is Op.READ else files.store_anew
         return {f"vLLM fs_io_C x {count}": partial(move, count) for count in THREADS}
 
 
@@ -90,7 +91,7 @@ class _Files:
         self._memory = memory
         self._direct = direct
         self._directory = directory
-        self._order = block_order(case)
+        self._order = case.order()
         directory.mkdir()
         _spread(directory)
         self._paths: list[str] = []

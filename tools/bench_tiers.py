@@ -23,16 +23,16 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from bench_drive import Case, DriveRun, Layout
 from bench_peer import VllmFiles
 from rich.console import Console
 from rich.table import Table
 
 from kvdisk.cli.amounts import parse_size
-from kvdisk.cli.bench.cases import DEVICES, Case, Flow, Layout, Part
-from kvdisk.cli.bench.drive import DriveRun, auto_depth, bytes_in_flight, try_device
 from kvdisk.cli.bench.machine import describe
 from kvdisk.cli.bench.mover import fill
-from kvdisk.device.probe import nameless_file
+from kvdisk.device.base import Op
+from kvdisk.device.probe import MAKERS, nameless_file
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import ALIGNMENT, round_up
 from kvdisk.worker.arena import Arena
@@ -42,10 +42,10 @@ FIO_ENGINES = {
     "fio libaio": ("--ioengine=libaio",),
 }
 FIO_KINDS = {
-    (Flow.READ, Layout.CONTIGUOUS): "read",
-    (Flow.WRITE, Layout.CONTIGUOUS): "write",
-    (Flow.READ, Layout.SCATTERED): "randread",
-    (Flow.WRITE, Layout.SCATTERED): "randwrite",
+    (Op.READ, Layout.CONTIGUOUS): "read",
+    (Op.WRITE, Layout.CONTIGUOUS): "write",
+    (Op.READ, Layout.SCATTERED): "randread",
+    (Op.WRITE, Layout.SCATTERED): "randwrite",
 }
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """What the devices have, too. Without them and registered buffers fio reads half as fast."""
@@ -63,7 +63,7 @@ def run_fio(case: Case, engine: str, path: str) -> float:
     command = [
         *("fio", "--name=limit", f"--filename={path}", "--direct=1", "--thread", "--fallocate=none"),
         *(f"--size={case.total_bytes}", f"--io_size={case.total_bytes * passes}", f"--bs={case.block_bytes}"),
-        *(f"--rw={FIO_KINDS[case.flow, case.layout]}", f"--iodepth={case.depth}", *FIO_ENGINES[engine]),
+        *(f"--rw={FIO_KINDS[case.op, case.layout]}", f"--iodepth={case.depth}", *FIO_ENGINES[engine]),
         *("--allow_file_create=0", "--scramble_buffers=0", "--gtod_reduce=1", "--output-format=json"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | HUGE_PAGES)
@@ -114,12 +114,7 @@ def add_rows(table: Table, case: Case, found: dict[str, list[float]]) -> None:
 
 
 def cases(total_bytes: int, sizes: list[int]) -> list[Case]:
-    return [
-        Case(Part.DRIVE, flow, size, min(auto_depth(size), total_bytes // size), layout, total_bytes // size * size)
-        for layout in Layout
-        for size in sizes
-        for flow in Flow
-    ]
+    return [Case(op, layout, size, total_bytes // size) for layout in Layout for size in sizes for op in Op]
 
 
 def main(arguments: list[str]) -> int:
@@ -131,7 +126,8 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     total_bytes = parse_size("--total", options.total)
     sizes = [parse_size("--sizes", size) for size in options.sizes]
-    in_flight = max(WRITE_BYTES, *(bytes_in_flight(auto_depth(size), size) for size in sizes))
+    wanted = cases(total_bytes, sizes)
+    in_flight = max(WRITE_BYTES, *(case.bytes_in_flight for case in wanted))
     console = Console(highlight=False)
     console.print(describe(options.dir).sentence)
     table = Table("", "MB/s", "lowest-highest", "of fio", "of vLLM")
@@ -144,13 +140,14 @@ def main(arguments: list[str]) -> int:
         for at in range(0, total_bytes, WRITE_BYTES):
             os.pwrite(fd, arena.memory[: min(WRITE_BYTES, total_bytes - at)], at)
         drives = []
-        for name in DEVICES:
-            device, why = try_device(name)
-            if device is None:
-                console.print(f"device {name} is left out: {why}")
-            else:
-                drives.append(DriveRun(device, fd, arena.memory))
-                stack.callback(drives[-1].close)
+        for make in MAKERS.values():
+            try:
+                device = make()
+            except ConfigError as error:
+                console.print(f"left out: {error}")
+                continue
+            stack.callback(device.close)
+            drives.append(DriveRun(device, fd, arena.memory))
         try:
             peer = VllmFiles()
         except ConfigError as error:
@@ -159,7 +156,7 @@ def main(arguments: list[str]) -> int:
         has_fio = direct and shutil.which("fio") is not None
         if not has_fio:
             console.print("fio is not installed, or the file system refuses O_DIRECT: there is no limit")
-        for number, case in enumerate(cases(total_bytes, sizes)):
+        for number, case in enumerate(wanted):
             print(case.words, file=sys.stderr)
             with ExitStack() as mine:
                 contenders: dict[str, Seconds] = {}

@@ -6,29 +6,29 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import bench_drive
 import pytest
+from bench_drive import DriveRun
 from cli_stores import COMMAND, run_here
 from ranks import CpuLanes
 
 from kvdisk.cli.amounts import parse_size
 from kvdisk.cli.bench import run as bench_run
-from kvdisk.cli.bench.cases import Case, Flow, Layout, Part, Result, Sample, Speed, Unmeasured
-from kvdisk.cli.bench.drive import LANES, DriveRun, auto_depth, block_order, bytes_in_flight, try_device
-from kvdisk.cli.bench.mover import MoverRun, blocks_of
+from kvdisk.cli.bench.cases import Case, Flow, Part, Result, Sample, Speed
+from kvdisk.cli.bench.mover import MoverRun, Unmeasured, blocks_of
 from kvdisk.cli.bench.run import Contender, measure_in_turn
 from kvdisk.device.base import Op
 from kvdisk.device.memory import MemoryDevice
 from kvdisk.errors import ConfigError, DeviceError
-from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
+from kvdisk.testing.faulty_device import FaultyDevice
 from kvdisk.worker import copier
 from kvdisk.worker.arena import Arena
 
@@ -36,91 +36,37 @@ ROOT = Path(__file__).resolve().parents[2]
 KIB = 1024
 BLOCK = 16 * KIB
 FD = 7
-QUICK = ("--total", "4M", "--rounds", "1", "-b", "64K", "--parts", "drive", "--flow", "read", "--layout", "contiguous")
+QUICK = ("--total", "4M", "--rounds", "1", "-b", "64K", "--parts", "memory")
 WAIT_S = 500.0
 """A bound, not a delay: what takes longer hangs."""
 POSIX = {"posix-aio", "posix-threads"}
 """What it is called depends on what the machine lets it use."""
 
 
-def case(
-    flow: Flow = Flow.READ, layout: Layout = Layout.SCATTERED, depth: int = 6, part: Part = Part.DRIVE, count: int = 25
-) -> Case:
-    return Case(part, flow, BLOCK, depth, layout, count * BLOCK)
+def case(flow: Flow = Flow.LOAD, part: Part = Part.MOVER) -> Case:
+    return Case(part, flow, BLOCK, 20)
 
 
-# --- One device. ---
+# --- One device, as our comparison with fio drives it. ---
 
 
-def drive(plan: FaultPlan | None = None) -> tuple[DriveRun, FaultyDevice, Arena]:
-    arena = Arena([BLOCK], [64], pin=False)
-    arena.memory[:] = np.arange(arena.total_bytes, dtype=np.uint64).view(np.uint8)[: arena.total_bytes].tobytes()
-    device = FaultyDevice(MemoryDevice(file_bytes=32 * BLOCK), plan)
-    return DriveRun(device, FD, arena.memory), device, arena
+def drive() -> tuple[DriveRun, FaultyDevice]:
+    device = FaultyDevice(MemoryDevice(file_bytes=32 * BLOCK))
+    return DriveRun(device, FD, Arena([BLOCK], [64], pin=False).memory), device
 
 
-@pytest.mark.parametrize("layout", Layout)
-@pytest.mark.parametrize("flow", Flow)
-def test_every_block_is_moved_once(flow, layout):
-    run, device, _ = drive()
-    run.move(case(flow, layout))
+@pytest.mark.parametrize("layout", bench_drive.Layout)
+@pytest.mark.parametrize("op", Op)
+def test_every_block_is_moved_once(op, layout):
+    run, device = drive()
+    run.move(bench_drive.Case(op, layout, BLOCK, 25))
     moved: list[int] = []
-    for op, transfers in device.submitted:
-        assert op is (Op.READ if flow is Flow.READ else Op.WRITE)
+    for submitted, transfers in device.submitted:
+        assert submitted is op
         for _, offset, size in transfers:
             moved += range(offset // BLOCK, (offset + size) // BLOCK)
     assert sorted(moved) == list(range(25))
-    assert (moved == sorted(moved)) == (layout is Layout.CONTIGUOUS)
-    if layout is Layout.CONTIGUOUS:
-        assert all(len(transfers) == 1 for _, transfers in device.submitted), "neighbours are one transfer"
-    assert len(device.submitted) >= LANES
-
-
-def test_batches_in_flight_have_memory_of_their_own():
-    run, device, arena = drive(FaultPlan(hold=True))
-    used: list[tuple[int, int]] = []
-    real = device.submit
-
-    def submit(op, batch):
-        for transfer in batch:
-            for buffer in transfer.buffers:
-                start = np.frombuffer(buffer, np.uint8).ctypes.data
-                used.append((start, start + buffer.nbytes))
-        if len(used) == 6:
-            device.plan.hold = False
-            device.release()
-        return real(op, batch)
-
-    device.submit = submit
-    assert bytes_in_flight(6, BLOCK) <= arena.total_bytes
-    run.move(case(depth=6))
-    first = sorted(used[:6])
-    assert all(one[1] <= two[0] for one, two in pairwise(first))
-
-
-def test_a_failing_drive_fails_the_measurement_and_nothing_stays_in_flight():
-    run, device, _ = drive(FaultPlan(fail={3: errno.EIO}, hang={5}))
-    with pytest.raises(DeviceError) as caught:
-        run.move(case())
-    assert caught.value.errno == errno.EIO
-    assert device.drain() == []
-
-
-def test_the_order_is_the_same_every_time():
-    order = block_order(case())
-    assert order == block_order(case()) != list(range(25)) and sorted(order) == list(range(25))
-
-
-def test_depth_follows_the_mover_within_reason():
-    assert [auto_depth(size) for size in (1 << 20, 8 << 20, 64 << 20, 4096)] == [32, 4, 4, 256]
-
-
-def test_a_device_that_cannot_be_made_says_why(monkeypatch):
-    def absent():
-        raise ConfigError("it needs a package\nand more")
-
-    monkeypatch.setitem(bench_run.MAKERS, "nixl", absent)
-    assert try_device("nixl") == (None, "it needs a package")
+    assert (moved == sorted(moved)) == (layout is bench_drive.Layout.CONTIGUOUS)
 
 
 # --- The mover. ---
@@ -132,15 +78,15 @@ def test_a_device_that_cannot_be_made_says_why(monkeypatch):
 def test_the_mover_moves_every_block(flow, part, gpu):
     assert (blocks_of(4096 + 20 * (BLOCK + 4096), BLOCK), blocks_of(4095 + 20 * (BLOCK + 4096), BLOCK)) == (20, 19)
     device = FaultyDevice(MemoryDevice(file_bytes=4096 + 20 * (BLOCK + 4096)))
-    run = MoverRun(device, FD, case(flow, part=part, count=20), CpuLanes() if gpu else None)
+    run = MoverRun(device, FD, case(flow, part), CpuLanes() if gpu else None)
     stored = len(device.submitted)
     assert {op for op, _ in device.submitted} == ({Op.WRITE} if part is Part.MOVER else set())
     run.move()
     moved = device.submitted[stored:]
     if part is Part.MOVER:
-        assert {op for op, _ in moved} == {Op.READ if flow is Flow.READ else Op.WRITE}
+        assert {op for op, _ in moved} == {Op.READ if flow is Flow.LOAD else Op.WRITE}
         assert sum(size for _, batch in moved for _, _, size in batch) == 20 * (BLOCK + 4096)
-        if flow is Flow.READ:
+        if flow is Flow.LOAD:
             device.plan.corrupt = {device._reads + 1: 9000}
             with pytest.raises(Unmeasured, match="CHECKSUM"):
                 run.move()
@@ -172,7 +118,7 @@ def test_a_contender_that_fails_is_left_out_and_said():
 
 def test_figures_are_of_all_rounds():
     samples = [Sample(2.0, 1.0), Sample(1.0, 2.0), Sample(4.0, 4.0)]
-    result = Result(Case(Part.DRIVE, Flow.READ, 10**6, 1, Layout.CONTIGUOUS, 10**9), "posix", samples)
+    result = Result(Case(Part.MOVER, Flow.LOAD, 10**6, 1000), "posix", samples)
     assert result.mb_per_s == Speed(500, 250, 1000)
     assert result.cpu_s_per_gib == pytest.approx(2 * 2**30 / 10**9)
 
@@ -208,36 +154,41 @@ def test_a_run_has_everything_and_leaves_nothing(tmp_path):
     found = measured(bench(tmp_path, "--total", "4M", "--rounds", "2", "-b", "64K", "-b", "256K", "--json"))
     assert not list(tmp_path.iterdir())
     assert found["json_version"] == 2 and found["machine"]["cores"] >= 1 and found["machine"]["file_system"]
-    assert [one["block_bytes"] for one in found["probes"]] == [68 << 10, 260 << 10]
-    assert all(one["chosen"] in {"posix", "nixl"} and one["why"] and not one["problem"] for one in found["probes"])
+    assert [one["block_bytes"] for one in found["drive"]] == [68 << 10, 260 << 10]
+    for one in found["drive"]:
+        assert one["chosen"] in {"posix", "nixl"} and one["why"] and not one["problem"]
+        assert one["names"]["posix"] in POSIX
+        ways = [(speed["op"], speed["run"]) for speed in one["speeds"] if speed["device"] == one["chosen"]]
+        assert sorted(ways) == [("read", False), ("read", True), ("write", False), ("write", True)]
     assert "straight between drive and GPU" in found["straight_to_gpu"]
     cases = {(one["case"]["part"], one["case"]["flow"], one["case"]["block_bytes"]) for one in found["results"]}
-    parts = ("drive", "mover", "memory")
-    assert cases == {(part, flow, size) for part in parts for flow in ("read", "write") for size in (65536, 262144)}
+    assert cases == {
+        (part, flow, size) for part in ("mover", "memory") for flow in ("load", "store") for size in (65536, 262144)
+    }
     for one in found["results"]:
-        rates = sorted(one["case"]["total_bytes"] / 1e6 / sample["seconds"] for sample in one["samples"])
+        total_bytes = one["case"]["block_bytes"] * one["case"]["block_count"]
+        rates = sorted(total_bytes / 1e6 / sample["seconds"] for sample in one["samples"])
         assert one["mb_per_s"] == pytest.approx({"lowest": rates[0], "highest": rates[1], "median": sum(rates) / 2})
-        assert one["name"] in (POSIX | {"nixl"} if one["case"]["part"] != "memory" else {"CPU tier"})
+        assert one["name"] in (POSIX | {"nixl"} if one["case"]["part"] == "mover" else {"CPU tier"})
 
 
 def test_tables(tmp_path):
-    small = ("--total", "2M", "--rounds", "1", "-b", "64K", "-b", "128K", "--parts", "drive", "--parts", "probe")
-    done = bench(tmp_path, *small, "--flow", "write", COLUMNS="100")
+    done = bench(tmp_path, "--total", "2M", "--rounds", "1", "-b", "64K", "-b", "128K", COLUMNS="100")
     assert (done.returncode, done.stderr) == (0, "")
     assert max(map(len, done.stdout.splitlines())) <= 100
-    rows = [line.split() for line in done.stdout.splitlines() if POSIX & set(line.split()[:1])]
-    assert len([row for row in rows if "-" in row[2]]) == 4, done.stdout
-    for words in ("write 64 KiB x 32 contiguous", "write 128 KiB x 16 scattered", "68 KiB: ", "132 KiB"):
-        assert words in done.stdout
+    drive, mover, memory = re.split(r"^Host memory in place of a GPU and .*\n", done.stdout, flags=re.MULTILINE)
+    (line,) = [line.split() for line in drive.splitlines() if line.startswith("68 KiB  ")]
+    assert line[2] in POSIX | {"nixl"} and all(figure.replace(",", "").isdigit() for figure in line[3:7])
+    assert re.search(r"^132 KiB: (posix|nixl)\S*, because", drive, re.MULTILINE)
+    for table, name in ((mover, "posix"), (memory, "CPU tier")):
+        assert [words in table for words in ("load 64 KiB", "store 128 KiB")] == [True, True]
+        assert len(re.findall(rf"^  {name}", table, re.MULTILINE)) == 4
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("--rounds", "0"), "--rounds must be 1 to"),
-        (("--depth", "0"), "--depth must be 1 to"),
-        (("--depth", "5000"), "--depth must be 1 to"),
-        (("--depth", "100", "--total", "64M", "-b", "1M"), "more than all the blocks"),
         (("-b", "5000"), "multiple of 4 KiB"),
         (("-b", "lots"), "--block-size must be a size"),
         (("--total", "1M", "-b", "1M"), "at least two blocks"),
@@ -277,9 +228,13 @@ def test_a_drive_without_room_is_not_filled(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_however_it_ends(tmp_path, number):
-    long = ("--total", "8M", "-b", "64K", "--rounds", "1000", "--parts", "drive")
+    long = ("--total", "8M", "-b", "64K", "--rounds", "1000", "--parts", "mover")
     child = subprocess.Popen(
-        [COMMAND, "bench", tmp_path, *long], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True
+        [COMMAND, "bench", tmp_path, *long],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     deadline = time.monotonic() + WAIT_S
     while moved_bytes(child) < 10 * (8 << 20):
@@ -303,15 +258,14 @@ def test_without_torch_the_rest_is_measured(tmp_path):
     for name in ("torch", "vllm"):
         (absent / f"{name}.py").write_text("raise ImportError('this must not be loaded')")
     first = os.pathsep.join(filter(None, [str(absent), os.environ.get("PYTHONPATH")]))
-    arguments = ("--total", "4M", "--rounds", "1", "-b", "64K", "--json", "--flow", "read")
-    found = measured(bench(place, *arguments, PYTHONPATH=first))
-    assert {one["case"]["part"] for one in found["results"]} == {"drive"}
+    found = measured(bench(place, "--total", "4M", "--rounds", "1", "-b", "64K", "--json", PYTHONPATH=first))
+    assert len(found["drive"]) == 1 and found["results"] == []
     assert sum("torch is not installed" in line for line in found["skipped"]) == 1
 
 
 def test_blocks_are_on_a_gpu_where_there_is_one(tmp_path, monkeypatch):
     monkeypatch.setattr(copier, "CudaLanes", CpuLanes)
-    done = run_here("bench", tmp_path, "--total", "2M", "--rounds", "1", "-b", "64K", "--parts", "memory")
+    done = run_here("bench", tmp_path, *QUICK)
     assert done.exit_code == 0 and "GPU and CPU tier, through the mover" in done.stdout
     assert "Host memory" not in done.stdout
 

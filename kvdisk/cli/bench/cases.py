@@ -9,26 +9,19 @@ from enum import Enum
 from pathlib import Path
 
 from kvdisk.cli.wording import size
-from kvdisk.errors import ConfigError, KvdiskError
+from kvdisk.errors import ConfigError
 from kvdisk.geometry import ALIGNMENT
 
 DEVICES = ("posix", "nixl")
 LARGEST_TOTAL_BYTES = 16 << 30
 _MOST_ROUNDS = 1000
-_MOST_DEPTH = 4096
-
-
-class Unmeasured(KvdiskError):
-    """Something cannot be measured here. The message is a sentence that says why."""
 
 
 class Part(Enum):
     """What a run measures."""
 
-    PROBE = "probe"
-    """Which device ``device: auto`` would choose, and why."""
     DRIVE = "drive"
-    """Each device alone, between memory and the drive."""
+    """Each device alone, between memory and the drive; which one ``device: auto`` would choose, and why."""
     MOVER = "mover"
     """Stores and loads between GPU and NVMe through the mover, over each device."""
     MEMORY = "memory"
@@ -36,32 +29,19 @@ class Part(Enum):
 
 
 class Flow(Enum):
-    """Which way the bytes go. Through the mover READ is a load, WRITE a store."""
+    """Which way the bytes go: towards the GPU, or from it."""
 
-    READ = "read"
-    WRITE = "write"
-
-
-class Layout(Enum):
-    """Where on the drive blocks lie that are moved one after the other."""
-
-    CONTIGUOUS = "contiguous"
-    SCATTERED = "scattered"
+    LOAD = "load"
+    STORE = "store"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of a run. One measurement moves about ``total_bytes``.
-
-    ``depth``: None: as deep as the mover. ``devices``: by name.
-    """
+    """The options of a run. One measurement through the mover moves about ``total_bytes``."""
 
     directory: Path
     parts: tuple[Part, ...]
     block_sizes: tuple[int, ...]
-    flows: tuple[Flow, ...]
-    layouts: tuple[Layout, ...]
-    depth: int | None
     total_bytes: int
     rounds: int
     devices: tuple[str, ...]
@@ -81,11 +61,6 @@ class Settings:
                 f"--total must be at least two blocks ({size(2 * largest)}) and at most {size(LARGEST_TOTAL_BYTES)},"
                 f" not {size(self.total_bytes)}."
             )
-        if self.depth is not None:
-            if not 1 <= self.depth <= _MOST_DEPTH:
-                raise ConfigError(f"--depth must be 1 to {_MOST_DEPTH}, not {self.depth}.")
-            if self.depth * largest > self.total_bytes:
-                raise ConfigError(f"--depth {self.depth} is more than all the blocks of a measurement; see --total.")
         for name in self.devices:
             if name not in DEVICES:
                 raise ConfigError(f"there is no device {name}: --device takes {', '.join(DEVICES)}.")
@@ -93,32 +68,22 @@ class Settings:
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure: ``total_bytes`` in blocks, each moved once.
-
-    ``depth``: blocks under way at once. The mover is given all of them, and sees to that itself.
-    """
+    """One thing to measure through the mover: so many blocks, each moved once."""
 
     part: Part
     flow: Flow
     block_bytes: int
-    depth: int
-    layout: Layout
-    total_bytes: int
-
-    def __post_init__(self) -> None:
-        assert self.block_bytes > 0 and self.depth > 0
-        assert self.total_bytes > 0 and self.total_bytes % self.block_bytes == 0
+    block_count: int
 
     @property
-    def block_count(self) -> int:
-        """Blocks of one measurement."""
-        return self.total_bytes // self.block_bytes
+    def total_bytes(self) -> int:
+        """Of one measurement."""
+        return self.block_bytes * self.block_count
 
     @property
     def words(self) -> str:
-        """The case in words: ``read 64 KiB x 32 contiguous``."""
-        words = f"{self.flow.value} {short_size(self.block_bytes)}"
-        return f"{words} x {self.depth} {self.layout.value}" if self.part is Part.DRIVE else words
+        """The case in words: ``load 64 KiB``."""
+        return f"{self.flow.value} {short_size(self.block_bytes)}"
 
 
 @dataclass(frozen=True)
@@ -138,7 +103,7 @@ class Speed:
     highest: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class Result:
     """What the rounds of one contender gave. ``name``: of the device, or of what moves the bytes."""
 
@@ -151,9 +116,8 @@ class Result:
     def __post_init__(self) -> None:
         rates = [self.case.total_bytes / 1e6 / sample.seconds for sample in self.samples]
         gib = self.case.total_bytes / 2**30
-        cpu = statistics.median(sample.cpu_seconds / gib for sample in self.samples)
-        object.__setattr__(self, "mb_per_s", Speed(statistics.median(rates), min(rates), max(rates)))
-        object.__setattr__(self, "cpu_s_per_gib", cpu)
+        self.mb_per_s = Speed(statistics.median(rates), min(rates), max(rates))
+        self.cpu_s_per_gib = statistics.median(sample.cpu_seconds / gib for sample in self.samples)
 
 
 def short_size(count_bytes: int) -> str:

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from kvdisk.cli.amounts import parse_size
-from kvdisk.cli.bench.cases import DEVICES, Flow, Layout, Part, Settings
+from kvdisk.cli.bench.cases import DEVICES, Part, Settings
 from kvdisk.cli.output import as_json as plain
 from kvdisk.cli.refusal import refusal
 from kvdisk.errors import ConfigError, KvdiskError
@@ -26,11 +26,8 @@ Parts = Annotated[list[Part], typer.Option("--parts", help="What to measure; may
 BlockSizes = Annotated[
     list[str], typer.Option("--block-size", "-b", metavar="SIZE", help="Bytes of a block; may be given several times.")
 ]
-Flows = Annotated[list[Flow], typer.Option("--flow", help="Which way; may be given several times.")]
-Layouts = Annotated[list[Layout], typer.Option("--layout", help="Where the blocks lie; may be given several times.")]
-Depth = Annotated[int | None, typer.Option("--depth", help="Blocks under way at once; by default as in the mover.")]
-Total = Annotated[str, typer.Option("--total", metavar="SIZE", help="Bytes of one measurement, and of the file.")]
-Rounds = Annotated[int, typer.Option("--rounds", help="Measurements of each device.")]
+Total = Annotated[str, typer.Option("--total", metavar="SIZE", help="Bytes of one measurement through the mover.")]
+Rounds = Annotated[int, typer.Option("--rounds", help="Measurements of each device through the mover.")]
 Devices = Annotated[
     list[str], typer.Option("--device", metavar="NAME", help="Only this device; may be given several times.")
 ]
@@ -49,9 +46,6 @@ def bench(
     directory: Directory,
     parts: Parts = list(Part),  # noqa: B006 - typer copies it, here and below
     block_sizes: BlockSizes = ["64K", "256K", "1M", "2M", "8M"],  # noqa: B006
-    flows: Flows = list(Flow),  # noqa: B006
-    layouts: Layouts = list(Layout),  # noqa: B006
-    depth: Depth = None,
     total: Total = "256MiB",
     rounds: Rounds = 5,
     devices: Devices = list(DEVICES),  # noqa: B006
@@ -77,9 +71,6 @@ def bench(
             directory=directory,
             parts=tuple(parts),
             block_sizes=tuple(parse_size("--block-size", text) for text in block_sizes),
-            flows=tuple(flows),
-            layouts=tuple(layouts),
-            depth=depth,
             total_bytes=parse_size("--total", total),
             rounds=rounds,
             devices=tuple(devices),

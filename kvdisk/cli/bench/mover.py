@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvdisk.blocks import JobId, Slot, make_block_key
-from kvdisk.cli.bench.cases import Case, Flow, Part, Unmeasured
+from kvdisk.cli.bench.cases import Case, Flow, Part
 from kvdisk.device.base import Buffer, Device
+from kvdisk.errors import KvdiskError
 from kvdisk.geometry import FINGERPRINT_BYTES, HEADER_BYTES, SEGMENT_HEADER_BYTES, Geometry, GroupGeometry
 from kvdisk.messages import HomeSpec, Job, JobKind, Move, Plan, SegmentSpec
 from kvdisk.worker.arena import Arena
@@ -62,6 +63,10 @@ def fill(memory: Buffer) -> None:
     for start in range(0, memory.nbytes, _FILL_BYTES):
         chunk = memory[start : start + _FILL_BYTES]
         chunk[:] = generator.bytes(chunk.nbytes)
+
+
+class Unmeasured(KvdiskError):
+    """The mover cannot be measured. The message is a sentence that says why."""
 
 
 class _OneFile:
@@ -113,7 +118,7 @@ class MoverRun:
         ]
         self._job_moves = max(1, _JOB_BYTES // block_bytes)
         self._last_job = 0
-        self._kind = JobKind.LOAD if case.flow is Flow.READ else JobKind.STORE
+        self._kind = JobKind.LOAD if case.flow is Flow.LOAD else JobKind.STORE
         try:
             if on_nvme:
                 home = HomeSpec("0" * 32, bytes(FINGERPRINT_BYTES))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of ``kvdisk bench``: what is compared is measured in turn, round by round, on one file."""
+"""One run of ``kvdisk bench``: the drive by the probe of a start, then the mover, contenders in turn."""
 
 from __future__ import annotations
 
@@ -12,23 +12,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvdisk.cli.bench import mover
-from kvdisk.cli.bench.cases import Case, Layout, Part, Result, Sample, Settings, Unmeasured
-from kvdisk.cli.bench.drive import DriveRun, auto_depth, bytes_in_flight, try_device
+from kvdisk.cli.bench.cases import Case, Flow, Part, Result, Sample, Settings
 from kvdisk.cli.bench.machine import Machine, describe
 from kvdisk.cli.wording import size
-from kvdisk.device.base import Buffer, Device
+from kvdisk.device.base import Device
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.pair import PairDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import MAKERS, ProbeReport, nameless_file, probe
 from kvdisk.errors import ConfigError, DeviceError, KvdiskError
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, round_up
-from kvdisk.worker.arena import Arena
 
 if TYPE_CHECKING:
     from kvdisk.worker.copier import Lanes
@@ -40,7 +37,6 @@ MOST_MOVER_BYTES = 512 << 20
 """Of one measurement through the mover: all its blocks lie in memory."""
 NO_TORCH = "torch is not installed: nothing is measured through the mover."
 NOT_DIRECT = "the file system refuses O_DIRECT: these are figures of the system's memory, not of a drive."
-_WRITE_BYTES = 8 << 20
 _STAGING_SLOTS = 4
 
 Watch = Callable[[str], None]
@@ -58,19 +54,20 @@ class Contender(NamedTuple):
 class Run:
     """What a run gave, as ``--json`` prints it. Do not compare figures of two runs.
 
-    ``skipped``: a line for each thing that is not measured. ``straight_to_gpu``: what would move
-    straight between drive and GPU. ``gpu``: whether the mover's blocks were on a GPU.
+    ``drive``: of each block size, what a start would measure and choose. ``straight_to_gpu``: what
+    would move straight between drive and GPU. ``gpu``: whether the mover's blocks were on a GPU.
+    ``skipped``: a line for each thing that is not measured.
     """
 
     machine: Machine
     settings: Settings
     json_version: int = JSON_VERSION
     started_s: int = field(default_factory=lambda: int(time.time()))
-    gpu: bool = False
-    skipped: list[str] = field(default_factory=list)
-    probes: list[ProbeReport] = field(default_factory=list)
+    drive: list[ProbeReport] = field(default_factory=list)
     straight_to_gpu: str = ""
+    gpu: bool = False
     results: list[Result] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
 
 
 def measure(settings: Settings, watch: Watch) -> Run:
@@ -79,70 +76,62 @@ def measure(settings: Settings, watch: Watch) -> Run:
     Raises ConfigError where there is too little room or no permission, DeviceError where the drive fails.
     """
     run = Run(describe(settings.directory), settings)
+    _check_room(settings)
     with ExitStack() as stack:
-        memory = _memory(stack, settings)
-        fd = stack.enter_context(_scratch_file(settings, run, memory, watch))
-        stack.enter_context(_settled_heap())
-        if Part.DRIVE in settings.parts:
-            _measure_drive(run, fd, memory, watch)
+        with _private_directory(settings.directory) as private:
+            if Part.DRIVE in settings.parts:
+                watch("each device on the drive")
+                _measure_drive(run, private)
+            fd = _open_file(stack, run, private) if Part.MOVER in settings.parts else -1
         if {Part.MOVER, Part.MEMORY} & set(settings.parts):
+            stack.enter_context(_ending_at_once())
+            stack.enter_context(_settled_heap())
             _measure_mover(run, fd, watch)
     return run
 
 
-@contextmanager
-def _scratch_file(settings: Settings, run: Run, memory: Buffer, watch: Watch) -> Iterator[int]:
-    """Make the file to measure on, and probe the drive where that is wanted. The file has no name, so nothing is left.
-
-    From here on Ctrl-C ends the process at once: an exception in the middle of a device's call
-    would lose track of what is in flight.
-    """
-    directory, total_bytes = settings.directory, round_up(settings.total_bytes, ALIGNMENT)
+def _check_room(settings: Settings) -> None:
+    directory = settings.directory
     status = os.statvfs(directory)
     free_bytes = status.f_bavail * status.f_frsize
-    if free_bytes - total_bytes < LEFT_FREE_BYTES:
+    if free_bytes - settings.total_bytes < LEFT_FREE_BYTES:
         raise ConfigError(
-            f"{directory} has {size(free_bytes)} free; this run needs {size(total_bytes)} and leaves"
+            f"{directory} has {size(free_bytes)} free; this run needs {size(settings.total_bytes)} and leaves"
             f" {size(LEFT_FREE_BYTES)} free. Give it less with --total, or another directory."
         )
-    with ExitStack() as stack:
-        try:
-            private = tempfile.TemporaryDirectory(prefix=".kvdisk-bench-", dir=directory)
-        except OSError as error:
-            raise ConfigError(f"cannot write in {directory}: {error.strerror}.") from None
-        with private:
-            if Part.PROBE in settings.parts:
-                watch("what a start would choose")
-                _probe(run, Path(private.name))
-            watch("making the file")
-            try:
-                fd, direct = stack.enter_context(nameless_file(Path(private.name), total_bytes))
-                _overwrite(fd, total_bytes, memory)
-            except OSError as error:
-                raise DeviceError(error.errno or errno.EIO, "making the file that is measured on") from error
-        if not direct:
-            run.skipped.append(NOT_DIRECT)
-        before = signal.signal(signal.SIGINT, signal.SIG_DFL)
-        stack.callback(signal.signal, signal.SIGINT, before)
-        yield fd
 
 
-def _overwrite(fd: int, total_bytes: int, content: Buffer) -> None:
-    """Write all of the file, since slots that have been in use are measured."""
-    at = 0
-    while at < total_bytes:
-        at += os.pwrite(fd, content[: min(_WRITE_BYTES, total_bytes - at)], at)
-    os.fsync(fd)
+@contextmanager
+def _private_directory(directory: Path) -> Iterator[Path]:
+    """Make a directory in which files without a name are opened, and remove it when they are."""
+    try:
+        private = tempfile.TemporaryDirectory(prefix=".kvdisk-bench-", dir=directory)
+    except OSError as error:
+        raise ConfigError(f"cannot write in {directory}: {error.strerror}.") from None
+    with private:
+        yield Path(private.name)
 
 
-def _memory(stack: ExitStack, settings: Settings) -> Buffer:
-    """Return memory for the devices' buffers, filled with bytes that no drive compresses."""
-    sizes = [(settings.depth or auto_depth(size), size) for size in settings.block_sizes]
-    needed = max(_WRITE_BYTES, *(bytes_in_flight(depth, size) for depth, size in sizes))
-    arena = Arena([_WRITE_BYTES], [-(-needed // _WRITE_BYTES)], pin=False)
-    stack.callback(arena.close)
-    mover.fill(arena.memory)
-    return arena.memory
+def _open_file(stack: ExitStack, run: Run, directory: Path) -> int:
+    """Open the file for the mover's slots. It has no name, so nothing is left of it however the run ends."""
+    try:
+        file = nameless_file(directory, round_up(run.settings.total_bytes, ALIGNMENT))
+        fd, direct = stack.enter_context(file)
+    except OSError as error:
+        raise DeviceError(error.errno or errno.EIO, "making the file that is measured on") from error
+    if not direct:
+        run.skipped.append(NOT_DIRECT)
+    return fd
+
+
+@contextmanager
+def _ending_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the process at once: an exception in a device's call would lose what is in flight."""
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
@@ -159,10 +148,11 @@ def _settled_heap() -> Iterator[None]:
 # -- the drive -------------------------------------------------------------------------------------
 
 
-def _probe(run: Run, directory: Path) -> None:
-    """Find out what ``device: auto`` would choose for each block size, and what would go straight to a GPU."""
+def _measure_drive(run: Run, directory: Path) -> None:
+    """Measure each device as a start would, for each block size, and what would go straight to a GPU."""
     slot_sizes = [HEADER_BYTES + round_up(size, ALIGNMENT) for size in run.settings.block_sizes]
-    run.probes = [probe(directory, slot_bytes) for slot_bytes in slot_sizes]
+    makers = {name: make for name, make in MAKERS.items() if name in run.settings.devices}
+    run.drive = [probe(directory, slot_bytes, makers=makers) for slot_bytes in slot_sizes]
     run.straight_to_gpu = _straight_to_gpu(directory, sorted(set(slot_sizes)))
 
 
@@ -186,29 +176,6 @@ def _straight_to_gpu(directory: Path, slot_sizes: Sequence[int]) -> str:
     return choice.line
 
 
-def _measure_drive(run: Run, fd: int, memory: Buffer, watch: Watch) -> None:
-    with ExitStack() as stack:
-        drives = []
-        for device in _devices(run):
-            drives.append(DriveRun(device, fd, memory))
-            stack.callback(drives[-1].close)
-        for case in drive_cases(run.settings):
-            contenders = [Contender(drive.device.name, partial(drive.move, case)) for drive in drives]
-            run.results += measure_in_turn(case, contenders, run.settings.rounds, run.skipped, watch)
-
-
-def drive_cases(settings: Settings) -> list[Case]:
-    """Return the cases of a device alone: every size with every flow and layout."""
-    cases = []
-    for layout in settings.layouts:
-        for flow in settings.flows:
-            for block_bytes in settings.block_sizes:
-                count = settings.total_bytes // block_bytes
-                depth = min(settings.depth or auto_depth(block_bytes), count)
-                cases.append(Case(Part.DRIVE, flow, block_bytes, depth, layout, count * block_bytes))
-    return cases
-
-
 # -- the mover -------------------------------------------------------------------------------------
 
 
@@ -220,17 +187,16 @@ def _measure_mover(run: Run, fd: int, watch: Watch) -> None:
     lanes, _ = mover.find_gpu()
     run.gpu = lanes is not None
     for part in (Part.MOVER, Part.MEMORY):
-        for flow in settings.flows if part in settings.parts else ():
+        for flow in Flow if part in settings.parts else ():
             for block_bytes in settings.block_sizes:
                 count = mover.blocks_of(min(settings.total_bytes, MOST_MOVER_BYTES), block_bytes)
-                if not count:
+                if count:
+                    _measure_case(run, Case(part, flow, block_bytes, count), fd, lanes, watch)
+                else:
                     run.skipped.append(f"{part.value}: --total is too small for a block of {block_bytes} bytes.")
-                    continue
-                case = Case(part, flow, block_bytes, count, Layout.CONTIGUOUS, count * block_bytes)
-                _measure_mover_case(run, case, fd, lanes, watch)
 
 
-def _measure_mover_case(run: Run, case: Case, fd: int, lanes: Lanes | None, watch: Watch) -> None:
+def _measure_case(run: Run, case: Case, fd: int, lanes: Lanes | None, watch: Watch) -> None:
     devices = [PosixDevice()] if case.part is Part.MEMORY else _devices(run)
     contenders = []
     with ExitStack() as stack:
@@ -247,21 +213,15 @@ def _measure_mover_case(run: Run, case: Case, fd: int, lanes: Lanes | None, watc
 
 
 def _devices(run: Run) -> list[Device]:
-    """Return new devices, the caller's to close. Raises Unmeasured where there is none."""
-    found, missing = [], []
+    """Return new devices, the caller's to close."""
+    found = []
     for name in run.settings.devices:
-        device, why = try_device(name)
-        if device is not None:
-            found.append(device)
-        else:
-            missing.append(f"device {name} is left out: {why}")
-    run.skipped += [line for line in missing if line not in run.skipped]
-    if not found:
-        raise Unmeasured("; ".join(missing))
+        try:
+            found.append(MAKERS[name]())
+        except ConfigError as error:
+            line = f"device {name} is left out: {error}"
+            run.skipped += [line] if line not in run.skipped else []
     return found
-
-
-# -- in turn ---------------------------------------------------------------------------------------
 
 
 def measure_in_turn(

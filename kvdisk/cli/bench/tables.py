@@ -16,7 +16,6 @@ from kvdisk.device.base import Op
 from kvdisk.device.probe import ProbeReport
 
 _TITLES = {
-    Part.DRIVE: "Memory and NVMe: each device alone",
     Part.MOVER: "{gpu} and NVMe, through the mover",
     Part.MEMORY: "{gpu} and CPU tier, through the mover",
 }
@@ -24,24 +23,25 @@ _WAYS = ((Op.READ, False), (Op.WRITE, False), (Op.READ, True), (Op.WRITE, True))
 
 
 def print_run(run: Run, console: Console) -> None:
-    """Print the machine, what a start would choose, the figures, and what was left out."""
+    """Print the machine, the figures, what a start would choose, and what was left out."""
     console.print(run.machine.sentence)
-    if run.probes:
-        console.print(_probe_table(run.probes))
-        for one in run.probes:
+    if run.drive:
+        console.print("\nMemory and NVMe, each device alone, MB/s", _drive_table(run.drive), sep="\n")
+        console.print("With device: auto a start would choose:")
+        for one in run.drive:
             name = one.name(one.chosen)
             console.print(f"{short_size(one.block_bytes)}: {name}, because {one.why.rstrip('.')}.")
-        absent = {f"without {name}: {why.rstrip('.')}." for one in run.probes for name, why in one.absent.items()}
+        absent = {f"without {name}: {why.rstrip('.')}." for one in run.drive for name, why in one.absent.items()}
         console.print("\n".join([*sorted(absent), run.straight_to_gpu]))
     gpu = "GPU" if run.gpu else "Host memory in place of a GPU"
     for part, results in groupby(run.results, key=lambda result: result.case.part):
-        console.print(_result_table(_TITLES[part].format(gpu=gpu), list(results)))
+        console.print(f"\n{_TITLES[part].format(gpu=gpu)}", _result_table(list(results)), sep="\n")
     for line in run.skipped:
         console.print(line)
 
 
-def _probe_table(reports: Sequence[ProbeReport]) -> Table:
-    table = _table("What a start would choose (device: auto), MB/s")
+def _drive_table(reports: Sequence[ProbeReport]) -> Table:
+    table = _table()
     for name in ("slots of", "device"):
         table.add_column(name, no_wrap=True)
     for name in ("read", "write", "runs read", "runs written"):
@@ -55,8 +55,8 @@ def _probe_table(reports: Sequence[ProbeReport]) -> Table:
     return table
 
 
-def _result_table(title: str, results: Sequence[Result]) -> Table:
-    table = _table(title)
+def _result_table(results: Sequence[Result]) -> Table:
+    table = _table()
     table.add_column("", overflow="fold")
     for name in ("MB/s", "lowest-highest", "CPU s/GiB"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -70,5 +70,5 @@ def _result_table(title: str, results: Sequence[Result]) -> Table:
     return table
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+def _table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
