@@ -7,8 +7,6 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import IntEnum
 from itertools import product
 from pathlib import Path
@@ -16,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvdisk.cli.output import as_json as plain
 from kvdisk.cli.refusal import refusal
@@ -25,7 +22,7 @@ from kvdisk.config import Config, parse_bytes
 from kvdisk.errors import ConfigError, KvdiskError
 
 if TYPE_CHECKING:
-    from kvdisk.cli.replay.run import Replayed, Watch
+    from kvdisk.cli.replay.run import Replayed
     from kvdisk.cli.replay.tiers import Setting
     from kvdisk.cli.replay.trace import Trace
 
@@ -190,40 +187,28 @@ def _replay(
 ) -> Replayed:
     from kvdisk.cli.replay.run import replay as run
 
-    with _progress() as watch:
-        if io_directory is None:
-            # More than there are CPUs: runs that share them end at about the same time, and none is left alone on one.
-            processes = processes or _RUNS_A_CPU * len(os.sched_getaffinity(0))
-            return run(trace, settings, models, block_bytes, processes, watch)
-        try:
-            from kvdisk.cli.replay.real_io import moving_bytes
+    if io_directory is None:
+        # More than there are CPUs: runs that share them end at about the same time, and none is left alone on one.
+        processes = processes or _RUNS_A_CPU * len(os.sched_getaffinity(0))
+        return run(trace, settings, models, block_bytes, processes, _watch)
+    try:
+        from kvdisk.cli.replay.real_io import moving_bytes
 
-            with moving_bytes(io_directory, block_bytes) as run_own:
-                replayed = run(trace, settings, models, block_bytes, 1, watch, run_own)
-        except ImportError:
-            raise ConfigError(
-                "--io needs torch, through which the mover copies; without --io no bytes are moved."
-            ) from None
-        replayed.io_directory = str(io_directory)
-        return replayed
+        with moving_bytes(io_directory, block_bytes) as run_own:
+            replayed = run(trace, settings, models, block_bytes, 1, _watch, run_own)
+    except ImportError:
+        raise ConfigError(
+            "--io needs torch, through which the mover copies; without --io no bytes are moved."
+        ) from None
+    replayed.io_directory = str(io_directory)
+    return replayed
 
 
-@contextmanager
-def _progress() -> Iterator[Watch]:
-    """Show a bar on the terminal, where standard error is one."""
-    console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn())
-    # Drawn only when a run has ended: a thread that draws would be copied into the processes.
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal, auto_refresh=False
-    ) as progress:
-        task = progress.add_task("replay", total=None)
-
-        def watch(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
-            progress.refresh()
-
-        yield watch
+def _watch(done: int, total: int) -> None:
+    """Say on the terminal how far it is, where standard error is one."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\x1b[K{done} of {total} runs\r" if done < total else "\x1b[K")
+        sys.stderr.flush()
 
 
 def _show(replayed: Replayed) -> None:

@@ -7,6 +7,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from functools import partial
@@ -274,8 +275,8 @@ def _mapper(run: Callable[[_Task], Run], processes: int) -> Iterator[Callable[[I
         if processes <= 1:
             yield partial(map, run)
         else:
-            with get_context("fork").Pool(processes) as pool:
-                yield partial(pool.imap, _run_shared)
+            with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
+                yield partial(pool.map, _run_shared)
     finally:
         gc.unfreeze()
         _shared.clear()
