@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cli_stores import run_here
 from replay_traces import conversations, scans, write_mooncake
 
 from kvdisk.cli.replay import run as replay_run
@@ -163,27 +164,6 @@ def test_what_is_used_again_stays_through_scans(tmp_path):
     assert hits(own) > 2 * hits(lru) + 1000
 
 
-def test_it_is_the_same_in_every_process(small, tmp_path):
-    outputs = set()
-    for seed in ("1", "2"):
-        command = [
-            sys.executable,
-            "-m",
-            "kvdisk.cli.main",
-            "replay",
-            str(small),
-            "--json",
-            "--nvme",
-            "5%",
-            "--compare",
-            "none",
-        ]
-        env = {**os.environ, "PYTHONHASHSEED": seed}
-        done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
-        outputs.add(json.dumps([run | {"seconds": 0} for run in json.loads(done.stdout)["runs"]]))
-    assert len(outputs) == 1
-
-
 def test_runs_beside_each_other_are_those_one_by_one(chats):
     settings = [setting_of(chats, text) for text in ("1%", "5%")]
     rivals = ["lru", "arc"]
@@ -201,12 +181,18 @@ def test_runs_beside_each_other_are_those_one_by_one(chats):
 # --- The command. ---
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvdisk.cli.main", "replay"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [*command, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, env=env, check=False
-    )
+def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvdisk.cli.main", "replay", *map(str, arguments)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, check=False)
+
+
+def test_it_is_the_same_in_every_process(small):
+    outputs = set()
+    for seed in ("1", "2"):
+        done = run(small, "--json", "--nvme", "5%", "--compare", "none", PYTHONHASHSEED=seed)
+        outputs.add(json.dumps([one | {"seconds": 0} for one in json.loads(done.stdout)["runs"]]))
+    assert len(outputs) == 1
 
 
 def test_the_command_prints_a_table(small):
@@ -256,11 +242,13 @@ def test_json_has_the_shape_that_is_documented(small, tmp_path):
         (["--block-tokens", "16"], "line 1"),
         (["--block-bytes", "0"], "--block-bytes"),
         (["--form", "azure"], "the header has no column"),
+        (["--cpu", "4", "--io", "no/such/place"], "not a directory in which files can be made"),
+        (["--nvme", "0", "--cpu", "4", "--io", ".", "--block-bytes", "64GiB"], "smaller ones with --block-bytes"),
     ],
 )
 def test_wrong_usage_is_one_sentence(small, arguments, said):
-    done = run(small, *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
+    done = run_here("replay", small, *arguments)
+    assert (done.exit_code, done.stdout) == (2, "")
     assert said in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("kvdisk: ")
 
 
@@ -292,26 +280,12 @@ def test_wrong_bytes_are_seen(small, tmp_path, monkeypatch):
     assert found.failed["wrong_bytes"] == hits(found) > 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--io", "no/such/place"], "not a directory in which files can be made"),
-        (["--io", ".", "--block-bytes", "64GiB"], "smaller ones with --block-bytes"),
-    ],
-)
-def test_io_that_cannot_begin_is_one_sentence(small, arguments, said):
-    done = run(small, "--nvme", "0", "--cpu", "4", *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert said in done.stderr and done.stderr.count("\n") == 1
-
-
 def test_without_torch_it_replays_but_for_io(small, tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
-    command = [sys.executable, "-m", "kvdisk.cli.main", "replay", str(small), "--nvme", "5%", "--compare", "none"]
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    plain = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    arguments, path = (small, "--nvme", "5%", "--compare", "none"), f"{tmp_path}:{ROOT}"
+    plain = run(*arguments, PYTHONPATH=path)
     assert plain.returncode == 0, plain.stderr
-    moving = subprocess.run([*command, "--io", tmp_path], capture_output=True, text=True, env=env, check=False)
+    moving = run(*arguments, "--io", tmp_path, PYTHONPATH=path)
     assert moving.returncode == 2 and "--io needs torch" in moving.stderr
 
 
