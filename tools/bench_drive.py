@@ -66,7 +66,7 @@ class Case:
 
 
 class DriveRun:
-    """A device over a file. One thread calls. ``memory``: for the buffers. It and ``fd`` stay the caller's."""
+    """A device over a file. ``memory``, for the buffers, and ``fd`` stay the caller's."""
 
     def __init__(self, device: Device, fd: int, memory: Buffer) -> None:
         self.device = device

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvdisk's devices beside fio and vLLM's own files (``fs_io_C``), in turn, round by round, on one drive.
+"""kvdisk's devices beside fio and vLLM's own files (``fs_io_C``), in turn, on one drive.
 
     python tools/bench_tiers.py /nvme/somewhere
 
@@ -58,7 +58,7 @@ Seconds = Callable[[], float]
 
 
 def run_fio(case: Case, engine: str, path: str) -> float:
-    """Move a case's bytes with fio; return the seconds of one pass. Raises ConfigError where fio fails."""
+    """Move a case's bytes with fio; return the seconds of one pass. Raises ConfigError."""
     passes = max(1, FIO_BYTES // case.total_bytes)
     command = [
         *("fio", "--name=limit", f"--filename={path}", "--direct=1", "--thread", "--fallocate=none"),
@@ -83,7 +83,7 @@ def timed(move: Callable[[], None]) -> float:
 
 
 def measure(contenders: dict[str, Seconds], rounds: int) -> dict[str, list[float]]:
-    """Measure every contender once to warm up and once in each round; return the rounds' seconds."""
+    """Measure all once to warm up and once in each round; return the rounds' seconds."""
     found: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
         names = list(contenders)

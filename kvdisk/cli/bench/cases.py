@@ -21,7 +21,7 @@ class Part(Enum):
     """What a run measures."""
 
     DRIVE = "drive"
-    """Each device alone, between memory and the drive; which one ``device: auto`` would choose, and why."""
+    """Each device alone on the drive, and which one ``device: auto`` would choose."""
     MOVER = "mover"
     """Stores and loads between GPU and NVMe through the mover, over each device."""
     MEMORY = "memory"
@@ -105,7 +105,7 @@ class Speed:
 
 @dataclass
 class Result:
-    """What the rounds of one contender gave. ``name``: of the device, or of what moves the bytes."""
+    """What the rounds of one contender, a device or the CPU tier, gave."""
 
     case: Case
     name: str

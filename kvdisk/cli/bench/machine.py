@@ -15,7 +15,7 @@ from kvdisk.cli.wording import size
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine, and the drive that a directory is on. None: not known. ``load``: at the start."""
+    """This machine, and the drive of a directory. None: not known."""
 
     processor: str | None
     cores: int
@@ -60,7 +60,7 @@ def _field(path: str, wanted: str) -> str | None:
 
 
 def _file_system(directory: Path) -> str | None:
-    """Return the type of the file system of a directory: that of the longest mount point above it."""
+    """Return a file system's type: that of the longest mount point above a directory."""
     resolved = Path(os.path.realpath(directory))
     found, longest = None, -1
     with suppress(OSError, IndexError):
@@ -73,7 +73,7 @@ def _file_system(directory: Path) -> str | None:
 
 
 def _drive(number: int) -> str | None:
-    """Return the model of the drive with a device number, or its name; None where it is no drive."""
+    """Return the model, or the name, of the drive with a device number, if it is one."""
     link = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
     if not link.exists():
         return None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores and loads through the real mover, between a GPU's blocks and NVMe or the CPU tier. Needs torch.
+"""Stores and loads through the real mover, between a GPU and NVMe or the CPU tier.
 
-Without a GPU its blocks lie in host memory.
+Needs torch. Without a GPU its blocks lie in host memory.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ class _OneFile:
 
 
 class MoverRun:
-    """A mover over ``device``, which becomes its own, and slots in the file ``fd``. One thread calls.
+    """A mover over ``device``, which becomes its own, and slots in the file ``fd``.
 
-    ``lanes``: of the GPU; None: its blocks are in host memory. All blocks of the case are stored at
+    One thread calls. ``lanes``: of the GPU; None: its blocks are in host memory. All blocks of the case are stored at
     once, so that they can be loaded. Raises Unmeasured where a move fails, ConfigError where there
     is too little memory, ImportError without torch.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of ``kvdisk bench``: the drive by the probe of a start, then the mover, contenders in turn."""
+"""One run of ``kvdisk bench``: the drive as a start measures it, then the mover."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Run:
 def measure(settings: Settings, watch: Watch) -> Run:
     """Measure all that was asked for; ``skipped`` says what could not be. Waits for the drive.
 
-    Raises ConfigError where there is too little room or no permission, DeviceError where the drive fails.
+    Raises ConfigError where there is no room or no permission, DeviceError where the drive fails.
     """
     run = Run(describe(settings.directory), settings)
     _check_room(settings)
@@ -113,7 +113,7 @@ def _private_directory(directory: Path) -> Iterator[Path]:
 
 
 def _open_file(stack: ExitStack, run: Run, directory: Path) -> int:
-    """Open the file for the mover's slots. It has no name, so nothing is left of it however the run ends."""
+    """Open the file for the mover's slots. It has no name, so nothing of it can be left."""
     try:
         file = nameless_file(directory, round_up(run.settings.total_bytes, ALIGNMENT))
         fd, direct = stack.enter_context(file)
@@ -126,7 +126,7 @@ def _open_file(stack: ExitStack, run: Run, directory: Path) -> int:
 
 @contextmanager
 def _ending_at_once() -> Iterator[None]:
-    """Let Ctrl-C end the process at once: an exception in a device's call would lose what is in flight."""
+    """Let Ctrl-C end the process: an exception would lose what a device has in flight."""
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
@@ -136,7 +136,7 @@ def _ending_at_once() -> Iterator[None]:
 
 @contextmanager
 def _settled_heap() -> Iterator[None]:
-    """Keep Python's collector off what is there already, as vLLM does when an engine has started."""
+    """Keep Python's collector off what is there already, as vLLM does after its start."""
     gc.collect()
     gc.freeze()
     try:
@@ -149,7 +149,7 @@ def _settled_heap() -> Iterator[None]:
 
 
 def _measure_drive(run: Run, directory: Path) -> None:
-    """Measure each device as a start would, for each block size, and what would go straight to a GPU."""
+    """Measure each device as a start does, and say what would go straight to a GPU."""
     slot_sizes = [HEADER_BYTES + round_up(size, ALIGNMENT) for size in run.settings.block_sizes]
     makers = {name: make for name, make in MAKERS.items() if name in run.settings.devices}
     run.drive = [probe(directory, slot_bytes, makers=makers) for slot_bytes in slot_sizes]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine without a model: it takes a trace's requests one by one through the ``TierManager``, as vLLM would.
+"""An engine without a model: it takes a trace's requests one by one through the ``TierManager``.
 
 A request is looked up, what hits is loaded, the rest of its prompt is computed in steps of
-``STEP_TOKENS``, and its blocks are offered to the tiers in the step that computes them. Then its GPU
-blocks are freed, and idle steps pass until the tiers have nothing left to do. Answers are not stored.
+``STEP_TOKENS``, and its blocks are offered to the tiers in the step that computes them. Then its
+GPU blocks are freed, and idle steps pass until the tiers have nothing left to do. Answers are not
+stored.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from kvdisk.manager.manager import TierManager
 from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
 
 STEP_TOKENS = 8192
-"""Tokens of a prompt that one step computes, as with vLLM's usual ``max_num_batched_tokens`` on a server."""
+"""Tokens of a prompt that one step computes: vLLM's ``max_num_batched_tokens`` on a server."""
 _MOST_WAITING_STEPS = 64
-"""Steps in which a request generates, while blocks of it wait for room: at most so many are taken."""
+"""At most so many of the steps in which a request generates are taken to wait for room."""
 _MOST_IDLE_STEPS = 10_000
 
 
@@ -38,7 +39,7 @@ class Backend(Protocol):
         """A request comes at this time of the trace."""
 
     def run(self, plan: Plan, *, idle: bool) -> Report:
-        """Run one step: hand the plan over, and return what has ended. ``idle``: nothing is computed, it may wait."""
+        """Run a step: hand the plan over, and return what has ended. ``idle``: it may wait."""
 
     def computed(self, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """These blocks are computed in this step."""
@@ -49,7 +50,7 @@ class Backend(Protocol):
 
 @dataclass(slots=True)
 class Counts:
-    """What an engine counts. ``written``, ``read``: blocks to and from NVMe. ``waits_s``: of each load."""
+    """What an engine counts. ``written``, ``read``: blocks. ``waits_s``: of each load."""
 
     hit_tokens: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
     hit_blocks: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
@@ -73,12 +74,12 @@ class Engine:
         self._loaded: tuple[Job, Mapping[int, Reason]] | None = None
 
     def serve(self, number: int, request: TracedRequest) -> None:
-        """Take a request from its arrival to its end, and let the tiers finish what it has left them to do."""
+        """Take a request from its arrival to its end, and let the tiers finish their work."""
         manager, backend = self.manager, self._backend
         backend.arrive(request.time_s)
         request_id = f"request {number}"
         hashes, count = request.hashes, len(request.hashes)
-        # A token follows the last block, so that all of them may hit: one is always left to compute.
+        # A token follows the last block: one is always left to compute, and all blocks may hit.
         prompt_tokens = count * self._block_tokens
         manager.new_request(request_id, hashes, prompt_tokens + 1)
         keys = make_block_keys(hashes, 0) if self._pool.caches else []
@@ -120,7 +121,7 @@ class Engine:
         raise KvdiskError("the tiers do not come to rest: the drive does not answer")
 
     def _load(self, request_id: str, request: TracedRequest, blocks: list[int], total_tokens: int) -> int:
-        """Load what hits behind the first ``blocks``; add its GPU blocks to them, and return how many."""
+        """Load what hits behind ``blocks``; add its GPU blocks to them, and return how many."""
         manager, backend, local = self.manager, self._backend, len(blocks)
         local_tokens, came_s = local * self._block_tokens, backend.now
         while (tokens := manager.lookup(request_id, local_tokens, total_tokens, backend.now)) is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replay without bytes: workers that have done everything by the end of a step, and an index in memory."""
+"""A replay without bytes: workers that end every job at once, and an index in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEP_S = 0.05
 
 
 class InstantBackend:
-    """``Backend`` that goes by the trace's time: a step takes ``STEP_S``, and the first request comes at 0."""
+    """``Backend`` on the trace's time: a step takes ``STEP_S``, the first request comes at 0."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replay is compared with: LRU and ARC, as published and as vLLM's own offloading has them, and the optimum.
+"""What a replay is compared with: LRU and ARC, which vLLM's own offloading has, and the optimum.
 
 They know nothing of tiers or steps. Each has room for ``capacity`` blocks, takes requests in order,
 and counts by the same rule: a block hits when it and all before it in its prompt are there when the
@@ -24,8 +24,10 @@ Prompt = Sequence[Hashable]
 
 
 class ModelCounts(NamedTuple):
-    """``hits``: of each request, how many of its first blocks hit. ``written``: blocks written. ``evicted``: those that
-    left; None: ``belady`` only writes what is to be used, and what is used for the last time needs no eviction."""
+    """``hits``: of each request, how many of its first blocks hit. ``written``, ``evicted``: blocks.
+
+    ``evicted`` is None for ``belady``: it writes only what will be used, and evicts none of it.
+    """
 
     hits: list[int]
     written: int

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replay that moves bytes: real manager, index, mover and files; the GPU's blocks lie in host memory. Needs torch.
+"""A replay that moves bytes: real manager, index, mover and files. Needs torch.
 
-Every computed block is filled with bytes of its own, and every loaded one is compared with them. A
-request waits for its load before the next one comes, so waits are those of a drive without other load.
+The GPU's blocks lie in host memory. Every computed block is filled with bytes of its own, and every
+loaded one is compared with them. A request waits for its load before the next one comes, so waits
+are those of a drive without other load.
 """
 
 from __future__ import annotations
@@ -45,8 +46,10 @@ _MOST_MEMORY = 0.7
 
 
 class MovingBackend:
-    """``Backend`` of one rank with a real mover, and the machine's clock. ``wrong``: blocks loaded that were not
-    what had been stored."""
+    """``Backend`` of one rank with a real mover, and the machine's clock.
+
+    ``wrong``: blocks loaded that were not what had been stored.
+    """
 
     def __init__(self, mover: Mover, gpu: Arena, block_bytes: int) -> None:
         self._mover = mover

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole replay: every setting through the real manager, and the models beside it, on several processes."""
+"""A whole replay: every setting through the real manager, and the models beside it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Rival(NamedTuple):
 
 @dataclass(frozen=True)
 class Waits:
-    """How long requests that loaded waited, in seconds from their arrival to the end of the load."""
+    """Seconds from the arrival of requests that loaded to the end of their load."""
 
     count: int
     mean: float
@@ -50,14 +50,14 @@ class Waits:
 
 @dataclass
 class Run:
-    """What one run came to. Shares are of 1; dicts are by tier (``gpu``, ``cpu``, ``nvme``) or reason.
+    """What one run came to. Shares are of 1. Dicts are by tier (gpu, cpu, nvme) or by reason.
 
-    ``policy``: its name in the table. ``model``: None: the real manager, with ``setting``. ``room``: of
-    the tier that the runs differ in. ``written_*``, ``read_*``: to and from NVMe; a model's: its one
-    tier. ``write_amplification``: blocks written for each distinct block of the trace;
-    ``written_per_hit``: for each that hit in that tier. ``evicted_blocks``: copies evicted; None: the
-    model does not say. ``refused``: offers; ``left_cpu_*``: what left the CPU tier unwritten.
-    ``failed``: blocks. ``waits_s``: None: no bytes were moved.
+    ``policy``: its name in the table. ``model``: None: the real manager, with ``setting``.
+    ``room``: of the tier that the runs differ in. ``written_*``, ``read_*``: to and from NVMe, or a
+    model's one tier. ``write_amplification``: blocks written for each distinct block of the trace.
+    ``written_per_hit``: for each that hit in that tier. ``evicted_blocks``: None: the model does
+    not say. ``refused``: offers; ``left_cpu_*``: what left the CPU tier unwritten. ``failed``:
+    blocks. ``waits_s``: None: no bytes were moved.
     """
 
     trace: InitVar[Trace]
@@ -110,9 +110,10 @@ class TraceFacts:
 
 @dataclass
 class Replayed:
-    """All runs, room by room, as ``--json`` prints them; its shape changes only with ``json_version``.
+    """All runs, room by room, as ``--json`` prints them.
 
-    ``slot_bytes``: of a block on NVMe, with its header. ``seconds``: of the manager's runs together.
+    The shape changes only with ``json_version``. ``slot_bytes``: of a block on NVMe, with its
+    header. ``seconds``: of the manager's runs together.
     ``io_directory``: None: no bytes were moved.
     """
 
@@ -141,7 +142,7 @@ class Replayed:
 
 
 def run_setting(trace: Trace, slot_bytes: int, setting: Setting) -> Run:
-    """Take a trace through the manager, without bytes. Raises ConfigError for a policy that there is not."""
+    """Take a trace through the manager, without bytes. Raises ConfigError: no such policy."""
     return run_engine(trace, slot_bytes, setting, make_engine(trace, setting))
 
 
@@ -220,7 +221,7 @@ def replay(
     watch: Watch,
     run_own: Callable[[Trace, int, Setting], Run] = run_setting,
 ) -> Replayed:
-    """Run every setting, and every model at every room. Raises as ``run_own``, which runs a setting."""
+    """Run every setting with ``run_own``, and every model at every room. Raises as it does."""
     rooms = {setting.room.blocks: setting.room for setting in settings}
     rivals = [Rival(model, room) for room in rooms.values() for model in models]
     slot_bytes = make_geometry(trace, block_bytes).slot_sizes[0]
@@ -258,7 +259,7 @@ def _facts(trace: Trace) -> TraceFacts:
 
 _Task = Setting | Rival
 _shared: list[Callable[[_Task], Run]] = []
-"""What runs tasks. A forked process has it, with the trace, which is too large to be sent with each task."""
+"""What runs tasks, with the trace, in a forked process: it is too large to be sent each time."""
 
 
 def _run_shared(task: _Task) -> Run:
