@@ -38,7 +38,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "xxhash": ("kvdisk/device/", "kvdisk/worker/", "kvdisk/manager/key_numbers.py"),
     "rich": ("kvdisk/cli/",),
     "typer": ("kvdisk/cli/",),
-    "matplotlib": ("kvdisk/cli/bench/plot.py", "kvdisk/cli/replay/plot.py"),
     "pyarrow": ("kvdisk/cli/export.py",),
     "pytest": ("kvdisk/testing/",),
     "huggingface_hub": ("kvdisk/connector/identity.py",),

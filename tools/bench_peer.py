@@ -16,19 +16,21 @@ import importlib.util
 import os
 import secrets
 import struct
-from collections.abc import Sequence
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvdisk.cli.bench.cases import Case, Contender, Flow, Layout, Role, Sample
-from kvdisk.cli.bench.drive import block_order
-from kvdisk.cli.bench.rounds import timed
+from bench_drive import Case
+
+from kvdisk.device.base import Op
 from kvdisk.errors import ConfigError
 
 THREADS = (1, 4, 8, 16)
-"""Counts that are measured; vLLM's default is 16 for each direction. The best one counts."""
+"""Counts that are measured. vLLM's default is 16 for each direction."""
 _FOLDERS = 16
 _GET_FLAGS, _SET_FLAGS, _SPREAD = 0x80086601, 0x40086602, 0x00020000
 """Of Linux's ioctl for the attributes of a directory; the last is what ``chattr +T`` sets."""
@@ -55,25 +57,24 @@ def load_extension() -> Any:
 
 
 class VllmFiles:
-    """``Peer``: vLLM's files, with each number of threads."""
+    """vLLM's files, with each number of threads. Raises as ``load_extension``."""
 
-    name = "vLLM fs_io_C"
-
-    def __init__(self, threads: Sequence[int] = THREADS) -> None:
+    def __init__(self) -> None:
         self._extension = load_extension()
-        self._threads = threads
 
     def contenders(
         self, case: Case, directory: Path, memory: memoryview, direct: bool, stack: ExitStack
-    ) -> list[Contender]:
-        """See ``Peer``. Files have no order on the drive, so that they take part where blocks are contiguous only."""
-        if case.flow is Flow.MIXED or case.layout is Layout.SCATTERED:
-            return []
+    ) -> dict[str, Callable[[], float]]:
+        """Return what moves a case's blocks once, for each number of threads.
+
+        ``directory``: not made yet. The case's bytes take space there once, until ``stack`` ends.
+        """
         files = _Files(self._extension, case, directory, memory, direct)
-        if case.flow is Flow.READ:
-            files.store(self._threads[-1])
+        if case.op is Op.READ:
+            files.store(THREADS[-1])
             stack.callback(files.empty)
-        return [Contender(f"{self.name} x {count}", Role.PEER, files.measure_with(count)) for count in self._threads]
+        move = files.load if case.op is Op.READ else files.store_anew
+        return {f"vLLM fs_io_C x {count}": partial(move, count) for count in THREADS}
 
 
 class _Files:
@@ -90,7 +91,7 @@ class _Files:
         self._memory = memory
         self._direct = direct
         self._directory = directory
-        self._order = block_order(case)
+        self._order = case.order()
         directory.mkdir()
         _spread(directory)
         self._paths: list[str] = []
@@ -103,20 +104,11 @@ class _Files:
             folder.mkdir()
         self._paths = [str(folders[block % _FOLDERS] / f"{block:064x}.bin") for block in self._order]
 
-    def measure_with(self, count: int) -> Any:
-        """Return the contender's ``measure`` with so many threads."""
-
-        def measure(passes: int) -> Sample:
-            assert passes == 1, "the peer has no part in long measurements"
-            return self.load(count) if self._case.flow is Flow.READ else self._store_anew(count)
-
-        return measure
-
-    def load(self, count: int) -> Sample:
+    def load(self, count: int) -> float:
         """Read every file."""
         return self._run(count, lambda paths, views: self._extension.batch_load_block(paths, views, self._direct))
 
-    def store(self, count: int) -> Sample:
+    def store(self, count: int) -> float:
         """Write every file; what exists already would be left as it is."""
         store = self._extension.batch_store_block
         return self._run(
@@ -132,24 +124,24 @@ class _Files:
         os.fsync(folder)  # what the file system has to do for that is not for the next one to wait for
         os.close(folder)
 
-    def _store_anew(self, count: int) -> Sample:
+    def store_anew(self, count: int) -> float:
+        """Write every file under a new name, and give the space back."""
         try:
             return self.store(count)
         finally:
             self.empty()
             self._renew()
 
-    def _run(self, count: int, call: Any) -> Sample:
+    def _run(self, count: int, call: Any) -> float:
         """Deal the blocks out to threads, which are there already, and return what their calls took."""
         tasks = [(self._paths[at::count], self._views(at, count)) for at in range(count)]
         with ThreadPoolExecutor(count) as pool:
             list(pool.map(lambda _: None, range(count)))
 
-            def move() -> None:
-                for future in [pool.submit(call, *task) for task in tasks if task[0]]:
-                    future.result()
-
-            return timed(move)
+            began_s = time.perf_counter()
+            for future in [pool.submit(call, *task) for task in tasks if task[0]]:
+                future.result()
+            return time.perf_counter() - began_s
 
     def _views(self, thread: int, count: int) -> list[memoryview]:
         """Return the buffers of a thread's blocks: it has its own part of the memory, and goes round in it."""

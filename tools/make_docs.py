@@ -210,9 +210,9 @@ def _of_output(name: str) -> Any:
 
 
 def _output(path: Path) -> str:
-    """Return what a command printed; and where it made a page or a plot, the picture of that."""
+    """Return what a command printed; and where it made a page, the picture of that."""
     text = path.read_text().rstrip()
-    made = re.search(r" (\S+\.(?:html|png))$", text.partition("\n")[0])
+    made = re.search(r" (\S+\.html)$", text.partition("\n")[0])
     shown = f"\n\n![{made[1]}](pictures/{path.stem}.png)" if made else ""
     return f"```\n{text}\n```{shown}"
 

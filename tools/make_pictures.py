@@ -81,9 +81,9 @@ class Shown:
     """A command to run, and what to keep of it: its output as ``name``.txt, with ``picture`` also as ``name``.png.
 
     ``typed``: with STORE, KEY, DRIVE and TRACE for the store, a block in it, the directory it lies in, and a trace.
-    Where the last word is a page (.html) or a plot (.png) that the command makes, that is the picture. ``columns``: of
-    the terminal. ``copy``: on a copy that nobody owns, since it changes the store. ``live``: on the store of two
-    engines under load, for so many seconds; what is on the terminal then is kept.
+    Where the last word is a page (.html) that the command makes, that is the picture. ``columns``: of the terminal.
+    ``copy``: on a copy that nobody owns, since it changes the store. ``live``: on the store of two engines under load,
+    for so many seconds; what is on the terminal then is kept.
     """
 
     name: str
@@ -109,8 +109,8 @@ SHOWN = (
     Shown("report", "report STORE -o report.html"),
     Shown("top", "top STORE", columns=126, picture=True, live=25),
     Shown("size", "size --model Llama-3.1-8B --nvme 1TiB --cpu 64GiB --write-rate 300GB --drive-endurance 1.2PB"),
-    Shown("replay", "replay TRACE --plot replay.png", columns=120),
-    Shown("bench", "bench DRIVE --parts probe --parts drive -b 2M --layout scattered --rounds 3", columns=112),
+    Shown("replay", "replay TRACE", columns=120),
+    Shown("bench", "bench DRIVE -b 256K -b 2M --rounds 3", columns=112),
 )
 
 
@@ -213,9 +213,7 @@ def show(shown: Shown, store: Path, trace: Path | None) -> None:
         (OUTPUT / f"{shown.name}.txt").write_text(f"{said.rstrip()}\n")
         target = PICTURES / f"{shown.name}.png"
         made = folder / typed.split()[-1]
-        if made.suffix == ".png":
-            keep(Image.open(made), target)
-        elif made.suffix == ".html":
+        if made.suffix == ".html":
             shoot(made, target, PAGE_WIDTH, PAGE_HEIGHT)
         elif shown.picture:
             svg = terminal(f"kvdisk {typed}", lines, shown.columns)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvdisk import __version__
-from kvdisk.cli.bench.command import make_command
+from kvdisk.cli.bench.command import bench
 from kvdisk.cli.clear_command import clear
 from kvdisk.cli.inspect_command import inspect
 from kvdisk.cli.prune_command import prune
@@ -34,7 +34,7 @@ app.command()(prune)
 app.command()(clear)
 app.command()(size)
 app.command()(replay)
-app.command()(make_command())
+app.command()(bench)
 
 
 def _print_version(wanted: bool) -> None:

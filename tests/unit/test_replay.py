@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from cli_stores import run_here
 from replay_traces import conversations, scans, write_mooncake
 
-from kvdisk.blocks import Tier
+from kvdisk.cli.replay import run as replay_run
 from kvdisk.cli.replay.capacity import Room, parse_room, split
 from kvdisk.cli.replay.models import MODELS
 from kvdisk.cli.replay.readers import read_trace
-from kvdisk.cli.replay.run import Outcome, Rival, replay, run_rival, run_setting
+from kvdisk.cli.replay.run import Rival, Run, replay
 from kvdisk.cli.replay.tiers import Setting, make_engine, make_geometry
 from kvdisk.cli.replay.trace import Trace
 from kvdisk.config import Config
@@ -44,12 +45,20 @@ def setting_of(trace: Trace, nvme: str = "0", cpu: str = "0", **changes) -> Sett
     return Setting(**(values | changes))
 
 
-def default_run(trace: Trace, nvme: str) -> Outcome:
+def run_setting(trace: Trace, setting: Setting) -> Run:
+    return replay_run.run_setting(trace, 4096, setting)
+
+
+def default_run(trace: Trace, nvme: str) -> Run:
     return run_setting(trace, setting_of(trace, nvme))
 
 
-def rival_run(trace: Trace, text: str, model: str, needed: int = 1) -> Outcome:
-    return run_rival(trace, room_of(trace, text), Rival(model, needed))
+def rival_run(trace: Trace, text: str, model: str) -> Run:
+    return replay_run.run_rival(trace, 4096, Rival(model, room_of(trace, text)))
+
+
+def hits(run: Run) -> int:
+    return sum(run.hit_blocks.values())
 
 
 @pytest.fixture(scope="module")
@@ -96,137 +105,115 @@ def test_by_hand(tmp_path):
     """Three prompts of full blocks, NVMe alone: the second shares two blocks with the first, the third has all."""
     trace = read_trace(write_mooncake(tmp_path / "t", [[0, 1, 2], [0, 1, 3, 4], [0, 1, 3, 4]]))
     outcome = run_setting(trace, setting_of(trace, "50"))
-    assert outcome.hit_blocks == {Tier.GPU: 0, Tier.CPU: 0, Tier.NVME: 6}
-    assert (outcome.written, outcome.read) == (5, 6)
-    assert outcome.hit_tokens[Tier.NVME] == 2 * 512 + 3 * 512 + 3, "the last block is partial, and has 3 tokens here"
-    assert run_setting(trace, setting_of(trace, "50", nvme_admission="reuse(2)")).hit_blocks[Tier.NVME] == 2
+    assert outcome.hit_blocks == {"gpu": 0, "cpu": 0, "nvme": 6}
+    assert (outcome.written_blocks, outcome.read_blocks) == (5, 6)
+    assert outcome.hit_tokens["nvme"] == 2 * 512 + 3 * 512 + 3, "the last block is partial, and has 3 tokens here"
+    assert run_setting(trace, setting_of(trace, "50", nvme_admission="reuse(2)")).hit_blocks["nvme"] == 2
     with_cpu = run_setting(trace, setting_of(trace, "50", cpu="50"))
-    assert with_cpu.hit_blocks == {Tier.GPU: 0, Tier.CPU: 6, Tier.NVME: 0}
-    assert with_cpu.written == 5 and with_cpu.read == 0
+    assert with_cpu.hit_blocks == {"gpu": 0, "cpu": 6, "nvme": 0}
+    assert with_cpu.written_blocks == 5 and with_cpu.read_blocks == 0
     with_gpu = run_setting(trace, setting_of(trace, "50", gpu_blocks=50))
-    assert with_gpu.hit_blocks == {Tier.GPU: 6, Tier.CPU: 0, Tier.NVME: 0}
+    assert with_gpu.hit_blocks == {"gpu": 6, "cpu": 0, "nvme": 0}
 
 
 def test_a_gpu_cache_leaves_the_rest_to_the_tiers(chats):
     outcome = run_setting(chats, setting_of(chats, "25%", gpu_blocks=300))
     alone = run_setting(chats, setting_of(chats, "25%"))
-    assert outcome.hit_blocks[Tier.GPU] > 0
-    assert abs(outcome.blocks - alone.blocks) < 0.02 * alone.blocks, "what the GPU has, the tier need not load"
+    assert outcome.hit_blocks["gpu"] > 0
+    assert abs(hits(outcome) - hits(alone)) < 0.02 * hits(alone), "what the GPU has, the tier need not load"
 
 
 def test_spillover_stores_what_leaves_the_gpu(chats):
     outcome = run_setting(chats, setting_of(chats, "25%", gpu_blocks=600, store_policy="spillover"))
-    assert outcome.written > 0 and outcome.hit_blocks[Tier.NVME] > 0
+    assert outcome.written_blocks > 0 and outcome.hit_blocks["nvme"] > 0
 
 
 def test_with_all_room_lru_through_the_manager_is_the_model(chats):
     for text in ("5%", "30%", "100%"):
         own = run_setting(chats, setting_of(chats, text, eviction="lru", nvme_admission="all"))
         model = rival_run(chats, text, "lru")
-        assert own.tokens == pytest.approx(model.tokens, rel=0.01)
-        assert own.written == pytest.approx(model.written, rel=0.02)
-    assert own.blocks == model.blocks and own.written == model.written == chats.distinct
+        assert own.hit_rate == pytest.approx(model.hit_rate, rel=0.01)
+        assert own.written_blocks == pytest.approx(model.written_blocks, rel=0.02)
+    assert hits(own) == hits(model) and own.written_blocks == model.written_blocks == chats.distinct
 
 
 def test_the_tier_never_holds_more_than_its_room(chats):
     setting = setting_of(chats, "10%")
-    engine, manager, _ = make_engine(chats, setting)
+    engine = make_engine(chats, setting)
     for number, request in enumerate(chats.requests[:400]):
         engine.serve(number, request)
-        assert len(manager._catalog) <= setting.nvme.blocks
-    assert len(manager._catalog) == setting.nvme.blocks
+        assert len(engine.manager._catalog) <= setting.nvme.blocks
+    assert len(engine.manager._catalog) == setting.nvme.blocks
 
 
 @pytest.mark.parametrize("text", ["1%", "5%", "10%", "25%", "50%"])
 def test_the_default_holds_what_it_was_chosen_for(chats, text):
     """Decision 25, on a trace of like nature: at least LRU that admits all, and near the best of the others."""
     own, lru = default_run(chats, text), rival_run(chats, text, "lru")
-    assert own.blocks >= lru.blocks
-    best = max(rival_run(chats, text, model, needed).blocks for model in MODELS for needed in (1, 2))
-    assert own.blocks >= best - 0.005 * chats.references
+    assert hits(own) >= hits(lru)
+    best = max(hits(rival_run(chats, text, model)) for model in MODELS)
+    assert hits(own) >= best - 0.005 * chats.references
     if text == "1%":
-        assert own.written <= lru.written / 2
+        assert own.written_blocks <= lru.written_blocks / 2
 
 
 def test_what_is_used_again_stays_through_scans(tmp_path):
     """A loop that fits, and as much again that is never asked for a second time: last use alone keeps nothing."""
     trace = read_trace(write_mooncake(tmp_path / "t", scans(700)))
     own, lru = default_run(trace, "450"), rival_run(trace, "450", "lru")
-    assert own.blocks > 2 * lru.blocks + 1000
-
-
-def test_it_is_the_same_in_every_process(small, tmp_path):
-    outputs = set()
-    for seed in ("1", "2"):
-        command = [
-            sys.executable,
-            "-m",
-            "kvdisk.cli.main",
-            "replay",
-            str(small),
-            "--json",
-            "--nvme",
-            "5%",
-            "--compare",
-            "none",
-        ]
-        env = {**os.environ, "PYTHONHASHSEED": seed}
-        done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
-        outputs.add(json.dumps([run | {"seconds": 0} for run in json.loads(done.stdout)["runs"]]))
-    assert len(outputs) == 1
+    assert hits(own) > 2 * hits(lru) + 1000
 
 
 def test_runs_beside_each_other_are_those_one_by_one(chats):
     settings = [setting_of(chats, text) for text in ("1%", "5%")]
-    rivals = [Rival("lru"), Rival("arc", 2)]
+    rivals = ["lru", "arc"]
     seen: list[tuple[int, int]] = []
     alone = replay(chats, settings, rivals, 4096, 1, lambda done, total: seen.append((done, total)))
     beside = replay(chats, settings, rivals, 4096, 2, lambda *_: None)
     assert seen == [(done, 6) for done in range(1, 7)]
-    fields = ("room", "rival", "hit_tokens", "hit_blocks", "written", "read", "evicted")
-    for mine, other in zip(alone.outcomes, beside.outcomes, strict=True):
-        assert [getattr(mine, name) for name in fields] == [getattr(other, name) for name in fields]
-    assert [outcome.room.text for outcome in alone.outcomes] == ["1%"] * 3 + ["5%"] * 3
-    assert alone.rate > 0
+    for mine, other in zip(alone.runs, beside.runs, strict=True):
+        mine.seconds = other.seconds
+        assert mine == other
+    assert [run.room.given for run in alone.runs] == ["1%"] * 3 + ["5%"] * 3
+    assert alone.references_per_second > 0
 
 
 # --- The command. ---
 
 
-def run(*arguments: object, script: bool = False) -> subprocess.CompletedProcess[str]:
-    command = (
-        [sys.executable, "tools/replay_trace.py"] if script else [sys.executable, "-m", "kvdisk.cli.main", "replay"]
-    )
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [*command, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, env=env, check=False
-    )
+def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvdisk.cli.main", "replay", *map(str, arguments)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, check=False)
 
 
-def test_the_command_prints_a_table_and_draws(small, tmp_path):
-    picture = tmp_path / "replay.svg"
-    done = run(small, "--nvme", "5%,20%", "--cpu", "10", "--plot", picture)
+def test_it_is_the_same_in_every_process(small):
+    outputs = set()
+    for seed in ("1", "2"):
+        done = run(small, "--json", "--nvme", "5%", "--compare", "none", PYTHONHASHSEED=seed)
+        outputs.add(json.dumps([one | {"seconds": 0} for one in json.loads(done.stdout)["runs"]]))
+    assert len(outputs) == 1
+
+
+def test_the_command_prints_a_table(small):
+    done = run(small, "--nvme", "5%,20%", "--cpu", "10")
     assert done.returncode == 0, done.stderr
     assert "60 requests" in done.stdout and "block references through the manager in " in done.stdout
     rows = re.findall(r"^(?:\d+%  [\d,]+| {4,}) +(\S.*?)  +\d", done.stdout, re.MULTILINE)
     assert rows == ["credit, adaptive, cpu 10", "lru", "arc", "belady"] * 2
     assert "by CPU" in done.stdout and "by NVMe" in done.stdout
-    assert picture.read_text().count("credit, adaptive") == 1
 
 
-@pytest.mark.parametrize("script", [False, True])
-def test_json_has_the_shape_that_is_documented(small, script, tmp_path):
+def test_json_has_the_shape_that_is_documented(small, tmp_path):
     packed = tmp_path / "small.gz"
     packed.write_bytes(gzip.compress(small.read_bytes()))
-    done = run(
-        packed, "--json", "--nvme", "200", "--eviction", "lru,credit", "--compare", "lru+reuse(2),belady", script=script
-    )
+    done = run(packed, "--json", "--nvme", "200", "--eviction", "lru,credit", "--compare", "lru,belady")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["json_version"] == 1
     assert found["trace"]["requests"] == 60 and found["trace"]["form"] == "mooncake"
     assert found["slot_bytes"] == found["block_bytes"] + 4096 == (64 << 20) + 4096
-    assert [run["policy"] for run in found["runs"]] == ["lru, adaptive", "credit, adaptive", "lru+reuse(2)", "belady"]
+    assert [run["policy"] for run in found["runs"]] == ["lru, adaptive", "credit, adaptive", "lru", "belady"]
     keys = {
         *("policy", "model", "setting", "room", "hit_rate", "hit_blocks_rate", "hit_tokens", "hit_blocks", "seconds"),
         *("written_blocks", "written_bytes", "read_blocks", "read_bytes", "write_amplification", "written_per_hit"),
@@ -235,7 +222,7 @@ def test_json_has_the_shape_that_is_documented(small, script, tmp_path):
     for one in found["runs"]:
         assert set(one) == keys
         assert one["written_bytes"] == one["written_blocks"] * found["slot_bytes"]
-        assert one["room"] == {"given": "200", "blocks": 200}
+        assert one["room"] == {"given": "200", "blocks": 200, "slots": 228}
         assert 0 < one["hit_rate"] < 1
     assert found["runs"][0]["setting"]["nvme"] == {"given": "200", "blocks": 200, "slots": 228}
     best = max(found["runs"], key=lambda one: one["hit_blocks_rate"])
@@ -252,17 +239,16 @@ def test_json_has_the_shape_that_is_documented(small, script, tmp_path):
         (["--store-policy", "on_preemption"], "preempts no request"),
         (["--store-policy", "spillover"], "--gpu"),
         (["--compare", "fifo"], "--compare knows"),
-        (["--compare", "belady+reuse(2)"], "--compare knows"),
         (["--block-tokens", "16"], "line 1"),
         (["--block-bytes", "0"], "--block-bytes"),
-        (["--plot", "picture.txt"], "--plot draws"),
-        (["--plot", "no/such/place.png"], "there is no directory"),
         (["--form", "azure"], "the header has no column"),
+        (["--cpu", "4", "--io", "no/such/place"], "not a directory in which files can be made"),
+        (["--nvme", "0", "--cpu", "4", "--io", ".", "--block-bytes", "64GiB"], "smaller ones with --block-bytes"),
     ],
 )
 def test_wrong_usage_is_one_sentence(small, arguments, said):
-    done = run(small, *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
+    done = run_here("replay", small, *arguments)
+    assert (done.exit_code, done.stdout) == (2, "")
     assert said in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("kvdisk: ")
 
 
@@ -282,38 +268,24 @@ def test_real_bytes_are_written_read_and_right(small, tmp_path):
 def test_wrong_bytes_are_seen(small, tmp_path, monkeypatch):
     from kvdisk.cli.replay import real_io
 
-    right = real_io.GpuMemory.computed
+    right = real_io.MovingBackend.computed
 
     def wrong(self, hashes, block_ids):
         right(self, [bytes(32)] * len(hashes), block_ids)
 
-    monkeypatch.setattr(real_io.GpuMemory, "computed", wrong)
+    monkeypatch.setattr(real_io.MovingBackend, "computed", wrong)
     trace = read_trace(small, limit=12)
-    setting = setting_of(trace, "60%")
-    outcome = real_io.replay_with_io(trace, [setting], [], 8192, tmp_path, lambda *_: None).outcomes[0]
-    assert outcome.failed["wrong_bytes"] == outcome.blocks > 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--io", "no/such/place"], "not a directory in which files can be made"),
-        (["--io", ".", "--block-bytes", "64GiB"], "smaller ones with --block-bytes"),
-    ],
-)
-def test_io_that_cannot_begin_is_one_sentence(small, arguments, said):
-    done = run(small, "--nvme", "0", "--cpu", "4", *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert said in done.stderr and done.stderr.count("\n") == 1
+    with real_io.moving_bytes(tmp_path, 8192) as run_own:
+        found = run_own(trace, 12288, setting_of(trace, "60%"))
+    assert found.failed["wrong_bytes"] == hits(found) > 0
 
 
 def test_without_torch_it_replays_but_for_io(small, tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
-    command = [sys.executable, "-m", "kvdisk.cli.main", "replay", str(small), "--nvme", "5%", "--compare", "none"]
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    plain = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    arguments, path = (small, "--nvme", "5%", "--compare", "none"), f"{tmp_path}:{ROOT}"
+    plain = run(*arguments, PYTHONPATH=path)
     assert plain.returncode == 0, plain.stderr
-    moving = subprocess.run([*command, "--io", tmp_path], capture_output=True, text=True, env=env, check=False)
+    moving = run(*arguments, "--io", tmp_path, PYTHONPATH=path)
     assert moving.returncode == 2 and "--io needs torch" in moving.stderr
 
 

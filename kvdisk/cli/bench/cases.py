@@ -1,165 +1,125 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured, and what a measurement gave. Pure; no I/O."""
+"""What a run of ``kvdisk bench`` is asked to measure, and what each measurement gave. Pure."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from pathlib import Path
 
-from kvdisk.errors import KvdiskError
+from kvdisk.cli.wording import size
+from kvdisk.errors import ConfigError
+from kvdisk.geometry import ALIGNMENT
+
+DEVICES = ("posix", "nixl")
+LARGEST_TOTAL_BYTES = 16 << 30
+_MOST_ROUNDS = 1000
 
 
-class Unmeasured(KvdiskError):
-    """A contender cannot be measured here; the message says why, in a sentence."""
+class Part(Enum):
+    """What a run measures."""
+
+    DRIVE = "drive"
+    """Each device alone on the drive, and which one ``device: auto`` would choose."""
+    MOVER = "mover"
+    """Stores and loads between GPU and NVMe through the mover, over each device."""
+    MEMORY = "memory"
+    """Stores and loads between GPU and the CPU tier through the mover."""
 
 
 class Flow(Enum):
-    """Which way bytes go. MIXED: half each, taken in turn."""
+    """Which way the bytes go: towards the GPU, or from it."""
 
-    READ = "read"
-    WRITE = "write"
-    MIXED = "mixed"
-
-
-class Layout(Enum):
-    """Where on the drive the blocks lie that are moved one after the other."""
-
-    CONTIGUOUS = "contiguous"
-    SCATTERED = "scattered"
+    LOAD = "load"
+    STORE = "store"
 
 
-class Role(Enum):
-    """What a contender is there for."""
+@dataclass(frozen=True)
+class Settings:
+    """The options of a run. One measurement through the mover moves about ``total_bytes``."""
 
-    LIMIT = "limit"
-    """What the hardware gives to a program that does nothing else."""
-    PEER = "peer"
-    OURS = "ours"
+    directory: Path
+    parts: tuple[Part, ...]
+    block_sizes: tuple[int, ...]
+    total_bytes: int
+    rounds: int
+    devices: tuple[str, ...]
+
+    def check(self) -> None:
+        """Raise ConfigError, in one sentence, where a run cannot be made so."""
+        if not self.directory.is_dir():
+            raise ConfigError(f"{self.directory} is not a directory.")
+        if not 1 <= self.rounds <= _MOST_ROUNDS:
+            raise ConfigError(f"--rounds must be 1 to {_MOST_ROUNDS}, not {self.rounds}.")
+        for block_bytes in self.block_sizes:
+            if block_bytes % ALIGNMENT or not 2 * ALIGNMENT <= block_bytes <= 1 << 30:
+                raise ConfigError(f"--block-size must be a multiple of 4 KiB, 8 KiB to 1 GiB, not {block_bytes} bytes.")
+        largest = max(self.block_sizes)
+        if not 2 * largest <= self.total_bytes <= LARGEST_TOTAL_BYTES:
+            raise ConfigError(
+                f"--total must be at least two blocks ({size(2 * largest)}) and at most {size(LARGEST_TOTAL_BYTES)},"
+                f" not {size(self.total_bytes)}."
+            )
+        for name in self.devices:
+            if name not in DEVICES:
+                raise ConfigError(f"there is no device {name}: --device takes {', '.join(DEVICES)}.")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Case:
-    """One thing to measure.
+    """One thing to measure through the mover: so many blocks, each moved once."""
 
-    ``depth``: blocks under way at once. ``total_bytes``: moved in one pass, each block once; a multiple of
-    ``block_bytes``. ``busy``: with a Python thread in the process that never waits. ``passes``: of one measurement.
-    ``route``: what the bytes go through: ``drive``, ``mover``, ``gpu``.
-    """
-
+    part: Part
     flow: Flow
     block_bytes: int
-    depth: int
-    layout: Layout
-    total_bytes: int
-    busy: bool = False
-    passes: int = 1
-    route: str = "drive"
-
-    def __post_init__(self) -> None:
-        assert self.block_bytes > 0 and self.depth > 0 and self.passes > 0
-        assert self.total_bytes > 0 and self.total_bytes % self.block_bytes == 0
+    block_count: int
 
     @property
-    def block_count(self) -> int:
-        """Blocks of one pass."""
-        return self.total_bytes // self.block_bytes
+    def total_bytes(self) -> int:
+        """Of one measurement."""
+        return self.block_bytes * self.block_count
 
-    def plain(self) -> dict[str, Any]:
-        """Return it as plain values, for JSON."""
-        return {
-            "route": self.route,
-            "flow": self.flow.value,
-            "block_bytes": self.block_bytes,
-            "depth": self.depth,
-            "layout": self.layout.value,
-            "busy_thread": self.busy,
-            "bytes": self.total_bytes * self.passes,
-        }
+    @property
+    def words(self) -> str:
+        """The case in words: ``load 64 KiB``."""
+        return f"{self.flow.value} {short_size(self.block_bytes)}"
 
 
-class Sample(NamedTuple):
-    """One measurement: wall time, and the processor time of this process or None where another one moved the bytes."""
+@dataclass(frozen=True)
+class Sample:
+    """One measurement: wall time, and processor time of the whole process."""
 
     seconds: float
-    cpu_seconds: float | None = None
+    cpu_seconds: float
 
 
-class Contender(NamedTuple):
-    """One of those that are measured in turn.
+@dataclass(frozen=True)
+class Speed:
+    """MB/s over the rounds."""
 
-    ``measure(passes)`` moves all bytes of its case so many times and returns what that took; what it has to prepare
-    is not in there. It raises KvdiskError or OSError where it cannot. ``in_process``: the busy thread, where the case
-    has one, runs beside it.
-    """
-
-    name: str
-    role: Role
-    measure: Callable[[int], Sample]
-    in_process: bool = True
+    median: float
+    lowest: float
+    highest: float
 
 
-class Group(NamedTuple):
-    """Contenders that are measured together, round by round.
-
-    ``make(stack)`` builds them just before; what they need until the last round is entered into the stack.
-    """
+@dataclass
+class Result:
+    """What the rounds of one contender, a device or the CPU tier, gave."""
 
     case: Case
-    make: Callable[[ExitStack], Sequence[Contender]]
-
-
-@dataclass(slots=True)
-class Series:
-    """The samples of one contender, one for each round."""
-
     name: str
-    role: Role
-    moved_bytes: int
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[Sample]
+    mb_per_s: Speed = field(init=False)
+    cpu_s_per_gib: float = field(init=False)
 
-    @property
-    def rates(self) -> list[float]:
-        """Bytes a second, by round."""
-        return [self.moved_bytes / sample.seconds for sample in self.samples]
-
-    @property
-    def rate(self) -> float:
-        """The median of the rounds."""
-        return statistics.median(self.rates)
-
-    @property
-    def cpu_rates(self) -> list[float]:
-        """Seconds of processor time for a GiB, by round; empty where it is not known."""
-        gib = self.moved_bytes / 2**30
-        return [sample.cpu_seconds / gib for sample in self.samples if sample.cpu_seconds is not None]
+    def __post_init__(self) -> None:
+        rates = [self.case.total_bytes / 1e6 / sample.seconds for sample in self.samples]
+        gib = self.case.total_bytes / 2**30
+        self.mb_per_s = Speed(statistics.median(rates), min(rates), max(rates))
+        self.cpu_s_per_gib = statistics.median(sample.cpu_seconds / gib for sample in self.samples)
 
 
-@dataclass(slots=True)
-class GroupResult:
-    """What the rounds of a group gave. ``dropped``: why a contender was left out, by name."""
-
-    case: Case
-    series: list[Series]
-    dropped: dict[str, str] = field(default_factory=dict)
-
-    def best(self, role: Role) -> Series | None:
-        """Return the series of that role with the highest median, if there is one."""
-        return max((one for one in self.series if one.role is role), key=lambda one: one.rate, default=None)
-
-    def named(self, name: str) -> Series | None:
-        """Return the series of a contender, if it was measured."""
-        return next((one for one in self.series if one.name == name), None)
-
-
-def ratio(mine: Series, other: Series) -> float:
-    """Return the median over the rounds of ``mine`` to ``other`` in the same round: drift of the drive cancels out."""
-    return statistics.median(one / two for one, two in zip(mine.rates, other.rates, strict=True))
-
-
-def cpu_ratio(mine: Series, other: Series) -> float:
-    """As ``ratio``, of the processor time for a GiB."""
-    return statistics.median(one / two for one, two in zip(mine.cpu_rates, other.cpu_rates, strict=True))
+def short_size(count_bytes: int) -> str:
+    """Return a size without decimals where it has none: ``64 KiB``."""
+    return size(count_bytes).replace(".0 ", " ")

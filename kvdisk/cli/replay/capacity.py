@@ -9,7 +9,7 @@ in bytes they are taken off, as are segment headers and the index, so that it is
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from kvdisk.cli.replay.trace import Trace
 from kvdisk.config import parse_bytes
@@ -22,10 +22,11 @@ _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 _MOST_BLOCKS = 1 << 31
 
 
-class Room(NamedTuple):
-    """One tier's room. ``text``: as it was given. ``blocks``: it holds; 0: there is no tier. ``slots``: it has."""
+@dataclass(frozen=True)
+class Room:
+    """One tier's room. ``blocks``: it holds between steps; 0: there is no tier. ``slots``: it has."""
 
-    text: str
+    given: str
     blocks: int
     slots: int
 

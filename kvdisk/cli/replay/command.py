@@ -6,10 +6,7 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import IntEnum
 from itertools import product
 from pathlib import Path
@@ -17,14 +14,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvdisk.cli.output import as_json as plain
+from kvdisk.cli.refusal import refusal
 from kvdisk.cli.replay.readers import Form
 from kvdisk.config import Config, parse_bytes
 from kvdisk.errors import ConfigError, KvdiskError
 
 if TYPE_CHECKING:
-    from kvdisk.cli.replay.run import Replayed, Rival, Watch
+    from kvdisk.cli.replay.run import Replayed
     from kvdisk.cli.replay.tiers import Setting
     from kvdisk.cli.replay.trace import Trace
 
@@ -32,7 +30,6 @@ _DEFAULTS = Config()
 _TOKEN_BYTES = 128 << 10
 """Of a model with 32 layers and 8 KV heads of 128 in 16 bits."""
 _RUNS_A_CPU = 3
-_RIVAL = re.compile(r"(\w+)(?:\+reuse\((\d{1,2})\))?")
 
 TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="The trace: plain or gzip.", show_default=False)]
 TraceForm = Annotated[Form, typer.Option("--form", help="How it is written; auto: known by its first line.")]
@@ -62,9 +59,7 @@ StorePolicies = Annotated[
 ]
 Compare = Annotated[
     list[str],
-    typer.Option(
-        "--compare", metavar="NAME,...", help="lru, arc, sieve, s3fifo, also as lru+reuse(2); belady; or none."
-    ),
+    typer.Option("--compare", metavar="NAME,...", help="lru, arc, belady; or none."),
 ]
 IoDirectory = Annotated[
     Path | None,
@@ -75,10 +70,6 @@ Processes = Annotated[
     typer.Option("--processes", min=1, metavar="N", help="Runs at a time; by default all, up to three a CPU."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-Plot = Annotated[
-    Path | None,
-    typer.Option("--plot", metavar="FILE", help="Also draw it, as .png, .svg or .pdf; needs matplotlib."),
-]
 
 
 class Exit(IntEnum):
@@ -107,7 +98,6 @@ def replay(
     io_directory: IoDirectory = None,
     processes: Processes = None,
     as_json: AsJson = False,
-    plot: Plot = None,
 ) -> None:
     """Take a trace of requests through the tiers without the model: what hits, and what is written.
 
@@ -127,11 +117,7 @@ def replay(
     from kvdisk.cli.replay.readers import read_trace
 
     try:
-        if plot is not None:
-            from kvdisk.cli.replay.plot import check_plot
-
-            check_plot(plot)
-        rivals = _rivals(split(compare))
+        models = _models(split(compare))
         policies = [split(each) for each in (evictions, cpu_admissions, nvme_admissions, store_policies)]
         _check_policies(policies)
         trace = read_trace(path, form, block_tokens, limit, whole=whole)
@@ -139,33 +125,26 @@ def replay(
         if not size:
             raise ConfigError("--block-bytes must be more than 0.")
         settings = _settings(trace, size, split(cpu), split(nvme), gpu, policies)
-        replayed = _replay(trace, settings, rivals, size, processes, io_directory)
+        replayed = _replay(trace, settings, models, size, processes, io_directory)
     except KvdiskError as error:
-        typer.echo(f"kvdisk: {str(error).removesuffix('.')}.", err=True)
-        raise typer.Exit(Exit.REFUSED) from None
-    _show(replayed, as_json=as_json)
-    if plot is not None:
-        _draw(replayed, plot)
-    failed = any(sum(outcome.failed.values()) for outcome in replayed.own)
+        raise refusal(f"{str(error).removesuffix('.')}.", Exit.REFUSED) from None
+    if as_json:
+        typer.echo(json.dumps(plain(replayed), indent=2))
+    else:
+        _show(replayed)
+    failed = any(sum(run.failed.values()) for run in replayed.own)
     raise typer.Exit(Exit.FAILED if failed else Exit.REPLAYED)
 
 
-def _rivals(names: list[str]) -> list[Rival]:
+def _models(names: list[str]) -> list[str]:
     from kvdisk.cli.replay.models import BELADY, MODELS
-    from kvdisk.cli.replay.run import Rival
 
     if names == ["none"]:
         return []
-    found = []
     for name in names:
-        match = _RIVAL.fullmatch(name)
-        if match is None or match[1] not in {*MODELS, BELADY} or (match[1] == BELADY and match[2]):
-            known = ", ".join([*MODELS, BELADY])
-            raise ConfigError(
-                f"--compare knows {known}, those but the last also as lru+reuse(2), and none, not {name!r}."
-            )
-        found.append(Rival(match[1], max(1, int(match[2] or 1))))
-    return found
+        if name not in {*MODELS, BELADY}:
+            raise ConfigError(f"--compare knows {', '.join([*MODELS, BELADY])} and none, not {name!r}.")
+    return names
 
 
 def _check_policies(policies: list[list[str]]) -> None:
@@ -191,71 +170,51 @@ def _settings(
         raise ConfigError("With neither --cpu nor --nvme there is no tier to keep anything in.")
     if any(store == "spillover" for store in policies[-1]) and not gpu:
         raise ConfigError("--store-policy spillover stores what leaves the GPU's prefix cache; give it one with --gpu.")
-    return [Setting(*pair, gpu, *chosen) for pair in rooms for chosen in product(*policies)]
+    return [
+        Setting(eviction, cpu_admission, nvme_admission, store, *pair, gpu)
+        for pair in rooms
+        for eviction, cpu_admission, nvme_admission, store in product(*policies)
+    ]
 
 
 def _replay(
     trace: Trace,
     settings: list[Setting],
-    rivals: list[Rival],
+    models: list[str],
     block_bytes: int,
     processes: int | None,
     io_directory: Path | None,
 ) -> Replayed:
     from kvdisk.cli.replay.run import replay as run
 
-    with _progress() as watch:
-        if io_directory is not None:
-            try:
-                from kvdisk.cli.replay.real_io import replay_with_io
-
-                return replay_with_io(trace, settings, rivals, block_bytes, io_directory, watch)
-            except ImportError:
-                raise ConfigError(
-                    "--io needs torch, through which the mover copies; without --io no bytes are moved."
-                ) from None
+    if io_directory is None:
         # More than there are CPUs: runs that share them end at about the same time, and none is left alone on one.
         processes = processes or _RUNS_A_CPU * len(os.sched_getaffinity(0))
-        return run(trace, settings, rivals, block_bytes, processes, watch)
+        return run(trace, settings, models, block_bytes, processes, _watch)
+    try:
+        from kvdisk.cli.replay.real_io import moving_bytes
+
+        with moving_bytes(io_directory, block_bytes) as run_own:
+            replayed = run(trace, settings, models, block_bytes, 1, _watch, run_own)
+    except ImportError:
+        raise ConfigError(
+            "--io needs torch, through which the mover copies; without --io no bytes are moved."
+        ) from None
+    replayed.io_directory = str(io_directory)
+    return replayed
 
 
-@contextmanager
-def _progress() -> Iterator[Watch]:
-    """Show a bar on the terminal, where standard error is one."""
-    console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn())
-    # Drawn only when a run has ended: a thread that draws would be copied into the processes.
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal, auto_refresh=False
-    ) as progress:
-        task = progress.add_task("replay", total=None)
-
-        def watch(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
-            progress.refresh()
-
-        yield watch
+def _watch(done: int, total: int) -> None:
+    """Say on the terminal how far it is, where standard error is one."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\x1b[K{done} of {total} runs\r" if done < total else "\x1b[K")
+        sys.stderr.flush()
 
 
-def _show(replayed: Replayed, *, as_json: bool) -> None:
-    if as_json:
-        from kvdisk.cli.replay.result_json import as_json as plain
-
-        typer.echo(json.dumps(plain(replayed), indent=2))
-        return
+def _show(replayed: Replayed) -> None:
     from kvdisk.cli.replay.table import print_replayed
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     wide = None if sys.stdout.isatty() else 160
     print_replayed(replayed, Console(markup=False, highlight=False, emoji=False, width=wide))
-
-
-def _draw(replayed: Replayed, plot: Path) -> None:
-    from kvdisk.cli.replay.plot import draw
-
-    try:
-        draw(replayed, plot)
-    except OSError as error:
-        typer.echo(f"kvdisk: {plot} cannot be written: {error.strerror or error}.", err=True)
-        raise typer.Exit(Exit.REFUSED) from None

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine without a model: it takes the requests of a trace one by one through the ``TierManager``, as vLLM would.
+"""An engine without a model: it takes a trace's requests one by one through the ``TierManager``.
 
-A request is looked up, what hits is loaded, the rest of its prompt is computed in steps of ``STEP_TOKENS``, and its
-blocks are offered to the tiers in the step that computes them. Then its GPU blocks are freed, and idle steps go by
-until the tiers have nothing left to do. Answers are of no interest: nothing of them is stored by default.
+A request is looked up, what hits is loaded, the rest of its prompt is computed in steps of
+``STEP_TOKENS``, and its blocks are offered to the tiers in the step that computes them. Then its
+GPU blocks are freed, and idle steps pass until the tiers have nothing left to do. Answers are not
+stored.
 """
 
 from __future__ import annotations
@@ -21,35 +22,24 @@ from kvdisk.manager.manager import TierManager
 from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
 
 STEP_TOKENS = 8192
-"""Tokens of a prompt that one step computes, as vLLM's ``max_num_batched_tokens`` has it on a server."""
+"""Tokens of a prompt that one step computes: vLLM's ``max_num_batched_tokens`` on a server."""
 _MOST_WAITING_STEPS = 64
-"""Steps, of those in which a request generates, that are gone through while blocks of it wait for room."""
+"""At most so many of the steps in which a request generates are taken to wait for room."""
 _MOST_IDLE_STEPS = 10_000
 
 
-class Clock(Protocol):
-    """Seconds, never back. ``advance_to``: when a request comes; ``step``: a step of the engine has gone by."""
+class Backend(Protocol):
+    """What runs the plans, the bytes of the GPU's blocks if there are any, and the clock."""
 
     @property
     def now(self) -> float:
-        """The time."""
+        """The time in seconds. It never goes back."""
 
-    def advance_to(self, time_s: float) -> None:
-        """Go to a time, if it is not past."""
-
-    def step(self) -> None:
-        """Let a step's time pass."""
-
-
-class Ranks(Protocol):
-    """What runs plans. ``idle``: nothing is computed in this step, so it may wait a little for what is out."""
+    def arrive(self, time_s: float) -> None:
+        """A request comes at this time of the trace."""
 
     def run(self, plan: Plan, *, idle: bool) -> Report:
-        """Hand a plan over, and return what has ended by now."""
-
-
-class Memory(Protocol):
-    """The bytes of the GPU's blocks, where there are any."""
+        """Run a step: hand the plan over, and return what has ended. ``idle``: it may wait."""
 
     def computed(self, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """These blocks are computed in this step."""
@@ -59,45 +49,37 @@ class Memory(Protocol):
 
 
 @dataclass(slots=True)
-class Served:
-    """Where the prompts' blocks came from: tokens and blocks by tier. ``waits_s``: each load's time, as measured."""
+class Counts:
+    """What an engine counts. ``written``, ``read``: blocks. ``waits_s``: of each load."""
 
-    tokens: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
-    blocks: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
+    hit_tokens: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
+    hit_blocks: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
+    written: int = 0
+    read: int = 0
     waits_s: list[float] = field(default_factory=list)
 
 
 class Engine:
-    """See the module. ``pool`` has room for the longest prompt twice. ``memory``: None: no bytes are moved."""
+    """See the module. ``pool`` has room for the longest prompt twice."""
 
-    def __init__(
-        self,
-        trace: Trace,
-        manager: TierManager,
-        pool: GpuPool,
-        ranks: Ranks,
-        clock: Clock,
-        memory: Memory | None = None,
-    ) -> None:
+    def __init__(self, trace: Trace, manager: TierManager, pool: GpuPool, backend: Backend) -> None:
+        self.manager = manager
+        self.counts = Counts()
         self._trace = trace
-        self._manager = manager
         self._pool = pool
-        self._ranks = ranks
-        self._clock = clock
-        self._memory = memory
+        self._backend = backend
         self._block_tokens = trace.block_tokens
         self._step_blocks = max(1, STEP_TOKENS // trace.block_tokens)
         self._load_job: Job | None = None
         self._loaded: tuple[Job, Mapping[int, Reason]] | None = None
-        self.served = Served()
 
     def serve(self, number: int, request: TracedRequest) -> None:
-        """Take a request from its arrival to its end, and let the tiers finish what it has left them to do."""
-        manager, clock = self._manager, self._clock
-        clock.advance_to(request.time_s)
+        """Take a request from its arrival to its end, and let the tiers finish their work."""
+        manager, backend = self.manager, self._backend
+        backend.arrive(request.time_s)
         request_id = f"request {number}"
         hashes, count = request.hashes, len(request.hashes)
-        # A token follows the last block, so that all of them may hit: one is always left to compute.
+        # A token follows the last block: one is always left to compute, and all blocks may hit.
         prompt_tokens = count * self._block_tokens
         manager.new_request(request_id, hashes, prompt_tokens + 1)
         keys = make_block_keys(hashes, 0) if self._pool.caches else []
@@ -108,14 +90,13 @@ class Engine:
         blocks += self._pool.take(count - len(blocks))
         done, refused = local + loaded, self._refused_for_room
         self._pool.cache(keys[local:done], blocks[local:done])
-        if self._memory is not None:
-            self._memory.loaded(hashes[local:done], blocks[local:done])
-            self._memory.computed(hashes[done:], blocks[done:])
+        backend.loaded(hashes[local:done], blocks[local:done])
+        backend.computed(hashes[done:], blocks[done:])
         while True:
             done = min(count, done + self._step_blocks)
             tokens = done * self._block_tokens
             if manager.may_offer(request_id, tokens):
-                manager.plan_store(request_id, tokens, [blocks], clock.now)
+                manager.plan_store(request_id, tokens, [blocks], backend.now)
             self._step()
             if done == count:
                 break
@@ -128,22 +109,22 @@ class Engine:
 
     @property
     def _refused_for_room(self) -> int:
-        counts = self._manager.stats.counts
+        counts = self.manager.stats.counts
         return counts.get("refused_blocks.room", 0) + counts.get("refused_blocks.budget", 0)
 
     def settle(self) -> None:
-        """Let idle steps go by until the tiers have nothing to do."""
+        """Let idle steps pass until the tiers have nothing to do."""
         for _ in range(_MOST_IDLE_STEPS):
-            if not self._manager.has_pending_work(self._clock.now):
+            if not self.manager.has_pending_work(self._backend.now):
                 return
             self._step(idle=True)
         raise KvdiskError("the tiers do not come to rest: the drive does not answer")
 
     def _load(self, request_id: str, request: TracedRequest, blocks: list[int], total_tokens: int) -> int:
-        """Load what hits behind the first ``blocks``; add its GPU blocks to them, and return how many."""
-        manager, clock, local = self._manager, self._clock, len(blocks)
-        local_tokens, came_s = local * self._block_tokens, clock.now
-        while (tokens := manager.lookup(request_id, local_tokens, total_tokens, clock.now)) is None:
+        """Load what hits behind ``blocks``; add its GPU blocks to them, and return how many."""
+        manager, backend, local = self.manager, self._backend, len(blocks)
+        local_tokens, came_s = local * self._block_tokens, backend.now
+        while (tokens := manager.lookup(request_id, local_tokens, total_tokens, backend.now)) is None:
             self._step(idle=True)
         count = tokens // self._block_tokens
         if not count:
@@ -155,9 +136,9 @@ class Engine:
         while self._loaded is None:
             self._step(idle=True)
         job, failed = self._loaded
-        self.served.waits_s.append(clock.now - came_s)
+        self.counts.waits_s.append(backend.now - came_s)
         first, start = 0, local
-        # What failed is computed again; what comes behind it, too, for it is one prefix.
+        # What failed is computed again, and so is what comes behind it: it is one prefix.
         good = min(failed, default=count)
         for tier, moves in groupby(job.moves[:good], key=_source_of):
             start += first
@@ -166,31 +147,37 @@ class Engine:
         return good
 
     def _count(self, request: TracedRequest, tier: Tier, first: int, last: int) -> None:
-        """Note that blocks of a prompt, from ``first`` to before ``last``, came from a tier."""
-        self.served.blocks[tier] += last - first
-        self.served.tokens[tier] += self._trace.token_span(request, first, last)
+        """Count a prompt's blocks from ``first`` to before ``last`` as hits of a tier."""
+        self.counts.hit_blocks[tier] += last - first
+        self.counts.hit_tokens[tier] += self._trace.token_span(request, first, last)
 
     def _wait_for_room(self, request_id: str, request: TracedRequest, blocks: list[int]) -> None:
-        """Go through some of the steps in which a request generates, if blocks of it wait for room."""
+        """Take some of the steps in which a request generates, while blocks of it wait for room."""
         tokens = len(blocks) * self._block_tokens
         for _ in range(min(request.output_tokens, _MOST_WAITING_STEPS)):
-            if not self._manager.may_offer(request_id, tokens):
+            if not self.manager.may_offer(request_id, tokens):
                 break
-            self._manager.plan_store(request_id, tokens, [blocks], self._clock.now)
+            self.manager.plan_store(request_id, tokens, [blocks], self._backend.now)
             self._step()
 
     def _step(self, *, idle: bool = False) -> None:
-        manager, clock = self._manager, self._clock
-        plan = manager.take_plan(clock.now, idle=idle)
-        loads = [job for job in plan.jobs if job.kind is JobKind.LOAD]
-        if loads:
-            (self._load_job,) = loads  # one request at a time
-        report = self._ranks.run(plan, idle=idle)
-        clock.step()
-        job = self._load_job
-        if job is not None and job.id in report.results:
-            self._loaded, self._load_job = (job, report.results[job.id].failed), None
-        manager.settle(report, clock.now, int(clock.now))
+        manager, backend = self.manager, self._backend
+        plan = manager.take_plan(backend.now, idle=idle)
+        for job in plan.jobs:
+            if job.kind is JobKind.LOAD:
+                self._load_job = job  # there is one: requests come one at a time
+            self._count_moves(job)
+        report = backend.run(plan, idle=idle)
+        load = self._load_job
+        if load is not None and load.id in report.results:
+            self._loaded, self._load_job = (load, report.results[load.id].failed), None
+        manager.settle(report, backend.now, int(backend.now))
+
+    def _count_moves(self, job: Job) -> None:
+        if job.kind in {JobKind.STORE, JobKind.DEMOTE}:
+            self.counts.written += len(job.moves) if job.moves[0].nvme is not None else 0
+        elif job.kind in {JobKind.LOAD, JobKind.PROMOTE}:
+            self.counts.read += sum(move.nvme is not None for move in job.moves)
 
 
 def _source_of(move: Move) -> Tier:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replay is compared with: cache policies as published, on their own, and the best that anyone could do.
+"""What a replay is compared with: LRU and ARC, which vLLM's own offloading has, and the optimum.
 
-They are for measuring, not for configuration, and know nothing of tiers or steps. Each has room for ``capacity``
-blocks, takes requests in order, and counts by the same rule: a block hits when it and all before it in its prompt are
-there when the request comes. Then every block of the prompt that is there is used, and every other one that the
-admission lets in is written, the tail of the prompt first, so that its head is the last to be used.
+They know nothing of tiers or steps. Each has room for ``capacity`` blocks, takes requests in order,
+and counts by the same rule: a block hits when it and all before it in its prompt are there when the
+request comes. Then every block of the prompt that is there is used and every other one is written,
+the tail of the prompt first, so that its head is the last to be used.
 
-``belady`` knows the future: of the blocks that are there, and the one that comes, the one that is used again last, or
-never, is not kept (Belady's MIN, block by block, with bypass). Whoever asks for a block asks for those before it, so a
-block is never used again sooner than those before it, what it keeps are prefixes, and its hits are the most that any
-policy can have. It writes only what will hit.
+``belady`` knows the future: of the blocks that are there, and the one that comes, it does not keep the
+one that is used again last, or never (Belady's MIN, block by block, with bypass). Whoever asks for a
+block asks for those before it, so what it keeps are prefixes, and no policy can hit more. It writes
+only what will hit.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ Prompt = Sequence[Hashable]
 """The blocks of a request. Equal blocks have equal blocks before them."""
 
 
-class ModelOutcome(NamedTuple):
-    """``hits``: of each request, how many of its first blocks hit. ``written``: blocks written. ``evicted``: those that
-    left; None: ``belady`` only writes what is to be used, and what is used for the last time needs no eviction."""
+class ModelCounts(NamedTuple):
+    """``hits``: of each request, how many of its first blocks hit. ``written``, ``evicted``: blocks.
+
+    ``evicted`` is None for ``belady``: it writes only what will be used, and evicts none of it.
+    """
 
     hits: list[int]
     written: int
@@ -70,113 +72,6 @@ class Lru:
         self._blocks[block] = None
         if len(self._blocks) > self._capacity:
             self._blocks.popitem(last=False)
-
-
-class Sieve:
-    """SIEVE (NSDI '24): a queue in order of arrival, and a hand that spares what was used since it last came by."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._used: dict[Hashable, bool] = {}
-        # Each block's neighbour that came after it, and before it; None beyond the ends.
-        self._newer: dict[Hashable, Hashable | None] = {}
-        self._older: dict[Hashable, Hashable | None] = {}
-        self._oldest: Hashable | None = None
-        self._newest: Hashable | None = None
-        self._hand: Hashable | None = None
-
-    def __contains__(self, block: Hashable) -> bool:
-        return block in self._used
-
-    def __len__(self) -> int:
-        return len(self._used)
-
-    def use(self, block: Hashable) -> None:
-        """See ``Model``."""
-        self._used[block] = True
-
-    def add(self, block: Hashable) -> None:
-        """See ``Model``."""
-        if len(self._used) >= self._capacity:
-            self._evict()
-        self._used[block] = False
-        self._newer[block], self._older[block] = None, self._newest
-        if self._newest is None:
-            self._oldest = block
-        else:
-            self._newer[self._newest] = block
-        self._newest = block
-
-    def _evict(self) -> None:
-        hand = self._oldest if self._hand is None else self._hand
-        while self._used[hand]:
-            self._used[hand] = False
-            newer = self._newer[hand]
-            hand = self._oldest if newer is None else newer
-        del self._used[hand]
-        newer, older = self._newer.pop(hand), self._older.pop(hand)
-        self._hand = newer
-        if older is None:
-            self._oldest = newer
-        else:
-            self._newer[older] = newer
-        if newer is None:
-            self._newest = older
-        else:
-            self._older[newer] = older
-
-
-class S3Fifo:
-    """S3-FIFO (SOSP '23): a small queue, a tenth of the room; a main queue; a memory of what left the small one."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._small_capacity = max(1, capacity // 10)
-        self._small: OrderedDict[Hashable, int] = OrderedDict()
-        self._main: OrderedDict[Hashable, int] = OrderedDict()
-        self._ghosts: OrderedDict[Hashable, None] = OrderedDict()
-
-    def __contains__(self, block: Hashable) -> bool:
-        return block in self._small or block in self._main
-
-    def __len__(self) -> int:
-        return len(self._small) + len(self._main)
-
-    def use(self, block: Hashable) -> None:
-        """See ``Model``."""
-        queue = self._small if block in self._small else self._main
-        queue[block] = min(3, queue[block] + 1)
-
-    def add(self, block: Hashable) -> None:
-        """See ``Model``."""
-        while len(self) >= self._capacity:
-            self._evict()
-        if block in self._ghosts:
-            del self._ghosts[block]
-            self._main[block] = 0
-        else:
-            self._small[block] = 0
-
-    def _evict(self) -> None:
-        if (len(self._small) < self._small_capacity and self._main) or not self._small:
-            self._evict_main()
-            return
-        while self._small:
-            block, uses = self._small.popitem(last=False)
-            if uses <= 1:
-                self._ghosts[block] = None
-                if len(self._ghosts) > self._capacity:
-                    self._ghosts.popitem(last=False)
-                return
-            self._main[block] = 0
-        self._evict_main()
-
-    def _evict_main(self) -> None:
-        while True:
-            block, uses = self._main.popitem(last=False)
-            if not uses:
-                return
-            self._main[block] = uses - 1
 
 
 class Arc:
@@ -239,36 +134,30 @@ class Arc:
             self._left_often[self._often.popitem(last=False)[0]] = None
 
 
-MODELS: Mapping[str, Callable[[int], Model]] = {"lru": Lru, "arc": Arc, "sieve": Sieve, "s3fifo": S3Fifo}
+MODELS: Mapping[str, Callable[[int], Model]] = {"lru": Lru, "arc": Arc}
 BELADY = "belady"
 
 
-def run_model(name: str, prompts: Sequence[Prompt], capacity: int, needed: int = 1) -> ModelOutcome:
-    """Replay prompts against a model. ``needed``: how many requests must want a block before it is written; 1: all are.
-
-    The requests that wanted a block are counted exactly, and never forgotten.
-    """
+def run_model(name: str, prompts: Sequence[Prompt], capacity: int) -> ModelCounts:
+    """Replay prompts against a model."""
     if name == BELADY:
         return run_belady(prompts, capacity)
     model = MODELS[name](capacity)
-    wanted: dict[Hashable, int] = {}
     hits: list[int] = []
     written = 0
     for prompt in prompts:
         there = [block in model for block in prompt]
         hits.append(there.index(False) if False in there else len(there))
         for block in reversed(prompt):
-            if needed > 1:
-                wanted[block] = wanted.get(block, 0) + 1
             if block in model:
                 model.use(block)
-            elif capacity and (needed == 1 or wanted[block] >= needed):
+            elif capacity:
                 model.add(block)
                 written += 1
-    return ModelOutcome(hits, written, written - len(model))
+    return ModelCounts(hits, written, written - len(model))
 
 
-def run_belady(prompts: Sequence[Prompt], capacity: int) -> ModelOutcome:
+def run_belady(prompts: Sequence[Prompt], capacity: int) -> ModelCounts:
     """Replay prompts with knowledge of the future; see the module."""
     references = [block for prompt in prompts for block in prompt]
     next_uses = _next_uses(references)
@@ -301,7 +190,7 @@ def run_belady(prompts: Sequence[Prompt], capacity: int) -> ModelOutcome:
                         fresh.discard(last)
             else:
                 fresh.discard(block)
-    return ModelOutcome(hits, written, None)
+    return ModelCounts(hits, written, None)
 
 
 def _next_uses(references: Sequence[Hashable]) -> list[int]:

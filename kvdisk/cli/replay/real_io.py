@@ -1,30 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replay that moves bytes: real manager, index, mover and files; the GPU's blocks lie in host memory. Needs torch.
+"""A replay that moves bytes: real manager, index, mover and files. Needs torch.
 
-Every computed block is filled with bytes of its own, and every loaded one is compared with them. Steps take the time
-that they take, and a request waits for its load before the next one comes, so that waits are those of a drive without
-other load.
+The GPU's blocks lie in host memory. Every computed block is filled with bytes of its own, and every
+loaded one is compared with them. A request waits for its load before the next one comes, so waits
+are those of a drive without other load.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvdisk.assembly import assemble_scheduler, assemble_worker
-from kvdisk.cli.bench.scratch import ending_on_signals
 from kvdisk.cli.replay.capacity import nvme_bytes_for
 from kvdisk.cli.replay.engine import Engine
-from kvdisk.cli.replay.run import Outcome, Replayed, Rival, Watch, make_outcome, room_of, run_rival
-from kvdisk.cli.replay.stands import Moved
+from kvdisk.cli.replay.run import Run, run_engine, waits_of
 from kvdisk.cli.replay.tiers import Setting, make_geometry, make_pool
 from kvdisk.cli.replay.trace import Trace
 from kvdisk.config import Config
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvdisk.worker.mover import Mover
 
 _PREFIX = ".kvdisk-replay-"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LEFT_FREE_BYTES = 1 << 30
 _IDLE_WAIT_S = 0.02
 _DEADLINE_S = 120.0
@@ -44,45 +45,33 @@ _MOST_MEMORY = 0.7
 """Of the machine's."""
 
 
-class WallClock:
-    """``Clock`` that goes by itself, whatever the trace says."""
+class MovingBackend:
+    """``Backend`` of one rank with a real mover, and the machine's clock.
 
-    def advance_to(self, time_s: float) -> None:
-        """See ``Clock``; requests come one behind the other."""
+    ``wrong``: blocks loaded that were not what had been stored.
+    """
 
-    def step(self) -> None:
-        """See ``Clock``."""
+    def __init__(self, mover: Mover, gpu: Arena, block_bytes: int) -> None:
+        self._mover = mover
+        self._blocks = gpu.tensor(0).numpy()
+        self._block_bytes = block_bytes
+        self.wrong = 0
 
     @property
     def now(self) -> float:
-        """See ``Clock``."""
+        """See ``Backend``."""
         return time.monotonic()
 
-
-class MovingRanks:
-    """``Ranks`` of one rank with a real mover."""
-
-    def __init__(self, mover: Mover) -> None:
-        self._mover = mover
-        self.moved = Moved()
+    def arrive(self, time_s: float) -> None:
+        """See ``Backend``. Requests come one behind the other, whatever the trace says."""
 
     def run(self, plan: Plan, *, idle: bool) -> Report:
-        """Hand a plan to the mover; where nothing is computed, wait a little for what is out."""
-        self.moved.count(plan)
+        """Hand a plan to the mover; where nothing is computed, wait a little for what it is at."""
         if plan.jobs or plan.void:
             self._mover.submit(plan, self._mover.compute_done())
         if idle:
             self._mover.wait_any(_IDLE_WAIT_S)
         return self._mover.poll()
-
-
-class GpuMemory:
-    """``Memory``: the bytes of the GPU's blocks. ``wrong``: loaded blocks that were not what had been stored."""
-
-    def __init__(self, arena: Arena, block_bytes: int) -> None:
-        self._blocks = arena.tensor(0).numpy()
-        self._block_bytes = block_bytes
-        self.wrong = 0
 
     def computed(self, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Fill blocks with bytes of their own."""
@@ -98,44 +87,46 @@ class GpuMemory:
         return np.resize(np.frombuffer(block_hash, np.uint8), self._block_bytes)
 
 
-def replay_with_io(
-    trace: Trace,
-    settings: Sequence[Setting],
-    rivals: Sequence[Rival],
-    block_bytes: int,
-    directory: Path,
-    watch: Watch,
-) -> Replayed:
-    """As ``replay``, one run behind the other. Raises ConfigError where it cannot begin, DeviceError where it fails."""
+@contextmanager
+def moving_bytes(directory: Path, block_bytes: int) -> Iterator[Callable[[Trace, int, Setting], Run]]:
+    """Yield what takes a trace through a store in ``directory``, which is removed after each run.
+
+    Signals end the program in order meanwhile. Raises ConfigError where it cannot begin, DeviceError
+    where the drive fails.
+    """
     if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
         raise ConfigError(f"--io {directory}: that is not a directory in which files can be made.")
-    rooms = {room_of(setting).blocks: room_of(setting) for setting in settings}
-    total = len(settings) + len(rooms) * len(rivals)
-    own: list[Outcome] = []
-    with ending_on_signals():
-        for setting in settings:
-            with _store(directory) as store:
-                own.append(_run(trace, setting, block_bytes, store))
-            watch(len(own), total)
-    others = [run_rival(trace, room, rival) for room in rooms.values() for rival in rivals]
-    watch(total, total)
-    order = {blocks: at for at, blocks in enumerate(rooms)}
-    outcomes = sorted([*own, *others], key=lambda outcome: order[outcome.room.blocks])
-    return Replayed(trace, block_bytes, outcomes, sum(outcome.seconds for outcome in own), 1, str(directory))
+
+    def run(trace: Trace, slot_bytes: int, setting: Setting) -> Run:
+        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=directory, ignore_cleanup_errors=True) as store:
+            return _run(trace, setting, block_bytes, slot_bytes, Path(store).resolve())
+
+    with _ending_on_signals():
+        yield run
 
 
 @contextmanager
-def _store(directory: Path) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=directory)).resolve()
+def _ending_on_signals() -> Iterator[None]:
+    """Let SIGINT, SIGTERM and SIGHUP end the program in order, so that it removes the store.
+
+    A second signal does not disturb that. For the main thread.
+    """
+
+    def end(number: int, _: FrameType | None) -> None:
+        for one in _SIGNALS:
+            signal.signal(one, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in _SIGNALS}
     try:
-        yield path
+        yield
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _run(trace: Trace, setting: Setting, block_bytes: int, store: Path) -> Outcome:
+def _run(trace: Trace, setting: Setting, block_bytes: int, slot_bytes: int, store: Path) -> Run:
     geometry, pool = make_geometry(trace, block_bytes), make_pool(trace, setting.gpu_blocks)
-    slot_bytes = geometry.slot_sizes[0]
     nvme_bytes = nvme_bytes_for(setting.nvme.slots, geometry) if setting.nvme.slots else None
     if nvme_bytes is not None and shutil.disk_usage(store).free < nvme_bytes + _LEFT_FREE_BYTES:
         raise ConfigError(f"--io {store.parent}: there is no room for an NVMe tier of {nvme_bytes} bytes.")
@@ -156,33 +147,18 @@ def _run(trace: Trace, setting: Setting, block_bytes: int, store: Path) -> Outco
             f"--io holds {pool.block_count} GPU blocks of {block_bytes} bytes and the CPU tier in memory, which is too"
             " much for this machine; give smaller ones with --block-bytes."
         )
-    gpu = Arena([block_bytes], [pool.block_count], pin=False)
-    parts = assemble_scheduler(config, geometry, pool, bytes(FINGERPRINT_BYTES), {"model": f"replay of {trace.name}"})
-    try:
+    with ExitStack() as stack:
+        gpu = Arena([block_bytes], [pool.block_count], pin=False)
+        stack.callback(gpu.close)
+        description = {"model": f"replay of {trace.name}"}
+        parts = assemble_scheduler(config, geometry, pool, bytes(FINGERPRINT_BYTES), description)
+        stack.callback(parts.close)
         worker = assemble_worker(config, geometry, 0, [[gpu.tensor(0)]])
-        try:
-            memory, ranks = GpuMemory(gpu, block_bytes), MovingRanks(worker.mover)
-            engine = Engine(trace, parts.manager, pool, ranks, WallClock(), memory)
-            engine.settle()
-            began_s = time.perf_counter()
-            for number, request in enumerate(trace.requests):
-                engine.serve(number, request)
-            seconds = time.perf_counter() - began_s
-            served, moved = engine.served, ranks.moved
-            outcome = make_outcome(
-                setting,
-                parts.manager,
-                served.tokens,
-                served.blocks,
-                moved.written,
-                moved.read,
-                seconds,
-                served.waits_s,
-            )
-            outcome.failed["wrong_bytes"] = memory.wrong
-            return outcome
-        finally:
-            worker.close()
-    finally:
-        parts.close()
-        gpu.close()
+        stack.callback(worker.close)
+        backend = MovingBackend(worker.mover, gpu, block_bytes)
+        engine = Engine(trace, parts.manager, pool, backend)
+        engine.settle()
+        run = run_engine(trace, slot_bytes, setting, engine)
+        run.waits_s = waits_of(engine.counts.waits_s)
+        run.failed["wrong_bytes"] = backend.wrong
+        return run

@@ -9,76 +9,61 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvdisk.blocks import Tier
-from kvdisk.cli.replay.result_json import name_of, slot_bytes_of, waits_of
-from kvdisk.cli.replay.run import Outcome, Replayed
+from kvdisk.cli.replay.run import REASONS, Replayed, Run, TraceFacts
 from kvdisk.cli.wording import number, plural, size
 
-_TIERS = {Tier.GPU: "GPU", Tier.CPU: "CPU", Tier.NVME: "NVMe"}
+_TIERS = {"gpu": "GPU", "cpu": "CPU", "nvme": "NVMe"}
 
 
 def print_replayed(replayed: Replayed, console: Console) -> None:
     """Print the trace, the table, and how fast it went."""
     trace = replayed.trace
     console.print(
-        f"{trace.name} ({trace.form}): {plural(len(trace.requests), 'request')}, {number(trace.references)} blocks of"
-        f" {trace.block_tokens} tokens, {number(trace.distinct)} distinct"
+        f"{trace.name} ({trace.form}): {plural(trace.requests, 'request')}, {number(trace.references)} blocks of"
+        f" {trace.block_tokens} tokens, {number(trace.distinct_blocks)} distinct"
     )
     for note in trace.notes:
         console.print(f"Note: {note}")
     console.print(_table(replayed))
-    console.print(_legend(replayed))
+    console.print("\n".join(_legend(replayed)))
 
 
 def _table(replayed: Replayed) -> Table:
-    shown = _tiers_of(replayed)
-    waits = any(outcome.waits_s for outcome in replayed.outcomes)
+    tiers = [tier for tier in _TIERS if any(run.hit_blocks[tier] for run in replayed.own)]
+    told_apart = tiers if len(tiers) > 1 else []
+    waits = any(run.waits_s for run in replayed.runs)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for title in ("room", "policy"):
-        table.add_column(title, no_wrap=title == "room")
-    titles = [
-        "hits",
-        *(f"by {_TIERS[tier]}" for tier in shown),
-        "of blocks",
-        "written",
-        "read",
-        "write amp.",
-        "evicted",
-    ]
-    for title in [*titles, "refused", *(("wait p50", "p99") if waits else ())]:
+    table.add_column("room", no_wrap=True)
+    table.add_column("policy")
+    by_tier = [f"by {_TIERS[tier]}" for tier in told_apart]
+    titles = ["hits", *by_tier, "of blocks", "written", "read", "write amp.", "evicted", "refused"]
+    for title in [*titles, *(("wait p50", "p99") if waits else ())]:
         table.add_column(title, justify="right", no_wrap=True)
-    for _, some in groupby(replayed.outcomes, lambda outcome: outcome.room.blocks):
-        for at, outcome in enumerate(some):
-            room = f"{outcome.room.text}  {number(outcome.room.blocks)}" if at == 0 else ""
-            cells = _cells(replayed, outcome, shown, waits=waits)
-            table.add_row(room, name_of(outcome), *cells, style="dim" if outcome.rival is not None else None)
+    for _, some in groupby(replayed.runs, lambda run: run.room.blocks):
+        for at, run in enumerate(some):
+            room = f"{run.room.given}  {number(run.room.blocks)}" if at == 0 else ""
+            cells = _cells(replayed.trace, run, told_apart, waits=waits)
+            table.add_row(room, run.policy, *cells, style="dim" if run.model is not None else None)
         table.add_section()
     return table
 
 
-def _tiers_of(replayed: Replayed) -> list[Tier]:
-    """Return the tiers to be told apart, where there are several."""
-    found = [tier for tier in Tier if any(outcome.hit_blocks.get(tier) for outcome in replayed.own)]
-    return found if len(found) > 1 else []
-
-
-def _cells(replayed: Replayed, outcome: Outcome, shown: list[Tier], *, waits: bool) -> list[str]:
-    trace, slot_bytes = replayed.trace, slot_bytes_of(replayed)
-    is_own = outcome.rival is None
-    refused = sum(outcome.refused.get(why, 0) for why in ("reuse", "room", "budget"))
+def _cells(trace: TraceFacts, run: Run, told_apart: list[str], *, waits: bool) -> list[str]:
+    is_own = run.model is None
     cells = [
-        _percent(outcome.tokens / trace.tokens),
-        *(_percent(outcome.hit_tokens.get(tier, 0) / trace.tokens) if is_own else "" for tier in shown),
-        _percent(outcome.blocks / trace.references),
-        size(outcome.written * slot_bytes),
-        size(outcome.read * slot_bytes),
-        f"{outcome.written / trace.distinct:.2f}",
-        "" if outcome.evicted is None else number(sum(outcome.evicted.values())),
-        number(refused) if is_own else "",
+        _percent(run.hit_rate),
+        *(_percent(run.hit_tokens[tier] / trace.tokens) if is_own else "" for tier in told_apart),
+        _percent(run.hit_blocks_rate),
+        size(run.written_bytes),
+        size(run.read_bytes),
+        f"{run.write_amplification:.2f}",
+        "" if run.evicted_blocks is None else number(sum(run.evicted_blocks.values())),
+        number(sum(run.refused[why] for why in REASONS)) if is_own else "",
     ]
     if waits:
-        found = waits_of(outcome)
-        cells += [f"{1000 * found[name]:.1f} ms" for name in ("median", "p99")] if found else ["", ""]
+        cells += (
+            [f"{1000 * wait:.1f} ms" for wait in (run.waits_s.median, run.waits_s.p99)] if run.waits_s else ["", ""]
+        )
     return cells
 
 
@@ -86,21 +71,19 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2f} %"
 
 
-def _legend(replayed: Replayed) -> str:
-    own = len(replayed.own)
-    total = own * replayed.trace.references
+def _legend(replayed: Replayed) -> list[str]:
     beside = f", {replayed.processes} runs at a time" if replayed.processes > 1 else ""
     lines = [
         "hits: tokens of prompts that were loaded, of all; write amp.: blocks written to NVMe / distinct blocks.",
         f"Bytes are of blocks of {size(replayed.block_bytes)} with their headers.",
-        f"{plural(total, 'block reference')} through the manager in {replayed.seconds:.1f} s:"
-        f" {number(round(replayed.rate))} a second{beside}.",
+        f"{plural(len(replayed.own) * replayed.trace.references, 'block reference')} through the manager in"
+        f" {replayed.seconds:.1f} s: {number(replayed.references_per_second)} a second{beside}.",
     ]
     if replayed.io_directory is not None:
         lines.append(
             f"Bytes were written to, read from and compared with what they were under {replayed.io_directory}."
         )
-    failed = sum(sum(outcome.failed.values()) for outcome in replayed.own)
+    failed = sum(sum(run.failed.values()) for run in replayed.own)
     if failed:
         lines.append(f"{plural(failed, 'block')} failed to load or to be stored.")
-    return "\n".join(lines)
+    return lines

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ``TierManager`` for a replay without I/O: put together as the assembly does it, over stand-ins without bytes."""
+"""A ``TierManager`` for a replay without bytes, put together as the assembly does it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from kvdisk.cli.replay.capacity import Room
 from kvdisk.cli.replay.engine import STEP_TOKENS, Engine
+from kvdisk.cli.replay.instant import InstantBackend, InstantIndex
 from kvdisk.cli.replay.pool import GpuPool
-from kvdisk.cli.replay.stands import InstantRanks, NoIndex, TraceClock
 from kvdisk.cli.replay.trace import Trace
 from kvdisk.config import Config
 from kvdisk.geometry import FINGERPRINT_BYTES, Geometry, GroupGeometry, segment_charge_bytes
@@ -27,19 +27,39 @@ from kvdisk.stats import Stats
 _HOME_ID = "0" * 32
 
 
-class Setting(NamedTuple):
-    """One run's tiers and policies, these by their names in the configuration.
+@dataclass(frozen=True)
+class Setting:
+    """One run's policies, by their names in the configuration, and its tiers.
 
     ``gpu_blocks``: of a prefix cache in front of the tiers; 0: none.
     """
 
-    cpu: Room
-    nvme: Room
-    gpu_blocks: int
     eviction: str
     cpu_admission: str
     nvme_admission: str
     store_policy: str
+    cpu: Room
+    nvme: Room
+    gpu_blocks: int
+
+    @property
+    def room(self) -> Room:
+        """The room that models get beside it: of the NVMe tier, or without one of the CPU tier."""
+        return self.nvme if self.nvme.slots else self.cpu
+
+    @property
+    def name(self) -> str:
+        """The policies that the tiers have a use for, as the table shows them."""
+        parts = [self.eviction]
+        if self.nvme.slots:
+            parts.append(self.nvme_admission)
+        if self.cpu.slots:
+            parts.append(f"cpu {self.cpu.given}")
+            if self.cpu_admission != "all":
+                parts.append(f"cpu {self.cpu_admission}")
+        if self.store_policy != "on_compute":
+            parts.append(self.store_policy)
+        return ", ".join(parts)
 
 
 _NO_BYTES = 1
@@ -72,7 +92,7 @@ def make_manager(setting: Setting, geometry: Geometry, pool: GpuPool) -> TierMan
         # One segment of exactly so many slots.
         charge_bytes = segment_charge_bytes(geometry.slot_sizes[0], setting.nvme.slots)
         layout = NvmeLayout(0, (setting.nvme.slots,), (charge_bytes,))
-        nvme = NvmeSpace(geometry, layout, NoIndex(), catalog, transfers, stats, make_policy)
+        nvme = NvmeSpace(geometry, layout, InstantIndex(), catalog, transfers, stats, make_policy)
         nvme.restore(_HOME_ID, bytes(FINGERPRINT_BYTES))
     # Every hit is loaded: what a load costs is not known here. The bytes are those of the spaces above.
     config = Config(
@@ -98,10 +118,9 @@ def make_manager(setting: Setting, geometry: Geometry, pool: GpuPool) -> TierMan
     )
 
 
-def make_engine(trace: Trace, setting: Setting) -> tuple[Engine, TierManager, InstantRanks]:
-    """Return an engine over empty tiers whose files are open, its manager, and the workers that count."""
-    pool, ranks = make_pool(trace, setting.gpu_blocks), InstantRanks()
-    manager = make_manager(setting, make_geometry(trace), pool)
-    engine = Engine(trace, manager, pool, ranks, TraceClock())
+def make_engine(trace: Trace, setting: Setting) -> Engine:
+    """Return an engine without bytes over empty tiers whose files are open."""
+    pool = make_pool(trace, setting.gpu_blocks)
+    engine = Engine(trace, make_manager(setting, make_geometry(trace), pool), pool, InstantBackend())
     engine.settle()
-    return engine, manager, ranks
+    return engine
