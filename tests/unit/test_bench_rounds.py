@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvdisk.cli.amounts import parse_size
 from kvdisk.cli.bench import rounds
 from kvdisk.cli.bench.cases import (
     Case,
@@ -34,6 +33,7 @@ from kvdisk.cli.bench.figures import rows_of
 from kvdisk.cli.bench.gpu import GpuRun
 from kvdisk.cli.bench.mover import MoverRun, blocks_of
 from kvdisk.cli.bench.rounds import _spin, run_group, timed
+from kvdisk.cli.output import parse_size
 from kvdisk.device.base import Op
 from kvdisk.device.memory import MemoryDevice
 from kvdisk.errors import ConfigError, DeviceError

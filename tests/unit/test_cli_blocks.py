@@ -15,8 +15,7 @@ from cli_stores import CAP, HYBRID, PLAIN, inspect_json, leave_home, run, run_he
 from mass_stores import MASS_FINGERPRINT, SEGMENT_SLOTS, Layer, build_mass, key
 
 from kvdisk.blocks import Slot
-from kvdisk.cli.inspect_blocks import _guides
-from kvdisk.cli.wording import fine_bar
+from kvdisk.cli.output import fine_bar
 from kvdisk.device.control import USES_FILE
 from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
@@ -304,25 +303,6 @@ def test_a_hundred_thousand_blocks(path: Path) -> None:
     full = found["homes"][0]["segments"][0]
     assert (full["used_slots"], full["fragmentation"]) == (SEGMENT_SLOTS, None)
     assert found["homes"][0]["read_run_blocks"] == pytest.approx(100_000 / (100 * 20 + 24), rel=0.02)
-
-
-def test_the_guides_of_a_tree() -> None:
-    class Line:
-        def __init__(self, depth: int) -> None:
-            self.depth = depth
-
-    depths = [0, 1, 2, 2, 1, 0, 1, 2, 3]
-    assert _guides([Line(depth) for depth in depths]) == [  # type: ignore[misc]
-        "",
-        "├─",
-        "│ ├─",
-        "│ └─",
-        "└─",
-        "",
-        "└─",
-        "  └─",
-        "    └─",
-    ]
 
 
 def test_fine_bars() -> None:

@@ -14,7 +14,7 @@ import pytest
 from cli_stores import CAP, HYBRID, PLAIN, SLOTS, Owner, drop_power, inspect_json, leave_home, run, run_here
 
 from kvdisk import __version__
-from kvdisk.cli.index_reader import read_indexes
+from kvdisk.cli.indexes import read_namespaces
 from kvdisk.cli.survey import survey_store
 from kvdisk.device.home import Home
 from kvdisk.device.store import Store
@@ -166,9 +166,9 @@ def test_a_home_that_is_taken_over_meanwhile(path: Path, monkeypatch: pytest.Mon
     def after_the_takeover(*arguments: Any, **options: Any) -> Any:
         if not taken:
             taken.append(Store.open(path).acquire_home(PLAIN.fingerprint, PLAIN.description, CAP))
-        return read_indexes(*arguments, **options)
+        return read_namespaces(*arguments, **options)
 
-    monkeypatch.setattr("kvdisk.cli.survey.read_indexes", after_the_takeover)
+    monkeypatch.setattr("kvdisk.cli.survey.read_namespaces", after_the_takeover)
     facts = survey_store(path)
     taken[0].close(clean=True)
     assert [(home.id, home.alive, home.blocks) for home in facts.homes] == [(taken[0].id, True, 5)]

@@ -36,6 +36,7 @@ def test_every_home_without_an_owner_gets_its_index_back(path):
     assert found[mine] == {
         "id": mine,
         "result": "rebuilt",
+        "why": None,
         "blocks": 20,
         "segments": 4,
         "older_copies": 0,

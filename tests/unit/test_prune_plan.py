@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvdisk.blocks import Slot, make_block_key
-from kvdisk.cli.prune_plan import HomePlan, Stocked, Wish, _ages, make_plan
+from kvdisk.cli.delete import HomePlan, Stocked, Wish, _ages, make_plan
 from kvdisk.device.control import DriveName, HomeRecord
 from kvdisk.geometry import FORMAT_VERSION
 from kvdisk.index.base import BlockRecord

@@ -14,9 +14,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kvdisk.cli.amounts import parse_size
 from kvdisk.cli.bench.cases import Flow, Layout
 from kvdisk.cli.bench.settings import Part, Settings, check
+from kvdisk.cli.output import parse_size
 from kvdisk.errors import ConfigError, KvdiskError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvdisk import __version__
 from kvdisk.cli.bench import fio
-from kvdisk.cli.wording import size
+from kvdisk.cli.output import size
 
 _SECTOR_BYTES = 512
 

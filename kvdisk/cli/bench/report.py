@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 
 from kvdisk.cli.bench.cases import Case, GroupResult, Role, Series, ratio
-from kvdisk.cli.wording import size
+from kvdisk.cli.output import size
 
 TITLES = {
     "drive": "CPU and NVMe",

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from kvdisk.cli.wording import size
+from kvdisk.cli.output import size
 from kvdisk.device.drives import write_in_place
 from kvdisk.errors import ConfigError, DeviceError
 

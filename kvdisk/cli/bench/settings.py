@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdisk.cli.bench.cases import Flow, Layout
-from kvdisk.cli.wording import size
+from kvdisk.cli.output import size
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import ALIGNMENT
 

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvdisk.blocks import Tier
+from kvdisk.cli.output import number, plural, size
 from kvdisk.cli.replay.result_json import name_of, slot_bytes_of, waits_of
 from kvdisk.cli.replay.run import Outcome, Replayed
-from kvdisk.cli.wording import number, plural, size
 
 _TIERS = {Tier.GPU: "GPU", Tier.CPU: "CPU", Tier.NVME: "NVMe"}
 

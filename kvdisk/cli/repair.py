@@ -1,26 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kvdisk repair``: makes the index of each home without an owner anew, from its slots.
 
-What ``--json`` prints, whose shape changes only with ``json_version``::
-
-    json_version       1
-    homes[]            id, result ("rebuilt", "in use" or "failed")
-                       rebuilt: blocks, segments, older_copies (of the same blocks, left out),
-                       dropped_segments[] (drive, segment, why)
-                       else: why
+``--json`` prints an object with ``json_version`` (1) and ``homes``, a list of ``Repaired``.
 """
 
 from __future__ import annotations
 
-import json
 import logging
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import typer
 
-from kvdisk.cli.refusal import NOTHING_DONE, StoreDirectories, refusal, refusing, store_paths
-from kvdisk.cli.wording import plural, printable
+from kvdisk.cli.output import (
+    NOTHING_DONE,
+    StoreDirectories,
+    plural,
+    print_json,
+    printable,
+    refusal,
+    refusing,
+    store_paths,
+)
 from kvdisk.device.control import home_ids
 from kvdisk.device.paths import device_errors
 from kvdisk.device.store import Store
@@ -35,6 +37,31 @@ class Exit(IntEnum):
     FAILED = 1
     NO_STORE = NOTHING_DONE
     IN_USE = 3
+
+
+@dataclass(frozen=True)
+class DroppedSegment:
+    """A segment whose files are of no use."""
+
+    drive: int
+    segment: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """How the repair of a home ended.
+
+    ``why``: null where it was rebuilt; else the rest is null. ``older_copies``: of the same blocks, left out.
+    """
+
+    id: str
+    result: Literal["rebuilt", "in use", "failed"]
+    why: str | None = None
+    blocks: int | None = None
+    segments: int | None = None
+    older_copies: int | None = None
+    dropped_segments: tuple[DroppedSegment, ...] | None = None
 
 
 def repair(
@@ -69,53 +96,46 @@ def repair(
         raise refusal(f"{paths[0]} has no home {home}.")
     reports = [_repair(store, home_id) for home_id in (ids if home is None else [home])]
     if as_json:
-        typer.echo(json.dumps({"json_version": 1, "homes": [report for _, report in reports]}, indent=2))
+        print_json({"json_version": 1, "homes": reports})
     else:
-        for _, report in reports:
+        for report in reports:
             _print(report)
         if not reports:
             typer.echo("There is no home to repair.")
-    raise typer.Exit(max((code for code, _ in reports), default=Exit.REPAIRED))
+    codes = {"rebuilt": Exit.REPAIRED, "in use": Exit.IN_USE, "failed": Exit.FAILED}
+    raise typer.Exit(max((codes[report.result] for report in reports), default=Exit.REPAIRED))
 
 
-def _repair(store: Store, home_id: str) -> tuple[Exit, dict[str, Any]]:
-    """Rebuild one home. Return how it ended, and a report: ``result`` is "rebuilt", "in use" or "failed"."""
+def _repair(store: Store, home_id: str) -> Repaired:
     try:
         held = store.hold_home(home_id)
     except StoreLocked:
-        return Exit.IN_USE, {"id": home_id, "result": "in use", "why": "a live engine owns it"}
+        return Repaired(home_id, "in use", "a live engine owns it")
     except KvdiskError as error:
-        return Exit.FAILED, {"id": home_id, "result": "failed", "why": str(error)}
+        return Repaired(home_id, "failed", str(error))
     done, why = None, "not all of its directories were named"
     try:
         if all(folder is not None for folder in held.folders):
             done = rebuild_index(held, index_bytes=0)  # as large as it has to be
     except KvdiskError as error:
-        done, why = None, str(error)
+        why = str(error)
     try:
         held.close(clean=done is not None)
     except DeviceError as error:  # a drive that is full, or fails, does not take the last word on HOME either
         done, why = None, str(error) if done is not None else why
     if done is None:
-        return Exit.FAILED, {"id": home_id, "result": "failed", "why": why}
-    lost = [{"drive": drive, "segment": segment, "why": why} for (drive, segment), why in done.lost_segments.items()]
-    return Exit.REPAIRED, {
-        "id": home_id,
-        "result": "rebuilt",
-        "blocks": done.blocks,
-        "segments": done.segments,
-        "older_copies": done.older_copies,
-        "dropped_segments": lost,
-    }
+        return Repaired(home_id, "failed", why)
+    lost = tuple(DroppedSegment(drive, segment, why) for (drive, segment), why in done.lost_segments.items())
+    return Repaired(home_id, "rebuilt", None, done.blocks, done.segments, done.older_copies, lost)
 
 
-def _print(report: dict[str, Any]) -> None:
-    if report["result"] != "rebuilt":
-        typer.echo(f"home {report['id']}: {report['result']}, {printable(report['why'])}")
+def _print(report: Repaired) -> None:
+    if report.result != "rebuilt":
+        typer.echo(f"home {report.id}: {report.result}, {printable(report.why)}")
         return
-    blocks, segments, lost = report["blocks"], report["segments"], report["dropped_segments"]
-    typer.echo(f"home {report['id']}: {plural(blocks, 'block')} in {plural(segments, 'segment')} recovered")
-    if report["older_copies"]:
-        typer.echo(f"  older copies of the same blocks left out: {report['older_copies']}")
-    for one in lost:
-        typer.echo(f"  dropped segment {one['segment']} of drive {one['drive']}: {printable(one['why'])}")
+    blocks, segments = plural(report.blocks or 0, "block"), plural(report.segments or 0, "segment")
+    typer.echo(f"home {report.id}: {blocks} in {segments} recovered")
+    if report.older_copies:
+        typer.echo(f"  older copies of the same blocks left out: {report.older_copies}")
+    for one in report.dropped_segments or ():
+        typer.echo(f"  dropped segment {one.segment} of drive {one.drive}: {printable(one.why)}")
