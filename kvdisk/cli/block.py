@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Literal
@@ -52,33 +52,19 @@ _CHECKSUM_KINDS = {1: "xxh3_128", 2: "multilinear"}
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
-    """What a slot's header says."""
-
-    key: bytes
-    parent: bytes | None
-    generation: int
-    epoch: int
-    fingerprint: bytes
-    rank: int
-    rank_count: int
-    payload_bytes: int
-    checksum_kind: int
-    checksum: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class RankSlot:
-    """A rank's slot of a copy. ``offset``: of the slot in the file. ``header``: null where none can be read.
+    """A rank's slot of a copy. ``offset``: of the slot in the file.
 
-    ``problems``: sentences; none where header and payload agree with the record.
+    ``problems``: sentences; none where header and payload agree with the record. ``header``: null where
+    none can be read; else key, parent, generation, epoch, fingerprint, rank, rank_count, payload_bytes,
+    checksum_kind, checksum.
     """
 
     rank: int
     file: Path | None
     offset: int | None
     problems: tuple[str, ...]
-    header: Header | None = None
+    header: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,18 +262,8 @@ def _rank_slot(
         return RankSlot(rank, path, offset, (str(error),))
     fingerprint = home.record.fingerprint if home.record else None
     problems = tuple(_disagreements(header, slot, record, rank, ranks, fingerprint))
-    said = Header(
-        header.key,
-        header.parent or None,
-        header.generation,
-        header.namespace.epoch,
-        header.namespace.fingerprint,
-        header.rank,
-        header.rank_count,
-        header.payload_bytes,
-        header.checksum_kind,
-        header.checksum,
-    )
+    names = ("key", "parent", "generation", "rank", "rank_count", "payload_bytes", "checksum_kind", "checksum")
+    said = {name: getattr(header, name) for name in names} | header.namespace._asdict()
     return RankSlot(rank, path, offset, problems, said)
 
 
@@ -396,8 +372,8 @@ def _ranks_table(copy: Copy, width: int) -> Table:
         table.add_row(
             str(rank.rank),
             number(rank.offset),
-            number(header.payload_bytes if header else None),
-            _CHECKSUM_KINDS.get(header.checksum_kind, "?") if header else "?",
+            number(header["payload_bytes"] if header else None),
+            _CHECKSUM_KINDS.get(header["checksum_kind"], "?") if header else "?",
             Text(f"✗ {plural(count, 'problem')}", "red") if count else Text("✓ as recorded", "green"),
             "?" if rank.file is None else printable(PurePath(*rank.file.parts[-3:])),
         )

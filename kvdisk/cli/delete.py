@@ -29,8 +29,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -45,8 +44,10 @@ from kvdisk.blocks import BlockKey
 from kvdisk.cli.indexes import IndexContent, Records, read_indexes
 from kvdisk.cli.output import (
     ID_LETTERS,
-    NOTHING_DONE,
+    AsJson,
+    Exit,
     StoreDirectories,
+    add_column,
     ago,
     ask,
     make_lines,
@@ -80,16 +81,6 @@ OnlyOrphans = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-
-
-class Exit(IntEnum):
-    """Exit codes of both commands; the largest that applies."""
-
-    DONE = 0
-    LESS = 1
-    NOTHING = NOTHING_DONE
-    IN_USE = 3
 
 
 class Asked(NamedTuple):
@@ -177,26 +168,6 @@ def clear(
     _delete(store_paths(directories), Asked(orphans=orphans, dry_run=dry_run, yes=yes, as_json=as_json))
 
 
-class Deletion(NamedTuple):
-    """What was planned, and what came of it. ``after``, ``outcomes``: None, and empty, in a dry run."""
-
-    asked: Asked
-    wish: Wish
-    before: Stock
-    plan: Plan
-    outcomes: Sequence[Outcome] = ()
-    after: Stock | None = None
-
-    @property
-    def code(self) -> Exit:
-        """The command's exit code."""
-        results = {outcome.result for outcome in self.outcomes}
-        if results & {"in use", "gone"}:
-            return Exit.IN_USE
-        less = "failed" in results or self.plan.kept or self.plan.short_bytes
-        return Exit.LESS if less else Exit.DONE
-
-
 def _delete(named: Sequence[Path], asked: Asked) -> None:
     """Plan, show, ask, delete and tell. Ends the command with its exit code."""
     now_s = int(time.time())
@@ -211,22 +182,25 @@ def _delete(named: Sequence[Path], asked: Asked) -> None:
         _check_drives(stock.store, [one.home for one in plan.homes])
     if plan.in_use and not asked.orphans:
         raise refusal(_in_use(plan, asked), Exit.IN_USE)
-    deletion = Deletion(asked, wish, stock, plan)
+    after = None
     nothing = not plan.homes and not stock.loose_bytes
     must_ask = not (asked.yes or asked.dry_run or nothing)
     if not asked.as_json or must_ask:
-        _show_plan(deletion, report_console(stderr=asked.as_json), now_s)
+        _show_plan(plan, stock, report_console(stderr=asked.as_json), now_s)
     if not (asked.dry_run or nothing):
         if must_ask:
             ask(f"Delete {size(plan.byte_count + stock.loose_bytes)} from {printable(named[0])}?")
         with refusing(named):
-            outcomes = carry_out(stock.store, plan.homes)
-            deletion = deletion._replace(outcomes=outcomes, after=take_stock(named, with_blocks=False))
+            plan.homes = carry_out(stock.store, plan.homes)
+            after = take_stock(named, with_blocks=False)
     if asked.as_json:
-        _print_json(deletion)
+        _print_json(plan, stock, after, asked)
     else:
-        _show_result(deletion, report_console())
-    raise typer.Exit(deletion.code)
+        _show_result(plan, stock, after, asked, report_console())
+    results = {home.result for home in plan.homes}
+    if results & {"in use", "gone"}:
+        raise typer.Exit(Exit.IN_USE)
+    raise typer.Exit(Exit.WRONG if "failed" in results or plan.kept or plan.short_bytes else Exit.FINE)
 
 
 def _in_use(plan: Plan, asked: Asked) -> str:
@@ -372,8 +346,8 @@ def _find_namespace(homes: Sequence[Stocked], wanted: str) -> bytes:
 class Wish(NamedTuple):
     """What shall go: what all of these that are not None say. None of them: everything.
 
-    ``to_bytes``: only until no more than that is allocated. ``before_s``: only blocks last used before this moment, in
-    seconds since the Unix epoch. ``fingerprint``: only of this namespace.
+    ``to_bytes``: only until no more than that is allocated. ``before_s``: only blocks last used before
+    this moment, in seconds since the Unix epoch. ``fingerprint``: only of this namespace.
     """
 
     to_bytes: int | None = None
@@ -385,7 +359,9 @@ class Wish(NamedTuple):
 class HomePlan:
     """What goes of one home. ``whole``: all, as one directory. ``keys``: of blocks whose segments stay.
 
-    ``block_count``: of all blocks that go, None where that is not known. ``byte_count``: what the drive gets back.
+    ``block_count``: of all blocks that go, None where that is not known. ``byte_count``: what the drive
+    gets back. ``result``: how it ended: "deleted", "in use" (an engine has come), "gone" (an engine has
+    taken it over, or it was deleted) or "failed"; ``why`` says more then.
     """
 
     home: Stocked
@@ -394,15 +370,19 @@ class HomePlan:
     keys: tuple[tuple[int, BlockKey], ...]
     block_count: int | None
     byte_count: int
+    result: str | None = None
+    why: str | None = None
 
 
 @dataclass
 class Plan:
-    """``in_use``: live homes that would have to change. ``kept``: sentences about homes that stay, and might have gone.
+    """What goes of a store, home by home. ``in_use``: live homes that would have to change.
 
-    ``short_bytes``: what would be allocated beyond ``Wish.to_bytes`` even so.
+    ``kept``: sentences about homes that stay, and might have gone. ``short_bytes``: what would be allocated
+    beyond ``Wish.to_bytes`` even so.
     """
 
+    wish: Wish = field(default_factory=Wish)
     homes: list[HomePlan] = field(default_factory=list)
     in_use: list[Stocked] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
@@ -421,7 +401,7 @@ class Plan:
 
 def make_plan(wish: Wish, homes: Sequence[Stocked]) -> Plan:
     """Choose."""
-    plan = Plan()
+    plan = Plan(wish)
     wanted = [
         home
         for home in sorted(homes, key=lambda home: home.last_use_s)
@@ -560,35 +540,26 @@ def _ages(blocks: Iterable[BlockRecord]) -> list[Age]:
 # -- the deletion ------------------------------------------------------------------------------
 
 
-class Outcome(NamedTuple):
-    """How the deletion of a home, or of a part of it, ended.
-
-    ``result``: "deleted", "in use" (an engine has come), "gone" (an engine has taken it over, or it was deleted) or
-    "failed"; ``why`` says more then.
-    """
-
-    plan: HomePlan
-    result: str
-    why: str = ""
-
-
-def carry_out(store: Store, homes: Sequence[HomePlan]) -> list[Outcome]:
-    """Delete the folders that no home names, and then what is planned, home by home.
+def carry_out(store: Store, homes: Sequence[HomePlan]) -> list[HomePlan]:
+    """Delete the folders that no home names, and then what is planned; return the plans with their results.
 
     Raises StoreLocked and DeviceError before anything is deleted; what is wrong with one home is its
-    outcome.
+    result.
     """
     tidy_store(store)
-    return [_delete_of_home(store, plan) for plan in homes]
+    done = []
+    for plan in homes:
+        result, why = _delete_of_home(store, plan)
+        done.append(replace(plan, result=result, why=why))
+    return done
 
 
-def _delete_of_home(store: Store, plan: HomePlan) -> Outcome:
-    home_id = plan.home.id
+def _delete_of_home(store: Store, plan: HomePlan) -> tuple[str, str | None]:
     try:
         if plan.whole:
-            gone = store.remove_home(home_id)
-            return Outcome(plan, "deleted") if gone else Outcome(plan, "failed", "not all of it could be removed")
-        held = store.hold_home(home_id)
+            gone = store.remove_home(plan.home.id)
+            return ("deleted", None) if gone else ("failed", "not all of it could be removed")
+        held = store.hold_home(plan.home.id)
         done = False
         try:
             cut_home(held, plan.keys, plan.segments)
@@ -596,14 +567,12 @@ def _delete_of_home(store: Store, plan: HomePlan) -> Outcome:
         finally:
             held.close(clean=done, used=False)
     except StoreLocked:
-        return Outcome(plan, "in use", "an engine owns it by now")
-    except DeviceError as error:
-        if error.errno == errno.ENOENT:
-            return Outcome(plan, "gone", "an engine has taken it over, or it was deleted, meanwhile")
-        return Outcome(plan, "failed", str(error))
+        return "in use", "an engine owns it by now"
     except KvdiskError as error:
-        return Outcome(plan, "failed", str(error))
-    return Outcome(plan, "deleted")
+        if isinstance(error, DeviceError) and error.errno == errno.ENOENT:
+            return "gone", "an engine has taken it over, or it was deleted, meanwhile"
+        return "failed", str(error)
+    return "deleted", None
 
 
 # -- for people --------------------------------------------------------------------------------
@@ -621,8 +590,7 @@ def _parts_of_plan(plan: HomePlan) -> str:
     return ", ".join(said)
 
 
-def _show_plan(deletion: Deletion, console: Console, now_s: int) -> None:
-    plan, stock = deletion.plan, deletion.before
+def _show_plan(plan: Plan, stock: Stock, console: Console, now_s: int) -> None:
     lines = make_lines()
     lines.add_row("Store", Text(printable(stock.store.path), "bold cyan"))
     lines.add_row("Holds", f"{size(stock.allocated_bytes)} in {plural(len(stock.homes), 'home')}")
@@ -635,13 +603,11 @@ def _show_plan(deletion: Deletion, console: Console, now_s: int) -> None:
     if plan.homes:
         console.print(_table(plan.homes, now_s))
     for home in plan.homes:
-        if home.whole and home.home.why_whole and deletion.wish.to_bytes is not None:
+        if home.whole and home.home.why_whole and plan.wish.to_bytes is not None:
             print_note(f"home {home.home.id} goes as a whole: {home.home.why_whole}", console)
     if any(home.keys for home in plan.homes):
-        freed = (
-            "Blocks in segments that stay leave their slots to the next engine; the drive gets nothing back for them."
-        )
-        console.print(Text(freed, "dim"))
+        freed = "Blocks in segments that stay leave their slots to the next engine"
+        console.print(Text(f"{freed}; the drive gets nothing back for them.", "dim"))
     for kept in plan.kept:
         print_note(kept, console)
 
@@ -656,13 +622,13 @@ def _count(plan: Plan) -> str:
 
 def _table(homes: Sequence[HomePlan], now_s: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("\nHome", style="cyan", no_wrap=True)
-    table.add_column("Name-\nspace", style="magenta", no_wrap=True)
+    add_column(table, "\nHome", style="cyan")
+    add_column(table, "Name-\nspace", style="magenta")
     table.add_column("\nModel", overflow="fold")
-    table.add_column("\nLast use", justify="right", no_wrap=True)
+    add_column(table, "\nLast use", "right")
     table.add_column("\nGoes", overflow="fold")
-    table.add_column("\nBlocks", justify="right", no_wrap=True)
-    table.add_column("\nBytes", justify="right", no_wrap=True)
+    add_column(table, "\nBlocks", "right")
+    add_column(table, "\nBytes", "right")
     for plan in homes:
         record = plan.home.record
         table.add_row(
@@ -677,22 +643,19 @@ def _table(homes: Sequence[HomePlan], now_s: int) -> Table:
     return table
 
 
-def _show_result(deletion: Deletion, console: Console) -> None:
-    plan, after = deletion.plan, deletion.after
+def _show_result(plan: Plan, stock: Stock, after: Stock | None, asked: Asked, console: Console) -> None:
     if after is None:
-        why = "This was a dry run: nothing was deleted." if deletion.asked.dry_run else "There is nothing to delete."
-        console.print(why)
+        console.print("This was a dry run: nothing was deleted." if asked.dry_run else "There is nothing to delete.")
     else:
-        went = deletion.before.allocated_bytes - after.allocated_bytes
-        done = [outcome.plan for outcome in deletion.outcomes if outcome.result == "deleted"]
-        count = _count(Plan(done))
+        went = stock.allocated_bytes - after.allocated_bytes
+        count = _count(Plan(homes=[home for home in plan.homes if home.result == "deleted"]))
         left = f"{size(after.allocated_bytes)} in {plural(len(after.homes), 'home')} stay"
         stays = left if after.homes else "the store is empty"
         console.print(Text.assemble(("\nDeleted ", "green"), f"{size(went)}, {count}; {stays}."))
-    for outcome in deletion.outcomes:
-        if outcome.result != "deleted":
-            said = f"home {outcome.plan.home.id} was left alone: {printable(outcome.why)}"
-            console.print(Text.assemble(("  ✗ ", "red"), said), soft_wrap=True)
+        for home in plan.homes:
+            if home.result != "deleted":
+                said = f"home {home.home.id} was left alone: {printable(home.why)}"
+                console.print(Text.assemble(("  ✗ ", "red"), said), soft_wrap=True)
     if plan.short_bytes:
         short = f"{size(plan.short_bytes)} more than asked for stay, since {_owned(plan)}."
         console.print(Text(short, "yellow"), soft_wrap=True)
@@ -709,42 +672,36 @@ def _owned(plan: Plan) -> str:
 # -- for programs ------------------------------------------------------------------------------
 
 
-def _print_json(deletion: Deletion) -> None:
-    plan, wish = deletion.plan, deletion.wish
-    results = {outcome.plan.home.id: outcome for outcome in deletion.outcomes}
+def _print_json(plan: Plan, before: Stock, after: Stock | None, asked: Asked) -> None:
     print_json(
         {
             "json_version": 1,
             "kvdisk_version": __version__,
-            "path": deletion.before.store.path,
-            "dry_run": deletion.asked.dry_run,
+            "path": before.store.path,
+            "dry_run": asked.dry_run,
             "asked": {
-                "to_bytes": wish.to_bytes,
-                "older_than_s": deletion.asked.older_than_s,
-                "namespace": wish.fingerprint,
-                "everything": wish == Wish(),
+                "to_bytes": asked.to_bytes,
+                "older_than_s": asked.older_than_s,
+                "namespace": plan.wish.fingerprint,
+                "everything": plan.wish == Wish(),
             },
-            "before": _stock_json(deletion.before),
+            "before": {"homes": len(before.homes), "allocated_bytes": before.allocated_bytes},
             "goes": {
                 "homes": sum(home.whole for home in plan.homes),
                 "segments": sum(len(home.segments) for home in plan.homes),
                 "blocks": plan.block_count,
-                "bytes": plan.byte_count + deletion.before.loose_bytes,
+                "bytes": plan.byte_count + before.loose_bytes,
             },
-            "homes": [_home_json(home, results.get(home.home.id)) for home in plan.homes],
+            "homes": [_home_json(home) for home in plan.homes],
             "in_use": [home.id for home in plan.in_use],
             "kept": plan.kept,
             "short_bytes": plan.short_bytes,
-            "after": None if deletion.after is None else _stock_json(deletion.after),
+            "after": after and {"homes": len(after.homes), "allocated_bytes": after.allocated_bytes},
         }
     )
 
 
-def _stock_json(stock: Stock) -> dict[str, int]:
-    return {"homes": len(stock.homes), "allocated_bytes": stock.allocated_bytes}
-
-
-def _home_json(plan: HomePlan, outcome: Outcome | None) -> dict[str, Any]:
+def _home_json(plan: HomePlan) -> dict[str, object]:
     record = plan.home.record
     return {
         "id": plan.home.id,
@@ -755,6 +712,6 @@ def _home_json(plan: HomePlan, outcome: Outcome | None) -> dict[str, Any]:
         "segments": sorted(plan.segments),
         "blocks": plan.block_count,
         "bytes": plan.byte_count,
-        "result": outcome.result if outcome else None,
-        "why": outcome.why or None if outcome else None,
+        "result": plan.result,
+        "why": plan.why,
     }

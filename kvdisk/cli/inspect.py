@@ -7,7 +7,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from enum import IntEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -21,8 +20,9 @@ from kvdisk.cli.block import print_block, survey_block
 from kvdisk.cli.export import export_blocks
 from kvdisk.cli.output import (
     ID_LETTERS,
-    NOTHING_DONE,
     WIDE,
+    AsJson,
+    Exit,
     add_column,
     ago,
     bar,
@@ -74,19 +74,9 @@ DirectoriesAndKey = Annotated[
 ]
 
 
-class Exit(IntEnum):
-    """Exit codes. WRONG: there is a report, and it names problems. NO_REPORT: one sentence says why."""
-
-    FINE = 0
-    WRONG = 1
-    NO_REPORT = NOTHING_DONE
-
-
 def inspect(
     directories: DirectoriesAndKey,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, with bytes and times as integers.")
-    ] = False,
+    as_json: AsJson = False,
     everything: Annotated[bool, typer.Option("--all", help="List every segment and every problem.")] = False,
     prefixes: Annotated[
         int,

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Annotated, Literal
 
@@ -33,8 +33,8 @@ StoreDirectories = Annotated[
     list[Path], typer.Argument(metavar="DIR...", help="The store: all that store_dirs names.", readable=False)
 ]
 
-NOTHING_DONE = 2
-"""Exit code of every command where a store cannot be opened or the usage is wrong."""
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, with bytes and times as integers.")]
+OnlyHome = Annotated[str | None, typer.Option("--home", metavar="ID", help="Only the home with this id.")]
 ID_LETTERS = 8
 WIDE = 100
 """Columns from which on a table has room for everything."""
@@ -43,6 +43,20 @@ _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 _LONGEST_AGE_DAYS = 99
 _JUST_NOW_S = 5
 _DENIED = frozenset({errno.EACCES, errno.EPERM})
+
+
+class Exit(IntEnum):
+    """Exit codes of the commands. WRONG: something is wrong, or less was done than asked; the report says what.
+
+    NOTHING_DONE: a store cannot be opened, or the usage is wrong; one sentence says why. IN_USE: an engine
+    owns a home that would have to change. STOPPED: by Ctrl-C; what was found until then is shown.
+    """
+
+    FINE = 0
+    WRONG = 1
+    NOTHING_DONE = 2
+    IN_USE = 3
+    STOPPED = 130
 
 
 # -- JSON --------------------------------------------------------------------------------------
@@ -271,14 +285,14 @@ def store_paths(directories: Sequence[Path]) -> list[Path]:
 
 @contextmanager
 def refusing(paths: Sequence[Path]) -> Iterator[None]:
-    """End the command with NOTHING_DONE and the reason in one sentence where a KvdiskError comes out."""
+    """End the command with the reason in one sentence where a KvdiskError comes out."""
     try:
         yield
     except KvdiskError as error:
         raise refusal(_why_not(error, paths)) from None
 
 
-def refusal(sentence: str, code: int = NOTHING_DONE) -> typer.Exit:
+def refusal(sentence: str, code: Exit = Exit.NOTHING_DONE) -> typer.Exit:
     """Print one sentence on standard error; return what ends the command."""
     typer.echo(f"kvdisk: {printable(sentence)}", err=True)
     return typer.Exit(code)

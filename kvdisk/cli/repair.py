@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Annotated, Literal
+from typing import Literal
 
 import typer
 
 from kvdisk.cli.output import (
-    NOTHING_DONE,
+    AsJson,
+    Exit,
+    OnlyHome,
     StoreDirectories,
     plural,
     print_json,
@@ -28,15 +29,6 @@ from kvdisk.device.paths import device_errors
 from kvdisk.device.store import Store
 from kvdisk.errors import DeviceError, KvdiskError, StoreLocked
 from kvdisk.recovery import rebuild_index
-
-
-class Exit(IntEnum):
-    """Exit codes; the largest that applies."""
-
-    REPAIRED = 0
-    FAILED = 1
-    NO_STORE = NOTHING_DONE
-    IN_USE = 3
 
 
 @dataclass(frozen=True)
@@ -66,8 +58,8 @@ class Repaired:
 
 def repair(
     directories: StoreDirectories,
-    home: Annotated[str | None, typer.Option("--home", metavar="ID", help="Only the home with this id.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    home: OnlyHome = None,
+    as_json: AsJson = False,
 ) -> None:
     """Make the index of every home that no engine owns anew, from its slots.
 
@@ -102,8 +94,8 @@ def repair(
             _print(report)
         if not reports:
             typer.echo("There is no home to repair.")
-    codes = {"rebuilt": Exit.REPAIRED, "in use": Exit.IN_USE, "failed": Exit.FAILED}
-    raise typer.Exit(max((codes[report.result] for report in reports), default=Exit.REPAIRED))
+    codes = {"rebuilt": Exit.FINE, "in use": Exit.IN_USE, "failed": Exit.WRONG}
+    raise typer.Exit(max((codes[report.result] for report in reports), default=Exit.FINE))
 
 
 def _repair(store: Store, home_id: str) -> Repaired:

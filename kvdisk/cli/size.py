@@ -25,7 +25,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -39,7 +38,8 @@ from kvdisk.blocks import group_of
 from kvdisk.cli.indexes import read_indexes
 from kvdisk.cli.model_kv import ModelKv, read_model
 from kvdisk.cli.output import (
-    NOTHING_DONE,
+    AsJson,
+    Exit,
     make_lines,
     number,
     parse_size,
@@ -66,13 +66,6 @@ DAY_S = 86400
 _BLOCK_TOKENS, _MLA_BLOCK_TOKENS = 16, 64
 _CONTEXT_TOKENS = 32768
 _MOST_RANKS = 1024
-
-
-class Exit(IntEnum):
-    """Exit codes."""
-
-    SHOWN = 0
-    REFUSED = NOTHING_DONE
 
 
 class Answer(NamedTuple):
@@ -124,7 +117,6 @@ Endurance = Annotated[
     str | None,
     typer.Option("--drive-endurance", metavar="BYTES", help="What the drives take before they wear out: 1.2PB."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def size(
@@ -186,7 +178,7 @@ def size(
         _print_json(answer)
     else:
         _print(answer, report_console())
-    raise typer.Exit(Exit.SHOWN)
+    raise typer.Exit(Exit.FINE)
 
 
 def _as_option(sentence: str) -> str:

@@ -15,7 +15,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -29,7 +28,8 @@ from rich.text import Text
 from kvdisk import __version__
 from kvdisk.cli.output import (
     ID_LETTERS,
-    NOTHING_DONE,
+    AsJson,
+    Exit,
     StoreDirectories,
     ago,
     bar,
@@ -88,13 +88,6 @@ _FLOWS = (
 )
 _SPARKS = "▁▂▃▄▅▆▇█"
 _WIDE, _NARROW = 96, 76
-
-
-class Exit(IntEnum):
-    """Exit codes. FINE: there was a frame, and somebody or ``--once`` ended it. NO_FRAME: one sentence says why."""
-
-    FINE = 0
-    NO_FRAME = NOTHING_DONE
 
 
 @dataclass(frozen=True)
@@ -190,20 +183,16 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class StorePath:
-    """Where the store is."""
-
-    path: Path
-
-
-@dataclass(frozen=True)
 class Frame:
-    """A store at one moment. ``problems``: sentences: what of it cannot be shown. ``engines``: by their start."""
+    """A store at one moment. ``store``: its "path". ``problems``: sentences: what of it cannot be shown.
+
+    ``engines``: by their start.
+    """
 
     json_version: int
     kvdisk_version: str
     time_s: float
-    store: StorePath
+    store: Mapping[str, Path]
     problems: tuple[str, ...]
     totals: Totals
     engines: tuple[Engine, ...]
@@ -219,13 +208,13 @@ def top(
     once: Annotated[
         bool, typer.Option("--once", help="Print one frame, with rates over one interval, and end.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead, and end.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Watch a store in use: each engine's hits, rates, fill and queues, and each drive's bytes; until ctrl-C.
 
     Reads what engines tell of themselves, which is new once a second at most; engines may come and go.
 
-    Without a terminal there is one frame, as with --once. Only reads, and needs neither a GPU nor vLLM.
+    Without a terminal, and with --json, there is one frame, as with --once. Only reads; needs neither a GPU nor vLLM.
 
     [bold]Exit codes[/bold]
 
@@ -357,7 +346,7 @@ class TopReader:
             JSON_VERSION,
             __version__,
             round(now_s, 3),
-            StorePath(self._directories[0]),
+            {"path": self._directories[0]},
             tuple(problems),
             self._totals(engines, len(left)),
             tuple(engines),
@@ -500,7 +489,7 @@ def spark(values: Sequence[float], width: int) -> str:
 def _head(frame: Frame) -> RenderableType:
     lines, totals = make_lines(), frame.totals
     clock = time.strftime("%H:%M:%S", time.localtime(frame.time_s))
-    lines.add_row("Store", Text.assemble((printable(frame.store.path), "bold cyan"), (f"  {clock}", "dim")))
+    lines.add_row("Store", Text.assemble((printable(frame.store["path"]), "bold cyan"), (f"  {clock}", "dim")))
     orphans = f", {plural(totals.orphans, 'orphan')}" if totals.orphans else ""
     if not frame.engines:
         lines.add_row("Engines", Text.assemble(("none is using this store now", "yellow"), orphans))

@@ -17,7 +17,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from itertools import zip_longest
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -33,7 +32,9 @@ from kvdisk.blocks import Slot, group_of
 from kvdisk.cli.indexes import IndexContent, Records, of_segments, places_of, read_indexes
 from kvdisk.cli.output import (
     ID_LETTERS,
-    NOTHING_DONE,
+    AsJson,
+    Exit,
+    OnlyHome,
     StoreDirectories,
     byte_progress,
     make_lines,
@@ -74,15 +75,6 @@ _KEY_LETTERS = 16
 
 Watch = Callable[[int, int], None]
 """Called with the bytes that have been read, and those that are to be read in all."""
-
-
-class Exit(IntEnum):
-    """Exit codes. STOPPED: by Ctrl-C; what was found until then is shown."""
-
-    GOOD = 0
-    WRONG = 1
-    NOTHING_READ = NOTHING_DONE
-    STOPPED = 130
 
 
 @dataclass(frozen=True)
@@ -137,18 +129,6 @@ class HomeVerdict:
     notes: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Sums over all homes. ``blocks``: in the indexes."""
-
-    homes: int
-    blocks: int
-    slots: int
-    read_bytes: int
-    wrong_slots: int
-    changed_slots: int
-
-
 @dataclass
 class Verdict:
     """What was found of a store. ``sample_percent``: of each home's blocks, by ``seed``; None: all of them.
@@ -170,11 +150,11 @@ class Verdict:
         return not self.wrong and not any(home.problems for home in self.homes)
 
     @property
-    def totals(self) -> Totals:
-        """The sums."""
-        names = ("slots", "read_bytes", "wrong_slots", "changed_slots")
-        blocks = sum(home.blocks or 0 for home in self.homes)
-        return Totals(len(self.homes), blocks, *(sum(getattr(home, name) for home in self.homes) for name in names))
+    def totals(self) -> dict[str, int]:
+        """Sums over all homes. ``blocks``: in the indexes."""
+        names = ("blocks", "slots", "read_bytes", "wrong_slots", "changed_slots")
+        sums = {name: sum(getattr(home, name) or 0 for home in self.homes) for name in names}
+        return {"homes": len(self.homes)} | sums
 
 
 def verify(
@@ -186,8 +166,8 @@ def verify(
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="N", help="Of the sample, as an earlier run printed it.")
     ] = None,
-    home: Annotated[str | None, typer.Option("--home", metavar="ID", help="Only the home with this id.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with all that is wrong.")] = False,
+    home: OnlyHome = None,
+    as_json: AsJson = False,
     everything: Annotated[bool, typer.Option("--all", help="List everything that is wrong.")] = False,
 ) -> None:
     """Read every slot that holds a block; check its header and its checksum.
@@ -222,7 +202,7 @@ def verify(
         _print(verdict, report_console(), None if everything else SHOWN)
     if verdict.stopped:
         raise typer.Exit(Exit.STOPPED)
-    raise typer.Exit(Exit.GOOD if verdict.ok else Exit.WRONG)
+    raise typer.Exit(Exit.FINE if verdict.ok else Exit.WRONG)
 
 
 def _percent(text: str | None) -> float | None:
@@ -572,19 +552,18 @@ def read_part(part: Part, take: Callable[[int], mmap.mmap], give_back: Callable[
 
 def _print(verdict: Verdict, console: Console, most: int | None) -> None:
     homes, totals = verdict.homes, verdict.totals
+    slots, read_bytes = plural(totals["slots"], "slot"), totals["read_bytes"]
     lines = make_lines()
     lines.add_row("Store", Text(printable(verdict.path), "bold cyan"))
     alive = sum(home.owner == "alive" for home in homes)
     in_use = f" ({alive} in use)" if alive else ""
-    lines.add_row("Holds", f"{plural(totals.blocks, 'block')} in {plural(len(homes), 'home')}{in_use}")
-    can_rate = verdict.seconds > 0 and totals.read_bytes
-    rate = f" ({size(round(totals.read_bytes / verdict.seconds))}/s)" if can_rate else ""
-    read = f"{plural(totals.slots, 'slot')}, {size(totals.read_bytes)}"
-    lines.add_row("Read", f"{read} in {verdict.seconds:.1f} s{rate}")
+    lines.add_row("Holds", f"{plural(totals['blocks'], 'block')} in {plural(len(homes), 'home')}{in_use}")
+    rate = f" ({size(round(read_bytes / verdict.seconds))}/s)" if verdict.seconds > 0 and read_bytes else ""
+    lines.add_row("Read", f"{slots}, {size(read_bytes)} in {verdict.seconds:.1f} s{rate}")
     if verdict.sample_percent is not None:
         lines.add_row("Sample", f"{verdict.sample_percent:g} % of the blocks, seed {verdict.seed}")
-    if totals.changed_slots:
-        lines.add_row("Changed", f"{plural(totals.changed_slots, 'slot')} whose block left meanwhile")
+    if changed := totals["changed_slots"]:
+        lines.add_row("Changed", f"{plural(changed, 'slot')} whose block left meanwhile")
     lines.add_row("Result", _result(verdict))
     console.print(lines)
     for home in homes:
@@ -597,7 +576,7 @@ def _print(verdict: Verdict, console: Console, most: int | None) -> None:
 
 
 def _result(verdict: Verdict) -> Text:
-    wrong, slots = verdict.totals.wrong_slots, verdict.totals.slots
+    wrong, slots = verdict.totals["wrong_slots"], verdict.totals["slots"]
     text = Text("stopped before the end; ", "yellow") if verdict.stopped else Text()
     if verdict.ok:
         in_part = verdict.stopped or verdict.sample_percent

@@ -13,8 +13,9 @@ from typing import Annotated
 
 import typer
 
-from kvdisk.cli.inspect import Exit
 from kvdisk.cli.output import (
+    AsJson,
+    Exit,
     StoreDirectories,
     new_file,
     plural,
@@ -39,7 +40,7 @@ def report(
     ] = Path("kvdisk-report.html"),
     show: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is no report.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Draw a store as one HTML file: what inspect shows, with pictures. It opens without a network.
 
