@@ -21,17 +21,7 @@ from rich.text import Text
 from kvdisk import __version__
 from kvdisk.blocks import GROUP_BYTES, group_of
 from kvdisk.cli.indexes import NONE, HomeColumns, ReadHome, ReadNamespace, Records, ranks_of, read_namespaces
-from kvdisk.cli.output import (
-    ID_LETTERS,
-    add_column,
-    ago,
-    make_lines,
-    make_table,
-    number,
-    plural,
-    print_list,
-    printable,
-)
+from kvdisk.cli.output import ID_LETTERS, add_column, ago, make_lines, make_table, number, plural, print_list, printable
 from kvdisk.cli.prefixes import Forest, grow_forest, locate
 from kvdisk.cli.survey import JSON_VERSION
 from kvdisk.device import paths

@@ -23,7 +23,7 @@ _NESTED = ("text_config", "llm_config", "language_config", "language_model_confi
 _HEADS_ARE_KV_HEADS = frozenset({"llama", "gpt2", "gpt_neox", "gptj", "opt", "phi", "bloom", "stablelm"})
 _ALL_LAYERS_SLIDE = frozenset({"mistral", "mixtral", "starcoder2", "phi3"})
 _LEFT_OUT: dict[str, dict[str, int]] = {
-    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
 }
 """What configurations on the hub leave to the defaults of their kind."""
 _OTHER_STATE = {

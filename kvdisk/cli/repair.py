@@ -56,11 +56,7 @@ class Repaired:
     dropped_segments: tuple[DroppedSegment, ...] | None = None
 
 
-def repair(
-    directories: StoreDirectories,
-    home: OnlyHome = None,
-    as_json: AsJson = False,
-) -> None:
+def repair(directories: StoreDirectories, home: OnlyHome = None, as_json: AsJson = False) -> None:
     """Make the index of every home that no engine owns anew, from its slots.
 
     An engine does this by itself when it starts and finds its index lost or

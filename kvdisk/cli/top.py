@@ -80,12 +80,7 @@ FAILURES = {
 ORPHANS_SHOWN = 8
 PROBLEMS_SHOWN = 5
 _TIER_NAMES = {"cpu": "CPU", "nvme": "NVMe"}
-_FLOWS = (
-    ("GPU → memory", ("gpu_to_cpu",)),
-    ("memory → GPU", ("cpu_to_gpu",)),
-    ("→ NVMe", WRITES),
-    ("NVMe →", READS),
-)
+_FLOWS = (("GPU → memory", ("gpu_to_cpu",)), ("memory → GPU", ("cpu_to_gpu",)), ("→ NVMe", WRITES), ("NVMe →", READS))
 _SPARKS = "▁▂▃▄▅▆▇█"
 _WIDE, _NARROW = 96, 76
 

@@ -73,14 +73,7 @@ def test_the_tree_of_prefixes(path: Path) -> None:
     ]
     assert {
         name: prefixes[name] for name in ("total", "shared", "roots", "chains", "hidden_roots", "hidden_blocks")
-    } == {
-        "total": 6,
-        "shared": 4,
-        "roots": 2,
-        "chains": 4,
-        "hidden_roots": 1,
-        "hidden_blocks": 3,
-    }
+    } == {"total": 6, "shared": 4, "roots": 2, "chains": 4, "hidden_roots": 1, "hidden_blocks": 3}
     slot_bytes = 2 * PLAIN.geometry.groups[0].slot_bytes
     head = prefixes["tree"][0]
     assert (head["bytes"], head["blocks"], head["below_blocks"]) == (3 * slot_bytes, 3, 7)

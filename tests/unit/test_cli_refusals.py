@@ -19,13 +19,7 @@ from cli_stores import CAP, HYBRID, PLAIN, drop_power, leave_home, run, run_here
 
 from kvdisk.device.store import Store
 
-COMMANDS = {
-    "inspect": [],
-    "verify": [],
-    "repair": [],
-    "prune": ["--to", "0", "--yes"],
-    "clear": ["--yes"],
-}
+COMMANDS = {"inspect": [], "verify": [], "repair": [], "prune": ["--to", "0", "--yes"], "clear": ["--yes"]}
 CHANGING = ("prune", "clear")
 
 

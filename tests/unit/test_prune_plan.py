@@ -63,10 +63,7 @@ def test_a_head_is_as_young_as_its_youngest_tail():
 def test_epochs_are_apart_and_a_chain_in_a_circle_does_no_harm():
     block = chain([0, 0], 100)
     other = block[1]._replace(epoch=5, stored_s=900)
-    circle = [
-        BlockRecord(0, key(8), Slot(0, 8), 1, key(9), 1),
-        BlockRecord(0, key(9), Slot(0, 9), 1, key(8), 2),
-    ]
+    circle = [BlockRecord(0, key(8), Slot(0, 8), 1, key(9), 1), BlockRecord(0, key(9), Slot(0, 9), 1, key(8), 2)]
     assert [age.last_use_s for age in _ages([*block, other, *circle])] == [100, 100, 900, 1, 2]
 
 
