@@ -153,10 +153,10 @@ def print_survey(survey: Survey, console: Console, *, everything: bool) -> None:
     console.print(_summary(survey))
     if survey.homes:
         if survey.namespaces:
-            console.print(_namespaces(survey, width))
-        console.print(_homes(survey, width))
+            console.print(namespaces_table(survey, width))
+        console.print(homes_table(survey, width))
         if any(home.segments for home in survey.homes):
-            console.print(_segments(survey, width, None if everything else SEGMENTS_SHOWN))
+            console.print(segments_table(survey, width, None if everything else SEGMENTS_SHOWN))
         if len(survey.drives) > 1:
             console.print(_drives(survey, width))
         if survey.totals.blocks:
@@ -197,7 +197,8 @@ def _allocated(survey: Survey) -> Text:
     return Text.assemble(said, (bar(fraction, _BAR_LETTERS), "cyan"), f" {share(fraction)}")
 
 
-def _namespaces(survey: Survey, width: int) -> Table:
+def namespaces_table(survey: Survey, width: int) -> Table:
+    """Return the table of namespaces."""
     table = make_table("Namespaces", width)
     add_column(table, "Namespace", style="magenta")
     table.add_column("Model", overflow="fold")
@@ -210,8 +211,8 @@ def _namespaces(survey: Survey, width: int) -> Table:
         table.add_row(
             each.fingerprint[:ID_LETTERS],
             short_model(each.model),
-            dtype_of(each),
-            tensor_parallel_of(each),
+            _dtype(each),
+            printable(each.ranks if each.tensor_parallel is None else each.tensor_parallel),
             "/".join(dict.fromkeys(printable(group.block_tokens) for group in each.groups)) or "?",
             _epochs(each),
             number(len(each.homes)),
@@ -220,7 +221,8 @@ def _namespaces(survey: Survey, width: int) -> Table:
     return table
 
 
-def _homes(survey: Survey, width: int) -> Table:
+def homes_table(survey: Survey, width: int) -> Table:
+    """Return the table of homes."""
     table = make_table("Homes", width)
     add_column(table, "Home", style="cyan")
     add_column(table, "Namespace", style="magenta")
@@ -244,7 +246,8 @@ def _homes(survey: Survey, width: int) -> Table:
     return table
 
 
-def _segments(survey: Survey, width: int, most: int | None) -> Table:
+def segments_table(survey: Survey, width: int, most: int | None) -> Table:
+    """Return the table of segments, at most so many of each home."""
     table = make_table("Segments", width)
     add_column(table, "Home", style="cyan")
     for header in ("Segment", "Drive", "Slot", "Slots", "Used"):
@@ -317,15 +320,9 @@ def _drives(survey: Survey, width: int) -> Table:
 # -- cells -------------------------------------------------------------------------------------
 
 
-def dtype_of(namespace: Namespace) -> str:
-    """Return the dtype of a namespace's KV."""
+def _dtype(namespace: Namespace) -> str:
     chosen = namespace.dtype if namespace.kv_dtype in {None, "auto"} else namespace.kv_dtype
     return printable(chosen).removeprefix("torch.")
-
-
-def tensor_parallel_of(namespace: Namespace) -> str:
-    """Return how many ranks a namespace's engines have."""
-    return printable(namespace.ranks if namespace.tensor_parallel is None else namespace.tensor_parallel)
 
 
 def _count(count: int | None) -> Text:
@@ -424,25 +421,8 @@ def _print_prefixes(survey: Survey, namespace: Namespace, console: Console) -> N
     nothing_shared = found.roots and not found.shared
     if not listed and not nothing_shared:
         return
-    title = "Shared prefixes"
-    if len(survey.namespaces) > 1:
-        title += f" of {namespace.fingerprint[:ID_LETTERS]}"
-    table = make_table(title, console.width)
-    add_column(table, "First block", style="cyan")
-    for header in ("Tokens", "up to", "Bytes", "Chains", "Used", "Last use"):
-        add_column(table, header, "right")
-    for guides, prefix in listed:
-        start, tokens, last = prefix.start_tokens, prefix.tokens, prefix.last_use_s
-        table.add_row(
-            Text.assemble((guides, "dim"), prefix.key[:ID_LETTERS]),
-            number(tokens),
-            unknown() if start is None or tokens is None else number(start + tokens),
-            size(prefix.bytes),
-            number(prefix.chains),
-            uses_of(prefix) or unknown(),
-            unknown() if last is None else ago(last, survey.surveyed_s) if last else Text("never", "dim"),
-        )
-    console.print(table)
+    of_namespace = f" of {namespace.fingerprint[:ID_LETTERS]}" if len(survey.namespaces) > 1 else ""
+    console.print(prefix_table(f"Shared prefixes{of_namespace}", listed, survey.surveyed_s, console.width))
     hidden = found.total - len(listed)
     chains = plural(found.chains, "chain")
     if not listed:
@@ -452,6 +432,27 @@ def _print_prefixes(survey: Survey, namespace: Namespace, console: Console) -> N
         console.print(Text(f"and {plural(hidden, 'other piece')} of {chains}: {rest}", "dim"))
 
 
+def prefix_table(title: str, listed: Iterable[tuple[str, Prefix]], now_s: int, width: int) -> Table:
+    """Return a table of prefixes, each with what leads to it."""
+    table = make_table(title, width)
+    add_column(table, "First block", style="cyan")
+    for header in ("Tokens", "up to", "Bytes", "Chains", "Used", "Last use"):
+        add_column(table, header, "right")
+    for guides, prefix in listed:
+        start, tokens, last = prefix.start_tokens, prefix.tokens, prefix.last_use_s
+        uses = dict.fromkeys([number(prefix.first_uses), number(prefix.last_uses)])
+        table.add_row(
+            Text.assemble((guides, "dim"), prefix.key[:ID_LETTERS]),
+            number(tokens),
+            unknown() if start is None or tokens is None else number(start + tokens),
+            size(prefix.bytes),
+            number(prefix.chains),
+            unknown() if prefix.first_uses is None else "…".join(uses),
+            unknown() if last is None else ago(last, now_s) if last else Text("never", "dim"),
+        )
+    return table
+
+
 def tree_lines(prefixes: Iterable[Prefix], lead: str | None = None) -> Iterator[tuple[str, Prefix]]:
     """Yield each prefix before those that follow it, with the lines that lead to it."""
     prefixes = list(prefixes)
@@ -459,11 +460,3 @@ def tree_lines(prefixes: Iterable[Prefix], lead: str | None = None) -> Iterator[
         is_last = prefix is prefixes[-1]
         yield "" if lead is None else f"{lead}{'└─' if is_last else '├─'}", prefix
         yield from tree_lines(prefix.tree, "" if lead is None else f"{lead}{'  ' if is_last else '│ '}")
-
-
-def uses_of(prefix: Prefix) -> str | None:
-    """Return how often the first block was used, and the last where that differs; None where unknown."""
-    first, last = prefix.first_uses, prefix.last_uses
-    if first is None or last is None:
-        return None
-    return number(first) if first == last else f"{number(first)}…{number(last)}"

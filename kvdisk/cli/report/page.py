@@ -9,10 +9,13 @@ from __future__ import annotations
 import html
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from rich.table import Table
 
 from kvdisk import __version__
-from kvdisk.cli.inspect import dtype_of, tensor_parallel_of
-from kvdisk.cli.output import ID_LETTERS, ago, number, plural, printable, share, size
+from kvdisk.cli.inspect import homes_table, namespaces_table, prefix_table, segments_table
+from kvdisk.cli.output import ID_LETTERS, WIDE, ago, number, plural, printable, share, size
 from kvdisk.cli.prefixes import Prefix, PrefixTree, each_prefix
 from kvdisk.cli.report.look import SCRIPT, STYLE
 from kvdisk.cli.survey import (
@@ -349,115 +352,44 @@ def _most_used(listed: Sequence[Prefix], now_s: int) -> Iterator[str]:
     best = sorted(
         (prefix for prefix in listed if prefix.chains > 1 or prefix.uses),
         key=lambda prefix: (-(prefix.uses or 0) * prefix.bytes // prefix.blocks, -prefix.bytes, prefix.key),
-    )[:PREFIX_ROWS]
-    if not best:
-        return
-    yield "<h3>Most used</h3>"
-    yield from _table(
-        ("First block", "Starts at", "Tokens", "Bytes", "Chains", "Used", "Last use"),
-        1,
-        [
-            (
-                f"<code>{escaped(prefix.key[:16])}</code>",
-                number(prefix.start_tokens),
-                number(prefix.tokens),
-                size(prefix.bytes),
-                number(prefix.chains),
-                " … ".join(dict.fromkeys([number(prefix.first_uses), number(prefix.last_uses)])),
-                "?" if prefix.last_use_s is None else ago(prefix.last_use_s, now_s) if prefix.last_use_s else "never",
-            )
-            for prefix in best
-        ],
     )
+    if best:
+        yield from _table(prefix_table("Most used", [("", prefix) for prefix in best[:PREFIX_ROWS]], now_s, WIDE))
 
 
 # -- tables ------------------------------------------------------------------------------------
 
 
 def _tables(survey: Survey) -> Iterator[str]:
+    """Yield the tables of ``kvdisk inspect``."""
     if not survey.homes:
         return
-    yield "<section><h2>Namespaces and homes</h2>"
-    yield from _table(
-        ("Namespace", "Model", "KV dtype", "TP", "Homes", "Blocks", "Bytes"),
-        3,
-        [
-            (
-                _code(each.fingerprint),
-                escaped(each.model),
-                escaped(dtype_of(each)),
-                escaped(tensor_parallel_of(each)),
-                number(len(each.homes)),
-                number(each.blocks),
-                size(each.used_bytes),
-            )
-            for each in survey.namespaces
-        ],
-    )
-    yield "<h3>Homes</h3>"
-    yield from _table(
-        ("Home", "Namespace", "Owner", "Blocks", "Slots", "Allocated", "Cap", "Fill", "Fragmentation", "Last use"),
-        3,
-        [_home_row(survey, home) for home in survey.homes],
-    )
-    rows = [_segment_row(home, segment) for home in survey.homes for segment in home.segments[:MOST_ROWS]]
-    if rows:
-        count = sum(len(home.segments) for home in survey.homes)
+    shown = replace(survey, homes=survey.homes[:MOST_ROWS], namespaces=survey.namespaces[:MOST_ROWS])
+    yield "<section>"
+    yield from _table(namespaces_table(shown, WIDE))
+    yield from _table(homes_table(shown, WIDE))
+    if hidden := len(survey.homes) - len(shown.homes):
+        yield f'<p class="note">and {number(hidden)} more: kvdisk inspect --all</p>'
+    if count := sum(len(home.segments) for home in survey.homes):
         yield f"<details><summary>{plural(count, 'segment')}</summary>"
-        headers = ("Home", "Segment", "Drive", "Slot", "Slots", "Used", "Free runs", "Fragmentation", "Blocks a read")
-        yield from _table(headers, 1, rows, count)
+        yield from _table(segments_table(shown, WIDE, max(1, MOST_ROWS // len(shown.homes))))
         yield "</details>"
     yield "</section>"
 
 
-def _home_row(survey: Survey, home: Home) -> tuple[str, ...]:
-    return (
-        _code(home.id),
-        _code(home.fingerprint),
-        _owner(home),
-        number(home.blocks),
-        number(home.slots),
-        size(home.allocated_bytes),
-        size(home.cap_bytes),
-        share(home.fill),
-        _dash_or_share(home.fragmentation) if home.index_readable else "?",
-        "?" if home.last_use_s is None else ago(home.last_use_s, survey.surveyed_s),
+def _table(table: Table) -> Iterator[str]:
+    """Yield a table of the terminal as a part of a page."""
+    columns = table.columns
+    kinds = ["n" if each.justify == "right" else "wrap" if each.overflow == "fold" else "" for each in columns]
+    headers = "".join(
+        f'<th class="{kind}">{_cell_text(each.header)}</th>' for kind, each in zip(kinds, columns, strict=True)
     )
-
-
-def _segment_row(home: Home, segment: Segment) -> tuple[str, ...]:
-    return (
-        _code(home.id),
-        str(segment.segment),
-        str(segment.drive),
-        size(segment.slot_bytes),
-        number(segment.slots),
-        number(segment.used_slots),
-        number(segment.free_runs),
-        _dash_or_share(segment.fragmentation),
-        "-" if segment.read_run_blocks is None else f"{segment.read_run_blocks:.1f}",
-    )
-
-
-def _dash_or_share(fraction: float | None) -> str:
-    return "-" if fraction is None else share(fraction)
-
-
-def _table(
-    headers: Sequence[str], texts: int, rows: Sequence[tuple[str, ...]], count: int | None = None
-) -> Iterator[str]:
-    """Yield a table whose first ``texts`` columns are text, the rest numbers. Cells are parts of a page already.
-
-    At most MOST_ROWS are shown; ``count``: how many there are, where ``rows`` are not all.
-    """
-    yield '<div class="scroll"><table><tr>'
-    yield "".join(f"<th{'' if at < texts else ' class=n'}>{escaped(header)}</th>" for at, header in enumerate(headers))
-    yield "</tr>"
-    for row in rows[:MOST_ROWS]:
-        kinds = ("wrap" if at == 1 and texts > 1 else "" if at < texts else "n" for at in range(len(row)))
-        cells = "".join(f'<td class="{kind}">{cell}</td>' for kind, cell in zip(kinds, row, strict=True))
-        yield f"<tr>{cells}</tr>"
+    yield f'<h3>{escaped(str(table.title).strip())}</h3><div class="scroll"><table><tr>{headers}</tr>'
+    for cells in zip(*(each.cells for each in columns), strict=True):
+        row = (f'<td class="{kind}">{_cell_text(cell)}</td>' for kind, cell in zip(kinds, cells, strict=True))
+        yield f"<tr>{''.join(row)}</tr>"
     yield "</table></div>"
-    hidden = (len(rows) if count is None else count) - MOST_ROWS
-    if hidden > 0:
-        yield f'<p class="note">and {number(hidden)} more: kvdisk inspect --all</p>'
+
+
+def _cell_text(cell: object) -> str:
+    return escaped(str(cell).replace("\n", " "))
