@@ -9,11 +9,10 @@ import pty
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_stores import COMMAND, HYBRID, PLAIN, Owner, leave_home, run, run_here
+from cli_stores import COMMAND, HYBRID, PLAIN, leave_home, run, run_here
 from rebuild_stores import MINE, end, make_store, served, stamp, start
 
 from kvdisk.blocks import Slot
@@ -25,18 +24,6 @@ from kvdisk.errors import DeviceError
 from kvdisk.index.lmdb_index import LmdbIndex
 
 DAY_S = 86400
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def owner(path: Path) -> Iterator[Owner]:
-    owner = Owner(path)
-    yield owner
-    owner.kill()
 
 
 def pruned(*arguments: object, code: int = 0, command: str = "prune") -> dict:

@@ -11,7 +11,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import pytest
 from cli_stores import HYBRID, PLAIN, Owner, leave_home, run, run_here
 from mass_stores import Layer, build_mass
 
@@ -72,11 +71,6 @@ def check_alone(text: str) -> None:
     assert text.startswith(MARK) and "default-src 'none'" in text
     assert not re.search(r"https?:|//\w|@import|url\(|\bsrc=|\bhref=", text)
     assert len(text.encode()) < MOST_BYTES
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store"
 
 
 def fill(path: Path) -> None:

@@ -26,11 +26,6 @@ SMALL, WIDE = (group.slot_bytes for group in GEOMETRY.groups)
 BYTES = 2 * (10 * SMALL + 10 * WIDE)
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
 def verified(*arguments: object, code: int = 0) -> dict:
     done = run_here("verify", *arguments, "--json")
     assert (done.exit_code, done.stderr) == (code, "")
