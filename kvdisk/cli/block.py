@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk inspect DIR KEY``: one block with its record, the slot of every rank, its chain and its uses.
+"""``kvdisk inspect DIR KEY``: one block with its record, the slot of every rank, its chain and its
+uses.
 
 ``FoundKey`` is what ``--json`` prints; its head is that of ``survey.Survey``.
 """
@@ -45,9 +46,9 @@ _CHECKSUM_KINDS = {1: "xxh3_128", 2: "multilinear"}
 class RankSlot:
     """A rank's slot of a copy. ``offset``: of the slot in the file.
 
-    ``problems``: sentences; none where header and payload agree with the record. ``header``: null where
-    none can be read; else key, parent, generation, epoch, fingerprint, rank, rank_count, payload_bytes,
-    checksum_kind, checksum.
+    ``problems``: sentences; none where header and payload agree with the record. ``header``: null
+    where none can be read; else key, parent, generation, epoch, fingerprint, rank, rank_count,
+    payload_bytes, checksum_kind, checksum.
     """
 
     rank: int
@@ -59,7 +60,8 @@ class RankSlot:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A block in one home, as its index and USES have it. ``uses``, ``last_use_s``: null where USES does not tell."""
+    """A block in one home, as its index and USES have it. ``uses``, ``last_use_s``: null where USES
+    does not tell."""
 
     home: str
     owner: Literal["alive", "orphan"]
@@ -78,9 +80,9 @@ class Copy:
 class FoundBlock:
     """A block of one namespace and epoch.
 
-    ``position``, ``start_tokens``: blocks and tokens before it in its chain; null where the chain's head
-    is not here. ``children``: how many blocks follow it directly. ``chain``: hashes of the blocks up to
-    this one, the head first.
+    ``position``, ``start_tokens``: blocks and tokens before it in its chain; null where the chain's
+    head is not here. ``children``: how many blocks follow it directly. ``chain``: hashes of the
+    blocks up to this one, the head first.
     """
 
     fingerprint: bytes | None
@@ -98,10 +100,11 @@ class FoundBlock:
 
 @dataclass(frozen=True)
 class FoundKey:
-    """What a store has whose key begins so: one block hash, in one or more namespaces, epochs and homes.
+    """What a store has whose key begins so: one block hash, in one or more namespaces, epochs and
+    homes.
 
-    ``key``: as it was given. ``groups``: all KV-cache groups that have a block of this hash; ``blocks``
-    are those of the lowest, or of the one in ``key``.
+    ``key``: as it was given. ``groups``: all KV-cache groups that have a block of this hash;
+    ``blocks`` are those of the lowest, or of the one in ``key``.
     """
 
     json_version: int
@@ -115,7 +118,8 @@ class FoundKey:
 
 
 def survey_block(directories: Directories, wanted: str) -> FoundKey:
-    """Return what the store in these directories has whose key begins with ``wanted`` (lower-case hex).
+    """Return what the store in these directories has whose key begins with ``wanted`` (lower-case
+    hex).
 
     Raises ConfigError where there is none, or several; and as ``survey.survey_store``.
     """
@@ -168,7 +172,8 @@ def _rows(home: HomeColumns, wanted: str) -> list[int]:
 
 
 def _blocks(namespace: ReadNamespace, rows: Sequence[Sequence[int]], group: int) -> Iterator[FoundBlock]:
-    """Yield a block for each epoch that has one in these rows, home by home, of this KV-cache group."""
+    """Yield a block for each epoch that has one in these rows, home by home, of this KV-cache
+    group."""
     readable = [home for home in namespace.homes if home.blocks is not None]
     columns = namespace.columns
     forest = grow_forest(columns, namespace.block_tokens)
@@ -299,7 +304,8 @@ def _disagreements(
 
 
 def print_block(found: FoundKey, console: Console, *, everything: bool) -> None:
-    """Print a block. ``everything``: the whole chain. ``console`` must not read markup: names come from files."""
+    """Print a block. ``everything``: the whole chain. ``console`` must not read markup: names come
+    from files."""
     for block in found.blocks:
         console.print(_summary(found, block))
         for copy in block.copies:

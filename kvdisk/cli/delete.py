@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk prune`` and ``kvdisk clear``: what goes of a store is planned, shown, asked for, carried out and told.
+"""``kvdisk prune`` and ``kvdisk clear``: what goes of a store is planned, shown, asked for, carried
+out and told.
 
 What gives space back to the drive is a segment, whose file goes, or a whole home; a block that goes
-leaves a slot for the next owner. See docs/decisions/0024-prune.md for the order. Nothing is deleted of a
-home that has an owner: that is looked at for the plan, and again, under the home's lock, when it is
-carried out.
+leaves a slot for the next owner. See docs/decisions/0024-prune.md for the order. Nothing is deleted
+of a home that has an owner: that is looked at for the plan, and again, under the home's lock, when
+it is carried out.
 
-What ``--json`` prints; its shape changes only with ``json_version``. Bytes are integers, ``*_s`` whole
-seconds, ``null`` what is not known or does not apply::
+What ``--json`` prints; its shape changes only with ``json_version``. Bytes are integers, ``*_s``
+whole seconds, ``null`` what is not known or does not apply::
 
     json_version       1
     kvdisk_version     of the command
@@ -84,7 +85,8 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 class Asked(NamedTuple):
-    """What the user asks for. ``orphans``: leave homes that an engine owns alone, instead of refusing."""
+    """What the user asks for. ``orphans``: leave homes that an engine owns alone, instead of
+    refusing."""
 
     to_bytes: int | None = None
     older_than_s: int | None = None
@@ -221,9 +223,9 @@ def _in_use(plan: Plan, asked: Asked) -> str:
 class Stocked:
     """A home as far as it matters here. ``record``: None where HOME cannot be read.
 
-    ``blocks``: None where the index cannot be read. ``why_whole``: why it can only stay or go as a whole;
-    empty: it can be cut. ``segment_bytes``: allocated, by segment; ``slot_bytes``: of those that the index
-    knows.
+    ``blocks``: None where the index cannot be read. ``why_whole``: why it can only stay or go as a
+    whole; empty: it can be cut. ``segment_bytes``: allocated, by segment; ``slot_bytes``: of those
+    that the index knows.
     """
 
     id: str
@@ -243,7 +245,8 @@ class Stocked:
 
 @dataclass
 class Stock:
-    """A store as it is. ``loose_bytes``: of folders on further drives that no home names, as a crash leaves them."""
+    """A store as it is. ``loose_bytes``: of folders on further drives that no home names, as a
+    crash leaves them."""
 
     store: Store
     homes: list[Stocked] = field(default_factory=list)
@@ -256,7 +259,8 @@ class Stock:
 
 
 def take_stock(directories: Sequence[Path], *, with_blocks: bool) -> Stock:
-    """Look at all homes; ``with_blocks``: and into their indexes. Writes nothing. Raises as ``list_homes``."""
+    """Look at all homes; ``with_blocks``: and into their indexes. Writes nothing. Raises as
+    ``list_homes``."""
     stock = Stock(Store.open(directories, create=False))
     summaries = list_homes(directories)
     indexes = [IndexContent(problem="not looked at")] * len(summaries)
@@ -311,7 +315,8 @@ def _why_whole(store: Store, summary: HomeSummary, index: IndexContent) -> str:
 
 
 def _check_drives(store: Store, homes: Sequence[Stocked]) -> None:
-    """Raise ConfigError where one of these homes has a part on a drive whose directory was not named."""
+    """Raise ConfigError where one of these homes has a part on a drive whose directory was not
+    named."""
     for home in homes:
         if home.record is not None and None in store.folders(home.id, home.record):
             raise ConfigError(
@@ -320,7 +325,8 @@ def _check_drives(store: Store, homes: Sequence[Stocked]) -> None:
 
 
 def _find_namespace(homes: Sequence[Stocked], wanted: str) -> bytes:
-    """Return the fingerprint that begins so in hex, or whose model has that name or that last part of it.
+    """Return the fingerprint that begins so in hex, or whose model has that name or that last part
+    of it.
 
     Raises ConfigError where there is none, or more than one.
     """
@@ -346,8 +352,8 @@ def _find_namespace(homes: Sequence[Stocked], wanted: str) -> bytes:
 class Wish(NamedTuple):
     """What shall go: what all of these that are not None say. None of them: everything.
 
-    ``to_bytes``: only until no more than that is allocated. ``before_s``: only blocks last used before
-    this moment, in seconds since the Unix epoch. ``fingerprint``: only of this namespace.
+    ``to_bytes``: only until no more than that is allocated. ``before_s``: only blocks last used
+    before this moment, in seconds since the Unix epoch. ``fingerprint``: only of this namespace.
     """
 
     to_bytes: int | None = None
@@ -357,11 +363,12 @@ class Wish(NamedTuple):
 
 @dataclass(frozen=True)
 class HomePlan:
-    """What goes of one home. ``whole``: all, as one directory. ``keys``: of blocks whose segments stay.
+    """What goes of one home. ``whole``: all, as one directory. ``keys``: of blocks whose segments
+    stay.
 
-    ``block_count``: of all blocks that go, None where that is not known. ``byte_count``: what the drive
-    gets back. ``result``: how it ended: "deleted", "in use" (an engine has come), "gone" (an engine has
-    taken it over, or it was deleted) or "failed"; ``why`` says more then.
+    ``block_count``: of all blocks that go, None where that is not known. ``byte_count``: what the
+    drive gets back. ``result``: how it ended: "deleted", "in use" (an engine has come), "gone" (an
+    engine has taken it over, or it was deleted) or "failed"; ``why`` says more then.
     """
 
     home: Stocked
@@ -378,8 +385,8 @@ class HomePlan:
 class Plan:
     """What goes of a store, home by home. ``in_use``: live homes that would have to change.
 
-    ``kept``: sentences about homes that stay, and might have gone. ``short_bytes``: what would be allocated
-    beyond ``Wish.to_bytes`` even so.
+    ``kept``: sentences about homes that stay, and might have gone. ``short_bytes``: what would be
+    allocated beyond ``Wish.to_bytes`` even so.
     """
 
     wish: Wish = field(default_factory=Wish)
@@ -469,7 +476,8 @@ def _cut_old(home: Stocked, blocks: Sequence[BlockRecord], before_s: int, excess
 
 
 def _cut_to(home: Stocked, among: Mapping[int, int], excess_bytes: int, ages: Sequence[Age]) -> HomePlan | None:
-    """Choose segments until so many bytes are free: of the slot size that has most left, the least worth first."""
+    """Choose segments until so many bytes are free: of the slot size that has most left, the least
+    worth first."""
     of_segment: dict[int, list[Age]] = {segment: [] for segment in among}
     for age in ages:
         if age.block.slot.segment in of_segment:
@@ -496,7 +504,8 @@ def _cut_to(home: Stocked, among: Mapping[int, int], excess_bytes: int, ages: Se
 
 
 def _worth(ages: Sequence[Age]) -> tuple[float, int]:
-    """Return what a segment is worth: how recently its blocks were used, then how many blocks need them."""
+    """Return what a segment is worth: how recently its blocks were used, then how many blocks need
+    them."""
     if not ages:
         return (-1.0, 0)
     return sum(age.last_use_s for age in ages) / len(ages), sum(age.needed_by for age in ages)
@@ -513,7 +522,8 @@ class Age(NamedTuple):
 def _ages(blocks: Iterable[BlockRecord]) -> list[Age]:
     """Return the ages of a home's blocks.
 
-    Who stored a block had used all that come before it in its chain: so a head is never older than its tails.
+    Who stored a block had used all that come before it in its chain: so a head is never older than
+    its tails.
     """
     listed = list(blocks)
     place = {(block.epoch, block.key): at for at, block in enumerate(listed)}
@@ -541,10 +551,11 @@ def _ages(blocks: Iterable[BlockRecord]) -> list[Age]:
 
 
 def carry_out(store: Store, homes: Sequence[HomePlan]) -> list[HomePlan]:
-    """Delete the folders that no home names, and then what is planned; return the plans with their results.
+    """Delete the folders that no home names, and then what is planned; return the plans with their
+    results.
 
-    Raises StoreLocked and DeviceError before anything is deleted; what is wrong with one home is its
-    result.
+    Raises StoreLocked and DeviceError before anything is deleted; what is wrong with one home is
+    its result.
     """
     tidy_store(store)
     done = []

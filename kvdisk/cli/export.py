@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kvdisk inspect DIR --export FILE``: a row for each block, as CSV or Parquet.
 
-Columns: home, namespace (fingerprint, hex), epoch, key (hex), group, segment, slot, drive, generation,
-parent (hex), position (in its chain, from 0 on), tokens (of the block), bytes (of its slots, on all
-ranks), stored_s, uses and last_use_s. Times are whole seconds since the Unix epoch. Empty (CSV) or null
-(Parquet): there is none, or it cannot be known. A block that several homes have has a row for each.
+Columns: home, namespace (fingerprint, hex), epoch, key (hex), group, segment, slot, drive,
+generation, parent (hex), position (in its chain, from 0 on), tokens (of the block), bytes (of its
+slots, on all ranks), stored_s, uses and last_use_s. Times are whole seconds since the Unix epoch.
+Empty (CSV) or null (Parquet): there is none, or it cannot be known. A block that several homes have
+has a row for each.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Exported:
 
 
 def export_blocks(directories: Directories, path: Path, *, force: bool) -> Exported:
-    """Write every block of the store in these directories; see the module. The file appears when it is whole.
+    """Write every block of the store in these directories; see the module. The file appears when it
+    is whole.
 
     ``force``: replace a file of that name. Raises ConfigError where it cannot be written, and as
     ``survey.survey_store``.

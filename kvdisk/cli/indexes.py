@@ -2,8 +2,8 @@
 """What homes' indexes and USES files say of their blocks, whole and in columns.
 
 LMDB maps its file. One that was cut short or overwritten kills its reader (SIGBUS, SIGSEGV) instead
-of raising. So a child process reads the indexes. If it dies, that is one home's problem, and another
-child goes on with the next home.
+of raising. So a child process reads the indexes. If it dies, that is one home's problem, and
+another child goes on with the next home.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class Records(Sequence[BlockRecord]):
 def read_indexes(paths: Sequence[Path]) -> list[IndexContent]:
     """Read the indexes in these directories, in order. Never raises for what is wrong with one.
 
-    Writes nothing but the mark that a reader of LMDB leaves in ``lock.mdb``, where that is possible.
+    Writes nothing but the mark that a reader of LMDB leaves in ``lock.mdb``, where that is
+    possible.
     """
     found: list[IndexContent] = []
     while len(found) < len(paths):
@@ -143,9 +144,9 @@ class HomeColumns(NamedTuple):
     """Blocks of one home, a row each.
 
     ``slot_bytes``: on all ranks; 0 in a segment that the index does not have. ``names`` and
-    ``parent_names``: keys, with their epoch before them where the home has several, so that they are
-    unique; empty: no parent. ``parents``: row of the parent, or NONE. ``uses`` and ``last_use_s``: None
-    where no USES file tells; ``is_known``: of which blocks it does.
+    ``parent_names``: keys, with their epoch before them where the home has several, so that they
+    are unique; empty: no parent. ``parents``: row of the parent, or NONE. ``uses`` and
+    ``last_use_s``: None where no USES file tells; ``is_known``: of which blocks it does.
     """
 
     columns: BlockColumns
@@ -172,7 +173,8 @@ class ReadHome:
 
 
 class ReadNamespace(NamedTuple):
-    """All homes of one namespace; a home whose HOME cannot be read is alone. ``block_tokens``: by group."""
+    """All homes of one namespace; a home whose HOME cannot be read is alone. ``block_tokens``: by
+    group."""
 
     homes: tuple[ReadHome, ...]
     block_tokens: tuple[int | None, ...]
@@ -271,7 +273,8 @@ def places_of(columns: BlockColumns) -> NDArray[np.uint64]:
 def _uses_of(
     columns: BlockColumns, units: Sequence[UsesUnit] | None
 ) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None, NDArray[np.bool_]]:
-    """Return uses, last use, and whether they are known: only for the generation that USES names."""
+    """Return uses, last use, and whether they are known: only for the generation that USES
+    names."""
     count = len(columns.keys)
     is_known = np.zeros(count, np.bool_)
     if units is None:

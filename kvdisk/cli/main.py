@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``kvdisk`` command: a module for each of its commands, put together here. Loads neither vLLM nor torch."""
+"""The ``kvdisk`` command: a module for each of its commands, put together here. Loads neither vLLM
+nor torch."""
 
 from __future__ import annotations
 
@@ -24,16 +25,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_show_locals=False,
 )
-app.command()(inspect)
-app.command()(top)
-app.command()(report)
-app.command()(verify)
-app.command()(repair)
-app.command()(prune)
-app.command()(clear)
-app.command()(size)
-app.command()(replay)
-app.command()(make_command())
+for command in (inspect, top, report, verify, repair, prune, clear, size, replay, make_command()):
+    app.command()(command)
 
 
 def _print_version(wanted: bool) -> None:

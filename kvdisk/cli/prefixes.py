@@ -3,9 +3,9 @@
 
 A node is a block, however many homes hold a copy of it. KV-cache groups whose blocks have the same
 size in tokens share their nodes, since the same tokens have the same hash. Nodes that follow each
-other without a branch are one prefix. The tree is cut to a number of prefixes: those of which most is
-used (bytes times uses; where uses are not known, bytes times the other chains that share them), with
-those that lead there.
+other without a branch are one prefix. The tree is cut to a number of prefixes: those of which most
+is used (bytes times uses; where uses are not known, bytes times the other chains that share them),
+with those that lead there.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _Ints = NDArray[np.int64]
 class Prefix:
     """Blocks that follow each other without a branch: the KV of all requests that begin so.
 
-    ``key``: hash of the first block, hex, without its KV-cache group. ``bytes``: of the slots of all
-    copies. ``chains``: ends of chains that begin with it, at least 1. ``start_tokens``, ``tokens``:
-    tokens before it (null where the block before it is not here), and in it. ``uses``: of its blocks
-    together, of its first and of its last block; null where no home has a USES file; a block that
-    several KV-cache groups have counts as often as in that where it was used most. ``last_use_s``: 0:
-    never. ``below_blocks``, ``below_bytes``: of all that follows it. ``children``: how many follow it,
-    of which ``hidden_children`` are not in ``tree``.
+    ``key``: hash of the first block, hex, without its KV-cache group. ``bytes``: of the slots of
+    all copies. ``chains``: ends of chains that begin with it, at least 1. ``start_tokens``,
+    ``tokens``: tokens before it (null where the block before it is not here), and in it. ``uses``:
+    of its blocks together, of its first and of its last block; null where no home has a USES file;
+    a block that several KV-cache groups have counts as often as in that where it was used most.
+    ``last_use_s``: 0: never. ``below_blocks``, ``below_bytes``: of all that follows it.
+    ``children``: how many follow it, of which ``hidden_children`` are not in ``tree``.
     """
 
     key: str
@@ -66,9 +66,10 @@ class Prefix:
 class PrefixTree:
     """The biggest prefixes of a namespace, the most used bytes first.
 
-    ``total``: how many prefixes there are. ``shared``: how many of them several chains begin with, or
-    were used again. ``roots``: how many have none before them. ``chains``: how many ends of chains there
-    are. ``hidden_roots``, ``hidden_blocks``, ``hidden_bytes``: what is not in ``tree``.
+    ``total``: how many prefixes there are. ``shared``: how many of them several chains begin with,
+    or were used again. ``roots``: how many have none before them. ``chains``: how many ends of
+    chains there are. ``hidden_roots``, ``hidden_blocks``, ``hidden_bytes``: what is not in
+    ``tree``.
     """
 
     total: int
@@ -89,7 +90,8 @@ def each_prefix(prefixes: Sequence[Prefix], depth: int = 0) -> Iterator[tuple[in
 
 
 class Forest(NamedTuple):
-    """Nodes, and of each its parent (NONE: a root) and depth, in blocks. ``node_of``: of each row, home by home.
+    """Nodes, and of each its parent (NONE: a root) and depth, in blocks. ``node_of``: of each row,
+    home by home.
 
     ``is_whole``: whether the chain begins here, and not behind a block that nobody has.
     """
@@ -132,7 +134,8 @@ def grow_forest(homes: Sequence[HomeColumns], block_tokens: Sequence[int | None]
 
 
 def _node_names(home: HomeColumns, names: Sequence[bytes], block_tokens: Sequence[int | None]) -> list[bytes]:
-    """Return names without their group, but with what tells groups of other sizes, and other epochs, apart."""
+    """Return names without their group, but with what tells groups of other sizes, and other
+    epochs, apart."""
     sizes = [block_tokens[group] if group < len(block_tokens) else None for group in range(len(block_tokens) + 1)]
     tokens = np.array([0 if size is None else size for size in sizes], ">u4")
     classes = tokens[np.minimum(home.groups, len(block_tokens))].tobytes()
@@ -146,7 +149,8 @@ def _node_names(home: HomeColumns, names: Sequence[bytes], block_tokens: Sequenc
 
 
 def _climb(parents: _Ints) -> tuple[_Ints, _Ints]:
-    """Return each node's depth and root. Where the way up has no end, in a wrong index, ``parents`` is cut."""
+    """Return each node's depth and root. Where the way up has no end, in a wrong index, ``parents``
+    is cut."""
     count = len(parents)
     own = np.arange(count)
     above = np.where(parents == NONE, own, parents)
@@ -327,7 +331,8 @@ def _fold(forest: Forest, node_bytes: _Ints, node_uses: _Ints, node_last_s: _Int
 def _fold_up(
     values: NDArray[Any], parents: _Ints, order: Sequence[int], join: Callable[[Any, Any], Any]
 ) -> NDArray[Any]:
-    """Return each prefix's value joined with those of all below it. ``order``: those below come before."""
+    """Return each prefix's value joined with those of all below it. ``order``: those below come
+    before."""
     joined, above = values.tolist(), parents.tolist()
     for number in order:
         parent = above[number]
@@ -337,7 +342,8 @@ def _fold_up(
 
 
 def _choose(stretches: _Stretches, roots: _Ints, most: int, shown: NDArray[np.bool_]) -> dict[int, list[int]]:
-    """Return the prefixes to show, each with its children, the best first; below NONE are the roots.
+    """Return the prefixes to show, each with its children, the best first; below NONE are the
+    roots.
 
     Not all of these children and roots are shown themselves.
     """

@@ -44,7 +44,8 @@ class DroppedSegment:
 class Repaired:
     """How the repair of a home ended.
 
-    ``why``: null where it was rebuilt; else the rest is null. ``older_copies``: of the same blocks, left out.
+    ``why``: null where it was rebuilt; else the rest is null. ``older_copies``: of the same blocks,
+    left out.
     """
 
     id: str

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kvdisk size``: what a model's KV takes, how much of it fits, and how long the drive lasts.
 
-What ``--json`` prints, one object whose shape changes only with ``json_version``; bytes are integers,
-``null`` is what was not asked for or does not apply::
+What ``--json`` prints, one object whose shape changes only with ``json_version``; bytes are
+integers, ``null`` is what was not asked for or does not apply::
 
     json_version       1
     kvdisk_version     of the command
@@ -187,7 +187,8 @@ def _as_option(sentence: str) -> str:
 
 
 def parse_endurance(text: str) -> int:
-    """Read what drives take, as their makers write it: ``600TB``, ``1.2PB``, ``600TBW``. Raises ConfigError."""
+    """Read what drives take, as their makers write it: ``600TB``, ``1.2PB``, ``600TBW``. Raises
+    ConfigError."""
     stripped = text.strip().upper().removesuffix("W")
     if stripped.endswith("PB"):
         stripped, factor = stripped.removesuffix("PB") + "TB", 1000
@@ -221,8 +222,9 @@ def _writes(text: str | None) -> tuple[WriteRate | None, int | None]:
 class Fit:
     """What fits into a tier. ``tokens``: with the KV of all their KV-cache groups.
 
-    ``blocks``: of all groups together. ``used_bytes``: payloads of so many tokens, on all ranks; the rest
-    of ``capacity_bytes`` is headers, padding, index, and what no whole segment or block fits into.
+    ``blocks``: of all groups together. ``used_bytes``: payloads of so many tokens, on all ranks;
+    the rest of ``capacity_bytes`` is headers, padding, index, and what no whole segment or block
+    fits into.
     """
 
     capacity_bytes: int
@@ -233,7 +235,8 @@ class Fit:
 
 
 class WriteRate(NamedTuple):
-    """What a store's engines wrote lately, as far as it is still there. ``seconds``: the time looked back on."""
+    """What a store's engines wrote lately, as far as it is still there. ``seconds``: the time
+    looked back on."""
 
     bytes_per_day: int
     seconds: int
@@ -245,7 +248,8 @@ def token_bytes(geometry: Geometry, parts: int) -> float:
 
 
 def fit_cpu(geometry: Geometry, cpu_bytes: int, context_tokens: int = _CONTEXT_TOKENS) -> Fit:
-    """Return what fits into the CPU tier of ``cpu_bytes``, over all ranks. Raises ConfigError where nothing does."""
+    """Return what fits into the CPU tier of ``cpu_bytes``, over all ranks. Raises ConfigError where
+    nothing does."""
     slots = geometry.cpu_slots(cpu_bytes)
     if cpu_bytes and not all(slots):
         largest = max(geometry.slot_sizes) * geometry.rank_count
@@ -276,8 +280,8 @@ def _fit(geometry: Geometry, slots: Sequence[int], capacity_bytes: int, parts: i
 def measure_writes(directories: Sequence[Path], now_s: int | None = None) -> WriteRate | None:
     """Return what a store's engines wrote in the last 24 hours, from when its blocks were stored.
 
-    None: nothing. At least so much: blocks that have left in the meantime do not count. Of a store that
-    is younger the time since its first home was made counts. Raises as ``list_homes``.
+    None: nothing. At least so much: blocks that have left in the meantime do not count. Of a store
+    that is younger the time since its first home was made counts. Raises as ``list_homes``.
     """
     now_s = int(time.time()) if now_s is None else now_s
     summaries = [summary for summary in list_homes(directories) if summary.record is not None]

@@ -5,10 +5,10 @@
 
 The shape of the JSON changes only with ``json_version``. Bytes are integers, and ``*_s`` are whole
 seconds since the Unix epoch. ``null`` is what cannot be known, since a file cannot be read, or what
-is not there (no block, no live owner). A block, or a slot, has a part on every rank and counts once;
-bytes are those of all ranks together. Used bytes are those of slots that hold blocks, each with its
-header. Allocated bytes are what the file system holds, with index and control files. Homes are in
-order of last use, the last first.
+is not there (no block, no live owner). A block, or a slot, has a part on every rank and counts
+once; bytes are those of all ranks together. Used bytes are those of slots that hold blocks, each
+with its header. Allocated bytes are what the file system holds, with index and control files. Homes
+are in order of last use, the last first.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class Segment:
 
     ``indexed``: the index has a record of it; one that is being made, or that a crash has left, has
     none yet. ``slot_bytes``: on one rank. ``fill``: used_slots / slots. A free run is a row of free
-    slots, as long as it can be. ``fragmentation``: the share of free bytes in runs of less than 2 MiB
-    on a rank, which a larger write has to go around; null where nothing is free. ``read_run_blocks``:
-    how many blocks are read at a time, in the mean, where chains are read in order: a block that lies
-    behind its parent is read with it.
+    slots, as long as it can be. ``fragmentation``: the share of free bytes in runs of less than 2
+    MiB on a rank, which a larger write has to go around; null where nothing is free.
+    ``read_run_blocks``: how many blocks are read at a time, in the mean, where chains are read in
+    order: a block that lies behind its parent is read with it.
     """
 
     segment: int
@@ -97,8 +97,8 @@ class Home:
     """A home. ``owner``: "alive" while a process of its owner lives, else "orphan".
 
     ``clean``: its last owner closed it in order; false while one lives. ``fill``: used_bytes /
-    cap_bytes. ``read_run_bytes``: bytes of one rank that are read at a time, in the mean. ``drives``:
-    the stores' ids of its drives. ``problems``: sentences.
+    cap_bytes. ``read_run_bytes``: bytes of one rank that are read at a time, in the mean.
+    ``drives``: the stores' ids of its drives. ``problems``: sentences.
     """
 
     id: str
@@ -133,7 +133,8 @@ class Home:
 
 @dataclass(frozen=True)
 class Group:
-    """A KV-cache group as the engine describes it. ``payload_bytes``, ``slot_bytes``: on one rank."""
+    """A KV-cache group as the engine describes it. ``payload_bytes``, ``slot_bytes``: on one
+    rank."""
 
     group: int
     blocks: int
@@ -153,7 +154,8 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Namespace:
-    """All homes of one fingerprint, described by the engine that used it last; nothing of that is certain.
+    """All homes of one fingerprint, described by the engine that used it last; nothing of that is
+    certain.
 
     A block that two homes hold counts twice. ``unreadable_homes`` are missing from the sums.
     """
@@ -178,7 +180,8 @@ class Namespace:
 
 @dataclass(frozen=True)
 class Drive:
-    """A directory of the store. ``path``: null where it was not named. ``homes``: with segments there.
+    """A directory of the store. ``path``: null where it was not named. ``homes``: with segments
+    there.
 
     ``allocated_bytes``: of segment files.
     """
@@ -196,11 +199,12 @@ class Drive:
 
 @dataclass(frozen=True)
 class Ages:
-    """Blocks of all homes by age. Class n is below bound n and not below the one before; the last has no bound.
+    """Blocks of all homes by age. Class n is below bound n and not below the one before; the last
+    has no bound.
 
-    ``stored``: by the age of their record. ``used``: by the age of their last use; null where no home
-    has a USES file. ``never_used``: not since they were stored. ``unknown``: USES does not tell of
-    them, as of those stored after it was last written.
+    ``stored``: by the age of their record. ``used``: by the age of their last use; null where no
+    home has a USES file. ``never_used``: not since they were stored. ``unknown``: USES does not
+    tell of them, as of those stored after it was last written.
     """
 
     bounds_s: tuple[int, ...]
@@ -212,7 +216,8 @@ class Ages:
 
 @dataclass(frozen=True)
 class Reuse:
-    """Blocks of all homes by uses since they were stored. Class n has up to bound n uses; the last has no bound.
+    """Blocks of all homes by uses since they were stored. Class n has up to bound n uses; the last
+    has no bound.
 
     A use is a request that came to the block and found it, in a tier or in the GPU's cache; the
     request that made the block is none.
@@ -225,7 +230,8 @@ class Reuse:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over all homes; ``unreadable_homes`` are missing from them. ``cap_bytes``: of live owners together."""
+    """Sums over all homes; ``unreadable_homes`` are missing from them. ``cap_bytes``: of live
+    owners together."""
 
     namespaces: int
     homes: int
@@ -271,7 +277,8 @@ class Survey:
 def survey_store(
     directories: Directories, *, prefixes: int = PREFIXES, prefixes_in_all: int | None = None, shared_only: bool = True
 ) -> Survey:
-    """Return what is in the store in these directories. Waits for the disk, and for an engine that just starts.
+    """Return what is in the store in these directories. Waits for the disk, and for an engine that
+    just starts.
 
     ``prefixes``: the biggest of each namespace, fewer where there would be more than
     ``prefixes_in_all``; with ``shared_only`` only what several chains have or requests used again.
@@ -427,7 +434,8 @@ class _Layout:
         return lengths[lengths > 0]
 
     def reads(self, segment: int, slots: int) -> int:
-        """Return how many runs are left of a segment's blocks when each is read together with its parent."""
+        """Return how many runs are left of a segment's blocks when each is read together with its
+        parent."""
         return int(np.count_nonzero(self._begins[self._rows(segment, slots)]))
 
 
@@ -502,14 +510,16 @@ def _wrong_files(summary: HomeSummary, segments: Iterable[Segment], ranks: int) 
 
 
 def fragmentation(segments: Iterable[Segment]) -> float | None:
-    """Return the share of free bytes in runs of less than 2 MiB on a rank; None where nothing is free."""
+    """Return the share of free bytes in runs of less than 2 MiB on a rank; None where nothing is
+    free."""
     free = [(each.free_slots * (each.slot_bytes or 0), each.fragmentation or 0) for each in segments if each.free_slots]
     total = sum(free_bytes for free_bytes, _ in free)
     return sum(free_bytes * share for free_bytes, share in free) / total if total else None
 
 
 def read_run_blocks(segments: Iterable[Segment]) -> float | None:
-    """Return how many blocks are read at a time, in the mean, where chains are read; None without blocks."""
+    """Return how many blocks are read at a time, in the mean, where chains are read; None without
+    blocks."""
     return _mean_read(segments, lambda _: 1)
 
 
@@ -525,7 +535,8 @@ def _mean_read(segments: Iterable[Segment], weight: Callable[[Segment], int]) ->
 
 
 def stored_range(homes: Iterable[Home]) -> tuple[int | None, int | None]:
-    """Return when the oldest and the newest block of these homes were stored; None where there are none."""
+    """Return when the oldest and the newest block of these homes were stored; None where there are
+    none."""
     known = [home for home in homes if home.blocks]
     oldest_s = min((home.oldest_stored_s or 0 for home in known), default=None)
     return oldest_s, max((home.newest_stored_s or 0 for home in known), default=None)
@@ -588,7 +599,8 @@ def _counted(column: NDArray[Any]) -> dict[int, int]:
 
 
 def _drives(path: Path, store_id: str | None, homes: Sequence[Home], read: Sequence[ReadHome]) -> tuple[Drive, ...]:
-    """Return the store's directories, the first one first, then in the order of the homes that use them."""
+    """Return the store's directories, the first one first, then in the order of the homes that use
+    them."""
     folders = {home.summary.id: home.summary.folders for home in read}
     found: dict[str | None, list[tuple[Home, int]]] = {store_id: []}
     for home in homes:

@@ -3,10 +3,10 @@
 
 An engine's rates are the difference of two of its FIGURES. Reads only.
 
-``Frame`` is what ``--json`` prints; its shape changes only with ``json_version``. Bytes are those of all
-ranks. ``null`` is what is not known, or where nothing was asked. Rates (``*_per_s``) are those of the last
-``seconds``; 0 where the engine is idle. Shares lie between 0 and 1. Times (``*_s``) are seconds, those of
-moments since the Unix epoch.
+``Frame`` is what ``--json`` prints; its shape changes only with ``json_version``. Bytes are those
+of all ranks. ``null`` is what is not known, or where nothing was asked. Rates (``*_per_s``) are
+those of the last ``seconds``; 0 where the engine is idle. Shares lie between 0 and 1. Times
+(``*_s``) are seconds, those of moments since the Unix epoch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ from kvdisk.stats import JOBS, ROUTES, TIERS
 
 JSON_VERSION = 1
 STALE_S = 3.0
-"""An engine that has told nothing for so long has nothing to tell: it writes its figures when they change."""
+"""An engine that has told nothing for so long has nothing to tell: it writes its figures when they
+change."""
 HISTORY = 60
 LOCK_WAIT_S = 2.0
 READS = ("nvme_to_cpu", "nvme_to_gpu")
@@ -87,7 +88,8 @@ _WIDE, _NARROW = 96, 76
 
 @dataclass(frozen=True)
 class Tier:
-    """A tier of an engine. ``hit_rate``: since its start; ``hit_rate_now``: of the last ``seconds``."""
+    """A tier of an engine. ``hit_rate``: since its start; ``hit_rate_now``: of the last
+    ``seconds``."""
 
     used_bytes: float
     capacity_bytes: float
@@ -98,7 +100,8 @@ class Tier:
 
 @dataclass(frozen=True)
 class Waiting:
-    """What waits in an engine. ``jobs``: by kind. ``limbo_blocks``: slots that come free when a job ends.
+    """What waits in an engine. ``jobs``: by kind. ``limbo_blocks``: slots that come free when a job
+    ends.
 
     ``write_budget_bytes``: what may be written to NVMe now; null: there is no such bound.
     """
@@ -112,12 +115,13 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Engine:
-    """A home that an engine owns. ``figures_s``: when its figures were true; null where it has told nothing.
+    """A home that an engine owns. ``figures_s``: when its figures were true; null where it has told
+    nothing.
 
-    ``problem``: why its figures cannot be read. ``seconds``: over which its rates are. ``tiers``: by name,
-    "cpu" or "nvme". ``bytes_per_s``: by route, such as "gpu_to_cpu". ``failures``: by kind, since its
-    start, without those that are 0. ``reads``, ``writes``: bytes a second from and to NVMe over the last
-    looks, the newest last.
+    ``problem``: why its figures cannot be read. ``seconds``: over which its rates are. ``tiers``:
+    by name, "cpu" or "nvme". ``bytes_per_s``: by route, such as "gpu_to_cpu". ``failures``: by
+    kind, since its start, without those that are 0. ``reads``, ``writes``: bytes a second from and
+    to NVMe over the last looks, the newest last.
     """
 
     home: str
@@ -144,7 +148,8 @@ class Engine:
 
 @dataclass(frozen=True)
 class Drive:
-    """A directory of the store. Bytes: since the engines' starts. ``quarantined``: by how many engines."""
+    """A directory of the store. Bytes: since the engines' starts. ``quarantined``: by how many
+    engines."""
 
     path: str
     engines: int = 0
@@ -179,7 +184,8 @@ class Totals:
 
 @dataclass(frozen=True)
 class Frame:
-    """A store at one moment. ``store``: its "path". ``problems``: sentences: what of it cannot be shown.
+    """A store at one moment. ``store``: its "path". ``problems``: sentences: what of it cannot be
+    shown.
 
     ``engines``: by their start.
     """
@@ -235,7 +241,8 @@ def top(
 
 
 def _watch(reader: TopReader, frame: Frame, console: Console, interval_s: float) -> None:
-    """Show frame after frame until KeyboardInterrupt. A look that fails is noted in the frame before."""
+    """Show frame after frame until KeyboardInterrupt. A look that fails is noted in the frame
+    before."""
     note = ""
     with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="ellipsis") as live:
         while True:
@@ -251,7 +258,8 @@ def _watch(reader: TopReader, frame: Frame, console: Console, interval_s: float)
 
 
 def hit_rate(totals: Mapping[str, float], tier: str | None = None) -> float | None:
-    """Return the share of the tokens asked of a tier, or of all, that were hits; None where nothing was asked."""
+    """Return the share of the tokens asked of a tier, or of all, that were hits; None where nothing
+    was asked."""
     if tier is None:
         asked = totals.get("lookup_tokens", 0)
         hit = sum(totals.get(f"hit_tokens.{each}", 0) for each in TIERS)
@@ -262,7 +270,8 @@ def hit_rate(totals: Mapping[str, float], tier: str | None = None) -> float | No
 
 
 class Rise(NamedTuple):
-    """What rose between two figures of an engine. ``sums``: of histograms. ``drives``: bytes read and written."""
+    """What rose between two figures of an engine. ``sums``: of histograms. ``drives``: bytes read
+    and written."""
 
     seconds: float = 1.0
     totals: Mapping[str, float] = {}
@@ -449,7 +458,8 @@ def _tier(tier: str, figures: FiguresRecord, rise: Rise | None) -> Tier:
 
 
 def draw(frame: Frame, width: int, note: str = "") -> RenderableType:
-    """Return a frame. ``width``: letters of the terminal; ``note``: a sentence about the reading itself, in red."""
+    """Return a frame. ``width``: letters of the terminal; ``note``: a sentence about the reading
+    itself, in red."""
     parts: list[RenderableType] = [_head(frame)]
     if note:
         parts.append(Text(printable(note), "red"))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk verify``: reads every slot that a store's indexes name, or a sample, and checks it as a load does.
+"""``kvdisk verify``: reads every slot that a store's indexes name, or a sample, and checks it as a
+load does.
 
-It writes nothing. On a store in use blocks leave while it is read, and others take their slots. So what
-does not match is wrong only where the index, read again afterwards, still has the same record.
+It writes nothing. On a store in use blocks leave while it is read, and others take their slots. So
+what does not match is wrong only where the index, read again afterwards, still has the same record.
 """
 
 from __future__ import annotations
@@ -81,12 +82,13 @@ Watch = Callable[[int, int], None]
 class Finding:
     """Something wrong with a slot, or with a file, of whose slots ``slots`` hold blocks.
 
-    ``check`` is what failed first. Of a slot: "read" (it cannot be read), "header" (it has no sound one),
-    "version", "checksum" (of the payload), "group" (its segment has slots of another size), or the field
-    of its header that says something else than the index: "namespace", "epoch", "key", "generation",
-    "payload_bytes", "rank", "rank_count", "parent". Of a file of which nothing can be used: "file"; what
-    is about one slot is null then. ``path``: null where the drive was not named. ``drive``: position
-    among the home's. ``what``: in words. ``offset_bytes``: of the slot in the file.
+    ``check`` is what failed first. Of a slot: "read" (it cannot be read), "header" (it has no sound
+    one), "version", "checksum" (of the payload), "group" (its segment has slots of another size),
+    or the field of its header that says something else than the index: "namespace", "epoch", "key",
+    "generation", "payload_bytes", "rank", "rank_count", "parent". Of a file of which nothing can be
+    used: "file"; what is about one slot is null then. ``path``: null where the drive was not named.
+    ``drive``: position among the home's. ``what``: in words. ``offset_bytes``: of the slot in the
+    file.
     """
 
     home: str
@@ -112,9 +114,10 @@ class Finding:
 class HomeVerdict:
     """What was found of a home. ``blocks``: in its index, null where that cannot be read.
 
-    ``slots``, ``read_bytes``: what was looked at; a block has a slot on every rank. ``changed_slots``:
-    their blocks left meanwhile, as they may in a store in use. ``gone``: taken over or deleted
-    meanwhile. ``problems``: of the home as a whole, sentences. ``notes``: worth knowing, and not wrong.
+    ``slots``, ``read_bytes``: what was looked at; a block has a slot on every rank.
+    ``changed_slots``: their blocks left meanwhile, as they may in a store in use. ``gone``: taken
+    over or deleted meanwhile. ``problems``: of the home as a whole, sentences. ``notes``: worth
+    knowing, and not wrong.
     """
 
     id: str
@@ -131,7 +134,8 @@ class HomeVerdict:
 
 @dataclass
 class Verdict:
-    """What was found of a store. ``sample_percent``: of each home's blocks, by ``seed``; None: all of them.
+    """What was found of a store. ``sample_percent``: of each home's blocks, by ``seed``; None: all
+    of them.
 
     ``stopped``: broken off; the rest is what was found until then.
     """
@@ -225,7 +229,8 @@ def verify_store(
     seed: int = 0,
     watch: Watch = lambda _done, _total: None,
 ) -> Verdict:
-    """Read and check. ``percent``: of each home's blocks, at random by ``seed``, at least one; None: all.
+    """Read and check. ``percent``: of each home's blocks, at random by ``seed``, at least one;
+    None: all.
 
     Ends early, with what was found, on KeyboardInterrupt. Raises as ``list_homes``.
     """
@@ -273,7 +278,8 @@ def _one_a_file(findings: Sequence[Finding]) -> list[Finding]:
 
 @dataclass(frozen=True)
 class HomeToRead:
-    """A home whose slots can be read. ``folders``: by drive. ``rows``: of the blocks to read, ascending."""
+    """A home whose slots can be read. ``folders``: by drive. ``rows``: of the blocks to read,
+    ascending."""
 
     id: str
     path: Path
@@ -298,7 +304,8 @@ class HomeToRead:
 def _look_at_homes(
     directories: Sequence[Path], summaries: Sequence[HomeSummary]
 ) -> list[tuple[HomeVerdict, HomeToRead | None]]:
-    """Read the indexes, and note what is wrong with homes as a whole; None with those whose slots cannot be read."""
+    """Read the indexes, and note what is wrong with homes as a whole; None with those whose slots
+    cannot be read."""
     boot_id = Store.open(directories, create=False).boot_id
     found = []
     for summary, index in zip(summaries, read_indexes([one.index_path for one in summaries]), strict=True):
@@ -352,7 +359,8 @@ def _compare_index(summary: HomeSummary, record: HomeRecord, boot_id: str, mine:
 
 
 class Part(NamedTuple):
-    """Slots of one file, by the rows of their blocks, ascending by slot; none where a segment is empty."""
+    """Slots of one file, by the rows of their blocks, ascending by slot; none where a segment is
+    empty."""
 
     home: HomeToRead
     segment: SegmentRecord
@@ -370,7 +378,8 @@ class Part(NamedTuple):
 
 
 class PartRead(NamedTuple):
-    """What a part's slots are like. ``failed``: why the file cannot be used at all; ``missing``: there is none."""
+    """What a part's slots are like. ``failed``: why the file cannot be used at all; ``missing``:
+    there is none."""
 
     wrong: Sequence[WrongSlot] = ()
     failed: str | None = None
@@ -445,7 +454,8 @@ def _record_of(part: Part, slot: NamedSlot) -> BlockRecord:
 
 
 def _still_there(home: HomeToRead, records: Sequence[BlockRecord]) -> list[bool]:
-    """Whether the index still has each block in its slot and generation. True for all where it cannot be read."""
+    """Whether the index still has each block in its slot and generation. True for all where it
+    cannot be read."""
     if not records:
         return []
     (index,) = read_indexes([home.path / INDEX])
@@ -479,7 +489,8 @@ def parts_of(home: HomeToRead) -> tuple[list[Part], list[BlockRecord]]:
 
 
 def read_parts(parts: Iterable[Part]) -> Generator[tuple[Part, PartRead]]:
-    """Read parts on threads, a few ahead; yield them in order of the drives' turns. Ends its threads when closed."""
+    """Read parts on threads, a few ahead; yield them in order of the drives' turns. Ends its
+    threads when closed."""
     by_drive: dict[Path | None, list[Part]] = {}
     for part in parts:
         folder = part.home.folder(part.segment.drive)
@@ -512,7 +523,8 @@ def read_parts(parts: Iterable[Part]) -> Generator[tuple[Part, PartRead]]:
 
 
 def read_part(part: Part, take: Callable[[int], mmap.mmap], give_back: Callable[[mmap.mmap], None]) -> PartRead:
-    """Read and check the slots of a part, in this thread. ``take``: memory for slots of so many bytes."""
+    """Read and check the slots of a part, in this thread. ``take``: memory for slots of so many
+    bytes."""
     home, segment = part.home, part.segment
     folder = home.folder(segment.drive)
     if folder is None:
