@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk inspect DIR KEY``: one block with its record, the slot of every rank, its chain and its
-uses.
+"""``kvdisk inspect DIR KEY``: one block with its record, its slots on every rank, and its chain.
 
 ``FoundKey`` is what ``--json`` prints; its head is that of ``survey.Survey``.
 """
@@ -100,8 +99,7 @@ class FoundBlock:
 
 @dataclass(frozen=True)
 class FoundKey:
-    """What a store has whose key begins so: one block hash, in one or more namespaces, epochs and
-    homes.
+    """What a store has whose key begins so: one hash, in one or more namespaces, epochs and homes.
 
     ``key``: as it was given. ``groups``: all KV-cache groups that have a block of this hash;
     ``blocks`` are those of the lowest, or of the one in ``key``.
@@ -118,8 +116,7 @@ class FoundKey:
 
 
 def survey_block(directories: Directories, wanted: str) -> FoundKey:
-    """Return what the store in these directories has whose key begins with ``wanted`` (lower-case
-    hex).
+    """Return what a store has whose key begins with ``wanted`` (lower-case hex).
 
     Raises ConfigError where there is none, or several; and as ``survey.survey_store``.
     """
@@ -172,8 +169,7 @@ def _rows(home: HomeColumns, wanted: str) -> list[int]:
 
 
 def _blocks(namespace: ReadNamespace, rows: Sequence[Sequence[int]], group: int) -> Iterator[FoundBlock]:
-    """Yield a block for each epoch that has one in these rows, home by home, of this KV-cache
-    group."""
+    """Yield a block for each epoch that has one in these rows, of this KV-cache group."""
     readable = [home for home in namespace.homes if home.blocks is not None]
     columns = namespace.columns
     forest = grow_forest(columns, namespace.block_tokens)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk prune`` and ``kvdisk clear``: what goes of a store is planned, shown, asked for, carried
-out and told.
+"""``kvdisk prune`` and ``kvdisk clear``: a deletion is planned, shown, asked for and carried out.
 
 What gives space back to the drive is a segment, whose file goes, or a whole home; a block that goes
 leaves a slot for the next owner. See docs/decisions/0024-prune.md for the order. Nothing is deleted
@@ -85,8 +84,7 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 class Asked(NamedTuple):
-    """What the user asks for. ``orphans``: leave homes that an engine owns alone, instead of
-    refusing."""
+    """What the user asks for. ``orphans``: leave homes that an engine owns alone."""
 
     to_bytes: int | None = None
     older_than_s: int | None = None
@@ -245,8 +243,7 @@ class Stocked:
 
 @dataclass
 class Stock:
-    """A store as it is. ``loose_bytes``: of folders on further drives that no home names, as a
-    crash leaves them."""
+    """A store as it is. ``loose_bytes``: of folders on further drives that no home names."""
 
     store: Store
     homes: list[Stocked] = field(default_factory=list)
@@ -259,8 +256,7 @@ class Stock:
 
 
 def take_stock(directories: Sequence[Path], *, with_blocks: bool) -> Stock:
-    """Look at all homes; ``with_blocks``: and into their indexes. Writes nothing. Raises as
-    ``list_homes``."""
+    """Look at all homes; ``with_blocks``: and into their indexes. Raises as ``list_homes``."""
     stock = Stock(Store.open(directories, create=False))
     summaries = list_homes(directories)
     indexes = [IndexContent(problem="not looked at")] * len(summaries)
@@ -315,8 +311,7 @@ def _why_whole(store: Store, summary: HomeSummary, index: IndexContent) -> str:
 
 
 def _check_drives(store: Store, homes: Sequence[Stocked]) -> None:
-    """Raise ConfigError where one of these homes has a part on a drive whose directory was not
-    named."""
+    """Raise ConfigError where one of these homes has a part on a drive that was not named."""
     for home in homes:
         if home.record is not None and None in store.folders(home.id, home.record):
             raise ConfigError(
@@ -325,8 +320,7 @@ def _check_drives(store: Store, homes: Sequence[Stocked]) -> None:
 
 
 def _find_namespace(homes: Sequence[Stocked], wanted: str) -> bytes:
-    """Return the fingerprint that begins so in hex, or whose model has that name or that last part
-    of it.
+    """Return the fingerprint that begins so, or whose model has that name or ends with it.
 
     Raises ConfigError where there is none, or more than one.
     """
@@ -363,8 +357,7 @@ class Wish(NamedTuple):
 
 @dataclass(frozen=True)
 class HomePlan:
-    """What goes of one home. ``whole``: all, as one directory. ``keys``: of blocks whose segments
-    stay.
+    """What goes of one home. ``whole``: the directory. ``keys``: of blocks whose segments stay.
 
     ``block_count``: of all blocks that go, None where that is not known. ``byte_count``: what the
     drive gets back. ``result``: how it ended: "deleted", "in use" (an engine has come), "gone" (an
@@ -476,8 +469,7 @@ def _cut_old(home: Stocked, blocks: Sequence[BlockRecord], before_s: int, excess
 
 
 def _cut_to(home: Stocked, among: Mapping[int, int], excess_bytes: int, ages: Sequence[Age]) -> HomePlan | None:
-    """Choose segments until so many bytes are free: of the slot size that has most left, the least
-    worth first."""
+    """Choose segments until enough is free: of the fullest slot size, the least worth first."""
     of_segment: dict[int, list[Age]] = {segment: [] for segment in among}
     for age in ages:
         if age.block.slot.segment in of_segment:
@@ -504,8 +496,7 @@ def _cut_to(home: Stocked, among: Mapping[int, int], excess_bytes: int, ages: Se
 
 
 def _worth(ages: Sequence[Age]) -> tuple[float, int]:
-    """Return what a segment is worth: how recently its blocks were used, then how many blocks need
-    them."""
+    """Return what a segment is worth: how recently it was used, then how many blocks need it."""
     if not ages:
         return (-1.0, 0)
     return sum(age.last_use_s for age in ages) / len(ages), sum(age.needed_by for age in ages)
@@ -551,8 +542,7 @@ def _ages(blocks: Iterable[BlockRecord]) -> list[Age]:
 
 
 def carry_out(store: Store, homes: Sequence[HomePlan]) -> list[HomePlan]:
-    """Delete the folders that no home names, and then what is planned; return the plans with their
-    results.
+    """Delete the folders that no home names, and what is planned; return plans with results.
 
     Raises StoreLocked and DeviceError before anything is deleted; what is wrong with one home is
     its result.

@@ -53,8 +53,7 @@ class Exported:
 
 
 def export_blocks(directories: Directories, path: Path, *, force: bool) -> Exported:
-    """Write every block of the store in these directories; see the module. The file appears when it
-    is whole.
+    """Write every block of a store. The file appears when it is whole.
 
     ``force``: replace a file of that name. Raises ConfigError where it cannot be written, and as
     ``survey.survey_store``.

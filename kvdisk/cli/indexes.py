@@ -173,8 +173,7 @@ class ReadHome:
 
 
 class ReadNamespace(NamedTuple):
-    """All homes of one namespace; a home whose HOME cannot be read is alone. ``block_tokens``: by
-    group."""
+    """All homes of one namespace. A home whose HOME cannot be read is alone."""
 
     homes: tuple[ReadHome, ...]
     block_tokens: tuple[int | None, ...]
@@ -273,8 +272,7 @@ def places_of(columns: BlockColumns) -> NDArray[np.uint64]:
 def _uses_of(
     columns: BlockColumns, units: Sequence[UsesUnit] | None
 ) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None, NDArray[np.bool_]]:
-    """Return uses, last use, and whether they are known: only for the generation that USES
-    names."""
+    """Return uses, last use, and whether USES names the block's generation."""
     count = len(columns.keys)
     is_known = np.zeros(count, np.bool_)
     if units is None:

@@ -126,8 +126,7 @@ def inspect(
 
 
 def _key_of(last: Path) -> str | None:
-    """Return the digits of a KEY, if that is what the last argument is: hex digits, and nothing of
-    that name."""
+    """Return the digits of a KEY if the last argument is one: hex, and no file of that name."""
     digits = str(last).lower()
     is_key = re.fullmatch("[0-9a-f]+", digits) and not os.path.lexists(last)
     return digits if is_key else None
@@ -343,8 +342,7 @@ def _clean(home: Home) -> Text:
 
 
 def _epochs(namespace: Namespace) -> str:
-    """Return the epochs that have blocks: 0, which all engines share, and how many are one engine's
-    own."""
+    """Return the shared epoch, 0, where it has blocks, and how many are one engine's own."""
     epochs = {each.epoch for each in namespace.epochs}
     private = len(epochs - {FILE_EPOCH})
     shared = str(FILE_EPOCH) if FILE_EPOCH in epochs or not private else ""
@@ -405,8 +403,7 @@ def _reuse(survey: Survey, width: int) -> Table:
 
 
 def _worth_showing(columns: Sequence[Sequence[int]], least: int) -> list[int]:
-    """Return the classes from the first to the last of the first ``least`` that have a block, and
-    others that do."""
+    """Return the classes between the first and last filled one below ``least``, and others."""
     filled = [at for at in range(max(map(len, columns))) if any(column[at] for column in columns if at < len(column))]
     inner = [at for at in filled if at < least]
     return [*range(min(inner, default=0), max(inner, default=-1) + 1), *(at for at in filled if at >= least)]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``kvdisk`` command: a module for each of its commands, put together here. Loads neither vLLM
-nor torch."""
+"""The ``kvdisk`` command, put together from a module for each of its commands."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much KV a model keeps, read from its Hugging Face configuration. Needs neither vLLM nor
-transformers.
+"""How much KV a model keeps, read from its Hugging Face configuration.
 
 Known are attention with grouped heads, full or with a sliding window, and MLA. What keeps another
 state (Mamba, linear or chunked attention, sparse attention with an index of its own, layers of
@@ -115,8 +114,7 @@ def group_layers(windows: tuple[int | None, ...]) -> list[tuple[int, int | None]
 
 
 def read_model(path: Path, dtype: str | None = None, kv_dtype: str = "auto") -> ModelKv:
-    """Read a model's directory, or its config.json. ``dtype``, ``kv_dtype``: as vLLM is told.
-    Raises ConfigError."""
+    """Read a model's directory, or its config.json. Raises ConfigError."""
     file = path / "config.json" if path.is_dir() else path
     try:
         whole = json.loads(file.read_text("utf-8"))
@@ -154,8 +152,7 @@ def model_of(whole: Mapping[str, Any], dtype: str | None = None, kv_dtype: str =
 
 
 def _language_part(whole: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a configuration that is about the language model: of a model of several
-    parts, one of them."""
+    """Return the part of a configuration that is about the language model."""
     for name in _NESTED:
         part = whole.get(name)
         if isinstance(part, dict):

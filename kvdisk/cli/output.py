@@ -46,8 +46,7 @@ _DENIED = frozenset({errno.EACCES, errno.EPERM})
 
 
 class Exit(IntEnum):
-    """Exit codes of the commands. WRONG: something is wrong, or less was done than asked; the
-    report says what.
+    """Exit codes of the commands. WRONG: something is wrong, or less was done than asked.
 
     NOTHING_DONE: a store cannot be opened, or the usage is wrong; one sentence says why. IN_USE: an
     engine owns a home that would have to change. STOPPED: by Ctrl-C; what was found until then is
@@ -65,8 +64,7 @@ class Exit(IntEnum):
 
 
 def as_json(value: object) -> object:
-    """Return plain JSON values: dataclasses by field, paths as text, enums by value, bytes as
-    hex."""
+    """Return plain JSON: dataclasses by field, paths as text, enums by value, bytes as hex."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -89,8 +87,7 @@ def print_json(value: object) -> None:
 
 
 def size(count_bytes: int | None) -> str:
-    """Return bytes in the largest binary unit that leaves 1 or more: ``1.5 GiB``; ``?`` for
-    None."""
+    """Return bytes in the largest unit that leaves 1 or more: ``1.5 GiB``; ``?`` for None."""
     if count_bytes is None:
         return "?"
     if count_bytes < 1024:
@@ -177,8 +174,7 @@ def short_model(model: object) -> str:
 
 
 def parse_size(key: str, text: str) -> int:
-    """Read ``64K``, ``64KiB``, ``2M`` (binary where the unit has no ``B``), or bytes. Raises
-    ConfigError."""
+    """Read bytes: ``64K``, ``64KiB``, ``2M`` (binary without a ``B``). Raises ConfigError."""
     stripped = text.strip()
     if stripped[-1:].lower() in {"k", "m", "g", "t"}:
         stripped += "iB"
@@ -186,8 +182,7 @@ def parse_size(key: str, text: str) -> int:
 
 
 def parse_age(key: str, text: str) -> int:
-    """Read ``90s``, ``30min``, ``12h``, ``7d`` or ``2w``; return whole seconds. Raises
-    ConfigError."""
+    """Read ``90s``, ``30min``, ``12h``, ``7d``, ``2w``; return whole seconds. Raises ConfigError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text)
     if match is None or match[2] not in _AGES_S:
         raise ConfigError(f"{key} is a time such as 12h, 7d or 2w, and not {text!r}.")
@@ -255,8 +250,7 @@ def print_note(note: str, console: Console) -> None:
 
 @contextmanager
 def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show bytes, rate and remaining time on standard error, if it is a terminal. Yields a call for
-    (done, all)."""
+    """Show progress on standard error, if it is a terminal. Yields a call for (done, all)."""
     console = Console(stderr=True, markup=False, highlight=False, emoji=False)
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -320,8 +314,7 @@ def new_file(target: Path) -> Iterator[Path]:
 
 
 def _why_not(error: KvdiskError, paths: Sequence[Path]) -> str:
-    """Say in one sentence why a store cannot be opened, and what would help. ``paths``: all that
-    were named."""
+    """Say in one sentence why a store cannot be opened, and what would help."""
     first = paths[0]
     if isinstance(error, DeviceError) and error.errno in _DENIED:
         cause = error.__cause__

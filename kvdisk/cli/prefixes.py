@@ -90,8 +90,7 @@ def each_prefix(prefixes: Sequence[Prefix], depth: int = 0) -> Iterator[tuple[in
 
 
 class Forest(NamedTuple):
-    """Nodes, and of each its parent (NONE: a root) and depth, in blocks. ``node_of``: of each row,
-    home by home.
+    """Nodes, and of each its parent (NONE: a root) and depth. ``node_of``: of each row, by home.
 
     ``is_whole``: whether the chain begins here, and not behind a block that nobody has.
     """
@@ -134,8 +133,7 @@ def grow_forest(homes: Sequence[HomeColumns], block_tokens: Sequence[int | None]
 
 
 def _node_names(home: HomeColumns, names: Sequence[bytes], block_tokens: Sequence[int | None]) -> list[bytes]:
-    """Return names without their group, but with what tells groups of other sizes, and other
-    epochs, apart."""
+    """Return names without group, with what tells other block sizes and epochs apart."""
     sizes = [block_tokens[group] if group < len(block_tokens) else None for group in range(len(block_tokens) + 1)]
     tokens = np.array([0 if size is None else size for size in sizes], ">u4")
     classes = tokens[np.minimum(home.groups, len(block_tokens))].tobytes()
@@ -149,8 +147,7 @@ def _node_names(home: HomeColumns, names: Sequence[bytes], block_tokens: Sequenc
 
 
 def _climb(parents: _Ints) -> tuple[_Ints, _Ints]:
-    """Return each node's depth and root. Where the way up has no end, in a wrong index, ``parents``
-    is cut."""
+    """Return each node's depth and root. Cuts ``parents`` where the way up is a circle."""
     count = len(parents)
     own = np.arange(count)
     above = np.where(parents == NONE, own, parents)
@@ -331,8 +328,7 @@ def _fold(forest: Forest, node_bytes: _Ints, node_uses: _Ints, node_last_s: _Int
 def _fold_up(
     values: NDArray[Any], parents: _Ints, order: Sequence[int], join: Callable[[Any, Any], Any]
 ) -> NDArray[Any]:
-    """Return each prefix's value joined with those of all below it. ``order``: those below come
-    before."""
+    """Return each value joined with all below it. ``order``: those below come before."""
     joined, above = values.tolist(), parents.tolist()
     for number in order:
         parent = above[number]
@@ -342,8 +338,7 @@ def _fold_up(
 
 
 def _choose(stretches: _Stretches, roots: _Ints, most: int, shown: NDArray[np.bool_]) -> dict[int, list[int]]:
-    """Return the prefixes to show, each with its children, the best first; below NONE are the
-    roots.
+    """Return the prefixes to show, each with its children, the best first; below NONE the roots.
 
     Not all of these children and roots are shown themselves.
     """

@@ -187,8 +187,7 @@ def _as_option(sentence: str) -> str:
 
 
 def parse_endurance(text: str) -> int:
-    """Read what drives take, as their makers write it: ``600TB``, ``1.2PB``, ``600TBW``. Raises
-    ConfigError."""
+    """Read what drives take, as makers write it: ``600TB``, ``1.2PBW``. Raises ConfigError."""
     stripped = text.strip().upper().removesuffix("W")
     if stripped.endswith("PB"):
         stripped, factor = stripped.removesuffix("PB") + "TB", 1000
@@ -235,8 +234,7 @@ class Fit:
 
 
 class WriteRate(NamedTuple):
-    """What a store's engines wrote lately, as far as it is still there. ``seconds``: the time
-    looked back on."""
+    """What a store's engines wrote lately. ``seconds``: the time looked back on."""
 
     bytes_per_day: int
     seconds: int
@@ -248,8 +246,7 @@ def token_bytes(geometry: Geometry, parts: int) -> float:
 
 
 def fit_cpu(geometry: Geometry, cpu_bytes: int, context_tokens: int = _CONTEXT_TOKENS) -> Fit:
-    """Return what fits into the CPU tier of ``cpu_bytes``, over all ranks. Raises ConfigError where
-    nothing does."""
+    """Return what fits into the CPU tier, over all ranks. Raises ConfigError where nothing does."""
     slots = geometry.cpu_slots(cpu_bytes)
     if cpu_bytes and not all(slots):
         largest = max(geometry.slot_sizes) * geometry.rank_count

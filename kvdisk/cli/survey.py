@@ -133,8 +133,7 @@ class Home:
 
 @dataclass(frozen=True)
 class Group:
-    """A KV-cache group as the engine describes it. ``payload_bytes``, ``slot_bytes``: on one
-    rank."""
+    """A KV-cache group as the engine describes it. Payload and slot: on one rank."""
 
     group: int
     blocks: int
@@ -154,8 +153,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Namespace:
-    """All homes of one fingerprint, described by the engine that used it last; nothing of that is
-    certain.
+    """All homes of one fingerprint, described by the engine that used it last.
 
     A block that two homes hold counts twice. ``unreadable_homes`` are missing from the sums.
     """
@@ -180,8 +178,7 @@ class Namespace:
 
 @dataclass(frozen=True)
 class Drive:
-    """A directory of the store. ``path``: null where it was not named. ``homes``: with segments
-    there.
+    """A directory of the store. ``path``: null where it was not named.
 
     ``allocated_bytes``: of segment files.
     """
@@ -199,8 +196,7 @@ class Drive:
 
 @dataclass(frozen=True)
 class Ages:
-    """Blocks of all homes by age. Class n is below bound n and not below the one before; the last
-    has no bound.
+    """Blocks of all homes by age. Class n is below bound n; the last has no bound.
 
     ``stored``: by the age of their record. ``used``: by the age of their last use; null where no
     home has a USES file. ``never_used``: not since they were stored. ``unknown``: USES does not
@@ -216,8 +212,7 @@ class Ages:
 
 @dataclass(frozen=True)
 class Reuse:
-    """Blocks of all homes by uses since they were stored. Class n has up to bound n uses; the last
-    has no bound.
+    """Blocks of all homes by uses. Class n has up to bound n uses; the last has no bound.
 
     A use is a request that came to the block and found it, in a tier or in the GPU's cache; the
     request that made the block is none.
@@ -230,8 +225,7 @@ class Reuse:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over all homes; ``unreadable_homes`` are missing from them. ``cap_bytes``: of live
-    owners together."""
+    """Sums over all homes but ``unreadable_homes``. ``cap_bytes``: of live owners together."""
 
     namespaces: int
     homes: int
@@ -277,8 +271,7 @@ class Survey:
 def survey_store(
     directories: Directories, *, prefixes: int = PREFIXES, prefixes_in_all: int | None = None, shared_only: bool = True
 ) -> Survey:
-    """Return what is in the store in these directories. Waits for the disk, and for an engine that
-    just starts.
+    """Return what is in the store in these directories.
 
     ``prefixes``: the biggest of each namespace, fewer where there would be more than
     ``prefixes_in_all``; with ``shared_only`` only what several chains have or requests used again.
@@ -434,8 +427,7 @@ class _Layout:
         return lengths[lengths > 0]
 
     def reads(self, segment: int, slots: int) -> int:
-        """Return how many runs are left of a segment's blocks when each is read together with its
-        parent."""
+        """Return in how many reads a segment's blocks are read along their chains."""
         return int(np.count_nonzero(self._begins[self._rows(segment, slots)]))
 
 
@@ -510,16 +502,14 @@ def _wrong_files(summary: HomeSummary, segments: Iterable[Segment], ranks: int) 
 
 
 def fragmentation(segments: Iterable[Segment]) -> float | None:
-    """Return the share of free bytes in runs of less than 2 MiB on a rank; None where nothing is
-    free."""
+    """Return the share of free bytes in runs below 2 MiB on a rank; None without free slots."""
     free = [(each.free_slots * (each.slot_bytes or 0), each.fragmentation or 0) for each in segments if each.free_slots]
     total = sum(free_bytes for free_bytes, _ in free)
     return sum(free_bytes * share for free_bytes, share in free) / total if total else None
 
 
 def read_run_blocks(segments: Iterable[Segment]) -> float | None:
-    """Return how many blocks are read at a time, in the mean, where chains are read; None without
-    blocks."""
+    """Return how many blocks are read at a time, where chains are read; None without blocks."""
     return _mean_read(segments, lambda _: 1)
 
 
@@ -535,8 +525,7 @@ def _mean_read(segments: Iterable[Segment], weight: Callable[[Segment], int]) ->
 
 
 def stored_range(homes: Iterable[Home]) -> tuple[int | None, int | None]:
-    """Return when the oldest and the newest block of these homes were stored; None where there are
-    none."""
+    """Return when the oldest and the newest block of these homes were stored."""
     known = [home for home in homes if home.blocks]
     oldest_s = min((home.oldest_stored_s or 0 for home in known), default=None)
     return oldest_s, max((home.newest_stored_s or 0 for home in known), default=None)
@@ -599,8 +588,7 @@ def _counted(column: NDArray[Any]) -> dict[int, int]:
 
 
 def _drives(path: Path, store_id: str | None, homes: Sequence[Home], read: Sequence[ReadHome]) -> tuple[Drive, ...]:
-    """Return the store's directories, the first one first, then in the order of the homes that use
-    them."""
+    """Return the store's directories, the first one first."""
     folders = {home.summary.id: home.summary.folders for home in read}
     found: dict[str | None, list[tuple[Home, int]]] = {store_id: []}
     for home in homes:

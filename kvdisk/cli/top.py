@@ -56,8 +56,7 @@ from kvdisk.stats import JOBS, ROUTES, TIERS
 
 JSON_VERSION = 1
 STALE_S = 3.0
-"""An engine that has told nothing for so long has nothing to tell: it writes its figures when they
-change."""
+"""After so long without new figures an engine is idle: it writes them when they change."""
 HISTORY = 60
 LOCK_WAIT_S = 2.0
 READS = ("nvme_to_cpu", "nvme_to_gpu")
@@ -88,8 +87,7 @@ _WIDE, _NARROW = 96, 76
 
 @dataclass(frozen=True)
 class Tier:
-    """A tier of an engine. ``hit_rate``: since its start; ``hit_rate_now``: of the last
-    ``seconds``."""
+    """A tier. ``hit_rate``: since the start; ``hit_rate_now``: of the last ``seconds``."""
 
     used_bytes: float
     capacity_bytes: float
@@ -100,8 +98,7 @@ class Tier:
 
 @dataclass(frozen=True)
 class Waiting:
-    """What waits in an engine. ``jobs``: by kind. ``limbo_blocks``: slots that come free when a job
-    ends.
+    """What waits. ``jobs``: by kind. ``limbo_blocks``: slots that come free when a job ends.
 
     ``write_budget_bytes``: what may be written to NVMe now; null: there is no such bound.
     """
@@ -115,8 +112,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Engine:
-    """A home that an engine owns. ``figures_s``: when its figures were true; null where it has told
-    nothing.
+    """A home that an engine owns. ``figures_s``: when its figures were true; null: none yet.
 
     ``problem``: why its figures cannot be read. ``seconds``: over which its rates are. ``tiers``:
     by name, "cpu" or "nvme". ``bytes_per_s``: by route, such as "gpu_to_cpu". ``failures``: by
@@ -148,8 +144,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Drive:
-    """A directory of the store. Bytes: since the engines' starts. ``quarantined``: by how many
-    engines."""
+    """A directory of the store. ``quarantined``: by how many engines."""
 
     path: str
     engines: int = 0
@@ -184,8 +179,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Frame:
-    """A store at one moment. ``store``: its "path". ``problems``: sentences: what of it cannot be
-    shown.
+    """A store at one moment. ``problems``: what of it cannot be shown, in sentences.
 
     ``engines``: by their start.
     """
@@ -241,8 +235,7 @@ def top(
 
 
 def _watch(reader: TopReader, frame: Frame, console: Console, interval_s: float) -> None:
-    """Show frame after frame until KeyboardInterrupt. A look that fails is noted in the frame
-    before."""
+    """Show frames until KeyboardInterrupt. A look that fails is noted in the frame before."""
     note = ""
     with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="ellipsis") as live:
         while True:
@@ -258,8 +251,7 @@ def _watch(reader: TopReader, frame: Frame, console: Console, interval_s: float)
 
 
 def hit_rate(totals: Mapping[str, float], tier: str | None = None) -> float | None:
-    """Return the share of the tokens asked of a tier, or of all, that were hits; None where nothing
-    was asked."""
+    """Return the share of asked tokens that were hits; None where nothing was asked."""
     if tier is None:
         asked = totals.get("lookup_tokens", 0)
         hit = sum(totals.get(f"hit_tokens.{each}", 0) for each in TIERS)
@@ -270,8 +262,7 @@ def hit_rate(totals: Mapping[str, float], tier: str | None = None) -> float | No
 
 
 class Rise(NamedTuple):
-    """What rose between two figures of an engine. ``sums``: of histograms. ``drives``: bytes read
-    and written."""
+    """What rose between two figures. ``sums``: of histograms. ``drives``: bytes in and out."""
 
     seconds: float = 1.0
     totals: Mapping[str, float] = {}
@@ -458,8 +449,7 @@ def _tier(tier: str, figures: FiguresRecord, rise: Rise | None) -> Tier:
 
 
 def draw(frame: Frame, width: int, note: str = "") -> RenderableType:
-    """Return a frame. ``width``: letters of the terminal; ``note``: a sentence about the reading
-    itself, in red."""
+    """Return a frame. ``width``: of the terminal. ``note``: about the reading itself."""
     parts: list[RenderableType] = [_head(frame)]
     if note:
         parts.append(Text(printable(note), "red"))

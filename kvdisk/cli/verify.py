@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk verify``: reads every slot that a store's indexes name, or a sample, and checks it as a
-load does.
+"""``kvdisk verify``: reads the slots that a store's indexes name, and checks them as a load does.
 
 It writes nothing. On a store in use blocks leave while it is read, and others take their slots. So
 what does not match is wrong only where the index, read again afterwards, still has the same record.
@@ -134,8 +133,7 @@ class HomeVerdict:
 
 @dataclass
 class Verdict:
-    """What was found of a store. ``sample_percent``: of each home's blocks, by ``seed``; None: all
-    of them.
+    """What was found of a store. ``sample_percent``: of each home's blocks, by ``seed``.
 
     ``stopped``: broken off; the rest is what was found until then.
     """
@@ -229,8 +227,7 @@ def verify_store(
     seed: int = 0,
     watch: Watch = lambda _done, _total: None,
 ) -> Verdict:
-    """Read and check. ``percent``: of each home's blocks, at random by ``seed``, at least one;
-    None: all.
+    """Read and check. ``percent``: of each home's blocks, at random by ``seed``, at least one.
 
     Ends early, with what was found, on KeyboardInterrupt. Raises as ``list_homes``.
     """
@@ -278,8 +275,7 @@ def _one_a_file(findings: Sequence[Finding]) -> list[Finding]:
 
 @dataclass(frozen=True)
 class HomeToRead:
-    """A home whose slots can be read. ``folders``: by drive. ``rows``: of the blocks to read,
-    ascending."""
+    """A home whose slots can be read. ``rows``: of the blocks to read, ascending."""
 
     id: str
     path: Path
@@ -304,8 +300,7 @@ class HomeToRead:
 def _look_at_homes(
     directories: Sequence[Path], summaries: Sequence[HomeSummary]
 ) -> list[tuple[HomeVerdict, HomeToRead | None]]:
-    """Read the indexes, and note what is wrong with homes as a whole; None with those whose slots
-    cannot be read."""
+    """Read the indexes, and note what is wrong with homes as a whole."""
     boot_id = Store.open(directories, create=False).boot_id
     found = []
     for summary, index in zip(summaries, read_indexes([one.index_path for one in summaries]), strict=True):
@@ -359,8 +354,7 @@ def _compare_index(summary: HomeSummary, record: HomeRecord, boot_id: str, mine:
 
 
 class Part(NamedTuple):
-    """Slots of one file, by the rows of their blocks, ascending by slot; none where a segment is
-    empty."""
+    """Slots of one file, by the rows of their blocks, ascending by slot."""
 
     home: HomeToRead
     segment: SegmentRecord
@@ -378,8 +372,7 @@ class Part(NamedTuple):
 
 
 class PartRead(NamedTuple):
-    """What a part's slots are like. ``failed``: why the file cannot be used at all; ``missing``:
-    there is none."""
+    """What a part's slots are like. ``failed``: why the file is of no use."""
 
     wrong: Sequence[WrongSlot] = ()
     failed: str | None = None
@@ -454,8 +447,7 @@ def _record_of(part: Part, slot: NamedSlot) -> BlockRecord:
 
 
 def _still_there(home: HomeToRead, records: Sequence[BlockRecord]) -> list[bool]:
-    """Whether the index still has each block in its slot and generation. True for all where it
-    cannot be read."""
+    """Whether the index still has each block there. True for all where it cannot be read."""
     if not records:
         return []
     (index,) = read_indexes([home.path / INDEX])
@@ -489,8 +481,7 @@ def parts_of(home: HomeToRead) -> tuple[list[Part], list[BlockRecord]]:
 
 
 def read_parts(parts: Iterable[Part]) -> Generator[tuple[Part, PartRead]]:
-    """Read parts on threads, a few ahead; yield them in order of the drives' turns. Ends its
-    threads when closed."""
+    """Read parts on threads, a few ahead. Yields them drive by drive in turn."""
     by_drive: dict[Path | None, list[Part]] = {}
     for part in parts:
         folder = part.home.folder(part.segment.drive)
@@ -523,8 +514,7 @@ def read_parts(parts: Iterable[Part]) -> Generator[tuple[Part, PartRead]]:
 
 
 def read_part(part: Part, take: Callable[[int], mmap.mmap], give_back: Callable[[mmap.mmap], None]) -> PartRead:
-    """Read and check the slots of a part, in this thread. ``take``: memory for slots of so many
-    bytes."""
+    """Read and check the slots of a part. ``take``: memory for slots of so many bytes."""
     home, segment = part.home, part.segment
     folder = home.folder(segment.drive)
     if folder is None:

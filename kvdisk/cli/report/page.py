@@ -34,8 +34,7 @@ MARK = "<!doctype html><!-- kvdisk report -->"
 MOST_ROWS = 200
 PREFIX_ROWS = 12
 MOST_CELLS, MOST_PARTS, MOST_TREES = 2000, 60, 24
-"""What is drawn: cells of segments, homes on a drive, namespaces' trees. So the report stays below
-2 MB."""
+"""What is drawn, so that a report stays below 2 MB: segments, homes on a drive, trees."""
 REUSE_STEPS = ((0, "not reused"), (1, "1"), (3, "2-3"), (8, "4-8"), (32, "9-32"), (128, "33-128"), (None, "> 128"))
 """Up to how many uses of a prefix's blocks, in the mean, have a colour."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'"
@@ -47,8 +46,7 @@ _THIN = 4
 
 
 def page(survey: Survey) -> str:
-    """Return the whole report. It names nothing outside itself, and forbids the browser to ask for
-    anything."""
+    """Return the whole report. It names nothing outside itself."""
     name = f"kvdisk store {printable(survey.store.path)}"
     parts = [
         f'{MARK}\n<html lang="en"><head><meta charset="utf-8">',
@@ -238,8 +236,7 @@ def _owner(home: Home) -> str:
 
 
 def _cell(home: Home, segments: Sequence[Segment]) -> str:
-    """Return a cell for one segment or several: how much is used, free in short runs, and free in
-    long ones."""
+    """Return a cell for one segment or several: used, free in short runs, free in long ones."""
     first, last = segments[0].segment, segments[-1].segment
     name = f"segment {first}" if first == last else f"segments {first} to {last}"
     slots = sum(each.slots or 0 for each in segments)
@@ -291,8 +288,7 @@ def _legend(listed: Sequence[Prefix]) -> str:
 
 
 def _icicle(tree: PrefixTree, now_s: int) -> str:
-    """Return the tree of prefixes: a row for each depth, widths by the bytes of a prefix and all
-    that follows it."""
+    """Return the tree: a row for each depth, widths by bytes of a prefix and all below it."""
     depths = [depth for depth, _ in each_prefix(tree.tree)]
     total = sum(prefix.bytes for _, prefix in each_prefix(tree.tree)) + tree.hidden_bytes
     height = (2 + max(depths, default=-1)) * _ROW
@@ -347,8 +343,7 @@ def _told(prefix: Prefix, now_s: int) -> Iterator[str]:
 
 
 def _colour(prefix: Prefix) -> int:
-    """Return the colour of a prefix; where uses are not known, chains that share it stand for
-    them."""
+    """Return the colour of a prefix: by its uses, or by the chains that share it."""
     uses = prefix.chains - 1 if prefix.uses is None else prefix.uses / prefix.blocks
     return next(at for at, (bound, _) in enumerate(REUSE_STEPS) if bound is None or uses <= bound)
 
