@@ -45,24 +45,24 @@ class IndexContent(NamedTuple):
     """What one index holds.
 
     ``exists``: False where no index has been made yet. ``problem``: one sentence where it cannot be
-    read. In both cases the rest is empty.
+    read. In both cases the rest is empty, and ``blocks`` is None.
     """
 
     segments: tuple[SegmentRecord, ...] = ()
-    blocks: BlockColumns = join_columns([])
+    blocks: BlockColumns | None = None
     exists: bool = True
     problem: str | None = None
 
 
 class Records(Sequence[BlockRecord]):
-    """Columns of blocks as records, each made when it is asked for."""
+    """The blocks of an index as records, each made of ``columns`` when it is asked for."""
 
-    def __init__(self, blocks: BlockColumns) -> None:
-        self._blocks = blocks
-        self._parent_ends = np.cumsum(blocks.parent_bytes)
+    def __init__(self, blocks: BlockColumns | None) -> None:
+        self.columns = blocks or join_columns([])
+        self._parent_ends = np.cumsum(self.columns.parent_bytes)
 
     def __len__(self) -> int:
-        return len(self._blocks.keys)
+        return len(self.columns.keys)
 
     @overload
     def __getitem__(self, row: int) -> BlockRecord: ...
@@ -71,7 +71,7 @@ class Records(Sequence[BlockRecord]):
     def __getitem__(self, row: int | slice) -> BlockRecord | Sequence[BlockRecord]:
         if isinstance(row, slice):
             return [self[each] for each in range(*row.indices(len(self)))]
-        blocks = self._blocks
+        blocks = self.columns
         end = int(self._parent_ends[row])
         parent = blocks.parents[end - int(blocks.parent_bytes[row]) : end]
         return BlockRecord(
@@ -197,7 +197,8 @@ def read_namespaces(summaries: Sequence[HomeSummary]) -> list[ReadNamespace]:
         blocks = None
         if index.problem is None and (index.exists or not summary.segments):
             ranks = ranks_of(summary.record, summary.segments)
-            blocks = join_home(index.blocks, index.segments, ranks, read_uses(summary.path / USES_FILE))
+            columns = Records(index.blocks).columns
+            blocks = join_home(columns, index.segments, ranks, read_uses(summary.path / USES_FILE))
         name = summary.record.fingerprint if summary.record else summary.id
         groups.setdefault(name, []).append(ReadHome(summary, index, blocks))
     return [ReadNamespace(tuple(homes), _block_tokens(_latest(homes).record)) for homes in groups.values()]

@@ -35,7 +35,7 @@ from rich.table import Table
 
 from kvdisk import __version__
 from kvdisk.blocks import group_of
-from kvdisk.cli.indexes import read_indexes
+from kvdisk.cli.indexes import Records, read_indexes
 from kvdisk.cli.model_kv import ModelKv, read_model
 from kvdisk.cli.output import (
     AsJson,
@@ -291,9 +291,10 @@ def measure_writes(directories: Sequence[Path], now_s: int | None = None) -> Wri
             shape = HomeShape.of(summary.record.fingerprint, summary.record.description)
         except CorruptRecord:
             continue
-        stored_s = index.blocks.stored_s.astype(np.int64)
+        blocks = Records(index.blocks).columns
+        stored_s = blocks.stored_s.astype(np.int64)
         for row in np.flatnonzero((now_s - DAY_S <= stored_s) & (stored_s <= now_s)).tolist():
-            if (group := group_of(index.blocks.keys[row])) < len(shape.groups):
+            if (group := group_of(blocks.keys[row])) < len(shape.groups):
                 written += shape.groups[group].slot_bytes * shape.rank_count
     seconds = min(DAY_S, max(1, now_s - began_s))
     return WriteRate(round(written * DAY_S / seconds), seconds) if written else None

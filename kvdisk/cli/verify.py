@@ -314,12 +314,12 @@ def _look_at_homes(
         elif not index.exists:
             mine.problems += ["its index is missing"] if summary.segments and not summary.alive else []
         else:
-            mine.blocks = len(index.blocks.keys)
+            records = Records(index.blocks)
+            mine.blocks = len(records)
             _compare_index(summary, record, boot_id, mine)
             try:
                 shape = HomeShape.of(record.fingerprint, record.description)
                 rows = range(mine.blocks)
-                records = Records(index.blocks)
                 home = HomeToRead(summary.id, summary.path, shape, summary.folders, index, records, rows)
             except CorruptRecord as error:
                 mine.problems.append(str(error))
@@ -455,13 +455,13 @@ def _still_there(home: HomeToRead, records: Sequence[BlockRecord]) -> list[bool]
         return [True] * len(records)
     wanted = {record.key for record in records}
     read = Records(index.blocks)
-    now = {read[row][:4] for row, key in enumerate(index.blocks.keys) if key in wanted}
+    now = {read[row][:4] for row, key in enumerate(read.columns.keys) if key in wanted}
     return [record[:4] in now for record in records]
 
 
 def parts_of(home: HomeToRead) -> tuple[list[Part], list[BlockRecord]]:
     """Cut a home into parts. Also returns the blocks that lie where its segments have no slots."""
-    blocks, segments = home.index.blocks, {segment.segment: segment for segment in home.index.segments}
+    blocks, segments = home.records.columns, {segment.segment: segment for segment in home.index.segments}
     rows = np.array(home.rows, np.int64)
     slots = of_segments(blocks.segments, {number: segment.slot_count for number, segment in segments.items()}, 0)
     is_astray = blocks.indices[rows] >= slots[rows]
