@@ -172,31 +172,31 @@ def _delete(named: Sequence[Path], asked: Asked) -> None:
     """Plan, show, ask, delete and tell. Ends the command with its exit code."""
     now_s = int(time.time())
     with refusing(named):
-        stock = take_stock(named, with_blocks=True)
+        state = read_store(named, with_blocks=True)
         wish = Wish(
             asked.to_bytes,
             None if asked.older_than_s is None else now_s - asked.older_than_s,
-            None if asked.namespace is None else _find_namespace(stock.homes, asked.namespace),
+            None if asked.namespace is None else _find_namespace(state.homes, asked.namespace),
         )
-        plan = make_plan(wish, stock.homes)
-        _check_drives(stock.store, [one.home for one in plan.homes])
+        plan = make_plan(wish, state.homes)
+        _check_drives(state.store, [one.home for one in plan.homes])
     if plan.in_use and not asked.orphans:
         raise refusal(_in_use(plan, asked), Exit.IN_USE)
     after = None
-    nothing = not plan.homes and not stock.loose_bytes
+    nothing = not plan.homes and not state.loose_bytes
     must_ask = not (asked.yes or asked.dry_run or nothing)
     if not asked.as_json or must_ask:
-        _show_plan(plan, stock, report_console(stderr=asked.as_json), now_s)
+        _show_plan(plan, state, report_console(stderr=asked.as_json), now_s)
     if not (asked.dry_run or nothing):
         if must_ask:
-            ask(f"Delete {size(plan.byte_count + stock.loose_bytes)} from {printable(named[0])}?")
+            ask(f"Delete {size(plan.byte_count + state.loose_bytes)} from {printable(named[0])}?")
         with refusing(named):
-            plan.homes = carry_out(stock.store, plan.homes)
-            after = take_stock(named, with_blocks=False)
+            plan.homes = carry_out(state.store, plan.homes)
+            after = read_store(named, with_blocks=False)
     if asked.as_json:
-        _print_json(plan, stock, after, asked)
+        _print_json(plan, state, after, asked)
     else:
-        _show_result(plan, stock, after, asked, report_console())
+        _show_result(plan, state, after, asked, report_console())
     results = {home.result for home in plan.homes}
     if results & {"in use", "gone"}:
         raise typer.Exit(Exit.IN_USE)
@@ -218,7 +218,7 @@ def _in_use(plan: Plan, asked: Asked) -> str:
 
 
 @dataclass(frozen=True)
-class Stocked:
+class HomeState:
     """A home as far as it matters here. ``record``: None where HOME cannot be read.
 
     ``blocks``: None where the index cannot be read. ``why_whole``: why it can only stay or go as a
@@ -242,11 +242,11 @@ class Stocked:
 
 
 @dataclass
-class Stock:
+class StoreState:
     """A store as it is. ``loose_bytes``: of folders on further drives that no home names."""
 
     store: Store
-    homes: list[Stocked] = field(default_factory=list)
+    homes: list[HomeState] = field(default_factory=list)
     loose_bytes: int = 0
 
     @property
@@ -255,30 +255,30 @@ class Stock:
         return sum(home.allocated_bytes for home in self.homes) + self.loose_bytes
 
 
-def take_stock(directories: Sequence[Path], *, with_blocks: bool) -> Stock:
+def read_store(directories: Sequence[Path], *, with_blocks: bool) -> StoreState:
     """Look at all homes; ``with_blocks``: and into their indexes. Raises as ``list_homes``."""
-    stock = Stock(Store.open(directories, create=False))
+    state = StoreState(Store.open(directories, create=False))
     summaries = list_homes(directories)
     indexes = [IndexContent(problem="not looked at")] * len(summaries)
     if with_blocks:
         indexes = read_indexes([summary.index_path for summary in summaries])
     for summary, index in zip(summaries, indexes, strict=True):
         with paths.device_errors(f"reading home {summary.id}"):
-            stock.homes.append(_stocked(stock.store, summary, index))
+            state.homes.append(_home_state(state.store, summary, index))
     named = {name for summary in summaries if summary.record for name in summary.record.drives}
     if all(summary.record for summary in summaries if summary.alive):  # else they may be that one's own
-        for name, path in list_folders(stock.store.drives).items():
+        for name, path in list_folders(state.store.drives).items():
             with paths.device_errors(f"measuring {path}"):
-                stock.loose_bytes += paths.allocated_bytes(path) if name not in named else 0
-    return stock
+                state.loose_bytes += paths.allocated_bytes(path) if name not in named else 0
+    return state
 
 
-def _stocked(store: Store, summary: HomeSummary, index: IndexContent) -> Stocked:
+def _home_state(store: Store, summary: HomeSummary, index: IndexContent) -> HomeState:
     segment_bytes: dict[int, int] = {}
     for file in summary.segments:
         segment_bytes[file.segment] = segment_bytes.get(file.segment, 0) + file.allocated_bytes
     readable = index.problem is None and (index.exists or not summary.segments)
-    return Stocked(
+    return HomeState(
         id=summary.id,
         record=summary.record,
         alive=summary.alive,
@@ -310,7 +310,7 @@ def _why_whole(store: Store, summary: HomeSummary, index: IndexContent) -> str:
     return why
 
 
-def _check_drives(store: Store, homes: Sequence[Stocked]) -> None:
+def _check_drives(store: Store, homes: Sequence[HomeState]) -> None:
     """Raise ConfigError where one of these homes has a part on a drive that was not named."""
     for home in homes:
         if home.record is not None and None in store.folders(home.id, home.record):
@@ -319,7 +319,7 @@ def _check_drives(store: Store, homes: Sequence[Stocked]) -> None:
             )
 
 
-def _find_namespace(homes: Sequence[Stocked], wanted: str) -> bytes:
+def _find_namespace(homes: Sequence[HomeState], wanted: str) -> bytes:
     """Return the fingerprint that begins so, or whose model has that name or ends with it.
 
     Raises ConfigError where there is none, or more than one.
@@ -364,7 +364,7 @@ class HomePlan:
     engine has taken it over, or it was deleted) or "failed"; ``why`` says more then.
     """
 
-    home: Stocked
+    home: HomeState
     whole: bool
     segments: frozenset[int]
     keys: tuple[tuple[int, BlockKey], ...]
@@ -384,7 +384,7 @@ class Plan:
 
     wish: Wish = field(default_factory=Wish)
     homes: list[HomePlan] = field(default_factory=list)
-    in_use: list[Stocked] = field(default_factory=list)
+    in_use: list[HomeState] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     short_bytes: int = 0
 
@@ -399,7 +399,7 @@ class Plan:
         return sum(home.block_count or 0 for home in self.homes)
 
 
-def make_plan(wish: Wish, homes: Sequence[Stocked]) -> Plan:
+def make_plan(wish: Wish, homes: Sequence[HomeState]) -> Plan:
     """Choose."""
     plan = Plan(wish)
     wanted = [
@@ -429,7 +429,7 @@ def make_plan(wish: Wish, homes: Sequence[Stocked]) -> Plan:
     return plan
 
 
-def _choose(home: Stocked, before_s: int | None, excess_bytes: int | None, kept: list[str]) -> HomePlan | None:
+def _choose(home: HomeState, before_s: int | None, excess_bytes: int | None, kept: list[str]) -> HomePlan | None:
     """Choose of one home; None: nothing."""
     if before_s is None:
         if excess_bytes is None or home.allocated_bytes <= excess_bytes or home.why_whole or not home.segment_bytes:
@@ -445,12 +445,14 @@ def _choose(home: Stocked, before_s: int | None, excess_bytes: int | None, kept:
     return _cut_old(home, home.blocks, before_s, excess_bytes)
 
 
-def _whole(home: Stocked) -> HomePlan:
+def _whole(home: HomeState) -> HomePlan:
     count = None if home.blocks is None else len(home.blocks)
     return HomePlan(home, True, frozenset(home.segment_bytes), (), count, home.allocated_bytes)
 
 
-def _cut_old(home: Stocked, blocks: Sequence[BlockRecord], before_s: int, excess_bytes: int | None) -> HomePlan | None:
+def _cut_old(
+    home: HomeState, blocks: Sequence[BlockRecord], before_s: int, excess_bytes: int | None
+) -> HomePlan | None:
     """Choose the blocks not used since, and the segments that have no others left."""
     ages = _ages(blocks)
     old = [age for age in ages if age.last_use_s < before_s]
@@ -468,7 +470,7 @@ def _cut_old(home: Stocked, blocks: Sequence[BlockRecord], before_s: int, excess
     return HomePlan(home, False, frozenset(emptied), keys, len(old), freed)
 
 
-def _cut_to(home: Stocked, among: Mapping[int, int], excess_bytes: int, ages: Sequence[Age]) -> HomePlan | None:
+def _cut_to(home: HomeState, among: Mapping[int, int], excess_bytes: int, ages: Sequence[Age]) -> HomePlan | None:
     """Choose segments until enough is free: of the fullest slot size, the least worth first."""
     of_segment: dict[int, list[Age]] = {segment: [] for segment in among}
     for age in ages:
@@ -591,15 +593,15 @@ def _parts_of_plan(plan: HomePlan) -> str:
     return ", ".join(said)
 
 
-def _show_plan(plan: Plan, stock: Stock, console: Console, now_s: int) -> None:
+def _show_plan(plan: Plan, state: StoreState, console: Console, now_s: int) -> None:
     lines = make_lines()
-    lines.add_row("Store", Text(printable(stock.store.path), "bold cyan"))
-    lines.add_row("Holds", f"{size(stock.allocated_bytes)} in {plural(len(stock.homes), 'home')}")
-    going = plan.byte_count + stock.loose_bytes
+    lines.add_row("Store", Text(printable(state.store.path), "bold cyan"))
+    lines.add_row("Holds", f"{size(state.allocated_bytes)} in {plural(len(state.homes), 'home')}")
+    going = plan.byte_count + state.loose_bytes
     lines.add_row("Goes", Text.assemble((size(going), "bold"), f", {_count(plan)}"))
-    if stock.loose_bytes:
-        lines.add_row("", f"{size(stock.loose_bytes)} of it in folders that no home names, left by a crash")
-    lines.add_row("Stays", size(stock.allocated_bytes - going))
+    if state.loose_bytes:
+        lines.add_row("", f"{size(state.loose_bytes)} of it in folders that no home names, left by a crash")
+    lines.add_row("Stays", size(state.allocated_bytes - going))
     console.print(lines)
     if plan.homes:
         console.print(_table(plan.homes, now_s))
@@ -644,11 +646,11 @@ def _table(homes: Sequence[HomePlan], now_s: int) -> Table:
     return table
 
 
-def _show_result(plan: Plan, stock: Stock, after: Stock | None, asked: Asked, console: Console) -> None:
+def _show_result(plan: Plan, state: StoreState, after: StoreState | None, asked: Asked, console: Console) -> None:
     if after is None:
         console.print("This was a dry run: nothing was deleted." if asked.dry_run else "There is nothing to delete.")
     else:
-        went = stock.allocated_bytes - after.allocated_bytes
+        went = state.allocated_bytes - after.allocated_bytes
         count = _count(Plan(homes=[home for home in plan.homes if home.result == "deleted"]))
         left = f"{size(after.allocated_bytes)} in {plural(len(after.homes), 'home')} stay"
         stays = left if after.homes else "the store is empty"
@@ -673,7 +675,7 @@ def _owned(plan: Plan) -> str:
 # -- for programs ------------------------------------------------------------------------------
 
 
-def _print_json(plan: Plan, before: Stock, after: Stock | None, asked: Asked) -> None:
+def _print_json(plan: Plan, before: StoreState, after: StoreState | None, asked: Asked) -> None:
     print_json(
         {
             "json_version": 1,
