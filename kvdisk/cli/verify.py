@@ -389,8 +389,9 @@ def _read_slots(homes: Sequence[tuple[HomeVerdict, HomeToRead]], wrong: list[Fin
         astray.append((mine, home, lost))
     done_bytes, total_bytes = 0, sum(part.byte_count for part in parts)
     watch(0, total_bytes)
-    for mine, home, records in astray:
-        if lost_blocks := sum(_still_there(home, records)):
+    still_astray = _still_there([(home, records) for _, home, records in astray])
+    for (mine, _, _), still in zip(astray, still_astray, strict=True):
+        if lost_blocks := sum(still):
             mine.problems.append(f"{plural(lost_blocks, 'block')} lie where its segments have no slots")
     suspects: list[tuple[Part, PartRead]] = []
     suspect_slots = 0
@@ -417,11 +418,11 @@ def _judge(suspects: Sequence[tuple[Part, PartRead]], verdicts: dict[str, HomeVe
     for part, read in suspects:
         records = part.records() if read.failed is not None else [_record_of(part, one.slot) for one in read.wrong]
         by_home.setdefault(part.home.id, []).append((part, read, records))
-    for home_id, found in by_home.items():
-        still = iter(_still_there(found[0][0].home, [record for *_, records in found for record in records]))
+    asked = [(found[0][0].home, [record for *_, records in found for record in records]) for found in by_home.values()]
+    for found, still in zip(by_home.values(), map(iter, _still_there(asked)), strict=True):
         for part, read, records in found:
             there = [next(still) for _ in records]
-            verdicts[home_id].changed_slots += len(there) - sum(there)
+            verdicts[part.home.id].changed_slots += len(there) - sum(there)
             yield from _findings(part, read, there)
 
 
@@ -446,11 +447,14 @@ def _record_of(part: Part, slot: NamedSlot) -> BlockRecord:
     return BlockRecord(slot.namespace.epoch, slot.key, where, slot.generation, slot.parent)
 
 
-def _still_there(home: HomeToRead, records: Sequence[BlockRecord]) -> list[bool]:
-    """Whether the index still has each block there. True for all where it cannot be read."""
-    if not records:
-        return []
-    (index,) = read_indexes([home.path / INDEX])
+def _still_there(asked: Sequence[tuple[HomeToRead, Sequence[BlockRecord]]]) -> list[list[bool]]:
+    """Whether each home's index still has each block there. True for all where it cannot be read."""
+    paths_asked = [home.path / INDEX for home, records in asked if records]
+    indexes = iter(read_indexes(paths_asked))
+    return [_among(next(indexes), records) if records else [] for _, records in asked]
+
+
+def _among(index: IndexContent, records: Sequence[BlockRecord]) -> list[bool]:
     if index.problem is not None:
         return [True] * len(records)
     wanted = {record.key for record in records}
