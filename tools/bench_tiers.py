@@ -28,9 +28,9 @@ from bench_peer import VllmFiles
 from rich.console import Console
 from rich.table import Table
 
-from kvdisk.cli.amounts import parse_size
 from kvdisk.cli.bench.machine import describe
 from kvdisk.cli.bench.mover import fill
+from kvdisk.cli.output import parse_size
 from kvdisk.device.base import Op
 from kvdisk.device.probe import MAKERS, nameless_file
 from kvdisk.errors import ConfigError

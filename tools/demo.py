@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from engine_child import Answer, EngineChild, EngineError, environment
 from rich import box
@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvdisk.cli.inspect_json import store_as_json
+from kvdisk.cli.output import as_json
 from kvdisk.cli.survey import survey_store
 from kvdisk.errors import KvdiskError
 
@@ -152,7 +152,7 @@ class Demo:
 
 def inspect(store: Path) -> dict[str, Any]:
     """Return what ``kvdisk inspect --json`` prints."""
-    return store_as_json(survey_store(store))
+    return cast("dict[str, Any]", as_json(survey_store(store)))
 
 
 def verdict(passes: Sequence[Pass]) -> list[str]:

@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kvdisk inspect DIR --export FILE``: a row for each block, as CSV or Parquet.
 
-Columns: home, namespace (fingerprint, hex), epoch, key (hex), group, segment, slot, drive, generation, parent (hex),
-position (in its chain, from 0 on), tokens (of the block), bytes (of its slots, on all ranks), stored_s, uses and
-last_use_s. Times are whole seconds since the Unix epoch. Empty (CSV) or null (Parquet): there is none, or it cannot be
-known. A block that several homes have has a row for each.
+Columns: home, namespace (fingerprint, hex), epoch, key (hex), group, segment, slot, drive,
+generation, parent (hex), position (in its chain, from 0 on), tokens (of the block), bytes (of its
+slots, on all ranks), stored_s, uses and last_use_s. Times are whole seconds since the Unix epoch.
+Empty (CSV) or null (Parquet): there is none, or it cannot be known. A block that several homes have
+has a row for each.
 """
 
 from __future__ import annotations
 
 import csv
 import os
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from kvdisk.cli.index_reader import ask_child
-from kvdisk.cli.survey import index_namespaces
-from kvdisk.device.control import HomeSummary
+import numpy as np
+from numpy.typing import NDArray
+
+from kvdisk.cli.indexes import HomeColumns, ReadNamespace, Records, of_segments, read_namespaces
+from kvdisk.cli.output import new_file
+from kvdisk.cli.prefixes import grow_forest
+from kvdisk.cli.survey import JSON_VERSION
 from kvdisk.device.drives import Directories, list_directories
 from kvdisk.device.listing import list_homes
 from kvdisk.errors import ConfigError
@@ -29,26 +34,58 @@ COLUMNS = (
 )
 SUFFIXES = (".csv", ".parquet")
 _ROWS_AT_ONCE = 65536
+_UNKNOWN = -1
 
 Table = dict[str, list[Any]]
 """Some rows: a list for each of COLUMNS, all of one length."""
 
 
-class Exported(NamedTuple):
-    """What was written, and of which homes nothing could be."""
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and of which homes nothing could be; what ``--export --json`` prints."""
 
+    json_version: int
     path: Path
+    bytes: int
     rows: int
     homes: int
     problems: tuple[str, ...]
 
 
-def check_target(path: Path, *, force: bool) -> None:
+def export_blocks(directories: Directories, path: Path, *, force: bool) -> Exported:
+    """Write every block of a store. The file appears when it is whole.
+
+    ``force``: replace a file of that name. Raises ConfigError where it cannot be written, and as
+    ``survey.survey_store``.
+    """
+    _check_target(path, force=force)
+    read = read_namespaces(list_homes(list_directories(directories)))
+    homes = [home for namespace in read for home in namespace.homes]
+    write = _write_csv if path.suffix == ".csv" else _write_parquet
+    with new_file(path) as temporary:
+        rows = write(temporary, _tables(read))
+    return Exported(
+        json_version=JSON_VERSION,
+        path=path,
+        bytes=path.stat().st_size,
+        rows=rows,
+        homes=sum(home.index.exists and home.index.problem is None for home in homes),
+        problems=tuple(
+            f"home {home.summary.id}: its index cannot be read ({home.index.problem})"
+            for home in homes
+            if home.index.problem is not None
+        ),
+    )
+
+
+def _check_target(path: Path, *, force: bool) -> None:
     """Raise ConfigError where a file of that name cannot be written, before anything is read."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"--export takes a file whose name ends with .csv or .parquet, not {path.name!r}")
-    if path.is_dir() or (os.path.lexists(path) and not force):
-        raise ConfigError(f"{path} exists; --force replaces it" if not path.is_dir() else f"{path} is a directory")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory")
+    if os.path.lexists(path) and not force:
+        raise ConfigError(f"{path} exists; --force replaces it")
     if not path.parent.is_dir():
         raise ConfigError(f"{path.parent} is not a directory")
     if path.suffix == ".parquet":
@@ -63,76 +100,61 @@ def _import_pyarrow() -> Any:
     return pyarrow
 
 
-def export_blocks(directories: Directories, path: Path) -> Exported:
-    """Write every block of the store in these directories; see the module. The file appears when it is complete.
-
-    Raises OSError where it cannot be written; and as ``survey.survey_store``.
-    """
-    groups, namespaces = index_namespaces(list_homes(list_directories(directories)))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with tempfile.TemporaryDirectory(prefix="kvdisk-export-") as place:
-        answers = ask_child(namespaces, {"what": "save", "target": place})
-        problems = [
-            f"home {home.id}: its index cannot be read ({answer})"
-            for group, of_homes in zip(groups, answers.homes, strict=True)
-            for home, answer in zip(group, of_homes, strict=True)
-            if isinstance(answer, str)
-        ]
-        write = _write_csv if path.suffix == ".csv" else _write_parquet
-        try:
-            rows = write(temporary, _tables(groups, answers.namespaces, Path(place), problems.append))
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    read = sum(isinstance(answer, list) for of_homes in answers.homes for answer in of_homes)
-    return Exported(path, rows, read, tuple(problems))
+def _tables(read: list[ReadNamespace]) -> Iterator[Table]:
+    for namespace in read:
+        forest = grow_forest(namespace.columns, namespace.block_tokens)
+        nodes_of = iter(forest.node_of)
+        for home in namespace.homes:
+            if home.blocks is not None:
+                nodes = next(nodes_of)
+                positions = np.where(forest.is_whole[nodes], forest.depths[nodes], _UNKNOWN)
+                drives = {segment.segment: segment.drive for segment in home.index.segments}
+                names = (home.summary.id, namespace.record.fingerprint.hex() if namespace.record else None)
+                yield from _home_tables(names, home.blocks, namespace.block_tokens, positions, drives)
 
 
-def _tables(
-    groups: Sequence[Sequence[HomeSummary]], names: Sequence[Any], place: Path, complain: Callable[[str], None]
+def _home_tables(
+    names: tuple[str, str | None],
+    home: HomeColumns,
+    block_tokens: tuple[int | None, ...],
+    positions: NDArray[np.int64],
+    drives: dict[int, int],
 ) -> Iterator[Table]:
-    from kvdisk.cli.block_rows import load_rows  # numpy, which needs time to load
-
-    for homes, name in zip(groups, names, strict=True):
-        if not (place / name).is_file():
-            complain(name)  # a sentence
-            continue
-        rows = load_rows(place / name)
-        record = homes[0].record
-        for start in range(0, 0 if rows is None else len(rows.homes), _ROWS_AT_ONCE):
-            yield _table(homes, record.fingerprint.hex() if record else None, rows, slice(start, start + _ROWS_AT_ONCE))
-
-
-def _table(homes: Sequence[HomeSummary], namespace: str | None, rows: Any, part: slice) -> Table:
-    from kvdisk.cli.block_rows import each_hex
-
-    def known(column: Any, least: int = 0) -> list[int | None]:
-        return [value if value >= least else None for value in column[part].tolist()]
-
-    def hexes(joined: Any, lengths: Any) -> list[str]:
-        start, end = int(lengths[: part.start].sum()), int(lengths[: part.stop].sum())
-        return each_hex(joined[start:end], lengths[part])
-
-    ids = [homes[number].id for number in rows.homes[part].tolist()]
-    columns = (
-        ids,
-        [namespace] * len(ids),
-        rows.epochs[part].tolist(),
-        hexes(rows.keys, rows.key_bytes),
-        rows.groups[part].tolist(),
-        rows.segments[part].tolist(),
-        rows.slots[part].tolist(),
-        known(rows.drives),
-        rows.generations[part].tolist(),
-        [parent or None for parent in hexes(rows.parents, rows.parent_bytes)],
-        known(rows.positions),
-        known(rows.tokens),
-        rows.bytes[part].tolist(),
-        rows.stored_s[part].tolist(),
-        known(rows.uses),
-        known(rows.last_use_s, 1),
+    columns, records = home.columns, Records(home.columns)
+    no_uses = np.full(len(records), _UNKNOWN, np.int64)
+    sizes = np.array([*(size or _UNKNOWN for size in block_tokens), _UNKNOWN], np.int64)
+    tokens = sizes[np.minimum(home.groups, len(block_tokens))]
+    uses, last_use_s = (
+        no_uses if column is None else np.where(home.is_known, column, _UNKNOWN)
+        for column in (home.uses, home.last_use_s)
     )
-    return dict(zip(COLUMNS, columns, strict=True))
+    on_drives = of_segments(columns.segments, drives, _UNKNOWN)
+    for start in range(0, len(records), _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        cut = records[rows]
+        values = (
+            [names[0]] * len(cut),
+            [names[1]] * len(cut),
+            [record.epoch for record in cut],
+            [record.key.hex() for record in cut],
+            home.groups[rows].tolist(),
+            [record.slot.segment for record in cut],
+            [record.slot.index for record in cut],
+            _known(on_drives[rows]),
+            [record.generation for record in cut],
+            [record.parent.hex() if record.parent else None for record in cut],
+            _known(positions[rows]),
+            _known(tokens[rows]),
+            home.slot_bytes[rows].tolist(),
+            [record.stored_s for record in cut],
+            _known(uses[rows]),
+            _known(last_use_s[rows], least=1),
+        )
+        yield dict(zip(COLUMNS, values, strict=True))
+
+
+def _known(column: NDArray[np.int64], least: int = 0) -> list[int | None]:
+    return [value if value >= least else None for value in column.tolist()]
 
 
 def _write_csv(path: Path, tables: Iterator[Table]) -> int:

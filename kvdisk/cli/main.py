@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``kvdisk`` command: one module for each of its commands, put together here. Loads neither vLLM nor torch."""
+"""The ``kvdisk`` command, put together from a module for each of its commands."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import typer
 
 from kvdisk import __version__
 from kvdisk.cli.bench.command import bench
-from kvdisk.cli.clear_command import clear
-from kvdisk.cli.inspect_command import inspect
-from kvdisk.cli.prune_command import prune
-from kvdisk.cli.repair_command import repair
+from kvdisk.cli.delete import clear, prune
+from kvdisk.cli.inspect import inspect
+from kvdisk.cli.repair import repair
 from kvdisk.cli.replay.command import replay
 from kvdisk.cli.report.command import report
-from kvdisk.cli.size_command import size
-from kvdisk.cli.top_command import top
-from kvdisk.cli.verify_command import verify
+from kvdisk.cli.size import size
+from kvdisk.cli.top import top
+from kvdisk.cli.verify import verify
 
 app = typer.Typer(
     name="kvdisk",
@@ -25,16 +24,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_show_locals=False,
 )
-app.command()(inspect)
-app.command()(top)
-app.command()(report)
-app.command()(verify)
-app.command()(repair)
-app.command()(prune)
-app.command()(clear)
-app.command()(size)
-app.command()(replay)
-app.command()(bench)
+for command in (inspect, top, report, verify, repair, prune, clear, size, replay, bench):
+    app.command()(command)
 
 
 def _print_version(wanted: bool) -> None:

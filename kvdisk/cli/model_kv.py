@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much KV a model keeps, read from its Hugging Face configuration. Needs neither vLLM nor transformers.
+"""How much KV a model keeps, read from its Hugging Face configuration.
 
-Known are attention with grouped heads, full or with a sliding window, and MLA. What keeps another state (Mamba, linear
-or chunked attention, sparse attention with an index of its own, layers of different sizes, encoders) is refused, in one
-sentence: kvdisk does not serve it, or a figure would be a guess.
+Known are attention with grouped heads, full or with a sliding window, and MLA. What keeps another
+state (Mamba, linear or chunked attention, sparse attention with an index of its own, layers of
+different sizes, encoders) is refused, in one sentence: kvdisk does not serve it, or a figure would
+be a guess.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _NESTED = ("text_config", "llm_config", "language_config", "language_model_confi
 _HEADS_ARE_KV_HEADS = frozenset({"llama", "gpt2", "gpt_neox", "gptj", "opt", "phi", "bloom", "stablelm"})
 _ALL_LAYERS_SLIDE = frozenset({"mistral", "mixtral", "starcoder2", "phi3"})
 _LEFT_OUT: dict[str, dict[str, int]] = {
-    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
 }
 """What configurations on the hub leave to the defaults of their kind."""
 _OTHER_STATE = {
@@ -65,10 +66,11 @@ KV_DTYPES = ("auto", *_KV_DTYPE_BYTES)
 class ModelKv(NamedTuple):
     """What decides the bytes of a model's KV.
 
-    ``windows``: of each layer, in tokens; None: full attention. ``kv_heads``: of a layer, all ranks together.
-    ``head_elements``: of a head's keys and values for one token; MLA has one head, of latent elements.
-    ``element_bytes``: of one element of KV. ``dtype``: in words. ``longest_tokens``: the longest context, None where
-    the configuration does not say. ``notes``: sentences about what had to be assumed.
+    ``windows``: of each layer, in tokens; None: full attention. ``kv_heads``: of a layer, all ranks
+    together. ``head_elements``: of a head's keys and values for one token; MLA has one head, of
+    latent elements. ``element_bytes``: of one element of KV. ``dtype``: in words.
+    ``longest_tokens``: the longest context, None where the configuration does not say. ``notes``:
+    sentences about what had to be assumed.
     """
 
     kind: str
@@ -98,8 +100,8 @@ class ModelKv(NamedTuple):
 def group_layers(windows: tuple[int | None, ...]) -> list[tuple[int, int | None]]:
     """Return layers and window of each KV-cache group that vLLM makes of layers of one size.
 
-    Layers of one kind are one group. Of several kinds each is cut into groups of as many layers as the rarest has, or
-    as the most frequent where that is not much more.
+    Layers of one kind are one group. Of several kinds each is cut into groups of as many layers as
+    the rarest has, or as the most frequent where that is not much more.
     """
     kinds = {window: windows.count(window) for window in dict.fromkeys(windows)}
     least, most = min(kinds.values()), max(kinds.values())
@@ -112,7 +114,7 @@ def group_layers(windows: tuple[int | None, ...]) -> list[tuple[int, int | None]
 
 
 def read_model(path: Path, dtype: str | None = None, kv_dtype: str = "auto") -> ModelKv:
-    """Read a model's directory, or its config.json. ``dtype``, ``kv_dtype``: as vLLM is told. Raises ConfigError."""
+    """Read a model's directory, or its config.json. Raises ConfigError."""
     file = path / "config.json" if path.is_dir() else path
     try:
         whole = json.loads(file.read_text("utf-8"))
@@ -150,7 +152,7 @@ def model_of(whole: Mapping[str, Any], dtype: str | None = None, kv_dtype: str =
 
 
 def _language_part(whole: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a configuration that is about the language model: of a model of several parts, one of them."""
+    """Return the part of a configuration that is about the language model."""
     for name in _NESTED:
         part = whole.get(name)
         if isinstance(part, dict):

@@ -1,16 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every command shares: JSON."""
+"""What every command shares: JSON, numbers in words, tables, questions, and why it refuses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import errno
+import io
+import json
+import os
+import pwd
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
-from enum import Enum
-from pathlib import PurePath
+from enum import Enum, IntEnum
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Annotated, Literal
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+from kvdisk.config import parse_bytes
+from kvdisk.device.control import STORE_FILE
+from kvdisk.errors import ConfigError, DeviceError, KvdiskError
+
+StoreDirectories = Annotated[
+    list[Path], typer.Argument(metavar="DIR...", help="The store: all that store_dirs names.", readable=False)
+]
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, with bytes and times as integers.")]
+OnlyHome = Annotated[str | None, typer.Option("--home", metavar="ID", help="Only the home with this id.")]
+ID_LETTERS = 8
+WIDE = 100
+"""Columns from which on a table has room for everything."""
+_AGES_S = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
+_LONGEST_AGE_DAYS = 99
+_JUST_NOW_S = 5
+_DENIED = frozenset({errno.EACCES, errno.EPERM})
+
+
+class Exit(IntEnum):
+    """Exit codes of the commands. WRONG: something is wrong, or less was done than asked.
+
+    NOTHING_DONE: a store cannot be opened, or the usage is wrong; one sentence says why. IN_USE: an
+    engine owns a home that would have to change. STOPPED: by Ctrl-C; what was found until then is
+    shown.
+    """
+
+    FINE = 0
+    WRONG = 1
+    NOTHING_DONE = 2
+    IN_USE = 3
+    STOPPED = 130
+
+
+# -- JSON --------------------------------------------------------------------------------------
 
 
 def as_json(value: object) -> object:
-    """Return plain JSON values: dataclasses by field, paths as text, enums by value, bytes as hex."""
+    """Return plain JSON: dataclasses by field, paths as text, enums by value, bytes as hex."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -22,3 +76,274 @@ def as_json(value: object) -> object:
     if isinstance(value, PurePath):
         return str(value)
     return value.hex() if isinstance(value, bytes) else value
+
+
+def print_json(value: object) -> None:
+    """Print a value as one JSON object."""
+    typer.echo(json.dumps(as_json(value), indent=2))
+
+
+# -- numbers and names -------------------------------------------------------------------------
+
+
+def size(count_bytes: int | None) -> str:
+    """Return bytes in the largest unit that leaves 1 or more: ``1.5 GiB``; ``?`` for None."""
+    if count_bytes is None:
+        return "?"
+    if count_bytes < 1024:
+        return f"{count_bytes} B"
+    value = float(count_bytes)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if value < 1023.95:  # what would be shown as 1024.0
+            return f"{value:.1f} {unit}"
+    return f"{value / 1024:.1f} PiB"
+
+
+def number(count: int | None) -> str:
+    """Return a count with its thousands apart: ``12,345``; ``?`` for None."""
+    return "?" if count is None else f"{count:,}"
+
+
+def share(fraction: float | None) -> str:
+    """Return a share in per cent; 0 and 100 mean exactly none and all. ``?`` for None."""
+    if fraction is None:
+        return "?"
+    if 0 < fraction < 0.01:
+        return "<1 %"
+    percent = 99 if 0.99 <= fraction < 1 else round(fraction * 100)
+    return f"{percent} %"
+
+
+def bar(fraction: float, width: int) -> str:
+    """Return a bar of ``width`` characters, filled in that share."""
+    filled = min(width, max(0, round(fraction * width)))
+    return "█" * filled + "░" * (width - filled)
+
+
+def fine_bar(fraction: float, width: int) -> str:
+    """Return a bar of up to ``width`` characters, in eighths of one; empty only for 0."""
+    eighths = min(8 * width, max(1 if fraction > 0 else 0, round(fraction * 8 * width)))
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def ago(then_s: int, now_s: int) -> str:
+    """Return how long ago something was: ``3 min ago``; its date where that is long, or ahead."""
+    age_s = now_s - then_s
+    if age_s > _LONGEST_AGE_DAYS * _DAY_S or age_s < -_MINUTE_S:
+        return time.strftime("%Y-%m-%d", time.localtime(then_s))
+    if age_s < _JUST_NOW_S:
+        return "just now"
+    for unit_s, unit in ((_DAY_S, "d"), (_HOUR_S, "h"), (_MINUTE_S, "min")):
+        if age_s >= unit_s:
+            return f"{age_s // unit_s} {unit} ago"
+    return f"{age_s} s ago"
+
+
+def duration(seconds: float) -> str:
+    """Return a length of time in its largest two units: ``3 h 12 min``."""
+    seconds = int(seconds)
+    for unit_s, unit, part_s, part in (
+        (_DAY_S, "d", _HOUR_S, "h"),
+        (_HOUR_S, "h", _MINUTE_S, "min"),
+        (_MINUTE_S, "min", 1, "s"),
+    ):
+        if seconds >= unit_s:
+            rest = seconds % unit_s // part_s
+            return f"{seconds // unit_s} {unit}{f' {rest} {part}' if rest else ''}"
+    return f"{seconds} s"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return ``1 home``, ``2 homes``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def printable(value: object) -> str:
+    """Return a value of unknown origin as text that cannot steer a terminal; ``?`` for None."""
+    if value is None:
+        return "?"
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in str(value))
+
+
+def short_model(model: object) -> str:
+    """Return the last two parts of a model's path; a hub's name has no more."""
+    name = printable(model)
+    parts = PurePosixPath(name).parts
+    return name if len(parts) <= 3 else str(PurePosixPath("…", *parts[-2:]))
+
+
+def parse_size(key: str, text: str) -> int:
+    """Read bytes: ``64K``, ``64KiB``, ``2M`` (binary without a ``B``). Raises ConfigError."""
+    stripped = text.strip()
+    if stripped[-1:].lower() in {"k", "m", "g", "t"}:
+        stripped += "iB"
+    return parse_bytes(key, int(stripped) if stripped.isdigit() else stripped)
+
+
+def parse_age(key: str, text: str) -> int:
+    """Read ``90s``, ``30min``, ``12h``, ``7d``, ``2w``; return whole seconds. Raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text)
+    if match is None or match[2] not in _AGES_S:
+        raise ConfigError(f"{key} is a time such as 12h, 7d or 2w, and not {text!r}.")
+    return round(float(match[1]) * _AGES_S[match[2]])
+
+
+# -- the terminal ------------------------------------------------------------------------------
+
+
+def report_console(*, stderr: bool = False) -> Console:
+    """Return the console for a report. It reads no markup, since names come from files."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # bars and ellipses, where the locale has none
+    return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+
+
+def make_lines(gap: int = 2) -> Table:
+    """Return an empty table of lines: a name in bold, and what there is to say."""
+    lines = Table.grid(padding=(0, gap))
+    lines.add_column(style="bold", no_wrap=True)
+    lines.add_column(overflow="fold")
+    return lines
+
+
+def make_table(title: str, width: int) -> Table:
+    """Return an empty table with a title, closer where the terminal is narrow."""
+    return Table(
+        title=f"\n{title}",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1 if width >= WIDE else 0, 0, 0),
+        header_style="dim",
+    )
+
+
+def add_column(table: Table, header: str, justify: Literal["left", "right"] = "left", style: str | None = None) -> None:
+    """Add a column that is not cut."""
+    table.add_column(header, justify=justify, style=style, no_wrap=True)
+
+
+def unknown() -> Text:
+    """Return the mark of a value that cannot be known."""
+    return Text("?", "red")
+
+
+def print_list(title: str, lines: Sequence[str], console: Console, most: int | None, more: str) -> None:
+    """Print what is wrong, a line each, at most ``most``; ``more`` says how to see the rest."""
+    if not lines:
+        return
+    console.print(Text(f"\n{title}", "bold red"))
+    for line in lines[:most]:
+        console.print(Text.assemble(("  ✗ ", "red"), printable(line)), soft_wrap=True)
+    if most is not None and len(lines) > most:
+        console.print(Text(f"  … and {number(len(lines) - most)} more; {more}", "dim"))
+
+
+def print_note(note: str, console: Console) -> None:
+    """Print a sentence that is worth knowing, and no fault."""
+    console.print(Text.assemble(("  · ", "yellow"), printable(note)), soft_wrap=True)
+
+
+@contextmanager
+def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show progress on standard error, if it is a terminal. Yields a call for (done, all)."""
+    console = Console(stderr=True, markup=False, highlight=False, emoji=False)
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+
+        def watch(done_bytes: int, total_bytes: int) -> None:
+            progress.update(task, completed=done_bytes, total=total_bytes)
+
+        yield watch
+
+
+def ask(question: str) -> None:
+    """Ask on the terminal, on standard error; end the command unless the answer is yes."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise refusal("nothing was deleted, since there is no terminal to ask on; say --yes to delete without asking.")
+    if not typer.confirm(question, default=False, err=True):
+        raise refusal("nothing was deleted.")
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+def store_paths(directories: Sequence[Path]) -> list[Path]:
+    """Return the directories without symbolic links on the way, as a store wants to be named."""
+    return [Path(os.path.realpath(directory)) for directory in directories]
+
+
+@contextmanager
+def refusing(paths: Sequence[Path]) -> Iterator[None]:
+    """End the command with the reason in one sentence where a KvdiskError comes out."""
+    try:
+        yield
+    except KvdiskError as error:
+        raise refusal(_why_not(error, paths)) from None
+
+
+def refusal(sentence: str, code: Exit = Exit.NOTHING_DONE) -> typer.Exit:
+    """Print one sentence on standard error; return what ends the command."""
+    typer.echo(f"kvdisk: {printable(sentence)}", err=True)
+    return typer.Exit(code)
+
+
+@contextmanager
+def new_file(target: Path) -> Iterator[Path]:
+    """Yield a path to write to. The file gets its name when it is whole. Raises ConfigError."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            yield temporary
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written ({error.strerror})") from None
+
+
+def _why_not(error: KvdiskError, paths: Sequence[Path]) -> str:
+    """Say in one sentence why a store cannot be opened, and what would help."""
+    first = paths[0]
+    if isinstance(error, DeviceError) and error.errno in _DENIED:
+        cause = error.__cause__
+        closed = f"; closed to this one is {cause.filename}" if isinstance(cause, OSError) and cause.filename else ""
+        return f"no permission to read {first}; run this as the user whose engine made it{_owner(first)}{closed}."
+    why = next(filter(None, map(_why_no_store, paths)), None)
+    if why is None and isinstance(error, ConfigError) and (status := first.stat()).st_uid != os.geteuid():
+        why = f"{first} belongs to user {status.st_uid}{_owner(first)}; run this as that user"
+    return (why or str(error).removeprefix("store_dirs: ").rstrip(".")) + "."
+
+
+def _why_no_store(path: Path) -> str | None:
+    if not os.path.lexists(path):
+        return f"{path} does not exist"
+    if not path.is_dir():
+        return f"{path} is a file, and a store is a directory"
+    if os.path.lexists(path / STORE_FILE):
+        return None
+    around = next((parent for parent in path.parents if os.path.lexists(parent / STORE_FILE)), None)
+    if around is not None:
+        return f"{path} is not a kvdisk store, but a part of {around}"
+    with suppress(OSError):
+        if not os.listdir(path):
+            return f"{path} is not a kvdisk store, it is an empty directory"
+    return f"{path} is not a kvdisk store"
+
+
+def _owner(path: Path) -> str:
+    try:
+        return f" ({pwd.getpwuid(path.stat().st_uid).pw_name})"
+    except (OSError, KeyError):
+        return ""

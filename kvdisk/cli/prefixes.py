@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefixes that a namespace's blocks share, as a tree, from the parents that the index has.
 
-A node is a block, however many homes hold a copy of it; KV-cache groups whose blocks have the same size in tokens share
-their nodes, since the same tokens have the same hash. Nodes that follow each other without a branch are one prefix. The
-tree is cut to a number of prefixes: those of which most is used (bytes times uses, where uses are known; else bytes
-times the other chains that share them), with those that lead there. For the process ``index_child``.
+A node is a block, however many homes hold a copy of it. KV-cache groups whose blocks have the same
+size in tokens share their nodes, since the same tokens have the same hash. Nodes that follow each
+other without a branch are one prefix. The tree is cut to a number of prefixes: those of which most
+is used (bytes times uses; where uses are not known, bytes times the other chains that share them),
+with those that lead there.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise, repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import GROUP_BYTES
-from kvdisk.cli.block_facts import Prefix, PrefixTree
-from kvdisk.cli.block_survey import NONE, HomeColumns
+from kvdisk.cli.indexes import NONE, HomeColumns
 
 DEEPEST = 12
 """Branches from a root to the last prefix that is shown."""
@@ -28,8 +30,67 @@ _MOST_GROUPS = 256
 _Ints = NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Blocks that follow each other without a branch: the KV of all requests that begin so.
+
+    ``key``: hash of the first block, hex, without its KV-cache group. ``bytes``: of the slots of
+    all copies. ``chains``: ends of chains that begin with it, at least 1. ``start_tokens``,
+    ``tokens``: tokens before it (null where the block before it is not here), and in it. ``uses``:
+    of its blocks together, of its first and of its last block; null where no home has a USES file;
+    a block that several KV-cache groups have counts as often as in that where it was used most.
+    ``last_use_s``: 0: never. ``below_blocks``, ``below_bytes``: of all that follows it.
+    ``children``: how many follow it, of which ``hidden_children`` are not in ``tree``.
+    """
+
+    key: str
+    epoch: int
+    block_tokens: int | None
+    start_tokens: int | None
+    tokens: int | None
+    blocks: int
+    bytes: int
+    chains: int
+    uses: int | None
+    first_uses: int | None
+    last_uses: int | None
+    last_use_s: int | None
+    below_blocks: int
+    below_bytes: int
+    children: int
+    hidden_children: int
+    tree: tuple[Prefix, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTree:
+    """The biggest prefixes of a namespace, the most used bytes first.
+
+    ``total``: how many prefixes there are. ``shared``: how many of them several chains begin with,
+    or were used again. ``roots``: how many have none before them. ``chains``: how many ends of
+    chains there are. ``hidden_roots``, ``hidden_blocks``, ``hidden_bytes``: what is not in
+    ``tree``.
+    """
+
+    total: int
+    shared: int
+    roots: int
+    chains: int
+    hidden_roots: int
+    hidden_blocks: int
+    hidden_bytes: int
+    tree: tuple[Prefix, ...]
+
+
+def each_prefix(prefixes: Sequence[Prefix], depth: int = 0) -> Iterator[tuple[int, Prefix]]:
+    """Yield each prefix before those that follow it, with its depth."""
+    for prefix in prefixes:
+        yield depth, prefix
+        yield from each_prefix(prefix.tree, depth + 1)
+
+
 class Forest(NamedTuple):
-    """Nodes, and of each its parent (NONE: a root) and depth, in blocks. ``node_of``: of each row, home by home.
+    """Nodes, and of each its parent (NONE: a root) and depth. ``node_of``: of each row, by home.
 
     ``is_whole``: whether the chain begins here, and not behind a block that nobody has.
     """
@@ -72,7 +133,7 @@ def grow_forest(homes: Sequence[HomeColumns], block_tokens: Sequence[int | None]
 
 
 def _node_names(home: HomeColumns, names: Sequence[bytes], block_tokens: Sequence[int | None]) -> list[bytes]:
-    """Return names without their group, but with what tells groups of other sizes, and other epochs, apart."""
+    """Return names without group, with what tells other block sizes and epochs apart."""
     sizes = [block_tokens[group] if group < len(block_tokens) else None for group in range(len(block_tokens) + 1)]
     tokens = np.array([0 if size is None else size for size in sizes], ">u4")
     classes = tokens[np.minimum(home.groups, len(block_tokens))].tobytes()
@@ -86,7 +147,7 @@ def _node_names(home: HomeColumns, names: Sequence[bytes], block_tokens: Sequenc
 
 
 def _climb(parents: _Ints) -> tuple[_Ints, _Ints]:
-    """Return each node's depth and root. Where the way up has no end, in a wrong index, ``parents`` is cut."""
+    """Return each node's depth and root. Cuts ``parents`` where the way up is a circle."""
     count = len(parents)
     own = np.arange(count)
     above = np.where(parents == NONE, own, parents)
@@ -141,44 +202,47 @@ def find_prefixes(
     shared = (stretches.chains > 1) | (stretches.uses > 0)
     shown = shared if shared_only else np.ones(len(shared), np.bool_)
 
-    def describe(number: int, depth: int, hidden: int) -> Prefix:
+    kept = _choose(stretches, roots, most, shown)
+
+    def describe(number: int) -> Prefix:
         node, last = int(stretches.first_nodes[number]), int(stretches.last_nodes[number])
         at, row = locate(homes, int(forest.first_rows[node]))
         home = homes[at]
         group = int(home.groups[row])
         tokens = block_tokens[group] if group < len(block_tokens) else None
-        blocks = int(stretches.blocks[number])
-        starts_known = tokens is not None and forest.is_whole[node]
+        blocks, children = int(stretches.blocks[number]), int(stretches.children[number])
+        below = [child for child in kept[number] if child in kept]
         return Prefix(
             key=home.columns.keys[row][:-GROUP_BYTES].hex(),
             epoch=int(home.columns.epochs[row]),
-            depth=depth,
             block_tokens=tokens,
-            start_tokens=int(forest.depths[node]) * (tokens or 0) if starts_known else None,
+            start_tokens=int(forest.depths[node]) * tokens if tokens is not None and forest.is_whole[node] else None,
             tokens=None if tokens is None else blocks * tokens,
             blocks=blocks,
             bytes=int(stretches.bytes[number]),
             chains=int(stretches.chains[number]),
-            children=int(stretches.children[number]),
-            hidden=hidden,
             uses=int(stretches.uses[number]) if told else None,
             first_uses=int(node_uses[node]) if told else None,
             last_uses=int(node_uses[last]) if told else None,
             last_use_s=int(stretches.last_use_s[number]) if told else None,
             below_blocks=int(stretches.below_blocks[number]),
             below_bytes=int(stretches.below_bytes[number]),
+            children=children,
+            hidden_children=children - len(below),
+            tree=tuple(map(describe, below)),
         )
 
-    prefixes = tuple(describe(*found) for found in _choose(stretches, roots, most, shown))
+    tree = tuple(describe(root) for root in kept[NONE] if root in kept)
+    listed = [prefix for _, prefix in each_prefix(tree)]
     return PrefixTree(
-        prefixes,
-        prefixes_total=len(stretches.parents),
-        shared_total=int(np.count_nonzero(shared)),
+        total=len(stretches.parents),
+        shared=int(np.count_nonzero(shared)),
         roots=len(roots),
         chains=int(stretches.chains[roots].sum()),
-        hidden_roots=len(roots) - sum(prefix.depth == 0 for prefix in prefixes),
-        hidden_blocks=len(forest.parents) - sum(prefix.blocks for prefix in prefixes),
-        hidden_bytes=int(node_bytes.sum()) - sum(prefix.bytes for prefix in prefixes),
+        hidden_roots=len(roots) - len(tree),
+        hidden_blocks=len(forest.parents) - sum(prefix.blocks for prefix in listed),
+        hidden_bytes=int(node_bytes.sum()) - sum(prefix.bytes for prefix in listed),
+        tree=tree,
     )
 
 
@@ -240,9 +304,9 @@ def _fold(forest: Forest, node_bytes: _Ints, node_uses: _Ints, node_last_s: _Int
     own_used = np.bincount(numbers, node_bytes.astype(np.float64) * node_uses, total)
     fan = np.bincount(stretch_parents[stretch_parents != NONE], minlength=total)
     order = np.argsort(-forest.depths[first_nodes], kind="stable").tolist()
-    chains = _add_up((fan == 0).astype(np.int64), stretch_parents, order)
-    all_blocks = _add_up(blocks, stretch_parents, order)
-    all_bytes = _add_up(own_bytes.astype(np.int64), stretch_parents, order)
+    chains = _fold_up((fan == 0).astype(np.int64), stretch_parents, order, operator.add)
+    all_blocks = _fold_up(blocks, stretch_parents, order, operator.add)
+    all_bytes = _fold_up(own_bytes.astype(np.int64), stretch_parents, order, operator.add)
     ranks = own_used if told else own_bytes * (chains - 1)
     return _Stretches(
         first_nodes,
@@ -256,59 +320,46 @@ def _fold(forest: Forest, node_bytes: _Ints, node_uses: _Ints, node_last_s: _Int
         fan,
         all_blocks - blocks,
         all_bytes - own_bytes.astype(np.int64),
-        _highest(ranks.astype(np.float64), stretch_parents, order),
+        # Nothing hides behind what leads to it.
+        _fold_up(ranks.astype(np.float64), stretch_parents, order, max),
     )
 
 
-def _add_up(values: _Ints, parents: _Ints, order: Sequence[int]) -> _Ints:
-    """Return the sums over each prefix and all below it. ``order``: those below come before."""
-    sums: list[int] = values.tolist()
-    above: list[int] = parents.tolist()
+def _fold_up(
+    values: NDArray[Any], parents: _Ints, order: Sequence[int], join: Callable[[Any, Any], Any]
+) -> NDArray[Any]:
+    """Return each value joined with all below it. ``order``: those below come before."""
+    joined, above = values.tolist(), parents.tolist()
     for number in order:
         parent = above[number]
         if parent != NONE:
-            sums[parent] += sums[number]
-    return np.array(sums, np.int64)
+            joined[parent] = join(joined[parent], joined[number])
+    return np.array(joined, values.dtype)
 
 
-def _highest(values: NDArray[np.float64], parents: _Ints, order: Sequence[int]) -> NDArray[np.float64]:
-    """Return the highest value of each prefix and all below it, so that nothing hides behind what leads to it."""
-    most: list[float] = values.tolist()
-    above: list[int] = parents.tolist()
-    for number in order:
-        parent = above[number]
-        if parent != NONE:
-            most[parent] = max(most[parent], most[number])
-    return np.array(most, np.float64)
+def _choose(stretches: _Stretches, roots: _Ints, most: int, shown: NDArray[np.bool_]) -> dict[int, list[int]]:
+    """Return the prefixes to show, each with its children, the best first; below NONE the roots.
 
-
-def _choose(stretches: _Stretches, roots: _Ints, most: int, shared: NDArray[np.bool_]) -> list[tuple[int, int, int]]:
-    """Return the prefixes to show, in the order of the tree: number, depth, and how many children are not shown."""
+    Not all of these children and roots are shown themselves.
+    """
     sizes = stretches.bytes + stretches.below_bytes
     by_parent = np.argsort(stretches.parents, kind="stable")
     starts = np.searchsorted(stretches.parents[by_parent], np.arange(len(stretches.parents) + 1))
 
     def best(numbers: _Ints) -> list[int]:
-        numbers = numbers[shared[numbers]]
+        numbers = numbers[shown[numbers]]
         found: list[int] = numbers[np.lexsort((numbers, -sizes[numbers], -stretches.ranks[numbers]))][:most].tolist()
         return found
 
     def waiting(numbers: list[int], depth: int) -> list[tuple[float, int, int, int]]:
         return [(-float(stretches.ranks[number]), -int(sizes[number]), number, depth) for number in numbers]
 
-    heap = waiting(best(roots), 0)
+    kept = {NONE: best(roots)}
+    heap = waiting(kept[NONE], 0)
     heapq.heapify(heap)
-    kept: dict[int, list[int]] = {}
-    while heap and len(kept) < most:
+    while heap and len(kept) <= most:
         *_, number, depth = heapq.heappop(heap)
         kept[number] = best(by_parent[starts[number] : starts[number + 1]]) if depth + 1 < DEEPEST else []
         for item in waiting(kept[number], depth + 1):
             heapq.heappush(heap, item)
-    shown: list[tuple[int, int, int]] = []
-    stack = [(number, 0) for number in reversed(best(roots)) if number in kept]
-    while stack:
-        number, depth = stack.pop()
-        below = [child for child in kept[number] if child in kept]
-        shown.append((number, depth, int(stretches.children[number]) - len(below)))
-        stack += [(child, depth + 1) for child in reversed(below)]
-    return shown
+    return kept

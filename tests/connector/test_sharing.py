@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from engine_child import Answer, EngineChild
 
-from kvdisk.cli.survey import StoreFacts, survey_store
+from kvdisk.cli.survey import Survey, survey_store
 from kvdisk.stats import Kind, kind_of
 
 pytestmark = pytest.mark.vllm
@@ -51,7 +51,7 @@ def _config(drives: Sequence[Path], **more: object) -> dict[str, object]:
     return {"cpu_bytes": "16MiB", **store, **STEADY, **more}
 
 
-def _look(drives: Sequence[Path], homes: int) -> StoreFacts:
+def _look(drives: Sequence[Path], homes: int) -> Survey:
     """Return what the tools say of the store, which is without a problem."""
     store = survey_store(drives)
     assert not store.problems, store.problems
@@ -59,7 +59,7 @@ def _look(drives: Sequence[Path], homes: int) -> StoreFacts:
     return store
 
 
-def _used_drives(store: StoreFacts) -> list[set[int]]:
+def _used_drives(store: Survey) -> list[set[int]]:
     """Return the drives of each home that blocks lie on."""
     return [{segment.drive for segment in home.segments if segment.used_slots} for home in store.homes]
 

@@ -14,15 +14,16 @@ from support.live_load import LiveLoad, LoadShape
 from support.live_model import LiveModel
 from support.live_process import ProcessSettings
 
-from kvdisk.cli.block_reader import read_blocks, segment_of, slot_of
+from kvdisk.cli.indexes import Records
 from kvdisk.cli.verify import Verdict, verify_store
 from kvdisk.geometry import HEADER_BYTES, slot_offset
+from kvdisk.index.reader_process import read_indexes
 
 VERIFY_S = 2.0
 
 
 def wrong(verdict: Verdict) -> list[object]:
-    return [thing for home in verdict.homes for thing in [*home.findings, *home.problems]]
+    return [*verdict.wrong, *(problem for home in verdict.homes for problem in home.problems)]
 
 
 @pytest.mark.parametrize("windowed", [False, True])
@@ -38,7 +39,7 @@ def test_a_store_in_use_is_good_however_fast_its_blocks_leave(windowed: bool, tm
             verdict = verify_store([store], watch=slowly)
             assert not wrong(verdict)
             (home,) = verdict.homes
-            slots, changed, rounds = slots + home.slots, changed + home.changed, rounds + 1
+            slots, changed, rounds = slots + home.slots, changed + home.changed_slots, rounds + 1
         assert engine.count("evicted_nvme_blocks") or changed
         copy = tmp_path / "copy"
         engine.pause()
@@ -68,7 +69,7 @@ def test_several_drives_and_ranks_that_share(replicated: bool, quick_path: Path)
         if len(blocks_by_drive(dirs[0])) == len(dirs):
             break
     verdict = verify_store(dirs)
-    assert not wrong(verdict) and verdict.homes[0].alive
+    assert not wrong(verdict) and verdict.homes[0].owner == "alive"
     engine.close()
     where = blocks_by_drive(dirs[0])
     assert set(where) == {0, 1, 2}
@@ -83,16 +84,16 @@ def test_several_drives_and_ranks_that_share(replicated: bool, quick_path: Path)
             stream.seek(slot_offset(model.geometry.groups[0].slot_bytes, slot) + HEADER_BYTES)
             stream.write(b"flipped")
         expected.append((file, slot, "checksum"))
-    found = [(one.path, one.slot, one.check) for one in verify_store(dirs).homes[0].findings]
+    found = [(one.path, one.slot, one.check) for one in verify_store(dirs).wrong]
     assert sorted(found) == sorted(expected)
 
 
 def blocks_by_drive(store: Path) -> dict[int, list[tuple[int, int]]]:
     """Segment and slot of each block that the store's one index names."""
     (home,) = (store / "homes").iterdir()
-    (index,) = read_blocks([home / "index"])
+    (index,) = read_indexes([home / "index"])
     drives = {segment.segment: segment.drive for segment in index.segments}
     found: dict[int, list[tuple[int, int]]] = {}
-    for packed in index.blocks:
-        found.setdefault(drives[segment_of(packed)], []).append((segment_of(packed), slot_of(packed)))
+    for record in Records(index.blocks):
+        found.setdefault(drives[record.slot.segment], []).append(tuple(record.slot))
     return found

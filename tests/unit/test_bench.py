@@ -20,11 +20,11 @@ from bench_drive import DriveRun
 from cli_stores import COMMAND, run_here
 from ranks import CpuLanes
 
-from kvdisk.cli.amounts import parse_size
 from kvdisk.cli.bench import run as bench_run
 from kvdisk.cli.bench.cases import Case, Flow, Part, Result, Sample, Speed
 from kvdisk.cli.bench.mover import MoverRun, Unmeasured, blocks_of
 from kvdisk.cli.bench.run import Contender, measure_in_turn
+from kvdisk.cli.output import parse_size
 from kvdisk.device.base import Op
 from kvdisk.device.memory import MemoryDevice
 from kvdisk.errors import ConfigError, DeviceError

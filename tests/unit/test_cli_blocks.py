@@ -15,8 +15,6 @@ from cli_stores import CAP, HYBRID, PLAIN, inspect_json, leave_home, run, run_he
 from mass_stores import MASS_FINGERPRINT, SEGMENT_SLOTS, Layer, build_mass, key
 
 from kvdisk.blocks import Slot
-from kvdisk.cli.inspect_blocks import _guides
-from kvdisk.cli.wording import fine_bar
 from kvdisk.device.control import USES_FILE
 from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
@@ -26,11 +24,6 @@ from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.messages import SegmentSpec
 
 HOUR_S = 3600
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store"
 
 
 def lines(tree: list[dict[str, Any]], depth: int = 0) -> Iterator[tuple[Any, ...]]:
@@ -74,14 +67,7 @@ def test_the_tree_of_prefixes(path: Path) -> None:
     ]
     assert {
         name: prefixes[name] for name in ("total", "shared", "roots", "chains", "hidden_roots", "hidden_blocks")
-    } == {
-        "total": 6,
-        "shared": 4,
-        "roots": 2,
-        "chains": 4,
-        "hidden_roots": 1,
-        "hidden_blocks": 3,
-    }
+    } == {"total": 6, "shared": 4, "roots": 2, "chains": 4, "hidden_roots": 1, "hidden_blocks": 3}
     slot_bytes = 2 * PLAIN.geometry.groups[0].slot_bytes
     head = prefixes["tree"][0]
     assert (head["bytes"], head["blocks"], head["below_blocks"]) == (3 * slot_bytes, 3, 7)
@@ -183,17 +169,6 @@ def test_several_homes_groups_and_epochs_are_one_tree(path: Path) -> None:
     assert (first["blocks"], first["bytes"], first["chains"], first["start_tokens"]) == (3, 4 * slot_bytes, 2, 0)
     assert (lost["start_tokens"], lost["tokens"], lost["chains"]) == (None, 16, 2), "what was before it is not here"
     assert (prefixes["roots"], prefixes["total"], prefixes["chains"]) == (3, 7, 5)
-
-
-def test_groups(path: Path) -> None:
-    layer = Layer(path, HYBRID)
-    layer.put_chain("abc")
-    layer.put_chain("ab", group=1)
-    layer.put("z", "c", 5)
-    layer.put("y", "c", 6)
-    layer.leave()
-    prefixes = inspect_json(path)["namespaces"][0]["prefixes"]
-    assert (prefixes["roots"], prefixes["tree"][0]["block_tokens"], prefixes["tree"][0]["tokens"]) == (2, 16, 48)
 
 
 @pytest.mark.parametrize("how", ["absent", "header", "version", "unit", "directory", "pipe", "link", "cut", "long"])
@@ -304,26 +279,3 @@ def test_a_hundred_thousand_blocks(path: Path) -> None:
     full = found["homes"][0]["segments"][0]
     assert (full["used_slots"], full["fragmentation"]) == (SEGMENT_SLOTS, None)
     assert found["homes"][0]["read_run_blocks"] == pytest.approx(100_000 / (100 * 20 + 24), rel=0.02)
-
-
-def test_the_guides_of_a_tree() -> None:
-    class Line:
-        def __init__(self, depth: int) -> None:
-            self.depth = depth
-
-    depths = [0, 1, 2, 2, 1, 0, 1, 2, 3]
-    assert _guides([Line(depth) for depth in depths]) == [  # type: ignore[misc]
-        "",
-        "├─",
-        "│ ├─",
-        "│ └─",
-        "└─",
-        "",
-        "└─",
-        "  └─",
-        "    └─",
-    ]
-
-
-def test_fine_bars() -> None:
-    assert [fine_bar(fraction, 2) for fraction in (0, 0.001, 0.5, 0.6, 1)] == ["", "▏", "█", "█▎", "██"]

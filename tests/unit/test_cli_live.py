@@ -27,17 +27,7 @@ def inspect(path: Path, *arguments: str) -> dict[str, Any]:
 
 def test_a_live_engine_is_looked_at_and_its_uses_are_there_afterwards(tmp_path: Path) -> None:
     path = tmp_path / "store"
-    command = [
-        sys.executable,
-        "-m",
-        "support.live_process",
-        "--store",
-        str(path),
-        "--seconds",
-        "3600",
-        "--seed",
-        "3",
-    ]
+    command = [sys.executable, "-m", "support.live_process", "--store", str(path), "--seconds", "3600", "--seed", "3"]
     engine = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     try:
         deadline_s = time.monotonic() + WAIT_S

@@ -13,15 +13,10 @@ import pytest
 from cli_stores import CAP, HYBRID, PLAIN, Owner, leave_home, run
 
 from kvdisk import __version__
-from kvdisk.cli.inspect_tables import SEGMENTS_SHOWN
-from kvdisk.cli.wording import ago, bar, number, plural, printable, share, size
+from kvdisk.cli.inspect import SEGMENTS_SHOWN
+from kvdisk.cli.output import ago, bar, fine_bar, number, plural, printable, share, size
 
 DAY_S = 86400
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store"
 
 
 def lines_with(shown: str, *words: str) -> list[list[str]]:
@@ -117,7 +112,7 @@ def test_neither_vllm_nor_torch_is_needed(path: Path, tmp_path: Path) -> None:
     script = (
         "import sys\nfrom kvdisk.cli.main import app\n"
         f"try:\n    app(['inspect', {str(path)!r}])\nexcept SystemExit as end:\n    print('code', end.code)\n"
-        "print('loaded', sorted({'torch', 'vllm', 'numpy', 'pyarrow'} & set(sys.modules)))\n"
+        "print('loaded', sorted({'torch', 'vllm', 'pyarrow'} & set(sys.modules)))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -184,5 +179,6 @@ def test_shares_bars_and_counts() -> None:
         "100 %",
     ]
     assert [bar(fraction, 4) for fraction in (0, 0.5, 1, 1.7)] == ["░░░░", "██░░", "████", "████"]
+    assert [fine_bar(fraction, 2) for fraction in (0, 0.001, 0.5, 0.6, 1)] == ["", "▏", "█", "█▎", "██"]
     assert (number(12345), number(None), plural(1, "home"), plural(2, "home")) == ("12,345", "?", "1 home", "2 homes")
     assert printable("a\x1bb\n") == "a\N{REPLACEMENT CHARACTER}b\N{REPLACEMENT CHARACTER}"

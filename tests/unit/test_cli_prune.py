@@ -9,15 +9,14 @@ import pty
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_stores import COMMAND, HYBRID, PLAIN, Owner, leave_home, run, run_here
+from cli_stores import COMMAND, HYBRID, PLAIN, leave_home, run, run_here
 from rebuild_stores import MINE, end, make_store, served, stamp, start
 
 from kvdisk.blocks import Slot
-from kvdisk.cli import deleting, prune
+from kvdisk.cli import delete
 from kvdisk.device.control import home_ids
 from kvdisk.device.listing import list_homes
 from kvdisk.device.store import Store
@@ -25,18 +24,6 @@ from kvdisk.errors import DeviceError
 from kvdisk.index.lmdb_index import LmdbIndex
 
 DAY_S = 86400
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def owner(path: Path) -> Iterator[Owner]:
-    owner = Owner(path)
-    yield owner
-    owner.kill()
 
 
 def pruned(*arguments: object, code: int = 0, command: str = "prune") -> dict:
@@ -286,12 +273,12 @@ def test_an_engine_that_comes_between_the_plan_and_the_deletion(path, monkeypatc
     other = leave_home(path, HYBRID, 2, last_use_s=5000)
     owners = []
 
-    def carry_out(store, homes, _real=prune.carry_out):
+    def carry_out(store, homes, _real=delete.carry_out):
         owners.append(start(path))  # it takes one home over, under another name
         owners.append(Store.open(path).hold_home(other))
         return _real(store, homes)
 
-    monkeypatch.setattr(deleting, "carry_out", carry_out)
+    monkeypatch.setattr(delete, "carry_out", carry_out)
     found = pruned(path, command="clear", code=3)
     assert {home["id"]: home["result"] for home in found["homes"]} == {
         other: "in use",
@@ -309,7 +296,7 @@ def test_what_cannot_be_deleted_is_said(path, monkeypatch):
     def fail(*_: object) -> None:
         raise DeviceError(28, "the index cannot be written")
 
-    monkeypatch.setattr(prune, "cut_home", fail)
+    monkeypatch.setattr(delete, "cut_home", fail)
     found = pruned(path, "--to", allocated(path) - 1, code=1)
     assert (found["homes"][0]["result"], "cannot be written" in found["homes"][0]["why"]) == ("failed", True)
     shown = run_here("prune", path, "--to", allocated(path) - 1, "--yes")

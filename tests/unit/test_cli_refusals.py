@@ -19,19 +19,8 @@ from cli_stores import CAP, HYBRID, PLAIN, drop_power, leave_home, run, run_here
 
 from kvdisk.device.store import Store
 
-COMMANDS = {
-    "inspect": [],
-    "verify": [],
-    "repair": [],
-    "prune": ["--to", "0", "--yes"],
-    "clear": ["--yes"],
-}
+COMMANDS = {"inspect": [], "verify": [], "repair": [], "prune": ["--to", "0", "--yes"], "clear": ["--yes"]}
 CHANGING = ("prune", "clear")
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store"
 
 
 class Done(NamedTuple):
@@ -133,6 +122,12 @@ def a_further_directory(path: Path) -> str:
     return f"{path} is part of another store, and cannot be the first directory of one."
 
 
+def inside_a_store(path: Path) -> str:
+    Store.open(path.parent / "around")
+    path.symlink_to(path.parent / "around" / "homes")
+    return f"is not a kvdisk store, but a part of {path.parent / 'around'}."
+
+
 def open_to_others(path: Path) -> str:
     Store.open(path)
     path.chmod(0o777)
@@ -147,7 +142,7 @@ def of_another_user(path: Path) -> str:
 
 CASES: list[Callable[[Path], str]] = [
     no_such_directory, below_a_file, empty, other_files, newer, older, damaged_store_file, no_lock, a_further_directory,
-    open_to_others, of_another_user,
+    inside_a_store, open_to_others, of_another_user,
 ]  # fmt: skip
 
 

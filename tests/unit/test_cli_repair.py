@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 from cli_stores import HYBRID, Owner, leave_home, run, run_here
@@ -13,11 +12,6 @@ from rebuild_stores import file_of, hold, home_path, make_store, served
 
 from kvdisk.device import control, home
 from kvdisk.device.listing import list_homes
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store"
 
 
 def repair(*arguments: object, code: int = 0) -> list[dict]:
@@ -36,6 +30,7 @@ def test_every_home_without_an_owner_gets_its_index_back(path):
     assert found[mine] == {
         "id": mine,
         "result": "rebuilt",
+        "why": None,
         "blocks": 20,
         "segments": 4,
         "older_copies": 0,
@@ -120,17 +115,8 @@ def test_a_drive_that_takes_no_more_is_a_report_too(path, monkeypatch, write):
     assert served(path) == expected
 
 
-def test_what_is_no_store(path, tmp_path):
-    for arguments in ([tmp_path / "nothing"], [tmp_path], [path, "--home", "a" * 32]):
-        done = run_here("repair", *arguments)
-        assert (done.exit_code, done.stdout) == (2, "")
-        assert done.stderr.startswith("kvdisk: ") and done.stderr.count("\n") == 1
+def test_homes_that_are_not_there(path):
     make_store(path)
     assert f"has no home {'a' * 32}" in run_here("repair", path, "--home", "a" * 32).stderr
     shutil.rmtree(home_path(path))
     assert "no home to repair" in run_here("repair", path).stdout
-
-
-def test_the_exit_codes_are_in_the_help():
-    said = run("repair", "--help").stdout
-    assert "Exit codes" in said and "owned by a live engine" in " ".join(said.split())

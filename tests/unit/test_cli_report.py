@@ -11,17 +11,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import pytest
 from cli_stores import HYBRID, PLAIN, Owner, leave_home, run, run_here
 from mass_stores import Layer, build_mass
 
-from kvdisk.cli.block_facts import SegmentLayout
-from kvdisk.cli.report.charts import short
 from kvdisk.cli.report.command import PREFIXES_IN_ALL
-from kvdisk.cli.report.document import MARK, MOST_ROWS, PREFIX_ROWS, document
-from kvdisk.cli.store_facts import SegmentFacts, StoreFacts
-from kvdisk.cli.survey import survey_store
-from kvdisk.device.segment import SegmentFileSummary
+from kvdisk.cli.report.page import MARK, MOST_ROWS, PREFIX_ROWS, page, short
+from kvdisk.cli.survey import Segment, SegmentFile, Survey, survey_store
 from kvdisk.device.store import Store
 
 VOID = {"meta", "br", "line", "rect"}
@@ -78,11 +73,6 @@ def check_alone(text: str) -> None:
     assert len(text.encode()) < MOST_BYTES
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
 def fill(path: Path) -> None:
     layer = Layer(path, PLAIN)
     layer.put_chain("abc", age_s=90)
@@ -128,13 +118,13 @@ def test_the_page_says_what_inspect_says(path: Path, tmp_path: Path) -> None:
         assert int(drawn[name]["data-bytes"]) == prefix["bytes"]
         assert int(drawn[name]["data-below"]) == prefix["below_bytes"]
     assert len(drawn) == 4 + 15, "also those that nobody shares"
-    assert "9 … 9" not in found.text and shown.popitem()[0][:16] in found.text
+    assert "9…9" not in found.text and shown.popitem()[0][:8] in found.text
 
 
 def test_widths_are_shares_of_bytes(path: Path) -> None:
     fill(path)
     facts = survey_store(path, prefixes=100, shared_only=False)
-    found = Page(document(facts))
+    found = Page(page(facts))
     nodes = [each for each in found.with_data("w") if each["class"].split()[0] != "all"]
     total = {each["data-bytes"] for each in found.with_data("w") if each["class"] == "all"}
     assert len(total) == 2
@@ -157,7 +147,7 @@ def test_a_name_from_the_store_is_only_text(path: Path, tmp_path: Path) -> None:
 def test_the_same_facts_give_the_same_page(path: Path) -> None:
     fill(path)
     first, second = (replace(survey_store(path, prefixes=50), surveyed_s=1_800_000_000) for _ in range(2))
-    assert document(first) == document(second)
+    assert page(first) == page(second)
 
 
 def test_a_store_in_use_a_damaged_one_and_an_empty_one(path: Path, tmp_path: Path) -> None:
@@ -213,29 +203,25 @@ def test_the_page_of_a_large_store_is_bounded(path: Path, tmp_path: Path) -> Non
     assert len(found.with_data("key")) == 1500 < made.prompts + made.conversations
     assert text.count("<tr>") < PREFIX_ROWS + MOST_ROWS
     facts = survey_store(path, prefixes=1500, prefixes_in_all=PREFIXES_IN_ALL, shared_only=False)
-    check_alone(document(_multiplied(facts)))
+    check_alone(page(_multiplied(facts)))
 
 
-def _multiplied(facts: StoreFacts) -> StoreFacts:
+def _multiplied(facts: Survey) -> Survey:
     """A store of 300 homes of 5000 segments each, with problems, in 100 namespaces with a tree each."""
-    (home,) = facts.homes
-    (tree,) = facts.trees.values()
-    assert home.record is not None and tree is not None
-    small = tree._replace(prefixes=tree.prefixes[: PREFIXES_IN_ALL // 100])
-    file = SegmentFileSummary(0, 0, 1 << 30, 1 << 30)
+    (home,), (namespace,) = facts.homes, facts.namespaces
+    roots = tuple(replace(root, tree=()) for root in namespace.prefixes.tree[: PREFIXES_IN_ALL // 100])
+    small = replace(namespace.prefixes, tree=roots)
+    files = (SegmentFile(0, 1 << 30, 1 << 30),)
     segments = tuple(
-        SegmentFacts(number, 0, 8192, 400, 300, True, (file,), SegmentLayout(number, 300, 100, 50, 9, 100, 300, 250))
-        for number in range(5000)
+        Segment(number, 0, True, 8192, 400, 300, 300 << 13, 0.75, 100, 50, 9, 1.0, 1.2, files) for number in range(5000)
     )
-    homes = []
-    for number in range(300):
-        fingerprint = bytes([number % 100]) * 32
-        record = replace(home.record, fingerprint=fingerprint)
-        homes.append(
-            replace(home, id=f"{number:032x}", record=record, segments=segments, problems=("something is wrong",) * 3)
-        )
-    trees = {bytes([number]) * 32: small for number in range(100)}
-    return replace(facts, homes=tuple(homes), trees=trees)
+    wrong = ("something is wrong",) * 3
+    homes = [
+        replace(home, id=f"{number:032x}", fingerprint=f"{number % 100:064x}", segments=segments, problems=wrong)
+        for number in range(300)
+    ]
+    namespaces = [replace(namespace, fingerprint=f"{number:064x}", prefixes=small) for number in range(100)]
+    return replace(facts, homes=tuple(homes), namespaces=tuple(namespaces), problems=wrong * 300)
 
 
 def test_short_counts() -> None:

@@ -17,8 +17,7 @@ from rebuild_stores import NoPool, end, make_store, stamp, start
 
 from kvdisk.assembly import assemble_scheduler
 from kvdisk.cli.model_kv import group_layers, model_of
-from kvdisk.cli.size_command import parse_endurance
-from kvdisk.cli.sizing import fit_cpu, fit_nvme, token_bytes
+from kvdisk.cli.size import fit_cpu, fit_nvme, parse_endurance, token_bytes
 from kvdisk.config import Config
 from kvdisk.errors import ConfigError
 
@@ -294,11 +293,11 @@ def test_the_rate_of_a_store_in_use(tmp_path):
     end(parts)
 
 
-def test_neither_vllm_nor_torch_nor_numpy_is_needed(tmp_path):
+def test_neither_vllm_nor_torch_is_needed(tmp_path):
     model = written(tmp_path / "model", GEMMA)
     absent = tmp_path / "absent"
     absent.mkdir()
-    for name in ("torch", "vllm", "numpy", "transformers"):
+    for name in ("torch", "vllm", "transformers"):
         (absent / f"{name}.py").write_text("raise ImportError('this must not be loaded')")
     path = os.pathsep.join([str(absent), *filter(None, sys.path)])
     done = subprocess.run(

@@ -26,11 +26,6 @@ SMALL, WIDE = (group.slot_bytes for group in GEOMETRY.groups)
 BYTES = 2 * (10 * SMALL + 10 * WIDE)
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
 def verified(*arguments: object, code: int = 0) -> dict:
     done = run_here("verify", *arguments, "--json")
     assert (done.exit_code, done.stderr) == (code, "")
@@ -411,11 +406,11 @@ def test_a_block_that_leaves_while_it_is_read_is_not_wrong(path):
 
     verdict = verdict_while(path, evict)
     (home,) = verdict.homes
-    assert (verdict.ok, home.alive, home.changed, home.slots) == (True, True, 2, SLOTS)
+    assert (verdict.ok, home.owner, home.changed_slots, home.slots) == (True, "alive", 2, SLOTS)
     assert "2 slots whose block left meanwhile" not in run_here("verify", path).stdout
     write_block(parts.home, Slot(2, 2), key_of(556), GENERATION + 101, ranks=[0])
     verdict = verify_store([path])
-    assert [(one.rank, one.slot, one.check) for one in verdict.homes[0].findings] == [(0, 2, "key")]
+    assert [(one.rank, one.slot, one.check) for one in verdict.wrong] == [(0, 2, "key")]
     end(parts)
 
 
@@ -432,7 +427,7 @@ def test_the_same_key_in_another_slot_or_generation_has_left_its_slot(path):
         assert parts.index.flush(600)
 
     verdict = verdict_while(path, move)
-    assert (verdict.ok, verdict.homes[0].changed) == (True, 4)
+    assert (verdict.ok, verdict.homes[0].changed_slots) == (True, 4)
     end(parts)
 
 
@@ -447,7 +442,7 @@ def test_a_segment_that_is_dropped_while_it_is_read_is_not_wrong(path):
             segment_room.drop_segment(parts.home, 2, rank)
 
     verdict = verdict_while(path, drop)
-    assert (verdict.ok, verdict.homes[0].changed) == (True, 10)
+    assert (verdict.ok, verdict.homes[0].changed_slots) == (True, 10)
     assert verified(path)["totals"]["slots"] == SLOTS - 10, "the segment's own record is still there"
     end(parts)
 
@@ -458,7 +453,7 @@ def test_a_home_that_is_taken_over_while_it_is_read_is_read_again(path):
     verdict = verdict_while(path, lambda: owners.append(start(path)))
     before, after = verdict.homes
     assert verdict.ok and before.gone and not after.gone
-    assert (before.changed, after.slots, after.alive) == (SLOTS, SLOTS, True)
+    assert (before.changed_slots, after.slots, after.owner) == (SLOTS, SLOTS, "alive")
     end(owners[0])
 
 
@@ -467,7 +462,7 @@ def test_an_index_that_cannot_be_asked_again_clears_nothing(path):
     change(home_path(path) / "segments" / "2" / "rank1.kv", slot_offset(SMALL, 2), b"x")
     data = home_path(path) / "index" / "data.mdb"
     verdict = verdict_while(path, lambda: os.truncate(data, 2 * 4096))
-    assert [one.slot for one in verdict.homes[0].findings] == [2]
+    assert [one.slot for one in verdict.wrong] == [2]
 
 
 def test_ctrl_c_leaves_what_was_found(path):
@@ -480,5 +475,5 @@ def test_ctrl_c_leaves_what_was_found(path):
 
     verdict = verify_store([path], watch=stop)
     assert verdict.stopped and not verdict.ok
-    assert [(one.segment, one.slot) for one in verdict.homes[0].findings] == [(0, 2)]
+    assert [(one.segment, one.slot) for one in verdict.wrong] == [(0, 2)]
     assert 0 < verdict.homes[0].slots < SLOTS

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from kvdisk.blocks import BlockKey, make_block_key
-from kvdisk.cli.block_facts import Prefix
-from kvdisk.cli.block_survey import HomeColumns, join_home
-from kvdisk.cli.prefixes import find_prefixes, grow_forest
+from kvdisk.cli.indexes import HomeColumns, join_home
+from kvdisk.cli.prefixes import Prefix, each_prefix, find_prefixes, grow_forest
 from kvdisk.device.uses import UsesUnit
 from kvdisk.index.base import BlockColumns, SegmentRecord
 from kvdisk.index.columns import ascending
@@ -133,16 +132,13 @@ def test_prefixes_are_those_of_one_by_one(seed):
     homes = [wood.home(at) for at in range(len(wood.rows))]
     expected = wood.expected()
     tree = find_prefixes(homes, grow_forest(homes, TOKENS), TOKENS, 10_000, shared_only=False)
-    found = {(each.key, each.epoch, each.block_tokens): described(each) for each in tree.prefixes}
-    deep = tree.prefixes_total - len(tree.prefixes)
+    listed = list(each_prefix(tree.tree))
+    found = {(each.key, each.epoch, each.block_tokens): described(each) for _, each in listed}
+    deep = tree.total - len(listed)
     assert {name: expected[name] for name in found} == found
-    assert len(expected) == tree.prefixes_total and (deep == 0 or max(each.depth for each in tree.prefixes) == 11)
+    assert len(expected) == tree.total and (deep == 0 or max(depth for depth, _ in listed) == 11)
     few = find_prefixes(homes, grow_forest(homes, TOKENS), TOKENS, 7)
-    assert len(few.prefixes) <= 7
-    best = [each.uses * each.bytes // each.blocks for each in few.prefixes if each.uses is not None]
-    depths = [each.depth for each in few.prefixes]
-    assert len(best) == len(depths) and all(
-        later <= depth + 1 for depth, later in zip([-1, *depths], depths, strict=False)
-    )
-    assert few.hidden_bytes + sum(each.bytes for each in few.prefixes) == SLOT_BYTES * sum(map(len, wood.rows))
-    assert few.hidden_blocks + sum(each.blocks for each in few.prefixes) == sum(each[0] for each in expected.values())
+    shown = [each for _, each in each_prefix(few.tree)]
+    assert len(shown) <= 7 and all(each.uses is not None for each in shown)
+    assert few.hidden_bytes + sum(each.bytes for each in shown) == SLOT_BYTES * sum(map(len, wood.rows))
+    assert few.hidden_blocks + sum(each.blocks for each in shown) == sum(each[0] for each in expected.values())

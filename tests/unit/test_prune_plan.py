@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvdisk.blocks import Slot, make_block_key
-from kvdisk.cli.prune_plan import HomePlan, Stocked, Wish, _ages, make_plan
+from kvdisk.cli.delete import HomePlan, HomeState, Wish, _ages, make_plan
 from kvdisk.device.control import DriveName, HomeRecord
 from kvdisk.geometry import FORMAT_VERSION
 from kvdisk.index.base import BlockRecord
@@ -36,11 +36,11 @@ def chain(segments: Iterable[int], stored_s: int, first: int = 0) -> list[BlockR
 
 def home(
     name: str, last_use_s: int, blocks: list[BlockRecord] | None = None, *, sizes: dict[int, int] | None = None, **more
-) -> Stocked:
+) -> HomeState:
     """Segments of 100 bytes, and 50 bytes beside them."""
     used = sorted({block.slot.segment for block in blocks or ()} | set(sizes or {}))
     given = {"alive": False, "blocks": blocks, "record": record(last_use_s)} | more
-    return Stocked(
+    return HomeState(
         name,
         allocated_bytes=100 * len(used) + 50,
         segment_bytes=dict.fromkeys(used, 100),
@@ -63,10 +63,7 @@ def test_a_head_is_as_young_as_its_youngest_tail():
 def test_epochs_are_apart_and_a_chain_in_a_circle_does_no_harm():
     block = chain([0, 0], 100)
     other = block[1]._replace(epoch=5, stored_s=900)
-    circle = [
-        BlockRecord(0, key(8), Slot(0, 8), 1, key(9), 1),
-        BlockRecord(0, key(9), Slot(0, 9), 1, key(8), 2),
-    ]
+    circle = [BlockRecord(0, key(8), Slot(0, 8), 1, key(9), 1), BlockRecord(0, key(9), Slot(0, 9), 1, key(8), 2)]
     assert [age.last_use_s for age in _ages([*block, other, *circle])] == [100, 100, 900, 1, 2]
 
 
@@ -107,7 +104,7 @@ def test_slot_sizes_go_down_together():
 def test_segments_that_the_index_does_not_know_go_with_any_cut():
     one = home("a", 1000, chain([0, 1, 2], 100))
     unknown = {**one.segment_bytes, 7: 100}
-    one = Stocked("a", one.record, False, 450, one.blocks, unknown, one.slot_bytes)
+    one = HomeState("a", one.record, False, 450, one.blocks, unknown, one.slot_bytes)
     assert chosen(make_plan(Wish(to_bytes=350), [one]).homes) == [("a", False, [7], 0)]
     assert chosen(make_plan(Wish(to_bytes=250), [one]).homes) == [("a", False, [2, 7], 0)]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from kvdisk.cli.wording import size
+from kvdisk.cli.output import size
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import ALIGNMENT
 

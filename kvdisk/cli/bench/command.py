@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import json
 import sys
-from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from kvdisk.cli.amounts import parse_size
 from kvdisk.cli.bench.cases import DEVICES, Part, Settings
+from kvdisk.cli.output import Exit, parse_size, refusal
 from kvdisk.cli.output import as_json as plain
-from kvdisk.cli.refusal import refusal
 from kvdisk.errors import ConfigError, KvdiskError
 
 if TYPE_CHECKING:
@@ -32,14 +30,6 @@ Devices = Annotated[
     list[str], typer.Option("--device", metavar="NAME", help="Only this device; may be given several times.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
-
-
-class Exit(IntEnum):
-    """Exit codes. REFUSED: nothing was measured, one sentence says why."""
-
-    MEASURED = 0
-    FAILED = 1
-    REFUSED = 2
 
 
 def bench(
@@ -78,9 +68,9 @@ def bench(
         settings.check()
         run = _measure(settings)
     except ConfigError as error:
-        raise refusal(str(error), Exit.REFUSED) from None
+        raise refusal(str(error), Exit.NOTHING_DONE) from None
     except KvdiskError as error:
-        raise refusal(str(error), Exit.FAILED) from None
+        raise refusal(str(error), Exit.WRONG) from None
     if as_json:
         typer.echo(json.dumps(plain(run), indent=2))
         return

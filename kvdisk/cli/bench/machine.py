@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvdisk import __version__
-from kvdisk.cli.wording import size
+from kvdisk.cli.output import size
 
 
 @dataclass(frozen=True)

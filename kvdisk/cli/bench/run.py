@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvdisk.cli.bench import mover
 from kvdisk.cli.bench.cases import Case, Flow, Part, Result, Sample, Settings
 from kvdisk.cli.bench.machine import Machine, describe
-from kvdisk.cli.wording import size
+from kvdisk.cli.output import size
 from kvdisk.device.base import Device
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.pair import PairDevice

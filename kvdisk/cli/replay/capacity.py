@@ -84,7 +84,7 @@ def nvme_bytes_for(slots: int, geometry: Geometry) -> int:
 
 
 def _nvme_slots(byte_count: int, geometry: Geometry) -> int:
-    from kvdisk.cli.sizing import fit_nvme
+    from kvdisk.cli.size import fit_nvme
 
     try:
         return fit_nvme(geometry, byte_count, 1).blocks

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import sys
-from enum import IntEnum
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from kvdisk.cli.output import Exit, refusal
 from kvdisk.cli.output import as_json as plain
-from kvdisk.cli.refusal import refusal
 from kvdisk.cli.replay.readers import Form
 from kvdisk.config import Config, parse_bytes
 from kvdisk.errors import ConfigError, KvdiskError
@@ -72,14 +71,6 @@ Processes = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
-class Exit(IntEnum):
-    """Exit codes. FAILED: blocks could not be loaded or stored. REFUSED: nothing was replayed, and it says why."""
-
-    REPLAYED = 0
-    FAILED = 1
-    REFUSED = 2
-
-
 def replay(
     path: TraceFile,
     form: TraceForm = Form.AUTO,
@@ -127,13 +118,13 @@ def replay(
         settings = _settings(trace, size, split(cpu), split(nvme), gpu, policies)
         replayed = _replay(trace, settings, models, size, processes, io_directory)
     except KvdiskError as error:
-        raise refusal(f"{str(error).removesuffix('.')}.", Exit.REFUSED) from None
+        raise refusal(f"{str(error).removesuffix('.')}.", Exit.NOTHING_DONE) from None
     if as_json:
         typer.echo(json.dumps(plain(replayed), indent=2))
     else:
         _show(replayed)
     failed = any(sum(run.failed.values()) for run in replayed.own)
-    raise typer.Exit(Exit.FAILED if failed else Exit.REPLAYED)
+    raise typer.Exit(Exit.WRONG if failed else Exit.FINE)
 
 
 def _models(names: list[str]) -> list[str]:

@@ -9,8 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvdisk.cli.output import number, plural, size
 from kvdisk.cli.replay.run import REASONS, Replayed, Run, TraceFacts
-from kvdisk.cli.wording import number, plural, size
 
 _TIERS = {"gpu": "GPU", "cpu": "CPU", "nvme": "NVMe"}
 

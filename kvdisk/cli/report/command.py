@@ -6,7 +6,6 @@ With ``--json`` it prints one object: json_version (1), path, bytes, problems.
 
 from __future__ import annotations
 
-import json
 import os
 import webbrowser
 from pathlib import Path
@@ -14,10 +13,20 @@ from typing import Annotated
 
 import typer
 
-from kvdisk.cli.inspect_command import Exit
-from kvdisk.cli.refusal import StoreDirectories, refusing, store_paths
+from kvdisk.cli.output import (
+    AsJson,
+    Exit,
+    StoreDirectories,
+    new_file,
+    plural,
+    print_json,
+    printable,
+    refusing,
+    size,
+    store_paths,
+)
+from kvdisk.cli.report.page import MARK, page
 from kvdisk.cli.survey import survey_store
-from kvdisk.cli.wording import plural, printable, size
 from kvdisk.errors import ConfigError
 
 PREFIXES, PREFIXES_IN_ALL = 1500, 2400
@@ -31,7 +40,7 @@ def report(
     ] = Path("kvdisk-report.html"),
     show: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is no report.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Draw a store as one HTML file: what inspect shows, with pictures. It opens without a network.
 
@@ -45,29 +54,26 @@ def report(
 
     [cyan]2[/cyan]  no report: not a store, no permission, a newer format, or wrong usage
     """
-    from kvdisk.cli.report.document import document
-
     paths = store_paths(directories)
     with refusing(paths):
         _check_target(target, force=force)
-        facts = survey_store(paths, prefixes=PREFIXES, prefixes_in_all=PREFIXES_IN_ALL, shared_only=False)
-        length_bytes = _write(target, document(facts))
+        survey = survey_store(paths, prefixes=PREFIXES, prefixes_in_all=PREFIXES_IN_ALL, shared_only=False)
+        data = page(survey).encode()
+        with new_file(target) as temporary:
+            temporary.write_bytes(data)
     if as_json:
-        done = {"path": str(target), "bytes": length_bytes, "problems": list(facts.problems)}
-        typer.echo(json.dumps({"json_version": 1, **done}, indent=2))
+        print_json({"json_version": 1, "path": target, "bytes": len(data), "problems": survey.problems})
     else:
-        typer.echo(f"{printable(target)} ({size(length_bytes)})")
-        if facts.problems:
-            typer.echo(f"kvdisk: {plural(len(facts.problems), 'problem')}; the report names them", err=True)
+        typer.echo(f"{printable(target)} ({size(len(data))})")
+        if survey.problems:
+            typer.echo(f"kvdisk: {plural(len(survey.problems), 'problem')}; the report names them", err=True)
     if show and not webbrowser.open(target.resolve().as_uri()):
         typer.echo("kvdisk: no browser could be opened", err=True)
-    raise typer.Exit(Exit.WRONG if facts.problems else Exit.FINE)
+    raise typer.Exit(Exit.WRONG if survey.problems else Exit.FINE)
 
 
 def _check_target(target: Path, *, force: bool) -> None:
     """Raise ConfigError where the report cannot be written, before the store is read."""
-    from kvdisk.cli.report.document import MARK
-
     if target.is_dir():
         raise ConfigError(f"{target} is a directory")
     if not target.parent.is_dir():
@@ -80,18 +86,3 @@ def _check_target(target: Path, *, force: bool) -> None:
             raise ConfigError(f"{target} cannot be read ({error.strerror})") from None
         if not is_report:
             raise ConfigError(f"{target} exists, and is no report; --force replaces it")
-
-
-def _write(target: Path, text: str) -> int:
-    """Put the report into its place, whole; return its bytes. Raises ConfigError."""
-    data = text.encode()
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        try:
-            temporary.write_bytes(data)
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{target} cannot be written ({error.strerror})") from None
-    return len(data)

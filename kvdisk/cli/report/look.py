@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Style and script of the report, as they are put into its document. Nothing here comes from a store."""
+"""Style and script of the report. Nothing here comes from a store."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kvdisk size``: what a model's KV takes, how much of it fits, and how long the drive lasts.
 
-What ``--json`` prints, one object whose shape changes only with ``json_version``; bytes are integers, ``null`` is what
-was not asked for or does not apply::
+What ``--json`` prints, one object whose shape changes only with ``json_version``; bytes are
+integers, ``null`` is what was not asked for or does not apply::
 
     json_version       1
     kvdisk_version     of the command
@@ -14,7 +14,7 @@ was not asked for or does not apply::
     token_bytes_drive  of one token on the drive, without headers and padding
     groups[]           KV-cache groups: group, window_tokens, block_tokens, payload_bytes, slot_bytes (on one rank)
     context_tokens     of a conversation
-    cpu, nvme          capacity_bytes, tokens, blocks (of all groups), used_bytes (payloads), conversations
+    cpu, nvme          ``Fit``
     writes             bytes_per_day, measured_s (the time looked back on; null: given), at_least
     endurance          bytes (that the drives take), days
     notes              sentences about what had to be assumed
@@ -22,37 +22,51 @@ was not asked for or does not apply::
 
 from __future__ import annotations
 
-import json
-from enum import IntEnum
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from kvdisk import __version__
-from kvdisk.cli.amounts import parse_size
+from kvdisk.blocks import group_of
+from kvdisk.cli.indexes import Records
 from kvdisk.cli.model_kv import ModelKv, read_model
-from kvdisk.cli.refusal import NOTHING_DONE, refusal, refusing, store_paths
-from kvdisk.cli.sizing import Fit, WriteRate, fit_cpu, fit_nvme, measure_writes, token_bytes
-from kvdisk.cli.terminal import report_console
-from kvdisk.cli.wording import number, plural, printable, share
-from kvdisk.cli.wording import size as in_words
-from kvdisk.errors import ConfigError
+from kvdisk.cli.output import (
+    AsJson,
+    Exit,
+    make_lines,
+    number,
+    parse_size,
+    plural,
+    print_json,
+    printable,
+    refusal,
+    refusing,
+    report_console,
+    share,
+    store_paths,
+)
+from kvdisk.cli.output import size as in_words
+from kvdisk.config import Config
+from kvdisk.device.cap import HOME_OVERHEAD_BYTES, uses_charge_bytes
+from kvdisk.device.listing import list_homes
+from kvdisk.device.rebuild import HomeShape
+from kvdisk.errors import ConfigError, CorruptRecord
 from kvdisk.geometry import Geometry
+from kvdisk.index.lmdb_index import map_bytes_for
+from kvdisk.index.reader_process import read_indexes
+from kvdisk.manager.nvme_layout import NvmeLayout
 
-JSON_VERSION = 1
+DAY_S = 86400
 _BLOCK_TOKENS, _MLA_BLOCK_TOKENS = 16, 64
 _CONTEXT_TOKENS = 32768
 _MOST_RANKS = 1024
-
-
-class Exit(IntEnum):
-    """Exit codes."""
-
-    SHOWN = 0
-    REFUSED = NOTHING_DONE
 
 
 class Answer(NamedTuple):
@@ -104,7 +118,6 @@ Endurance = Annotated[
     str | None,
     typer.Option("--drive-endurance", metavar="BYTES", help="What the drives take before they wear out: 1.2PB."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def size(
@@ -138,11 +151,12 @@ def size(
         known = read_model(model, dtype, kv_dtype)
         block_tokens = block_size if block_size is not None else _MLA_BLOCK_TOKENS if known.mla else _BLOCK_TOKENS
         longest = min(known.longest_tokens or _CONTEXT_TOKENS, _CONTEXT_TOKENS)
+        tokens = longest if context is None else context
         for name, value, most in (
             ("--tp", tp, _MOST_RANKS),
             ("--block-size", block_tokens, 1 << 16),
             ("--drives", drives, _MOST_RANKS),
-            ("--context", longest if context is None else context, 1 << 40),
+            ("--context", tokens, 1 << 40),
         ):
             if not 1 <= value <= most:
                 raise ConfigError(f"{name} must be 1 to {most:,}, not {value}.")
@@ -151,9 +165,9 @@ def size(
         answer = Answer(
             known,
             geometry,
-            longest if context is None else context,
-            None if cpu is None else fit_cpu(geometry, parse_size("--cpu", cpu)),
-            None if nvme is None else fit_nvme(geometry, parse_size("--nvme", nvme), drives),
+            tokens,
+            None if cpu is None else fit_cpu(geometry, parse_size("--cpu", cpu), tokens),
+            None if nvme is None else fit_nvme(geometry, parse_size("--nvme", nvme), drives, tokens),
             writes,
             given,
             None if endurance is None else parse_endurance(endurance),
@@ -162,10 +176,10 @@ def size(
     except ConfigError as error:
         raise refusal(_as_option(str(error))) from None
     if as_json:
-        typer.echo(json.dumps(answer_as_json(answer), indent=2))
+        _print_json(answer)
     else:
         _print(answer, report_console())
-    raise typer.Exit(Exit.SHOWN)
+    raise typer.Exit(Exit.FINE)
 
 
 def _as_option(sentence: str) -> str:
@@ -174,7 +188,7 @@ def _as_option(sentence: str) -> str:
 
 
 def parse_endurance(text: str) -> int:
-    """Read what drives take, as their makers write it: ``600TB``, ``1.2PB``, ``600TBW``. Raises ConfigError."""
+    """Read what drives take, as makers write it: ``600TB``, ``1.2PBW``. Raises ConfigError."""
     stripped = text.strip().upper().removesuffix("W")
     if stripped.endswith("PB"):
         stripped, factor = stripped.removesuffix("PB") + "TB", 1000
@@ -201,14 +215,98 @@ def _writes(text: str | None) -> tuple[WriteRate | None, int | None]:
     return None, parse_size("--write-rate", text)
 
 
+# -- what fits, and what was written -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What fits into a tier. ``tokens``: with the KV of all their KV-cache groups.
+
+    ``blocks``: of all groups together. ``used_bytes``: payloads of so many tokens, on all ranks;
+    the rest of ``capacity_bytes`` is headers, padding, index, and what no whole segment or block
+    fits into.
+    """
+
+    capacity_bytes: int
+    tokens: int
+    blocks: int
+    used_bytes: int
+    conversations: int
+
+
+class WriteRate(NamedTuple):
+    """What a store's engines wrote lately. ``seconds``: the time looked back on."""
+
+    bytes_per_day: int
+    seconds: int
+
+
+def token_bytes(geometry: Geometry, parts: int) -> float:
+    """Return the bytes of KV of one token on so many parts: ranks in memory, parts on the drive."""
+    return sum(group.payload_bytes / group.block_tokens for group in geometry.groups) * parts
+
+
+def fit_cpu(geometry: Geometry, cpu_bytes: int, context_tokens: int = _CONTEXT_TOKENS) -> Fit:
+    """Return what fits into the CPU tier, over all ranks. Raises ConfigError where nothing does."""
+    slots = geometry.cpu_slots(cpu_bytes)
+    if cpu_bytes and not all(slots):
+        largest = max(geometry.slot_sizes) * geometry.rank_count
+        raise ConfigError(f"cpu_bytes {cpu_bytes} holds no block of each kind; one needs up to {largest} bytes.")
+    return _fit(geometry, slots, cpu_bytes, geometry.rank_count, context_tokens)
+
+
+def fit_nvme(geometry: Geometry, nvme_bytes: int, drive_count: int, context_tokens: int = _CONTEXT_TOKENS) -> Fit:
+    """Return what fits into the NVMe tier. Raises ConfigError where nothing does."""
+    budget_bytes = max(0, nvme_bytes - HOME_OVERHEAD_BYTES)
+    segment_bytes = Config().segment_bytes
+    layout = NvmeLayout.make(budget_bytes, segment_bytes, geometry, map_bytes_for, uses_charge_bytes, drive_count)
+    return _fit(geometry, layout.class_slots(geometry), nvme_bytes, geometry.part_count, context_tokens)
+
+
+def _fit(geometry: Geometry, slots: Sequence[int], capacity_bytes: int, parts: int, context_tokens: int) -> Fit:
+    """Count tokens all of whose blocks have slots. ``slots``: by size class."""
+    per_token = [0.0] * len(slots)
+    for group, size_class in zip(geometry.groups, geometry.size_classes, strict=True):
+        per_token[size_class] += 1 / group.block_tokens
+    tokens = int(min(count / needed for count, needed in zip(slots, per_token, strict=True)))
+    tokens -= tokens % geometry.step_tokens
+    blocks = sum(tokens // group.block_tokens for group in geometry.groups)
+    used_bytes = round(tokens * token_bytes(geometry, parts))
+    return Fit(capacity_bytes, tokens, blocks, used_bytes, tokens // context_tokens)
+
+
+def measure_writes(directories: Sequence[Path], now_s: int | None = None) -> WriteRate | None:
+    """Return what a store's engines wrote in the last 24 hours, from when its blocks were stored.
+
+    None: nothing. At least so much: blocks that have left in the meantime do not count. Of a store
+    that is younger the time since its first home was made counts. Raises as ``list_homes``.
+    """
+    now_s = int(time.time()) if now_s is None else now_s
+    summaries = [summary for summary in list_homes(directories) if summary.record is not None]
+    written = 0
+    began_s = now_s
+    for summary, index in zip(summaries, read_indexes([one.index_path for one in summaries]), strict=True):
+        assert summary.record is not None
+        began_s = min(began_s, summary.record.created_s)
+        try:
+            shape = HomeShape.of(summary.record.fingerprint, summary.record.description)
+        except CorruptRecord:
+            continue
+        blocks = Records(index.blocks).columns
+        stored_s = blocks.stored_s.astype(np.int64)
+        for row in np.flatnonzero((now_s - DAY_S <= stored_s) & (stored_s <= now_s)).tolist():
+            if (group := group_of(blocks.keys[row])) < len(shape.groups):
+                written += shape.groups[group].slot_bytes * shape.rank_count
+    seconds = min(DAY_S, max(1, now_s - began_s))
+    return WriteRate(round(written * DAY_S / seconds), seconds) if written else None
+
+
 # -- for people --------------------------------------------------------------------------------
 
 
 def _print(answer: Answer, console: Console) -> None:
     model, geometry = answer.model, answer.geometry
-    lines = Table.grid(padding=(0, 2))
-    lines.add_column(style="bold", no_wrap=True)
-    lines.add_column(overflow="fold")
+    lines = make_lines()
     lines.add_row("Model", printable(_described(model)))
     each = token_bytes(geometry, 1)
     all_ranks = token_bytes(geometry, geometry.rank_count)
@@ -227,7 +325,7 @@ def _print(answer: Answer, console: Console) -> None:
     console.print(lines)
     tiers = [(name, fit) for name, fit in (("CPU", answer.cpu), ("NVMe", answer.nvme)) if fit is not None]
     if tiers:
-        console.print(_tiers(tiers, answer.context_tokens))
+        console.print(_tiers(tiers))
     _print_wear(answer, console)
     for note in answer.notes:
         console.print(f"  · {printable(note)}", soft_wrap=True, style="dim")
@@ -245,7 +343,7 @@ def _described(model: ModelKv) -> str:
     return f"{model.kind}: {layers}{windows}, {heads}, {model.dtype}"
 
 
-def _tiers(tiers: list[tuple[str, Fit]], context_tokens: int) -> Table:
+def _tiers(tiers: list[tuple[str, Fit]]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("\nTier", style="bold")
     for header in ("\nBytes", "\nTokens", "\nBlocks", "Conver-\nsations", "\nPayload"):
@@ -256,7 +354,7 @@ def _tiers(tiers: list[tuple[str, Fit]], context_tokens: int) -> Table:
             in_words(fit.capacity_bytes),
             number(fit.tokens),
             number(fit.blocks),
-            number(fit.tokens // context_tokens),
+            number(fit.conversations),
             share(fit.used_bytes / fit.capacity_bytes) if fit.capacity_bytes else "?",
         )
     return table
@@ -268,9 +366,7 @@ def _print_wear(answer: Answer, console: Console) -> None:
     how = ""
     if answer.writes is not None:
         how = f", measured over {answer.writes.seconds / 3600:.1f} h; at least, since what has left is not counted"
-    lines = Table.grid(padding=(0, 2))
-    lines.add_column(style="bold", no_wrap=True)
-    lines.add_column(overflow="fold")
+    lines = make_lines()
     lines.add_row("\nWrites", f"\n{in_words(answer.bytes_per_day)} a day{how}")
     if answer.days is not None:
         years = f" ({answer.days / 365:.1f} years)" if answer.days >= 365 else ""
@@ -285,52 +381,34 @@ def _print_wear(answer: Answer, console: Console) -> None:
 # -- for programs ------------------------------------------------------------------------------
 
 
-def answer_as_json(answer: Answer) -> dict[str, Any]:
-    """Return the object that the module describes, of plain JSON values."""
-    model, geometry = answer.model, answer.geometry
-    return {
-        "json_version": JSON_VERSION,
-        "kvdisk_version": __version__,
-        "model": {
-            "kind": model.kind,
-            "layers": len(model.windows),
-            "kv_heads": model.kv_heads,
-            "head_elements": model.head_elements,
-            "mla": model.mla,
-            "dtype": model.dtype,
-            "longest_tokens": model.longest_tokens,
-        },
-        "tensor_parallel": geometry.rank_count,
-        "block_tokens": geometry.hash_tokens,
-        "token_bytes": round(token_bytes(geometry, geometry.rank_count)),
-        "token_bytes_rank": round(token_bytes(geometry, 1)),
-        "token_bytes_drive": round(token_bytes(geometry, geometry.part_count)),
-        "groups": [
-            {
-                "group": group.group,
-                "window_tokens": group.window_tokens,
-                "block_tokens": group.block_tokens,
-                "payload_bytes": group.payload_bytes,
-                "slot_bytes": group.slot_bytes,
-            }
-            for group in geometry.groups
-        ],
-        "context_tokens": answer.context_tokens,
-        "cpu": _fit_as_json(answer.cpu, answer.context_tokens),
-        "nvme": _fit_as_json(answer.nvme, answer.context_tokens),
-        "writes": None
-        if answer.bytes_per_day is None
-        else {
-            "bytes_per_day": answer.bytes_per_day,
-            "measured_s": answer.writes.seconds if answer.writes else None,
-            "at_least": answer.writes is not None,
-        },
-        "endurance": None
-        if answer.endurance_bytes is None
-        else {"bytes": answer.endurance_bytes, "days": None if answer.days is None else round(answer.days, 1)},
-        "notes": list(answer.notes),
-    }
-
-
-def _fit_as_json(fit: Fit | None, context_tokens: int) -> dict[str, int] | None:
-    return None if fit is None else {**fit._asdict(), "conversations": fit.tokens // context_tokens}
+def _print_json(answer: Answer) -> None:
+    model, geometry, writes, days = answer.model, answer.geometry, answer.writes, answer.days
+    model_names = ("kind", "kv_heads", "head_elements", "mla", "dtype", "longest_tokens")
+    group_names = ("group", "window_tokens", "block_tokens", "payload_bytes", "slot_bytes")
+    print_json(
+        {
+            "json_version": 1,
+            "kvdisk_version": __version__,
+            "model": {name: getattr(model, name) for name in model_names} | {"layers": len(model.windows)},
+            "tensor_parallel": geometry.rank_count,
+            "block_tokens": geometry.hash_tokens,
+            "token_bytes": round(token_bytes(geometry, geometry.rank_count)),
+            "token_bytes_rank": round(token_bytes(geometry, 1)),
+            "token_bytes_drive": round(token_bytes(geometry, geometry.part_count)),
+            "groups": [{name: getattr(group, name) for name in group_names} for group in geometry.groups],
+            "context_tokens": answer.context_tokens,
+            "cpu": answer.cpu,
+            "nvme": answer.nvme,
+            "writes": None
+            if answer.bytes_per_day is None
+            else {
+                "bytes_per_day": answer.bytes_per_day,
+                "measured_s": writes.seconds if writes else None,
+                "at_least": writes is not None,
+            },
+            "endurance": None
+            if answer.endurance_bytes is None
+            else {"bytes": answer.endurance_bytes, "days": None if days is None else round(days, 1)},
+            "notes": answer.notes,
+        }
+    )

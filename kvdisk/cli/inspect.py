@@ -1,0 +1,462 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvdisk inspect``: what a store holds, as tables for people; as JSON it is ``survey.Survey``."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.columns import Columns
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvdisk.cli.block import print_block, survey_block
+from kvdisk.cli.export import export_blocks
+from kvdisk.cli.output import (
+    ID_LETTERS,
+    WIDE,
+    AsJson,
+    Exit,
+    add_column,
+    ago,
+    bar,
+    fine_bar,
+    make_lines,
+    make_table,
+    number,
+    plural,
+    print_json,
+    print_list,
+    printable,
+    refusing,
+    report_console,
+    share,
+    short_model,
+    size,
+    store_paths,
+    unknown,
+)
+from kvdisk.cli.prefixes import Prefix
+from kvdisk.cli.survey import (
+    AGE_NAMES,
+    PREFIXES,
+    REUSE_NAMES,
+    Home,
+    Namespace,
+    Segment,
+    Survey,
+    fragmentation,
+    survey_store,
+)
+from kvdisk.errors import ConfigError
+from kvdisk.geometry import FILE_EPOCH
+
+LEAST_DIGITS = 8
+MOST_PREFIXES = 10_000
+SEGMENTS_SHOWN = 16
+PROBLEMS_SHOWN = 20
+_BAR_LETTERS = 24
+_FINE_BAR_LETTERS = 10
+
+DirectoriesAndKey = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="DIR... [KEY]",
+        help="The store: all that store_dirs names. KEY: show one block, by 8 or more hex digits of its key.",
+        readable=False,
+    ),
+]
+
+
+def inspect(
+    directories: DirectoriesAndKey,
+    as_json: AsJson = False,
+    everything: Annotated[bool, typer.Option("--all", help="List every segment and every problem.")] = False,
+    prefixes: Annotated[
+        int,
+        typer.Option("--prefixes", metavar="N", min=0, max=MOST_PREFIXES, help="Show the N biggest shared prefixes."),
+    ] = PREFIXES,
+    target: Annotated[
+        Path | None,
+        typer.Option(
+            "--export", metavar="FILE", help="Write a row for each block into a .csv or .parquet file instead."
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file of --export.")] = False,
+) -> None:
+    """Show what a store holds: namespaces, homes, segments and drives; how old blocks are, and which are used again.
+
+    With a KEY, one block: its record, the slot of every rank, its chain. Only reads, so it may look into a store that
+    engines are using, or into a copy. Needs neither a GPU nor vLLM.
+
+    [bold]Exit codes[/bold]
+
+    [cyan]0[/cyan]  all is fine
+
+    [cyan]1[/cyan]  something in the store is wrong, such as an index that cannot be read; the report says what
+
+    [cyan]2[/cyan]  no report: not a store, no permission, a newer format, or wrong usage
+    """
+    *paths, last = directories
+    wanted = _key_of(last) if paths else None
+    paths = store_paths(paths if wanted is not None else directories)
+    console = report_console()
+    with refusing(paths):
+        if target is not None:
+            if wanted is not None:
+                raise ConfigError("--export writes all blocks, and takes no KEY")
+            problems = _export(paths, target, force, as_json)
+        elif wanted is not None:
+            if len(wanted) < LEAST_DIGITS:
+                raise ConfigError(f"{wanted} is no directory, and a KEY has {LEAST_DIGITS} hex digits or more")
+            block = survey_block(paths, wanted)
+            problems = block.problems
+            print_json(block) if as_json else print_block(block, console, everything=everything)
+        else:
+            survey = survey_store(paths, prefixes=prefixes)
+            problems = survey.problems
+            print_json(survey) if as_json else print_survey(survey, console, everything=everything)
+    raise typer.Exit(Exit.WRONG if problems else Exit.FINE)
+
+
+def _key_of(last: Path) -> str | None:
+    """Return the digits of a KEY if the last argument is one: hex, and no file of that name."""
+    digits = str(last).lower()
+    is_key = re.fullmatch("[0-9a-f]+", digits) and not os.path.lexists(last)
+    return digits if is_key else None
+
+
+def _export(paths: Sequence[Path], target: Path, force: bool, as_json: bool) -> tuple[str, ...]:
+    done = export_blocks(paths, target, force=force)
+    if as_json:
+        print_json(done)
+    else:
+        said = f"{plural(done.rows, 'block')} of {plural(done.homes, 'home')}"
+        typer.echo(f"{said} in {target} ({size(done.bytes)})")
+        for problem in done.problems:
+            typer.echo(f"kvdisk: {printable(problem)}", err=True)
+    return done.problems
+
+
+def print_survey(survey: Survey, console: Console, *, everything: bool) -> None:
+    """Print what a store holds. ``everything``: all segments and problems, however many.
+
+    ``console`` must not read markup: names come from files.
+    """
+    width = console.width
+    console.print(_summary(survey))
+    if survey.homes:
+        if survey.namespaces:
+            console.print(namespaces_table(survey, width))
+        console.print(homes_table(survey, width))
+        if any(home.segments for home in survey.homes):
+            console.print(segments_table(survey, width, None if everything else SEGMENTS_SHOWN))
+        if len(survey.drives) > 1:
+            console.print(_drives(survey, width))
+        if survey.totals.blocks:
+            console.print(Columns([_ages(survey, width), _reuse(survey, width)], padding=(0, 4)))
+        for namespace in survey.namespaces:
+            _print_prefixes(survey, namespace, console)
+    title = plural(len(survey.problems), "problem")
+    print_list(title, survey.problems, console, None if everything else PROBLEMS_SHOWN, "--all lists them")
+
+
+def _summary(survey: Survey) -> Table:
+    lines, totals, store = make_lines(), survey.totals, survey.store
+    made = "" if store.created_s is None else f"  (made {ago(store.created_s, survey.surveyed_s)})"
+    lines.add_row("Store", Text.assemble((printable(store.path), "bold cyan"), (made, "dim")))
+    if not survey.homes:
+        lines.add_row("Homes", "none: no engine has used this store yet")
+        return lines
+    alive, orphans = totals.live_homes, totals.homes - totals.live_homes
+    owners = [text for count, text in ((alive, f"{alive} alive"), (orphans, plural(orphans, "orphan"))) if count]
+    homes = f"{plural(totals.homes, 'home')} ({', '.join(owners)})"
+    lines.add_row("Homes", f"{homes} in {plural(totals.namespaces, 'namespace')}")
+    unread = totals.unreadable_homes
+    without = f", without {plural(unread, 'home')} that cannot be read" if unread else ""
+    lines.add_row("Blocks", Text.assemble(f"{number(totals.blocks)} in {size(totals.used_bytes)}", (without, "red")))
+    lines.add_row("Allocated", _allocated(survey))
+    if totals.oldest_stored_s is not None and totals.newest_stored_s is not None:
+        oldest, newest = (ago(each, survey.surveyed_s) for each in (totals.oldest_stored_s, totals.newest_stored_s))
+        lines.add_row("Stored", f"oldest {oldest}, newest {newest}")
+    return lines
+
+
+def _allocated(survey: Survey) -> Text:
+    allocated_bytes, cap_bytes = survey.totals.allocated_bytes, survey.totals.cap_bytes
+    if not cap_bytes:
+        return Text.assemble(size(allocated_bytes), ("  (no live owner, so no cap)", "dim"))
+    fraction = allocated_bytes / cap_bytes
+    said = f"{size(allocated_bytes)} of {size(cap_bytes)}  "
+    return Text.assemble(said, (bar(fraction, _BAR_LETTERS), "cyan"), f" {share(fraction)}")
+
+
+def namespaces_table(survey: Survey, width: int) -> Table:
+    """Return the table of namespaces."""
+    table = make_table("Namespaces", width)
+    add_column(table, "Namespace", style="magenta")
+    table.add_column("Model", overflow="fold")
+    add_column(table, "KV dtype")
+    for header in ("TP", "Block\nsize", "Epochs", "Homes", "Blocks", "Stored"):
+        add_column(table, header, "right")
+    for each in survey.namespaces:
+        more = (" +?", "red") if each.unreadable_homes else ""
+        sums = [Text.assemble(number(each.blocks), more), Text.assemble(size(each.used_bytes), more)]
+        table.add_row(
+            each.fingerprint[:ID_LETTERS],
+            short_model(each.model),
+            _dtype(each),
+            printable(each.ranks if each.tensor_parallel is None else each.tensor_parallel),
+            "/".join(dict.fromkeys(printable(group.block_tokens) for group in each.groups)) or "?",
+            _epochs(each),
+            number(len(each.homes)),
+            *([unknown(), unknown()] if each.unreadable_homes == len(each.homes) else sums),
+        )
+    return table
+
+
+def homes_table(survey: Survey, width: int) -> Table:
+    """Return the table of homes."""
+    table = make_table("Homes", width)
+    add_column(table, "Home", style="cyan")
+    add_column(table, "Namespace", style="magenta")
+    add_column(table, "Owner")
+    add_column(table, "Clean")
+    for header in ("Blocks", "Allocated", "Cap", "Fill", "Frag", "Last use"):
+        add_column(table, header, "right")
+    for home in survey.homes:
+        table.add_row(
+            home.id[:ID_LETTERS],
+            unknown() if home.fingerprint is None else home.fingerprint[:ID_LETTERS],
+            Text("alive", "green") if home.alive else Text("orphan", "yellow"),
+            _clean(home),
+            _count(home.blocks),
+            size(home.allocated_bytes),
+            unknown() if home.cap_bytes is None else size(home.cap_bytes),
+            unknown() if home.fill is None else share(home.fill),
+            _dash_or(home.fragmentation),
+            unknown() if home.last_use_s is None else ago(home.last_use_s, survey.surveyed_s),
+        )
+    return table
+
+
+def segments_table(survey: Survey, width: int, most: int | None) -> Table:
+    """Return the table of segments, at most so many of each home."""
+    table = make_table("Segments", width)
+    add_column(table, "Home", style="cyan")
+    for header in ("Segment", "Drive", "Slot", "Slots", "Used"):
+        add_column(table, header, "right")
+    add_column(table, "Fill")
+    add_column(table, "Frag", "right")
+    if width >= WIDE:
+        add_column(table, "Run", "right")
+    table.add_column("Files", overflow="fold")
+    for home in survey.homes:
+        name = home.id[:ID_LETTERS]
+        for segment in home.segments[:most]:
+            run = "-" if segment.read_run_blocks is None else f"{segment.read_run_blocks:.1f}"
+            table.add_row(
+                name,
+                str(segment.segment),
+                str(segment.drive),
+                size(segment.slot_bytes),
+                number(segment.slots),
+                _count(segment.used_slots),
+                unknown() if segment.fill is None else _fill_bar(segment.fill),
+                _dash_or(segment.fragmentation),
+                *([run] if width >= WIDE else []),
+                _files(segment, home.ranks),
+            )
+            name = ""
+        if most is not None and len(home.segments) > most:
+            _add_rest(table, home, home.segments[most:], width)
+        table.add_section()
+    return table
+
+
+def _add_rest(table: Table, home: Home, rest: Sequence[Segment], width: int) -> None:
+    slots = sum(segment.slots or 0 for segment in rest)
+    used = sum(segment.used_slots or 0 for segment in rest) if home.index_readable else None
+    length_bytes = sum(file.length_bytes for segment in rest for file in segment.files)
+    table.add_row(
+        "",
+        f"{len(rest)} more",
+        "",
+        "",
+        number(slots),
+        _count(used),
+        Text("") if used is None or not slots else _fill_bar(used / slots),
+        _dash_or(fragmentation(rest)),
+        *([""] if width >= WIDE else []),
+        f"{size(length_bytes)} (see --all)",
+    )
+
+
+def _drives(survey: Survey, width: int) -> Table:
+    table = make_table("Drives", width)
+    table.add_column("Directory", overflow="fold")
+    for header in ("Homes", "Segments", "Blocks", "Used", "Allocated"):
+        add_column(table, header, "right")
+    for drive in survey.drives:
+        more = (" +?", "red") if drive.unreadable_homes else ""
+        name = f"not named ({printable(drive.store_id)[:ID_LETTERS]})" if drive.path is None else printable(drive.path)
+        table.add_row(
+            name,
+            number(drive.homes),
+            number(drive.segments) if drive.path else unknown(),
+            Text.assemble(number(drive.blocks), more),
+            Text.assemble(size(drive.used_bytes), more),
+            size(drive.allocated_bytes) if drive.path else unknown(),
+        )
+    return table
+
+
+# -- cells -------------------------------------------------------------------------------------
+
+
+def _dtype(namespace: Namespace) -> str:
+    chosen = namespace.dtype if namespace.kv_dtype in {None, "auto"} else namespace.kv_dtype
+    return printable(chosen).removeprefix("torch.")
+
+
+def _count(count: int | None) -> Text:
+    return unknown() if count is None else Text(number(count))
+
+
+def _dash_or(fraction: float | None) -> str:
+    return "-" if fraction is None else share(fraction)
+
+
+def _clean(home: Home) -> Text:
+    if home.clean is None:
+        return unknown()
+    if home.alive:
+        return Text("in use", "dim")
+    return Text("yes", "green") if home.clean else Text("no", "yellow")
+
+
+def _epochs(namespace: Namespace) -> str:
+    """Return the shared epoch, 0, where it has blocks, and how many are one engine's own."""
+    epochs = {each.epoch for each in namespace.epochs}
+    private = len(epochs - {FILE_EPOCH})
+    shared = str(FILE_EPOCH) if FILE_EPOCH in epochs or not private else ""
+    return " ".join(filter(None, [shared, f"+{private} own" if private else ""]))
+
+
+def _fill_bar(fraction: float) -> Text:
+    return Text.assemble((bar(fraction, 8), "cyan"), f" {share(fraction):>5}")
+
+
+def _files(segment: Segment, ranks: int) -> Text:
+    """Return how long the files are: the usual length once, then the ranks that differ."""
+    lengths = {file.rank: file.length_bytes for file in segment.files}
+    counts = Counter(lengths.values())
+    usual = max(counts, key=lambda length: (counts[length], length), default=None)
+    lines = [] if usual is None else [Text(f"{counts[usual]} x {size(usual)}")]
+    for rank in sorted(lengths.keys() | set(range(ranks))):
+        length = lengths.get(rank)
+        if length is None or length != usual:
+            lines.append(Text(f"rank {rank}: {'none' if length is None else size(length)}", "red"))
+    if segment.used_slots is not None and not segment.indexed:
+        lines.append(Text("not in the index", "yellow"))
+    return Text("\n").join(lines)
+
+
+# -- ages, reuse, prefixes ---------------------------------------------------------------------
+
+
+def _ages(survey: Survey, width: int) -> Table:
+    ages = survey.ages
+    table = make_table("Ages of blocks", width)
+    add_column(table, "Ago", style="cyan")
+    for header in ("stored", "last used"):
+        add_column(table, header, "right")
+        add_column(table, "")
+    names = [*AGE_NAMES, "never", "not known yet"]
+    used = None if ages.used is None else [*ages.used, ages.never_used or 0, ages.unknown or 0]
+    stored = [*ages.stored, 0, 0]
+    for at in _worth_showing([stored, used or []], least=len(AGE_NAMES)):
+        first = _bar_cells(stored, at) if at < len(AGE_NAMES) else ["", ""]
+        table.add_row(names[at], *first, *(_bar_cells(used, at) if used else [unknown(), ""]))
+    return table
+
+
+def _reuse(survey: Survey, width: int) -> Table:
+    reuse = survey.reuse
+    table = make_table("Reuse of blocks", width)
+    add_column(table, "Times used", style="cyan")
+    add_column(table, "Blocks", "right")
+    add_column(table, "")
+    if reuse.blocks is None:
+        table.add_row("?", unknown(), Text("no USES file yet", "dim"))
+        return table
+    names, counts = [*REUSE_NAMES, "not known yet"], [*reuse.blocks, reuse.unknown or 0]
+    for at in _worth_showing([counts], least=len(REUSE_NAMES)):
+        table.add_row(names[at], *_bar_cells(counts, at))
+    return table
+
+
+def _worth_showing(columns: Sequence[Sequence[int]], least: int) -> list[int]:
+    """Return the classes between the first and last filled one below ``least``, and others."""
+    filled = [at for at in range(max(map(len, columns))) if any(column[at] for column in columns if at < len(column))]
+    inner = [at for at in filled if at < least]
+    return [*range(min(inner, default=0), max(inner, default=-1) + 1), *(at for at in filled if at >= least)]
+
+
+def _bar_cells(counts: Sequence[int], at: int) -> list[Text]:
+    highest = max(counts, default=0)
+    filled = fine_bar(counts[at] / highest if highest else 0, _FINE_BAR_LETTERS)
+    return [Text(number(counts[at])), Text(filled, "cyan")]
+
+
+def _print_prefixes(survey: Survey, namespace: Namespace, console: Console) -> None:
+    found = namespace.prefixes
+    listed = list(tree_lines(found.tree))
+    nothing_shared = found.roots and not found.shared
+    if not listed and not nothing_shared:
+        return
+    of_namespace = f" of {namespace.fingerprint[:ID_LETTERS]}" if len(survey.namespaces) > 1 else ""
+    console.print(prefix_table(f"Shared prefixes{of_namespace}", listed, survey.surveyed_s, console.width))
+    hidden = found.total - len(listed)
+    chains = plural(found.chains, "chain")
+    if not listed:
+        console.print(Text(f"none: {chains}, and no request has used one again", "dim"))
+    elif hidden:
+        rest = f"{plural(found.hidden_blocks, 'block')} in {size(found.hidden_bytes)}"
+        console.print(Text(f"and {plural(hidden, 'other piece')} of {chains}: {rest}", "dim"))
+
+
+def prefix_table(title: str, listed: Iterable[tuple[str, Prefix]], now_s: int, width: int) -> Table:
+    """Return a table of prefixes, each with what leads to it."""
+    table = make_table(title, width)
+    add_column(table, "First block", style="cyan")
+    for header in ("Tokens", "up to", "Bytes", "Chains", "Used", "Last use"):
+        add_column(table, header, "right")
+    for guides, prefix in listed:
+        start, tokens, last = prefix.start_tokens, prefix.tokens, prefix.last_use_s
+        uses = dict.fromkeys([number(prefix.first_uses), number(prefix.last_uses)])
+        table.add_row(
+            Text.assemble((guides, "dim"), prefix.key[:ID_LETTERS]),
+            number(tokens),
+            unknown() if start is None or tokens is None else number(start + tokens),
+            size(prefix.bytes),
+            number(prefix.chains),
+            unknown() if prefix.first_uses is None else "…".join(uses),
+            unknown() if last is None else ago(last, now_s) if last else Text("never", "dim"),
+        )
+    return table
+
+
+def tree_lines(prefixes: Iterable[Prefix], lead: str | None = None) -> Iterator[tuple[str, Prefix]]:
+    """Yield each prefix before those that follow it, with the lines that lead to it."""
+    prefixes = list(prefixes)
+    for prefix in prefixes:
+        is_last = prefix is prefixes[-1]
+        yield "" if lead is None else f"{lead}{'└─' if is_last else '├─'}", prefix
+        yield from tree_lines(prefix.tree, "" if lead is None else f"{lead}{'  ' if is_last else '│ '}")

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvdisk repair``: makes the index of each home without an owner anew, from its slots.
+
+``--json`` prints an object with ``json_version`` (1) and ``homes``, a list of ``Repaired``.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Literal
+
+import typer
+
+from kvdisk.cli.output import (
+    AsJson,
+    Exit,
+    OnlyHome,
+    StoreDirectories,
+    plural,
+    print_json,
+    printable,
+    refusal,
+    refusing,
+    store_paths,
+)
+from kvdisk.device.control import home_ids
+from kvdisk.device.paths import device_errors
+from kvdisk.device.store import Store
+from kvdisk.errors import DeviceError, KvdiskError, StoreLocked
+from kvdisk.recovery import rebuild_index
+
+
+@dataclass(frozen=True)
+class DroppedSegment:
+    """A segment whose files are of no use."""
+
+    drive: int
+    segment: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """How the repair of a home ended.
+
+    ``why``: null where it was rebuilt; else the rest is null. ``older_copies``: of the same blocks,
+    left out.
+    """
+
+    id: str
+    result: Literal["rebuilt", "in use", "failed"]
+    why: str | None = None
+    blocks: int | None = None
+    segments: int | None = None
+    older_copies: int | None = None
+    dropped_segments: tuple[DroppedSegment, ...] | None = None
+
+
+def repair(directories: StoreDirectories, home: OnlyHome = None, as_json: AsJson = False) -> None:
+    """Make the index of every home that no engine owns anew, from its slots.
+
+    An engine does this by itself when it starts and finds its index lost or
+    damaged; this is for looking at once. Headers are read and no block: each
+    is checked when it is loaded, and by kvdisk verify. Segments whose files
+    are of no use are removed.
+
+    [bold]Exit codes[/bold]
+
+    [cyan]0[/cyan]  every home asked for was rebuilt
+
+    [cyan]1[/cyan]  a home could not be rebuilt; the report says why
+
+    [cyan]2[/cyan]  nothing was done: not a store, no such home, no permission, or wrong usage
+
+    [cyan]3[/cyan]  a home is owned by a live engine, and was left alone; the others were rebuilt
+    """
+    logging.getLogger("kvdisk").addHandler(logging.NullHandler())  # what it would say is in the report
+    paths = store_paths(directories)
+    with refusing(paths):
+        store = Store.open(paths, create=False)
+        with device_errors(f"reading {store.path}"):
+            ids = home_ids(store.path)
+    if home is not None and home not in ids:
+        raise refusal(f"{paths[0]} has no home {home}.")
+    reports = [_repair(store, home_id) for home_id in (ids if home is None else [home])]
+    if as_json:
+        print_json({"json_version": 1, "homes": reports})
+    else:
+        for report in reports:
+            _print(report)
+        if not reports:
+            typer.echo("There is no home to repair.")
+    codes = {"rebuilt": Exit.FINE, "in use": Exit.IN_USE, "failed": Exit.WRONG}
+    raise typer.Exit(max((codes[report.result] for report in reports), default=Exit.FINE))
+
+
+def _repair(store: Store, home_id: str) -> Repaired:
+    try:
+        held = store.hold_home(home_id)
+    except StoreLocked:
+        return Repaired(home_id, "in use", "a live engine owns it")
+    except KvdiskError as error:
+        return Repaired(home_id, "failed", str(error))
+    done, why = None, "not all of its directories were named"
+    try:
+        if all(folder is not None for folder in held.folders):
+            done = rebuild_index(held, index_bytes=0)  # as large as it has to be
+    except KvdiskError as error:
+        why = str(error)
+    try:
+        held.close(clean=done is not None)
+    except DeviceError as error:  # a drive that is full, or fails, does not take the last word on HOME either
+        done, why = None, str(error) if done is not None else why
+    if done is None:
+        return Repaired(home_id, "failed", why)
+    lost = tuple(DroppedSegment(drive, segment, why) for (drive, segment), why in done.lost_segments.items())
+    return Repaired(home_id, "rebuilt", None, done.blocks, done.segments, done.older_copies, lost)
+
+
+def _print(report: Repaired) -> None:
+    if report.result != "rebuilt":
+        typer.echo(f"home {report.id}: {report.result}, {printable(report.why)}")
+        return
+    blocks, segments = plural(report.blocks or 0, "block"), plural(report.segments or 0, "segment")
+    typer.echo(f"home {report.id}: {blocks} in {segments} recovered")
+    if report.older_copies:
+        typer.echo(f"  older copies of the same blocks left out: {report.older_copies}")
+    for one in report.dropped_segments or ():
+        typer.echo(f"  dropped segment {one.segment} of drive {one.drive}: {printable(one.why)}")

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of the commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cli_stores import Owner
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a store may be made."""
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def owner(path: Path) -> Iterator[Owner]:
+    """An engine that lives in a process of its own, in that store."""
+    owner = Owner(path)
+    yield owner
+    owner.kill()
