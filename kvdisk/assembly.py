@@ -27,17 +27,16 @@ from kvdisk.figures import LOG_S, WRITE_S, Figures
 from kvdisk.geometry import Geometry
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader
-from kvdisk.manager.admission import make_admission
+from kvdisk.manager.accounting import Gauges
+from kvdisk.manager.admission import WriteBudget, make_admission
 from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.eviction import EvictionPolicy, make_eviction
-from kvdisk.manager.gauges import Gauges
+from kvdisk.manager.jobs import Transfers
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.nvme_layout import NvmeLayout
-from kvdisk.manager.nvme_space import NvmeSpace
-from kvdisk.manager.store_policies import make_store_policy
-from kvdisk.manager.transfers import Transfers
-from kvdisk.manager.write_budget import WriteBudget
+from kvdisk.manager.nvme import NvmeSpace
+from kvdisk.manager.segments import NvmeLayout
+from kvdisk.manager.store_policy import make_store_policy
+from kvdisk.manager.tiers import CpuSpace
 from kvdisk.recovery import open_index, rebuild_index
 from kvdisk.stats import Stats
 from kvdisk.uses_keeper import WRITE_S as USES_S

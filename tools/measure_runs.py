@@ -30,14 +30,14 @@ from kvdisk.geometry import Geometry, GroupGeometry, segment_charge_bytes, slots
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.admission import make_admission
 from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.eviction import EvictionPolicy, make_eviction
+from kvdisk.manager.jobs import Transfers
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.nvme_layout import NvmeLayout
-from kvdisk.manager.nvme_space import NvmeSpace
+from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.pool import SlotPool
-from kvdisk.manager.store_policies import make_store_policy
-from kvdisk.manager.transfers import Transfers
+from kvdisk.manager.segments import NvmeLayout
+from kvdisk.manager.store_policy import make_store_policy
+from kvdisk.manager.tiers import CpuSpace
 from kvdisk.messages import Job, JobKind, JobResult, Report
 from kvdisk.stats import Stats
 

@@ -46,11 +46,11 @@ from kvdisk.blocks import make_block_keys
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager.admission import make_admission
-from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.eviction import make_eviction
+from kvdisk.manager.jobs import Transfers
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.store_policies import make_store_policy
-from kvdisk.manager.transfers import Transfers
+from kvdisk.manager.store_policy import make_store_policy
+from kvdisk.manager.tiers import CpuSpace
 from kvdisk.stats import Stats
 
 PROMPT_BLOCKS = 2000

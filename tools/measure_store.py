@@ -36,10 +36,10 @@ from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.eviction import make_eviction
+from kvdisk.manager.jobs import Transfers
 from kvdisk.manager.lookup import longest_hit
-from kvdisk.manager.nvme_layout import NvmeLayout
-from kvdisk.manager.nvme_space import NvmeSpace
-from kvdisk.manager.transfers import Transfers
+from kvdisk.manager.nvme import NvmeSpace
+from kvdisk.manager.segments import NvmeLayout
 from kvdisk.stats import Stats
 
 CHAIN_BLOCKS = 100

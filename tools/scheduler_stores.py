@@ -14,8 +14,8 @@ from kvdisk.blocks import BlockKey, Slot, Tier, make_block_keys
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.eviction import make_eviction
+from kvdisk.manager.tiers import CpuSpace
 from kvdisk.messages import JobKind, Plan
 from kvdisk.stats import Stats
 

@@ -17,7 +17,7 @@ from kvdisk.device.rebuild import HomeShape
 from kvdisk.errors import ConfigError, CorruptRecord
 from kvdisk.geometry import Geometry
 from kvdisk.index.lmdb_index import map_bytes_for
-from kvdisk.manager.nvme_layout import NvmeLayout
+from kvdisk.manager.segments import NvmeLayout
 
 DAY_S = 86400
 

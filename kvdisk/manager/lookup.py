@@ -8,8 +8,7 @@ from typing import NamedTuple, Protocol
 
 from kvdisk.blocks import BlockKey, new_tuple
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import Presence
+from kvdisk.manager.catalog import Catalog, Presence
 
 _SPAN = 256
 """Blocks that are looked up at a time: so many too many where a prefix ends."""

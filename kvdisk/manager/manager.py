@@ -16,26 +16,21 @@ from kvdisk.config import Config
 from kvdisk.context import SchedulerContext
 from kvdisk.geometry import FILE_EPOCH, Geometry
 from kvdisk.index.base import Neighbours
-from kvdisk.manager.admission import AdmissionPolicy, AdmitAll
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import READY, WRITING
-from kvdisk.manager.cpu_space import CpuSpace
+from kvdisk.manager.accounting import Served
+from kvdisk.manager.admission import AdmissionPolicy, AdmitAll, Wants
+from kvdisk.manager.catalog import READY, WRITING, Catalog
+from kvdisk.manager.demotions import NvmeOffers
 from kvdisk.manager.events import Journal
-from kvdisk.manager.foreign import ForeignCopies
-from kvdisk.manager.gpu_loads import GpuLoads
-from kvdisk.manager.load_planner import LoadPlanner
-from kvdisk.manager.load_price import LoadPrice
-from kvdisk.manager.nvme_offers import NvmeOffers
-from kvdisk.manager.nvme_space import NvmeSpace
-from kvdisk.manager.promotions import PendingReads, Promotions
+from kvdisk.manager.jobs import StoreSources, Transfers, make_details
+from kvdisk.manager.loads import LoadPlanner, LoadPrice
+from kvdisk.manager.neighbours import ForeignCopies
+from kvdisk.manager.nvme import NvmeSpace
+from kvdisk.manager.prefetch import GpuLoads, PendingReads, Promotions
 from kvdisk.manager.requests import RequestLimits, RequestState
-from kvdisk.manager.served import Served
 from kvdisk.manager.settlement import Settlement
-from kvdisk.manager.sources import StoreSources
-from kvdisk.manager.store_planner import StorePlanner
 from kvdisk.manager.store_policy import StorePolicy
-from kvdisk.manager.transfers import Transfers, make_details
-from kvdisk.manager.wants import Wants
+from kvdisk.manager.stores import StorePlanner
+from kvdisk.manager.tiers import CpuSpace
 from kvdisk.messages import JobKind, Plan, Report, make_moves
 from kvdisk.stats import Stats
 

@@ -11,17 +11,15 @@ from collections.abc import Iterable, Sequence
 
 from kvdisk.blocks import CPU, NVME, BlockKey, Tier
 from kvdisk.geometry import Geometry
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import DOOMED, READY
-from kvdisk.manager.cpu_space import CpuSpace
-from kvdisk.manager.foreign import ForeignCopies, is_foreign
-from kvdisk.manager.nvme_offers import NvmeOffers
-from kvdisk.manager.nvme_space import NvmeSpace
-from kvdisk.manager.promotions import PendingReads
+from kvdisk.manager.catalog import DOOMED, READY, Catalog
+from kvdisk.manager.demotions import NvmeOffers
+from kvdisk.manager.jobs import JobRecord
+from kvdisk.manager.neighbours import ForeignCopies, is_foreign
+from kvdisk.manager.nvme import NvmeSpace
+from kvdisk.manager.prefetch import PendingReads
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.store_policy import StorePolicy
-from kvdisk.manager.transfers import JobRecord
-from kvdisk.manager.watermark import Refusal
+from kvdisk.manager.store_policy import Refusal, StorePolicy
+from kvdisk.manager.tiers import CpuSpace
 from kvdisk.messages import JobKind, Move, Reason
 from kvdisk.stats import Stats
 

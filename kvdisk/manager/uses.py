@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from kvdisk.blocks import Tier
 from kvdisk.geometry import USES_UNIT_SLOTS
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import READY
+from kvdisk.manager.catalog import READY, Catalog
 
 MOST_LOGGED = 4096
 COUNT_INTERVAL_S = 5.0

@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.config import (
 from kvdisk.blocks import BlockKey, make_block_key
 from kvdisk.connector.adapter import BlockPoolContext, overwritten_blocks
 from kvdisk.errors import ConfigError
-from kvdisk.manager.reuse_admission import AdmitReused
+from kvdisk.manager.admission import AdmitReused
 from kvdisk.messages import Job, JobKind
 
 pytestmark = pytest.mark.vllm

@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams
 from kvdisk import assembly
 from kvdisk.blocks import BlockKey, make_block_key
 from kvdisk.index.base import SegmentRecord
-from kvdisk.manager.gpu_loads import GpuLoads
+from kvdisk.manager.prefetch import GpuLoads
 from kvdisk.messages import FOREIGN_SEGMENTS, Job, JobKind
 
 pytestmark = pytest.mark.vllm

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from kvdisk.blocks import Slot, Tier, group_of
-from kvdisk.manager.copies import CopyState
+from kvdisk.manager.catalog import CopyState
 
 STUCK_S = 600.0
 

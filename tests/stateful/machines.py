@@ -16,8 +16,8 @@ from support.manager_sizes import ON_COMPUTE_SIZES
 
 from kvdisk.blocks import Tier
 from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.foreign import is_foreign
-from kvdisk.manager.transfers import JobRecord, Transfers
+from kvdisk.manager.jobs import JobRecord, Transfers
+from kvdisk.manager.neighbours import is_foreign
 from kvdisk.messages import JobKind
 
 

@@ -10,12 +10,10 @@ import pytest
 from machines import Bugs, Patch, wrap
 from support.manager_sizes import ADMISSION_SIZES
 
+from kvdisk.manager.admission import AdmitReused, ReuseTable, WriteBudget
+from kvdisk.manager.demotions import NvmeOffers
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.nvme_offers import NvmeOffers
-from kvdisk.manager.nvme_space import NvmeSpace
-from kvdisk.manager.reuse import ReuseTable
-from kvdisk.manager.reuse_admission import AdmitReused
-from kvdisk.manager.write_budget import WriteBudget
+from kvdisk.manager.nvme import NvmeSpace
 
 BUGS = Bugs(ADMISSION_SIZES)
 

@@ -12,22 +12,18 @@ from machines import Bugs, Patch, forget_late, tolerate_missing_pins, wrap
 from support.manager_sizes import CPU_ONLY, NVME_ONLY, ONE_GROUP, REUSE_CPU, WINDOW
 
 from kvdisk.blocks import BlockKey, Tier, group_of
-from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.chains import Chains
-from kvdisk.manager.copies import CopyState
-from kvdisk.manager.cpu_space import CpuSpace
-from kvdisk.manager.load_drafts import LoadDraft
-from kvdisk.manager.load_planner import LoadPlanner
+from kvdisk.manager.demotions import NvmeOffers
+from kvdisk.manager.eviction import TailFirst
+from kvdisk.manager.jobs import JobRecord, StoreSources, Transfers
+from kvdisk.manager.loads import LoadDraft, LoadPlanner
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.nvme_offers import NvmeOffers
-from kvdisk.manager.nvme_space import NvmeSpace
+from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.pool import SlotPool
 from kvdisk.manager.settlement import Settlement
-from kvdisk.manager.sources import StoreSources
-from kvdisk.manager.store_policy import OnCompute
-from kvdisk.manager.tail_first import TailFirst
-from kvdisk.manager.transfers import JobRecord, Transfers
-from kvdisk.manager.watermark import Watermark
+from kvdisk.manager.store_policy import OnCompute, Watermark
+from kvdisk.manager.tiers import CpuSpace
 from kvdisk.messages import JobKind, Reason
 
 BUGS = Bugs()

@@ -10,8 +10,8 @@ from machines import Bugs, Patch, wrap
 from support.manager_sizes import NVME_ONLY, ONE_GROUP
 
 from kvdisk.blocks import Tier
-from kvdisk.manager.foreign import ForeignCopies
 from kvdisk.manager.manager import TierManager
+from kvdisk.manager.neighbours import ForeignCopies
 from kvdisk.manager.settlement import Settlement
 from kvdisk.messages import JobKind
 

@@ -10,11 +10,8 @@ from machines import Bugs, Patch, wrap
 from support.manager_sizes import ON_PREEMPTION_SIZES, ON_PREEMPTION_WINDOW, SPILLOVER_SIZES
 
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.spillover import Spillover
-from kvdisk.manager.store_drafts import StoreDraft, StoreDrafts
-from kvdisk.manager.store_planner import StorePlanner
-from kvdisk.manager.store_policy import OnPreemption
-from kvdisk.manager.tables import BlockTables, Table
+from kvdisk.manager.store_policy import OnPreemption, Spillover
+from kvdisk.manager.stores import BlockTables, StoreDraft, StoreDrafts, StorePlanner, Table
 
 PREEMPTION, SPILL = Bugs(ON_PREEMPTION_SIZES), Bugs(SPILLOVER_SIZES)
 

@@ -10,12 +10,11 @@ from machines import Bugs, Patch, forget_late, tolerate_missing_pins, wrap
 from support.manager_sizes import NVME_ONLY, QUEUE_SIZES
 
 from kvdisk.blocks import Tier
-from kvdisk.manager import promotions
-from kvdisk.manager.gpu_loads import GpuLoads
-from kvdisk.manager.load_planner import LoadPlanner
-from kvdisk.manager.promotions import PendingReads, Promotions
+from kvdisk.manager import prefetch
+from kvdisk.manager.jobs import JobRecord
+from kvdisk.manager.loads import LoadPlanner
+from kvdisk.manager.prefetch import GpuLoads, PendingReads, Promotions
 from kvdisk.manager.settlement import Settlement
-from kvdisk.manager.transfers import JobRecord
 from kvdisk.messages import JobKind
 
 BUGS = Bugs(QUEUE_SIZES)
@@ -54,7 +53,7 @@ def source_of_a_failed_promotion_kept(patch: Patch) -> None:
 
 @BUGS.plant
 def reading_ahead_without_bound(patch: Patch) -> None:
-    patch.setattr(promotions, "PREFETCH_DIVISOR", 1)
+    patch.setattr(prefetch, "PREFETCH_DIVISOR", 1)
 
 
 @BUGS.plant

@@ -10,17 +10,15 @@ from kvdisk.blocks import BlockKey, Slot, Tier, group_of
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, segment_charge_bytes
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.admission import make_admission
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import CopyState
-from kvdisk.manager.cpu_space import CpuSpace
+from kvdisk.manager.admission import WriteBudget, make_admission
+from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.eviction import LruPolicy
+from kvdisk.manager.jobs import Transfers
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.nvme_layout import NvmeLayout
-from kvdisk.manager.nvme_space import NvmeSpace
-from kvdisk.manager.store_policies import make_store_policy
-from kvdisk.manager.transfers import Transfers
-from kvdisk.manager.write_budget import WriteBudget
+from kvdisk.manager.nvme import NvmeSpace
+from kvdisk.manager.segments import NvmeLayout
+from kvdisk.manager.store_policy import make_store_policy
+from kvdisk.manager.tiers import CpuSpace
 from kvdisk.stats import Stats
 from kvdisk.testing.watched_policy import WatchedPolicy
 from support.fake_engine import FakeEngine

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.copies import CopyState
-from kvdisk.manager.foreign import is_foreign
+from kvdisk.manager.catalog import CopyState
 from kvdisk.manager.lookup import first_needed
 from kvdisk.manager.manager import MAX_DEMOTE_JOBS
+from kvdisk.manager.neighbours import is_foreign
 from kvdisk.manager.pool import SlotPool
 from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
 from support.budget_watch import BudgetWatch

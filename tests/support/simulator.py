@@ -20,7 +20,7 @@ from hashlib import blake2b
 from kvdisk.blocks import Tier, group_of, make_block_key
 from kvdisk.geometry import HEADER_BYTES
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.copies import CopyState
+from kvdisk.manager.catalog import CopyState
 from support.fake_engine import Phase
 from support.live_model import PromptTree
 from support.manager_parts import ManagerParts

@@ -9,8 +9,17 @@ import pytest
 from kvdisk.blocks import make_block_key
 from kvdisk.config import make_own
 from kvdisk.errors import ConfigError
-from kvdisk.manager.admission import AdmissionPolicy, AdmitAdaptive, AdmitAll, AdmitReused, make_admission
-from kvdisk.manager.reuse import FEWEST_PLACES, MOST_PLACES, ReuseTable, places_for
+from kvdisk.manager.admission import (
+    FEWEST_PLACES,
+    MOST_PLACES,
+    AdmissionPolicy,
+    AdmitAdaptive,
+    AdmitAll,
+    AdmitReused,
+    ReuseTable,
+    make_admission,
+    places_for,
+)
 
 KEY, OTHER = (make_block_key(name * 32, 0) for name in (b"a", b"b"))
 

@@ -15,7 +15,7 @@ from kvdisk.blocks import Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.copies import CopyState
+from kvdisk.manager.catalog import CopyState
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 BLOCK_BYTES = GEOMETRY.slot_sizes[0]

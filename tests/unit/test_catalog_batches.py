@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdisk.blocks import BlockKey, Slot, Tier
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import Change, CopyState
+from kvdisk.manager.catalog import Catalog, Change, CopyState
 from kvdisk.manager.events import Journal
 from kvdisk.stats import Stats
 

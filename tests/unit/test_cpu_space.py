@@ -6,8 +6,8 @@ import pytest
 from kvdisk.blocks import BlockKey, Tier
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.eviction import LruPolicy
+from kvdisk.manager.tiers import CpuSpace
 from kvdisk.stats import Stats
 
 GEOMETRY = Geometry((GroupGeometry(0, 16, 4096),), 1, 16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 
-from kvdisk.manager.drive_health import (
+from kvdisk.manager.segments import (
     FAILURES_IN_A_ROW,
     FIRST_BACK_OFF_S,
     FIRST_QUARANTINE_S,

@@ -22,7 +22,7 @@ from kvdisk.errors import CorruptRecord
 from kvdisk.figures import Figures, few_figures
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.gauges import Gauges
+from kvdisk.manager.accounting import Gauges
 from kvdisk.stats import SERIES, Kind, Stats
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from kvdisk.blocks import JobId, Slot, Tier, make_block_key
-from kvdisk.manager.load_price import LEAST_STEP_TOKENS, MOST_BLOCKS, TRIED_ANYWAY, LoadPrice
-from kvdisk.manager.transfers import JobRecord, MoveDetail
+from kvdisk.manager.jobs import JobRecord, MoveDetail
+from kvdisk.manager.loads import LEAST_STEP_TOKENS, MOST_BLOCKS, TRIED_ANYWAY, LoadPrice
 from kvdisk.messages import Job, JobKind, Move, Reason
 
 BLOCK = 16

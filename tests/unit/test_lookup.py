@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from kvdisk.blocks import Slot, Tier, make_block_key
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager import lookup
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import CopyState, Presence
+from kvdisk.manager.catalog import Catalog, CopyState, Presence
 from kvdisk.manager.lookup import Hits, Lookups, first_needed
 
 BLOCKS = 12

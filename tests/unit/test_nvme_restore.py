@@ -9,11 +9,9 @@ from kvdisk.blocks import BlockKey, Slot, Tier, group_of, make_block_key
 from kvdisk.geometry import FILE_EPOCH, Geometry, GroupGeometry
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import CopyState
-from kvdisk.manager.eviction import LruPolicy
+from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.eviction import LruPolicy, TailFirst
 from kvdisk.manager.nvme_restore import restore_blocks
-from kvdisk.manager.tail_first import TailFirst
 
 GEOMETRY = Geometry((GroupGeometry(0, 4, 8192), GroupGeometry(1, 2, 4096), GroupGeometry(2, 4, 8192)), 1, 2)
 SMALL, LARGE = GEOMETRY.slot_sizes

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdisk.blocks import Slot
-from kvdisk.manager.free_runs import LONGEST
-from kvdisk.manager.pool import SlotPool
+from kvdisk.manager.pool import LONGEST, SlotPool
 
 STEPS = st.lists(st.tuples(st.sampled_from(["take", "release", "retain", "commit"]), st.integers(1, 5)), max_size=60)
 DRIVES = {0: 0, 1: 1, 2: 0}

@@ -15,10 +15,9 @@ from kvdisk.blocks import Slot, Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.gauges import Gauges
+from kvdisk.manager.accounting import Gauges, Served
+from kvdisk.manager.jobs import MoveDetail
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.served import Served
-from kvdisk.manager.transfers import MoveDetail
 from kvdisk.messages import Move
 from kvdisk.stats import Stats
 

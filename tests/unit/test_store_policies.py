@@ -20,10 +20,16 @@ from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.admission import AdmitAll
-from kvdisk.manager.spillover import AHEAD_STEPS, Spillover
-from kvdisk.manager.store_policies import make_store_policy
-from kvdisk.manager.store_policy import NoStores, OnCompute, OnPreemption, own_method
-from kvdisk.manager.watermark import Refusal
+from kvdisk.manager.store_policy import (
+    AHEAD_STEPS,
+    NoStores,
+    OnCompute,
+    OnPreemption,
+    Refusal,
+    Spillover,
+    make_store_policy,
+    own_method,
+)
 
 KEYS = [make_block_key(bytes([position]), 0) for position in range(40)]
 

@@ -20,10 +20,10 @@ from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.base import Answer, ForeignCopy, SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager import foreign
-from kvdisk.manager.foreign import ForeignCopies
+from kvdisk.manager import neighbours
 from kvdisk.manager.manager import MAX_DEMOTE_JOBS, MAX_DEMOTE_MOVES
-from kvdisk.manager.promotions import MOST_SEEN
+from kvdisk.manager.neighbours import ForeignCopies
+from kvdisk.manager.prefetch import MOST_SEEN
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 MANY = 2000
@@ -125,10 +125,10 @@ def test_what_was_heard_of_too_long_ago_is_forgotten_a_few_at_a_time(monkeypatch
     assert len(known.known) == MANY
     monkeypatch.setattr(parts.neighbours, "poll", list)
     known.known = counted(known.known)
-    later = 1000.0 + foreign.BELIEVED_S + 1.0
+    later = 1000.0 + neighbours.BELIEVED_S + 1.0
     known.absorb(later)
-    assert MANY - len(known.known) == foreign.MOST_FORGOTTEN
-    assert known.known.steps <= foreign.MOST_FORGOTTEN + 1
+    assert MANY - len(known.known) == neighbours.MOST_FORGOTTEN
+    assert known.known.steps <= neighbours.MOST_FORGOTTEN + 1
     while known.known:
         known.absorb(later)
 

@@ -15,13 +15,13 @@ from kvdisk.config import Config
 from kvdisk.geometry import FINGERPRINT_BYTES, Geometry, GroupGeometry, segment_charge_bytes
 from kvdisk.manager.admission import make_admission
 from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.cpu_space import CpuSpace
 from kvdisk.manager.eviction import EvictionPolicy, make_eviction
+from kvdisk.manager.jobs import Transfers
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.nvme_layout import NvmeLayout
-from kvdisk.manager.nvme_space import NvmeSpace
-from kvdisk.manager.store_policies import make_store_policy
-from kvdisk.manager.transfers import Transfers
+from kvdisk.manager.nvme import NvmeSpace
+from kvdisk.manager.segments import NvmeLayout
+from kvdisk.manager.store_policy import make_store_policy
+from kvdisk.manager.tiers import CpuSpace
 from kvdisk.stats import Stats
 
 _HOME_ID = "0" * 32

@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvdisk.blocks import CPU, Slot, group_of
 from kvdisk.geometry import Geometry
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import DOOMED
-from kvdisk.manager.eviction import EvictionPolicy
+from kvdisk.manager.catalog import DOOMED, Catalog
+from kvdisk.manager.eviction import EvictionPolicy, TailFirst
 from kvdisk.manager.pool import SlotPool
-from kvdisk.manager.tail_first import TailFirst
 from kvdisk.stats import Stats
 
 _AHEAD_SHARE, _MOST_AHEAD = 256, 15

@@ -13,18 +13,14 @@ from dataclasses import dataclass
 from kvdisk.blocks import Slot, Tier, group_of
 from kvdisk.geometry import Geometry
 from kvdisk.index.base import BlockRecord, Index, IndexState, SegmentRecord
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import ABSENT, DOOMED
-from kvdisk.manager.drive_health import Turns
-from kvdisk.manager.eviction import EvictionPolicy
-from kvdisk.manager.nvme_layout import NvmeLayout
+from kvdisk.manager.admission import WriteBudget
+from kvdisk.manager.catalog import ABSENT, DOOMED, Catalog
+from kvdisk.manager.eviction import EvictionPolicy, TailFirst
+from kvdisk.manager.jobs import JobRecord, Transfers
 from kvdisk.manager.nvme_restore import restore_blocks
 from kvdisk.manager.pool import SlotPool
-from kvdisk.manager.segments import Segments
-from kvdisk.manager.tail_first import TailFirst
-from kvdisk.manager.transfers import JobRecord, Transfers
+from kvdisk.manager.segments import NvmeLayout, Segments, Turns
 from kvdisk.manager.uses import Uses
-from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import JobKind, SegmentSpec
 from kvdisk.stats import Stats
 

@@ -1,29 +1,177 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a request's prefix can be loaded, and the jobs that load it. Scheduler thread only."""
+"""What of a request's prefix can be loaded, whether it is worth it, and the jobs that load it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import compress
+from typing import Any
 
-from kvdisk.blocks import CPU, NVME, BlockKey, JobId
+from kvdisk.blocks import CPU, NVME, BlockKey, JobId, Slot, Tier
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry
-from kvdisk.manager.admission import AdmissionPolicy
-from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.accounting import Served
+from kvdisk.manager.admission import AdmissionPolicy, Wants
+from kvdisk.manager.catalog import ABSENT, READY, Catalog
 from kvdisk.manager.chains import NONE
-from kvdisk.manager.copies import ABSENT, READY
-from kvdisk.manager.cpu_space import CpuSpace
-from kvdisk.manager.foreign import ForeignCopies
-from kvdisk.manager.load_drafts import LoadDraft
-from kvdisk.manager.load_price import LoadPrice
+from kvdisk.manager.jobs import JobRecord, MoveDetail, Transfers, make_details
 from kvdisk.manager.lookup import first_needed, longest_hit
-from kvdisk.manager.promotions import PendingReads
+from kvdisk.manager.neighbours import ForeignCopies
+from kvdisk.manager.prefetch import PendingReads
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.served import Served
-from kvdisk.manager.transfers import Transfers
-from kvdisk.manager.wants import Wants
-from kvdisk.messages import JobKind
+from kvdisk.manager.tiers import CpuSpace
+from kvdisk.messages import Job, JobKind, Move, make_moves
+
+_LOAD = JobKind.LOAD
+
+MOST_BLOCKS = 4
+TRIED_ANYWAY = 16
+LEAST_STEP_TOKENS = 256
+"""Steps of fewer tokens say how fast the engine decodes, not how fast it computes a prompt."""
+LONGEST_STEP_S = 5.0
+"""What takes longer is a pause between steps."""
+_SMOOTHING = 1 / 8
+"""Weight of a new observation."""
+_SLACK = 0.5
+"""Blocks by which the estimate must leave the range of the threshold in use before that changes."""
+
+
+class LoadPrice:
+    """See the module. ``fixed_tokens``: given by the user; None: learn. ``step_tokens``: those of the largest block."""
+
+    def __init__(self, fixed_tokens: int | None, step_tokens: int) -> None:
+        self._fixed_tokens = fixed_tokens
+        self._step_tokens = step_tokens
+        self._rate: float | None = None
+        self._seconds: dict[Tier, float] = {}
+        self._least = {CPU: 0, NVME: 0}
+        self._last_step: tuple[float, int] | None = None
+        self._sent_s: dict[JobId, float] = {}
+
+    def may_refuse(self, tokens: int) -> bool:
+        """Whether a hit is so short that ``is_worth`` has to be asked."""
+        bound = MOST_BLOCKS * self._step_tokens if self._fixed_tokens is None else self._fixed_tokens
+        return tokens < bound
+
+    def is_worth(self, tokens: int, tier: Tier, arrival: int) -> bool:
+        """Whether to load a hit. ``tier``: the slowest that it comes from; ``arrival``: the request's number."""
+        if self._fixed_tokens is not None:
+            return tokens >= self._fixed_tokens
+        return tokens >= self._least[tier] or arrival % TRIED_ANYWAY == 0
+
+    def least_tokens(self, tier: Tier) -> int:
+        """Return the shortest hit that is loaded from a tier."""
+        return self._least[tier] if self._fixed_tokens is None else self._fixed_tokens
+
+    def stepped(self, now: float, tokens: int, jobs: tuple[Job, ...]) -> None:
+        """A step begins that computes so many tokens, and sends these jobs out; the one before has ended."""
+        if self._fixed_tokens is not None:
+            return
+        last, self._last_step = self._last_step, (now, tokens)
+        if last is not None and last[1] >= LEAST_STEP_TOKENS and 0 < now - last[0] <= LONGEST_STEP_S:
+            rate = last[1] / (now - last[0])
+            self._rate = rate if self._rate is None else self._rate + (rate - self._rate) * _SMOOTHING
+            self._update()
+        for job in jobs:
+            if job.kind is _LOAD:
+                self._sent_s[job.id] = now
+
+    def settled(self, record: JobRecord, now: float) -> None:
+        """A load was settled; of one that brought all that it was sent for the time is noted."""
+        sent_s = self._sent_s.pop(record.job.id, None)
+        if sent_s is None or record.failed or not record.job.moves:
+            return
+        sources = [move.nvme for move in record.job.moves]
+        tier = CPU if sources.count(None) == len(sources) else NVME
+        seconds, known = now - sent_s, self._seconds.get(tier)
+        # At once down, and slowly up: the quickest of the last loads or so.
+        quicker = known is None or seconds <= known
+        self._seconds[tier] = seconds if known is None or quicker else known + (seconds - known) * _SMOOTHING
+        self._update()
+
+    def _update(self) -> None:
+        """Take over what the estimates say, where they have left the range of the thresholds in use."""
+        if self._rate is None:
+            return
+        for tier, seconds in self._seconds.items():
+            blocks = min(self._rate * seconds / self._step_tokens, MOST_BLOCKS)
+            current = self._least[tier] // self._step_tokens
+            if not current - _SLACK <= blocks < current + 1 + _SLACK:
+                self._least[tier] = int(blocks) * self._step_tokens
+
+
+class LoadDraft:
+    """See the module. The columns are those of ``Move`` and ``MoveDetail``, all of one length.
+
+    Blocks are added by ``extend``, and then, with what is known of their copies, by ``found`` or ``await_places``.
+    """
+
+    def __init__(self) -> None:
+        self.keys: list[BlockKey] = []
+        self.generations: list[int] = []
+        self.blocks: list[int] = []
+        self.cpu: list[Slot | None] = []
+        self.nvme: list[Slot | None] = []
+        self.parents: list[BlockKey | None] = []
+        self.rows: list[int] = []
+        self.groups: list[int] = []
+        self.positions: list[int] = []
+
+    def extend(self, group: int, positions: Sequence[int], keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
+        """Add blocks of one group, by their positions in the request. ``keys``, ``blocks``: all of the group's."""
+        count, first = len(positions), positions[0]
+        assert positions[-1] < min(len(keys), len(blocks)), "a block without a key, or without a place on the GPU"
+        if positions[-1] - first == count - 1:  # all in a row, as most are
+            self.keys += keys[first : first + count]
+            self.blocks += blocks[first : first + count]
+        else:
+            self.keys += [keys[position] for position in positions]
+            self.blocks += [blocks[position] for position in positions]
+        self.groups += [group] * count
+        self.positions += positions
+
+    def found(self, rows: Sequence[int], tier: Tier, catalog: Catalog) -> None:
+        """All blocks added last have copies in one tier, as most have: note their rows and those copies."""
+        slots, others = (self.cpu, self.nvme) if tier is CPU else (self.nvme, self.cpu)
+        slots += catalog.slots(rows, tier)
+        others += [None] * len(rows)
+        self.rows += rows
+        self.generations += map(catalog.generations.__getitem__, rows)
+        self.parents += map(catalog.parents.__getitem__, rows)
+
+    def await_places(self, positions: Sequence[int], keys: Sequence[BlockKey]) -> None:
+        """The blocks added last have no row, no slot and generation 0 until ``find`` tells.
+
+        ``keys``: of all the group's. Their parents are the blocks before them in their request.
+        """
+        count = len(positions)
+        self.generations += [0] * count
+        self.cpu += [None] * count
+        self.nvme += [None] * count
+        self.parents += [keys[position - 1] if position else None for position in positions]
+        self.rows += [-1] * count
+
+    def find(self, start: int, places: Sequence[int], rows: Sequence[int], tier: Tier, catalog: Catalog) -> None:
+        """Note the rows, and the copies in a tier, of blocks, whose places are counted from ``start``."""
+        slots = self.cpu if tier is CPU else self.nvme
+        columns: tuple[tuple[list[Any], Iterable[Any]], ...] = (
+            (self.rows, rows),
+            (slots, catalog.slots(rows, tier)),
+            (self.generations, map(catalog.generations.__getitem__, rows)),
+            (self.parents, map(catalog.parents.__getitem__, rows)),
+        )
+        for column, values in columns:
+            for at, value in zip(places, values, strict=True):
+                column[start + at] = value
+
+    def moves(self) -> list[Move]:
+        """Return the moves."""
+        return make_moves(self.keys, self.generations, self.blocks, self.cpu, self.nvme, self.parents)
+
+    def details(self) -> list[MoveDetail]:
+        """Return their details."""
+        return make_details(self.rows, self.groups, self.positions)
+
 
 _LOAD = JobKind.LOAD
 

@@ -12,22 +12,70 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from kvdisk.blocks import BlockKey, Slot, Tier, group_of
+from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.config import Config
 from kvdisk.context import SchedulerContext
 from kvdisk.geometry import Geometry
-from kvdisk.manager.admission import AdmissionPolicy
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import ABSENT, READY
-from kvdisk.manager.cpu_space import CpuSpace
-from kvdisk.manager.foreign import ForeignCopies
-from kvdisk.manager.gpu_loads import GpuLoads
+from kvdisk.manager.admission import AdmissionPolicy, Wants
+from kvdisk.manager.catalog import ABSENT, READY, Catalog
+from kvdisk.manager.jobs import MoveDetail, Transfers
 from kvdisk.manager.lookup import first_needed, longest_hit
-from kvdisk.manager.nvme_space import NvmeSpace
+from kvdisk.manager.neighbours import ForeignCopies
+from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.transfers import MoveDetail, Transfers
-from kvdisk.manager.wants import Wants
-from kvdisk.messages import JobKind, Move
+from kvdisk.manager.tiers import CpuSpace
+from kvdisk.messages import Job, JobKind, Move
+
+_READY = bytes([READY])
+
+
+class GpuLoads:
+    """See the module. A block that two jobs load is the later one's.
+
+    ``enabled``: whether the engine has a prefix cache. Without one nothing is noted, and so nobody waits.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._loaders: dict[BlockKey, JobId] = {}
+        self._jobs: dict[JobId, Job] = {}
+
+    def begin(self, job: Job) -> None:
+        """A load was planned."""
+        if self._enabled:
+            self._jobs[job.id] = job
+            self._loaders.update(dict.fromkeys([move.key for move in job.moves], job.id))
+
+    def end(self, job_id: JobId) -> None:
+        """A load was settled, or nobody will use what it brings. It may have ended before."""
+        job = self._jobs.pop(job_id, None)
+        if job is not None:
+            for move in job.moves:
+                if self._loaders.get(move.key) == job_id:
+                    del self._loaders[move.key]
+
+    def clear(self) -> None:
+        """For a new epoch: no load on its way brings anything."""
+        self._jobs.clear()
+        self._loaders.clear()
+
+    @property
+    def any(self) -> bool:
+        """Whether any load is on its way."""
+        return bool(self._jobs)
+
+    def is_out(self, job_id: JobId | None) -> bool:
+        """Whether a load is on its way."""
+        return job_id in self._jobs
+
+    def loader_of(self, key: BlockKey) -> JobId | None:
+        """Return the job that loads a block; None: none does."""
+        return self._loaders.get(key)
+
+    def presences(self, keys: Sequence[BlockKey]) -> bytes:
+        """Return, as ``Catalog.presences``: READY for what is on its way to the GPU."""
+        return bytes(map(self._loaders.__contains__, keys)).replace(b"\1", _READY)
+
 
 MAX_PROMOTE_JOBS = 4
 """Promotions queued or out; the worker reads for them only where loads leave half of its reads."""

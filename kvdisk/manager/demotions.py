@@ -8,11 +8,10 @@ from itertools import compress
 
 from kvdisk.blocks import CPU, NVME
 from kvdisk.manager.admission import AdmissionPolicy
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import ABSENT, READY
-from kvdisk.manager.cpu_space import CpuSpace
-from kvdisk.manager.foreign import ForeignCopies
-from kvdisk.manager.nvme_space import NvmeSpace
+from kvdisk.manager.catalog import ABSENT, READY, Catalog
+from kvdisk.manager.neighbours import ForeignCopies
+from kvdisk.manager.nvme import NvmeSpace
+from kvdisk.manager.tiers import CpuSpace
 from kvdisk.stats import Stats
 
 

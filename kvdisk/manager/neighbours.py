@@ -16,10 +16,9 @@ from itertools import compress
 from kvdisk.blocks import BlockKey, Slot, group_of
 from kvdisk.geometry import FILE_EPOCH, Geometry
 from kvdisk.index.base import ForeignCopy, Neighbours
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import Presence
+from kvdisk.manager.catalog import Catalog, Presence
+from kvdisk.manager.jobs import Transfers
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.transfers import Transfers
 from kvdisk.messages import FOREIGN_SEGMENTS, ForeignSegment, JobKind, SegmentSpec
 from kvdisk.stats import Stats
 

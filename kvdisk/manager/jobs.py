@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs from plan to settlement: each is settled exactly once, when every rank has answered (invariant 5).
+"""Jobs from plan to settlement, and the fence of those that still copy from the GPU. Scheduler thread only.
 
-A settled job with late moves is a zombie: the device of some rank may still touch their slots. It is released
-exactly once, when each rank concerned has said that its device has ended them. Scheduler thread only.
-"""
+A job is settled exactly once, when every rank has answered (invariant 5). A settled job with late moves is a
+zombie: the device of some rank may still touch their slots. It is released exactly once, when each rank concerned
+has said that its device has ended them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import repeat
 from typing import NamedTuple
 
 from kvdisk.blocks import JobId, new_tuple
+from kvdisk.context import SchedulerContext
 from kvdisk.messages import HomeSpec, Job, JobKind, Move, Reason, Report, SegmentSpec
 
 _STORE, _LOAD = JobKind.STORE, JobKind.LOAD
@@ -210,3 +211,56 @@ class Transfers:
 
 def _cancellable(job: Job) -> bool:
     return job.kind in {_STORE, JobKind.DEMOTE, JobKind.PROMOTE}
+
+
+class StoreSources:
+    """The GPU blocks that stores copy from, until their copies out of the GPU are known to have ended."""
+
+    def __init__(self, context: SchedulerContext) -> None:
+        self._context = context
+        self._records: dict[int, JobRecord] = {}
+        self._reused: list[tuple[int, JobRecord]] = []
+        """Sources that were handed out, for the next fence."""
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def add(self, record: JobRecord) -> None:
+        """A store was planned. Its blocks hold what it stores, or will when this step's forward pass is over."""
+        self._note_reused()  # of this step: from now on the blocks belong to the new store
+        blocks = [move.block for move in record.job.moves]
+        self._records.update(dict.fromkeys(blocks, record))
+        self._context.watch(blocks)
+
+    def end(self, record: JobRecord) -> None:
+        """The job's copies out of the GPU have ended on every rank, or will never begin."""
+        self._note_reused()
+        if self._reused:
+            self._reused = [(block, other) for block, other in self._reused if other is not record]
+        mine = [move.block for move in record.job.moves if self._records.get(move.block) is record]
+        for block in mine:
+            del self._records[block]
+        self._context.unwatch(mine)
+
+    def take_fence(self, overwritten: Collection[int]) -> tuple[JobId, ...]:
+        """Return the stores whose sources this step writes to.
+
+        ``overwritten``: blocks that the model runner may write to before the worker can wait. Of a source among them
+        nobody can tell what was copied: its move fails, whatever the ranks answer.
+        """
+        self._note_reused()
+        found: dict[JobId, None] = {}
+        for block, record in self._reused:
+            if block in overwritten:
+                for position, move in enumerate(record.job.moves):
+                    if move.block == block:
+                        record.failed.setdefault(position, Reason.OVERWRITTEN)
+            found[record.job.id] = None
+        self._reused = []
+        return tuple(found)
+
+    def _note_reused(self) -> None:
+        for block in self._context.take_reused():
+            record = self._records.pop(block, None)
+            if record is not None:
+                self._reused.append((block, record))

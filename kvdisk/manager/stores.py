@@ -4,33 +4,158 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
-from itertools import compress
+from collections.abc import Collection, Iterable, Sequence
+from itertools import compress, repeat
 from typing import NamedTuple
 
-from kvdisk.blocks import CPU, NVME, BlockKey, JobId, Slot, group_of
+from kvdisk.blocks import CPU, NVME, BlockKey, JobId, Slot, Tier, group_of, new_tuple
 from kvdisk.config import Config
 from kvdisk.context import SchedulerContext
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager.admission import AdmissionPolicy
-from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.admission import AdmissionPolicy, Wants
+from kvdisk.manager.catalog import ABSENT, READY, Catalog
 from kvdisk.manager.chains import NONE
-from kvdisk.manager.copies import ABSENT, READY
-from kvdisk.manager.cpu_space import CpuSpace
-from kvdisk.manager.foreign import ForeignCopies
+from kvdisk.manager.demotions import NvmeOffers
+from kvdisk.manager.jobs import MoveDetail, StoreSources, Transfers, make_details
 from kvdisk.manager.lookup import is_coming
-from kvdisk.manager.nvme_offers import NvmeOffers
-from kvdisk.manager.nvme_space import NvmeSpace
+from kvdisk.manager.neighbours import ForeignCopies
+from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.settlement import Settlement
-from kvdisk.manager.sources import StoreSources
-from kvdisk.manager.store_drafts import NO_PLACE, StoreDraft, StoreDrafts
-from kvdisk.manager.store_policy import FreeOffer, StorePolicy, own_method
-from kvdisk.manager.tables import BlockTables, Table
-from kvdisk.manager.transfers import Transfers
-from kvdisk.manager.wants import Wants
-from kvdisk.manager.watermark import Refusal
+from kvdisk.manager.store_policy import FreeOffer, Refusal, StorePolicy, own_method
+from kvdisk.manager.tiers import CpuSpace
+from kvdisk.messages import JobKind, Move, make_moves
 from kvdisk.stats import Stats
+
+
+class Table:
+    """A request's GPU blocks by group, 0 where it needs none, and how many of its tokens are computed in them.
+
+    Never changed. Of a group with a window the engine may have taken blocks since that lie wholly before the window.
+    """
+
+    def __init__(self, computed_tokens: int, block_ids: Sequence[Sequence[int]]) -> None:
+        self.computed_tokens = computed_tokens
+        self.block_ids = block_ids
+
+
+EMPTY = Table(0, ())
+
+
+class BlockTables:
+    """The tables of requests that have been scheduled. A victim is named when its blocks have been freed already."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, Table] = {}
+
+    def get(self, request_id: str) -> Table:
+        """Return a request's table; ``EMPTY`` where it holds nothing that is known."""
+        return self._tables.get(request_id, EMPTY)
+
+    def put(self, request_id: str, table: Table) -> Table:
+        """Note what a request holds from now on; return what ``get`` would have returned."""
+        before = self._tables.get(request_id, EMPTY)
+        self._tables[request_id] = table
+        return before
+
+    def take(self, request_id: str) -> Table:
+        """Forget a request's table, and return it."""
+        return self._tables.pop(request_id, EMPTY)
+
+    def clear(self) -> None:
+        """Forget all: what the blocks hold is of no use any more."""
+        self._tables.clear()
+
+
+NO_PLACE: tuple[int, Iterable[int]] = (-1, repeat(-1))
+"""Of free blocks: in no request."""
+
+
+class StoreDraft:
+    """A job in the making. ``request``: whose blocks it stores; None: nobody's, they are free."""
+
+    def __init__(self, request: RequestState | None, epoch: int) -> None:
+        self.request = request
+        self.epoch = epoch
+        self.moves: list[Move] = []
+        self.details: list[MoveDetail] = []
+
+
+class StoreDrafts:
+    """Fills drafts, and queues them. ``target``: the tier that stores go to.
+
+    ``first_generation``: larger than any that this home has seen.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        transfers: Transfers,
+        sources: StoreSources,
+        target: Tier,
+        first_generation: int,
+    ) -> None:
+        self._catalog = catalog
+        self._transfers = transfers
+        self._sources = sources
+        self._target = target
+        self._generation = first_generation
+
+    def begin(
+        self,
+        draft: StoreDraft,
+        keys: Sequence[BlockKey],
+        parents: Sequence[BlockKey | None],
+        blocks: Sequence[int],
+        slots: Sequence[Slot],
+        place: tuple[int, Iterable[int]],
+        *,
+        are_new: bool = False,
+    ) -> None:
+        """Begin copies in slots, and add their moves. ``place``: their group, and their positions in the request.
+
+        ``are_new``: the catalog is known to have none of the keys. It has a copy of none of them in the target.
+        """
+        catalog = self._catalog
+        if are_new:
+            first = self._generation + 1
+            rows = catalog.begin_new(keys, first, draft.epoch, parents, self._target, slots)
+            self._generation += len(rows)
+        else:
+            rows = catalog.find_all(keys)
+            for at, row in enumerate(rows):
+                if row < 0:
+                    self._generation += 1
+                    rows[at] = catalog.add(keys[at], self._generation, draft.epoch, parents[at])
+            catalog.begin_all(rows, self._target, slots)
+        on_cpu, (group, positions) = self._target is CPU, place
+        if len(rows) == 1:  # as when a request decodes: columns would take longer than their one block
+            row, block, slot = rows[0], blocks[0], slots[0]
+            cpu_slot, nvme_slot = (slot, None) if on_cpu else (None, slot)
+            generation, position = catalog.generations[row], next(iter(positions))
+            draft.moves.append(new_tuple(Move, (keys[0], generation, block, cpu_slot, nvme_slot, parents[0])))
+            draft.details.append(new_tuple(MoveDetail, (row, group, position)))
+            return
+        generations = map(catalog.generations.__getitem__, rows)
+        cpu, nvme = (slots, repeat(None)) if on_cpu else (repeat(None), slots)
+        draft.moves += make_moves(keys, generations, blocks, cpu, nvme, parents)
+        draft.details += make_details(rows, repeat(group), positions)
+
+    def queue(self, draft: StoreDraft, *, watched: bool = True) -> JobId | None:
+        """Queue the draft's job; return it, None where there are no moves.
+
+        ``watched``: False where its blocks may be somebody else's by now, so that its copies come before all else.
+        """
+        if not draft.moves:
+            return None
+        request_id = draft.request.request_id if draft.request is not None else None
+        record = self._transfers.add(
+            JobKind.STORE, draft.moves, draft.details, epoch=draft.epoch, request_id=request_id
+        )
+        if watched:
+            self._sources.add(record)
+        return record.job.id
+
 
 MOST_LEFT = 4096
 """Blocks of requests that have ended which wait for a segment; the first that came are forgotten first."""
