@@ -3,34 +3,37 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from kvdisk.blocks import CPU, NVME, Slot
+from kvdisk.blocks import Tier
 from kvdisk.geometry import Geometry
+from kvdisk.manager.chains import TIERS
+from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.jobs import MoveDetail, Transfers
 from kvdisk.manager.lookup import first_needed
-from kvdisk.manager.nvme import NvmeSpace
-from kvdisk.manager.pool import SlotPool
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.tiers import CpuSpace
+from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind
 from kvdisk.stats import Stats
 
 _Asked = tuple[int, int, int]
 """A lookup: what the GPU had of its own, where the longest hit would have ended, and what was promised beyond the GPU's
 own, in tokens."""
-_Found = tuple[int, int]
-"""Of one hit, what came from the CPU tier, and from NVMe."""
 
 
 class Served:
-    """See the module."""
+    """What requests found in the tiers, and how long they waited for it: counted once each time one is scheduled.
 
-    def __init__(self, geometry: Geometry, stats: Stats, *, has_cpu: bool, has_nvme: bool) -> None:
+    The tiers are asked in order, the fastest for every token beyond the GPU's own, each other for what those before it
+    have not got; a neighbour's copy counts as NVMe's. What is not loaded is missed, whatever the reason: it was not
+    there, the engine did not need it, or it was too little to be worth a load. A tier that does not exist is not asked.
+    """
+
+    def __init__(self, geometry: Geometry, stats: Stats, tiers: Sequence[Tier]) -> None:
         self._geometry = geometry
         self._stats = stats
-        self._has_cpu = has_cpu
-        self._has_nvme = has_nvme
+        self._tiers = tiers
 
     def waits(self, request: RequestState, now: float) -> None:
         """A lookup was answered 'not yet'."""
@@ -66,79 +69,62 @@ class Served:
         """A request runs that was promised nothing, or whose promise the engine did not take: then nobody missed it."""
         asked = self._asked(request)
         if asked is not None and asked[2] == 0:
-            self._count(asked, asked[0], (0, 0), (0, 0))
+            self._count(asked, asked[0], Counter(), Counter())
 
     def loaded(
-        self,
-        request: RequestState,
-        local_tokens: int,
-        external_tokens: int,
-        cpu: Sequence[Slot | None],
-        nvme: Sequence[Slot | None],
-        details: Sequence[MoveDetail],
+        self, request: RequestState, local_tokens: int, external_tokens: int, details: Sequence[MoveDetail]
     ) -> None:
-        """A load of ``external_tokens`` was planned: note how it divides between the tiers in ``request.served``.
-
-        ``cpu``, ``nvme``: each block's slots, as in its move. A token is NVMe's where any of its groups' blocks comes
-        from there.
-        """
+        """A load of ``external_tokens`` was planned: note in ``request.served`` how it divides between the tiers."""
         end_tokens = local_tokens + external_tokens
         asked = self._asked(request) or (local_tokens, end_tokens, external_tokens)
-        nvme_blocks, cpu_blocks = len(nvme) - nvme.count(None), len(cpu) - cpu.count(None)
-        if nvme_blocks:  # some of which land in CPU slots
-            cpu_blocks = sum([slot is not None and other is None for slot, other in zip(cpu, nvme, strict=True)])
-        if not self._has_cpu:
-            nvme_tokens = external_tokens
-        else:
-            nvme_tokens = self._tokens_on_nvme(local_tokens, nvme, details) if nvme_blocks else 0
-            nvme_tokens = min(nvme_tokens, external_tokens)
-        cpu_tokens = external_tokens - nvme_tokens
-        request.served = {CPU: cpu_tokens, NVME: nvme_tokens}
-        self._count(asked, end_tokens, (cpu_tokens, nvme_tokens), (cpu_blocks, nvme_blocks))
+        blocks = Counter([detail.source for detail in details if detail.source is not None])
+        found = self._tokens_by_tier(local_tokens, details) if len(self._tiers) > 1 else {}
+        tokens: Counter[Tier] = Counter()
+        left = external_tokens
+        for tier in reversed(self._tiers[1:]):
+            tokens[tier] = min(found.get(tier, 0), left)
+            left -= tokens[tier]
+        tokens[self._tiers[0]] = left
+        request.served = {tier: tokens[tier] for tier in TIERS}
+        self._count(asked, end_tokens, tokens, blocks)
 
-    def _tokens_on_nvme(self, local_tokens: int, nvme: Sequence[Slot | None], details: Sequence[MoveDetail]) -> int:
-        groups = self._geometry.groups
+    def _tokens_by_tier(self, local_tokens: int, details: Sequence[MoveDetail]) -> Counter[Tier]:
+        """Return the tokens of each tier but the fastest: one is of the slowest that a block of its groups is in."""
+        groups, fastest = self._geometry.groups, self._tiers[0]
         step = min(group.block_tokens for group in groups)
-        if len(groups) == 1:
-            return (len(nvme) - nvme.count(None)) * step
-        found: set[int] = set()
-        for slot, detail in zip(nvme, details, strict=True):
-            if slot is not None:
+        slowest: dict[int, Tier] = {}
+        for detail in details:
+            source = detail.source
+            if source is not None and source is not fastest:
                 start = detail.position * groups[detail.group].block_tokens
-                found.update(range(max(start, local_tokens), start + groups[detail.group].block_tokens, step))
-        return len(found) * step
+                for token in range(max(start, local_tokens), start + groups[detail.group].block_tokens, step):
+                    slowest[token] = max(slowest.get(token, source), source)
+        found: Counter[Tier] = Counter(slowest.values())
+        return Counter({tier: count * step for tier, count in found.items()})
 
-    def _count(self, asked: _Asked, hit_end_tokens: int, tokens: _Found, blocks: _Found) -> None:
+    def _count(self, asked: _Asked, hit_end_tokens: int, tokens: Counter[Tier], blocks: Counter[Tier]) -> None:
         """Count hits and misses. ``hit_end_tokens``: up to where the request has its KV now."""
         start_tokens, end_tokens, _ = asked
-        (cpu_tokens, nvme_tokens), (cpu_blocks, nvme_blocks) = tokens, blocks
-        asked_tokens = end_tokens - start_tokens
-        missed_tokens = max(0, asked_tokens - cpu_tokens - nvme_tokens)
-        missed_blocks = 0
+        asked_tokens, hit_tokens = end_tokens - start_tokens, tokens.total()
+        missed_tokens, missed_blocks = max(0, asked_tokens - hit_tokens), 0
         if end_tokens > hit_end_tokens:
             for group in self._geometry.groups:
                 first = max(first_needed(group, start_tokens, end_tokens), hit_end_tokens // group.block_tokens)
                 missed_blocks += max(0, end_tokens // group.block_tokens - first)
         stats = self._stats
-        stats.add("lookup_tokens", max(asked_tokens, cpu_tokens + nvme_tokens))
-        if self._has_cpu:
-            if cpu_tokens or cpu_blocks:
-                stats.add("hit_tokens.cpu", cpu_tokens)
-                stats.add("hit_blocks.cpu", cpu_blocks)
-            if missed_tokens or missed_blocks or nvme_tokens or nvme_blocks:
-                stats.add("missed_tokens.cpu", missed_tokens + nvme_tokens)
-                stats.add("missed_blocks.cpu", missed_blocks + nvme_blocks)
-        if self._has_nvme:
-            if nvme_tokens or nvme_blocks:
-                stats.add("hit_tokens.nvme", nvme_tokens)
-                stats.add("hit_blocks.nvme", nvme_blocks)
+        stats.add("lookup_tokens", max(asked_tokens, hit_tokens))
+        for tier in reversed(self._tiers):  # what a slower one has, those before it have missed
+            name = tier.name.lower()
+            if tokens[tier] or blocks[tier]:
+                stats.add(f"hit_tokens.{name}", tokens[tier])
+                stats.add(f"hit_blocks.{name}", blocks[tier])
             if missed_tokens or missed_blocks:
-                stats.add("missed_tokens.nvme", missed_tokens)
-                stats.add("missed_blocks.nvme", missed_blocks)
+                stats.add(f"missed_tokens.{name}", missed_tokens)
+                stats.add(f"missed_blocks.{name}", missed_blocks)
+            missed_tokens += tokens[tier]
+            missed_blocks += blocks[tier]
 
 
-SHORT_RUN_SLOTS = 8
-"""Free slots in shorter runs than this count as fragmented: a write of a block or few at a time."""
 _JOBS = {
     "queued_jobs.store": (JobKind.STORE,),
     "queued_jobs.load": (JobKind.LOAD,),
@@ -149,18 +135,17 @@ _JOBS = {
 
 
 class Gauges:
-    """See the module. ``cpu`` or ``nvme`` is None where the tier does not exist."""
+    """How full the tiers are, and what waits: read now and then, see ``kvdisk.stats``."""
 
-    def __init__(self, geometry: Geometry, transfers: Transfers, cpu: CpuSpace | None, nvme: NvmeSpace | None) -> None:
-        self._geometry = geometry
+    def __init__(self, transfers: Transfers, tiers: Tiers, demotions: Sequence[Demotions]) -> None:
         self._transfers = transfers
-        self._cpu = cpu
-        self._nvme = nvme
+        self._tiers = tiers
+        self._demotions = demotions
 
     @property
     def busy(self) -> bool:
         """Whether a job is planned or under way, or a change of the index waits for its commit."""
-        return len(self._transfers) > 0 or (self._nvme is not None and self._nvme.uncommitted)
+        return len(self._transfers) > 0 or any(space.uncommitted for space in self._tiers)
 
     @property
     def planned_jobs(self) -> int:
@@ -171,30 +156,8 @@ class Gauges:
         """Return every gauge that there is, by series, but for those of the engine's own blocks."""
         count = self._transfers.count
         found: dict[str, float] = {series: sum(map(count, kinds)) for series, kinds in _JOBS.items()}
-        sizes = self._geometry.slot_sizes
-        if self._cpu is not None:
-            pool, ranks = self._cpu.pool, self._geometry.rank_count
-            found["used_bytes.cpu"], found["held_blocks.cpu"] = _used(pool, sizes, ranks)
-            found["capacity_bytes.cpu"] = sum(map(int.__mul__, pool.total, sizes)) * ranks
-            found["backlog_blocks"] = sum(self._cpu.backlog_count(size_class) for size_class in range(len(sizes)))
-        if self._nvme is not None:
-            pool = self._nvme.pool
-            found["used_bytes.nvme"], found["held_blocks.nvme"] = _used(pool, sizes, self._geometry.part_count)
-            found["capacity_bytes.nvme"] = self._nvme.capacity_bytes
-            found["limbo_blocks"] = sum(pool.limbo)
-            found["uncommitted_changes"] = self._nvme.uncommitted_changes
-            free = sum(pool.free)
-            found["fragmentation_ratio"] = pool.free_in_short_runs(SHORT_RUN_SLOTS) / free if free else 0.0
-            budget_bytes = self._nvme.budget_left_bytes
-            if budget_bytes is not None:
-                found["write_budget_bytes"] = budget_bytes
-            drives = self._nvme.segments.drives
-            for drive in range(len(drives)):
-                found[f"drive_quarantined.{drive}"] = int(drive in drives.quarantined)
+        for space in self._tiers:
+            found |= space.gauges()
+        if self._tiers.landing is not None:
+            found["backlog_blocks"] = sum(demotions.total for demotions in self._demotions)
         return found
-
-
-def _used(pool: SlotPool, sizes: Sequence[int], parts: int) -> tuple[int, int]:
-    """Return the bytes and the number of the slots that copies hold."""
-    used = [total - free - limbo for total, free, limbo in zip(pool.total, pool.free, pool.limbo, strict=True)]
-    return sum(map(int.__mul__, used, sizes)) * parts, sum(used)

@@ -284,26 +284,24 @@ def make_admission(text: str, slots: int, key: str = "admission") -> AdmissionPo
     return policy
 
 
-class Wants:
-    """Tells the tiers' admissions, and the store policy which refused blocks may be offered again.
+class Demand:
+    """Counts which blocks requests want: in the tiers' admissions, and for refused blocks that may be offered again.
 
-    ``store_admission``: of the tier that stores go to.
+    ``admissions``: of the tiers, the first of the one that stores go to.
     """
 
-    def __init__(
-        self, store_policy: StorePolicy, store_admission: AdmissionPolicy, nvme_admission: AdmissionPolicy
-    ) -> None:
+    def __init__(self, store_policy: StorePolicy, admissions: Sequence[AdmissionPolicy]) -> None:
         self._store_policy = store_policy
-        self._store_admission = store_admission if type(store_admission) is not AdmitAll else None
-        others = nvme_admission is not store_admission and type(nvme_admission) is not AdmitAll
-        self._nvme_admission = nvme_admission if others else None
+        counting = [None if type(admission) is AdmitAll else admission for admission in admissions]
+        self._first = counting[0]
+        self._others = [admission for admission in counting[1:] if admission is not None]
 
-    def note(self, keys: Sequence[BlockKey], request_id: str) -> None:
+    def count_demand(self, keys: Sequence[BlockKey], request_id: str) -> None:
         """A request wants these blocks: it has come to them, or is served from them."""
-        if self._nvme_admission is not None:
-            self._nvme_admission.want(keys, request_id)
-        if self._store_admission is not None:
-            risen = self._store_admission.want(keys, request_id)
+        for admission in self._others:
+            admission.want(keys, request_id)
+        if self._first is not None:
+            risen = self._first.want(keys, request_id)
             if risen:
                 self._store_policy.wanted_again(risen)
 
@@ -327,28 +325,28 @@ class WriteBudget:
         self.burst_bytes = max(bytes_per_day // 24, largest_bytes)
         self._bytes_per_s = max(0, bytes_per_day - self.burst_bytes) / day_s
         self._bytes = 0.0
-        self._looked_s: float | None = None
+        self._refreshed_s: float | None = None
         self.is_open = False
         self._resumed = False
         self.pauses = 0
 
-    def look(self, now: float) -> bool:
+    def refresh(self, now: float) -> bool:
         """Whether blocks may be written now."""
-        if self._looked_s is not None:
-            filled = self._bytes + (now - self._looked_s) * self._bytes_per_s
+        if self._refreshed_s is not None:
+            filled = self._bytes + (now - self._refreshed_s) * self._bytes_per_s
             self._bytes = min(float(self.burst_bytes), filled)
-        self._looked_s = now
+        self._refreshed_s = now
         if not self.is_open and self._bytes >= min(self.burst_bytes, _RUN_BLOCKS * self._largest):
             self.is_open = self._resumed = True
         return self.is_open
 
     def affords(self, block_bytes: int) -> int:
-        """Return how many blocks of so many bytes over all ranks may be written, as of the last ``look``."""
+        """Return how many blocks of so many bytes over all ranks may be written, as of the last ``refresh``."""
         return int(self._bytes // block_bytes) if self.is_open else 0
 
     @property
     def left_bytes(self) -> int:
-        """Bytes that may be written, as of the last ``look``."""
+        """Bytes that may be written, as of the last ``refresh``."""
         return int(self._bytes)
 
     def spend(self, count: int, block_bytes: int) -> None:

@@ -547,31 +547,28 @@ class TailFirst:
         # Where the last descent ended: the proposed row, the row reached, and that row's generation.
         self._reached = (NONE, NONE, 0)
 
-    def victims(self, count: int, evictable: Callable[[int], bool], more: int = 0) -> list[int]:
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         """Return up to ``count`` rows that may leave, in an order in which each leaves after all that follow it.
 
-        With ``more``: up to so many more, as long as each that is proposed may leave. Removes none. The search is
-        bounded: where it ends early, the next one goes on from there. What held it up (copies in use, and those before
-        them) is postponed, so that it does not hold up the next one too.
+        Removes none. The search is bounded: where it ends early, the next one goes on from there. What held it up
+        (copies in use, and those before them) is postponed, so that it does not hold up the next one too.
         """
         found: dict[int, None] = {}
         passed: list[int] = []
-        most = count + more
-        first = self._catalog.chains.firsts(self._tier)
         self._held.clear()
         self._steps = MAX_STEPS + 4 * count
         for row in self._policy.proposals() if count > 0 else ():
             before = len(found)
             if row not in found and row not in self._held:
-                if evictable(row) and (first[row] == NONE or self._nothing_stays_behind(row, found)):
+                if evictable(row) and self._nothing_stays_behind(row, found):
                     found[row] = None
                 else:
-                    self._gather(row, most, evictable, found)
-            if len(found) >= most or self._steps <= 0:
+                    self._gather(row, count, evictable, found)
+            if len(found) >= count or self._steps <= 0:
                 break
             if len(found) == before and row not in found:
                 passed.append(row)
-                if len(passed) >= MAX_SKIPPED or len(found) >= count:
+                if len(passed) >= MAX_SKIPPED:
                     break
         if len(found) < count:
             for row in reversed(passed):

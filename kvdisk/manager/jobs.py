@@ -7,11 +7,10 @@ has said that its device has ended them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from itertools import repeat
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from kvdisk.blocks import JobId, new_tuple
+from kvdisk.blocks import BlockKey, JobId, Slot, Tier
 from kvdisk.context import SchedulerContext
 from kvdisk.messages import HomeSpec, Job, JobKind, Move, Reason, Report, SegmentSpec
 
@@ -22,17 +21,22 @@ class MoveDetail(NamedTuple):
     """What the manager has to undo or finish for one move of a job.
 
     ``row``: of the catalog, pinned until the job is settled, or where the move is late until it is released; -1: none.
-    ``group`` and ``position``: the block's place in its request.
+    ``group`` and ``position``: the block's place in its request. ``source``: the tier that is read, a neighbour's
+    included; ``target``: the one whose copy is written; None: none.
     """
 
     row: int
     group: int = -1
     position: int = -1
+    source: Tier | None = None
+    target: Tier | None = None
 
 
-def make_details(*columns: Iterable[int]) -> list[MoveDetail]:
-    """Return details from the columns of all their fields; no Python call for each, as ``MoveDetail`` would be."""
-    return list(map(new_tuple, repeat(MoveDetail), zip(*columns, strict=False)))
+def make_move(
+    key: BlockKey, generation: int, slots: Mapping[Tier, Slot], parent: BlockKey | None, block: int = -1
+) -> Move:
+    """Return the move of a block between slots of tiers, or between one and a GPU block."""
+    return Move(key, generation, block, slots.get(Tier.CPU), slots.get(Tier.NVME), parent)
 
 
 class JobRecord:
@@ -98,7 +102,7 @@ class Transfers:
         job_id = JobId(self._next_id)
         self._next_id += 1
         owner = request_id if kind is _LOAD else None
-        job: Job = new_tuple(Job, (job_id, kind, tuple(moves), epoch, owner, home, segment, arrival))
+        job = Job(job_id, kind, tuple(moves), epoch, owner, home, segment, arrival)
         record = JobRecord(job, details, request_id)
         self._records[job_id] = record
         self._counts[kind] += 1

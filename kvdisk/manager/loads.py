@@ -1,26 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a request's prefix can be loaded, whether it is worth it, and the jobs that load it."""
+"""What of a request's prefix can be loaded, whether it is worth it, and the jobs that load it.
+
+A load that ends takes some seconds however little it brings, and in that time the engine computes tokens. With
+``min_load_tokens: "auto"`` the least is learnt, for the tier that the slowest block of a hit comes from:
+
+    least tokens = tokens computed per second x seconds of the quickest recent load from that tier
+
+rounded down to whole blocks, and at most ``MOST_BLOCKS`` of them. That errs on the side of loading: the part of a load
+that grows with its length counts for nothing, and until both are known every hit is loaded. One request in
+``TRIED_ANYWAY`` has its short hit loaded all the same, so that what was learnt is tried again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import compress
-from typing import Any
+from typing import NamedTuple
 
-from kvdisk.blocks import CPU, NVME, BlockKey, JobId, Slot, Tier
-from kvdisk.config import Config
-from kvdisk.geometry import Geometry
+from kvdisk.blocks import BlockKey, JobId, Slot, Tier
 from kvdisk.manager.accounting import Served
-from kvdisk.manager.admission import AdmissionPolicy, Wants
-from kvdisk.manager.catalog import ABSENT, READY, Catalog
-from kvdisk.manager.chains import NONE
-from kvdisk.manager.jobs import JobRecord, MoveDetail, Transfers, make_details
+from kvdisk.manager.admission import Demand
+from kvdisk.manager.catalog import ABSENT
+from kvdisk.manager.chains import NONE, TIERS
+from kvdisk.manager.jobs import JobRecord, MoveDetail, make_move
 from kvdisk.manager.lookup import first_needed, longest_hit
-from kvdisk.manager.neighbours import ForeignCopies
+from kvdisk.manager.neighbours import NeighbourCopies
+from kvdisk.manager.parts import Parts
 from kvdisk.manager.prefetch import PendingReads
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.tiers import CpuSpace
-from kvdisk.messages import Job, JobKind, Move, make_moves
+from kvdisk.manager.tiers import Tiers
+from kvdisk.messages import Job, JobKind
 
 _LOAD = JobKind.LOAD
 
@@ -36,7 +45,7 @@ _SLACK = 0.5
 """Blocks by which the estimate must leave the range of the threshold in use before that changes."""
 
 
-class LoadPrice:
+class LoadThreshold:
     """See the module. ``fixed_tokens``: given by the user; None: learn. ``step_tokens``: those of the largest block."""
 
     def __init__(self, fixed_tokens: int | None, step_tokens: int) -> None:
@@ -44,7 +53,7 @@ class LoadPrice:
         self._step_tokens = step_tokens
         self._rate: float | None = None
         self._seconds: dict[Tier, float] = {}
-        self._least = {CPU: 0, NVME: 0}
+        self._least: dict[Tier, int] = dict.fromkeys(TIERS, 0)
         self._last_step: tuple[float, int] | None = None
         self._sent_s: dict[JobId, float] = {}
 
@@ -81,8 +90,7 @@ class LoadPrice:
         sent_s = self._sent_s.pop(record.job.id, None)
         if sent_s is None or record.failed or not record.job.moves:
             return
-        sources = [move.nvme for move in record.job.moves]
-        tier = CPU if sources.count(None) == len(sources) else NVME
+        tier = max(detail.source for detail in record.details if detail.source is not None)
         seconds, known = now - sent_s, self._seconds.get(tier)
         # At once down, and slowly up: the quickest of the last loads or so.
         quicker = known is None or seconds <= known
@@ -100,110 +108,44 @@ class LoadPrice:
                 self._least[tier] = int(blocks) * self._step_tokens
 
 
-class LoadDraft:
-    """See the module. The columns are those of ``Move`` and ``MoveDetail``, all of one length.
+class _Block(NamedTuple):
+    """A block to be loaded. ``tier``: where its copy is read, in ``slot``; None: there is none."""
 
-    Blocks are added by ``extend``, and then, with what is known of their copies, by ``found`` or ``await_places``.
-    """
-
-    def __init__(self) -> None:
-        self.keys: list[BlockKey] = []
-        self.generations: list[int] = []
-        self.blocks: list[int] = []
-        self.cpu: list[Slot | None] = []
-        self.nvme: list[Slot | None] = []
-        self.parents: list[BlockKey | None] = []
-        self.rows: list[int] = []
-        self.groups: list[int] = []
-        self.positions: list[int] = []
-
-    def extend(self, group: int, positions: Sequence[int], keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
-        """Add blocks of one group, by their positions in the request. ``keys``, ``blocks``: all of the group's."""
-        count, first = len(positions), positions[0]
-        assert positions[-1] < min(len(keys), len(blocks)), "a block without a key, or without a place on the GPU"
-        if positions[-1] - first == count - 1:  # all in a row, as most are
-            self.keys += keys[first : first + count]
-            self.blocks += blocks[first : first + count]
-        else:
-            self.keys += [keys[position] for position in positions]
-            self.blocks += [blocks[position] for position in positions]
-        self.groups += [group] * count
-        self.positions += positions
-
-    def found(self, rows: Sequence[int], tier: Tier, catalog: Catalog) -> None:
-        """All blocks added last have copies in one tier, as most have: note their rows and those copies."""
-        slots, others = (self.cpu, self.nvme) if tier is CPU else (self.nvme, self.cpu)
-        slots += catalog.slots(rows, tier)
-        others += [None] * len(rows)
-        self.rows += rows
-        self.generations += map(catalog.generations.__getitem__, rows)
-        self.parents += map(catalog.parents.__getitem__, rows)
-
-    def await_places(self, positions: Sequence[int], keys: Sequence[BlockKey]) -> None:
-        """The blocks added last have no row, no slot and generation 0 until ``find`` tells.
-
-        ``keys``: of all the group's. Their parents are the blocks before them in their request.
-        """
-        count = len(positions)
-        self.generations += [0] * count
-        self.cpu += [None] * count
-        self.nvme += [None] * count
-        self.parents += [keys[position - 1] if position else None for position in positions]
-        self.rows += [-1] * count
-
-    def find(self, start: int, places: Sequence[int], rows: Sequence[int], tier: Tier, catalog: Catalog) -> None:
-        """Note the rows, and the copies in a tier, of blocks, whose places are counted from ``start``."""
-        slots = self.cpu if tier is CPU else self.nvme
-        columns: tuple[tuple[list[Any], Iterable[Any]], ...] = (
-            (self.rows, rows),
-            (slots, catalog.slots(rows, tier)),
-            (self.generations, map(catalog.generations.__getitem__, rows)),
-            (self.parents, map(catalog.parents.__getitem__, rows)),
-        )
-        for column, values in columns:
-            for at, value in zip(places, values, strict=True):
-                column[start + at] = value
-
-    def moves(self) -> list[Move]:
-        """Return the moves."""
-        return make_moves(self.keys, self.generations, self.blocks, self.cpu, self.nvme, self.parents)
-
-    def details(self) -> list[MoveDetail]:
-        """Return their details."""
-        return make_details(self.rows, self.groups, self.positions)
-
-
-_LOAD = JobKind.LOAD
+    key: BlockKey
+    row: int
+    generation: int
+    parent: BlockKey | None
+    group: int
+    position: int
+    gpu_block: int
+    tier: Tier | None = None
+    slot: Slot | None = None
 
 
 class LoadPlanner:
-    """Answers lookups and plans loads. ``cpu`` is None where that tier does not exist."""
+    """Answers lookups and plans loads."""
 
     def __init__(
         self,
-        config: Config,
-        geometry: Geometry,
-        catalog: Catalog,
-        transfers: Transfers,
+        parts: Parts,
+        tiers: Tiers,
         served: Served,
-        cpu: CpuSpace | None,
-        cpu_admission: AdmissionPolicy,
-        wants: Wants,
-        foreign: ForeignCopies,
+        demand: Demand,
+        neighbours: NeighbourCopies,
         reads: PendingReads,
-        price: LoadPrice,
+        threshold: LoadThreshold,
     ) -> None:
-        self._config = config
-        self._geometry = geometry
-        self._catalog = catalog
-        self._transfers = transfers
+        self._config = parts.config
+        self._geometry = parts.geometry
+        self._catalog = parts.catalog
+        self._transfers = parts.transfers
+        self._state = parts.state
+        self._tiers = tiers
         self._served = served
-        self._cpu = cpu
-        self._cpu_admission = cpu_admission
-        self._wants = wants
-        self._foreign = foreign
+        self._demand = demand
+        self._neighbours = neighbours
         self._reads = reads
-        self._price = price
+        self._threshold = threshold
 
     def lookup(self, request: RequestState, local_tokens: int, total_tokens: int, now: float) -> int | None:
         """See ``TierManager.lookup``."""
@@ -215,31 +157,31 @@ class LoadPlanner:
             limit = min(limit, request.load_limit_tokens)
         if request.most_load_tokens is not None:
             limit = min(limit, local_tokens + request.most_load_tokens)
-        self._foreign.refresh(request, now)
-        known = self._foreign.promised
+        self._neighbours.refresh(request, now)
+        hints = self._neighbours.usable_hints
         hit, coming = request.lookups.hits(
             self._catalog,
             self._geometry,
             request.keys,
             local_tokens,
             limit,
-            known,
-            self._foreign.changes if known else -1,
+            hints,
+            self._neighbours.changes if hints else -1,
         )
         loader = self._loader_of(request, local_tokens, hit, now)
         if loader is not None:
             request.await_load(loader)
         if not request.gave_up_waiting:
             step = self._geometry.step_tokens
-            asking = coming < limit // step * step and self._foreign.is_asking(request)
+            asking = coming < limit // step * step and self._neighbours.is_asking(request)
             reader = self._reader_of(request, local_tokens, hit)
             comes = coming > hit or asking or reader is not None or loader is not None
             if comes and self._may_wait(request, now):
-                self._reads.promotion_awaited |= reader is JobKind.PROMOTE
+                self._state.prefetch_awaited |= reader is JobKind.PROMOTE
                 self._served.waits(request, now)
                 return None
         tokens = hit - local_tokens
-        if tokens <= 0 or (self._price.may_refuse(tokens) and not self._is_worth(request, local_tokens, hit)):
+        if tokens <= 0 or (self._threshold.may_refuse(tokens) and not self._is_worth(request, local_tokens, hit)):
             self._served.found_too_little(tokens)
             tokens = 0
         else:
@@ -276,17 +218,17 @@ class LoadPlanner:
             return awaited
         end = longest_hit(loads, self._geometry, request.keys, local_tokens, hit, coming=False)
         saved = end - local_tokens
-        if saved <= 0 or (self._price.may_refuse(saved) and not self._is_worth(request, local_tokens, end)):
+        if saved <= 0 or (self._threshold.may_refuse(saved) and not self._is_worth(request, local_tokens, end)):
             return None
         return loads.loader_of(next(keys[0] for keys in self._needed_keys(request, local_tokens, end) if keys))
 
     def _is_worth(self, request: RequestState, local_tokens: int, hit: int) -> bool:
         """Whether a short hit is worth its load."""
-        catalog, on_cpu = self._catalog, True
+        slowest = self._tiers.first.tier
         for keys in self._needed_keys(request, local_tokens, hit):
-            for row in catalog.find_all(keys):
-                on_cpu = on_cpu and row >= 0 and catalog.state(row, CPU) == READY
-        return self._price.is_worth(hit - local_tokens, CPU if on_cpu else NVME, request.arrival)
+            for row in self._catalog.find_all(keys):
+                slowest = max(slowest, self._catalog.readable_tier(row) or Tier.NVME)  # else a neighbour has it
+        return self._threshold.is_worth(hit - local_tokens, slowest, request.arrival)
 
     def _may_wait(self, request: RequestState, now: float) -> bool:
         if request.wait_started_s is None:
@@ -302,105 +244,100 @@ class LoadPlanner:
         return started_s is not None and now - started_s >= self._config.lookup_wait_s
 
     def plan(
-        self,
-        request: RequestState,
-        local_tokens: int,
-        external_tokens: int,
-        block_ids: Sequence[Sequence[int]],
-        epoch: int,
+        self, request: RequestState, local_tokens: int, external_tokens: int, block_ids: Sequence[Sequence[int]]
     ) -> None:
-        """See ``TierManager.plan_load``. ``epoch``: the current one."""
+        """See ``TierManager.plan_load``."""
         end_tokens = local_tokens + external_tokens
-        draft = LoadDraft()
+        blocks: list[_Block] = []
         for group in self._geometry.groups:
-            blocks = block_ids[group.group]
             # What the engine has given a block is loaded or fails, even where ``lookup`` needed less of a
             # window: the engine would cache a block that nobody wrote under its hash.
-            first, end = local_tokens // group.block_tokens, end_tokens // group.block_tokens
-            positions: Sequence[int] = range(first, end)
-            if 0 in blocks[first:end]:
-                positions = [position for position in positions if blocks[position]]
-            if positions:
-                at = len(draft.keys)
-                keys = request.keys[group.group]
-                draft.extend(group.group, positions, keys, blocks)
-                self._find_sources(draft, at, request.request_id, keys, are_chain=len(positions) == end - first)
-        self._leave_cpu_copies(draft, epoch)
-        moves, details = draft.moves(), draft.details()
+            positions = range(local_tokens // group.block_tokens, end_tokens // group.block_tokens)
+            blocks += self._find_sources(request, group.group, positions, block_ids[group.group])
+        landing = self._land(blocks)
+        moves, details = [], []
+        for at, block in enumerate(blocks):
+            slots = {} if block.tier is None or block.slot is None else {block.tier: block.slot}
+            row, target = block.row, None
+            if at in landing:
+                row, target = landing[at]
+                slots[target] = self._catalog.slot(row, target)
+            moves.append(make_move(block.key, block.generation, slots, block.parent, block.gpu_block))
+            details.append(MoveDetail(row, block.group, block.position, block.tier, target))
         request.loading = True
         request.wait_started_s = None
-        self._served.loaded(request, local_tokens, external_tokens, draft.cpu, draft.nvme, details)
+        self._served.loaded(request, local_tokens, external_tokens, details)
         record = self._transfers.add(
-            _LOAD, moves, details, epoch=epoch, request_id=request.request_id, arrival=request.arrival
+            _LOAD,
+            moves,
+            details,
+            epoch=self._state.epoch,
+            request_id=request.request_id,
+            arrival=request.arrival,
         )
         request.load_job = record.job.id
         self._reads.to_gpu.begin(record.job)
 
     def _find_sources(
-        self, draft: LoadDraft, start: int, request_id: str, all_keys: Sequence[BlockKey], *, are_chain: bool
-    ) -> None:
-        """Pin the best copy of each of a draft's blocks from ``start`` on: in the CPU tier, on NVMe, of another home.
-
-        Other homes' blocks have no row, and those that are nowhere no slot either. ``all_keys``: of all of the
-        request's blocks of the group. ``are_chain``: each block is the parent of the next.
-        """
-        catalog, keys = self._catalog, draft.keys[start:]
-        rows = catalog.find_chain(keys) if are_chain else catalog.find_all(keys)
-        here: Sequence[int] = range(len(rows))
-        states, are_ready = catalog.columns(CPU).states, catalog.are_ready(rows)
-        # A block without a row has no state either.
-        in_memory = bytes(map(states.__getitem__, rows)).count(READY) if are_ready else NONE
-        if in_memory in {0, len(rows)}:
-            tier = CPU if in_memory else NVME
+        self, request: RequestState, group: int, positions: Sequence[int], gpu_blocks: Sequence[int]
+    ) -> list[_Block]:
+        """Find and pin the fastest copy of each block that the engine gave a place: in a tier, or a neighbour's."""
+        catalog, keys, found = self._catalog, request.keys[group], []
+        pinned: dict[Tier, list[int]] = {}
+        for position in positions:
+            if not gpu_blocks[position]:
+                continue
+            key = keys[position]
+            row = catalog.find(key)
+            tier = catalog.readable_tier(row)
+            if tier is not None:
+                pinned.setdefault(tier, []).append(row)
+                slot, generation, parent = catalog.slot(row, tier), catalog.generations[row], catalog.parents[row]
+                found.append(_Block(key, row, generation, parent, group, position, gpu_blocks[position], tier, slot))
+            else:
+                parent = keys[position - 1] if position else None
+                found.append(self._find_hint(_Block(key, NONE, 0, parent, group, position, gpu_blocks[position])))
+        for tier, rows in pinned.items():
             catalog.pin(rows, tier)
-            draft.found(rows, tier, catalog)
-            self._wants.note(keys, request_id)
-            return
-        draft.await_places(draft.positions[start:], all_keys)
-        if not are_ready:
-            here = [at for at, row in enumerate(rows) if catalog.is_ready(row)]
-            abroad = self._find_abroad(draft, start, {*range(len(rows))}.difference(here))
-            keys = [keys[at] for at in sorted({*here, *abroad})]
-        on_cpu = [at for at in here if states[rows[at]] == READY]
-        on_nvme = [at for at in here if states[rows[at]] != READY]
-        for tier, places in ((CPU, on_cpu), (NVME, on_nvme)):
-            if places:
-                found = rows if len(places) == len(rows) else [rows[at] for at in places]
-                catalog.pin(found, tier)
-                draft.find(start, places, found, tier, catalog)
-        self._wants.note(keys, request_id)
-
-    def _find_abroad(self, draft: LoadDraft, start: int, places: Iterable[int]) -> list[int]:
-        """Pin copies of other homes, and return of which blocks there are some. ``places``: counted from ``start``."""
-        found = []
-        for at in places:
-            copy = self._foreign.find(draft.keys[start + at])
-            if copy is not None:
-                found.append(at)
-                draft.generations[start + at], draft.nvme[start + at] = copy.generation, self._foreign.pin(copy)
+        self._demand.count_demand([block.key for block in found if block.tier is not None], request.request_id)
         return found
 
-    def _leave_cpu_copies(self, draft: LoadDraft, epoch: int) -> None:
-        """Let blocks read from NVMe land in CPU slots where admission and room allow; the rest goes through staging."""
-        if self._cpu is None or draft.nvme.count(None) == len(draft.nvme):
-            return
-        catalog = self._catalog
-        vacant: list[int] = []
-        for at, slot in enumerate(draft.nvme):
-            if slot is not None:
-                row = draft.rows[at]
-                # Another home's block gets a row of its own, unless this engine is just writing or dropping that block.
-                absent = catalog.state(row, CPU) == ABSENT if row >= 0 else catalog.find(draft.keys[at]) < 0
-                vacant += [at] * absent
+    def _find_hint(self, block: _Block) -> _Block:
+        """Return a block with the copy that a neighbour is thought to have, if one is, pinned."""
+        hint = self._neighbours.hint(block.key)
+        if hint is None:
+            return block
+        return block._replace(generation=hint.generation, tier=Tier.NVME, slot=self._neighbours.pin(hint))
+
+    def _land(self, blocks: Sequence[_Block]) -> dict[int, tuple[int, Tier]]:
+        """Begin copies in memory of blocks that are read from elsewhere, where admission and room allow.
+
+        The rest goes through staging. Returns rows and the tier, by the place of the block.
+        """
+        landing, catalog = self._tiers.landing, self._catalog
+        if landing is None:
+            return {}
+        vacant = []
+        for at, block in enumerate(blocks):
+            if block.tier is not None and block.tier is not landing.tier:
+                # A neighbour's block gets a row of its own, unless this engine is just writing or dropping that block.
+                row = block.row
+                if catalog.state(row, landing.tier) == ABSENT if row >= 0 else catalog.find(block.key) < 0:
+                    vacant.append(at)
         wanted: dict[int, list[int]] = {}
-        for at in compress(vacant, self._cpu_admission.admits([draft.keys[at] for at in vacant])):
-            wanted.setdefault(self._geometry.size_classes[draft.groups[at]], []).append(at)
+        for at in compress(vacant, landing.admission.admits([blocks[at].key for at in vacant])) if vacant else ():
+            wanted.setdefault(self._geometry.size_classes[blocks[at].group], []).append(at)
+        landed: dict[int, tuple[int, Tier]] = {}
         for size_class, places in wanted.items():
-            slots = self._cpu.allocate(size_class, len(places))
-            for at, slot in zip(places, slots, strict=False):
-                draft.cpu[at] = slot
-                if draft.rows[at] < 0:
-                    draft.rows[at] = catalog.add(draft.keys[at], draft.generations[at], epoch, draft.parents[at])
-            rows = [draft.rows[at] for at in places[: len(slots)]]
-            catalog.begin_all(rows, CPU, slots)
-            self._reads.begin(_LOAD, [draft.keys[at] for at in places[: len(slots)]], rows)
+            slots = landing.allocate(size_class, len(places))
+            rows = []
+            for at, _ in zip(places, slots, strict=False):
+                block = blocks[at]
+                row = block.row
+                if row < 0:
+                    row = catalog.add(block.key, block.generation, self._state.epoch, block.parent)
+                rows.append(row)
+                landed[at] = (row, landing.tier)
+            catalog.begin(rows, landing.tier, slots)
+            self._reads.begin(_LOAD, [blocks[at].key for at in places[: len(slots)]], rows)
+        return landed

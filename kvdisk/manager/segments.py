@@ -148,12 +148,12 @@ class Drives:
         self._drives = [_Drive() for _ in range(count)]
         self._stats = stats
         self.quarantined: frozenset[int] = frozenset()
-        """As of the last failure or ``look``."""
+        """As of the last failure or ``refresh``."""
 
     def __len__(self) -> int:
         return len(self._drives)
 
-    def look(self, now: float) -> bool:
+    def refresh(self, now: float) -> bool:
         """End quarantines whose time is over; return whether that, or the end of a back-off, lets writes return."""
         returned = False
         for number, drive in enumerate(self._drives):
@@ -417,7 +417,7 @@ class Segments:
         """The segments that nobody is to read now."""
         return self.on_drives(self.drives.quarantined) if self.drives.quarantined else frozenset()
 
-    def note_writes(self, record: JobRecord, now: float) -> None:
+    def learn_writes(self, record: JobRecord, now: float) -> None:
         """Learn from a settled store or demotion how the drives are."""
         good, bad = set(), set()
         for at, move in enumerate(record.job.moves):
@@ -432,7 +432,7 @@ class Segments:
         for drive in good - bad:
             self.drives.write_succeeded(drive)
 
-    def note_reads(self, record: JobRecord, now: float, dropping: Collection[int]) -> None:
+    def learn_reads(self, record: JobRecord, now: float, dropping: Collection[int]) -> None:
         """Learn from a settled load how the drives are, but for the segments that are being dropped."""
         for at, move in enumerate(record.job.moves):
             spec = self.specs.get(move.nvme.segment) if move.nvme is not None else None

@@ -144,7 +144,7 @@ def audit_connector(connector: Any) -> dict[str, Any]:
         "counters": dict(manager.stats.counts),
         "nvme_blocks": len(on_nvme),
         "dropped_puts": dropped,
-        "home_open": nvme.home_open if nvme is not None else None,
+        "home_open": nvme.is_open if nvme is not None else None,
         "backlog": [len(backlog) for backlog in manager._cpu._backlogs] if manager._cpu is not None else [],
         "nvme_total": list(nvme.pool.total) if nvme is not None else [],
         "nvme_free": list(nvme.pool.free) if nvme is not None else [],

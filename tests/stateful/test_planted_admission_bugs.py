@@ -11,7 +11,7 @@ from machines import Bugs, Patch, wrap
 from support.manager_sizes import ADMISSION_SIZES
 
 from kvdisk.manager.admission import AdmitReused, ReuseTable, WriteBudget
-from kvdisk.manager.demotions import NvmeOffers
+from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme import NvmeSpace
 
@@ -35,7 +35,7 @@ def counts_that_survive_a_reset(patch: Patch) -> None:
 
 @BUGS.plant
 def refused_block_not_asked_before_it_leaves(patch: Patch) -> None:
-    patch.setattr(NvmeOffers, "ask_before_leaving", lambda self, row: False)
+    patch.setattr(Demotions, "keeps", lambda self, row: False)
 
 
 @BUGS.plant
@@ -45,12 +45,12 @@ def budget_overdrawn(patch: Patch) -> None:
 
 @BUGS.plant
 def budget_that_a_restart_fills(patch: Patch) -> None:
-    def look(original: Any, self: WriteBudget, now: float) -> bool:
-        if self._looked_s is None:
+    def refresh(original: Any, self: WriteBudget, now: float) -> bool:
+        if self._refreshed_s is None:
             self._bytes = float(self.burst_bytes)
         return bool(original(self, now))
 
-    wrap(patch, WriteBudget, "look", look)
+    wrap(patch, WriteBudget, "refresh", refresh)
 
 
 @BUGS.plant

@@ -11,7 +11,7 @@ from support.manager_sizes import ON_PREEMPTION_SIZES, ON_PREEMPTION_WINDOW, SPI
 
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.store_policy import OnPreemption, Spillover
-from kvdisk.manager.stores import BlockTables, StoreDraft, StoreDrafts, StorePlanner, Table
+from kvdisk.manager.stores import BlockTables, StorePlanner, Table
 
 PREEMPTION, SPILL = Bugs(ON_PREEMPTION_SIZES), Bugs(SPILLOVER_SIZES)
 
@@ -64,10 +64,10 @@ def refused_free_block_offered_every_step(patch: Patch) -> None:
 
 @SPILL.plant
 def free_blocks_stored_and_not_watched(patch: Patch) -> None:
-    def queue(original: Any, self: StoreDrafts, draft: StoreDraft, *, watched: bool = True) -> Any:
-        return original(self, draft, watched=watched and draft.request is not None)
+    def queue(original: Any, self: StorePlanner, taken: Any, request: Any, *, watched: bool = True) -> Any:
+        return original(self, taken, request, watched=watched and request is not None)
 
-    wrap(patch, StoreDrafts, "queue", queue)
+    wrap(patch, StorePlanner, "_queue", queue)
 
 
 @pytest.mark.parametrize("name", PREEMPTION)

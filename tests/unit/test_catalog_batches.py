@@ -62,7 +62,7 @@ def store(catalog: Catalog, keys: list[BlockKey], generation: int, *, at_once: b
     rows = []
     for number, (at, slot, parent) in enumerate(zip(new, slots, parents, strict=True)):
         rows.append(catalog.add(keys[at], generation + number, 7, parent))
-        catalog.begin(rows[-1], Tier.CPU, slot)
+        catalog.begin((rows[-1],), Tier.CPU, (slot,))
     for row in reversed(rows):
         catalog.finish((row,), Tier.CPU)
 
@@ -76,7 +76,7 @@ def drop(catalog: Catalog, keys: list[BlockKey], *, at_once: bool, doom: bool) -
         catalog.drop_all(rows, Tier.CPU)
     else:
         for row in rows:
-            catalog.drop(row, Tier.CPU)
+            catalog.drop((row,), Tier.CPU)
 
 
 @given(_steps)

@@ -29,7 +29,7 @@ class Room:
         key = BlockKey(self._made.to_bytes(32, "big") + bytes(4))
         self._made += 1
         row = self.catalog.add(key, self._made, 0, None)
-        self.catalog.begin(row, Tier.CPU, slots[0])
+        self.catalog.begin((row,), Tier.CPU, (slots[0],))
         self.catalog.finish([row], Tier.CPU)
         self.cpu.inserted([row])
 

@@ -50,7 +50,7 @@ def _catalog(states, keys):
                 continue
             row = catalog.add(keys[group][position], 1, 0, None)
             tier = Tier.CPU if position % 2 else Tier.NVME
-            catalog.begin(row, tier, Slot(group, position))
+            catalog.begin((row,), tier, (Slot(group, position),))
             if state == "r":
                 catalog.finish((row,), tier)
     return catalog
@@ -122,7 +122,7 @@ def _change(catalog, key, tier, segment, step):
         row = catalog.add(key, 1, 0, None)
     state = catalog.state(row, tier)
     if state == CopyState.ABSENT:
-        catalog.begin(row, tier, Slot(segment, 0))
+        catalog.begin((row,), tier, (Slot(segment, 0),))
     elif state == CopyState.WRITING and step:
         catalog.finish((row,), tier)
     elif state == CopyState.READY and step == 2:
@@ -130,7 +130,7 @@ def _change(catalog, key, tier, segment, step):
     else:
         if catalog.pins(row, tier):
             catalog.unpin((row,), tier)
-        catalog.drop(row, tier)
+        catalog.drop((row,), tier)
 
 
 POSITIONS = st.integers(0, BLOCKS - 1)
@@ -193,7 +193,7 @@ def test_what_is_remembered_is_what_would_be_found(situation, events, span, miss
 def test_what_ends_while_its_drive_is_hidden_is_not_ready_when_the_drive_is_back():
     catalog, (key,) = Catalog(), _keys(Geometry((GroupGeometry(0, 2, 100),), 1, 2))[0][:1]
     row = catalog.add(key, 1, 0, None)
-    catalog.begin(row, Tier.NVME, Slot(3, 0))
+    catalog.begin((row,), Tier.NVME, (Slot(3, 0),))
     catalog.finish([row], Tier.NVME)
     catalog.pin((row,), Tier.NVME)
     catalog.hidden_segments = frozenset({3})

@@ -109,12 +109,12 @@ def test_a_restored_catalog_is_like_one_that_was_filled_block_by_block(records):
     # Whatever leaves, and comes back: the trees stay the same.
     for record in by_hand(index)[0][::2]:
         for catalog in (whole, single):
-            catalog.drop(catalog.find(record.key), Tier.NVME)
+            catalog.drop((catalog.find(record.key),), Tier.NVME)
         assert trees(whole) == trees(single)
     for record in by_hand(index)[0][::2]:
         for catalog in (whole, single):
             row = catalog.add(record.key, record.generation, record.epoch, record.parent)
-            catalog.begin(row, Tier.NVME, record.slot)
+            catalog.begin((row,), Tier.NVME, (record.slot,))
             catalog.finish([row], Tier.NVME)
             assert catalog.parents[row] is None or catalog.find(catalog.parents[row]) in {
                 -1,
@@ -166,5 +166,5 @@ def test_records_whose_parents_go_in_a_circle_leave_all_the_same(length: int) ->
     for _ in range(length + 2):
         (row,) = order.victims(1, catalog.evictable_in(Tier.NVME))
         order.remove((row,))
-        catalog.drop(row, Tier.NVME)
+        catalog.drop((row,), Tier.NVME)
     assert len(catalog) == 0

@@ -22,7 +22,7 @@ from kvdisk.index.base import Answer, ForeignCopy, SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager import neighbours
 from kvdisk.manager.manager import MAX_DEMOTE_JOBS, MAX_DEMOTE_MOVES
-from kvdisk.manager.neighbours import ForeignCopies
+from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.prefetch import MOST_SEEN
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
@@ -87,7 +87,7 @@ def test_demotions_take_from_a_long_backlog_no_more_than_they_move():
     rows = []
     for number, slot in enumerate(cpu.pool.allocate(0, MANY)):
         rows.append(catalog.add(BlockKey(number.to_bytes(32, "big") + bytes(2)), number + 1, 0, None))
-        catalog.begin(rows[-1], Tier.CPU, slot)
+        catalog.begin((rows[-1],), Tier.CPU, (slot,))
     catalog.finish(rows, Tier.CPU)
     cpu.inserted(rows)
     assert cpu.enqueue(rows) == MANY
@@ -115,7 +115,7 @@ def test_reading_ahead_looks_at_the_head_of_the_line():
 
 def test_what_was_heard_of_too_long_ago_is_forgotten_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch):
     parts = Parts()
-    known: ForeignCopies = parts.parts.manager._foreign
+    known: NeighbourCopies = parts.parts.manager._foreign
     segment = SegmentRecord(0, GEOMETRY.groups[0].slot_bytes, MANY)
     keys = [BlockKey(number.to_bytes(32, "big") + bytes(2)) for number in range(MANY)]
     copies = {key: (ForeignCopy("a" * 32, segment, at, 1 + at),) for at, key in enumerate(keys)}
