@@ -134,12 +134,16 @@ class TierColumns:
     def presence(self, row: int) -> int:
         """Return the ``Presence`` that a row has by this copy alone."""
         state = self.states[row]
-        return NOWHERE if self.hidden and self.segments[row] in self.hidden else _PRESENCE_OF[state]
+        if state == READY and self.hidden and self.segments[row] in self.hidden:
+            return NOWHERE
+        return _PRESENCE_OF[state]
 
     def presences(self, rows: NDArray[np.intp]) -> NDArray[np.uint8]:
         """As ``presence``, of many rows."""
-        found = np.frombuffer(_PRESENCE_OF, np.uint8)[np.frombuffer(self.states, np.uint8)[rows]]
-        found[np.isin(np.frombuffer(self.segments, np.uint32)[rows], list(self.hidden))] = NOWHERE
+        states = np.frombuffer(self.states, np.uint8)[rows]
+        found = np.frombuffer(_PRESENCE_OF, np.uint8)[states]
+        hidden = np.isin(np.frombuffer(self.segments, np.uint32)[rows], list(self.hidden))
+        found[hidden & (states == READY)] = NOWHERE
         return found
 
     def rows(self, segments: Iterable[int] | None = None) -> NDArray[np.intp]:

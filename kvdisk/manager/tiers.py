@@ -322,6 +322,10 @@ class Tiers:
     def __len__(self) -> int:
         return len(self._tiers)
 
+    def get(self, tier: Tier) -> TierSpace | None:
+        """Return a tier, if there is one."""
+        return self._tiers.get(tier)
+
     @property
     def landing(self) -> TierSpace | None:
         """Where a copy of what is read from a slower tier can be left, if anywhere."""

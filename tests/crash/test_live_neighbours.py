@@ -99,8 +99,8 @@ def test_an_owner_that_evicts_under_a_reader_causes_a_miss(quick_path: Path) -> 
     two.step()  # it asks; the reader's process has only begun
 
     def known() -> object:
-        two.manager._foreign.absorb(two.now)
-        return two.manager._foreign.known
+        two.manager._neighbours.absorb(two.now)
+        return two.manager._neighbours.hints
 
     wait_for(known, "an answer")
     for round_number in range(4):

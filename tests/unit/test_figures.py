@@ -22,7 +22,6 @@ from kvdisk.errors import CorruptRecord
 from kvdisk.figures import Figures, few_figures
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.accounting import Gauges
 from kvdisk.stats import SERIES, Kind, Stats
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
@@ -40,7 +39,7 @@ class Told:
         self.parts = ManagerParts.make(sizes, self.engine, self.index, 0)
         ManagerWatch(sizes, self.parts, self.engine, [self.rank], self.index)
         self.stats = self.parts.manager.stats
-        gauges = Gauges(GEOMETRY, self.parts.transfers, self.parts.cpu, self.parts.nvme)
+        gauges = self.parts.manager.gauges
         self.files: list[dict] = []
         self.figures = Figures(
             self.stats,

@@ -94,7 +94,7 @@ def _is_there(catalog, key, elsewhere, *, coming):
         return True
     state = catalog.state(row, Tier.NVME)
     if state == CopyState.READY:
-        return catalog.slot(row, Tier.NVME).segment not in catalog.hidden_segments
+        return catalog.slot(row, Tier.NVME).segment not in catalog.columns(Tier.NVME).hidden
     return state in wanted
 
 
@@ -170,7 +170,7 @@ def test_what_is_remembered_is_what_would_be_found(situation, events, span, miss
             for key in all_keys[group % len(keys)][first : first + count]:
                 _change(catalog, key, tier, segment, step)
         elif name == "hide":
-            catalog.hidden_segments = event[0]
+            catalog.hide(Tier.NVME, event[0])
         elif name == "elsewhere":
             elsewhere = frozenset(all_keys[event[0] % len(keys)][position] for position in event[1])
             changes += 1
@@ -196,8 +196,8 @@ def test_what_ends_while_its_drive_is_hidden_is_not_ready_when_the_drive_is_back
     catalog.begin((row,), Tier.NVME, (Slot(3, 0),))
     catalog.finish([row], Tier.NVME)
     catalog.pin((row,), Tier.NVME)
-    catalog.hidden_segments = frozenset({3})
+    catalog.hide(Tier.NVME, frozenset({3}))
     catalog.doom(row, Tier.NVME)
-    catalog.hidden_segments = frozenset()
+    catalog.hide(Tier.NVME, frozenset())
     assert not catalog.is_ready(row)
     assert catalog.presences([key]) == bytes([Presence.NOWHERE])

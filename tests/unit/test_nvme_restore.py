@@ -103,7 +103,7 @@ def test_a_restored_catalog_is_like_one_that_was_filled_block_by_block(records):
     restore_blocks(index, GEOMETRY, whole, policies, SEGMENTS)
     for record in by_hand(index)[0]:
         row = single.add(record.key, record.generation, record.epoch, record.parent)
-        single.begin(row, Tier.NVME, record.slot)
+        single.begin([row], Tier.NVME, [record.slot])
         single.finish([row], Tier.NVME)
     assert trees(whole) == trees(single)
     # Whatever leaves, and comes back: the trees stay the same.

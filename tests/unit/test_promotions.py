@@ -137,7 +137,7 @@ def test_a_victim_is_read_ahead_before_those_that_came_later():
     for key in keys_of(PROMPTS[3]):
         queue.parts.cpu.discard(queue.parts.catalog.find(key))  # type: ignore[union-attr]
     queue.parts.manager.preempt([running.id], queue.engine.now)
-    queue.parts.manager._promotions.plan(0)
+    queue.parts.manager._promotions.plan()
     jobs = [job for job in queue.parts.transfers.take_queued(0.0) if job.kind is JobKind.PROMOTE]
     assert keys(jobs) == [keys_of(PROMPTS[3]), keys_of(PROMPTS[0])]
 
@@ -184,7 +184,7 @@ def test_reading_ahead_spares_what_is_pinned_or_to_be_demoted():
         queue.add(prompt).finishing = True
         queue.step()
         queue.step()
-    assert (queue.on_cpu("uux"), queue.on_cpu("vvx"), cpu.backlog_count(0)) == ([True], [True], 1)
+    assert (queue.on_cpu("uux"), queue.on_cpu("vvx"), queue.parts.demotions.count(0)) == ([True], [True], 1)
     (used,) = (catalog.find(key) for key in keys_of("vvx"))
     catalog.pin((used,), Tier.CPU)
     queue.add(RUNNING)
@@ -283,7 +283,7 @@ def test_a_reset_ends_promotions_without_a_copy(started):
     if started:
         assert len(queue.promoted(work=False)) == 1
     else:
-        queue.parts.manager._promotions.plan(0)
+        queue.parts.manager._promotions.plan()
         assert queue.parts.transfers.count(JobKind.PROMOTE) == 1
     queue.watch.reset(1, 1)
     queue.engine.reset(1)

@@ -119,7 +119,7 @@ def test_nobody_steps_for_a_commit_that_never_ends(full):
     served.serve("aabbx")
     served.commits = False
     served.serve("ccddx")
-    assert served.parts.nvme.uncommitted and bool(served.parts.cpu.backlog_count(0)) is full
+    assert served.parts.nvme.uncommitted and bool(served.parts.demotions.count(0)) is full
     assert served.manager.has_pending_work(served.engine.now)
     served.engine.now += 1000.0
     assert not served.manager.has_pending_work(served.engine.now)
@@ -152,7 +152,7 @@ def test_nobody_steps_for_an_index_that_takes_nothing():
     served.index.refuse_puts = True
     served.serve("ccddx")
     served.steps(4)
-    assert served.parts.cpu.backlog_count(0) and served.parts.nvme.pool.limbo == [2]
+    assert served.parts.demotions.count(0) and served.parts.nvme.pool.limbo == [2]
     assert not served.manager.has_pending_work(served.engine.now)
     served.index.refuse_puts = False
     served.commits = True

@@ -80,7 +80,7 @@ class Served:
         return [self.uses(key) for key in keys]
 
     def uses(self, key: Any) -> tuple[int, int]:
-        catalog, nvme = self.parts.catalog, self.parts.manager._nvme
+        catalog, nvme = self.parts.catalog, self.parts.manager._tiers.get(Tier.NVME)
         assert nvme is not None
         row = catalog.find(key)
         assert row >= 0 and catalog.readable(row, Tier.NVME)
