@@ -364,9 +364,12 @@ class Catalog:
         assert not any(map(columns.pins.__getitem__, rows)), "a pinned copy cannot be dropped"
         self._change(rows, tier, _DROP)
         self.chains.unlink(rows, tier)
-        all_states = [each.states for each in self._columns.values()]
+        others = [other.states for other in self._columns.values() if other is not columns]
         for row in rows:
-            if not any(states[row] for states in all_states):
+            for states in others:
+                if states[row] != ABSENT:
+                    break
+            else:
                 self._vacate(row)
         return slots
 

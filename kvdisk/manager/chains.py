@@ -68,8 +68,10 @@ class Chains:
         if parent is not None and self.parent_rows[row] == NONE:
             self._forget_orphan(row, parent)
         self.parent_rows[row] = NONE
-        if any(first[row] != NONE for first in self._first.values()):
-            self._leave_children(row, key)
+        for first in self._first.values():
+            if first[row] != NONE:
+                self._leave_children(row, key)
+                break
 
     def _forget_orphan(self, row: int, parent: BlockKey) -> None:
         waiting = self._orphans.get(parent)

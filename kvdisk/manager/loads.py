@@ -279,17 +279,15 @@ class LoadPlanner:
         self._reads.to_gpu.begin(record.job)
 
     def _find_sources(
-        self, request: RequestState, group: int, positions: Sequence[int], gpu_blocks: Sequence[int]
+        self, request: RequestState, group: int, positions: range, gpu_blocks: Sequence[int]
     ) -> list[_Block]:
         """Find and pin the fastest copy of each block that the engine gave a place: in a tier, or a neighbour's."""
         catalog, keys, found = self._catalog, request.keys[group], []
         pinned: dict[Tier, list[int]] = {}
-        for position in positions:
+        for position, row in zip(positions, catalog.find_all(keys[positions.start : positions.stop]), strict=True):
             if not gpu_blocks[position]:
                 continue
-            key = keys[position]
-            row = catalog.find(key)
-            tier = catalog.readable_tier(row)
+            key, tier = keys[position], catalog.readable_tier(row)
             if tier is not None:
                 pinned.setdefault(tier, []).append(row)
                 slot, generation, parent = catalog.slot(row, tier), catalog.generations[row], catalog.parents[row]

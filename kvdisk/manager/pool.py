@@ -246,6 +246,8 @@ class SlotPool:
 
 def _best(places: Sequence[FreeRuns], count: int) -> FreeRuns | None:
     """Return the place with the shortest run of at least ``count``, else with the longest."""
+    if len(places) == 1:
+        return places[0]
     return min(places, key=lambda runs: ((fit := runs.fit(count)) < count, abs(fit - count)), default=None)
 
 

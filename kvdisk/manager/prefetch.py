@@ -209,8 +209,9 @@ class Promotions:
         Plans nothing while a scheduled request waits for a prefetch, to let that finish first.
         """
         awaited, self._state.prefetch_awaited = self._state.prefetch_awaited, False
-        is_open = any(space.is_open for space in self._tiers if space is not self._landing)
-        if self._landing is None or awaited or not self._waiting or not is_open:
+        if self._landing is None or awaited or not self._waiting:
+            return
+        if not any(space.is_open for space in self._tiers if space is not self._landing):
             return
         examined = 0
         for request_id, waiting in list(islice(self._waiting.items(), MOST_SEEN)):

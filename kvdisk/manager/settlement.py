@@ -120,8 +120,9 @@ class Settlement:
         written = self._settle_targets(record, now_s)
         self._stats.add("demoted_blocks", sum(map(len, written.values())))
         self._stats.add("failed_stores", sum(reason is not Reason.CANCELLED for reason in record.failed.values()))
-        for tier, rows in self._rows_by_source(record).items():
-            self._tiers[tier].unpin(rows)
+        for at, detail in enumerate(record.details):
+            if detail.source is not None and at not in record.late:
+                self._tiers[detail.source].unpin((detail.row,))
         for tier in written:
             self._tiers[tier].learn_writes(record, now)
 
@@ -172,14 +173,20 @@ class Settlement:
         for space in self._tiers:
             space.learn_reads(record, now)
         from_neighbours, landed = 0, []
+        read: dict[Tier, list[int]] = {}
         for at in reversed(range(len(record.details))):
             detail, move = record.details[at], record.job.moves[at]
             if detail.target is not None:
                 landed.append((move.key, detail.row))
-            if at not in record.failed and is_neighbours(move.nvme):
+            if at in record.failed:
+                continue
+            if is_neighbours(move.nvme):
                 from_neighbours += 1
                 self._settle_neighbours(move, None, late=False)
-        for tier, rows in sorted(self._rows_by_source(record, only_good=True).items()):
+            else:
+                assert detail.source is not None, "nothing was read, and nobody said so"
+                read.setdefault(detail.source, []).append(detail.row)
+        for tier, rows in sorted(read.items()):
             self._settle_sources(rows, tier)
         if from_neighbours and record.job.kind is JobKind.LOAD:
             self._stats.add("loaded_blocks_foreign", from_neighbours)
@@ -192,24 +199,10 @@ class Settlement:
             self._stats.add("promoted_blocks", len(landed) - failed)
         return sum(map(len, self._settle_targets(record, now_s).values()))
 
-    def _rows_by_source(self, record: JobRecord, *, only_good: bool = False) -> dict[Tier, list[int]]:
-        """Return the rows that a job read and that no late move holds, by tier; neighbours' have none.
-
-        ``only_good``: of moves that did not fail.
-        """
-        found: dict[Tier, list[int]] = {}
-        leave_out = record.failed if only_good else record.late
-        for at in reversed(range(len(record.details))):
-            detail = record.details[at]
-            if at in leave_out or is_neighbours(record.job.moves[at].nvme):
-                continue
-            assert detail.source is not None and detail.row >= 0, "nothing was read, and nobody said so"
-            found.setdefault(detail.source, []).append(detail.row)
-        return found
-
     def _settle_sources(self, rows: list[int], tier: Tier) -> None:
         """Copies were read well."""
-        used = [row for row in rows if self._catalog.state(row, tier) != DOOMED]
+        states = self._catalog.columns(tier).states
+        used = [row for row in rows if states[row] != DOOMED]
         self._offer(used, tier)  # their counts rose when the load was planned
         self._tiers[tier].unpin(rows)
         self._tiers[tier].access(used)

@@ -153,11 +153,10 @@ class TierSpace:
 
         Of one chain the tail comes first. ``now_s``: seconds since the Unix epoch.
         """
-        ready = [row for row in rows if self._state(row) != DOOMED]
-        if len(ready) < len(rows):
-            for row in rows:
-                if self._state(row) == DOOMED:
-                    self.abandon(row)
+        states = self._catalog.columns(self.tier).states
+        ready = [row for row in rows if states[row] != DOOMED]
+        for row in [row for row in rows if states[row] == DOOMED] if len(ready) < len(rows) else ():
+            self.abandon(row)
         self._catalog.finish(ready, self.tier)
         for size_class, alike in self._by_class(ready):
             self._orders[size_class].insert(alike)
