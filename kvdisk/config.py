@@ -45,8 +45,8 @@ class Config:
     """
     nvme_bytes: int | None = None
     """The most that this engine may keep on all drives together, over all ranks and with the index. Where it is
-    reached, old blocks leave for new ones. Engines that share directories have a cap each, and together never more
-    than the sum. An engine that starts with a smaller cap than before cuts what is there to it, first of all.
+    reached, old blocks are evicted for new ones. Engines that share directories have a cap each, and together never
+    more than the sum. An engine that starts with a smaller cap than before first cuts what is there to it.
 
     Default: required with `store_dirs`
     Example: "500GiB"
@@ -95,7 +95,7 @@ class Config:
     """
     nvme_admission: str = "adaptive"
     """Which blocks may enter the NVMe tier, with the same choices. `"adaptive"`: everything while there is room, then
-    the more by reuse the sooner copies leave. What NVMe refuses is still served from memory while it is there.
+    the more by reuse the sooner copies are evicted. Memory still serves what NVMe refuses, while it is there.
 
     Example: "reuse(2)"
     """
@@ -107,9 +107,9 @@ class Config:
     Example: "2TB"
     """
     eviction: str = "credit"
-    """Who leaves a full tier. `"credit"`: what was used longest ago, where uses before that one count as well. `"lru"`:
-    what was used longest ago, and nothing else; `"s3fifo"`: S3-FIFO, which resists scans. With each the tail of a chain
-    of blocks leaves before its head.
+    """What a full tier evicts. `"credit"`: what was used longest ago, where uses before that one count as
+    well. `"lru"`: what was used longest ago, and nothing else; `"s3fifo"`: S3-FIFO, which resists scans. With
+    each the tail of a chain of blocks is evicted before its head.
 
     Example: "lru"
     """

@@ -11,14 +11,11 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import fields
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-
-from kvdisk.config import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_FUNCTION_LINES = 70
@@ -229,16 +226,6 @@ def test_packages_are_pinned_exactly_and_once():
                 pins[re.sub(r"[-_.]+", "-", line.partition("==")[0]).lower()] += 1
     assert len(pins) > 100
     assert not [name for name, count in pins.items() if count > 1]
-
-
-def test_the_configuration_table_is_the_configuration():
-    section = re.search(
-        r"^## Configuration\n(.*?)(?=^## |\Z)", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
-    assert section is not None, "the README has no section Configuration"
-    rows = re.findall(r"^\| *(`[^|]*`) *\|", section[1], re.MULTILINE)
-    documented = [key for row in rows for key in re.findall(r"`(\w+)`", row)]
-    assert sorted(documented) == sorted(field.name for field in fields(Config))
 
 
 def contract_layers() -> list[list[str]]:

@@ -13,6 +13,7 @@ import inspect
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -114,7 +115,8 @@ def configuration() -> str:
 def _section(one: Setting) -> str:
     examples = ", ".join(f'`"{one.key}": {value}`' for value in one.examples)
     word = "Example" if len(one.examples) == 1 else "Examples"
-    return f"### {one.key}\n\n{one.meaning}\n\n- Value: {one.form}\n- Default: {one.default}\n- {word}: {examples}\n"
+    meaning = textwrap.fill(one.meaning, 100, break_long_words=False, break_on_hyphens=False)
+    return f"### {one.key}\n\n{meaning}\n\n- Value: {one.form}\n- Default: {one.default}\n- {word}: {examples}\n"
 
 
 CONFIGURATION = """\
@@ -122,25 +124,27 @@ CONFIGURATION = """\
 
 <!-- Made by tools/make_docs.py from Config in kvdisk/config.py: change it there. -->
 
-All settings are in `kv_connector_extra_config`, a part of vLLM's `--kv-transfer-config`. None is needed: without any,
-kvdisk keeps blocks in 4 GiB of host memory. With a drive:
+For those who set up an engine: what can be set, and what is the default?
+
+All settings are in `kv_connector_extra_config`, a part of vLLM's `--kv-transfer-config`. None is
+required: without any, kvdisk keeps blocks in 4 GiB of host memory. With a drive:
 
 ```
 vllm serve MODEL --kv-transfer-config '{{"kv_connector":"KVDiskConnector","kv_role":"kv_both",
   "kv_connector_extra_config":{{"store_dirs":"/nvme/kv","nvme_bytes":"500GiB","cpu_bytes":"32GiB"}}}}'
 ```
 
-An unknown key, or a value that is none, ends the start with one sentence that says what is meant:
+An unknown key, or a wrong value, ends the start with one sentence:
 
 ```
 kvdisk does not know the setting 'stor_dirs'; the nearest it knows is 'store_dirs'.
 cpu_bytes must be a size in bytes such as 1073741824 or '500GiB', not '4 gigs'.
 ```
 
-**Sizes** are bytes: an integer, or text with a unit. `KiB`, `MiB`, `GiB` and `TiB` are powers of 1024, `kB`, `MB`, `GB`
-and `TB` powers of 1000; capitals do not matter. A size *over all ranks* is shared by the workers of tensor parallelism:
-each takes its part. **Times** are seconds. `null` is the default. What a request may ask for itself, and events for
-routers, are in [Operating](OPERATING.md#limits-of-a-request).
+**Sizes** are bytes: an integer, or text with a unit. `KiB`, `MiB`, `GiB` and `TiB` are powers of
+1024, `kB`, `MB`, `GB` and `TB` powers of 1000; capitals do not matter. A size *over all ranks* is
+shared by the workers of tensor parallelism: each takes its share. **Times** are seconds. `null` is
+the default. [Operating](OPERATING.md#limits-of-a-request) says what a request may ask for itself.
 
 | key | default | |
 |---|---|---|

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 from engine_child import EngineChild
+from torture_rounds import HERE
 
 pytestmark = pytest.mark.vllm
 
-HERE = str(Path(__file__).parent)
 LIMITS = {"max_model_len": 1024, "num_gpu_blocks_override": 200}
-ENV = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "PYTHONPATH": HERE}
+ENV = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", **HERE}
 BLOCK_TOKENS = 32
 FACTOR = 1.7
 
