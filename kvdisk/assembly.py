@@ -124,7 +124,6 @@ def assemble_scheduler(
     admission = make_admission(config.cpu_admission, sum(cpu_slots), "cpu_admission")
     cpu = CpuSpace(parts, cpu_slots, admission) if config.cpu_bytes else None
     nvme = index = home = neighbours = None
-    make_admission(config.nvme_admission, 0, "nvme_admission")  # a wrong value is refused whether it is used or not
     if config.store_dirs:
         assert fingerprint is not None
         described = description | {"geometry": describe_geometry(geometry)}

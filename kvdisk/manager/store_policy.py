@@ -31,23 +31,23 @@ class Refusal(IntEnum):
 class Refused:
     """A refusal for lack of room, of one block or of several that were refused together.
 
-    ``mark``: the number of room at that moment.
+    ``released``: the number of ``released`` at that moment.
     """
 
-    def __init__(self, mark: int, retry_s: float, back_off_s: float) -> None:
-        self.mark = mark
+    def __init__(self, released: int, retry_s: float, back_off_s: float) -> None:
+        self.released = released
         self.retry_s = retry_s
         self.back_off_s = back_off_s
 
     @classmethod
-    def make(cls, mark: int, now: float, before: Refused | None) -> Refused:
+    def make(cls, released: int, now: float, before: Refused | None) -> Refused:
         """Return a refusal of now; ``before``: the one before it of the same blocks, whose back-off doubles."""
         back_off_s = min(before.back_off_s * 2, LAST_BACK_OFF_S) if before else FIRST_BACK_OFF_S
-        return cls(mark, now + back_off_s, back_off_s)
+        return cls(released, now + back_off_s, back_off_s)
 
-    def is_over(self, room: int, now: float) -> bool:
+    def is_over(self, released: int, now: float) -> bool:
         """Whether room has come free since, and time has passed."""
-        return room > self.mark and now >= self.retry_s
+        return released > self.released and now >= self.retry_s
 
 
 class Watermark:
@@ -77,14 +77,14 @@ class Watermark:
         """Whether refused blocks may be candidates without another event than room or time."""
         return bool(self._no_room or self._risen)
 
-    def is_held(self, room: int, now: float) -> bool:
+    def is_held(self, released: int, now: float) -> bool:
         """Whether blocks wait for room that are not to be offered yet: without them what follows serves nobody."""
-        return any(not refusal.is_over(room, now) for refusal in self._refusals)
+        return any(not refusal.is_over(released, now) for refusal in self._refusals)
 
-    def candidates(self, limit: int, room: int, now: float) -> Sequence[int]:
+    def candidates(self, limit: int, released: int, now: float) -> Sequence[int]:
         """Return the positions below ``limit`` to offer now, ascending; the frontier moves to ``limit``.
 
-        ``room``: a number that rises when room comes free.
+        ``released``: a number that rises when room comes free.
         """
         start, self.frontier = self.frontier, max(limit, self.frontier)
         offered: list[int] = []
@@ -92,12 +92,12 @@ class Watermark:
             offered = [position for position in self._risen if position < limit]
             self._risen = [position for position in self._risen if position >= limit]
         if self._refusals:
-            offered += self._take_over(limit, room, now)
+            offered += self._take_over(limit, released, now)
         return sorted({*offered}) + list(range(start, limit)) if offered else range(start, limit)
 
-    def _take_over(self, limit: int, room: int, now: float) -> list[int]:
+    def _take_over(self, limit: int, released: int, now: float) -> list[int]:
         """Return the positions below ``limit`` of those refusals that are over."""
-        over = [refusal.is_over(room, now) for refusal in self._refusals]
+        over = [refusal.is_over(released, now) for refusal in self._refusals]
         if not any(over):
             return []
         ended = {*compress(self._refusals, over)}
@@ -129,8 +129,8 @@ class Watermark:
         self.accept(positions)
         self.unused.update(zip(keys, positions, strict=True))
 
-    def refuse(self, positions: Sequence[int], mark: int, now: float) -> None:
-        """Remember what was refused for lack of room; ``mark`` is the number of room at this moment.
+    def refuse(self, positions: Sequence[int], released: int, now: float) -> None:
+        """Remember what was refused for lack of room; ``released`` is its number at this moment.
 
         Blocks from the frontier on are offered anyway: what failed there was a load, or a store of
         the request's life before a reset.
@@ -143,7 +143,7 @@ class Watermark:
                 before = self._no_room.get(position)
                 refusal = refused.get(before)
                 if refusal is None:
-                    refusal = refused[before] = Refused.make(mark, now, before)
+                    refusal = refused[before] = Refused.make(released, now, before)
                 self._no_room[position] = refusal
         self._refusals += refused.values()
 
@@ -157,15 +157,16 @@ class FreeOffer(NamedTuple):
 
 
 class StorePolicy(Protocol):
-    """Decides which blocks are offered, and when.
+    """Decides which blocks are offered, and when. As it is written here it offers nothing.
 
     ``reached`` and ``free_offers`` are looked up once, at the start.
     ``saves_victims``: whether ``preempted`` returns anything. Every offer is answered when all groups of its request
     were asked, before any other question, by ``accept`` or ``refuse``, those of free blocks by ``accept_free`` or
     ``refuse_free``; and one that was taken may be refused later, when its copy failed.
+    ``released``: a number that rises when room comes free.
     """
 
-    saves_victims: bool
+    saves_victims: bool = False
 
     def reached(self, request_id: str, keys: Sequence[BlockKey], start: int, stop: int) -> None:
         """A request's blocks from ``start`` to before ``stop`` of one group are full and computed for the first time.
@@ -173,17 +174,32 @@ class StorePolicy(Protocol):
         ``keys``: of all the group's blocks. After a preemption a request begins at 0 again.
         """
 
-    def offers(self, request_id: str, group: int, storable: int, room: int, now: float) -> Sequence[int]:
+    def offers(
+        self,
+        request_id: str,  # noqa: ARG002 - the protocol's signature, here and below
+        group: int,  # noqa: ARG002
+        storable: int,  # noqa: ARG002
+        released: int,  # noqa: ARG002
+        now: float,  # noqa: ARG002
+    ) -> Sequence[int]:
         """Return the positions of the group's blocks to offer in this step, ascending, none twice.
 
-        ``storable``: how many are full, computed and hashed. ``room``: a number that rises when room comes free.
+        ``storable``: how many are full, computed and hashed.
         """
+        return ()
 
-    def preempted(self, request_id: str, group: int, storable: int) -> Sequence[int]:
+    def preempted(self, request_id: str, group: int, storable: int) -> Sequence[int]:  # noqa: ARG002
         """Return the positions of a victim's blocks to offer, before they are overwritten, ascending."""
+        return ()
 
-    def free_offers(self, context: SchedulerContext, room: int, now: float) -> Sequence[FreeOffer]:
+    def free_offers(
+        self,
+        context: SchedulerContext,  # noqa: ARG002
+        released: int,  # noqa: ARG002
+        now: float,  # noqa: ARG002
+    ) -> Sequence[FreeOffer]:
         """Return the free blocks to offer in this step, no key twice."""
+        return ()
 
     def accept(self, request_id: str, group: int, positions: Sequence[int]) -> None:
         """The offers were taken, or the blocks are there already."""
@@ -195,12 +211,12 @@ class StorePolicy(Protocol):
         positions: Sequence[int],
         keys: Sequence[BlockKey],
         why: Refusal,
-        mark: int,
+        released: int,
         now: float,
     ) -> None:
         """The offers were refused, or taken ones failed: offer them again when things have changed.
 
-        ``keys``: of the blocks. ``mark``: the number of room, for those that were refused for lack of it.
+        ``keys``: of the blocks. ``released``: as it was then, for those that were refused for lack of room.
         """
 
     def wanted_again(self, keys: Sequence[BlockKey]) -> None:
@@ -209,11 +225,12 @@ class StorePolicy(Protocol):
     def accept_free(self, key: BlockKey) -> None:
         """The offer of a free block was taken, or the block is there already."""
 
-    def refuse_free(self, key: BlockKey, why: Refusal, mark: int, now: float) -> None:
-        """The offer of a free block was refused, or its store failed. ``mark``: as in ``refuse``."""
+    def refuse_free(self, key: BlockKey, why: Refusal, released: int, now: float) -> None:
+        """The offer of a free block was refused, or its store failed. ``released``: as in ``refuse``."""
 
-    def waits(self, request_id: str) -> bool:
+    def waits(self, request_id: str) -> bool:  # noqa: ARG002
         """Whether refused blocks of the request are to be offered again, as soon as there is room or at once."""
+        return False
 
     def request_finished(self, request_id: str) -> None:
         """Forget the request."""
@@ -226,77 +243,14 @@ class StorePolicy(Protocol):
         """
 
 
-class NoStores:
-    """Offers nothing: what the other policies differ from."""
-
-    saves_victims = False
-
-    def reached(self, request_id: str, keys: Sequence[BlockKey], start: int, stop: int) -> None:
-        """Nothing to note."""
-
-    def offers(
-        self,
-        request_id: str,  # noqa: ARG002 - the protocol's signature, here and below
-        group: int,  # noqa: ARG002
-        storable: int,  # noqa: ARG002
-        room: int,  # noqa: ARG002
-        now: float,  # noqa: ARG002
-    ) -> Sequence[int]:
-        """Return nothing."""
-        return ()
-
-    def preempted(self, request_id: str, group: int, storable: int) -> Sequence[int]:  # noqa: ARG002
-        """Return nothing."""
-        return ()
-
-    def free_offers(
-        self,
-        context: SchedulerContext,  # noqa: ARG002
-        room: int,  # noqa: ARG002
-        now: float,  # noqa: ARG002
-    ) -> Sequence[FreeOffer]:
-        """Return nothing."""
-        return ()
-
-    def accept(self, request_id: str, group: int, positions: Sequence[int]) -> None:
-        """Nothing to note."""
-
-    def refuse(
-        self,
-        request_id: str,
-        group: int,
-        positions: Sequence[int],
-        keys: Sequence[BlockKey],
-        why: Refusal,
-        mark: int,
-        now: float,
-    ) -> None:
-        """Nothing to note: they are not offered again."""
-
-    def wanted_again(self, keys: Sequence[BlockKey]) -> None:
-        """Nothing was noted."""
-
-    def accept_free(self, key: BlockKey) -> None:
-        """Nothing to note."""
-
-    def refuse_free(self, key: BlockKey, why: Refusal, mark: int, now: float) -> None:
-        """Nothing to note."""
-
-    def waits(self, request_id: str) -> bool:  # noqa: ARG002
-        """Return False."""
-        return False
-
-    def request_finished(self, request_id: str) -> None:
-        """Nothing to forget."""
-
-    def reset(self) -> None:
-        """Nothing to forget."""
+class NoStores(StorePolicy):
+    """Offers nothing: what other policies, a user's own too, differ from."""
 
 
 def own_method(policy: StorePolicy, name: str) -> Any:
-    """Return a policy's method; None where it is that of ``NoStores``, which need not be called."""
+    """Return a policy's method; None where it is that of ``StorePolicy``, which need not be called."""
     method = getattr(policy, name)
-    return None if getattr(method, "__func__", None) is getattr(NoStores, name) else method
+    return None if getattr(method, "__func__", None) is getattr(StorePolicy, name) else method
 
 
 class OnCompute(NoStores):
@@ -310,25 +264,25 @@ class OnCompute(NoStores):
         self._unused: dict[BlockKey, tuple[Watermark, ...]] = {}
         """Of each block that was refused for lack of reuse, the watermarks that wait for its count to rise."""
 
-    def offers(self, request_id: str, group: int, storable: int, room: int, now: float) -> Sequence[int]:
+    def offers(self, request_id: str, group: int, storable: int, released: int, now: float) -> Sequence[int]:
         """Return new blocks, and refused ones whose cause has changed; no new ones while others wait for room."""
         watermarks = self._watermarks.setdefault(request_id, {})
         watermark = watermarks.get(group)
-        if request_id in self._waiting and any(other.is_held(room, now) for other in watermarks.values()):
+        if request_id in self._waiting and any(other.is_held(released, now) for other in watermarks.values()):
             storable = 0 if watermark is None else min(storable, watermark.frontier)
         if watermark is None:
             watermark = watermarks[group] = Watermark(request_id)
         elif storable == watermark.frontier and not watermark.waits:
             return ()
-        return watermark.candidates(storable, room, now)
+        return watermark.candidates(storable, released, now)
 
     def accept(self, request_id: str, group: int, positions: Sequence[int]) -> None:
         """Do not offer the blocks again."""
         if request_id in self._waiting:  # what was never refused is not offered twice
             self._watermarks[request_id][group].accept(positions)
-            self._look(request_id)
+            self._refresh(request_id)
 
-    def _look(self, request_id: str) -> None:
+    def _refresh(self, request_id: str) -> None:
         """Note whether any of a request's blocks wait, some of which were answered."""
         if any(watermark.waits for watermark in self._watermarks[request_id].values()):
             self._waiting.add(request_id)
@@ -342,7 +296,7 @@ class OnCompute(NoStores):
         positions: Sequence[int],
         keys: Sequence[BlockKey],
         why: Refusal,
-        mark: int,
+        released: int,
         now: float,
     ) -> None:
         """Offer the blocks again when the cause has changed. A request that is gone is ignored."""
@@ -358,10 +312,10 @@ class OnCompute(NoStores):
                 for key in keys:
                     unused[key] = unused.get(key, ()) + alone
         else:
-            watermark.refuse(positions, mark, now)
+            watermark.refuse(positions, released, now)
             if watermark.unused:  # one that another request has stored since, and whose load failed
                 self._forget(watermark, [key for key in keys if key in watermark.unused])
-        self._look(request_id)
+        self._refresh(request_id)
 
     def wanted_again(self, keys: Sequence[BlockKey]) -> None:
         """Offer those blocks again that were refused for lack of reuse."""
@@ -492,11 +446,11 @@ class Spillover(NoStores):
             if block is not None:
                 self._front.leave(block)
 
-    def free_offers(self, context: SchedulerContext, room: int, now: float) -> Sequence[FreeOffer]:
+    def free_offers(self, context: SchedulerContext, released: int, now: float) -> Sequence[FreeOffer]:
         """Return the blocks that the cursor passes, and those that are due again."""
         while len(self._parents) > 2 * context.block_count:
             self._forget(self._parents.popitem(last=False)[0])
-        while self._groups and self._groups[0][0].is_over(room, now):
+        while self._groups and self._groups[0][0].is_over(released, now):
             self._retried, _, keys = self._groups.popleft()
             self._due.update((key, self._no_room.pop(key)) for key in keys if key in self._no_room)
         due, self._due = self._due, {}
@@ -529,7 +483,7 @@ class Spillover(NoStores):
         for known in (self._unused, self._no_room, self._due):
             known.pop(key, None)
 
-    def refuse_free(self, key: BlockKey, why: Refusal, mark: int, now: float) -> None:
+    def refuse_free(self, key: BlockKey, why: Refusal, released: int, now: float) -> None:
         """Offer the block again when its cause has changed, if it is there then."""
         block = self._blocks.get(key)
         if block is None:
@@ -539,9 +493,9 @@ class Spillover(NoStores):
         else:
             self._no_room[key] = block
             if not self._groups or self._groups[-1][1] != now:
-                self._groups.append((Refused.make(mark, now, self._retried), now, []))
+                self._groups.append((Refused.make(released, now, self._retried), now, []))
             refused, _, keys = self._groups[-1]
-            refused.mark = max(refused.mark, mark)
+            refused.released = max(refused.released, released)
             keys.append(key)
 
     def wanted_again(self, keys: Sequence[BlockKey]) -> None:
