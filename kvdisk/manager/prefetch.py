@@ -16,7 +16,7 @@ from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.manager.admission import Demand
 from kvdisk.manager.catalog import ABSENT, READY
 from kvdisk.manager.jobs import MoveDetail, make_move
-from kvdisk.manager.lookup import first_needed, longest_hit
+from kvdisk.manager.lookup import Reachable, first_needed, longest_hit
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.requests import RequestState
@@ -235,9 +235,9 @@ class Promotions:
         limit = known - 1 if request.load_limit_tokens is None else min(known - 1, request.load_limit_tokens)
         if request.most_load_tokens is not None:
             limit = min(limit, self._local_tokens(request) + request.most_load_tokens)
-        catalog, elsewhere = self._catalog, self._neighbours.usable_hints
+        catalog, source = self._catalog, Reachable(self._catalog, self._neighbours.usable_hints)
         # To the end of what is there or on its way: behind a block that is just being stored there may be others.
-        hit = longest_hit(catalog, self._geometry, request.keys, 0, limit, coming=True, elsewhere=elsewhere)
+        hit = longest_hit(source, self._geometry, request.keys, 0, limit, coming=True)
         found: list[tuple[int, BlockKey, BlockKey | None]] = []
         held: list[int] = []
         for group in self._geometry.groups:

@@ -22,43 +22,17 @@ from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind
 
 
-class Table:
+class Table(NamedTuple):
     """A request's GPU blocks by group, 0 where it needs none, and how many of its tokens are computed in them.
 
-    Never changed. Of a group with a window the engine may have taken blocks since that lie wholly before the window.
+    Of a group with a window the engine may have taken blocks since that lie wholly before the window.
     """
 
-    def __init__(self, computed_tokens: int, block_ids: Sequence[Sequence[int]]) -> None:
-        self.computed_tokens = computed_tokens
-        self.block_ids = block_ids
+    computed_tokens: int
+    block_ids: Sequence[Sequence[int]]
 
 
-EMPTY = Table(0, ())
-
-
-class BlockTables:
-    """The tables of requests that have been scheduled. A victim is named when its blocks have been freed already."""
-
-    def __init__(self) -> None:
-        self._tables: dict[str, Table] = {}
-
-    def get(self, request_id: str) -> Table:
-        """Return a request's table; ``EMPTY`` where it holds nothing that is known."""
-        return self._tables.get(request_id, EMPTY)
-
-    def put(self, request_id: str, table: Table) -> Table:
-        """Note what a request holds from now on; return what ``get`` would have returned."""
-        before = self._tables.get(request_id, EMPTY)
-        self._tables[request_id] = table
-        return before
-
-    def take(self, request_id: str) -> Table:
-        """Forget a request's table, and return it."""
-        return self._tables.pop(request_id, EMPTY)
-
-    def clear(self) -> None:
-        """Forget all: what the blocks hold is of no use any more."""
-        self._tables.clear()
+_EMPTY = Table(0, ())
 
 
 MOST_LEFT = 4096
@@ -120,7 +94,8 @@ class StorePlanner:
         self._neighbours = neighbours
         self._generation = first_generation
         self._min_block_tokens = min(group.block_tokens for group in parts.geometry.groups)
-        self._tables = BlockTables()
+        self._tables: dict[str, Table] = {}
+        """What each running request held at its last step: a victim is named when its blocks have been freed."""
         self._left: deque[FreeOffer] = deque(maxlen=MOST_LEFT)
         """Blocks that waited for room when their requests ended, by request in the order of the prompt."""
         self._left_at = -1
@@ -134,7 +109,7 @@ class StorePlanner:
             return False
         if not self._store_policy.saves_victims:
             computed_tokens = self._storable_tokens(request, computed_tokens)
-        known_tokens = self._tables.get(request.request_id).computed_tokens
+        known_tokens = self._tables.get(request.request_id, _EMPTY).computed_tokens
         new_blocks = computed_tokens // self._min_block_tokens > known_tokens // self._min_block_tokens
         return new_blocks or self._store_policy.waits(request.request_id)
 
@@ -143,7 +118,8 @@ class StorePlanner:
         if request.loading or request.stale:
             return
         request.update_keys(self._geometry)
-        known_tokens = self._tables.put(request.request_id, Table(computed_tokens, block_ids)).computed_tokens
+        known_tokens = self._tables.get(request.request_id, _EMPTY).computed_tokens
+        self._tables[request.request_id] = Table(computed_tokens, block_ids)
         storable_tokens = self._storable_tokens(request, computed_tokens)
         wanted = []
         for group in self._geometry.groups:
@@ -186,7 +162,7 @@ class StorePlanner:
 
     def restarted(self, request_id: str) -> None:
         """What a request has computed is gone: it begins anew."""
-        self._tables.take(request_id)
+        self._tables.pop(request_id, _EMPTY)
         self._store_policy.request_finished(request_id)
 
     def finished(self, request: RequestState) -> None:
@@ -202,7 +178,7 @@ class StorePlanner:
 
     def _unstored(self, request: RequestState) -> list[FreeOffer]:
         """Return a request's blocks that no tier has or gets, in the order of its prompt."""
-        table, found = self._tables.get(request.request_id), []
+        table, found = self._tables.get(request.request_id, _EMPTY), []
         storable_tokens = self._storable_tokens(request, table.computed_tokens)
         for group, blocks in zip(self._geometry.groups, table.block_ids, strict=False):
             final_tokens = min(storable_tokens, max(0, table.computed_tokens - group.volatile_last))
@@ -233,7 +209,7 @@ class StorePlanner:
         Its blocks may be somebody else's by now.
         ``overwritten``: blocks that the step has written to by the time that the job can begin.
         """
-        table = self._tables.take(request.request_id)
+        table = self._tables.pop(request.request_id, _EMPTY)
         if request.stale or not table.block_ids:
             return None
         wanted = []

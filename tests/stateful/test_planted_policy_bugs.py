@@ -11,7 +11,7 @@ from support.manager_sizes import ON_PREEMPTION_SIZES, ON_PREEMPTION_WINDOW, SPI
 
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.store_policy import OnPreemption, Spillover
-from kvdisk.manager.stores import BlockTables, StorePlanner, Table
+from kvdisk.manager.stores import StorePlanner, Table
 
 PREEMPTION, SPILL = Bugs(ON_PREEMPTION_SIZES), Bugs(SPILLOVER_SIZES)
 
@@ -35,11 +35,12 @@ def blocks_that_the_step_zeroes_saved(patch: Patch) -> None:
 
 @PREEMPTION.plant
 def blocks_saved_that_are_not_full(patch: Patch) -> None:
-    def put(original: Any, self: BlockTables, request_id: str, table: Table) -> Table:
-        before: Table = original(self, request_id, Table(table.computed_tokens + 2, table.block_ids))
-        return before
+    def save(original: Any, self: StorePlanner, request: Any, *args: Any) -> Any:
+        table = self._tables.get(request.request_id, Table(0, ()))
+        self._tables[request.request_id] = table._replace(computed_tokens=table.computed_tokens + 2)
+        return original(self, request, *args)
 
-    wrap(patch, BlockTables, "put", put)
+    wrap(patch, StorePlanner, "save", save)
 
 
 @PREEMPTION.plant

@@ -141,7 +141,7 @@ class Counted:
 
     def drop(self, rng: random.Random) -> None:
         row = self.rows.pop(rng.randrange(len(self.rows)))
-        slot = self.catalog.drop((row,), Tier.NVME)
+        (slot,) = self.catalog.drop((row,), Tier.NVME)
         self.free.append(slot)
         del self.expected[slot]
 
