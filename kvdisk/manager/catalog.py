@@ -194,10 +194,10 @@ class Catalog:
         """Make a row without copies for a key that has none. The caller begins a copy at once."""
         if not self._vacant:
             self._grow()
-        row, chains = self._vacant.pop(), self.chains
-        assert key not in self._rows
-        parent_row = NONE if parent is None else self.find(parent)
-        self._rows[key] = row
+        row, chains, rows_of = self._vacant.pop(), self.chains, self._rows
+        assert key not in rows_of
+        parent_row = NONE if parent is None else rows_of.get(parent, NONE)
+        rows_of[key] = row
         self.keys[row] = key
         self.generations[row] = generation
         self.epochs[row] = epoch

@@ -375,19 +375,18 @@ class StorePlanner:
         """
         if not taken:
             return None
-        catalog, tier, rows = self._catalog, self._target.tier, []
-        for one in taken:
-            row = catalog.find(one.key)
+        catalog, tier = self._catalog, self._target.tier
+        rows, slots, moves, details = [], [], [], []
+        for key, parent, gpu_block, slot, group, position in taken:
+            row = catalog.find(key)
             if row < 0:
                 self._generation += 1
-                row = catalog.add(one.key, self._generation, self._state.epoch, one.parent)
+                row = catalog.add(key, self._generation, self._state.epoch, parent)
             rows.append(row)
-        catalog.begin(rows, tier, [one.slot for one in taken])
-        moves = [
-            make_move(one.key, catalog.generations[row], {tier: one.slot}, one.parent, one.gpu_block)
-            for one, row in zip(taken, rows, strict=True)
-        ]
-        details = [MoveDetail(row, one.group, one.position, target=tier) for one, row in zip(taken, rows, strict=True)]
+            slots.append(slot)
+            moves.append(make_move(key, catalog.generations[row], {tier: slot}, parent, gpu_block))
+            details.append(MoveDetail(row, group, position, None, tier))
+        catalog.begin(rows, tier, slots)
         request_id = None if request is None else request.request_id
         record = self._transfers.add(JobKind.STORE, moves, details, epoch=self._state.epoch, request_id=request_id)
         if watched:
