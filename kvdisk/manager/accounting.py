@@ -34,6 +34,7 @@ class Served:
         self._geometry = geometry
         self._stats = stats
         self._tiers = tiers
+        self._nothing = dict.fromkeys(tiers, 0)
 
     def waits(self, request: RequestState, now: float) -> None:
         """A lookup was answered 'not yet'."""
@@ -69,7 +70,7 @@ class Served:
         """A request runs that was promised nothing, or whose promise the engine did not take: then nobody missed it."""
         asked = self._asked(request)
         if asked is not None and asked[2] == 0:
-            self._count(asked, asked[0], Counter(), Counter())
+            self._count(asked, asked[0], self._nothing, self._nothing)
 
     def loaded(
         self, request: RequestState, local_tokens: int, external_tokens: int, details: Sequence[MoveDetail]
@@ -77,15 +78,16 @@ class Served:
         """A load of ``external_tokens`` was planned: note in ``request.served`` how it divides between the tiers."""
         end_tokens = local_tokens + external_tokens
         asked = self._asked(request) or (local_tokens, end_tokens, external_tokens)
-        blocks = Counter([detail.source for detail in details if detail.source is not None])
-        found = self._tokens_by_tier(local_tokens, details) if len(self._tiers) > 1 else {}
-        tokens: Counter[Tier] = Counter()
-        left = external_tokens
-        for tier in reversed(self._tiers[1:]):
-            tokens[tier] = min(found.get(tier, 0), left)
-            left -= tokens[tier]
+        sources = [detail.source for detail in details]
+        blocks = {tier: sources.count(tier) for tier in self._tiers}
+        tokens, left = dict(self._nothing), external_tokens
+        if blocks[self._tiers[0]] < len(details):
+            found = self._tokens_by_tier(local_tokens, details)
+            for tier in reversed(self._tiers[1:]):
+                tokens[tier] = min(found[tier], left)
+                left -= tokens[tier]
         tokens[self._tiers[0]] = left
-        request.served = {tier: tokens[tier] for tier in TIERS}
+        request.served = {tier: tokens.get(tier, 0) for tier in TIERS}
         self._count(asked, end_tokens, tokens, blocks)
 
     def _tokens_by_tier(self, local_tokens: int, details: Sequence[MoveDetail]) -> Counter[Tier]:
@@ -102,10 +104,10 @@ class Served:
         found: Counter[Tier] = Counter(slowest.values())
         return Counter({tier: count * step for tier, count in found.items()})
 
-    def _count(self, asked: _Asked, hit_end_tokens: int, tokens: Counter[Tier], blocks: Counter[Tier]) -> None:
+    def _count(self, asked: _Asked, hit_end_tokens: int, tokens: dict[Tier, int], blocks: dict[Tier, int]) -> None:
         """Count hits and misses. ``hit_end_tokens``: up to where the request has its KV now."""
         start_tokens, end_tokens, _ = asked
-        asked_tokens, hit_tokens = end_tokens - start_tokens, tokens.total()
+        asked_tokens, hit_tokens = end_tokens - start_tokens, sum(tokens.values())
         missed_tokens, missed_blocks = max(0, asked_tokens - hit_tokens), 0
         if end_tokens > hit_end_tokens:
             for group in self._geometry.groups:

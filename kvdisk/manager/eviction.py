@@ -534,6 +534,9 @@ MAX_STEPS = 4096
 class TailFirst:
     """One tier's and size class's copies under an ``EvictionPolicy``; READY copies are inserted, and removed once.
 
+    A block without those before it cannot be served. So, whatever a policy proposes, a copy leaves for room only when
+    no copy in its tier follows it. Copies that may not leave now hold back those before them.
+
     ``insert``, ``access`` (of one chain the tail first), ``remove`` and ``fill`` are the policy's own.
     """
 

@@ -218,7 +218,12 @@ def _cancellable(job: Job) -> bool:
 
 
 class StoreSources:
-    """The GPU blocks that stores copy from, until their copies out of the GPU are known to have ended."""
+    """The fence: which GPU blocks stores still copy from, and which of them a step is about to overwrite.
+
+    A store holds no reference on a GPU block: the engine frees and reuses blocks as if nobody read them. The step
+    that writes to a source anew waits for its copy, in the worker, before it writes. A request's end, an abort, a
+    window that moves on and a preemption are all the same case.
+    """
 
     def __init__(self, context: SchedulerContext) -> None:
         self._context = context

@@ -18,6 +18,7 @@ from itertools import compress
 from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier
+from kvdisk.manager import neighbours
 from kvdisk.manager.accounting import Served
 from kvdisk.manager.admission import Demand
 from kvdisk.manager.catalog import ABSENT
@@ -46,7 +47,7 @@ _SLACK = 0.5
 
 
 class LoadThreshold:
-    """See the module. ``fixed_tokens``: given by the user; None: learn. ``step_tokens``: those of the largest block."""
+    """How long a hit must be to be worth a load. ``fixed_tokens``: given by the user; None: learn. ``step_tokens``: those of the largest block."""
 
     def __init__(self, fixed_tokens: int | None, step_tokens: int) -> None:
         self._fixed_tokens = fixed_tokens
@@ -227,7 +228,7 @@ class LoadPlanner:
         slowest = self._tiers.first.tier
         for keys in self._needed_keys(request, local_tokens, hit):
             for row in self._catalog.find_all(keys):
-                slowest = max(slowest, self._catalog.readable_tier(row) or Tier.NVME)  # else a neighbour has it
+                slowest = max(slowest, self._catalog.readable_tier(row) or neighbours.TIER)
         return self._threshold.is_worth(hit - local_tokens, slowest, request.arrival)
 
     def _may_wait(self, request: RequestState, now: float) -> bool:
@@ -305,7 +306,7 @@ class LoadPlanner:
         hint = self._neighbours.hint(block.key)
         if hint is None:
             return block
-        return block._replace(generation=hint.generation, tier=Tier.NVME, slot=self._neighbours.pin(hint))
+        return block._replace(generation=hint.generation, tier=neighbours.TIER, slot=self._neighbours.pin(hint))
 
     def _land(self, blocks: Sequence[_Block]) -> dict[int, tuple[int, Tier]]:
         """Begin copies in memory of blocks that are read from elsewhere, where admission and room allow.

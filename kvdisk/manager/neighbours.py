@@ -14,8 +14,9 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import compress
+from typing import Final
 
-from kvdisk.blocks import BlockKey, Slot, group_of
+from kvdisk.blocks import BlockKey, Slot, Tier, group_of
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import ForeignCopy, Neighbours
 from kvdisk.manager.catalog import Presence
@@ -23,6 +24,8 @@ from kvdisk.manager.parts import Parts
 from kvdisk.manager.requests import RequestState
 from kvdisk.messages import FOREIGN_SEGMENTS, ForeignSegment, JobKind, SegmentSpec
 
+TIER: Final = Tier.NVME
+"""What a neighbour's copy is read as."""
 MOST_KEYS = 16384
 """Keys of one question: of a longer prompt, the first."""
 MOST_HINTS = 65536
@@ -48,7 +51,7 @@ class _OpenSegment:
 
 
 class NeighbourCopies:
-    """See the module. Without ``neighbours`` (no NVMe tier) nothing is known and nobody is asked."""
+    """What neighbours are thought to have. Without ``neighbours`` (no NVMe tier) nothing is known and nobody is asked."""
 
     def __init__(self, parts: Parts, neighbours: Neighbours | None) -> None:
         self._geometry = parts.geometry

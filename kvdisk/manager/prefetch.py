@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
+from kvdisk.manager import neighbours
 from kvdisk.manager.admission import Demand
 from kvdisk.manager.catalog import ABSENT, READY
 from kvdisk.manager.jobs import MoveDetail, make_move
@@ -329,7 +330,7 @@ class Promotions:
         else:
             hint = self._neighbours.hint(key)
             assert hint is not None
-            source, read_slot = Tier.NVME, self._neighbours.pin(hint)
+            source, read_slot = neighbours.TIER, self._neighbours.pin(hint)
             row = catalog.add(key, hint.generation, self._state.epoch, parent)
         catalog.begin((row,), target, (slot,))
         move = make_move(key, catalog.generations[row], {source: read_slot, target: slot}, parent)

@@ -141,7 +141,13 @@ class _Drive:
 
 
 class Drives:
-    """See the module. Drives are named by their position in the home's list."""
+    """The health of the drives: which may be written, and which are read. Named by their position in the list.
+
+    A write that fails stops writes to its drive for a while, longer each time; reads go on. A segment that cannot be
+    made only stops the making of segments. A drive that fails to read block after block, or does not end a read in
+    time, is quarantined: nothing on it is promised, read or written until its time is over. Then it is on probation:
+    its next failure is enough.
+    """
 
     def __init__(self, count: int, stats: Stats) -> None:
         assert count > 0
@@ -279,7 +285,7 @@ _WRITE_IS_BAD = frozenset({Reason.NO_SPACE, Reason.IO_ERROR})
 
 
 class Segments:
-    """See the module. ``specs``: every segment by its number, from its plan to the end of its files.
+    """The segments of this engine's store. ``specs``: every segment by its number, from its plan to the end of its files.
 
     ``writable``: drives that might be written when ``may_write`` was last asked.
     """

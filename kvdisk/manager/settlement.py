@@ -186,14 +186,16 @@ class Settlement:
             else:
                 assert detail.source is not None, "nothing was read, and nobody said so"
                 read.setdefault(detail.source, []).append(detail.row)
-        for tier, rows in sorted(read.items()):
-            self._settle_sources(rows, tier)
+        for space in self._tiers:
+            if space.tier in read:
+                self._settle_sources(read[space.tier], space.tier)
         if from_neighbours and record.job.kind is JobKind.LOAD:
             self._stats.add("loaded_blocks_foreign", from_neighbours)
-        if landed:
-            self._reads.end(record.job.kind, [key for key, _ in landed], [row for _, row in landed])
         for at in sorted(record.failed, reverse=True):
             self._settle_failed_source(record, at)
+        if not landed:
+            return 0
+        self._reads.end(record.job.kind, [key for key, _ in landed], [row for _, row in landed])
         failed = sum(record.details[at].target is not None for at in record.failed)
         if len(landed) > failed:
             self._stats.add("promoted_blocks", len(landed) - failed)
