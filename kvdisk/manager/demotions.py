@@ -23,7 +23,10 @@ MAX_DEMOTE_JOBS = 4
 
 
 class Demotions:
-    """Moves copies from one tier to the next. ``stalls``: the lower tier takes no writes now; then queued copies may leave for room, too."""
+    """Moves copies from one tier to the next.
+
+    ``stalls``: the lower tier takes no writes now; then queued copies may leave for room, too.
+    """
 
     def __init__(self, parts: Parts, upper: TierSpace, lower: TierSpace, neighbours: NeighbourCopies) -> None:
         self._catalog = parts.catalog

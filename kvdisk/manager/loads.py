@@ -47,7 +47,10 @@ _SLACK = 0.5
 
 
 class LoadThreshold:
-    """How long a hit must be to be worth a load. ``fixed_tokens``: given by the user; None: learn. ``step_tokens``: those of the largest block."""
+    """How long a hit must be to be worth a load.
+
+    ``fixed_tokens``: given by the user; None: learn. ``step_tokens``: those of the largest block.
+    """
 
     def __init__(self, fixed_tokens: int | None, step_tokens: int) -> None:
         self._fixed_tokens = fixed_tokens

@@ -51,7 +51,7 @@ class _OpenSegment:
 
 
 class NeighbourCopies:
-    """What neighbours are thought to have. Without ``neighbours`` (no NVMe tier) nothing is known and nobody is asked."""
+    """What neighbours are thought to have. Without ``neighbours`` (no NVMe tier) nobody is asked."""
 
     def __init__(self, parts: Parts, neighbours: Neighbours | None) -> None:
         self._geometry = parts.geometry

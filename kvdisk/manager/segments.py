@@ -285,7 +285,7 @@ _WRITE_IS_BAD = frozenset({Reason.NO_SPACE, Reason.IO_ERROR})
 
 
 class Segments:
-    """The segments of this engine's store. ``specs``: every segment by its number, from its plan to the end of its files.
+    """This engine's segments. ``specs``: every one by its number, from its plan to the end of its files.
 
     ``writable``: drives that might be written when ``may_write`` was last asked.
     """
