@@ -106,13 +106,6 @@ class ReuseTable:
         """Forget all keys."""
         self._clear()
 
-    @property
-    def bytes_per_key(self) -> float:
-        """Memory of the table by the keys that it can hold."""
-        columns = (self._marks, self._times, self._requests)
-        total = sum(len(column) * column.itemsize for column in columns) + len(self._counts)
-        return total / (self._mask + 1)
-
     def _find(self, keys: Sequence[BlockKey]) -> list[int]:
         """Return each key's place, or -1."""
         marks, mask = self._marks, self._mask

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -154,37 +152,6 @@ def test_segments_of_a_drive_that_go_take_their_free_slots_only():
     assert {slot.segment for slot in pool.allocate(0, 8, 0)} == {0}
     assert pool.allocate(0, 8, 2) == []
     pool.check()
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_long_runs_are_cut_and_grow_together_again(seed):
-    """Of the longest runs one is in no table; slots come and go on both sides of it, and segments leave."""
-    chance = random.Random(seed)
-    pool, held = SlotPool(1), []
-    for segment, length in enumerate((3 * LONG, LONG, 2 * LONG + 1)):
-        pool.add_segment(segment, 0, length)
-    for step in range(200):
-        if chance.random() < 0.6:
-            count = chance.choice((1, 1, 7, LONG - 1, LONG, 2 * LONG + 3))
-            free = pool.free[0]
-            slots = pool.allocate(0, count)
-            assert len(set(slots)) == len(slots) == min(count, free)
-            held += [slots] * bool(slots)
-        elif held:
-            slots = held.pop(chance.randrange(len(held)))
-            kept = slots[: chance.choice((0, 0, 1, len(slots) // 2))]
-            held += [kept] * bool(kept)
-            pool.release(slots[len(kept) :])
-        if step == 150:
-            pool.retire_segment(0)
-            held = [slots for slots in ([slot for slot in slots if slot.segment] for slots in held) if slots]
-        pool.check()
-    pool.release([slot for slots in held for slot in slots])
-    pool.check()
-    assert sorted(pool.allocate(0, 4 * LONG)) == [
-        *(Slot(1, index) for index in range(LONG)),
-        *(Slot(2, index) for index in range(2 * LONG + 1)),
-    ]
 
 
 def test_a_segment_can_leave_while_it_is_being_filled():
