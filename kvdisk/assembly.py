@@ -27,19 +27,15 @@ from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
 from kvdisk.geometry import Geometry
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader
-from kvdisk.manager.admission import make_admission
+from kvdisk.manager.admission import WriteBudget, make_admission
 from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.cpu_space import CpuSpace
-from kvdisk.manager.eviction import EvictionPolicy, make_eviction
-from kvdisk.manager.gauges import Gauges
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.nvme_layout import NvmeLayout
-from kvdisk.manager.nvme_space import NvmeSpace
-from kvdisk.manager.store_policies import make_store_policy
-from kvdisk.manager.transfers import Transfers
-from kvdisk.manager.write_budget import WriteBudget
+from kvdisk.manager.nvme import NvmeSpace
+from kvdisk.manager.parts import Parts
+from kvdisk.manager.segments import NvmeLayout
+from kvdisk.manager.store_policy import make_store_policy
+from kvdisk.manager.tiers import CpuSpace
 from kvdisk.recovery import open_index, rebuild_index
-from kvdisk.stats import Stats
 from kvdisk.telemetry import LOG_S, WRITE_S, Telemetry
 from kvdisk.worker.direct import choose_direct
 
@@ -118,24 +114,22 @@ def assemble_scheduler(
     ``fingerprint``: of the namespace, None without an NVMe tier. Waits for the disk: for start only. Where a drive lets
     us have no home, the CPU tier serves alone. Raises ConfigError, StoreLocked, DeviceError.
     """
-    catalog, stats, transfers = Catalog(), Stats(), Transfers(geometry.rank_count)
-
-    def make_policy() -> EvictionPolicy:
-        return make_eviction(config.eviction, catalog.keys)
-
+    parts = Parts.make(config, geometry, context)
     cpu_slots = geometry.cpu_slots(config.cpu_bytes)
     if config.cpu_bytes and not all(cpu_slots):
         largest = max(geometry.slot_sizes) * geometry.rank_count
         raise ConfigError(f"cpu_bytes {config.cpu_bytes} holds no block of each kind; one needs up to {largest} bytes.")
-    cpu = CpuSpace(geometry, cpu_slots, catalog, stats, make_policy) if config.cpu_bytes else None
+    admission = make_admission(config.cpu_admission, sum(cpu_slots), "cpu_admission")
+    cpu = CpuSpace(parts, cpu_slots, admission) if config.cpu_bytes else None
     nvme = index = home = neighbours = None
     if config.store_dirs:
         assert fingerprint is not None
         described = description | {"geometry": describe_geometry(geometry)}
 
         def make_space(layout: NvmeLayout, index: LmdbIndex, drive_count: int) -> NvmeSpace:
-            budget = _make_budget(config, geometry)
-            return NvmeSpace(geometry, layout, index, catalog, transfers, stats, make_policy, drive_count, budget)
+            slots = layout.most_slots(geometry)
+            admission = make_admission(config.nvme_admission, slots, "nvme_admission")
+            return NvmeSpace(parts, layout, index, admission, drive_count, _make_budget(config, geometry))
 
         store = Store.open(config.store_dirs)
         try:
@@ -145,33 +139,16 @@ def assemble_scheduler(
             if cpu is None or error.is_of_process:
                 raise
             logger.warning("kvdisk goes on without its NVMe tier until the next start: %s", error)
-    manager = TierManager(
-        config,
-        geometry,
-        context,
-        catalog,
-        transfers,
-        stats,
-        cpu,
-        nvme,
-        make_store_policy(config.store_policy),
-        make_admission(config.cpu_admission, sum(cpu_slots), "cpu_admission"),
-        make_admission(config.nvme_admission, 0 if nvme is None else nvme.most_slots, "nvme_admission"),
-        first_generation=time.time_ns(),
-        neighbours=neighbours,
-    )
-    _log_start(config, geometry, catalog, home)
-    gauges = Gauges(geometry, transfers, cpu, nvme)
-    telemetry = _make_telemetry(manager, gauges, geometry, home, str(description.get("model", "")))
+    manager = TierManager(parts, cpu, nvme, make_store_policy(config.store_policy), time.time_ns(), neighbours)
+    _log_start(config, geometry, parts.catalog, home)
+    telemetry = _make_telemetry(manager, geometry, home, str(description.get("model", "")))
     jobs = [(WRITE_S, telemetry.write), (LOG_S, telemetry.log)]
     if home is not None and nvme is not None:
         jobs.append((USES_S, UsesKeeper(nvme.uses, home.path).write))
     return SchedulerParts(manager, index, home, neighbours, nvme, telemetry, Background(jobs))
 
 
-def _make_telemetry(
-    manager: TierManager, gauges: Gauges, geometry: Geometry, home: Home | None, model: str
-) -> Telemetry:
+def _make_telemetry(manager: TierManager, geometry: Geometry, home: Home | None, model: str) -> Telemetry:
     """Return what tells of the engine; what its home's last owner has told there is replaced."""
 
     def write_file(telemetry: dict[str, Any]) -> None:
@@ -180,7 +157,7 @@ def _make_telemetry(
 
     telemetry = Telemetry(
         manager.stats,
-        gauges,
+        manager.gauges,
         model=model,
         ranks=geometry.rank_count,
         drives=[]

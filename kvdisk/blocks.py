@@ -27,13 +27,6 @@ class Tier(IntEnum):
     NVME = 2
 
 
-CPU, NVME = Tier.CPU, Tier.NVME
-"""By themselves, for what runs for every block: to name a member of an enumeration takes ten times as long."""
-
-
-new_tuple: Any = tuple.__new__
-"""``new_tuple(Slot, (segment, index))`` is ``Slot(segment, index)`` without a Python call: for what runs for every
-block. All fields, in order."""
 _add: Any = bytes.__add__
 
 
@@ -46,11 +39,6 @@ class Slot(NamedTuple):
 
     segment: int
     index: int  # type: ignore[assignment]  # hides tuple.index, which no slot needs
-
-
-def make_slots(segments: Iterable[int], indices: Iterable[int]) -> list[Slot]:
-    """Return slots from their two columns; no Python call for each, as ``Slot`` would be."""
-    return list(map(new_tuple, repeat(Slot), zip(segments, indices, strict=False)))
 
 
 def make_block_key(block_hash: bytes, group: int) -> BlockKey:

@@ -7,13 +7,11 @@ address, and none of their fields is of a foreign class.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from itertools import repeat
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from kvdisk.blocks import BlockKey, JobId, Slot, new_tuple
+from kvdisk.blocks import BlockKey, JobId, Slot
 from kvdisk.stats import Stats
 
 
@@ -70,11 +68,6 @@ class Move(NamedTuple):
     cpu: Slot | None = None
     nvme: Slot | None = None
     parent: BlockKey | None = None
-
-
-def make_moves(*columns: Iterable[Any]) -> list[Move]:
-    """Return moves from the columns of all their fields; no Python call for each, as ``Move`` would be."""
-    return list(map(new_tuple, repeat(Move), zip(*columns, strict=False)))
 
 
 class HomeSpec(NamedTuple):

@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "nixl_cu12": ("kvdisk/device/nixl_ring.py",),
     "nixl_cu13": ("kvdisk/device/nixl_ring.py",),
     "numpy": ("kvdisk/",),
-    "xxhash": ("kvdisk/device/", "kvdisk/worker/", "kvdisk/manager/key_numbers.py"),
+    "xxhash": ("kvdisk/device/", "kvdisk/worker/", "kvdisk/manager/catalog.py"),
     "rich": ("kvdisk/cli/",),
     "typer": ("kvdisk/cli/",),
     "pyarrow": ("kvdisk/cli/export.py",),

@@ -29,17 +29,14 @@ from kvdisk.config import EVICTIONS, Config
 from kvdisk.geometry import Geometry, GroupGeometry, segment_charge_bytes, slots_per_segment
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.admission import make_admission
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.cpu_space import CpuSpace
-from kvdisk.manager.eviction import EvictionPolicy, make_eviction
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.nvme_layout import NvmeLayout
-from kvdisk.manager.nvme_space import NvmeSpace
+from kvdisk.manager.nvme import NvmeSpace
+from kvdisk.manager.parts import Parts
 from kvdisk.manager.pool import SlotPool
-from kvdisk.manager.store_policies import make_store_policy
-from kvdisk.manager.transfers import Transfers
+from kvdisk.manager.segments import NvmeLayout
+from kvdisk.manager.store_policy import make_store_policy
+from kvdisk.manager.tiers import CpuSpace
 from kvdisk.messages import Job, JobKind, JobResult, Report
-from kvdisk.stats import Stats
 
 TOKENS = 16
 STEP_S = 0.05
@@ -65,6 +62,7 @@ class Churn:
             store_dirs=(Path("/nowhere"),),
             nvme_bytes=1,
             cpu_bytes=1,
+            eviction=eviction,
             prefetch=False,
             min_load_tokens=1,
             nvme_admission=options.admission,
@@ -73,31 +71,15 @@ class Churn:
         per_segment = slots_per_segment(min(options.segment_mib << 20, most_blocks * size // 4), size)
         charge = segment_charge_bytes(size, per_segment)
         layout = NvmeLayout(0, (per_segment,), (max(4, most_blocks // per_segment) * charge,))
-        catalog, stats, transfers = Catalog(), Stats(), Transfers(1)
         self.index = MemoryIndex()
-
-        def make_policy() -> EvictionPolicy:
-            return make_eviction(eviction, catalog.keys)
-
         cpu_slots = max(64, most_blocks // options.cpu_share)
-        cpu = CpuSpace(geometry, (cpu_slots,), catalog, stats, make_policy)
-        self.nvme = NvmeSpace(geometry, layout, self.index, catalog, transfers, stats, make_policy)
-        self.nvme.restore("0" * 32, bytes(32))
         self.pool = FakePool(options.gpu_blocks, lambda _: None)
-        self.manager = TierManager(
-            config,
-            geometry,
-            self.pool,
-            catalog,
-            transfers,
-            stats,
-            cpu,
-            self.nvme,
-            make_store_policy("on_compute"),
-            make_admission("all", cpu_slots),
-            make_admission(options.admission, self.nvme.most_slots),
-            first_generation=1,
-        )
+        parts = Parts.make(config, geometry, self.pool)
+        cpu = CpuSpace(parts, (cpu_slots,), make_admission("all", cpu_slots))
+        admission = make_admission(options.admission, layout.most_slots(geometry))
+        self.nvme = NvmeSpace(parts, layout, self.index, admission)
+        self.nvme.restore("0" * 32, bytes(32))
+        self.manager = TierManager(parts, cpu, self.nvme, make_store_policy("on_compute"), first_generation=1)
         self.step_blocks = options.step_blocks
         self.most_running = options.running
         self.now = 0.0

@@ -46,12 +46,11 @@ from kvdisk.blocks import make_block_keys
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager.admission import make_admission
-from kvdisk.manager.cpu_space import CpuSpace
-from kvdisk.manager.eviction import make_eviction
+from kvdisk.manager.jobs import Transfers
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.store_policies import make_store_policy
-from kvdisk.manager.transfers import Transfers
-from kvdisk.stats import Stats
+from kvdisk.manager.parts import Parts
+from kvdisk.manager.store_policy import make_store_policy
+from kvdisk.manager.tiers import CpuSpace
 
 PROMPT_BLOCKS = 2000
 RUNNING = 100
@@ -78,12 +77,9 @@ class Lookups:
         self._where = f"{block_count:,} blocks, {PLACES[order]}"
         numbers = order_of(block_count, order)
         geometry = Geometry((GroupGeometry(0, BLOCK_TOKENS, 4096),), 1, BLOCK_TOKENS)
-        catalog, stats = catalog_of(numbers, PROMPT_BLOCKS), Stats()
-        cpu = CpuSpace(geometry, (1,), catalog, stats, lambda: make_eviction(Config().eviction, catalog.keys))
-        policy, admission = make_store_policy("on_compute"), make_admission("all", 0)
-        self._manager = TierManager(
-            Config(), geometry, _NoBlocks(), catalog, Transfers(1), stats, cpu, None, policy, admission, admission, 1
-        )
+        parts = Parts(Config(), geometry, _NoBlocks(), catalog_of(numbers, PROMPT_BLOCKS), Transfers(1))
+        cpu = CpuSpace(parts, (1,), make_admission("all", 0))
+        self._manager = TierManager(parts, cpu, None, make_store_policy("on_compute"), 1)
         self._bare = {key: row for row, key in enumerate(make_block_keys(hashes_of(numbers), 0))}
         self._theirs = full_offloading_manager(numbers, PROMPT_BLOCKS) if order == "prompts" else None
         self._prompts = [range(start, start + PROMPT_BLOCKS) for start in range(0, block_count, PROMPT_BLOCKS)]

@@ -34,13 +34,11 @@ from kvdisk.device.paths import sum_of_file
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.eviction import make_eviction
+from kvdisk.manager.admission import AdmitAll
 from kvdisk.manager.lookup import longest_hit
-from kvdisk.manager.nvme_layout import NvmeLayout
-from kvdisk.manager.nvme_space import NvmeSpace
-from kvdisk.manager.transfers import Transfers
-from kvdisk.stats import Stats
+from kvdisk.manager.nvme import NvmeSpace
+from kvdisk.manager.parts import Parts
+from kvdisk.manager.segments import NvmeLayout
 
 CHAIN_BLOCKS = 100
 SEGMENT_SLOTS = 4096
@@ -128,10 +126,9 @@ def measure_opening(path: Path, block_count: int, eviction: str, after_kill: boo
     if not after_kill:
         sum_of_file(path / "data.mdb")
     index = open_index(path, block_count)
-    catalog = Catalog()
-    nvme = NvmeSpace(
-        GEOMETRY, layout, index, catalog, Transfers(1), Stats(), lambda: make_eviction(eviction, catalog.keys)
-    )
+    config = Config(store_dirs=(path,), nvme_bytes=1, eviction=eviction)
+    parts = Parts.make(config, GEOMETRY, None)  # nobody asks the engine
+    catalog, nvme = parts.catalog, NvmeSpace(parts, layout, index, AdmitAll())
     nvme.restore("0" * 32, bytes(32))
     open_s, open_cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
     assert len(catalog) == block_count

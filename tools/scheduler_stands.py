@@ -20,8 +20,7 @@ import numpy as np
 
 from kvdisk.blocks import BlockKey, Tier, make_block_keys
 from kvdisk.config import Config
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import CommittedCopies
+from kvdisk.manager.catalog import Catalog, CommittedCopies
 from kvdisk.messages import JobResult, Plan, Report
 
 BLOCK_TOKENS = 16

@@ -13,11 +13,10 @@ from scheduler_stands import BLOCK_TOKENS, SLOT_BYTES, BothSides, completed, rep
 from kvdisk.blocks import BlockKey, Slot, Tier, make_block_keys
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.cpu_space import CpuSpace
-from kvdisk.manager.eviction import make_eviction
+from kvdisk.manager.admission import AdmitAll
+from kvdisk.manager.parts import Parts
+from kvdisk.manager.tiers import CpuSpace
 from kvdisk.messages import JobKind, Plan
-from kvdisk.stats import Stats
 
 LONG = 512
 MORE = 8
@@ -33,26 +32,25 @@ class OursAlone:
 
     def __init__(self, slots: int) -> None:
         geometry = Geometry((GroupGeometry(0, BLOCK_TOKENS, SLOT_BYTES),), 1, BLOCK_TOKENS)
-        catalog = self._catalog = Catalog()
-        self._cpu = CpuSpace(
-            geometry, (slots,), catalog, Stats(), lambda: make_eviction(Config().eviction, catalog.keys)
-        )
+        parts = Parts.make(Config(), geometry, None)  # nobody asks the engine
+        self._catalog = parts.catalog
+        self._cpu = CpuSpace(parts, (slots,), AdmitAll())
         self._generation = 0
 
     def prepare(self, keys: Sequence[BlockKey]) -> tuple[list[int], list[Slot]]:
         """Begin to store the blocks of a prompt, none of which is there; return their rows and slots."""
         catalog = self._catalog
-        assert catalog.has_none(keys)  # a prompt of which something is there is not measured
-        slots = self._cpu.allocate(0, len(keys))
-        rows = catalog.begin_new(keys, self._generation + 1, 0, [None, *keys[:-1]], Tier.CPU, slots)
-        self._generation += len(rows)
+        slots, parents, rows = self._cpu.allocate(0, len(keys)), [None, *keys[:-1]], []
+        for key, parent in zip(keys, parents, strict=True):  # a prompt of which something is there is not measured
+            self._generation += 1
+            rows.append(catalog.add(key, self._generation, 0, parent))
+        catalog.begin(rows, Tier.CPU, slots)
         return rows, slots
 
     def complete(self, rows: list[int]) -> None:
         """The blocks are stored."""
         rows.reverse()
-        self._catalog.finish(rows, Tier.CPU)
-        self._cpu.inserted(rows)
+        self._cpu.finish(rows, 0)
 
 
 class TheirsAlone:

@@ -61,7 +61,7 @@ from kvdisk.errors import ConfigError, CorruptRecord
 from kvdisk.geometry import Geometry
 from kvdisk.index.lmdb_index import map_bytes_for
 from kvdisk.index.reader_process import read_indexes
-from kvdisk.manager.nvme_layout import NvmeLayout
+from kvdisk.manager.segments import NvmeLayout
 
 DAY_S = 86400
 _BLOCK_TOKENS, _MLA_BLOCK_TOKENS = 16, 64

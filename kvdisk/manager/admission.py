@@ -1,17 +1,214 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may enter a tier: the protocol, and the policies by name. Scheduler thread only."""
+"""Who may enter a tier: the policies by name, who is told of demand, and the bytes written in a day."""
 
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Sequence
 from typing import Protocol
+from zlib import crc32
 
 from kvdisk.blocks import BlockKey
 from kvdisk.config import make_own
 from kvdisk.errors import ConfigError
-from kvdisk.manager.reuse import places_for
-from kvdisk.manager.reuse_admission import AdmitAdaptive, AdmitReused
+from kvdisk.manager.catalog import number_of
+from kvdisk.manager.store_policy import StorePolicy
+
+MOST_PLACES = 1 << 22
+FEWEST_PLACES = 1 << 18
+_BITS = 0xFFFFFFFF
+
+
+def places_for(slots: int) -> int:
+    """Return how many keys to track for a tier of so many slots: eight a slot, within bounds; a power of two."""
+    return min(MOST_PLACES, max(FEWEST_PLACES, 1 << (8 * slots - 1).bit_length()))
+
+
+class ReuseTable:
+    """Counts up to ``most`` distinct requests a key, of ``places`` keys at most (a power of two).
+
+    A place takes 9 bytes and 4 for each request that must be known again: 13 for two requests. A key has two places,
+    and of two that are taken the one that was wanted longest ago gives way. A key may be forgotten early and, about
+    once in 2**30 times, another be taken for it: that decides nothing but who is stored. ``now``: keys met so far.
+    """
+
+    def __init__(self, most: int, places: int) -> None:
+        assert most >= 1 and places & (places - 1) == 0
+        self.most = most
+        self.now = 0
+        self._known = max(1, most - 1)  # one more than these is enough, whoever it is
+        self._mask = places - 1
+        self._request = ("", 0)
+        self._clear()
+
+    def _clear(self) -> None:
+        places = self._mask + 1
+        self._marks, self._times = array("I", [0]) * places, array("I", [0]) * places
+        self._counts = bytearray(places)
+        self._requests = array("I", [0]) * (places * self._known)
+
+    def want(self, keys: Sequence[BlockKey], request_id: str) -> tuple[list[BlockKey], list[int]]:
+        """Count a request once per key. Return the keys that others had wanted, and whose counts have risen; and of
+        each key's second request how many keys were met since the first."""
+        if request_id != self._request[0]:
+            self._request = (request_id, _mark_of(request_id))
+        request = self._request[1]
+        marks, counts, times, requests = self._marks, self._counts, self._times, self._requests
+        known, most, mask, now = self._known, self.most, self._mask, self.now
+        risen: list[BlockKey] = []
+        ages: list[int] = []
+        for key, name in zip(keys, map(number_of, keys), strict=True):  # all in one: it is done for every block
+            mark, place = name >> 32 | 1, name & mask
+            if marks[place] != mark:
+                other = name >> 22 & mask
+                if marks[other] != mark:
+                    now += 1
+                    if marks[place] and (
+                        not marks[other] or (now - times[other] & _BITS) > (now - times[place] & _BITS)
+                    ):
+                        place = other
+                    marks[place], times[place], counts[place] = mark, now & _BITS, 1
+                    requests[place * known] = request
+                    continue
+                place = other
+            count, first = counts[place], place * known
+            if count < most:
+                if requests[first] == request or (count > 1 and request in requests[first : first + min(count, known)]):
+                    continue
+                if count < known:
+                    requests[first + count] = request
+                counts[place] = count + 1
+                risen.append(key)
+            if count == 1 and most > 1:
+                ages.append(now - times[place] & _BITS)
+            times[place] = now & _BITS
+        self.now = now
+        return risen, ages
+
+    def counts(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Return of each key how many distinct requests wanted it, at most ``most``."""
+        counts = self._counts
+        return [counts[place] if place >= 0 else 0 for place in self._find(keys)]
+
+    def first_requests(self, keys: Sequence[BlockKey], count: int) -> list[float]:
+        """Return of each key a number from 0 to 1 that stands for the first request that wanted it; 1: unknown.
+
+        -1 of a key that ``count`` requests or more wanted.
+        """
+        requests, known, counts = self._requests, self._known, self._counts
+        return [
+            1.0 if place < 0 else -1.0 if counts[place] >= count else requests[place * known] / 2**32
+            for place in self._find(keys)
+        ]
+
+    def clear(self) -> None:
+        """Forget all keys."""
+        self._clear()
+
+    def _find(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Return each key's place, or -1."""
+        marks, mask = self._marks, self._mask
+        places = []
+        for name in map(number_of, keys):
+            mark, place = name >> 32 | 1, name & mask
+            if marks[place] != mark:
+                place = name >> 22 & mask
+                if marks[place] != mark:
+                    place = -1
+            places.append(place)
+        return places
+
+
+def _mark_of(request_id: str) -> int:
+    """Return 32 bits that are spread evenly, also over names that count up."""
+    mark = crc32(request_id.encode()) * 0x9E3779B1 & 0xFFFFFFFF
+    mark = (mark ^ mark >> 15) * 0x85EBCA77 & 0xFFFFFFFF
+    return mark ^ mark >> 13
+
+
+class AdmitReused:
+    """A block may enter once ``needed`` distinct requests wanted it. ``places``: of the ``ReuseTable``."""
+
+    def __init__(self, needed: int, places: int) -> None:
+        self._needed = needed
+        self.table = ReuseTable(needed, places)
+
+    @property
+    def is_open(self) -> bool:
+        """Return False."""
+        return False
+
+    def want(self, keys: Sequence[BlockKey], request_id: str) -> Sequence[BlockKey]:
+        """Count a request once per key."""
+        return self.table.want(keys, request_id)[0]
+
+    def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Return of each block whether enough distinct requests wanted it."""
+        needed = self._needed
+        return [count >= needed for count in self.table.counts(keys)]
+
+    def note_room(self, free: int, total: int) -> None:
+        """It makes no difference."""
+
+    def reset(self) -> None:
+        """Forget all counts."""
+        self.table.clear()
+
+
+class AdmitAdaptive(AdmitReused):
+    """Admits everything while there is room, and the fewer blocks that one request wanted the sooner copies leave.
+
+    ``distance``: how many keys are met, on average, between the first and the second request that want a block.
+    A tier of ``total`` slots that admits all holds a new block while about ``total`` others are met. So where ``total``
+    is ``distance`` or more, most of what comes back is still there, and all may enter. Below, new blocks push each
+    other out before they are used, and only a share of the requests, ``(total / distance) ** 6``, has its new blocks
+    admitted at once; those of others enter when a second request wants them. Which requests these are goes by a hash
+    of their names: one request's blocks are all in or all out, and asking twice changes nothing. A reset forgets the
+    counts, not the distance, which says nothing of the KV.
+    """
+
+    _STEEPNESS = 6
+    """So that small tiers are written little (decision 25)."""
+    _MEMORY = 2000
+    """Second requests over which the distance is averaged."""
+
+    def __init__(self, places: int) -> None:
+        super().__init__(2, places)
+        self._total = 0
+        self._is_full = False
+        self._seconds = 0
+        self.distance = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether there is room, or all requests have their new blocks admitted."""
+        return not self._is_full or self.share >= 1.0
+
+    def want(self, keys: Sequence[BlockKey], request_id: str) -> Sequence[BlockKey]:
+        """Count a request once per key, and learn from the second."""
+        risen, ages = self.table.want(keys, request_id)
+        for age in ages:
+            self._seconds = min(self._seconds + 1, self._MEMORY)
+            self.distance += (age - self.distance) / self._seconds
+        return risen
+
+    def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Return whether there is room, or of each block whether two wanted it, or the first is one of the share."""
+        if self.is_open:
+            return [True] * len(keys)
+        share = self.share
+        return [first < share for first in self.table.first_requests(keys, self._needed)]
+
+    @property
+    def share(self) -> float:
+        """Of the requests, how many have their new blocks admitted when the tier is full."""
+        return 1.0 if self.distance <= self._total else (self._total / self.distance) ** self._STEEPNESS
+
+    def note_room(self, free: int, total: int) -> None:
+        """A tier is full from when an eighth of it or less is free until half of it is."""
+        self._total = total
+        self._is_full = free * 2 <= total if self._is_full else free * 8 <= total
 
 
 class AdmissionPolicy(Protocol):
@@ -78,3 +275,82 @@ def make_admission(text: str, slots: int, key: str = "admission") -> AdmissionPo
         raise ConfigError(f"{key} must be 'all', 'adaptive', 'reuse(n)' or 'module:Class', not {text!r}.")
     policy: AdmissionPolicy = make_own(key, text, AdmissionPolicy)
     return policy
+
+
+class Demand:
+    """Counts which blocks requests want: in the tiers' admissions, and for refused blocks that may be offered again.
+
+    ``admissions``: of the tiers, the first of the one that stores go to.
+    """
+
+    def __init__(self, store_policy: StorePolicy, admissions: Sequence[AdmissionPolicy]) -> None:
+        self._store_policy = store_policy
+        counting = [None if type(admission) is AdmitAll else admission for admission in admissions]
+        self._first = counting[0]
+        self._others = [admission for admission in counting[1:] if admission is not None]
+
+    def count_demand(self, keys: Sequence[BlockKey], request_id: str) -> None:
+        """A request wants these blocks: it has come to them, or is served from them."""
+        for admission in self._others:
+            admission.want(keys, request_id)
+        if self._first is not None:
+            risen = self._first.want(keys, request_id)
+            if risen:
+                self._store_policy.wanted_again(risen)
+
+
+_RUN_BLOCKS = 64
+
+
+class WriteBudget:
+    """A bucket of bytes, over all ranks, that fills steadily: what is planned to be written is taken out of it.
+
+    It holds an hour's share (``bytes_per_day / 24``, one block at least) and fills with the rest of the day's bytes
+    over a day, so that in no 24 hours more than ``bytes_per_day`` is written. It starts empty: a restart gives
+    nothing away. Once it holds less than one block, nothing is written until it holds enough for a run of blocks.
+    ``largest_bytes``: of a block, over all ranks. ``day_s``: length of a day.
+    Failed writes are not given back: the drive may have written them.
+    ``is_open``: whether blocks might be written when that was last asked. ``pauses``: how often it ran dry.
+    """
+
+    def __init__(self, bytes_per_day: int, largest_bytes: int, day_s: float = 86_400.0) -> None:
+        self._largest = largest_bytes
+        self.burst_bytes = max(bytes_per_day // 24, largest_bytes)
+        self._bytes_per_s = max(0, bytes_per_day - self.burst_bytes) / day_s
+        self._bytes = 0.0
+        self._refreshed_s: float | None = None
+        self.is_open = False
+        self._resumed = False
+        self.pauses = 0
+
+    def refresh(self, now: float) -> bool:
+        """Whether blocks may be written now."""
+        if self._refreshed_s is not None:
+            filled = self._bytes + (now - self._refreshed_s) * self._bytes_per_s
+            self._bytes = min(float(self.burst_bytes), filled)
+        self._refreshed_s = now
+        if not self.is_open and self._bytes >= min(self.burst_bytes, _RUN_BLOCKS * self._largest):
+            self.is_open = self._resumed = True
+        return self.is_open
+
+    def affords(self, block_bytes: int) -> int:
+        """Return how many blocks of so many bytes over all ranks may be written, as of the last ``refresh``."""
+        return int(self._bytes // block_bytes) if self.is_open else 0
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that may be written, as of the last ``refresh``."""
+        return int(self._bytes)
+
+    def spend(self, count: int, block_bytes: int) -> None:
+        """Take out what is planned to be written."""
+        self._bytes -= count * block_bytes
+        assert self._bytes >= 0, "more is written than the budget allows"
+        if self.is_open and self._bytes < self._largest:
+            self.is_open = False
+            self.pauses += 1
+
+    def take_resumed(self) -> bool:
+        """Whether writes have resumed since this was last asked."""
+        resumed, self._resumed = self._resumed, False
+        return resumed

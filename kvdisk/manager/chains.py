@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from kvdisk.blocks import BlockKey, Tier
 
 NONE = -1
-_TIERS = (Tier.CPU, Tier.NVME)
+TIERS: tuple[Tier, ...] = tuple(tier for tier in Tier if tier is not Tier.GPU)
+"""Those that keep copies, the fastest first."""
 
 
 class Chains:
@@ -27,18 +28,14 @@ class Chains:
     def __init__(self) -> None:
         self.parent_rows = array("i")
         # Of a row: its first child in a tier. Of a copy: its neighbours among the children of its parent.
-        self._first = {tier: array("i") for tier in _TIERS}
-        self._next = {tier: array("i") for tier in _TIERS}
-        self._previous = {tier: array("i") for tier in _TIERS}
+        self._first = {tier: array("i") for tier in TIERS}
+        self._next = {tier: array("i") for tier in TIERS}
+        self._previous = {tier: array("i") for tier in TIERS}
         self._orphans: dict[BlockKey, set[int]] = {}
 
     def first(self, row: int, tier: Tier) -> int:
         """Return a row whose copy in ``tier`` follows this row's block; NONE where there is none."""
         return self._first[tier][row]
-
-    def firsts(self, tier: Tier) -> array[int]:
-        """Return the first followers of all rows, as ``first`` does of one: to be read at once, and not kept."""
-        return self._first[tier]
 
     def next(self, row: int, tier: Tier) -> int:
         """Return another row whose copy follows the same parent; NONE after the last."""
@@ -56,10 +53,6 @@ class Chains:
         """A row has come whose parent has none."""
         self._orphans.setdefault(parent, set()).add(row)
 
-    def is_awaited(self, key: BlockKey) -> bool:
-        """Whether any row waits for its parent of this key."""
-        return key in self._orphans
-
     def take_orphans(self, key: BlockKey) -> Iterable[int]:
         """Return the rows that waited for their parent ``key``, which wait no more."""
         return self._orphans.pop(key, ())
@@ -70,15 +63,15 @@ class Chains:
         for tier in tiers:
             self.link((row,), tier)
 
-    def remove(self, rows: Iterable[int], parents: Iterable[BlockKey | None], keys: Iterable[BlockKey | None]) -> None:
-        """Some rows have lost their last copies. ``keys``: their own, for which children wait; None: never back."""
-        parent_rows, (firsts, others) = self.parent_rows, self._first.values()
-        for row, parent, key in zip(rows, parents, keys, strict=True):
-            if parent is not None and parent_rows[row] == NONE:
-                self._forget_orphan(row, parent)
-            parent_rows[row] = NONE
-            if firsts[row] != NONE or others[row] != NONE:
+    def remove(self, row: int, parent: BlockKey | None, key: BlockKey | None) -> None:
+        """A row has lost its last copy. ``key``: its own, for which children wait; None: never back."""
+        if parent is not None and self.parent_rows[row] == NONE:
+            self._forget_orphan(row, parent)
+        self.parent_rows[row] = NONE
+        for first in self._first.values():
+            if first[row] != NONE:
                 self._leave_children(row, key)
+                break
 
     def _forget_orphan(self, row: int, parent: BlockKey) -> None:
         waiting = self._orphans.get(parent)
@@ -89,7 +82,7 @@ class Chains:
 
     def _leave_children(self, row: int, key: BlockKey | None) -> None:
         children: set[int] = set()
-        for tier in _TIERS:
+        for tier in TIERS:
             child = self._first[tier][row]
             while child != NONE:
                 children.add(child)
@@ -152,7 +145,7 @@ class Chains:
         heads = children[np.concatenate(([True], ~same))] if len(children) else children
         first[parent_rows[heads]] = heads
         self.parent_rows = _array(parent_rows)
-        for other in _TIERS:
+        for other in TIERS:
             mine = other is tier
             self._first[other] = _array(first if mine else nothing)
             self._next[other] = _array(after if mine else nothing)

@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
-from kvdisk.blocks import BlockKey, new_tuple
+from kvdisk.blocks import BlockKey
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import Presence
+from kvdisk.manager.catalog import Catalog, Presence
 
 _SPAN = 256
 """Blocks that are looked up at a time: so many too many where a prefix ends."""
@@ -31,16 +30,6 @@ class Hits(NamedTuple):
     coming: int
 
 
-def is_ready(catalog: Catalog, row: int) -> bool:
-    """Whether a row (or -1) can be loaded from some tier now."""
-    return catalog.is_ready(row)
-
-
-def is_coming(catalog: Catalog, row: int) -> bool:
-    """Whether a row (or -1) can be loaded now, or is being written."""
-    return catalog.is_coming(row)
-
-
 def first_needed(group: GroupGeometry, local_tokens: int, hit_tokens: int) -> int:
     """Return the position of the first block that a hit of ``hit_tokens`` needs from outside the GPU.
 
@@ -54,13 +43,20 @@ def first_needed(group: GroupGeometry, local_tokens: int, hit_tokens: int) -> in
     return start // group.block_tokens
 
 
-def presences(catalog: Presences, keys: Sequence[BlockKey], elsewhere: Collection[BlockKey]) -> bytes:
-    """Return each key's ``Presence``; what another home has (``elsewhere``) is READY."""
-    found = catalog.presences(keys)
-    if elsewhere and found.strip(_READY):
-        abroad = bytes(map(elsewhere.__contains__, keys)).replace(b"\1", _READY)
-        found = bytes(map(max, found, abroad))
-    return found
+class Reachable:
+    """What can be loaded: what the catalog has, and ``hints``, the keys that neighbours are thought to have."""
+
+    def __init__(self, catalog: Catalog, hints: Collection[BlockKey]) -> None:
+        self._catalog = catalog
+        self._hints = hints
+
+    def presences(self, keys: Sequence[BlockKey]) -> bytes:
+        """Return each key's ``Presence``; what is hinted at is READY."""
+        found = self._catalog.presences(keys)
+        if self._hints and found.strip(_READY):
+            hinted = bytes(map(self._hints.__contains__, keys)).replace(b"\1", _READY)
+            found = bytes(map(max, found, hinted))
+        return found
 
 
 class Lookups:
@@ -82,13 +78,13 @@ class Lookups:
         keys: Sequence[Sequence[BlockKey]],
         local_tokens: int,
         limit_tokens: int,
-        elsewhere: Collection[BlockKey] = frozenset(),
-        elsewhere_changes: int = 0,
+        hints: Collection[BlockKey] = frozenset(),
+        hint_changes: int = 0,
     ) -> Hits:
         """Return the ends, in tokens, of the longest prefixes; ``local_tokens`` where nothing follows it.
 
-        ``keys`` may be longer than at the last call, and is otherwise the same. ``elsewhere``: keys that other homes
-        are thought to have; ``elsewhere_changes`` rises with each change of it.
+        ``keys`` may be longer than at the last call, and is otherwise the same. ``hints``: keys that neighbours
+        are thought to have; ``hint_changes`` rises with each change of them.
         The ends are multiples of every group's block size, at most ``limit_tokens``. Full-attention groups need every
         block from ``local_tokens`` on; window groups only those that ``first_needed`` names.
         """
@@ -97,17 +93,17 @@ class Lookups:
             limit_tokens,
             catalog.gains,
             catalog.losses,
-            elsewhere_changes,
+            hint_changes,
             *map(len, keys),
         )
         if asked == self._asked:
             return self._hits
-        losses = (catalog.losses, elsewhere_changes)
+        losses = (catalog.losses, hint_changes)
         if losses != self._losses:
             self._ends = [0] * len(keys)
             self._losses = losses
         self._asked = asked
-        self._hits = self.find(catalog, geometry, keys, local_tokens, limit_tokens, elsewhere)
+        self._hits = self.find(Reachable(catalog, hints), geometry, keys, local_tokens, limit_tokens)
         return self._hits
 
     def find(
@@ -117,7 +113,6 @@ class Lookups:
         keys: Sequence[Sequence[BlockKey]],
         local_tokens: int,
         limit_tokens: int,
-        elsewhere: Collection[BlockKey],
     ) -> Hits:
         """As ``hits``, without a look at what was asked last."""
         step = geometry.step_tokens
@@ -134,14 +129,14 @@ class Lookups:
             first, last = local_tokens // group.block_tokens, coming // group.block_tokens
             if group.volatile_last:  # the block after a hit must be there: then the hit's last one was not the last
                 last = min(last + 1, len(keys[group.group]))
-            ends = self._extend(catalog, group.group, keys[group.group], first, last, elsewhere)
+            ends = self._extend(catalog, group.group, keys[group.group], first, last)
             ready = min(ready, (ends[0] - group.volatile_last) * group.block_tokens // step * step)
             coming = min(coming, (ends[1] - group.volatile_last) * group.block_tokens // step * step)
         if coming <= local_tokens:
             return Hits(local_tokens, local_tokens)
         if not windows:
-            return new_tuple(Hits, (max(local_tokens, ready), coming))  # type: ignore[no-any-return]
-        found = [_Window(catalog, group, keys[group.group], local_tokens, coming, elsewhere) for group in windows]
+            return Hits(max(local_tokens, ready), coming)
+        found = [_Window(catalog, group, keys[group.group], local_tokens, coming) for group in windows]
         return Hits(
             _shorten(found, local_tokens, ready, step, Presence.READY),
             _shorten(found, local_tokens, coming, step, Presence.COMING),
@@ -154,7 +149,6 @@ class Lookups:
         keys: Sequence[BlockKey],
         first: int,
         last: int,
-        elsewhere: Collection[BlockKey],
     ) -> tuple[int, int]:
         """Return up to where, at most ``last``, a full-attention group's blocks from ``first`` on are ready, or coming.
 
@@ -165,7 +159,7 @@ class Lookups:
         position = min(self._ends[group], last)
         ready, is_ready = position, True
         while position < last:
-            span = presences(catalog, keys[position : min(position + _SPAN, last)], elsewhere)
+            span = catalog.presences(keys[position : min(position + _SPAN, last)])
             if is_ready:
                 count = len(span) - len(span.lstrip(_READY))
                 ready += count
@@ -187,10 +181,9 @@ def longest_hit(
     limit_tokens: int,
     *,
     coming: bool,
-    elsewhere: Collection[BlockKey] = frozenset(),
 ) -> int:
     """Return one of the ends that ``Lookups.hits`` finds, where nothing is remembered."""
-    hits = Lookups(len(keys)).find(catalog, geometry, keys, local_tokens, limit_tokens, elsewhere)
+    hits = Lookups(len(keys)).find(catalog, geometry, keys, local_tokens, limit_tokens)
     return hits.coming if coming else hits.ready
 
 
@@ -204,12 +197,10 @@ class _Window:
         keys: Sequence[BlockKey],
         local_tokens: int,
         end_tokens: int,
-        elsewhere: Collection[BlockKey],
     ) -> None:
         self.group = group
         self._catalog = catalog
         self._keys = keys
-        self._elsewhere = elsewhere
         self._least = local_tokens // group.block_tokens
         self._known = end_tokens // group.block_tokens
         self._found = bytearray(self._known)
@@ -221,9 +212,7 @@ class _Window:
         """
         if first < self._known:
             start = max(self._least, min(first, self._known - _SPAN))
-            self._found[start : self._known] = presences(
-                self._catalog, self._keys[start : self._known], self._elsewhere
-            )
+            self._found[start : self._known] = self._catalog.presences(self._keys[start : self._known])
             self._known = start
         hole = self._found.rfind(_NOWHERE, first, last)
         return max(hole, self._found.rfind(_COMING, first, last)) if least is Presence.READY else hole

@@ -9,38 +9,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from itertools import repeat
+from itertools import pairwise
 
 from kvdisk.blocks import BlockKey, JobId, Tier
-from kvdisk.config import Config
-from kvdisk.context import SchedulerContext
-from kvdisk.geometry import FILE_EPOCH, Geometry
+from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import Neighbours
-from kvdisk.manager.admission import AdmissionPolicy, AdmitAll
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import READY, WRITING
-from kvdisk.manager.cpu_space import CpuSpace
+from kvdisk.manager.accounting import Gauges, Served
+from kvdisk.manager.admission import Demand
+from kvdisk.manager.chains import TIERS
+from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.events import Journal
-from kvdisk.manager.foreign import ForeignCopies
-from kvdisk.manager.gpu_loads import GpuLoads
-from kvdisk.manager.load_planner import LoadPlanner
-from kvdisk.manager.load_price import LoadPrice
-from kvdisk.manager.nvme_offers import NvmeOffers
-from kvdisk.manager.nvme_space import NvmeSpace
-from kvdisk.manager.promotions import PendingReads, Promotions
+from kvdisk.manager.jobs import StoreSources
+from kvdisk.manager.loads import LoadPlanner, LoadThreshold
+from kvdisk.manager.neighbours import NeighbourCopies
+from kvdisk.manager.nvme import NvmeSpace
+from kvdisk.manager.parts import Parts
+from kvdisk.manager.prefetch import GpuLoads, PendingReads, Promotions
 from kvdisk.manager.requests import RequestLimits, RequestState
-from kvdisk.manager.served import Served
 from kvdisk.manager.settlement import Settlement
-from kvdisk.manager.sources import StoreSources
-from kvdisk.manager.store_planner import StorePlanner
 from kvdisk.manager.store_policy import StorePolicy
-from kvdisk.manager.transfers import Transfers, make_details
-from kvdisk.manager.wants import Wants
-from kvdisk.messages import JobKind, Plan, Report, make_moves
-from kvdisk.stats import Stats
+from kvdisk.manager.stores import StorePlanner
+from kvdisk.manager.tiers import CpuSpace, Tiers
+from kvdisk.messages import JobKind, Plan, Report
 
-MAX_DEMOTE_MOVES = 64
-MAX_DEMOTE_JOBS = 4
 LONGEST_SILENCE = 4
 """In ``io_deadline_s``: transfers are answered within one; jobs of files, and commits, never where a drive hangs."""
 
@@ -48,78 +39,47 @@ LONGEST_SILENCE = 4
 class TierManager:
     """See the module. ``cpu`` or ``nvme`` is None where the tier does not exist; not both.
 
-    ``neighbours``: the other homes of the store; None: nobody else's blocks are looked for.
+    ``first_generation``: larger than any that this engine's store has seen.
+    ``neighbours``: the other engines of the store; None: nobody else's blocks are looked for.
     """
 
     def __init__(
         self,
-        config: Config,
-        geometry: Geometry,
-        context: SchedulerContext,
-        catalog: Catalog,
-        transfers: Transfers,
-        stats: Stats,
+        parts: Parts,
         cpu: CpuSpace | None,
         nvme: NvmeSpace | None,
         store_policy: StorePolicy,
-        cpu_admission: AdmissionPolicy,
-        nvme_admission: AdmissionPolicy,
         first_generation: int,
         neighbours: Neighbours | None = None,
     ) -> None:
-        assert cpu is not None or nvme is not None
-        if nvme is None:
-            nvme_admission = AdmitAll()  # nobody asks it, and counting costs
-        self._geometry = geometry
-        self._context = context
-        self._catalog = catalog
-        self._transfers = transfers
-        self._cpu = cpu
-        self._nvme = nvme
-        self._cpu_admission = cpu_admission
-        self._cpu_admission_learns = type(cpu_admission) is not AdmitAll
-        self._nvme_admission = nvme_admission
-        self._epoch = FILE_EPOCH
+        self._parts = parts
+        self._geometry = parts.geometry
+        self._catalog = parts.catalog
+        self._transfers = parts.transfers
+        self._state = parts.state
+        self.stats = parts.stats
         self._requests: dict[str, RequestState] = {}
         self._urgent: list[JobId] = []
         self._void: list[JobId] = []
         self._heard_s = math.inf
         """When a job was last sent or answered, or a change of the index made or committed; at the start: not yet."""
-        self._heard_tickets = (0, 0)
-        self._longest_silence_s = LONGEST_SILENCE * config.io_deadline_s
-        self.stats = stats
+        self._longest_silence_s = LONGEST_SILENCE * parts.config.io_deadline_s
         self._arrivals = 0
-        reads = self._reads = PendingReads(GpuLoads(enabled=context.caches))
-        store_admission = cpu_admission if cpu is not None else nvme_admission
-        wants = Wants(store_policy, store_admission, nvme_admission)
-        price = self._price = LoadPrice(config.min_load_tokens, geometry.step_tokens)
-        self._foreign = foreign = ForeignCopies(geometry, catalog, transfers, stats, neighbours)
-        self._sources = sources = StoreSources(context)
-        offers = NvmeOffers(catalog, stats, cpu, nvme, nvme_admission, foreign)
-        self._settlement = Settlement(
-            geometry, catalog, stats, cpu, nvme, store_policy, offers, self._requests, foreign, reads
-        )
-        parts = (config, geometry, context, catalog, transfers)
-        self._promotions = Promotions(*parts, cpu, nvme, cpu_admission, wants, foreign, reads)
-        if cpu is not None and nvme is not None:
-            cpu.before_evict = offers.ask_before_leaving
-        self._served = served = Served(geometry, stats, has_cpu=cpu is not None, has_nvme=nvme is not None)
-        self._loads = LoadPlanner(
-            config, geometry, catalog, transfers, served, cpu, cpu_admission, wants, foreign, reads, price
-        )
+        self._tiers = tiers = Tiers(cpu, nvme)
+        self._heard_tickets = [(0, 0)] * len(tiers)
+        self._reads = reads = PendingReads(GpuLoads(enabled=parts.context.caches))
+        self._neighbours = NeighbourCopies(parts, neighbours)
+        self._demotions = [Demotions(parts, upper, lower, self._neighbours) for upper, lower in pairwise(tiers)]
+        self.gauges = Gauges(parts.transfers, tiers, self._demotions)
+        demand = Demand(store_policy, [space.admission for space in tiers])
+        self._sources = StoreSources(parts.context)
+        self._threshold = LoadThreshold(parts.config.min_load_tokens, parts.geometry.step_tokens)
+        self._served = Served(parts.geometry, parts.stats, [space.tier for space in tiers])
+        self._settlement = Settlement(parts, tiers, store_policy, self._requests, self._neighbours, reads, nvme)
+        self._promotions = Promotions(parts, tiers, demand, self._neighbours, reads)
+        self._loads = LoadPlanner(parts, tiers, self._served, demand, self._neighbours, reads, self._threshold)
         self._stores = StorePlanner(
-            *parts,
-            stats,
-            cpu,
-            nvme,
-            store_policy,
-            store_admission,
-            wants,
-            offers,
-            self._settlement,
-            sources,
-            first_generation,
-            foreign,
+            parts, tiers, store_policy, demand, self._sources, self._neighbours, first_generation
         )
 
     # -- requests ------------------------------------------------------------------------------
@@ -137,7 +97,7 @@ class TierManager:
         request.arrival = self._arrivals
         request.update_keys(self._geometry)
         if request.most_load_tokens != 0:
-            self._foreign.ask(request)
+            self._neighbours.ask(request)
             self._promotions.enqueue(request)
 
     def prompt_changed(self, request_id: str, prompt_tokens: int) -> None:
@@ -173,20 +133,20 @@ class TierManager:
             request = self._requests.get(request_id)
             if request is not None:
                 request.may_wait_again()
-                job_id = self._stores.save(request, overwritten, now, self._epoch)
+                job_id = self._stores.save(request, overwritten, now)
                 if job_id is not None:
                     self._urgent.append(job_id)
                 if not request.loading and request.most_load_tokens != 0:  # it can have been taken up in this very step
                     self._promotions.enqueue_first(request)
 
-    def elsewhere(self, key: BlockKey) -> bool:
-        """Whether another home of the store is thought to have a block."""
-        return self._foreign.holds(key)
+    def neighbour_has(self, key: BlockKey) -> bool:
+        """Whether a neighbour is thought to have a block."""
+        return self._neighbours.holds(key)
 
     @property
-    def foreign_segments(self) -> int:
-        """Segments of other homes that are open for loads."""
-        return self._foreign.open_count
+    def neighbour_segments(self) -> int:
+        """Segments of neighbours that are open for loads."""
+        return self._neighbours.open_count
 
     # -- loads ---------------------------------------------------------------------------------
 
@@ -212,7 +172,7 @@ class TierManager:
         there. A block that is gone by now becomes a failed move, which the engine recomputes.
         """
         self._promotions.leave(request_id)
-        self._loads.plan(self._requests[request_id], local_tokens, external_tokens, block_ids, self._epoch)
+        self._loads.plan(self._requests[request_id], local_tokens, external_tokens, block_ids)
 
     def served_tokens(self, request_id: str) -> dict[Tier, int]:
         """Return how the last planned load of a request divides between the tiers, in tokens."""
@@ -239,7 +199,7 @@ class TierManager:
         """
         request = self._requests.get(request_id)
         if request is not None:
-            self._stores.plan(request, computed_tokens, block_ids, now, self._epoch)
+            self._stores.plan(request, computed_tokens, block_ids, now)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -251,54 +211,23 @@ class TierManager:
         ``step_tokens``: what the step computes; 0: not known, and nothing is learnt from it. ``now_s``: seconds since
         the Unix epoch, for what is told of uses; 0: as before. ``overwritten``: see ``preempt``.
         """
-        if self._cpu is not None and self._cpu_admission_learns:
-            free, total = self._cpu.room
-            self._cpu_admission.note_room(free, total)
-        if self._nvme is not None:
-            self.commit()
-            self._nvme.uses.count(now, now_s)
-            free, total = self._nvme.room
-            self._nvme_admission.note_room(free, total)
-            self._foreign.absorb(now)
-            self._settlement.room += self._nvme.resumes(now)
-            if self._cpu is not None:
-                self._plan_demotions(self._cpu, self._nvme, now)
-                self._promotions.plan(self._epoch)
-            else:
-                self._nvme.make_room(now, [1] * len(self._geometry.slot_sizes))
-        self._stores.plan_free(now, self._epoch)
+        for space in self._tiers:
+            self._state.released += space.refresh(now, now_s)
+            space.admission.note_room(*space.free_and_total)
+        self._neighbours.absorb(now)
+        self._tiers.first.make_room(now, [1] * len(self._geometry.slot_sizes))
+        for demotions in self._demotions:
+            demotions.plan(now)
+        self._promotions.plan()
+        self._stores.plan_free(now)
         void, self._void = tuple(self._void), []
         fence = self._sources.take_fence(overwritten)
         jobs = self._transfers.take_queued(now)
         if jobs:
             self._heard_s = now
-        self._price.stepped(now, step_tokens, jobs)
+        self._threshold.stepped(now, step_tokens, jobs)
         urgent, self._urgent = tuple(self._urgent), []
         return Plan(jobs, fence, void, idle and self.has_pending_work(now), urgent)
-
-    def _plan_demotions(self, cpu: CpuSpace, nvme: NvmeSpace, now: float) -> None:
-        classes = range(len(self._geometry.slot_sizes))
-        if not nvme.home_open:
-            cpu.clear_backlog()
-            return
-        cpu.is_draining = nvme.may_write(now)
-        nvme.make_room(now, [cpu.backlog_count(size_class) for size_class in classes])
-        for size_class in classes:
-            while (waiting := cpu.backlog_count(size_class)) and nvme.may_write(now):
-                if self._transfers.count(JobKind.DEMOTE) >= MAX_DEMOTE_JOBS:
-                    return
-                slots = nvme.allocate(size_class, min(MAX_DEMOTE_MOVES, waiting))
-                if not slots:
-                    break
-                rows, catalog = cpu.take_backlog(size_class, len(slots)), self._catalog
-                catalog.begin_all(rows, Tier.NVME, slots)
-                catalog.pin(rows, Tier.CPU)
-                keys, generations, parents = (
-                    map(column.__getitem__, rows) for column in (catalog.keys, catalog.generations, catalog.parents)
-                )
-                moves = make_moves(keys, generations, repeat(-1), catalog.slots(rows, Tier.CPU), slots, parents)
-                details = make_details(rows, repeat(-1), repeat(-1))
-                self._transfers.add(JobKind.DEMOTE, moves, details, epoch=self._epoch)
 
     def settle(self, report: Report, now: float, now_s: int) -> None:
         """Take in what the ranks finished. ``now_s``: seconds since the Unix epoch, for the index's records."""
@@ -311,10 +240,10 @@ class TierManager:
         for record in (*self._transfers.take_copied(), *records):
             if record.job.kind is JobKind.STORE:
                 self._sources.end(record)
-        self._settlement.settle_all(records, now, now_s)
         for record in records:
+            self._settlement.settle(record, now, now_s)
             if record.job.kind is JobKind.LOAD:
-                self._price.settled(record, now)
+                self._threshold.settled(record, now)
         for record in self._transfers.take_released():
             self._settlement.release(record)
 
@@ -328,20 +257,20 @@ class TierManager:
         """
         if blocks - self._transfers.failed_load_blocks(report):
             self._transfers.fail_stores()
-            self._stores.distrust()
+            self._stores.reset()
 
     def publish(self) -> Journal:
         """Keep a journal of what becomes loadable and what goes, from what is there now on. At most once."""
         assert self._catalog.journal is None
         journal = self._catalog.journal = Journal(self.stats)
-        for tier in (Tier.CPU, Tier.NVME):
+        for tier in TIERS:
             journal.note(tier, True, self._catalog.ready_keys(tier))
         return journal
 
     def commit(self) -> None:
         """Learn how far the index's commits have come; never waits for one."""
-        if self._nvme is not None and self._nvme.commit():
-            self._settlement.room += 1
+        for space in self._tiers:
+            self._state.released += space.commit()
 
     def reset(self, epoch: int) -> None:
         """The weights may have changed: nothing stored before is served again by this engine.
@@ -351,11 +280,9 @@ class TierManager:
         their way end as failed, and are recomputed. Requests that go on with what they have computed
         store nothing more; those that start again do.
         """
-        assert epoch not in {FILE_EPOCH, self._epoch}
-        self._epoch = epoch
-        self._foreign.stop()
-        self._cpu_admission.reset()
-        self._nvme_admission.reset()
+        assert epoch not in {FILE_EPOCH, self._state.epoch}
+        self._state.epoch = epoch
+        self._neighbours.stop()
         self._stores.reset()
         self._urgent.clear()
         self._void = list(self._transfers.sent_loads())
@@ -363,9 +290,8 @@ class TierManager:
             self._sources.end(record)
             self._settlement.cancel(record)
         self._promotions.reset()
-        for row in self._catalog.rows_in(Tier.CPU):
-            if self._cpu is not None and self._catalog.state(row, Tier.CPU) in {WRITING, READY}:
-                self._cpu.discard(row)
+        for space in self._tiers:
+            space.reset()
         self._catalog.hide_all()
         for request in self._requests.values():
             request.served.clear()
@@ -380,26 +306,18 @@ class TierManager:
         Not for zombies, nor when nothing has been heard of jobs and commits for long: a drive or a file system that
         never answers would keep an idle engine stepping.
         """
-        if self._stores.is_owed(now):
+        if self._stores.has_leftovers(now):
             return True
-        nvme, cpu = self._nvme, self._cpu
-        if nvme is not None and nvme.tickets != self._heard_tickets:
-            self._heard_tickets, self._heard_s = nvme.tickets, now
+        tickets = [space.tickets for space in self._tiers]
+        if tickets != self._heard_tickets:
+            self._heard_tickets, self._heard_s = tickets, now
         if self._transfers.any_queued:
             return True
         silent = now - self._heard_s >= self._longest_silence_s
-        if len(self._transfers) and not silent:
-            return True
-        if nvme is None:
-            return False
-        waiting = (
-            cpu is not None
-            and nvme.may_write(now)
-            and any(
-                cpu.backlog_count(size_class) > 0
-                and not nvme.is_stuck(size_class)
-                and not (silent and nvme.awaits_commit(size_class))
-                for size_class in range(len(self._geometry.slot_sizes))
-            )
+        if silent:
+            return any(demotions.can_go_on(now, silent=True) for demotions in self._demotions)
+        return (
+            len(self._transfers) > 0
+            or any(demotions.can_go_on(now, silent=False) for demotions in self._demotions)
+            or any(space.uncommitted for space in self._tiers)
         )
-        return waiting or (nvme.uncommitted and not silent)

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from kvdisk.blocks import GROUP_BYTES, BlockKey, Slot, Tier
 from kvdisk.geometry import FILE_EPOCH, Geometry
 from kvdisk.index.base import BlockColumns, Index, SegmentRecord
-from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.catalog import Catalog, CommittedCopies
 from kvdisk.manager.chains import NONE
-from kvdisk.manager.copies import CommittedCopies
-from kvdisk.manager.tail_first import TailFirst
+from kvdisk.manager.eviction import TailFirst
 
 _WORD_BYTES = 8
 _Flags = NDArray[np.bool_]

@@ -7,15 +7,14 @@ touch, is held by a doomed copy that keeps its pin. Scheduler thread only.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
-from itertools import repeat
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdisk.blocks import Slot, make_slots, new_tuple
-from kvdisk.manager.free_runs import FreeRuns
+from kvdisk.blocks import Slot
 
 _FREE, _USED, _LIMBO = 1, 2, 3
 _SHIFT = 32
@@ -25,6 +24,81 @@ _INDEX = (1 << _SHIFT) - 1
 
 _Range = tuple[int, int, int]
 """Slots that follow each other: segment, first index, length."""
+
+
+class FreeRuns:
+    """The free slots of one place as runs of neighbours, found by length.
+
+    Positions are plain integers; neighbours differ by one. ``free``: how many there are.
+    """
+
+    def __init__(self) -> None:
+        self.free = 0
+        self._lengths: dict[int, int] = {}
+        """Length of each run, by its first position."""
+        self._starts: dict[int, int] = {}
+        """First position of each run, by the position behind its last."""
+        self._by_length: dict[int, dict[int, None]] = {}
+        self._sorted: list[int] = []
+        """The lengths that there are, ascending."""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Yield (first position, length) of each run."""
+        yield from self._lengths.items()
+
+    def add(self, start: int, length: int) -> None:
+        """Free a range, none of which was free."""
+        self.free += length
+        end = start + length
+        if end in self._lengths:
+            end += self._remove(end)
+        if start in self._starts:
+            start = self._starts[start]
+            self._remove(start)
+        self._insert(start, end - start)
+
+    def count_shorter(self, length: int) -> int:
+        """Return how many positions lie in runs shorter than ``length``."""
+        return sum(short * len(self._by_length.get(short, ())) for short in range(1, length))
+
+    def fit(self, count: int) -> int:
+        """Return the length of the shortest run of at least ``count``, else of the longest; 0 where nothing is free."""
+        at = bisect_left(self._sorted, count)
+        return self._sorted[min(at, len(self._sorted) - 1)] if self._sorted else 0
+
+    def take(self, count: int) -> tuple[int, int]:
+        """Take up to ``count`` neighbours of the run that ``fit`` finds: (first position, how many). Some are free."""
+        start = next(reversed(self._by_length[self.fit(count)]))
+        length = self._remove(start)
+        if length > count:
+            self._insert(start + count, length - count)
+            length = count
+        self.free -= length
+        return start, length
+
+    def drop(self, first: int, end: int) -> None:
+        """Forget all runs within a range."""
+        for start in [start for start in self._lengths if first <= start < end]:
+            self.free -= self._remove(start)
+
+    def _insert(self, start: int, length: int) -> None:
+        self._lengths[start] = length
+        self._starts[start + length] = start
+        if length not in self._by_length:
+            self._by_length[length] = {}
+            insort(self._sorted, length)
+        self._by_length[length][start] = None
+
+    def _remove(self, start: int) -> int:
+        """Take a run out of the tables; return its length."""
+        length = self._lengths.pop(start)
+        del self._starts[start + length]
+        alike = self._by_length[length]
+        del alike[start]
+        if not alike:
+            del self._by_length[length]
+            del self._sorted[bisect_left(self._sorted, length)]
+        return length
 
 
 class SlotPool:
@@ -99,17 +173,13 @@ class SlotPool:
         if drive is not None:
             places = [runs for place, runs in self._runs[size_class].items() if place == drive]
         while wanted > 0:
-            runs = places[0] if len(places) == 1 else _best(places, wanted)
+            runs = _best(places, wanted)
             if runs is None or not runs.free:
                 break
             position, length = runs.take(wanted)
             segment, start = position >> _SHIFT, position & _INDEX
-            if length == 1:
-                self._maps[segment][start] = _USED
-                slots.append(new_tuple(Slot, (segment, start)))
-            else:
-                self._maps[segment][start : start + length] = bytes([_USED]) * length
-                slots += make_slots(repeat(segment, length), range(start, start + length))
+            self._maps[segment][start : start + length] = bytes([_USED]) * length
+            slots += [Slot(segment, index) for index in range(start, start + length)]
             wanted -= length
         self.free[size_class] -= count - wanted
         return slots
@@ -137,13 +207,9 @@ class SlotPool:
             if states is None:
                 continue  # its segment was retired
             end = start + length
-            if length == 1:
-                assert states[start] == source, f"slot {segment}/{start} is {states[start]}"
-                states[start] = target
-            else:
-                found = states[start:end]
-                assert found == bytes([source]) * length, f"slots {segment}/{start}-{end - 1} are {list(found)}"
-                states[start:end] = bytes([target]) * length
+            found = states[start:end]
+            assert found == bytes([source]) * length, f"slots {segment}/{start}-{end - 1} are {list(found)}"
+            states[start:end] = bytes([target]) * length
             size_class = self._class_of[segment]
             self.limbo[size_class] += length * ((target == _LIMBO) - (source == _LIMBO))
             if target == _FREE:
@@ -180,6 +246,8 @@ class SlotPool:
 
 def _best(places: Sequence[FreeRuns], count: int) -> FreeRuns | None:
     """Return the place with the shortest run of at least ``count``, else with the longest."""
+    if len(places) == 1:
+        return places[0]
     return min(places, key=lambda runs: ((fit := runs.fit(count)) < count, abs(fit - count)), default=None)
 
 

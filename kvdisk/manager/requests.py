@@ -81,6 +81,10 @@ class RequestState:
             hashes = self.hashes[(len(keys) + 1) * scale - 1 : self.hash_count : scale]
             keys.extend(make_block_keys(hashes, group.group))
 
+    def limit_loads(self, tokens: int) -> None:
+        """A load failed at this position: no hit reaches beyond it any more."""
+        self.load_limit_tokens = tokens if self.load_limit_tokens is None else min(tokens, self.load_limit_tokens)
+
     def may_wait_again(self) -> None:
         """What comes now is worth a wait, however it fared before: it is preempted, or another load has begun."""
         self.wait_started_s = None

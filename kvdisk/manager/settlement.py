@@ -7,27 +7,22 @@ keeps its pin, until ``release``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from kvdisk.blocks import CPU, NVME, BlockKey, Tier
-from kvdisk.geometry import Geometry
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import DOOMED, READY
-from kvdisk.manager.cpu_space import CpuSpace
-from kvdisk.manager.foreign import ForeignCopies, is_foreign
-from kvdisk.manager.nvme_offers import NvmeOffers
-from kvdisk.manager.nvme_space import NvmeSpace
-from kvdisk.manager.promotions import PendingReads
+from kvdisk.blocks import Tier
+from kvdisk.manager.catalog import DOOMED, READY
+from kvdisk.manager.jobs import JobRecord
+from kvdisk.manager.neighbours import NeighbourCopies, is_neighbours
+from kvdisk.manager.nvme import NvmeSpace
+from kvdisk.manager.parts import Parts
+from kvdisk.manager.prefetch import PendingReads
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.store_policy import StorePolicy
-from kvdisk.manager.transfers import JobRecord
-from kvdisk.manager.watermark import Refusal
+from kvdisk.manager.store_policy import Refusal, StorePolicy
+from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind, Move, Reason
-from kvdisk.stats import Stats
 
 _SOURCE_IS_BAD = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
 """Failures of a load after which its source copy is dropped. A deadline says nothing about the copy."""
-_STORE, _LOAD, _PROMOTE = JobKind.STORE, JobKind.LOAD, JobKind.PROMOTE
 _TIMED = {
     JobKind.STORE: "job_seconds.store",
     JobKind.LOAD: "job_seconds.load",
@@ -37,310 +32,210 @@ _TIMED = {
 
 
 class Settlement:
-    """Ends jobs. ``pinned_blocks``: GPU blocks touched for stores. ``room`` rises when room may have come free."""
+    """Ends jobs. Of one chain the tail is told of first, so that its head ends as the most recently used."""
 
     def __init__(
         self,
-        geometry: Geometry,
-        catalog: Catalog,
-        stats: Stats,
-        cpu: CpuSpace | None,
-        nvme: NvmeSpace | None,
+        parts: Parts,
+        tiers: Tiers,
         store_policy: StorePolicy,
-        offers: NvmeOffers,
         requests: dict[str, RequestState],
-        foreign: ForeignCopies,
+        neighbours: NeighbourCopies,
         reads: PendingReads,
+        files: NvmeSpace | None,
     ) -> None:
-        self._geometry = geometry
-        self._catalog = catalog
-        self._stats = stats
-        self._cpu = cpu
-        self._nvme = nvme
+        self._geometry = parts.geometry
+        self._catalog = parts.catalog
+        self._stats = parts.stats
+        self._state = parts.state
+        self._tiers = tiers
         self._store_policy = store_policy
-        self._offers = offers
         self._requests = requests
-        self._foreign = foreign
+        self._neighbours = neighbours
         self._reads = reads
-        self.room = 0
-
-    def settle_all(self, records: Iterable[JobRecord], now: float, now_s: int) -> None:
-        """End jobs that every rank has answered, in order: at once those stores that follow each other."""
-        stored: list[JobRecord] = []
-        for record in records:
-            kind = record.job.kind
-            series = _TIMED.get(kind)
-            if series is not None and record.sent_s is not None:
-                self._stats.observe(series, max(0.0, now - record.sent_s))
-            if kind is _STORE and not record.failed:
-                stored.append(record)
-                continue
-            self._settle_whole(stored, now, now_s)
-            stored = []
-            self.settle(record, now, now_s)
-        self._settle_whole(stored, now, now_s)
-
-    def _settle_whole(self, stored: list[JobRecord], now: float, now_s: int) -> None:
-        if stored:
-            self.room += len(stored)
-            self._settle_stores(stored, now, now_s)
+        self._files = files
 
     def settle(self, record: JobRecord, now: float, now_s: int) -> None:
         """End a job that every rank has answered. ``now_s``: seconds since the Unix epoch."""
-        self.room += 1
         kind = record.job.kind
-        if kind is _STORE:
-            self._settle_store(record, now, now_s)
-        elif kind is _LOAD:
-            self._settle_load(record, now)
-        elif kind is _PROMOTE:
-            self._settle_promote(record, now)
-        elif kind is JobKind.DEMOTE:
-            self._settle_demote(record, now, now_s)
-        elif record.job.segment is None or record.job.segment.source is None:
-            assert kind in {JobKind.OPEN_HOME, JobKind.OPEN_SEGMENT, JobKind.DROP_SEGMENT} and self._nvme is not None
-            self._nvme.settle_files(record, now)
-
-    def release(self, record: JobRecord) -> None:
-        """Nothing touches the slots of a settled job's late moves any more: give their pins back."""
-        self.room += 1
-        kind = record.job.kind
-        for at in sorted(record.late, reverse=True):
-            row, move = record.details[at].row, record.job.moves[at]
-            if kind in {_LOAD, _PROMOTE}:
-                if is_foreign(move.nvme):
-                    assert move.nvme is not None
-                    self._foreign.unpin(move.nvme)
-                else:
-                    self._space(NVME).unpin((row,))
-                if move.cpu is not None:
-                    self._abandon(row, CPU)
-            else:
-                self._abandon(row, NVME)
-                if kind is JobKind.DEMOTE:
-                    self._space(CPU).unpin((row,))
+        if kind in _TIMED and record.sent_s is not None:
+            self._stats.observe(_TIMED[kind], max(0.0, now - record.sent_s))
+        self._state.released += 1
+        self._end(record, now, now_s)
 
     def cancel(self, record: JobRecord) -> None:
         """End a job that no worker has seen: as if every move had failed, with no consequence for the tiers."""
         record.failed = dict.fromkeys(range(len(record.details)), Reason.CANCELLED)
-        if record.job.kind is _STORE:
-            self._settle_store(record, 0.0, 0)
-        elif record.job.kind is _PROMOTE:
-            self._settle_promote(record, 0.0)
-        else:
-            self._settle_demote(record, 0.0, 0)
+        self._end(record, 0.0, 0)
 
-    # -- stores --------------------------------------------------------------------------------
+    def _end(self, record: JobRecord, now: float, now_s: int) -> None:
+        kind = record.job.kind
+        if kind is JobKind.STORE:
+            self._settle_store(record, now, now_s)
+        elif kind is JobKind.DEMOTE:
+            self._settle_demote(record, now, now_s)
+        elif kind is JobKind.LOAD:
+            self._settle_load(record, now, now_s)
+        elif kind is JobKind.PROMOTE:
+            self._settle_promote(record, now, now_s)
+        elif record.job.segment is None or record.job.segment.source is None:
+            assert self._files is not None
+            self._files.settle_files(record, now)
+
+    def release(self, record: JobRecord) -> None:
+        """Nothing touches the slots of a settled job's late moves any more: give their pins back."""
+        self._state.released += 1
+        for at in sorted(record.late, reverse=True):
+            detail, move = record.details[at], record.job.moves[at]
+            if is_neighbours(move.nvme):
+                assert move.nvme is not None
+                self._neighbours.unpin(move.nvme)
+            elif detail.source is not None:
+                self._tiers[detail.source].unpin((detail.row,))
+            if detail.target is not None:
+                self._tiers[detail.target].abandon(detail.row)
+
+    # -- what was written ------------------------------------------------------------------------
 
     def _settle_store(self, record: JobRecord, now: float, now_s: int) -> None:
-        self._settle_stores((record,), now, now_s)
-        tier = NVME if self._cpu is None else CPU
+        written = self._settle_targets(record, now_s)
+        self._stats.add("stored_blocks", sum(map(len, written.values())))
+        for tier, rows in written.items():
+            self._tiers[tier].learn_writes(record, now)
+            self._offer(rows[::-1], tier)
         for at in sorted(record.failed, reverse=True):
-            detail, key = record.details[at], record.job.moves[at].key
-            self._fail(detail.row, tier, at in record.late)
-            if record.failed[at] is Reason.OVERWRITTEN:
+            detail, key, reason = record.details[at], record.job.moves[at].key, record.failed[at]
+            if reason is Reason.OVERWRITTEN:
                 self._stats.add("overwritten_blocks")
-            elif record.failed[at] is not Reason.CANCELLED:
+            elif reason is not Reason.CANCELLED:
                 self._stats.add("failed_stores")
             # It had its slot, and that is free again: only the back-off stands before the next offer.
-            why = (Refusal.NO_ROOM, self.room - 1, now)
+            why = (Refusal.NO_ROOM, self._state.released - 1, now)
             if record.request_id is None:
                 self._store_policy.refuse_free(key, *why)
             else:
                 self._store_policy.refuse(record.request_id, detail.group, (detail.position,), (key,), *why)
 
-    def _settle_stores(self, records: Sequence[JobRecord], now: float, now_s: int) -> None:
-        """End stores but for their moves that failed."""
-        written: list[int] = []
-        # The tail of a chain first, so that its head ends as the most recently used.
-        for record in reversed(records):
-            moves = range(len(record.details) - 1, -1, -1)
-            written += [record.details[at].row for at in moves if at not in record.failed]
-        self._stats.add("stored_blocks", len(written))
-        stored = self._finish(written, NVME if self._cpu is None else CPU)
-        if self._nvme is None:
-            return
-        if self._cpu is None:
-            self._nvme.record(stored, now_s)
-            for record in records:
-                self._nvme.note_writes(record, now)
-        else:
-            self._offers.offer(stored[::-1])
-
-    def _finish(self, rows: Sequence[int], tier: Tier) -> Sequence[int]:
-        """Copies were written on every rank: READY, but for those that were doomed on the way. Return the READY ones.
-
-        Of one chain the tail comes first.
-        """
-        catalog = self._catalog
-        if catalog.any_in(DOOMED, rows, tier):
-            doomed = [row for row in rows if catalog.state(row, tier) == DOOMED]
-            for row in doomed:
-                self._abandon(row, tier)
-            rows = [row for row in rows if row not in doomed]
-        catalog.finish(rows, tier)
-        self._space(tier).inserted(rows)
-        return rows
-
-    def _abandon(self, row: int, tier: Tier) -> None:
-        """A copy was not written, or is not wanted any more: give back its writer's pin and its slot."""
-        if tier is CPU:
-            assert self._cpu is not None
-            self._catalog.unpin((row,), tier)
-            self._cpu.drop(row)
-        else:
-            assert self._nvme is not None
-            self._catalog.unpin((row,), tier)
-            self._nvme.drop([row])
-
-    def _fail(self, row: int, tier: Tier, late: bool) -> None:
-        """A copy was not written; where its move is late its slot stays taken until ``release``."""
-        if not late:
-            self._abandon(row, tier)
-        elif self._catalog.state(row, tier) != DOOMED:
-            self._catalog.doom(row, tier)
-
-    # -- demotions -----------------------------------------------------------------------------
-
     def _settle_demote(self, record: JobRecord, now: float, now_s: int) -> None:
-        assert self._cpu is not None and self._nvme is not None
-        rows = [detail.row for detail in record.details]
-        written = self._finish([row for at, row in reversed([*enumerate(rows)]) if at not in record.failed], NVME)
-        for at in reversed(range(len(rows))):
-            reason = record.failed.get(at)
-            if reason is not None:
-                if reason is not Reason.CANCELLED:
-                    self._stats.add("failed_stores")
-                self._fail(rows[at], NVME, at in record.late)
-        self._cpu.unpin([row for at, row in enumerate(rows) if at not in record.late])
-        self._stats.add("demoted_blocks", len(written))
-        self._nvme.record(written, now_s)
-        self._nvme.note_writes(record, now)
+        written = self._settle_targets(record, now_s)
+        self._stats.add("demoted_blocks", sum(map(len, written.values())))
+        self._stats.add("failed_stores", sum(reason is not Reason.CANCELLED for reason in record.failed.values()))
+        for at, detail in enumerate(record.details):
+            if detail.source is not None and at not in record.late:
+                self._tiers[detail.source].unpin((detail.row,))
+        for tier in written:
+            self._tiers[tier].learn_writes(record, now)
 
-    # -- loads ---------------------------------------------------------------------------------
+    def _settle_targets(self, record: JobRecord, now_s: int) -> dict[Tier, list[int]]:
+        """End the copies that a job wrote, or failed to; return those that are READY, by tier.
 
-    def _settle_load(self, record: JobRecord, now: float) -> None:
-        """Unpin sources, keep or drop CPU copies, drop bad sources, and never promise a failed position again."""
+        The slot of a late move stays taken until ``release``.
+        """
+        written: dict[Tier, list[int]] = {}
+        for at in reversed(range(len(record.details))):
+            detail = record.details[at]
+            if detail.target is not None:
+                rows = written.setdefault(detail.target, [])
+                if at not in record.failed:
+                    rows.append(detail.row)
+        ready = {tier: self._tiers[tier].finish(rows, now_s) for tier, rows in written.items()}
+        for at in sorted(record.failed, reverse=True):
+            detail = record.details[at]
+            if detail.target is not None:
+                self._tiers[detail.target].abandon(detail.row, late=at in record.late)
+        return ready
+
+    # -- what was read -----------------------------------------------------------------------------
+
+    def _settle_load(self, record: JobRecord, now: float, now_s: int) -> None:
+        """Never promise a failed position again."""
+        self._reads.to_gpu.end(record.job.id)
         request = self._requests.get(record.request_id or "")
         if request is not None:
             request.loading = False
-        self._reads.to_gpu.end(record.job.id)
-        if self._nvme is not None:
-            self._nvme.note_reads(record, now)
-        for at in sorted(record.failed, reverse=True) if record.failed else ():
-            detail = record.details[at]
-            limit = detail.position * self._geometry.groups[detail.group].block_tokens
-            if request is not None:
-                if request.load_limit_tokens is None or limit < request.load_limit_tokens:
-                    request.load_limit_tokens = limit
-                place, key = (request.request_id, detail.group, (detail.position,)), record.job.moves[at].key
+            for at in sorted(record.failed, reverse=True):
+                detail, key = record.details[at], record.job.moves[at].key
+                request.limit_loads(detail.position * self._geometry.groups[detail.group].block_tokens)
+                place = (request.request_id, detail.group, (detail.position,))
                 self._store_policy.refuse(*place, (key,), Refusal.NO_ROOM, -1, 0.0)
         if record.failed:
             self._stats.add("failed_loads", len(record.failed))
         self._stats.add("loaded_blocks", len(record.details) - len(record.failed))
-        self._settle_reads(record)
+        self._settle_reads(record, now, now_s)
 
-    def _settle_promote(self, record: JobRecord, now: float) -> None:
+    def _settle_promote(self, record: JobRecord, now: float, now_s: int) -> None:
         """As a load, but for the request: it was promised nothing, and reads from NVMe what was not promoted."""
-        assert self._nvme is not None
-        self._nvme.note_reads(record, now)
-        self._stats.add("prefetched_blocks", self._settle_reads(record))
+        self._stats.add("prefetched_blocks", self._settle_reads(record, now, now_s))
         self._stats.add("failed_promotions", sum(reason is not Reason.CANCELLED for reason in record.failed.values()))
 
-    def _settle_reads(self, record: JobRecord) -> int:
-        """End moves that read: unpin the sources, which were used, or drop bad ones; keep the CPU copies that were
-        written, and return how many, or drop them."""
-        from_cpu: list[int] = []
-        from_nvme: list[int] = []
-        keys: list[BlockKey] = []
-        rows: list[int] = []
-        failed, foreign = record.failed, 0
-        # Tail first, so that the head of the chain ends as the most recently used.
-        sources = [move.nvme for move in record.job.moves]
-        if sources and not failed and sources.count(None) == len(sources):
-            from_cpu = [detail.row for detail in reversed(record.details)]
-            assert -1 not in from_cpu, "nothing was read, and nobody said so"
-            self._settle_sources(from_cpu, CPU)
-            return 0
-        for at in reversed(range(len(sources))):
-            move, row, nvme = record.job.moves[at], record.details[at].row, sources[at]
-            if nvme is not None and move.cpu is not None:
-                keys.append(move.key)
-                rows.append(row)
-            if at in failed:
-                continue
-            if is_foreign(nvme):
-                foreign += 1
-                self._settle_foreign(move, None, late=False)
-            else:
-                (from_cpu if nvme is None else from_nvme).append(row)
-        assert -1 not in from_cpu, "nothing was read, and nobody said so"
-        if from_cpu:
-            self._settle_sources(from_cpu, CPU)
-        if from_nvme:
-            self._settle_sources(from_nvme, NVME)
-        if foreign and record.job.kind is _LOAD:
-            self._stats.add("loaded_blocks_foreign", foreign)
-        if keys:
-            self._reads.end(record.job.kind, keys, rows)
-        if failed:
-            rows = self._settle_failed_reads(record)
-        kept = self._finish(rows, CPU) if rows else ()
-        if rows:
-            self._stats.add("promoted_blocks", len(rows))
-        return len(kept)
-
-    def _settle_sources(self, rows: Sequence[int], tier: Tier) -> None:
-        """Copies were read well, the tail of a chain first."""
-        space, catalog, used = self._space(tier), self._catalog, rows
-        any_doomed = catalog.any_in(DOOMED, rows, tier)
-        if any_doomed:
-            used = [row for row in rows if catalog.state(row, tier) == READY]
-        if tier is CPU and self._nvme is not None:
-            self._offers.offer(used)  # their counts rose when the load was planned
-        if any_doomed:
-            space.unpin(rows)
-        else:
-            catalog.unpin(rows, tier)
-        space.accessed(used)
-
-    def _settle_failed_reads(self, record: JobRecord) -> list[int]:
-        """End those moves of a job that failed; return the rows of the CPU copies that the others wrote."""
-        written: list[int] = []
+    def _settle_reads(self, record: JobRecord, now: float, now_s: int) -> int:
+        """End a job's sources, which were used or are bad, and the copies in memory that it wrote; return how many."""
+        for space in self._tiers:
+            space.learn_reads(record, now)
+        from_neighbours, landed = 0, []
+        read: dict[Tier, list[int]] = {}
         for at in reversed(range(len(record.details))):
-            row, move = record.details[at].row, record.job.moves[at]
-            reason, late = record.failed.get(at), at in record.late
-            lands = move.nvme is not None and move.cpu is not None
-            if reason is None:
-                written += [row] * lands
+            detail, move = record.details[at], record.job.moves[at]
+            if detail.target is not None:
+                landed.append((move.key, detail.row))
+            if at in record.failed:
                 continue
-            if is_foreign(move.nvme):
-                self._settle_foreign(move, reason, late)
-            elif row >= 0:
-                self._settle_failed_source(row, CPU if move.nvme is None else NVME, reason, late)
-            if lands:
-                self._fail(row, CPU, late)
-        return written
+            if is_neighbours(move.nvme):
+                from_neighbours += 1
+                self._settle_neighbours(move, None, late=False)
+            else:
+                assert detail.source is not None, "nothing was read, and nobody said so"
+                read.setdefault(detail.source, []).append(detail.row)
+        for space in self._tiers:
+            if space.tier in read:
+                self._settle_sources(read[space.tier], space.tier)
+        if from_neighbours and record.job.kind is JobKind.LOAD:
+            self._stats.add("loaded_blocks_foreign", from_neighbours)
+        for at in sorted(record.failed, reverse=True):
+            self._settle_failed_source(record, at)
+        if not landed:
+            return 0
+        self._reads.end(record.job.kind, [key for key, _ in landed], [row for _, row in landed])
+        failed = sum(record.details[at].target is not None for at in record.failed)
+        if len(landed) > failed:
+            self._stats.add("promoted_blocks", len(landed) - failed)
+        return sum(map(len, self._settle_targets(record, now_s).values()))
 
-    def _settle_foreign(self, move: Move, reason: Reason | None, late: bool) -> None:
-        assert move.nvme is not None
-        if reason in _SOURCE_IS_BAD:
-            self._foreign.deny(move.key, self._foreign.home_of(move.nvme), move.generation)
-        if not late:
-            self._foreign.unpin(move.nvme)
+    def _settle_sources(self, rows: list[int], tier: Tier) -> None:
+        """Copies were read well."""
+        states = self._catalog.columns(tier).states
+        used = [row for row in rows if states[row] != DOOMED]
+        self._offer(used, tier)  # their counts rose when the load was planned
+        self._tiers[tier].unpin(rows)
+        self._tiers[tier].access(used)
 
-    def _settle_failed_source(self, row: int, tier: Tier, reason: Reason, late: bool) -> None:
-        space = self._space(tier)
+    def _settle_failed_source(self, record: JobRecord, at: int) -> None:
+        """A source was not read: drop it where it is bad, or where it is sound offer it as one that was used."""
+        (row, _, _, tier, _), move = record.details[at], record.job.moves[at]
+        reason, late = record.failed[at], at in record.late
+        if is_neighbours(move.nvme):
+            self._settle_neighbours(move, reason, late)
+            return
+        if tier is None:
+            return
         if self._catalog.state(row, tier) == READY:
             # A copy on a drive that was given up for now is none the worse for it.
             if reason in _SOURCE_IS_BAD and (reason is not Reason.IO_ERROR or self._catalog.readable(row, tier)):
-                space.discard(row)
-            elif tier is CPU:
-                self._offers.offer((row,))
+                self._tiers[tier].discard(row)
+            else:
+                self._offer((row,), tier)
         if not late:
-            space.unpin((row,))
+            self._tiers[tier].unpin((row,))
 
-    def _space(self, tier: Tier) -> CpuSpace | NvmeSpace:
-        space = self._cpu if tier is CPU else self._nvme
-        assert space is not None
-        return space
+    def _settle_neighbours(self, move: Move, reason: Reason | None, late: bool) -> None:
+        assert move.nvme is not None
+        if reason in _SOURCE_IS_BAD:
+            self._neighbours.reject(move.key, self._neighbours.home_of(move.nvme), move.generation)
+        if not late:
+            self._neighbours.unpin(move.nvme)
+
+    def _offer(self, rows: Sequence[int], tier: Tier) -> None:
+        """Offer copies that have become READY, or were used, to the next tier."""
+        lower = self._tiers[tier].lower
+        if lower is not None:
+            lower.offer(rows)

@@ -18,12 +18,10 @@ from numpy.typing import NDArray
 
 from kvdisk.blocks import Tier
 from kvdisk.geometry import USES_UNIT_SLOTS
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import READY
+from kvdisk.manager.catalog import READY, Catalog
 
 MOST_LOGGED = 4096
 COUNT_INTERVAL_S = 5.0
-_MOST_LISTED = 1 << 20
 _Number = TypeVar("_Number", np.uint64, np.uint32, np.uint8)
 
 
@@ -66,7 +64,6 @@ class Uses:
         self._counted_at = 0.0
         self._vacant: dict[int, list[int]] = {}
         self.view = UsesView({}, _none(np.uint64), _none(np.uint32), _none(np.uint32), _none(np.uint8))
-        self._list_places()
 
     # -- segments ------------------------------------------------------------------------------
 
@@ -89,7 +86,6 @@ class Uses:
             _longer(old.last_use_s, more),
             _longer(old.changed, more // USES_UNIT_SLOTS),
         )
-        self._list_places()
 
     def drop_segment(self, segment: int) -> None:
         """Forget a segment, if it is known."""
@@ -100,14 +96,6 @@ class Uses:
             self._vacant.setdefault(units, []).append(first)
             self.view.generations[first : first + slot_count] = 0
             self.view = self.view._replace(places=places)
-            self._list_places()
-
-    def _list_places(self) -> None:
-        """Make the table of the first places by segment, as far as numbers are small; they count up from 0."""
-        self._firsts = np.full(min(1 + max(self.view.places, default=0), _MOST_LISTED), -1, np.int64)
-        for segment, (first, _) in self.view.places.items():
-            if segment < _MOST_LISTED:
-                self._firsts[segment] = first
 
     # -- start ---------------------------------------------------------------------------------
 
@@ -174,17 +162,12 @@ class Uses:
     def _places_of(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return those rows whose copies are READY, and their places."""
         columns = self._catalog.columns(Tier.NVME)
-        states, numbers, indices = columns.states, columns.segments, columns.indices
-        rows = rows[np.frombuffer(states, np.uint8)[rows] == READY]
-        segments = np.frombuffer(numbers, np.uint32)[rows]
-        if len(self._firsts) and int(segments.max(initial=0)) < len(self._firsts):
-            firsts = self._firsts[segments]
-        else:
-            known = {segment: first for segment, (first, _) in self.view.places.items()}
-            firsts = np.array([known.get(segment, -1) for segment in segments.tolist()], np.int64)
-        if len(firsts) and firsts.min() < 0:  # a segment on its way out
-            rows, firsts = rows[firsts >= 0], firsts[firsts >= 0]
-        return rows, firsts + np.frombuffer(indices, np.uint32)[rows]
+        rows = rows[np.frombuffer(columns.states, np.uint8)[rows] == READY]
+        numbers, which = np.unique(np.frombuffer(columns.segments, np.uint32)[rows], return_inverse=True)
+        known = [self.view.places.get(number, (-1, 0))[0] for number in numbers.tolist()]
+        firsts = np.array(known, np.int64)[which]
+        rows, firsts = rows[firsts >= 0], firsts[firsts >= 0]  # not those of a segment on its way out
+        return rows, firsts + np.frombuffer(columns.indices, np.uint32)[rows]
 
     def _begin(self, rows: NDArray[np.int64], places: NDArray[np.int64]) -> None:
         view, generations = self.view, np.frombuffer(self._catalog.generations, np.uint64)[rows]

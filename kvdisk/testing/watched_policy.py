@@ -8,9 +8,7 @@ from itertools import islice
 
 from kvdisk.blocks import BlockKey
 from kvdisk.context import KVCacheBlockView, SchedulerContext
-from kvdisk.manager.spillover import AHEAD_STEPS, Spillover
-from kvdisk.manager.store_policy import FreeOffer, StorePolicy
-from kvdisk.manager.watermark import Refusal
+from kvdisk.manager.store_policy import AHEAD_STEPS, FreeOffer, Refusal, Spillover, StorePolicy
 
 SHORTEST_BACK_OFF_S = 0.04
 """An offer refused for lack of room is not repeated sooner."""

@@ -201,7 +201,7 @@ class ByteBench(Bench):
         assert self.scheduler.reset_prefix_cache()
         catalog = self._manager._catalog
         for tier in tiers:
-            space = {Tier.CPU: self._manager._cpu, Tier.NVME: self._manager._nvme}[tier]
+            space = {Tier.CPU: self._manager._tiers.get(Tier.CPU), Tier.NVME: self._manager._tiers.get(Tier.NVME)}[tier]
             for row in list(catalog.rows_in(tier)):
                 space.discard(row)
 

@@ -245,7 +245,7 @@ def test_a_reset_takes_back_what_was_told_and_keeps_the_order(tmp_path: Path) ->
     manager = bench.connector.scheduler._manager
     hidden = [row for row in manager._catalog.rows() if manager._catalog.find(manager._catalog.keys[row]) != row]
     assert len(hidden) == BLOCKS
-    manager._nvme.drop(hidden)
+    manager._tiers.get(Tier.NVME).drop(hidden)
     settle(bench)
     view.check(bench)
     bench.connector.shutdown()

@@ -240,7 +240,7 @@ def test_copies_that_go_between_lookup_and_allocation_are_computed(
         for key in reversed(bench.keys("r1")[gone:BLOCKS]):
             row = manager._catalog.find(key)
             if row >= 0 and not manager._catalog.pins(row, Tier.CPU):
-                manager._cpu.discard(row)
+                manager._tiers.get(Tier.CPU).discard(row)
         return allocate(request, *arguments, **more)
 
     with monkeypatch.context() as patch:

@@ -16,8 +16,8 @@ from vllm.v1.request import RequestStatus
 
 from kvdisk.blocks import Tier
 from kvdisk.errors import ConfigError
+from kvdisk.manager.jobs import StoreSources
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.sources import StoreSources
 from kvdisk.messages import JobKind
 from kvdisk.worker.mover import Mover
 

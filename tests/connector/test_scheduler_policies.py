@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.config import (
 from kvdisk.blocks import BlockKey, make_block_key
 from kvdisk.connector.adapter import BlockPoolContext, overwritten_blocks
 from kvdisk.errors import ConfigError
-from kvdisk.manager.reuse_admission import AdmitReused
+from kvdisk.manager.admission import AdmitReused
 from kvdisk.messages import Job, JobKind
 
 pytestmark = pytest.mark.vllm
@@ -395,7 +395,7 @@ class SideBySide:
         )
         self.offers: dict[str, list[list[int]]] = {"kvdisk": [], "vllm": []}
         manager = self.bench.connector.scheduler._manager
-        self.planner, self.wants = manager._stores, manager._stores._wants
+        self.planner, self.demand = manager._stores, manager._stores._demand
         answer = self.planner._answer
         patch.setattr(
             self.planner, "_answer", lambda *args: (self.offers["kvdisk"][-1].extend(args[2]), answer(*args))[1]
@@ -428,17 +428,17 @@ def test_a_block_refused_for_lack_of_reuse_is_offered_when_its_count_rises(
     """A prompt of 6 blocks, 2 a step; blocks 1 and 2 have been wanted by nobody else until after the fifth step."""
     both = SideBySide(tmp_path / "model", monkeypatch, cpu_admission="reuse(2)")
     request = both.add("a", 6 * BLOCK_TOKENS + 1, max_tokens=12)
-    assert isinstance(both.planner._admission, AdmitReused)
+    assert isinstance(both.planner._target.admission, AdmitReused)
     cold = (1, 2)
     for position, key in enumerate(_keys(request)):
         if position not in cold:
-            both.wants.note((key,), "somebody else")
+            both.demand.count_demand((key,), "somebody else")
     both.theirs.refused = {make_block_key(both.keys[at], 0)[:-2] + bytes(4) for at in cold}
     for step in range(8):
         if step == 5:
             both.theirs.refused.clear()
             for position in cold:
-                both.wants.note((_keys(request)[position],), "somebody else")
+                both.demand.count_demand((_keys(request)[position],), "somebody else")
         both.step()
     #                                  step 0, 1, and 2: the prompt; then decoding; the counts rise before step 5
     assert both.offers["kvdisk"] == [[0, 1], [2, 3], [4, 5], [], [], [1, 2], [], []]
@@ -464,7 +464,7 @@ def test_without_room_a_block_is_offered_when_room_came_free_and_not_every_step(
         if step == 6:
             both.theirs.no_room = False
             monkeypatch.setattr(both.planner, "_allocate", allocate)
-            both.planner._settlement.room += 1
+            both.planner._state.released += 1
         both.step()
     assert both.offers["kvdisk"] == [[0, 1], [], [], [], [], [], [0, 1, 2, 3], []], "the head first"
     first = [[0, 1], *[[0, 1, 2, 3]] * 5]

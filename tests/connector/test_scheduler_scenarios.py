@@ -191,7 +191,7 @@ def test_blocks_that_a_window_has_passed_are_nobodys(tmp_path: Path) -> None:
     manager = bench.connector.scheduler._manager
     early = [move.key for move in _jobs(bench, JobKind.STORE)[0].moves if group_of(move.key) == 1][:-1]
     for key in reversed(early):
-        manager._cpu.drop(manager._catalog.find(key))
+        manager._tiers.get(Tier.CPU).drop([manager._catalog.find(key)])
     assert bench.scheduler.reset_prefix_cache()
     bench.add("b", PROMPT)
     bench.step()

@@ -13,9 +13,9 @@ from support.fake_neighbours import FakeHome, FakeNeighbours
 from vllm.sampling_params import SamplingParams
 
 from kvdisk import assembly
-from kvdisk.blocks import BlockKey, make_block_key
+from kvdisk.blocks import BlockKey, Tier, make_block_key
 from kvdisk.index.base import SegmentRecord
-from kvdisk.manager.gpu_loads import GpuLoads
+from kvdisk.manager.prefetch import GpuLoads
 from kvdisk.messages import FOREIGN_SEGMENTS, Job, JobKind
 
 pytestmark = pytest.mark.vllm
@@ -525,7 +525,7 @@ def test_what_the_gpu_has_is_not_read_ahead(place: Place) -> None:
     bench.step()
     manager = bench.connector.scheduler._manager
     for block_hash in first.block_hashes:  # its blocks have left the CPU tier since
-        manager._cpu.discard(manager._catalog.find(make_block_key(block_hash, 0)))
+        manager._tiers.get(Tier.CPU).discard(manager._catalog.find(make_block_key(block_hash, 0)))
     bench.add("second", PROMPT)
     finish(bench)
     (promotion,) = jobs(bench, JobKind.PROMOTE)

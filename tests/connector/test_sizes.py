@@ -14,6 +14,7 @@ from schedulers import BLOCK_TOKENS, Bench
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kvdisk.blocks import Tier
 from kvdisk.connector.adapter import groups_to_tell
 from kvdisk.connector.connector import KVDiskHandshake
 from kvdisk.errors import ConfigError
@@ -44,7 +45,7 @@ def test_the_sizes_are_those_of_the_workers(tmp_path: Path) -> None:
     tell(bench, handshake(bench), handshake(bench))
     (group,) = bench.connector.scheduler._geometry.groups
     assert group.payload_bytes == BOTH
-    slots = bench.connector.scheduler._manager._cpu.pool.total
+    slots = bench.connector.scheduler._manager._tiers.get(Tier.CPU).pool.total
     assert slots == [(16 << 20) // group.slot_bytes]
     for name in ("a", "b"):
         bench.add(name, PROMPT)

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from kvdisk.blocks import Slot, Tier, group_of
-from kvdisk.manager.copies import CopyState
+from kvdisk.manager.catalog import CopyState
 
 STUCK_S = 600.0
 
@@ -125,7 +125,7 @@ def audit_connector(connector: Any) -> dict[str, Any]:
     assert not len(manager._sources)
     assert not manager._void
     catalog = manager._catalog
-    for tier, space in ((Tier.CPU, manager._cpu), (Tier.NVME, manager._nvme)):
+    for tier, space in ((Tier.CPU, manager._tiers.get(Tier.CPU)), (Tier.NVME, manager._tiers.get(Tier.NVME))):
         if space is not None:
             audit_space(catalog, tier, space)
     rows = list(catalog.rows())
@@ -133,7 +133,7 @@ def audit_connector(connector: Any) -> dict[str, Any]:
     live = {catalog.keys[row]: row for row in rows}
     for key, row in catalog._rows.items():
         assert catalog.keys[row] == key and live.get(key) is not None
-    nvme = manager._nvme
+    nvme = manager._tiers.get(Tier.NVME)
     on_nvme = [] if nvme is None else [r for r in rows if catalog.state(r, Tier.NVME) == CopyState.READY]
     dropped = 0
     if nvme is not None:
@@ -144,11 +144,11 @@ def audit_connector(connector: Any) -> dict[str, Any]:
         "counters": dict(manager.stats.counts),
         "nvme_blocks": len(on_nvme),
         "dropped_puts": dropped,
-        "home_open": nvme.home_open if nvme is not None else None,
-        "backlog": [len(backlog) for backlog in manager._cpu._backlogs] if manager._cpu is not None else [],
+        "home_open": nvme.is_open if nvme is not None else None,
+        "backlog": [demotions.total for demotions in manager._demotions],
         "nvme_total": list(nvme.pool.total) if nvme is not None else [],
         "nvme_free": list(nvme.pool.free) if nvme is not None else [],
-        "cpu_total": list(manager._cpu.pool.total) if manager._cpu is not None else [],
+        "cpu_total": list(manager._tiers.get(Tier.CPU).pool.total) if manager._tiers.get(Tier.CPU) is not None else [],
     }
 
 
@@ -157,7 +157,7 @@ def audit_space(catalog: Any, tier: Tier, space: Any) -> None:
     slots: set[Slot] = set()
     used: dict[int, set[int]] = {}
     held = [0] * len(space.pool.total)
-    ordered = [set(policy._policy.proposals()) for policy in space._policies]
+    ordered = [set(policy._policy.proposals()) for policy in space._orders]
     for row in catalog.rows():
         state = catalog.state(row, tier)
         if state == CopyState.ABSENT:

@@ -19,8 +19,8 @@ from support.live_model import LiveModel, PromptTree
 from kvdisk.blocks import Tier
 from kvdisk.device import posix
 from kvdisk.device.base import Op
-from kvdisk.manager.copies import CopyState
-from kvdisk.manager.drive_health import Turns
+from kvdisk.manager.catalog import CopyState
+from kvdisk.manager.segments import Turns
 
 SHAPE = LoadShape(width=12, forgets=0.3, aborts=0.0)
 LONGER_THAN_A_QUARANTINE_S = 61.0

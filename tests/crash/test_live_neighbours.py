@@ -54,7 +54,7 @@ def test_what_one_stored_the_other_loads(windowed: bool, quick_path: Path) -> No
     assert stats["loaded_blocks_foreign"] + stats["prefetched_blocks"] > 20
     assert not stats["failed_loads"]
     assert stats["demoted_blocks"] < held // 4, "but for the tails that are always computed, nothing is stored twice"
-    assert two.manager.foreign_segments == 0
+    assert two.manager.neighbour_segments == 0
     # They are in the second's memory now, and are loaded from there.
     loaded, promoted = stats["loaded_blocks"], stats["promoted_blocks"]
     serve(two, PROMPTS, "again")
@@ -99,8 +99,8 @@ def test_an_owner_that_evicts_under_a_reader_causes_a_miss(quick_path: Path) -> 
     two.step()  # it asks; the reader's process has only begun
 
     def known() -> object:
-        two.manager._foreign.absorb(two.now)
-        return two.manager._foreign.known
+        two.manager._neighbours.absorb(two.now)
+        return two.manager._neighbours.hints
 
     wait_for(known, "an answer")
     for round_number in range(4):

@@ -16,8 +16,8 @@ from support.manager_sizes import ON_COMPUTE_SIZES
 
 from kvdisk.blocks import Tier
 from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.foreign import is_foreign
-from kvdisk.manager.transfers import JobRecord, Transfers
+from kvdisk.manager.jobs import JobRecord, Transfers
+from kvdisk.manager.neighbours import is_neighbours
 from kvdisk.messages import JobKind
 
 
@@ -124,7 +124,7 @@ def check_pins(parts: ManagerParts) -> None:
     for record, held in [*records, *zombies]:
         for move, detail in ((record.job.moves[at], record.details[at]) for at in held):
             for tier, slot in ((Tier.CPU, move.cpu), (Tier.NVME, move.nvme)):
-                if detail.row >= 0 and slot is not None and not is_foreign(slot):
+                if detail.row >= 0 and slot is not None and not is_neighbours(slot):
                     expected[detail.row, tier] += 1
     for row in parts.catalog.rows():
         for tier in (Tier.CPU, Tier.NVME):

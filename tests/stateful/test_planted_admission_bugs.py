@@ -10,12 +10,10 @@ import pytest
 from machines import Bugs, Patch, wrap
 from support.manager_sizes import ADMISSION_SIZES, BUDGET, NVME_BUDGET, REUSE_CPU
 
+from kvdisk.manager.admission import AdmitReused, ReuseTable, WriteBudget
+from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.nvme_offers import NvmeOffers
-from kvdisk.manager.nvme_space import NvmeSpace
-from kvdisk.manager.reuse import ReuseTable
-from kvdisk.manager.reuse_admission import AdmitReused
-from kvdisk.manager.write_budget import WriteBudget
+from kvdisk.manager.nvme import NvmeSpace
 
 BUGS = Bugs(ADMISSION_SIZES)
 
@@ -37,7 +35,7 @@ def counts_that_survive_a_reset(patch: Patch) -> None:
 
 @BUGS.plant
 def refused_block_not_asked_before_it_leaves(patch: Patch) -> None:
-    patch.setattr(NvmeOffers, "ask_before_leaving", lambda self, row: False)
+    patch.setattr(Demotions, "keeps", lambda self, row: False)
 
 
 @BUGS.plant_in(NVME_BUDGET)
@@ -47,12 +45,12 @@ def budget_overdrawn(patch: Patch) -> None:
 
 @BUGS.plant_in(NVME_BUDGET)
 def budget_that_a_restart_fills(patch: Patch) -> None:
-    def look(original: Any, self: WriteBudget, now: float) -> bool:
-        if self._looked_s is None:
+    def refresh(original: Any, self: WriteBudget, now: float) -> bool:
+        if self._refreshed_s is None:
             self._bytes = float(self.burst_bytes)
         return bool(original(self, now))
 
-    wrap(patch, WriteBudget, "look", look)
+    wrap(patch, WriteBudget, "refresh", refresh)
 
 
 @BUGS.plant_in(BUDGET)

@@ -12,22 +12,16 @@ from machines import Bugs, Patch, forget_late, tolerate_missing_pins, wrap
 from support.manager_sizes import CPU_ONLY, NVME_ONLY, NVME_REUSE, ONE_GROUP, QUEUE, REUSE_CPU, WINDOW
 
 from kvdisk.blocks import BlockKey, Tier, group_of
-from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.chains import Chains
-from kvdisk.manager.copies import CopyState
-from kvdisk.manager.cpu_space import CpuSpace
-from kvdisk.manager.load_drafts import LoadDraft
-from kvdisk.manager.load_planner import LoadPlanner
+from kvdisk.manager.demotions import Demotions
+from kvdisk.manager.eviction import TailFirst
+from kvdisk.manager.jobs import JobRecord, StoreSources, Transfers
+from kvdisk.manager.loads import LoadPlanner
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.nvme_offers import NvmeOffers
-from kvdisk.manager.nvme_space import NvmeSpace
 from kvdisk.manager.pool import SlotPool
 from kvdisk.manager.settlement import Settlement
-from kvdisk.manager.sources import StoreSources
-from kvdisk.manager.store_policy import OnCompute
-from kvdisk.manager.tail_first import TailFirst
-from kvdisk.manager.transfers import JobRecord, Transfers
-from kvdisk.manager.watermark import Watermark
+from kvdisk.manager.store_policy import OnCompute, Watermark
 from kvdisk.messages import JobKind, Reason
 
 BUGS = Bugs()
@@ -65,26 +59,27 @@ def slot_reused_before_its_deletion_is_committed(patch: Patch) -> None:
 
 @BUGS.plant
 def demotion_without_a_pin(patch: Patch) -> None:
-    def plan(original: Any, self: TierManager, cpu: CpuSpace, *args: Any) -> None:
+    def plan(original: Any, self: Demotions, now: float) -> None:
         before = set(self._transfers._records)
-        original(self, cpu, *args)
+        original(self, now)
         for job_id in set(self._transfers._records) - before:
             record = self._transfers._records[job_id]
             if record.job.kind is JobKind.DEMOTE:
                 for detail in record.details:
                     self._catalog.unpin((detail.row,), Tier.CPU)
 
-    wrap(patch, TierManager, "_plan_demotions", plan)
+    wrap(patch, Demotions, "plan", plan)
     tolerate_missing_pins(patch)
 
 
 @BUGS.plant
 def load_without_a_pin(patch: Patch) -> None:
-    def find(original: Any, self: LoadPlanner, draft: LoadDraft, start: int, *args: Any, **kwargs: Any) -> None:
-        original(self, draft, start, *args, **kwargs)
-        for row, nvme in zip(draft.rows[start:], draft.nvme[start:], strict=True):
-            if row >= 0:
-                self._catalog.unpin((row,), Tier.CPU if nvme is None else Tier.NVME)
+    def find(original: Any, self: LoadPlanner, *args: Any) -> Any:
+        found = original(self, *args)
+        for block in found:
+            if block.row >= 0:
+                self._catalog.unpin((block.row,), block.tier)
+        return found
 
     wrap(patch, LoadPlanner, "_find_sources", find)
     tolerate_missing_pins(patch)
@@ -132,15 +127,15 @@ def failed_store_left_ready(patch: Patch) -> None:
 
 @BUGS.plant
 def index_written_when_planned(patch: Patch) -> None:
-    def plan(original: Any, self: TierManager, cpu: CpuSpace, nvme: NvmeSpace, now: float) -> None:
+    def plan(original: Any, self: Demotions, now: float) -> None:
         before = set(self._transfers._records)
-        original(self, cpu, nvme, now)
+        original(self, now)
         for job_id in set(self._transfers._records) - before:
             record = self._transfers._records[job_id]
             if record.job.kind is JobKind.DEMOTE:
-                nvme.record([detail.row for detail in record.details], 0)
+                self._lower._record([detail.row for detail in record.details], 0)
 
-    wrap(patch, TierManager, "_plan_demotions", plan)
+    wrap(patch, Demotions, "plan", plan)
 
 
 @BUGS.plant_in(NVME_ONLY, NVME_REUSE, WINDOW)
@@ -187,8 +182,8 @@ def reset_that_keeps_the_epoch(patch: Patch) -> None:
 
 @BUGS.plant_in(WINDOW, ONE_GROUP)
 def failed_position_promised_again(patch: Patch) -> None:
-    def settle(original: Any, self: Settlement, record: JobRecord, now: float) -> None:
-        original(self, record, now)
+    def settle(original: Any, self: Settlement, record: JobRecord, *args: Any) -> None:
+        original(self, record, *args)
         request = self._requests.get(record.request_id or "")
         if request is not None:
             request.load_limit_tokens = None
@@ -198,14 +193,14 @@ def failed_position_promised_again(patch: Patch) -> None:
 
 @BUGS.plant
 def nvme_refusal_never_asked_again(patch: Patch) -> None:
-    def offer(original: Any, self: NvmeOffers, rows: Sequence[int]) -> int:
+    def offer(original: Any, self: Demotions, rows: Sequence[int]) -> int:
         asked = self.__dict__.setdefault("asked", set())
         keys = {row: (self._catalog.keys[row], self._catalog.generations[row]) for row in rows}
         new = [row for row in rows if keys[row] not in asked]
         asked.update(keys.values())
         return original(self, new)
 
-    wrap(patch, NvmeOffers, "offer", offer)
+    wrap(patch, Demotions, "offer", offer)
 
 
 @BUGS.plant
@@ -269,18 +264,10 @@ def idle_engine_that_waits_for_late_moves(patch: Patch) -> None:
 
 @BUGS.plant
 def head_evicted_before_its_tail(patch: Patch) -> None:
-    def victims(self: TailFirst, count: int, evictable: Callable[[int], bool], more: int = 0) -> list[int]:
-        return list(islice(filter(evictable, self._policy.proposals()), count + more))
+    def victims(self: TailFirst, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        return list(islice(filter(evictable, self._policy.proposals()), count))
 
     patch.setattr(TailFirst, "victims", victims)
-
-
-@BUGS.plant_in(REUSE_CPU)
-def wanted_copy_leaves_ahead(patch: Patch) -> None:
-    def ask(original: Any, self: CpuSpace, rows: list[int], needed: int, *args: Any) -> list[int]:
-        return original(self, rows, len(rows), *args)
-
-    wrap(patch, CpuSpace, "_ask", ask)
 
 
 @BUGS.plant

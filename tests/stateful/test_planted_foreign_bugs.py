@@ -10,8 +10,8 @@ from machines import Bugs, Patch, wrap
 from support.manager_sizes import BUDGET, NVME_BUDGET, NVME_ONLY, REUSE_CPU
 
 from kvdisk.blocks import Tier
-from kvdisk.manager.foreign import ForeignCopies
 from kvdisk.manager.manager import TierManager
+from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.settlement import Settlement
 from kvdisk.messages import JobKind
 
@@ -20,32 +20,32 @@ BUGS = Bugs()
 
 @BUGS.plant_in(NVME_BUDGET, BUDGET, NVME_ONLY)
 def foreign_copy_that_failed_asked_for_again(patch: Patch) -> None:
-    patch.setattr(ForeignCopies, "deny", lambda *_: None)
+    patch.setattr(NeighbourCopies, "reject", lambda *_: None)
 
 
 @BUGS.plant
 def foreign_block_served_after_the_weights_changed(patch: Patch) -> None:
-    patch.setattr(ForeignCopies, "stop", lambda _: None)
+    patch.setattr(NeighbourCopies, "stop", lambda _: None)
 
 
 @BUGS.plant
 def foreign_segment_closed_under_a_load(patch: Patch) -> None:
-    def pin(original: Any, self: ForeignCopies, copy: Any) -> Any:
+    def pin(original: Any, self: NeighbourCopies, copy: Any) -> Any:
         slot = original(self, copy)
         segment = self._open[slot.segment]
         if segment.users == 1:
             self._transfers.add(JobKind.DROP_SEGMENT, [], [], segment=segment.spec)
         return slot
 
-    wrap(patch, ForeignCopies, "pin", pin)
+    wrap(patch, NeighbourCopies, "pin", pin)
 
 
 @BUGS.plant
 def foreign_segment_never_closed(patch: Patch) -> None:
-    def unpin(self: ForeignCopies, slot: Any) -> None:
+    def unpin(self: NeighbourCopies, slot: Any) -> None:
         self._open[slot.segment].users -= 1
 
-    patch.setattr(ForeignCopies, "unpin", unpin)
+    patch.setattr(NeighbourCopies, "unpin", unpin)
 
 
 @BUGS.plant_in(REUSE_CPU, NVME_ONLY)
@@ -53,13 +53,13 @@ def foreign_segment_closed_under_a_late_read(patch: Patch) -> None:
     def settle(original: Any, self: Settlement, move: Any, reason: Any, late: bool) -> None:
         original(self, move, reason, False)
 
-    wrap(patch, Settlement, "_settle_foreign", settle)
+    wrap(patch, Settlement, "_settle_neighbours", settle)
 
 
 @BUGS.plant
 def foreign_block_kept_under_a_generation_of_its_own(patch: Patch) -> None:
-    def settle(original: Any, self: Settlement, record: Any, now: float) -> None:
-        original(self, record, now)
+    def settle(original: Any, self: Settlement, record: Any, *args: Any) -> None:
+        original(self, record, *args)
         for detail, move in zip(record.details, record.job.moves, strict=True):
             row = detail.row
             if move.nvme is not None and row >= 0 and self._catalog.state(row, Tier.NVME) == 0:

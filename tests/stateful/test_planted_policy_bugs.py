@@ -10,11 +10,8 @@ from machines import Bugs, Patch, wrap
 from support.manager_sizes import ON_PREEMPTION_SIZES, ON_PREEMPTION_WINDOW, SPILLOVER_REUSE, SPILLOVER_SIZES
 
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.spillover import Spillover
-from kvdisk.manager.store_drafts import StoreDraft, StoreDrafts
-from kvdisk.manager.store_planner import StorePlanner
-from kvdisk.manager.store_policy import OnPreemption
-from kvdisk.manager.tables import BlockTables, Table
+from kvdisk.manager.store_policy import OnPreemption, Spillover
+from kvdisk.manager.stores import StorePlanner, Table
 
 PREEMPTION, SPILL = Bugs(ON_PREEMPTION_SIZES), Bugs(SPILLOVER_SIZES)
 
@@ -38,11 +35,12 @@ def blocks_that_the_step_zeroes_saved(patch: Patch) -> None:
 
 @PREEMPTION.plant
 def blocks_saved_that_are_not_full(patch: Patch) -> None:
-    def put(original: Any, self: BlockTables, request_id: str, table: Table) -> Table:
-        before: Table = original(self, request_id, Table(table.computed_tokens + 2, table.block_ids))
-        return before
+    def save(original: Any, self: StorePlanner, request: Any, *args: Any) -> Any:
+        table = self._tables.get(request.request_id, Table(0, ()))
+        self._tables[request.request_id] = table._replace(computed_tokens=table.computed_tokens + 2)
+        return original(self, request, *args)
 
-    wrap(patch, BlockTables, "put", put)
+    wrap(patch, StorePlanner, "save", save)
 
 
 @PREEMPTION.plant
@@ -67,10 +65,10 @@ def refused_free_block_offered_every_step(patch: Patch) -> None:
 
 @SPILL.plant
 def free_blocks_stored_and_not_watched(patch: Patch) -> None:
-    def queue(original: Any, self: StoreDrafts, draft: StoreDraft, *, watched: bool = True) -> Any:
-        return original(self, draft, watched=watched and draft.request is not None)
+    def queue(original: Any, self: StorePlanner, taken: Any, request: Any, *, watched: bool = True) -> Any:
+        return original(self, taken, request, watched=watched and request is not None)
 
-    wrap(patch, StoreDrafts, "queue", queue)
+    wrap(patch, StorePlanner, "_queue", queue)
 
 
 @pytest.mark.parametrize("name", PREEMPTION)

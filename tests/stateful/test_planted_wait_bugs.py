@@ -10,12 +10,11 @@ from machines import Bugs, Patch, forget_late, tolerate_missing_pins, wrap
 from support.manager_sizes import NVME_ONLY, QUEUE_REUSE, QUEUE_SIZES, QUEUE_WINDOW
 
 from kvdisk.blocks import Tier
-from kvdisk.manager import promotions
-from kvdisk.manager.gpu_loads import GpuLoads
-from kvdisk.manager.load_planner import LoadPlanner
-from kvdisk.manager.promotions import PendingReads, Promotions
+from kvdisk.manager import prefetch
+from kvdisk.manager.jobs import JobRecord
+from kvdisk.manager.loads import LoadPlanner
+from kvdisk.manager.prefetch import GpuLoads, PendingReads, Promotions
 from kvdisk.manager.settlement import Settlement
-from kvdisk.manager.transfers import JobRecord
 from kvdisk.messages import JobKind
 
 BUGS = Bugs(QUEUE_SIZES)
@@ -36,25 +35,25 @@ def promotion_without_a_pin(patch: Patch) -> None:
 
 @BUGS.plant
 def failed_promotion_left_ready(patch: Patch) -> None:
-    def settle(original: Any, self: Settlement, record: JobRecord, now: float) -> None:
+    def settle(original: Any, self: Settlement, record: JobRecord, *args: Any) -> None:
         record.failed = {}
-        original(self, record, now)
+        original(self, record, *args)
 
     wrap(patch, Settlement, "_settle_promote", settle)
 
 
 @BUGS.plant
 def source_of_a_failed_promotion_kept(patch: Patch) -> None:
-    def settle(original: Any, self: Settlement, record: JobRecord, now: float) -> None:
+    def settle(original: Any, self: Settlement, record: JobRecord, *args: Any) -> None:
         patch.setattr("kvdisk.manager.settlement._SOURCE_IS_BAD", frozenset())
-        original(self, record, now)
+        original(self, record, *args)
 
     wrap(patch, Settlement, "_settle_promote", settle)
 
 
 @BUGS.plant
 def reading_ahead_without_bound(patch: Patch) -> None:
-    patch.setattr(promotions, "PREFETCH_DIVISOR", 1)
+    patch.setattr(prefetch, "PREFETCH_DIVISOR", 1)
 
 
 @BUGS.plant
@@ -77,7 +76,7 @@ def slots_ahead_never_given_back(patch: Patch) -> None:
 def reading_ahead_what_the_tier_refuses(patch: Patch) -> None:
     def plan_job(original: Any, self: Promotions, *args: Any) -> bool:
         with pytest.MonkeyPatch.context() as inside:
-            inside.setattr(type(self._cpu_admission), "admits", lambda _, keys: [True] * len(keys))
+            inside.setattr(type(self._landing.admission), "admits", lambda _, keys: [True] * len(keys))
             return original(self, *args)
 
     wrap(patch, Promotions, "_plan_job", plan_job)

@@ -61,7 +61,7 @@ def _audit_manager(manager: Any) -> None:
     assert len(manager._transfers) == 0, "jobs are on their way"
     assert not len(manager._sources), "blocks are watched that nobody copies from"
     catalog = manager._catalog
-    for tier, space in ((Tier.CPU, manager._cpu), (Tier.NVME, manager._nvme)):
+    for tier, space in ((Tier.CPU, manager._tiers.get(Tier.CPU)), (Tier.NVME, manager._tiers.get(Tier.NVME))):
         if space is not None:
             space.pool.check()
             assert not [row for row in catalog.rows() if catalog.pins(row, tier)], f"copies stay pinned in {tier.name}"

@@ -3,25 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, segment_charge_bytes
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.admission import make_admission
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import CopyState
-from kvdisk.manager.cpu_space import CpuSpace
-from kvdisk.manager.eviction import LruPolicy
+from kvdisk.manager.admission import WriteBudget, make_admission
+from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.demotions import Demotions
+from kvdisk.manager.jobs import Transfers
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.nvme_layout import NvmeLayout
-from kvdisk.manager.nvme_space import NvmeSpace
-from kvdisk.manager.store_policies import make_store_policy
-from kvdisk.manager.transfers import Transfers
-from kvdisk.manager.write_budget import WriteBudget
-from kvdisk.stats import Stats
+from kvdisk.manager.nvme import NvmeSpace
+from kvdisk.manager.parts import Parts
+from kvdisk.manager.segments import NvmeLayout
+from kvdisk.manager.store_policy import make_store_policy
+from kvdisk.manager.tiers import CpuSpace
 from kvdisk.testing.watched_policy import WatchedPolicy
 from support.fake_engine import FakeEngine
 from support.fake_neighbours import FakeNeighbours
@@ -39,7 +38,6 @@ class Sizes:
     ``segments``: on all ``drives`` together. ``zeroes``: the engine overwrites new blocks before urgent copies can
     begin, as some of vLLM's runners do.
     ``stored``: so many of the prompts lie on NVMe at the start.
-    ``ahead``: see ``CpuSpace``.
     """
 
     geometry: Geometry
@@ -54,7 +52,6 @@ class Sizes:
     zeroes: bool = False
     most_running: int = 2**31
     stored: int = 0
-    ahead: int | None = None
 
     @property
     def largest_bytes(self) -> int:
@@ -97,7 +94,7 @@ def check_tails_first(before: dict[tuple[int, BlockKey], BlockKey | None], catal
 class WatchedNvmeSpace(NvmeSpace):
     """``NvmeSpace`` that fails where the head of a chain leaves it before its tail."""
 
-    def make_room(self, now: float, wanted: list[int]) -> None:
+    def make_room(self, now: float, wanted: Sequence[int]) -> None:
         """See ``NvmeSpace``."""
         before = ready_copies(self._catalog, Tier.NVME)
         super().make_room(now, wanted)
@@ -114,7 +111,7 @@ class WatchedCpuSpace(CpuSpace):
 
     wanted: Callable[[BlockKey], bool]
 
-    def allocate(self, size_class: int, count: int, *, spare_backlog: bool = False) -> list[Slot]:
+    def allocate(self, size_class: int, count: int, *, keep_queued: bool = False) -> list[Slot]:
         """See ``CpuSpace``."""
         catalog = self._catalog
         only_here = [
@@ -125,14 +122,16 @@ class WatchedCpuSpace(CpuSpace):
             and self.class_of(row) == size_class
         ]
         before = ready_copies(catalog, Tier.CPU)
-        waiting, short = list(self._backlogs[size_class]), count - self.pool.free[size_class]
-        slots = super().allocate(size_class, count, spare_backlog=spare_backlog)
-        kept = all(row in self._backlogs[size_class] for row in waiting)
-        assert kept or not spare_backlog, "a copy that was to be demoted has left for a block read ahead"
+        lower = self.lower
+        queue = lower._queues[size_class] if isinstance(lower, Demotions) else OrderedDict()
+        waiting, short = list(queue), count - self.pool.free[size_class]
+        slots = super().allocate(size_class, count, keep_queued=keep_queued)
+        kept = all(row in queue for row in waiting)
+        assert kept or not keep_queued, "a copy that was to be demoted has left for a block read ahead"
         check_tails_first(before, catalog, Tier.CPU)
         lost = [key for row, key in only_here if catalog.state(row, Tier.CPU) == CopyState.ABSENT and self.wanted(key)]
-        if lost and self.is_draining:
-            full = self.backlog_count(size_class) >= self._limits[size_class]
+        if lost and isinstance(lower, Demotions) and not lower.stalls:
+            full = len(queue) >= lower._limits[size_class]
             assert full, f"{lost!r} left the CPU tier, and NVMe was not asked"
             assert len(lost) <= short, f"{lost!r} left the CPU tier, and room was needed for {short} blocks"
         return slots
@@ -152,6 +151,11 @@ class ManagerParts:
     nvme: NvmeSpace | None
     policy: WatchedPolicy
 
+    @property
+    def demotions(self) -> Demotions | None:
+        """From the CPU tier to NVMe."""
+        return next(iter(self.manager._demotions), None)
+
     @classmethod
     def make(
         cls,
@@ -162,36 +166,22 @@ class ManagerParts:
         neighbours: FakeNeighbours | None = None,
     ) -> ManagerParts:
         """Build a manager over an engine's pool, and restore what the index knows."""
-        catalog, stats, transfers = Catalog(), Stats(), Transfers(sizes.geometry.rank_count)
+        parts = Parts.make(replace(sizes.config, eviction="lru"), sizes.geometry, engine.pool)
         policy = WatchedPolicy(make_store_policy(sizes.config.store_policy))
-        slots, cpu = sizes.cpu_slots, None
+        cpu = None
         if sizes.has_cpu:
-            cpu = WatchedCpuSpace(sizes.geometry, slots, catalog, stats, LruPolicy, sizes.ahead)
+            admission = make_admission(sizes.config.cpu_admission, sum(sizes.cpu_slots))
+            cpu = WatchedCpuSpace(parts, sizes.cpu_slots, admission)
         nvme = None
         if sizes.has_nvme:
             layout = _layout(sizes)
             bytes_per_day = sizes.config.nvme_write_bytes_per_day
             budget = None if bytes_per_day is None else WriteBudget(bytes_per_day, sizes.largest_bytes, DAY_S)
-            nvme = WatchedNvmeSpace(
-                sizes.geometry, layout, index, catalog, transfers, stats, LruPolicy, sizes.drives, budget
-            )
+            admission = make_admission(sizes.config.nvme_admission, layout.most_slots(sizes.geometry))
+            nvme = WatchedNvmeSpace(parts, layout, index, admission, sizes.drives, budget)
             nvme.restore(HOME_ID, FINGERPRINT)
-        manager = TierManager(
-            sizes.config,
-            sizes.geometry,
-            engine.pool,
-            catalog,
-            transfers,
-            stats,
-            cpu,
-            nvme,
-            policy,
-            make_admission(sizes.config.cpu_admission, sum(sizes.cpu_slots)),
-            make_admission(sizes.config.nvme_admission, 0 if nvme is None else nvme.most_slots),
-            first_generation,
-            neighbours if sizes.has_nvme else None,
-        )
-        return cls(manager, catalog, transfers, cpu, nvme, policy)
+        manager = TierManager(parts, cpu, nvme, policy, first_generation, neighbours if sizes.has_nvme else None)
+        return cls(manager, parts.catalog, parts.transfers, cpu, nvme, policy)
 
 
 def _layout(sizes: Sizes) -> NvmeLayout:

@@ -32,7 +32,7 @@ def _config(**changes: object) -> Config:
 ONE_GROUP = Sizes(_ONE_GROUP, _config(), 7, (2,), (2,), 2, _PROMPTS)
 WINDOW = Sizes(_TWO_GROUPS, _config(), 10, (2, 2), (2, 2), 2, _LONG_PROMPTS, most_outputs=2)
 REUSE = Sizes(_ONE_GROUP, _config(nvme_admission="reuse(2)"), 7, (2,), (3,), 2, _PROMPTS)
-REUSE_CPU = Sizes(_ONE_GROUP, _config(cpu_admission="reuse(2)", store_decode=True), 7, (3,), (2,), 1, _PROMPTS, ahead=1)
+REUSE_CPU = Sizes(_ONE_GROUP, _config(cpu_admission="reuse(2)", store_decode=True), 7, (3,), (2,), 1, _PROMPTS)
 NVME_ONLY = Sizes(_ONE_GROUP, _config(cpu_bytes=0), 7, (), (2,), 2, _PROMPTS)
 NVME_REUSE = Sizes(_ONE_GROUP, _config(cpu_bytes=0, nvme_admission="reuse(2)"), 7, (), (2,), 2, _PROMPTS)
 ADAPTIVE = Sizes(_ONE_GROUP, _config(nvme_admission="adaptive"), 7, (2,), (2,), 2, _PROMPTS)
@@ -41,7 +41,7 @@ _TWO_LARGE_BLOCKS_AN_HOUR = {"nvme_write_bytes_per_day": 48 * RANKS * max(_TWO_G
 BUDGET = Sizes(_ONE_GROUP, _config(**_TWO_BLOCKS_AN_HOUR), 7, (2,), (3,), 2, _PROMPTS)
 NVME_BUDGET = Sizes(_ONE_GROUP, _config(cpu_bytes=0, **_TWO_BLOCKS_AN_HOUR), 7, (), (2,), 2, _PROMPTS)
 CPU_ONLY = Sizes(_ONE_GROUP, _config(store_dirs=(), nvme_bytes=None), 7, (2,), (), 0, _PROMPTS, zeroes=True)
-ON_PREEMPTION = Sizes(_ONE_GROUP, _config(store_policy="on_preemption"), 6, (4,), (2,), 2, _PROMPTS, ahead=1)
+ON_PREEMPTION = Sizes(_ONE_GROUP, _config(store_policy="on_preemption"), 6, (4,), (2,), 2, _PROMPTS)
 ON_PREEMPTION_WINDOW = Sizes(
     _TWO_GROUPS, _config(store_policy="on_preemption"), 10, (3, 3), (2, 2), 2, _LONG_PROMPTS, 2, zeroes=True
 )
@@ -54,7 +54,7 @@ SPILLOVER_REUSE = Sizes(
 )
 SPILLOVER_WINDOW = Sizes(_TWO_GROUPS, _config(store_policy="spillover"), 12, (2, 2), (2, 2), 2, _LONG_PROMPTS, 2)
 QUEUE = Sizes(_ONE_GROUP, _config(lookup_wait_s=0.5), 7, (4,), (6,), 2, _QUEUED, most_running=1, stored=3)
-QUEUE_WINDOW = Sizes(_TWO_GROUPS, _config(), 10, (4, 4), (6, 6), 2, _QUEUED, 2, most_running=1, stored=3, ahead=1)
+QUEUE_WINDOW = Sizes(_TWO_GROUPS, _config(), 10, (4, 4), (6, 6), 2, _QUEUED, 2, most_running=1, stored=3)
 QUEUE_REUSE = Sizes(_ONE_GROUP, _config(cpu_admission="reuse(2)"), 7, (4,), (6,), 2, _QUEUED, most_running=1, stored=3)
 ON_PREEMPTION_QUEUE = Sizes(
     _TWO_GROUPS,
@@ -68,7 +68,6 @@ SPILLOVER_QUEUE = Sizes(
     _TWO_GROUPS,
     _config(store_policy="spillover", cpu_admission="adaptive", **_TWO_LARGE_BLOCKS_AN_HOUR),
     *(12, (4, 4), (6, 6), 2, _QUEUED, 2),
-    ahead=2,
     most_running=1,
     stored=3,
 )

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.copies import CopyState
-from kvdisk.manager.foreign import is_foreign
+from kvdisk.manager.catalog import CopyState
+from kvdisk.manager.demotions import MAX_DEMOTE_JOBS
 from kvdisk.manager.lookup import first_needed
-from kvdisk.manager.manager import MAX_DEMOTE_JOBS
+from kvdisk.manager.neighbours import is_neighbours
 from kvdisk.manager.pool import SlotPool
 from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
 from support.budget_watch import BudgetWatch
@@ -74,7 +74,7 @@ class ManagerWatch:
 
     def _is_wanted_on_nvme(self, key: BlockKey) -> bool:
         nvme = self.parts.nvme
-        if nvme is None or not nvme.home_open or self.parts.manager.elsewhere(key):
+        if nvme is None or not nvme.is_open or self.parts.manager.neighbour_has(key):
             return False
         return self._is_admitted(self.sizes.config.nvme_admission, key)
 
@@ -111,7 +111,7 @@ class ManagerWatch:
         """Whether a copy can be read now, by the copies' own states, or another home is thought to have the block."""
         row, catalog = self.parts.catalog.find(key), self.parts.catalog
         own = row >= 0 and (catalog.readable(row, Tier.CPU) or catalog.readable(row, Tier.NVME))
-        return own or self.parts.manager.elsewhere(key)
+        return own or self.parts.manager.neighbour_has(key)
 
     def offered(self, request: FakeRequest, computed_tokens: int) -> None:
         """Note which of the request's blocks some tier has or gets."""
@@ -137,7 +137,7 @@ class ManagerWatch:
 
     def _is_held(self, key: BlockKey) -> bool:
         """Whether a tier has or gets a block, or, without a CPU tier, another home is thought to have it."""
-        if not self.sizes.has_cpu and self.parts.manager.elsewhere(key):
+        if not self.sizes.has_cpu and self.parts.manager.neighbour_has(key):
             return True
         row, catalog = self.parts.catalog.find(key), self.parts.catalog
         return row >= 0 and any(
@@ -180,7 +180,7 @@ class ManagerWatch:
             self._bad_copies.discard(_target(job, move))
             if job.kind in _READS:
                 assert _source(move) not in self._bad_copies, "a copy that failed to load is loaded again"
-                foreign = is_foreign(move.nvme)
+                foreign = is_neighbours(move.nvme)
                 assert not foreign or self.weights[job.epoch] == 0, "another home's block, of other weights"
                 if owner is not None:
                     self._wants.setdefault(move.key, set()).add(owner)
@@ -253,9 +253,9 @@ class ManagerWatch:
         nvme, now = parts.nvme, self.engine.now
         if nvme is not None and not (len(parts.transfers) or nvme.uncommitted or nvme.may_write(now)):
             assert not parts.manager.has_pending_work(now), "an idle engine steps although nothing may be written"
-        if parts.cpu is not None:
+        if parts.demotions is not None:
             for size_class, count in enumerate(self.sizes.cpu_slots):
-                assert parts.cpu.backlog_count(size_class) <= max(1, count // 2), "the backlog is not bounded"
+                assert parts.demotions.count(size_class) <= max(1, count // 2), "the backlog is not bounded"
 
     def _check_slots(self, tier: Tier, pool: SlotPool) -> None:
         """Invariant 1: a used slot is held by one copy, and each copy in service holds one."""
@@ -334,7 +334,7 @@ class ManagerWatch:
         zombies = self._zombie_pins()
         assert len(parts.transfers) == 0 and not self._jobs, "a job is out"
         self.reads.check_quiet()
-        assert self._late or not parts.manager.foreign_segments, "another home's segment stays open"
+        assert self._late or not parts.manager.neighbour_segments, "another home's segment stays open"
         for row in catalog.rows():
             for tier in (Tier.CPU, Tier.NVME):
                 state = catalog.state(row, tier)
@@ -363,7 +363,7 @@ class ManagerWatch:
         for job, late in settled:
             for move in (job.moves[at] for at in late):
                 places = ((Tier.CPU, move.cpu), (Tier.NVME, move.nvme))
-                pins.update((tier, slot) for tier, slot in places if slot and not is_foreign(slot))
+                pins.update((tier, slot) for tier, slot in places if slot and not is_neighbours(slot))
         return pins
 
 
@@ -377,7 +377,7 @@ def _source(move: Move) -> tuple[BlockKey, int, Tier, Slot | None]:
     if move.nvme is None:
         return move.key, move.generation, Tier.CPU, move.cpu
     # The number that a foreign segment is opened under changes; generations do not repeat.
-    return move.key, move.generation, Tier.NVME, None if is_foreign(move.nvme) else move.nvme
+    return move.key, move.generation, Tier.NVME, None if is_neighbours(move.nvme) else move.nvme
 
 
 def _target(job: Job, move: Move) -> tuple[BlockKey, int, Tier, Slot | None]:

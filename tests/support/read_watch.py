@@ -11,8 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvdisk.blocks import BlockKey, JobId, group_of
-from kvdisk.manager.promotions import MAX_PROMOTE_JOBS, MAX_PROMOTE_MOVES, PREFETCH_DIVISOR
-from kvdisk.manager.transfers import JobRecord
+from kvdisk.manager.jobs import JobRecord
+from kvdisk.manager.prefetch import MAX_PROMOTE_JOBS, MAX_PROMOTE_MOVES, PREFETCH_DIVISOR
 from kvdisk.messages import Job, JobKind
 from support.fake_engine import FakeEngine
 from support.fake_requests import FakeRequest, Status, key_of

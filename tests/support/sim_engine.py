@@ -38,11 +38,11 @@ def _config(**changes: object) -> Config:
 _ONE = LiveModel(payload_bytes=200)
 _TWO = LiveModel(payload_bytes=2000, windowed=True)
 SHAPES = {
-    "two tiers": (_ONE, Sizes(_ONE.geometry, _config(), 14, (5,), (4,), 3, (), ahead=2)),
-    "a window": (_TWO, Sizes(_TWO.geometry, _config(), 18, (5, 3), (3, 2), 3, (), ahead=1)),
+    "two tiers": (_ONE, Sizes(_ONE.geometry, _config(), 14, (5,), (4,), 3, ())),
+    "a window": (_TWO, Sizes(_TWO.geometry, _config(), 18, (5, 3), (3, 2), 3, ())),
     "reuse": (_ONE, Sizes(_ONE.geometry, _config(nvme_admission="reuse(2)"), 14, (5,), (4,), 2, ())),
     "NVMe only": (_ONE, Sizes(_ONE.geometry, _config(cpu_bytes=0), 14, (), (4,), 3, ())),
-    "memory only": (_ONE, Sizes(_ONE.geometry, _config(store_dirs=(), nvme_bytes=None), 14, (5,), (), 0, (), ahead=1)),
+    "memory only": (_ONE, Sizes(_ONE.geometry, _config(store_dirs=(), nvme_bytes=None), 14, (5,), (), 0, ())),
 }
 """Models and sizes by name; a seed picks one."""
 PICKS = ("two tiers", "two tiers", "a window", "a window", "reuse", "NVMe only", "NVMe only", "memory only")

@@ -20,7 +20,7 @@ from hashlib import blake2b
 from kvdisk.blocks import Tier, group_of, make_block_key
 from kvdisk.geometry import HEADER_BYTES
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.copies import CopyState
+from kvdisk.manager.catalog import CopyState
 from support.fake_engine import Phase
 from support.live_model import PromptTree
 from support.manager_parts import ManagerParts
@@ -147,12 +147,12 @@ class Simulation:
         for _ in range(4):
             loaded = self._serve(prompt)
         nvme = self.parts.nvme
-        if self.parts.cpu is not None or (nvme is not None and nvme.home_open):
+        if self.parts.cpu is not None or (nvme is not None and nvme.is_open):
             assert loaded, f"nothing is stored or loaded any more: {prompt}"
 
     def _must_survive_a_restart(self) -> None:
         """What the index names is loaded by the next process."""
-        if self.parts.nvme is None or not self.parts.nvme.home_open or self.engine.weights:
+        if self.parts.nvme is None or not self.parts.nvme.is_open or self.engine.weights:
             return
         prompt = "".join(self._rng.choices("uvwxy", k=17))
         for _ in range(2):

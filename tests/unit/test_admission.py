@@ -2,15 +2,20 @@
 from __future__ import annotations
 
 import inspect
-import tracemalloc
 
 import pytest
 
 from kvdisk.blocks import make_block_key
 from kvdisk.config import make_own
 from kvdisk.errors import ConfigError
-from kvdisk.manager.admission import AdmissionPolicy, AdmitAdaptive, AdmitAll, AdmitReused, make_admission
-from kvdisk.manager.reuse import FEWEST_PLACES, MOST_PLACES, ReuseTable, places_for
+from kvdisk.manager.admission import (
+    AdmissionPolicy,
+    AdmitAdaptive,
+    AdmitAll,
+    AdmitReused,
+    ReuseTable,
+    make_admission,
+)
 
 KEY, OTHER = (make_block_key(name * 32, 0) for name in (b"a", b"b"))
 
@@ -62,19 +67,6 @@ def test_the_table_is_bounded_and_forgets_what_was_wanted_longest_ago():
     assert sum(map(bool, held[1900:])) > 70 > sum(map(bool, held[:1000]))
 
 
-def test_what_a_tracked_key_takes():
-    tracemalloc.start()
-    table = ReuseTable(2, 1 << 16)
-    for number in range(100_000):
-        table.want((key_number(number),), "request")
-    taken = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    assert table.bytes_per_key == 13.0
-    assert taken / (1 << 16) < 14, "and little else, whatever the threads of others take meanwhile"
-    tracked = sum(table.counts([key_number(number) for number in range(100_000)]))
-    assert tracked > 0.8 * (1 << 16), "the places are used"
-
-
 def test_the_age_of_a_second_want():
     table = ReuseTable(2, 256)
     assert table.want((KEY,), "1") == ([], [])
@@ -83,15 +75,6 @@ def test_the_age_of_a_second_want():
     assert table.want((KEY,), "1") == ([], []), "the same request"
     assert table.want((OTHER, KEY), "2") == ([KEY], [11])
     assert table.want((KEY,), "3") == ([], [])
-
-
-def test_places_by_slots():
-    assert [places_for(slots) for slots in (0, 1 << 16, 100_000, 1 << 30)] == [
-        FEWEST_PLACES,
-        1 << 19,
-        1 << 20,
-        MOST_PLACES,
-    ]
 
 
 class TestAdaptive:

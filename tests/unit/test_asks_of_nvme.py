@@ -15,7 +15,7 @@ from kvdisk.blocks import Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.copies import CopyState
+from kvdisk.manager.catalog import CopyState
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 BLOCK_BYTES = GEOMETRY.slot_sizes[0]
@@ -91,7 +91,7 @@ def test_a_refused_block_is_a_cpu_hit_and_is_asked_when_another_request_wants_it
 
 def test_it_is_asked_once_more_before_it_leaves(monkeypatch):
     served = Served()
-    admission = served.parts.manager._nvme_admission
+    admission = served.parts.nvme.admission
     monkeypatch.setattr(served.watch, "_is_admitted", lambda *_: True)
     served.serve(FIRST)
     served.serve(OTHERS[0])
@@ -160,7 +160,7 @@ def test_without_a_cpu_tier_a_spent_budget_refuses_and_is_asked_again():
 
 def test_the_share_of_a_full_tier_goes_by_its_room():
     served = Served("adaptive")
-    policy = served.parts.manager._nvme_admission
+    policy = served.parts.nvme.admission
     assert served.parts.nvme.most_slots == 8
     for text in (FIRST, *OTHERS[:2]):
         served.serve(text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the catalog does for many blocks at once is what it does for each: rows, links, states, and chains walked."""
+"""What the catalog does for many blocks at once is what it does for each: rows, links, states, counts and journal."""
 
 from __future__ import annotations
 
@@ -9,17 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdisk.blocks import BlockKey, Slot, Tier
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import Change, CopyState
+from kvdisk.manager.catalog import Catalog, CopyState, Presence
 from kvdisk.manager.events import Journal
 from kvdisk.stats import Stats
 
 PATHS = ("abcdef", "abcxyz", "abq", "mn")
 """Chains, of which some begin alike: a key is the whole path up to a block, as vLLM's hashes are."""
-_steps = st.lists(
-    st.tuples(st.sampled_from(PATHS), st.integers(0, 5), st.integers(1, 6), st.sampled_from(("store", "drop", "doom"))),
-    max_size=12,
-)
 
 
 def keys_of(path: str) -> list[BlockKey]:
@@ -51,88 +46,10 @@ def facts(catalog: Catalog) -> dict[BlockKey, tuple[object, ...]]:
     return found
 
 
-def store(catalog: Catalog, keys: list[BlockKey], generation: int, *, at_once: bool) -> None:
-    """Give copies to those of the keys, neighbours in one chain from the second on, that have none."""
-    new = [at for at in range(1, len(keys)) if catalog.find(keys[at]) < 0]
-    slots = [Slot(0, generation + at) for at in new]
-    parents = [keys[at - 1] or None for at in new]
-    if at_once:
-        rows = catalog.begin_new([keys[at] for at in new], generation, 7, parents, Tier.CPU, slots)
-        catalog.finish(rows[::-1], Tier.CPU)
-        return
-    rows = []
-    for number, (at, slot, parent) in enumerate(zip(new, slots, parents, strict=True)):
-        rows.append(catalog.add(keys[at], generation + number, 7, parent))
-        catalog.begin(rows[-1], Tier.CPU, slot)
-    for row in reversed(rows):
-        catalog.finish((row,), Tier.CPU)
-
-
-def drop(catalog: Catalog, keys: list[BlockKey], *, at_once: bool, doom: bool) -> None:
-    rows = [row for row in map(catalog.find, reversed(keys)) if row >= 0]
-    for row in rows:
-        if doom:
-            catalog.doom(row, Tier.CPU)
-    if at_once:
-        catalog.drop_all(rows, Tier.CPU)
-    else:
-        for row in rows:
-            catalog.drop(row, Tier.CPU)
-
-
-@given(_steps)
-def test_many_at_once_are_one_after_the_other(steps: list[tuple[str, int, int, str]]) -> None:
-    together, singly = Catalog(), Catalog()
-    for number, (path, first, count, what) in enumerate(steps):
-        keys = [BlockKey(b""), *keys_of(path)][first : first + count + 1]
-        for catalog in (together, singly):
-            at_once = catalog is together
-            if what == "store":
-                store(catalog, keys, 100 * number, at_once=at_once)
-            else:
-                drop(catalog, keys[1:], at_once=at_once, doom=what == "doom")
-        assert facts(together) == facts(singly)
-        assert together.chains._orphans.keys() == singly.chains._orphans.keys()
-        assert (together.gains, together.losses) == (singly.gains, singly.losses)
-        for path_again in PATHS:
-            every = keys_of(path_again)
-            for start in range(len(every)):
-                for stop in range(start, len(every) + 1):
-                    assert together.find_chain(every[start:stop]) == together.find_all(every[start:stop])
-
-
-class ByTheTable:
-    """A catalog in which each change of a copy goes through the table of transitions by itself."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-
-    def store(self, keys: list[BlockKey], generation: int, parents: list[Any], tier: Tier, slots: list[Slot]) -> None:
-        for number, key in enumerate(keys):
-            self._catalog.add(key, generation + number, 7, parents[number])
-        self._catalog.begin_all([self._catalog.find(key) for key in keys], tier, slots)
-
-    def finish(self, rows: list[int], tier: Tier) -> None:
-        for row in rows:
-            self._catalog._change(row, tier, Change.READY)
-        self._catalog.unpin(rows, tier)
-        self._catalog._note(rows, tier, stored=True)
-
-    def drop(self, rows: list[int], tier: Tier) -> None:
-        catalog = self._catalog
-        catalog._note(rows, tier, stored=False)
-        for row in rows:
-            catalog._change(row, tier, Change.DROP)
-        catalog.chains.unlink(rows, tier)
-        catalog._vacate([row for row in rows if not any(catalog.state(row, other) for other in (Tier.CPU, Tier.NVME))])
-
-
 _acts = st.lists(
     st.tuples(
-        st.sampled_from(
-            ("store", "store", "begin", "begin", "finish", "finish", "finish", "doom", "drop", "drop", "hide")
-        ),
-        st.sampled_from(PATHS[:2]),
+        st.sampled_from(("store", "store", "begin", "begin", "finish", "finish", "finish", "doom", "drop", "hide")),
+        st.sampled_from(PATHS),
         st.integers(0, 3),
         st.integers(1, 6),
         st.sampled_from((Tier.CPU, Tier.NVME)),
@@ -143,69 +60,80 @@ _acts = st.lists(
 )
 
 
-def act(catalog: Catalog, slow: ByTheTable | None, number: int, what: Any) -> None:
-    """Do to those blocks of a path what can be done to them: at once, or with ``slow`` by the table."""
+class Each:
+    """A catalog that is told of each copy by itself."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    def begin(self, rows: list[int], tier: Tier, slots: list[Slot]) -> None:
+        for row, slot in zip(rows, slots, strict=True):
+            self._catalog.begin([row], tier, [slot])
+
+    def finish(self, rows: list[int], tier: Tier) -> None:
+        for row in rows:
+            self._catalog.finish([row], tier)
+
+    def drop(self, rows: list[int], tier: Tier) -> None:
+        for row in rows:
+            self._catalog.drop([row], tier)
+
+
+def act(catalog: Catalog, teller: Any, number: int, what: Any) -> None:
+    """Do to those blocks of a path what can be done to them."""
     name, path, first, count, tier, turned = what
     keys = keys_of(path)
     if name == "hide":
-        catalog.hidden_segments = frozenset({count}) if turned else frozenset()
-    elif name == "store":
+        catalog.hide(Tier.NVME, frozenset({count % 2}) if turned else frozenset())
+        return
+    if name == "store":
         new = [at for at in range(first, min(first + count, len(keys))) if catalog.find(keys[at]) < 0]
         if turned:
             new.reverse()  # nobody should, and it must not tie a chain to itself
-        wanted, parents = [keys[at] for at in new], [keys[at - 1] if at else None for at in new]
-        slots = [Slot(at % 2, 100 * number + at) for at in new]
-        if slow is not None:
-            slow.store(wanted, 100 * number, parents, tier, slots)
-        else:
-            catalog.begin_new(wanted, 100 * number, 7, parents, tier, slots)
-    else:
-        rows = [row for row in map(catalog.find, keys[first : first + count]) if row >= 0]
-        change(catalog, slow, number, name, rows, tier)
-
-
-def change(catalog: Catalog, slow: ByTheTable | None, number: int, name: str, rows: list[int], tier: Tier) -> None:
+        rows = [catalog.add(keys[at], 100 * number + at, 7, keys[at - 1] if at else None) for at in new]
+        teller.begin(rows, tier, [Slot(at % 2, 100 * number + at) for at in new])
+        return
+    rows = [row for row in map(catalog.find, keys[first : first + count]) if row >= 0]
     states = {row: catalog.state(row, tier) for row in rows}
     if name == "begin":
         absent = [row for row, state in states.items() if state == CopyState.ABSENT]
-        catalog.begin_all(absent, tier, [Slot(at % 2, 100 * number + at) for at in range(len(absent))])
+        teller.begin(absent, tier, [Slot(at % 2, 100 * number + at) for at in range(len(absent))])
     elif name == "finish":
-        (slow or catalog).finish([row for row, state in states.items() if state == CopyState.WRITING], tier)
+        teller.finish([row for row, state in states.items() if state == CopyState.WRITING], tier)
     elif name == "doom":
         for row in [row for row, state in states.items() if state in {CopyState.WRITING, CopyState.READY}]:
             catalog.doom(row, tier)
     else:
         catalog.unpin([row for row in rows if catalog.pins(row, tier)], tier)
-        there = [row for row, state in reversed(states.items()) if state != CopyState.ABSENT]
-        if slow is not None:
-            slow.drop(there, tier)
-        else:
-            catalog.drop_all(there, tier)
+        teller.drop([row for row, state in reversed(states.items()) if state != CopyState.ABSENT], tier)
+
+
+def presence_by_states(catalog: Catalog, key: BlockKey) -> Presence:
+    row = catalog.find(key)
+    tiers = (Tier.CPU, Tier.NVME)
+    if row >= 0 and any(catalog.readable(row, tier) for tier in tiers):
+        return Presence.READY
+    writing = row >= 0 and any(catalog.state(row, tier) == CopyState.WRITING for tier in tiers)
+    return Presence.COMING if writing else Presence.NOWHERE
 
 
 @settings(max_examples=200)
 @given(_acts, st.booleans())
-def test_what_is_done_in_one_pass_is_what_the_table_says(acts: list[Any], listens: bool) -> None:
-    quick, slow = Catalog(), Catalog()
-    for catalog in (quick, slow):
+def test_many_at_once_are_one_after_the_other(acts: list[Any], listens: bool) -> None:
+    together, singly = Catalog(), Catalog()
+    for catalog in (together, singly):
         catalog.journal = Journal(Stats()) if listens else None
     for number, what in enumerate(acts):
-        act(quick, None, number, what)
-        act(slow, ByTheTable(slow), number, what)
-        assert facts(quick) == facts(slow)
-        assert (quick.gains, quick.losses) == (slow.gains, slow.losses)
-        names = [{catalog.keys[row] for row in catalog._unready if row >= 0} for catalog in (quick, slow)]
-        assert names[0] == names[1]
-        assert quick.chains._orphans.keys() == slow.chains._orphans.keys()
-        if quick.journal is not None and slow.journal is not None:
-            assert quick.journal.take() == slow.journal.take()
-
-
-def test_a_chain_that_leads_elsewhere_is_not_believed() -> None:
-    """A record may name a wrong parent; what is asked for is found by its keys then."""
-    catalog = Catalog()
-    a, b, wrong = (BlockKey(name) for name in (b"a", b"ab", b"x"))
-    rows = catalog.begin_new((a, wrong), 1, 0, (None, None), Tier.CPU, [Slot(0, 0), Slot(0, 1)])
-    rows += catalog.begin_new((b,), 3, 0, (wrong,), Tier.CPU, [Slot(0, 2)])
-    assert catalog.find_chain([a, b]) == [rows[0], rows[2]]
-    assert all(catalog.state(row, Tier.CPU) == CopyState.WRITING for row in rows)
+        before = {key: presence_by_states(together, key) for path in PATHS for key in keys_of(path)}
+        counts = (together.gains, together.losses)
+        act(together, together, number, what)
+        act(singly, Each(singly), number, what)
+        assert facts(together) == facts(singly)
+        assert (together.gains, together.losses) == (singly.gains, singly.losses)
+        assert together.chains._orphans.keys() == singly.chains._orphans.keys()
+        if together.journal is not None and singly.journal is not None:
+            assert together.journal.take() == singly.journal.take()
+        after = {key: presence_by_states(together, key) for key in before}
+        assert bytes(after.values()) == together.presences(list(after))
+        assert together.gains > counts[0] or not any(after[key] > before[key] for key in after)
+        assert together.losses > counts[1] or not any(after[key] < before[key] for key in after)

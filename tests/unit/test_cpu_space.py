@@ -1,103 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Who leaves the CPU tier for room while some copies wait for their demotion."""
+
 from __future__ import annotations
 
 import pytest
+from support.fake_pool import FakePool
 
-from kvdisk.blocks import BlockKey, Tier
+from kvdisk.blocks import BlockKey
+from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.cpu_space import CpuSpace
-from kvdisk.manager.eviction import LruPolicy
-from kvdisk.stats import Stats
+from kvdisk.manager.admission import AdmitAll
+from kvdisk.manager.parts import Parts
+from kvdisk.manager.tiers import CpuSpace
 
 GEOMETRY = Geometry((GroupGeometry(0, 16, 4096),), 1, 16)
 
 
-class Room:
-    """A CPU tier that is full of blocks without parents, the first the oldest."""
+class Queue:
+    """A tier below that takes up to half of eight copies, of those that are wanted there."""
 
-    def __init__(self, slots: int, ahead: int | None = None) -> None:
-        self.catalog, self.stats = Catalog(), Stats()
-        self.cpu = CpuSpace(GEOMETRY, (slots,), self.catalog, self.stats, LruPolicy, ahead)
-        self._made = 0
-        for _ in range(slots):
-            self.store()
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.wanted: set[int] = set()
+        self.stalls = False
 
-    def store(self) -> None:
-        slots = self.cpu.allocate(0, 1)
-        assert len(slots) == 1
-        key = BlockKey(self._made.to_bytes(32, "big") + bytes(4))
-        self._made += 1
-        row = self.catalog.add(key, self._made, 0, None)
-        self.catalog.begin(row, Tier.CPU, slots[0])
-        self.catalog.finish([row], Tier.CPU)
-        self.cpu.inserted([row])
+    def is_queued(self, row: int) -> bool:
+        return row in self.rows
 
-    @property
-    def evicted(self) -> int:
-        return self.stats.counts.get("evicted_blocks.cpu", 0)
+    def keeps(self, row: int) -> bool:
+        kept = row in self.wanted and row not in self.rows and len(self.rows) < 4
+        self.rows += [row] * kept
+        return kept
 
-    def rows(self) -> list[int]:
-        """The oldest first."""
-        return sorted(self.catalog.rows(), key=lambda row: self.catalog.keys[row])
+    def forget(self, row: int) -> None:
+        if row in self.rows:
+            self.rows.remove(row)
 
-    def numbers(self) -> set[int]:
-        return {int.from_bytes(self.catalog.keys[row][:32], "big") for row in self.catalog.rows()}
+    def offer(self, rows) -> int:
+        return 0
 
 
-@pytest.mark.parametrize(("slots", "ahead"), [(4, 0), (255, 0), (256, 1), (1000, 3), (3840, 15), (100_000, 15)])
-def test_a_few_more_than_needed_leave_at_a_time(slots, ahead):
-    room = Room(slots)
-    counts = []
-    for _ in range(2 * (ahead + 1)):
-        room.store()
-        counts.append(room.evicted)
-    assert counts == [1 + ahead] * (1 + ahead) + [2 * (1 + ahead)] * (1 + ahead)
-    assert room.numbers() == set(range(2 * (1 + ahead), slots + 2 * (1 + ahead))), "the oldest left, each for one"
-    room.cpu.pool.check()
+class Memory:
+    """A CPU tier that is full of eight blocks without parents, the first the oldest."""
+
+    def __init__(self) -> None:
+        self.parts = Parts.make(Config(cpu_bytes=1, eviction="lru"), GEOMETRY, FakePool(2, lambda _: None))
+        self.catalog = self.parts.catalog
+        self.cpu = CpuSpace(self.parts, (8,), AdmitAll())
+        self.cpu.lower = self.queue = Queue()
+        self.rows = []
+        for number, slot in enumerate(self.cpu.allocate(0, 8)):
+            key = BlockKey(number.to_bytes(32, "big") + bytes(2))
+            row = self.catalog.add(key, number + 1, 0, None)
+            self.catalog.begin([row], self.cpu.tier, [slot])
+            self.cpu.finish([row], 0)
+            self.rows.append(row)
+
+    def left(self) -> set[int]:
+        """Which of the blocks have left, by number; and what else must hold then."""
+        self.cpu.pool.check()
+        held = {int.from_bytes(self.catalog.keys[row][:32], "big") for row in self.catalog.rows()}
+        assert self.parts.stats["evicted_blocks.cpu"] == 8 - len(held)
+        return set(range(8)) - held
 
 
-def test_those_that_leave_ahead_are_not_waited_for():
-    room = Room(8, ahead=3)
-    rows = room.rows()
-    room.catalog.pin(rows[2:], Tier.CPU)
-    assert len(room.cpu.allocate(0, 1)) == 1
-    assert room.evicted == 2, "one that was needed, and the only other that may leave"
-    room.catalog.unpin(rows[2:], Tier.CPU)
-    assert len(room.cpu.allocate(0, 2)) == 2
-    assert room.numbers() == {6, 7}, "the order is as if nothing had been looked for"
+def test_the_oldest_leave_and_none_that_is_in_use():
+    memory = Memory()
+    memory.catalog.pin(memory.rows[1:2], memory.cpu.tier)
+    assert len(memory.cpu.allocate(0, 2)) == 2
+    assert memory.left() == {0, 2}
 
 
-def test_of_the_backlog_none_leaves_ahead():
-    """What waits to be written to a drive leaves only where nothing else can, and then for a block that needs it."""
-    room = Room(8, ahead=3)
-    assert room.cpu.enqueue(room.rows()) == 4
-    room.cpu.is_draining = False
-    assert len(room.cpu.allocate(0, 1)) == 1
-    assert (room.evicted, room.cpu.backlog_count(0)) == (4, 4), "all others"
-    assert len(room.cpu.allocate(0, 4)) == 4
-    assert (room.evicted, room.cpu.backlog_count(0)) == (5, 3)
-    assert room.cpu.allocate(0, 1, spare_backlog=True) == []
+@pytest.mark.parametrize("stalls", [False, True])
+def test_queued_copies_leave_only_while_none_is_written_and_nothing_else_can(stalls):
+    memory = Memory()
+    memory.queue.rows, memory.queue.stalls = memory.rows[:4], stalls
+    assert len(memory.cpu.allocate(0, 4)) == 4
+    assert memory.left() == {4, 5, 6, 7}
+    assert memory.cpu.allocate(0, 5, keep_queued=True)[4:] == []
+    assert len(memory.cpu.allocate(0, 1)) == stalls
 
 
-def test_the_backlog_leaves_for_what_others_leave_short():
-    room = Room(8, ahead=0)
-    assert room.cpu.enqueue(room.rows()) == 4
-    room.cpu.is_draining = False
-    assert len(room.cpu.allocate(0, 6)) == 6
-    assert (room.evicted, room.cpu.backlog_count(0)) == (6, 2)
-
-
-@pytest.mark.parametrize(("waiting", "evicted"), [(0, 2), (2, 1), (3, 1), (4, 1)])
-def test_what_is_wanted_elsewhere_does_not_leave_ahead_of_its_place_in_the_backlog(waiting, evicted):
-    """Of eight copies every other one is wanted on a drive, and in the backlog is place for four."""
-    room = Room(8, ahead=3)
-    rows = room.rows()
-    assert room.cpu.enqueue(rows[8 - waiting :]) == waiting
-    wanted = set(rows[::2])
-    room.cpu.before_evict = lambda row: row in wanted and room.cpu.enqueue([row]) == 1
-    assert len(room.cpu.allocate(0, 1)) == 1
-    assert room.evicted == evicted
-    left = set(rows) - set(room.rows())
-    assert len(left & wanted) <= (waiting == 4), "one for the block that needs its slot"
-    room.cpu.pool.check()
+def test_what_the_next_tier_wants_waits_and_others_leave_as_long_as_there_is_place():
+    memory = Memory()
+    memory.queue.wanted = {*memory.rows[:6]}
+    assert len(memory.cpu.allocate(0, 2)) == 2
+    assert (memory.left(), len(memory.queue.rows)) == ({4, 5}, 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 
-from kvdisk.manager.drive_health import (
+from kvdisk.manager.segments import (
     FAILURES_IN_A_ROW,
     FIRST_BACK_OFF_S,
     FIRST_QUARANTINE_S,
@@ -29,8 +29,8 @@ def test_a_failed_write_pauses_its_drive_only_and_longer_each_time(caplog):
         while not drives.may_write(1, now):
             now += FIRST_BACK_OFF_S / 2
         pauses.append(now - start)
-        assert drives.look(now)
-        assert not drives.look(now), "said once"
+        assert drives.refresh(now)
+        assert not drives.refresh(now), "said once"
     assert pauses == sorted(pauses)
     assert pauses[0] == FIRST_BACK_OFF_S
     assert pauses[-1] == LAST_BACK_OFF_S
@@ -56,13 +56,13 @@ def test_a_drive_that_fails_block_after_block_is_quarantined_and_tried_again(cap
     assert drives.writable(5.0) == [1]
     drives.read_failed(0, 6.0)  # one that was on its way
     assert stats.counts["drive_quarantines"] == 1
-    assert not drives.look(5.0 + FIRST_QUARANTINE_S - 1)
-    assert drives.look(5.0 + FIRST_QUARANTINE_S)
+    assert not drives.refresh(5.0 + FIRST_QUARANTINE_S - 1)
+    assert drives.refresh(5.0 + FIRST_QUARANTINE_S)
     assert not drives.quarantined
     drives.read_failed(0, 70.0)
     assert drives.quarantined == {0}, "on probation one failure is enough"
-    assert not drives.look(70.0 + FIRST_QUARANTINE_S)
-    assert drives.look(70.0 + 2 * FIRST_QUARANTINE_S)
+    assert not drives.refresh(70.0 + FIRST_QUARANTINE_S)
+    assert drives.refresh(70.0 + 2 * FIRST_QUARANTINE_S)
     drives.read_succeeded(0)
     drives.read_failed(0, 300.0)
     assert not drives.quarantined
@@ -75,10 +75,10 @@ def test_a_drive_that_does_not_answer_is_quarantined_at_once():
     now = 1.0
     for _ in range(12):
         now += LAST_QUARANTINE_S
-        assert drives.look(now)
+        assert drives.refresh(now)
         drives.read_failed(0, now, hangs=True)
-    assert not drives.look(now + LAST_QUARANTINE_S - 1)
-    assert drives.look(now + LAST_QUARANTINE_S)
+    assert not drives.refresh(now + LAST_QUARANTINE_S - 1)
+    assert drives.refresh(now + LAST_QUARANTINE_S)
 
 
 def test_pieces_go_to_the_drives_in_turn():
@@ -110,8 +110,8 @@ def test_a_segment_that_cannot_be_made_stops_only_the_making_of_segments():
     assert drives.writable(10.0) == [0, 1]
     assert drives.may_make(0, 10.0)
     assert not drives.may_make(1, 10.0)
-    assert not drives.look(10.0)
-    assert drives.look(10.0 + FIRST_BACK_OFF_S), "room may have come free"
+    assert not drives.refresh(10.0)
+    assert drives.refresh(10.0 + FIRST_BACK_OFF_S), "room may have come free"
     assert drives.may_make(1, 10.0 + FIRST_BACK_OFF_S)
     drives.segment_failed(1, 20.0)
     assert not drives.may_make(1, 20.0 + FIRST_BACK_OFF_S)

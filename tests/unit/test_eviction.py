@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdisk import config
 from kvdisk.blocks import BlockKey
-from kvdisk.errors import ConfigError
 from kvdisk.manager.eviction import EVICTIONS, LruPolicy, make_eviction
 
 KEYS = [BlockKey(b"key %d" % row) for row in range(2000)]
@@ -52,9 +50,3 @@ def test_every_policy_proposes_each_row_that_it_has(name, steps, filled):
         proposed = list(policy.proposals())
         assert len(proposed) == len(set(proposed))
         assert set(proposed) == model
-
-
-def test_the_names_are_those_of_the_configuration():
-    assert set(EVICTIONS) == set(config.EVICTIONS)
-    with pytest.raises(ConfigError, match="eviction"):
-        make_eviction("random", KEYS)

@@ -16,11 +16,10 @@ from kvdisk.blocks import BlockKey, JobId, Slot, Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.catalog import CommittedCopies
+from kvdisk.manager.catalog import CommittedCopies, CopyState
 from kvdisk.manager.chains import NONE
-from kvdisk.manager.copies import CopyState
+from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.pool import SlotPool
-from kvdisk.manager.transfers import JobRecord
 from kvdisk.messages import Job, JobKind, Reason, SegmentSpec
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvdisk.blocks import JobId, Slot, Tier, make_block_key
-from kvdisk.manager.load_price import LEAST_STEP_TOKENS, MOST_BLOCKS, TRIED_ANYWAY, LoadPrice
-from kvdisk.manager.transfers import JobRecord, MoveDetail
+from kvdisk.blocks import JobId, Tier, make_block_key
+from kvdisk.manager.jobs import JobRecord, MoveDetail
+from kvdisk.manager.loads import LEAST_STEP_TOKENS, MOST_BLOCKS, TRIED_ANYWAY, LoadThreshold
 from kvdisk.messages import Job, JobKind, Move, Reason
 
 BLOCK = 16
@@ -15,10 +15,10 @@ STEP_TOKENS = 2048
 
 
 class Engine:
-    """Steps and loads, as a ``LoadPrice`` hears of them."""
+    """Steps and loads, as a ``LoadThreshold`` hears of them."""
 
     def __init__(self, fixed_tokens: int | None = None) -> None:
-        self.price = LoadPrice(fixed_tokens, BLOCK)
+        self.price = LoadThreshold(fixed_tokens, BLOCK)
         self.now = 100.0
         self._jobs = 0
 
@@ -30,10 +30,9 @@ class Engine:
     def load(self, seconds: float, tier: Tier, failed: Reason | None = None) -> None:
         """Run a load that takes so long, beside no step."""
         self._jobs += 1
-        slots = {"cpu": Slot(0, 0)} if tier is Tier.CPU else {"nvme": Slot(0, 0)}
-        job = Job(JobId(self._jobs), JobKind.LOAD, (Move(make_block_key(b"", 0), 1, 1, **slots),), request_id="one")
+        job = Job(JobId(self._jobs), JobKind.LOAD, (Move(make_block_key(b"", 0), 1, 1),), request_id="one")
         self.step(seconds, 0, job)
-        record = JobRecord(job, [MoveDetail(0)], "one", failed={} if failed is None else {0: failed})
+        record = JobRecord(job, [MoveDetail(0, source=tier)], "one", failed={} if failed is None else {0: failed})
         self.price.settled(record, self.now)
 
     def least(self) -> tuple[int, int]:

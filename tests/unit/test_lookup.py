@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from kvdisk.blocks import Slot, Tier, make_block_key
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager import lookup
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import CopyState, Presence
+from kvdisk.manager.catalog import Catalog, CopyState, Presence
 from kvdisk.manager.lookup import Hits, Lookups, first_needed
 
 BLOCKS = 12
@@ -51,7 +50,7 @@ def _catalog(states, keys):
                 continue
             row = catalog.add(keys[group][position], 1, 0, None)
             tier = Tier.CPU if position % 2 else Tier.NVME
-            catalog.begin(row, tier, Slot(group, position))
+            catalog.begin((row,), tier, (Slot(group, position),))
             if state == "r":
                 catalog.finish((row,), tier)
     return catalog
@@ -95,7 +94,7 @@ def _is_there(catalog, key, elsewhere, *, coming):
         return True
     state = catalog.state(row, Tier.NVME)
     if state == CopyState.READY:
-        return catalog.slot(row, Tier.NVME).segment not in catalog.hidden_segments
+        return catalog.slot(row, Tier.NVME).segment not in catalog.columns(Tier.NVME).hidden
     return state in wanted
 
 
@@ -123,7 +122,7 @@ def _change(catalog, key, tier, segment, step):
         row = catalog.add(key, 1, 0, None)
     state = catalog.state(row, tier)
     if state == CopyState.ABSENT:
-        catalog.begin(row, tier, Slot(segment, 0))
+        catalog.begin((row,), tier, (Slot(segment, 0),))
     elif state == CopyState.WRITING and step:
         catalog.finish((row,), tier)
     elif state == CopyState.READY and step == 2:
@@ -131,7 +130,7 @@ def _change(catalog, key, tier, segment, step):
     else:
         if catalog.pins(row, tier):
             catalog.unpin((row,), tier)
-        catalog.drop(row, tier)
+        catalog.drop((row,), tier)
 
 
 POSITIONS = st.integers(0, BLOCKS - 1)
@@ -171,7 +170,7 @@ def test_what_is_remembered_is_what_would_be_found(situation, events, span, miss
             for key in all_keys[group % len(keys)][first : first + count]:
                 _change(catalog, key, tier, segment, step)
         elif name == "hide":
-            catalog.hidden_segments = event[0]
+            catalog.hide(Tier.NVME, event[0])
         elif name == "elsewhere":
             elsewhere = frozenset(all_keys[event[0] % len(keys)][position] for position in event[1])
             changes += 1
@@ -194,11 +193,11 @@ def test_what_is_remembered_is_what_would_be_found(situation, events, span, miss
 def test_what_ends_while_its_drive_is_hidden_is_not_ready_when_the_drive_is_back():
     catalog, (key,) = Catalog(), _keys(Geometry((GroupGeometry(0, 2, 100),), 1, 2))[0][:1]
     row = catalog.add(key, 1, 0, None)
-    catalog.begin(row, Tier.NVME, Slot(3, 0))
+    catalog.begin((row,), Tier.NVME, (Slot(3, 0),))
     catalog.finish([row], Tier.NVME)
     catalog.pin((row,), Tier.NVME)
-    catalog.hidden_segments = frozenset({3})
+    catalog.hide(Tier.NVME, frozenset({3}))
     catalog.doom(row, Tier.NVME)
-    catalog.hidden_segments = frozenset()
+    catalog.hide(Tier.NVME, frozenset())
     assert not catalog.is_ready(row)
     assert catalog.presences([key]) == bytes([Presence.NOWHERE])

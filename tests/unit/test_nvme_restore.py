@@ -9,11 +9,9 @@ from kvdisk.blocks import BlockKey, Slot, Tier, group_of, make_block_key
 from kvdisk.geometry import FILE_EPOCH, Geometry, GroupGeometry
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import CopyState
-from kvdisk.manager.eviction import LruPolicy
+from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.eviction import LruPolicy, TailFirst
 from kvdisk.manager.nvme_restore import restore_blocks
-from kvdisk.manager.tail_first import TailFirst
 
 GEOMETRY = Geometry((GroupGeometry(0, 4, 8192), GroupGeometry(1, 2, 4096), GroupGeometry(2, 4, 8192)), 1, 2)
 SMALL, LARGE = GEOMETRY.slot_sizes
@@ -105,18 +103,18 @@ def test_a_restored_catalog_is_like_one_that_was_filled_block_by_block(records):
     restore_blocks(index, GEOMETRY, whole, policies, SEGMENTS)
     for record in by_hand(index)[0]:
         row = single.add(record.key, record.generation, record.epoch, record.parent)
-        single.begin(row, Tier.NVME, record.slot)
+        single.begin([row], Tier.NVME, [record.slot])
         single.finish([row], Tier.NVME)
     assert trees(whole) == trees(single)
     # Whatever leaves, and comes back: the trees stay the same.
     for record in by_hand(index)[0][::2]:
         for catalog in (whole, single):
-            catalog.drop(catalog.find(record.key), Tier.NVME)
+            catalog.drop((catalog.find(record.key),), Tier.NVME)
         assert trees(whole) == trees(single)
     for record in by_hand(index)[0][::2]:
         for catalog in (whole, single):
             row = catalog.add(record.key, record.generation, record.epoch, record.parent)
-            catalog.begin(row, Tier.NVME, record.slot)
+            catalog.begin((row,), Tier.NVME, (record.slot,))
             catalog.finish([row], Tier.NVME)
             assert catalog.parents[row] is None or catalog.find(catalog.parents[row]) in {
                 -1,
@@ -168,5 +166,5 @@ def test_records_whose_parents_go_in_a_circle_leave_all_the_same(length: int) ->
     for _ in range(length + 2):
         (row,) = order.victims(1, catalog.evictable_in(Tier.NVME))
         order.remove((row,))
-        catalog.drop(row, Tier.NVME)
+        catalog.drop((row,), Tier.NVME)
     assert len(catalog) == 0

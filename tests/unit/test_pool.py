@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdisk.blocks import Slot
-from kvdisk.manager.free_runs import LONGEST
 from kvdisk.manager.pool import SlotPool
 
 STEPS = st.lists(st.tuples(st.sampled_from(["take", "release", "retain", "commit"]), st.integers(1, 5)), max_size=60)
@@ -17,6 +14,7 @@ DRIVES = {0: 0, 1: 1, 2: 0}
 TURNS = st.lists(
     st.tuples(st.sampled_from([None, 0, 1]), st.integers(1, 12), st.lists(st.integers(0, 40), max_size=12)), max_size=25
 )
+LONG = 256
 
 
 @given(STEPS)
@@ -124,23 +122,6 @@ def test_the_shortest_run_that_is_long_enough_is_cut_else_the_longest_are_used_u
         pool.check()
 
 
-def test_runs_longer_than_the_longest_kind():
-    """They are one kind: any of them serves what is shorter, and the longest what is longer."""
-    pool = SlotPool(1)
-    for segment, length in enumerate((LONGEST + 5, 3 * LONGEST, LONGEST)):
-        pool.add_segment(segment, 0, length)
-    slots = pool.allocate(0, 2 * LONGEST)
-    assert slots == [Slot(1, index) for index in range(2 * LONGEST)]
-    few = pool.allocate(0, 10)
-    assert len({slot.segment for slot in few}) == 1
-    pool.check()
-    rest = pool.allocate(0, 10 * LONGEST)
-    assert len(rest) == 3 * LONGEST - 5 and len({*slots, *few, *rest}) == 5 * LONGEST + 5
-    pool.release(slots + few + rest)
-    pool.check()
-    assert pool.allocate(0, 3 * LONGEST) == [Slot(1, index) for index in range(3 * LONGEST)]
-
-
 @pytest.mark.parametrize("order", [range(10), range(9, -1, -1), [0, 2, 4, 6, 8, 1, 3, 5, 7, 9]])
 def test_what_comes_free_in_any_order_is_one_run_again(order):
     pool = SlotPool(1)
@@ -173,40 +154,9 @@ def test_segments_of_a_drive_that_go_take_their_free_slots_only():
     pool.check()
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_long_runs_are_cut_and_grow_together_again(seed):
-    """Of the longest runs one is in no table; slots come and go on both sides of it, and segments leave."""
-    chance = random.Random(seed)
-    pool, held = SlotPool(1), []
-    for segment, length in enumerate((3 * LONGEST, LONGEST, 2 * LONGEST + 1)):
-        pool.add_segment(segment, 0, length)
-    for step in range(200):
-        if chance.random() < 0.6:
-            count = chance.choice((1, 1, 7, LONGEST - 1, LONGEST, 2 * LONGEST + 3))
-            free = pool.free[0]
-            slots = pool.allocate(0, count)
-            assert len(set(slots)) == len(slots) == min(count, free)
-            held += [slots] * bool(slots)
-        elif held:
-            slots = held.pop(chance.randrange(len(held)))
-            kept = slots[: chance.choice((0, 0, 1, len(slots) // 2))]
-            held += [kept] * bool(kept)
-            pool.release(slots[len(kept) :])
-        if step == 150:
-            pool.retire_segment(0)
-            held = [slots for slots in ([slot for slot in slots if slot.segment] for slots in held) if slots]
-        pool.check()
-    pool.release([slot for slots in held for slot in slots])
-    pool.check()
-    assert sorted(pool.allocate(0, 4 * LONGEST)) == [
-        *(Slot(1, index) for index in range(LONGEST)),
-        *(Slot(2, index) for index in range(2 * LONGEST + 1)),
-    ]
-
-
 def test_a_segment_can_leave_while_it_is_being_filled():
     pool = SlotPool(1)
-    pool.add_segment(3, 0, 2 * LONGEST)
+    pool.add_segment(3, 0, 2 * LONG)
     assert pool.allocate(0, 1) == [Slot(3, 0)]
     pool.retire_segment(3)
     pool.check()

@@ -17,8 +17,8 @@ from kvdisk.blocks import BlockKey, Tier
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager import promotions
-from kvdisk.manager.copies import CopyState
+from kvdisk.manager import prefetch
+from kvdisk.manager.catalog import CopyState
 from kvdisk.messages import Job, JobKind, Plan
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
@@ -137,14 +137,14 @@ def test_a_victim_is_read_ahead_before_those_that_came_later():
     for key in keys_of(PROMPTS[3]):
         queue.parts.cpu.discard(queue.parts.catalog.find(key))  # type: ignore[union-attr]
     queue.parts.manager.preempt([running.id], queue.engine.now)
-    queue.parts.manager._promotions.plan(0)
+    queue.parts.manager._promotions.plan()
     jobs = [job for job in queue.parts.transfers.take_queued(0.0) if job.kind is JobKind.PROMOTE]
     assert keys(jobs) == [keys_of(PROMPTS[3]), keys_of(PROMPTS[0])]
 
 
 def test_jobs_in_flight_and_requests_looked_at_are_bounded(monkeypatch):
-    monkeypatch.setattr(promotions, "MAX_PROMOTE_JOBS", 3)
-    monkeypatch.setattr(promotions, "MAX_PROMOTE_MOVES", 3)
+    monkeypatch.setattr(prefetch, "MAX_PROMOTE_JOBS", 3)
+    monkeypatch.setattr(prefetch, "MAX_PROMOTE_MOVES", 3)
     queue = Queue()
     queue.add(PROMPTS[0])
     queue.add(PROMPTS[1])
@@ -154,7 +154,7 @@ def test_jobs_in_flight_and_requests_looked_at_are_bounded(monkeypatch):
     queue.work()
     assert keys(queue.promoted()) == []
     assert keys(queue.promoted()) == [keys_of(PROMPTS[1])[3:]]
-    monkeypatch.setattr(promotions, "MOST_EXAMINED", 1)
+    monkeypatch.setattr(prefetch, "MOST_EXAMINED", 1)
     for prompt in PROMPTS[3:5]:
         queue.add(prompt)
     assert len(queue.promoted()) == 1, "the blocks of one request were looked for"
@@ -184,7 +184,7 @@ def test_reading_ahead_spares_what_is_pinned_or_to_be_demoted():
         queue.add(prompt).finishing = True
         queue.step()
         queue.step()
-    assert (queue.on_cpu("uux"), queue.on_cpu("vvx"), cpu.backlog_count(0)) == ([True], [True], 1)
+    assert (queue.on_cpu("uux"), queue.on_cpu("vvx"), queue.parts.demotions.count(0)) == ([True], [True], 1)
     (used,) = (catalog.find(key) for key in keys_of("vvx"))
     catalog.pin((used,), Tier.CPU)
     queue.add(RUNNING)
@@ -216,14 +216,14 @@ def test_what_the_tier_has_of_a_hit_stays_while_the_rest_is_read_ahead():
 
 
 def test_one_whose_turn_comes_waits_for_its_promotion_and_nothing_more_is_promoted(monkeypatch):
-    monkeypatch.setattr(promotions, "MAX_PROMOTE_MOVES", 2)
-    monkeypatch.setattr(promotions, "MAX_PROMOTE_JOBS", 1)
+    monkeypatch.setattr(prefetch, "MAX_PROMOTE_MOVES", 2)
+    monkeypatch.setattr(prefetch, "MAX_PROMOTE_JOBS", 1)
     queue = Queue()
     queue.add(PROMPTS[0])
     (job,) = queue.promoted(work=False)
     queue.first.finishing = True
     queue.step(work=False)
-    monkeypatch.setattr(promotions, "MAX_PROMOTE_JOBS", 4)
+    monkeypatch.setattr(prefetch, "MAX_PROMOTE_JOBS", 4)
     for _ in range(3):
         assert queue.promoted(work=False) == []
     queue.work()
@@ -283,7 +283,7 @@ def test_a_reset_ends_promotions_without_a_copy(started):
     if started:
         assert len(queue.promoted(work=False)) == 1
     else:
-        queue.parts.manager._promotions.plan(0)
+        queue.parts.manager._promotions.plan()
         assert queue.parts.transfers.count(JobKind.PROMOTE) == 1
     queue.watch.reset(1, 1)
     queue.engine.reset(1)

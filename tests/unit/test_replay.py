@@ -86,7 +86,7 @@ class TestCapacity:
 
     @pytest.mark.parametrize("blocks", [1, 7, 8, 63, 64, 500, 512, 513, 2048, 5000, 32768, 100_000])
     def test_slots_are_as_many_as_are_needed(self, blocks, chats):
-        from kvdisk.manager.nvme_space import spare_slots
+        from kvdisk.manager.nvme import spare_slots
 
         slots = room_of(chats, str(blocks)).slots
         assert slots - spare_slots(slots) >= blocks > slots - 1 - spare_slots(slots - 1)

@@ -107,8 +107,8 @@ def test_admission_is_told_who_wants_a_generated_block_before_it_is_asked(place,
             return [(key, "a") in told for key in keys]
 
     admission = Told()
-    monkeypatch.setattr(place.planner, "_admission", admission)
-    monkeypatch.setattr(place.planner._wants, "_store_admission", admission)
+    monkeypatch.setattr(place.planner._target, "admission", admission)
+    monkeypatch.setattr(place.planner._demand, "_first", admission)
     place.engine.add("a", "aabbccddt", 4)
     for _ in range(4):
         place.step()

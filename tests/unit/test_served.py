@@ -11,15 +11,13 @@ from support.fake_ranks import FakeRank
 from support.manager_parts import ManagerParts, Sizes
 from support.manager_watch import ManagerWatch
 
-from kvdisk.blocks import Slot, Tier, make_block_key
+from kvdisk.blocks import Tier
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.gauges import Gauges
+from kvdisk.manager.accounting import Served
+from kvdisk.manager.jobs import MoveDetail
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.served import Served
-from kvdisk.manager.transfers import MoveDetail
-from kvdisk.messages import Move
 from kvdisk.stats import Stats
 
 ONE = Geometry((GroupGeometry(0, 4, 4096),), 1, 4)
@@ -38,16 +36,15 @@ class Desk:
 
     def __init__(self, geometry: Geometry = ONE, *, has_cpu: bool = True, has_nvme: bool = True) -> None:
         self.stats = Stats()
-        self.served = Served(geometry, self.stats, has_cpu=has_cpu, has_nvme=has_nvme)
+        tiers = [tier for tier, there in ((Tier.CPU, has_cpu), (Tier.NVME, has_nvme)) if there]
+        self.served = Served(geometry, self.stats, tiers)
         self.request = RequestState("r", [], 100, geometry)
 
     def load(self, local: int, external: int, sources: list[tuple[int, int, str]]) -> None:
         """Plan a load whose blocks (group, position) come from these sources."""
-        where = {CPU: (Slot(0, 1), None), NVME: (None, Slot(0, 1)), NOWHERE: (None, None)}
-        moves = [Move(make_block_key(bytes(32), group), 1, 1, *where[source]) for group, _, source in sources]
-        details = [MoveDetail(0, group=group, position=position) for group, position, _ in sources]
-        cpu, nvme = [move.cpu for move in moves], [move.nvme for move in moves]
-        self.served.loaded(self.request, local, external, cpu, nvme, details)
+        where = {CPU: Tier.CPU, NVME: Tier.NVME, NOWHERE: None}
+        details = [MoveDetail(0, group, position, where[source]) for group, position, source in sources]
+        self.served.loaded(self.request, local, external, details)
 
 
 def test_a_hit_that_is_partly_on_the_gpu_in_memory_and_on_nvme():
@@ -133,7 +130,7 @@ def test_gauges_and_hits_of_an_engine():
     engine = FakeEngine(geometry, sizes.block_count, [rank])
     parts = ManagerParts.make(sizes, engine, index, 0)
     ManagerWatch(sizes, parts, engine, [rank], index)
-    gauges = Gauges(geometry, parts.transfers, parts.cpu, parts.nvme)
+    gauges = parts.manager.gauges
     stats, slot_bytes = parts.manager.stats, geometry.slot_sizes[0]
 
     def serve(text: str) -> dict[str, int]:

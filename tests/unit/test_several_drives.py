@@ -17,7 +17,7 @@ from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.base import SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.copies import CopyState
+from kvdisk.manager.catalog import CopyState
 from kvdisk.messages import JobKind, Reason
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
@@ -119,7 +119,7 @@ def test_nobody_steps_for_a_commit_that_never_ends(full):
     served.serve("aabbx")
     served.commits = False
     served.serve("ccddx")
-    assert served.parts.nvme.uncommitted and bool(served.parts.cpu.backlog_count(0)) is full
+    assert served.parts.nvme.uncommitted and bool(served.parts.demotions.count(0)) is full
     assert served.manager.has_pending_work(served.engine.now)
     served.engine.now += 1000.0
     assert not served.manager.has_pending_work(served.engine.now)
@@ -152,7 +152,7 @@ def test_nobody_steps_for_an_index_that_takes_nothing():
     served.index.refuse_puts = True
     served.serve("ccddx")
     served.steps(4)
-    assert served.parts.cpu.backlog_count(0) and served.parts.nvme.pool.limbo == [2]
+    assert served.parts.demotions.count(0) and served.parts.nvme.pool.limbo == [2]
     assert not served.manager.has_pending_work(served.engine.now)
     served.index.refuse_puts = False
     served.commits = True
@@ -162,7 +162,7 @@ def test_nobody_steps_for_an_index_that_takes_nothing():
 
 @pytest.mark.parametrize("read_ahead", [False, True])
 def test_what_waits_for_files_that_do_not_open_is_bounded(read_ahead, monkeypatch):
-    monkeypatch.setattr("kvdisk.manager.foreign.MOST_FILE_JOBS", 4)
+    monkeypatch.setattr("kvdisk.manager.neighbours.MOST_FILE_JOBS", 4)
     served = Served(drives=1, segments=1)
     texts = [2 * letter for letter in "abcdefghijkl"]
     home = FakeHome("1" * 32, SegmentRecord(3, GEOMETRY.slot_sizes[0], len(texts)))

@@ -20,10 +20,15 @@ from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.admission import AdmitAll
-from kvdisk.manager.spillover import AHEAD_STEPS, Spillover
-from kvdisk.manager.store_policies import make_store_policy
-from kvdisk.manager.store_policy import NoStores, OnCompute, OnPreemption, own_method
-from kvdisk.manager.watermark import Refusal
+from kvdisk.manager.store_policy import (
+    AHEAD_STEPS,
+    NoStores,
+    OnCompute,
+    OnPreemption,
+    Refusal,
+    Spillover,
+    make_store_policy,
+)
 
 KEYS = [make_block_key(bytes([position]), 0) for position in range(40)]
 
@@ -325,25 +330,6 @@ def test_what_is_wrong_with_it_is_said_in_one_sentence(own, name, said):
     with pytest.raises(ConfigError, match=said) as error:
         make_store_policy(name)
     assert "\n" not in str(error.value)
-
-
-def test_what_a_policy_inherits_from_no_stores_need_not_be_called():
-    class Own(OnCompute):
-        def reached(self, request_id, keys, start, stop):
-            """Note it."""
-
-    class WithoutABase:
-        def free_offers(self, context, room, now):
-            return ()
-
-    assert own_method(OnCompute(), "reached") is None and own_method(OnPreemption(), "free_offers") is None
-    spillover, own, other, patched = Spillover(), Own(), WithoutABase(), OnCompute()
-    patched.reached = other.free_offers  # type: ignore[method-assign, assignment]
-    assert own_method(spillover, "reached") == spillover.reached
-    assert own_method(spillover, "free_offers") == spillover.free_offers
-    assert own_method(own, "reached") == own.reached and own_method(own, "free_offers") is None
-    assert own_method(other, "free_offers") == other.free_offers  # type: ignore[arg-type]
-    assert own_method(patched, "reached") == other.free_offers
 
 
 class Pruning(NoStores):

@@ -6,12 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdisk.blocks import BlockKey, Slot, Tier
-from kvdisk.manager import tail_first
-from kvdisk.manager.catalog import Catalog
+from kvdisk.manager import eviction as eviction_module
+from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.chains import NONE
-from kvdisk.manager.copies import CopyState
-from kvdisk.manager.eviction import EVICTIONS, make_eviction
-from kvdisk.manager.tail_first import TailFirst
+from kvdisk.manager.eviction import EVICTIONS, TailFirst, make_eviction
 
 KEYS = [BlockKey(b"key %d" % number) for number in range(8)]
 
@@ -32,13 +30,13 @@ class Copies:
             self.stored += 1
             row = self.catalog.add(KEYS[number], self.stored, 0, KEYS[parent] if parent >= 0 else None)
         if self.catalog.state(row, Tier.CPU) == CopyState.ABSENT:
-            self.catalog.begin(row, Tier.CPU, Slot(0, number))
+            self.catalog.begin((row,), Tier.CPU, (Slot(0, number),))
             self.catalog.finish((row,), Tier.CPU)
             self.order.insert((row,))
 
     def drop(self, row: int) -> None:
         self.order.remove((row,))
-        self.catalog.drop(row, Tier.CPU)
+        self.catalog.drop((row,), Tier.CPU)
 
     def ready(self) -> dict[int, int]:
         found = {number: self.catalog.find(key) for number, key in enumerate(KEYS)}
@@ -110,7 +108,7 @@ def long_chain(eviction: str, length: int) -> tuple[Catalog, TailFirst, list[int
     rows = []
     for number in range(length):
         row = catalog.add(BlockKey(b"%d" % number), number, 0, BlockKey(b"%d" % (number - 1)) if number else None)
-        catalog.begin(row, Tier.NVME, Slot(0, number))
+        catalog.begin((row,), Tier.NVME, (Slot(0, number),))
         catalog.finish([row], Tier.NVME)
         order.insert((row,))
         rows.append(row)
@@ -119,7 +117,7 @@ def long_chain(eviction: str, length: int) -> tuple[Catalog, TailFirst, list[int
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_the_tail_of_a_chain_longer_than_a_search_is_found_in_the_end(eviction, monkeypatch):
-    monkeypatch.setattr(tail_first, "MAX_STEPS", 64)
+    monkeypatch.setattr(eviction_module, "MAX_STEPS", 64)
     catalog, order, rows = long_chain(eviction, 300)
     asked = []
 
@@ -132,7 +130,7 @@ def test_the_tail_of_a_chain_longer_than_a_search_is_found_in_the_end(eviction, 
         before = len(asked)
         for row in order.victims(2, evictable):
             order.remove((row,))
-            catalog.drop(row, Tier.NVME)
+            catalog.drop((row,), Tier.NVME)
             left.append(row)
         assert len(asked) - before < 100
     assert left == rows[::-1]
@@ -140,11 +138,11 @@ def test_the_tail_of_a_chain_longer_than_a_search_is_found_in_the_end(eviction, 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_a_chain_in_use_does_not_keep_others_from_leaving(eviction, monkeypatch):
-    monkeypatch.setattr(tail_first, "MAX_SKIPPED", 16)
+    monkeypatch.setattr(eviction_module, "MAX_SKIPPED", 16)
     catalog, order, rows = long_chain(eviction, 200)
     catalog.pin((rows[-1],), Tier.NVME)
     other = catalog.add(BlockKey(b"other"), 1000, 0, None)
-    catalog.begin(other, Tier.NVME, Slot(0, 1000))
+    catalog.begin((other,), Tier.NVME, (Slot(0, 1000),))
     catalog.finish([other], Tier.NVME)
     order.insert((other,))
     calls = (order.victims(1, catalog.evictable_in(Tier.NVME)) for _ in range(400))

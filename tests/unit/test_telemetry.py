@@ -21,7 +21,6 @@ from kvdisk.device.telemetry_file import FIGURES_FILE, read_telemetry, write_tel
 from kvdisk.errors import CorruptRecord
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.gauges import Gauges
 from kvdisk.stats import SERIES, Kind, Stats
 from kvdisk.telemetry import Telemetry, summarize
 
@@ -40,7 +39,7 @@ class Told:
         self.parts = ManagerParts.make(sizes, self.engine, self.index, 0)
         ManagerWatch(sizes, self.parts, self.engine, [self.rank], self.index)
         self.stats = self.parts.manager.stats
-        gauges = Gauges(GEOMETRY, self.parts.transfers, self.parts.cpu, self.parts.nvme)
+        gauges = self.parts.manager.gauges
         self.files: list[dict] = []
         self.telemetry = Telemetry(
             self.stats,

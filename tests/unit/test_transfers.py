@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvdisk.blocks import Slot, make_block_key
-from kvdisk.manager.transfers import MoveDetail, Transfers
+from kvdisk.manager.jobs import MoveDetail, Transfers
 from kvdisk.messages import JobKind, JobResult, Move, Reason, Report
 
 LATE = JobResult(1, {0: Reason.DEADLINE}, {0}, 1)

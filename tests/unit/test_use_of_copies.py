@@ -14,7 +14,7 @@ from kvdisk.blocks import Tier
 from kvdisk.config import EVICTIONS, Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.copies import CopyState
+from kvdisk.manager.catalog import CopyState
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 FIRST, SECOND, OTHERS, LAST = "aabbx", "ccddx", ("eeffx", "gghhx"), "iijjx"

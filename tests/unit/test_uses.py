@@ -80,7 +80,7 @@ class Served:
         return [self.uses(key) for key in keys]
 
     def uses(self, key: Any) -> tuple[int, int]:
-        catalog, nvme = self.parts.catalog, self.parts.manager._nvme
+        catalog, nvme = self.parts.catalog, self.parts.manager._tiers.get(Tier.NVME)
         assert nvme is not None
         row = catalog.find(key)
         assert row >= 0 and catalog.readable(row, Tier.NVME)
@@ -126,7 +126,7 @@ class Counted:
         slot = self.free.pop(rng.randrange(len(self.free)))
         self.generation += 1
         row = self.catalog.add(make_block_key(self.generation.to_bytes(32, "big"), 0), self.generation, 0, None)
-        self.catalog.begin(row, Tier.NVME, slot)
+        self.catalog.begin((row,), Tier.NVME, (slot,))
         self.catalog.finish([row], Tier.NVME)
         self.uses.begin([row])
         self.rows.append(row)
@@ -141,7 +141,7 @@ class Counted:
 
     def drop(self, rng: random.Random) -> None:
         row = self.rows.pop(rng.randrange(len(self.rows)))
-        slot = self.catalog.drop(row, Tier.NVME)
+        (slot,) = self.catalog.drop((row,), Tier.NVME)
         self.free.append(slot)
         del self.expected[slot]
 

@@ -20,10 +20,10 @@ from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.base import Answer, ForeignCopy, SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager import foreign
-from kvdisk.manager.foreign import ForeignCopies
-from kvdisk.manager.manager import MAX_DEMOTE_JOBS, MAX_DEMOTE_MOVES
-from kvdisk.manager.promotions import MOST_SEEN
+from kvdisk.manager import neighbours
+from kvdisk.manager.demotions import MAX_DEMOTE_JOBS, MAX_DEMOTE_MOVES
+from kvdisk.manager.neighbours import NeighbourCopies
+from kvdisk.manager.prefetch import MOST_SEEN
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 MANY = 2000
@@ -87,11 +87,11 @@ def test_demotions_take_from_a_long_backlog_no_more_than_they_move():
     rows = []
     for number, slot in enumerate(cpu.pool.allocate(0, MANY)):
         rows.append(catalog.add(BlockKey(number.to_bytes(32, "big") + bytes(2)), number + 1, 0, None))
-        catalog.begin(rows[-1], Tier.CPU, slot)
-    catalog.finish(rows, Tier.CPU)
-    cpu.inserted(rows)
-    assert cpu.enqueue(rows) == MANY
-    backlog = cpu._backlogs[0] = counted(cpu._backlogs[0])
+        catalog.begin((rows[-1],), Tier.CPU, (slot,))
+    cpu.finish(rows, 0)
+    demotions = parts.parts.demotions
+    assert demotions is not None and demotions.enqueue(rows) == MANY
+    backlog = demotions._queues[0] = counted(demotions._queues[0])
     parts.parts.manager.take_plan(parts.engine.now, idle=True)
     assert MANY - len(backlog) == MAX_DEMOTE_JOBS * MAX_DEMOTE_MOVES
     assert backlog.steps <= MAX_DEMOTE_JOBS * MAX_DEMOTE_MOVES
@@ -104,7 +104,7 @@ def test_reading_ahead_looks_at_the_head_of_the_line():
         parts.engine.add(f"request {number}", f"{number:05}", 0)
     promotions = parts.parts.manager._promotions
     waiting = promotions._waiting = counted(promotions._waiting)
-    promotions.plan(0)
+    promotions.plan()
     assert waiting.steps <= MOST_SEEN
     assert len(waiting) < MANY + 1, "those of whom nothing is to be read ahead have left the line"
     before = waiting.steps
@@ -115,21 +115,21 @@ def test_reading_ahead_looks_at_the_head_of_the_line():
 
 def test_what_was_heard_of_too_long_ago_is_forgotten_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch):
     parts = Parts()
-    known: ForeignCopies = parts.parts.manager._foreign
+    known: NeighbourCopies = parts.parts.manager._neighbours
     segment = SegmentRecord(0, GEOMETRY.groups[0].slot_bytes, MANY)
     keys = [BlockKey(number.to_bytes(32, "big") + bytes(2)) for number in range(MANY)]
     copies = {key: (ForeignCopy("a" * 32, segment, at, 1 + at),) for at, key in enumerate(keys)}
     known._unanswered[7] = keys
     monkeypatch.setattr(parts.neighbours, "poll", lambda: [Answer(7, copies)])
     known.absorb(1000.0)
-    assert len(known.known) == MANY
+    assert len(known.hints) == MANY
     monkeypatch.setattr(parts.neighbours, "poll", list)
-    known.known = counted(known.known)
-    later = 1000.0 + foreign.BELIEVED_S + 1.0
+    known.hints = counted(known.hints)
+    later = 1000.0 + neighbours.HINT_LIFE_S + 1.0
     known.absorb(later)
-    assert MANY - len(known.known) == foreign.MOST_FORGOTTEN
-    assert known.known.steps <= foreign.MOST_FORGOTTEN + 1
-    while known.known:
+    assert MANY - len(known.hints) == neighbours.MOST_FORGOTTEN
+    assert known.hints.steps <= neighbours.MOST_FORGOTTEN + 1
+    while known.hints:
         known.absorb(later)
 
 

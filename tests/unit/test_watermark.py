@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdisk.blocks import BlockKey
-from kvdisk.manager.watermark import FIRST_BACK_OFF_S, LAST_BACK_OFF_S, Watermark
+from kvdisk.manager.store_policy import FIRST_BACK_OFF_S, LAST_BACK_OFF_S, Watermark
 
 KEYS = [BlockKey(bytes([number])) for number in range(8)]
 

@@ -10,7 +10,7 @@ from kvdisk import assembly
 from kvdisk.config import Config
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager.write_budget import WriteBudget
+from kvdisk.manager.admission import WriteBudget
 
 DAY_S = 86_400.0
 BLOCK = 1000
@@ -18,9 +18,9 @@ BLOCK = 1000
 
 def test_it_starts_empty():
     budget = WriteBudget(2400 * BLOCK, BLOCK)
-    assert not budget.look(5.0) and budget.affords(BLOCK) == 0
-    assert not budget.look(5.0 + DAY_S / 2400), "one block is no run of blocks"
-    assert budget.look(5.0 + 70 * DAY_S / 2400)
+    assert not budget.refresh(5.0) and budget.affords(BLOCK) == 0
+    assert not budget.refresh(5.0 + DAY_S / 2400), "one block is no run of blocks"
+    assert budget.refresh(5.0 + 70 * DAY_S / 2400)
     assert 64 <= budget.affords(BLOCK) <= 70
 
 
@@ -30,7 +30,7 @@ def test_no_24_hours_see_more_than_the_budget_and_all_of_it_can_be_used(blocks_a
     budget, now, written = WriteBudget(blocks_a_day * BLOCK, BLOCK), 0.0, []
     while now < 6 * DAY_S:
         now += source.choice((0.1, 10.0, 600.0, 4000.0))
-        if budget.look(now):
+        if budget.refresh(now):
             count = source.randint(0, budget.affords(BLOCK))
             budget.spend(count, BLOCK)
             written.append((now, count))
@@ -42,24 +42,24 @@ def test_no_24_hours_see_more_than_the_budget_and_all_of_it_can_be_used(blocks_a
 
 def test_at_once_no_more_than_an_hours_share():
     budget = WriteBudget(2400 * BLOCK, BLOCK)
-    budget.look(0.0)
-    assert budget.look(10 * DAY_S)
+    budget.refresh(0.0)
+    assert budget.refresh(10 * DAY_S)
     assert budget.affords(BLOCK) == 100
 
 
 def test_a_spent_budget_pauses_until_a_run_of_blocks_is_back():
     budget = WriteBudget(2400 * BLOCK, BLOCK)
-    budget.look(0.0)
-    budget.look(DAY_S)
+    budget.refresh(0.0)
+    budget.refresh(DAY_S)
     assert budget.take_resumed() and not budget.take_resumed()
     budget.spend(100, BLOCK)
     assert budget.pauses == 1
     one_block_s = DAY_S / 2300
-    assert not budget.look(DAY_S + 63 * one_block_s)
+    assert not budget.refresh(DAY_S + 63 * one_block_s)
     assert not budget.take_resumed()
-    assert budget.look(DAY_S + 65 * one_block_s) and budget.take_resumed()
+    assert budget.refresh(DAY_S + 65 * one_block_s) and budget.take_resumed()
     budget.spend(10, BLOCK)
-    assert budget.look(DAY_S + 65 * one_block_s) and budget.pauses == 1
+    assert budget.refresh(DAY_S + 65 * one_block_s) and budget.pauses == 1
 
 
 def test_a_budget_below_two_blocks_is_refused():

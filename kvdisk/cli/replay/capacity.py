@@ -15,7 +15,7 @@ from kvdisk.cli.replay.trace import Trace
 from kvdisk.config import parse_bytes
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry
-from kvdisk.manager.nvme_space import spare_slots
+from kvdisk.manager.nvme import spare_slots
 
 _COUNT = re.compile(r"\s*(\d+)\s*(?:blocks?)?\s*")
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")

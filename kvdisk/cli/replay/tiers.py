@@ -14,15 +14,12 @@ from kvdisk.cli.replay.trace import Trace
 from kvdisk.config import Config
 from kvdisk.geometry import FINGERPRINT_BYTES, Geometry, GroupGeometry, segment_charge_bytes
 from kvdisk.manager.admission import make_admission
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.cpu_space import CpuSpace
-from kvdisk.manager.eviction import EvictionPolicy, make_eviction
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.nvme_layout import NvmeLayout
-from kvdisk.manager.nvme_space import NvmeSpace
-from kvdisk.manager.store_policies import make_store_policy
-from kvdisk.manager.transfers import Transfers
-from kvdisk.stats import Stats
+from kvdisk.manager.nvme import NvmeSpace
+from kvdisk.manager.parts import Parts
+from kvdisk.manager.segments import NvmeLayout
+from kvdisk.manager.store_policy import make_store_policy
+from kvdisk.manager.tiers import CpuSpace
 
 _HOME_ID = "0" * 32
 
@@ -80,42 +77,28 @@ def make_pool(trace: Trace, gpu_blocks: int) -> GpuPool:
 
 def make_manager(setting: Setting, geometry: Geometry, pool: GpuPool) -> TierManager:
     """Return a manager of empty tiers. Raises ConfigError for a policy that there is not."""
-    catalog, stats, transfers = Catalog(), Stats(), Transfers(geometry.rank_count)
-
-    def make_policy() -> EvictionPolicy:
-        return make_eviction(setting.eviction, catalog.keys)
-
+    # Every hit is loaded: what a load costs is not known here.
+    config = Config(
+        store_dirs=(Path("/nowhere"),) if setting.nvme.slots else (),
+        nvme_bytes=1 if setting.nvme.slots else None,
+        cpu_bytes=1 if setting.cpu.slots else 0,
+        eviction=setting.eviction,
+        store_policy=setting.store_policy,
+        min_load_tokens=0,
+    )
+    parts = Parts.make(config, geometry, pool)
     cpu = nvme = None
     if setting.cpu.slots:
-        cpu = CpuSpace(geometry, (setting.cpu.slots,), catalog, stats, make_policy)
+        admission = make_admission(setting.cpu_admission, setting.cpu.slots, "cpu_admission")
+        cpu = CpuSpace(parts, (setting.cpu.slots,), admission)
     if setting.nvme.slots:
         # One segment of exactly so many slots.
         charge_bytes = segment_charge_bytes(geometry.slot_sizes[0], setting.nvme.slots)
         layout = NvmeLayout(0, (setting.nvme.slots,), (charge_bytes,))
-        nvme = NvmeSpace(geometry, layout, InstantIndex(), catalog, transfers, stats, make_policy)
+        admission = make_admission(setting.nvme_admission, setting.nvme.slots, "nvme_admission")
+        nvme = NvmeSpace(parts, layout, InstantIndex(), admission)
         nvme.restore(_HOME_ID, bytes(FINGERPRINT_BYTES))
-    # Every hit is loaded: what a load costs is not known here. The bytes are those of the spaces above.
-    config = Config(
-        store_dirs=(Path("/nowhere"),) if nvme is not None else (),
-        nvme_bytes=1 if nvme is not None else None,
-        cpu_bytes=1 if cpu is not None else 0,
-        store_policy=setting.store_policy,
-        min_load_tokens=0,
-    )
-    return TierManager(
-        config,
-        geometry,
-        pool,
-        catalog,
-        transfers,
-        stats,
-        cpu,
-        nvme,
-        make_store_policy(setting.store_policy),
-        make_admission(setting.cpu_admission, setting.cpu.slots, "cpu_admission"),
-        make_admission(setting.nvme_admission, setting.nvme.slots, "nvme_admission"),
-        first_generation=1,
-    )
+    return TierManager(parts, cpu, nvme, make_store_policy(setting.store_policy), first_generation=1)
 
 
 def make_engine(trace: Trace, setting: Setting) -> Engine:

@@ -12,22 +12,72 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from kvdisk.blocks import BlockKey, Slot, Tier, group_of
-from kvdisk.config import Config
-from kvdisk.context import SchedulerContext
-from kvdisk.geometry import Geometry
-from kvdisk.manager.admission import AdmissionPolicy
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import ABSENT, READY
-from kvdisk.manager.cpu_space import CpuSpace
-from kvdisk.manager.foreign import ForeignCopies
-from kvdisk.manager.gpu_loads import GpuLoads
-from kvdisk.manager.lookup import first_needed, longest_hit
-from kvdisk.manager.nvme_space import NvmeSpace
+from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
+from kvdisk.manager import neighbours
+from kvdisk.manager.admission import Demand
+from kvdisk.manager.catalog import ABSENT, READY
+from kvdisk.manager.jobs import MoveDetail, make_move
+from kvdisk.manager.lookup import Reachable, first_needed, longest_hit
+from kvdisk.manager.neighbours import NeighbourCopies
+from kvdisk.manager.parts import Parts
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.transfers import MoveDetail, Transfers
-from kvdisk.manager.wants import Wants
-from kvdisk.messages import JobKind, Move
+from kvdisk.manager.tiers import Tiers
+from kvdisk.messages import Job, JobKind, Move
+
+_READY = bytes([READY])
+
+
+class GpuLoads:
+    """Blocks that loads are just bringing to the GPU, so that one load serves all who want them.
+
+    The engine has a loaded block in its prefix cache from the step after its load was settled on, before it looks up
+    any request that waits: whoever has waited for the load finds its blocks on the GPU. A block that two jobs load is
+    the later one's.
+
+    ``enabled``: whether the engine has a prefix cache. Without one nothing is noted, and so nobody waits.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._loaders: dict[BlockKey, JobId] = {}
+        self._jobs: dict[JobId, Job] = {}
+
+    def begin(self, job: Job) -> None:
+        """A load was planned."""
+        if self._enabled:
+            self._jobs[job.id] = job
+            self._loaders.update(dict.fromkeys([move.key for move in job.moves], job.id))
+
+    def end(self, job_id: JobId) -> None:
+        """A load was settled, or nobody will use what it brings. It may have ended before."""
+        job = self._jobs.pop(job_id, None)
+        if job is not None:
+            for move in job.moves:
+                if self._loaders.get(move.key) == job_id:
+                    del self._loaders[move.key]
+
+    def clear(self) -> None:
+        """For a new epoch: no load on its way brings anything."""
+        self._jobs.clear()
+        self._loaders.clear()
+
+    @property
+    def any(self) -> bool:
+        """Whether any load is on its way."""
+        return bool(self._jobs)
+
+    def is_out(self, job_id: JobId | None) -> bool:
+        """Whether a load is on its way."""
+        return job_id in self._jobs
+
+    def loader_of(self, key: BlockKey) -> JobId | None:
+        """Return the job that loads a block; None: none does."""
+        return self._loaders.get(key)
+
+    def presences(self, keys: Sequence[BlockKey]) -> bytes:
+        """Return, as ``Catalog.presences``: READY for what is on its way to the GPU."""
+        return bytes(map(self._loaders.__contains__, keys)).replace(b"\1", _READY)
+
 
 MAX_PROMOTE_JOBS = 4
 """Promotions queued or out; the worker reads for them only where loads leave half of its reads."""
@@ -46,13 +96,11 @@ class PendingReads:
     """Blocks whose bytes are just being read into a CPU slot, with the row whose copy is written: once is enough.
 
     ``to_gpu``: those that loads bring to the GPU, from wherever.
-    ``promotion_awaited``: whether a request whose turn has come waits for one of the promotions, in this step.
     """
 
     def __init__(self, to_gpu: GpuLoads) -> None:
         self.to_gpu = to_gpu
         self._rows: dict[JobKind, dict[BlockKey, int]] = {JobKind.LOAD: {}, JobKind.PROMOTE: {}}
-        self.promotion_awaited = False
 
     def begin(self, kind: JobKind, keys: Sequence[BlockKey], rows: Sequence[int]) -> None:
         """Note that a job reads blocks into the CPU slots of their rows."""
@@ -101,44 +149,40 @@ class Promotions:
 
     def __init__(
         self,
-        config: Config,
-        geometry: Geometry,
-        context: SchedulerContext,
-        catalog: Catalog,
-        transfers: Transfers,
-        cpu: CpuSpace | None,
-        nvme: NvmeSpace | None,
-        cpu_admission: AdmissionPolicy,
-        wants: Wants,
-        foreign: ForeignCopies,
+        parts: Parts,
+        tiers: Tiers,
+        demand: Demand,
+        neighbours: NeighbourCopies,
         reads: PendingReads,
     ) -> None:
-        self._geometry = geometry
-        self._context = context
-        self._catalog = catalog
-        self._transfers = transfers
-        self._tiers = (cpu, nvme) if config.prefetch and cpu is not None and nvme is not None else None
-        self._cpu_admission = cpu_admission
-        self._wants = wants
-        self._foreign = foreign
+        self._geometry = parts.geometry
+        self._context = parts.context
+        self._catalog = parts.catalog
+        self._transfers = parts.transfers
+        self._state = parts.state
+        self._tiers = tiers
+        landing = tiers.landing
+        self._landing = landing if parts.config.prefetch and len(tiers) > 1 else None
+        self._demand = demand
+        self._neighbours = neighbours
         self._reads = reads
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
         """Those with something left to be read ahead, or not looked at; in order of arrival."""
         self._ahead: dict[str, list[int]] = {}
         """By waiting request: slots by size class that were taken for it."""
-        self._taken = [0] * len(geometry.slot_sizes)
-        self._limits = [total // PREFETCH_DIVISOR for total in cpu.pool.total] if cpu is not None else []
+        self._taken = [0] * len(parts.geometry.slot_sizes)
+        self._limits = [total // PREFETCH_DIVISOR for total in landing.pool.total] if landing is not None else []
 
     # -- the queue -----------------------------------------------------------------------------
 
     def enqueue(self, request: RequestState) -> None:
         """A request has come, and waits."""
-        if self._tiers is not None:
+        if self._landing is not None:
             self._waiting[request.request_id] = _Waiting(request)
 
     def enqueue_first(self, request: RequestState) -> None:
         """A request waits again, before those that came after it."""
-        if self._tiers is not None:
+        if self._landing is not None:
             self.leave(request.request_id)
             self._waiting[request.request_id] = _Waiting(request)
             self._waiting.move_to_end(request.request_id, last=False)
@@ -160,17 +204,19 @@ class Promotions:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def plan(self, epoch: int) -> None:
-        """Plan promotions for those that wait, as far as the bounds allow. ``epoch``: the current one.
+    def plan(self) -> None:
+        """Plan promotions for the requests that wait, as far as the bounds allow.
 
-        None while a request whose turn has come waits for one: it would only wait the longer.
+        Plans nothing while a scheduled request waits for a prefetch, to let that finish first.
         """
-        awaited, self._reads.promotion_awaited = self._reads.promotion_awaited, False
-        if self._tiers is None or awaited or not self._waiting or not self._tiers[1].home_open:
+        awaited, self._state.prefetch_awaited = self._state.prefetch_awaited, False
+        if self._landing is None or awaited or not self._waiting:
+            return
+        if not any(space.is_open for space in self._tiers if space is not self._landing):
             return
         examined = 0
         for request_id, waiting in list(islice(self._waiting.items(), MOST_SEEN)):
-            if waiting.wanted is None and not self._foreign.is_asking(waiting.request):
+            if waiting.wanted is None and not self._neighbours.is_asking(waiting.request):
                 if examined >= MOST_EXAMINED:
                     return
                 examined += 1
@@ -178,7 +224,7 @@ class Promotions:
             while waiting.wanted:
                 if self._transfers.count(JobKind.PROMOTE) >= MAX_PROMOTE_JOBS:
                     return
-                if not self._plan_job(request_id, waiting.wanted, epoch):
+                if not self._plan_job(request_id, waiting.wanted):
                     return  # for want of room: those behind it would take what comes free
             if waiting.wanted is not None:
                 del self._waiting[request_id]
@@ -190,33 +236,34 @@ class Promotions:
         limit = known - 1 if request.load_limit_tokens is None else min(known - 1, request.load_limit_tokens)
         if request.most_load_tokens is not None:
             limit = min(limit, self._local_tokens(request) + request.most_load_tokens)
-        catalog, elsewhere = self._catalog, self._foreign.promised
+        catalog, source = self._catalog, Reachable(self._catalog, self._neighbours.usable_hints)
         # To the end of what is there or on its way: behind a block that is just being stored there may be others.
-        hit = longest_hit(catalog, self._geometry, request.keys, 0, limit, coming=True, elsewhere=elsewhere)
+        hit = longest_hit(source, self._geometry, request.keys, 0, limit, coming=True)
         found: list[tuple[int, BlockKey, BlockKey | None]] = []
         held: list[int] = []
         for group in self._geometry.groups:
             keys = request.keys[group.group]
             for position in range(first_needed(group, 0, hit), hit // group.block_tokens):
                 row = catalog.find(keys[position])
-                if row >= 0 and catalog.state(row, Tier.CPU) == READY:
+                if self._landing is not None and row >= 0 and catalog.state(row, self._landing.tier) == READY:
                     held.append(row)
                 elif self._is_wanted(keys[position]):
                     parent = keys[position - 1] if position else None
                     found.append((position * group.block_tokens, keys[position], parent))
-        if found and self._tiers is not None:
-            self._tiers[0].accessed(held[::-1])  # or reading ahead would make room by letting just these leave
+        if found and self._landing is not None:
+            self._landing.access(held[::-1])  # or reading ahead would make room by letting just these leave
         found.sort(key=lambda block: block[0])
         return deque((key, parent) for _, key, parent in found)
 
     def _is_wanted(self, key: BlockKey) -> bool:
-        """Whether a drive has a block that neither the GPU nor the CPU tier has or gets."""
+        """Whether a drive has a block that neither the GPU nor memory has or gets."""
         catalog, row = self._catalog, self._catalog.find(key)
+        assert self._landing is not None
         if self._reads.to_gpu.loader_of(key) is not None:
             return False
-        if row >= 0 and (catalog.state(row, Tier.CPU) != ABSENT or not catalog.readable(row, Tier.NVME)):
+        if row >= 0 and (catalog.state(row, self._landing.tier) != ABSENT or catalog.readable_tier(row) is None):
             return False
-        return (row >= 0 or key in self._foreign.promised) and not self._context.is_cached(key)
+        return (row >= 0 or key in self._neighbours.usable_hints) and not self._context.is_cached(key)
 
     def _local_tokens(self, request: RequestState) -> int:
         """Return how much of a request's prompt the GPU has now, by the groups that need all of it."""
@@ -228,14 +275,15 @@ class Promotions:
                 found.append(blocks * group.block_tokens)
         return min(found[1:] or found)
 
-    def _plan_job(self, request_id: str, wanted: deque[tuple[BlockKey, BlockKey | None]], epoch: int) -> bool:
+    def _plan_job(self, request_id: str, wanted: deque[tuple[BlockKey, BlockKey | None]]) -> bool:
         """Plan one job of a request's first wanted blocks; False where there is no room for any."""
+        assert self._landing is not None
         picked: list[tuple[BlockKey, BlockKey | None]] = []
         while wanted and len(picked) < MAX_PROMOTE_MOVES:
             key, parent = wanted.popleft()
             if self._is_wanted(key):
-                self._wants.note((key,), request_id)
-                if self._cpu_admission.admits((key,))[0]:
+                self._demand.count_demand((key,), request_id)
+                if self._landing.admission.admits((key,))[0]:
                     picked.append((key, parent))
         slots = self._take_slots(request_id, [key for key, _ in picked])
         moves: list[Move] = []
@@ -246,18 +294,18 @@ class Promotions:
             if not of_class:
                 left.append((key, parent))
                 continue
-            move, row = self._make_move(key, parent, of_class.popleft(), epoch)
-            self._reads.begin(JobKind.PROMOTE, (key,), (row,))
+            move, detail = self._make_move(key, parent, of_class.popleft(), self._landing.tier)
+            self._reads.begin(JobKind.PROMOTE, (key,), (detail.row,))
             moves.append(move)
-            details.append(MoveDetail(row))
+            details.append(detail)
         wanted.extendleft(reversed(left))
         if moves:
-            self._transfers.add(JobKind.PROMOTE, moves, details, epoch=epoch, request_id=request_id)
+            self._transfers.add(JobKind.PROMOTE, moves, details, epoch=self._state.epoch, request_id=request_id)
         return bool(moves) or not left
 
     def _take_slots(self, request_id: str, keys: list[BlockKey]) -> list[deque[Slot]]:
         """Take CPU slots for blocks, by size class, within the share of what may be read ahead."""
-        assert self._tiers is not None
+        assert self._landing is not None
         wanted = [0] * len(self._taken)
         for key in keys:
             wanted[self._geometry.size_classes[group_of(key)]] += 1
@@ -265,23 +313,25 @@ class Promotions:
         slots: list[deque[Slot]] = []
         for size_class, of_class in enumerate(wanted):
             count = min(of_class, self._limits[size_class] - self._taken[size_class])
-            taken = self._tiers[0].allocate(size_class, count, spare_backlog=True) if count > 0 else []
+            taken = self._landing.allocate(size_class, count, keep_queued=True) if count > 0 else []
             ahead[size_class] += len(taken)
             self._taken[size_class] += len(taken)
             slots.append(deque(taken))
         return slots
 
-    def _make_move(self, key: BlockKey, parent: BlockKey | None, cpu: Slot, epoch: int) -> tuple[Move, int]:
-        """Pin a block's copy on a drive and begin its CPU copy; return the move and the row."""
+    def _make_move(self, key: BlockKey, parent: BlockKey | None, slot: Slot, target: Tier) -> tuple[Move, MoveDetail]:
+        """Pin a block's copy on a drive and begin one in memory."""
         catalog = self._catalog
         row = catalog.find(key)
-        if row >= 0:
-            catalog.pin((row,), Tier.NVME)
-            nvme, parent = catalog.slot(row, Tier.NVME), catalog.parents[row]
+        source = catalog.readable_tier(row)
+        if source is not None:
+            catalog.pin((row,), source)
+            read_slot, parent = catalog.slot(row, source), catalog.parents[row]
         else:
-            foreign = self._foreign.find(key)
-            assert foreign is not None
-            nvme = self._foreign.pin(foreign)
-            row = catalog.add(key, foreign.generation, epoch, parent)
-        catalog.begin(row, Tier.CPU, cpu)
-        return Move(key, catalog.generations[row], -1, cpu, nvme, parent), row
+            hint = self._neighbours.hint(key)
+            assert hint is not None
+            source, read_slot = neighbours.TIER, self._neighbours.pin(hint)
+            row = catalog.add(key, hint.generation, self._state.epoch, parent)
+        catalog.begin((row,), target, (slot,))
+        move = make_move(key, catalog.generations[row], {source: read_slot, target: slot}, parent)
+        return move, MoveDetail(row, source=source, target=target)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NVMe tier's room: slots, eviction, limbo, and the index. Scheduler thread only.
+"""The NVMe tier: slots, eviction, limbo, and the index. Scheduler thread only.
 
 A slot of an evicted copy waits in limbo until its record's deletion is committed, so a committed
 record never names a slot that holds other bytes (invariant 2).
@@ -7,27 +7,23 @@ record never names a slot that holds other bytes (invariant 2).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvdisk.blocks import Slot, Tier, group_of
-from kvdisk.geometry import Geometry
+from kvdisk.blocks import Slot, Tier
 from kvdisk.index.base import BlockRecord, Index, IndexState, SegmentRecord
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import ABSENT, DOOMED
-from kvdisk.manager.drive_health import Turns
-from kvdisk.manager.eviction import EvictionPolicy
-from kvdisk.manager.nvme_layout import NvmeLayout
+from kvdisk.manager.admission import AdmissionPolicy, WriteBudget
+from kvdisk.manager.catalog import ABSENT, DOOMED
+from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.nvme_restore import restore_blocks
-from kvdisk.manager.pool import SlotPool
-from kvdisk.manager.segments import Segments
-from kvdisk.manager.tail_first import TailFirst
-from kvdisk.manager.transfers import JobRecord, Transfers
+from kvdisk.manager.parts import Parts
+from kvdisk.manager.segments import NvmeLayout, Segments, Turns
+from kvdisk.manager.tiers import TierSpace
 from kvdisk.manager.uses import Uses
-from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import JobKind, SegmentSpec
-from kvdisk.stats import Stats
 
+SHORT_RUN_SLOTS = 8
+"""Free slots in shorter runs than this count as fragmented: a write of a block or few at a time."""
 _MAX_EVICTED_PER_STEP = 256
 _MOST_SPARE_SLOTS, _SPARE_DIVISOR = 1024, 32
 """Kept free of a large tier, so that there are long runs to choose from."""
@@ -49,40 +45,38 @@ class _Drop:
     sent: bool = False
 
 
-class NvmeSpace:
-    """Slots of this engine's home, on ``drive_count`` drives. ``budget``: what may be written; None: without bound."""
+class NvmeSpace(TierSpace):
+    """Slots of this engine's store, on ``drive_count`` drives.
+
+    ``budget``: what may be written; None: without bound.
+    """
+
+    in_memory = False
 
     def __init__(
         self,
-        geometry: Geometry,
+        parts: Parts,
         layout: NvmeLayout,
         index: Index,
-        catalog: Catalog,
-        transfers: Transfers,
-        stats: Stats,
-        make_policy: Callable[[], EvictionPolicy],
+        admission: AdmissionPolicy,
         drive_count: int = 1,
         budget: WriteBudget | None = None,
     ) -> None:
-        self._geometry = geometry
+        super().__init__(parts, Tier.NVME, admission)
         self._index = index
-        self._catalog = catalog
-        self._transfers = transfers
-        self._stats = stats
-        self._policies = [TailFirst(make_policy(), catalog, Tier.NVME) for _ in geometry.slot_sizes]
-        self.pool = SlotPool(len(geometry.slot_sizes))
-        self.segments = Segments(geometry, layout, transfers, stats, drive_count)
-        self.uses = Uses(catalog)
+        self._transfers = parts.transfers
+        self.segments = Segments(parts.geometry, layout, parts.transfers, parts.stats, drive_count)
+        self.uses = Uses(parts.catalog)
         self._drops: dict[int, _Drop] = {}
         self._ticket = 0
         self._committed = 0
         self._dropped = 0
         self._index_writable = True
-        self._stuck = [False] * len(geometry.slot_sizes)
-        self._turns = Turns.of_slots(geometry.slot_sizes)
+        self._stuck = [False] * len(parts.geometry.slot_sizes)
+        self._turns = Turns.of_slots(parts.geometry.slot_sizes)
         self._budget = budget
-        self.most_slots = layout.most_slots(geometry)
-        self.capacity_bytes = layout.capacity_bytes(geometry)
+        self.most_slots = layout.most_slots(parts.geometry)
+        self.capacity_bytes = layout.capacity_bytes(parts.geometry)
 
     # -- start ---------------------------------------------------------------------------------
 
@@ -90,7 +84,7 @@ class NvmeSpace:
         """Fill the catalog from the index and plan the jobs that open the home and its segments on every rank."""
         records = sorted(self._index.segments())
         restored = restore_blocks(
-            self._index, self._geometry, self._catalog, self._policies, {record.segment: record for record in records}
+            self._index, self._geometry, self._catalog, self._orders, {record.segment: record for record in records}
         )
         if restored.stale:
             self._ticket = self._index.delete(restored.stale)
@@ -106,7 +100,7 @@ class NvmeSpace:
 
     # -- slots ---------------------------------------------------------------------------------
 
-    def allocate(self, size_class: int, count: int) -> list[Slot]:
+    def allocate(self, size_class: int, count: int, *, keep_queued: bool = False) -> list[Slot]:  # noqa: ARG002
         """Take up to ``count`` free slots, in runs, piece by piece from the drives in turn; fewer, or none, for want.
 
         From the drives that could be written when ``may_write`` was last called. They are charged to the budget.
@@ -137,14 +131,14 @@ class NvmeSpace:
             self._budget.spend(-len(slots), self._block_bytes(size_class))
 
     @property
-    def room(self) -> tuple[int, int]:
+    def free_and_total(self) -> tuple[int, int]:
         """Slots that are or will be free without an eviction, and all that there may be."""
         unmade = max(0, self.most_slots - sum(self.pool.total))
         return unmade + sum(self.pool.free) + sum(self.pool.limbo), unmade + sum(self.pool.total)
 
     def _block_bytes(self, size_class: int) -> int:
         """Bytes of a block on the drive over all ranks."""
-        return self._geometry.slot_sizes[size_class] * self._geometry.part_count
+        return self._geometry.slot_sizes[size_class] * self._parts_of_block
 
     def has_room(self, size_class: int) -> bool:
         """Whether a slot is free now, on a drive that can be written."""
@@ -155,69 +149,40 @@ class NvmeSpace:
             return self.pool.free[size_class]
         return self.pool.free_on(size_class, self.segments.writable)
 
-    def inserted(self, rows: Sequence[int]) -> None:
-        """Copies became READY on every rank: of one chain the tail comes first."""
-        self.uses.begin(rows)
-        if len(self._policies) == 1:
-            self._policies[0].insert(rows)
-            return
-        for row in rows:
-            self._policies[self._class_of(row)].insert((row,))
-
-    def record(self, rows: Sequence[int], now_s: int) -> None:
+    def _record(self, rows: Sequence[int], now_s: int) -> None:
         """Queue the records of READY copies for the index. A full queue costs only their life after a restart."""
+        self.uses.begin(rows)
         catalog = self._catalog
         records = [
             BlockRecord(
-                catalog.epochs[row], catalog.keys[row], slot, catalog.generations[row], catalog.parents[row], now_s
+                catalog.epochs[row],
+                catalog.keys[row],
+                catalog.slot(row, Tier.NVME),
+                catalog.generations[row],
+                catalog.parents[row],
+                now_s,
             )
-            for row, slot in zip(rows, catalog.slots(rows, Tier.NVME), strict=True)
+            for row in rows
         ]
         ticket = self._index.put(records) if records else None
         if ticket is not None:
             self._ticket = ticket
 
-    def accessed(self, rows: Sequence[int]) -> None:
-        """Copies were used: of one chain the tail is told first."""
-        if len(self._policies) == 1:
-            self._policies[0].access(rows)
-            return
-        for row in rows:
-            self._policies[self._class_of(row)].access((row,))
+    def reached(self, rows: Sequence[int]) -> None:
+        """A request has come to these blocks, which are in some tier; of one chain the tail comes first."""
+        super().reached(rows)
+        self.uses.log.extend(rows)
 
-    def drop(self, rows: list[int]) -> None:
-        """End READY or DOOMED, unpinned copies: their records are deleted, their slots go to limbo."""
+    def drop(self, rows: Sequence[int]) -> None:
+        """End unpinned copies: their records are deleted, their slots go to limbo."""
         if not rows:
             return
-        epochs, keys_of = self._catalog.epochs, self._catalog.keys
-        keys = [(epochs[row], keys_of[row]) for row in rows]
-        if len(self._policies) == 1:
-            self._policies[0].remove(rows)
-        else:
-            for row in rows:
-                self._policies[self._class_of(row)].remove((row,))
-        slots = self._catalog.drop_all(rows, Tier.NVME)
-        self._ticket = self._index.delete(keys)
+        names = [(self._catalog.epochs[row], self._catalog.keys[row]) for row in rows]
+        slots = self._end(rows)
+        self._ticket = self._index.delete(names)
         self.pool.retain(slots, self._ticket)
 
-    def discard(self, row: int) -> None:
-        """Serve a READY copy to nobody any more, and end it as soon as no job uses it."""
-        self._policies[self._class_of(row)].remove((row,))
-        self._catalog.doom(row, Tier.NVME)
-        self._end_doomed(row)
-
-    def unpin(self, rows: Sequence[int]) -> None:
-        """Give back one pin of each copy; the last one of a doomed copy ends it."""
-        self._catalog.unpin(rows, Tier.NVME)
-        if self._catalog.any_in(DOOMED, rows, Tier.NVME):
-            for row in rows:
-                self._end_doomed(row)
-
-    def _end_doomed(self, row: int) -> None:
-        if self._catalog.state(row, Tier.NVME) == DOOMED and self._catalog.pins(row, Tier.NVME) == 0:
-            self.drop([row])
-
-    def make_room(self, now: float, wanted: list[int]) -> None:
+    def make_room(self, now: float, wanted: Sequence[int]) -> None:
         """Open a segment where the cap allows, else evict, so that ``wanted`` slots by size class can be had soon."""
         for size_class, wish in enumerate(wanted):
             total = self.pool.total[size_class]
@@ -249,7 +214,7 @@ class NvmeSpace:
             def evictable(row: int) -> bool:
                 return anywhere(row) and slot(row, Tier.NVME).segment in places
 
-        rows = self._policies[size_class].victims(count, evictable)
+        rows = self._orders[size_class].victims(count, evictable)
         self._stats.add("evicted_blocks.nvme", len(rows))
         self.drop(rows)
         return len(rows)
@@ -291,8 +256,8 @@ class NvmeSpace:
         """Take a segment out of service; its files go when the deletion of its records is committed."""
         rows = self._catalog.rows_in(Tier.NVME, spec.segment)
         for row in rows:
-            if self._catalog.state(row, Tier.NVME) != DOOMED:
-                self._policies[self._class_of(row)].remove((row,))
+            if self._state(row) != DOOMED:
+                self._forget((row,))
                 self._catalog.doom(row, Tier.NVME)
         pinned = [row for row in rows if self._catalog.pins(row, Tier.NVME) > 0]
         self.drop([row for row in rows if self._catalog.pins(row, Tier.NVME) == 0])
@@ -303,7 +268,7 @@ class NvmeSpace:
 
     def _is_in(self, row: int, segment: int) -> bool:
         """Whether a row has a copy in a segment: in one that is being dropped no other copy can begin."""
-        return self._catalog.state(row, Tier.NVME) != ABSENT and self._catalog.slot(row, Tier.NVME).segment == segment
+        return self._state(row) != ABSENT and self._catalog.slot(row, Tier.NVME).segment == segment
 
     # -- commits and failures ------------------------------------------------------------------
 
@@ -340,19 +305,28 @@ class NvmeSpace:
         return self._ticket, self._committed
 
     @property
-    def uncommitted_changes(self) -> int:
-        """Changes of the index (the records of a job, or of an eviction) that wait for their commit."""
-        return max(0, self._ticket - self._committed)
+    def _parts_of_block(self) -> int:
+        return self._geometry.part_count
 
-    @property
-    def budget_left_bytes(self) -> int | None:
-        """Bytes that may be written now, None: without bound."""
-        return None if self._budget is None else self._budget.left_bytes
+    def gauges(self) -> dict[str, float]:
+        """Return the tier's gauges, by series."""
+        found = super().gauges()
+        found["capacity_bytes.nvme"] = self.capacity_bytes
+        found["limbo_blocks"] = sum(self.pool.limbo)
+        found["uncommitted_changes"] = max(0, self._ticket - self._committed)
+        free = sum(self.pool.free)
+        found["fragmentation_ratio"] = self.pool.free_in_short_runs(SHORT_RUN_SLOTS) / free if free else 0.0
+        if self._budget is not None:
+            found["write_budget_bytes"] = self._budget.left_bytes
+        drives = self.segments.drives
+        for drive in range(len(drives)):
+            found[f"drive_quarantined.{drive}"] = int(drive in drives.quarantined)
+        return found
 
     def may_write(self, now: float) -> bool:
         """Whether demotions may be planned: the home is open, some drive is in order with no back-off running, and
         the budget is not spent."""
-        return self.segments.may_write(now) and (self._budget is None or self._budget.look(now))
+        return self.segments.may_write(now) and (self._budget is None or self._budget.refresh(now))
 
     @property
     def is_spent(self) -> bool:
@@ -363,29 +337,37 @@ class NvmeSpace:
     def has_room_soon(self) -> bool:
         """Whether there is room, or is to be in a segment that is being made or opened, or is the first of its kind."""
         coming = self.segments.is_opening or not all(self.pool.total) or all(self.pool.free)
-        return coming and self.home_open and not self.is_spent
+        return coming and self.is_open and not self.is_spent
 
     @property
-    def home_open(self) -> bool:
-        """False once a rank could not open the home."""
+    def is_open(self) -> bool:
+        """False once a rank could not open the engine's store."""
         return self.segments.home_open
 
-    def resumes(self, now: float) -> bool:
-        """Whether a back-off or a quarantine has ended, or the budget is back, since this was last asked."""
-        resumed = self.segments.drives.look(now) and self.may_write(now)
+    @property
+    def holds_neighbours(self) -> bool:
+        """True: a neighbour's copy is read as one of this tier."""
+        return True
+
+    def reset(self) -> None:
+        """Forget what was counted. Records stay for engines that load the files."""
+        self.admission.reset()
+
+    def refresh(self, now: float, now_s: int) -> bool:
+        """Learn how far commits have come, and which drives may be used again. Return whether room may be free."""
+        released = self.commit()
+        self.uses.count(now, now_s)
+        resumed = self.segments.drives.refresh(now) and self.may_write(now)
         if self._budget is not None:
-            resumed |= self._budget.look(now) and self._budget.take_resumed()
-        self._catalog.hidden_segments = self.segments.quarantined
-        return resumed
+            resumed |= self._budget.refresh(now) and self._budget.take_resumed()
+        self._catalog.hide(Tier.NVME, self.segments.quarantined)
+        return released or resumed
 
-    def note_writes(self, record: JobRecord, now: float) -> None:
+    def learn_writes(self, record: JobRecord, now: float) -> None:
         """Learn from a settled store or demotion how the drives are."""
-        self.segments.note_writes(record, now)
+        self.segments.learn_writes(record, now)
 
-    def note_reads(self, record: JobRecord, now: float) -> None:
-        """Learn from a settled load how the drives are; what they hold is hidden while they are quarantined."""
-        self.segments.note_reads(record, now, self._drops)
-        self._catalog.hidden_segments = self.segments.quarantined
-
-    def _class_of(self, row: int) -> int:
-        return self._geometry.size_classes[group_of(self._catalog.keys[row])]
+    def learn_reads(self, record: JobRecord, now: float) -> None:
+        """Learn from a settled load or prefetch how the drives are; what a quarantined one holds is hidden."""
+        self.segments.learn_reads(record, now, self._drops)
+        self._catalog.hide(Tier.NVME, self.segments.quarantined)

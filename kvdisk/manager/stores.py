@@ -8,29 +8,32 @@ from collections.abc import Collection, Sequence
 from itertools import compress
 from typing import NamedTuple
 
-from kvdisk.blocks import CPU, NVME, BlockKey, JobId, Slot, group_of
-from kvdisk.config import Config
-from kvdisk.context import SchedulerContext
-from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager.admission import AdmissionPolicy
-from kvdisk.manager.catalog import Catalog
+from kvdisk.blocks import BlockKey, JobId, Slot, group_of
+from kvdisk.geometry import GroupGeometry
+from kvdisk.manager.admission import Demand
+from kvdisk.manager.catalog import ABSENT
 from kvdisk.manager.chains import NONE
-from kvdisk.manager.copies import ABSENT, READY
-from kvdisk.manager.cpu_space import CpuSpace
-from kvdisk.manager.foreign import ForeignCopies
-from kvdisk.manager.lookup import is_coming
-from kvdisk.manager.nvme_offers import NvmeOffers
-from kvdisk.manager.nvme_space import NvmeSpace
+from kvdisk.manager.jobs import MoveDetail, StoreSources, make_move
+from kvdisk.manager.neighbours import NeighbourCopies
+from kvdisk.manager.parts import Parts
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.settlement import Settlement
-from kvdisk.manager.sources import StoreSources
-from kvdisk.manager.store_drafts import NO_PLACE, StoreDraft, StoreDrafts
-from kvdisk.manager.store_policy import FreeOffer, StorePolicy, own_method
-from kvdisk.manager.tables import BlockTables, Table
-from kvdisk.manager.transfers import Transfers
-from kvdisk.manager.wants import Wants
-from kvdisk.manager.watermark import Refusal
-from kvdisk.stats import Stats
+from kvdisk.manager.store_policy import FreeOffer, Refusal, StorePolicy, own_method
+from kvdisk.manager.tiers import Tiers
+from kvdisk.messages import JobKind
+
+
+class Table(NamedTuple):
+    """A request's GPU blocks by group, 0 where it needs none, and how many of its tokens are computed in them.
+
+    Of a group with a window the engine may have taken blocks since that lie wholly before the window.
+    """
+
+    computed_tokens: int
+    block_ids: Sequence[Sequence[int]]
+
+
+_EMPTY = Table(0, ())
+
 
 MOST_LEFT = 4096
 """Blocks of requests that have ended which wait for a segment; the first that came are forgotten first."""
@@ -39,68 +42,64 @@ MOST_LEFT_OFFERS = 256
 
 
 class _Wanted(NamedTuple):
-    """Blocks of one group of a request, ascending, that lack nothing but slots. ``blocks``: the group's block table.
-
-    ``are_new``: the catalog is known to have none of them.
-    """
+    """Blocks of one group of a request, ascending, that lack nothing but slots. ``blocks``: the group's block table."""
 
     group: GroupGeometry
     positions: Sequence[int]
     blocks: Sequence[int]
-    are_new: bool
+
+
+class _Taken(NamedTuple):
+    """A block that has got a slot. ``group``, ``position``: its place in its request; -1: it is in none."""
+
+    key: BlockKey
+    parent: BlockKey | None
+    gpu_block: int
+    slot: Slot
+    group: int = -1
+    position: int = -1
 
 
 class StorePlanner:
-    """Takes offers into slots, and has their GPU blocks watched.
+    """Takes offers into slots of the first tier, and has their GPU blocks watched.
 
-    ``cpu`` or ``nvme`` is None where the tier does not exist.
-
-    ``first_generation``: larger than any that this home has seen.
+    ``first_generation``: larger than any that this engine's store has seen.
     """
 
     def __init__(
         self,
-        config: Config,
-        geometry: Geometry,
-        context: SchedulerContext,
-        catalog: Catalog,
-        transfers: Transfers,
-        stats: Stats,
-        cpu: CpuSpace | None,
-        nvme: NvmeSpace | None,
+        parts: Parts,
+        tiers: Tiers,
         store_policy: StorePolicy,
-        admission: AdmissionPolicy,
-        wants: Wants,
-        offers: NvmeOffers,
-        settlement: Settlement,
+        demand: Demand,
         sources: StoreSources,
+        neighbours: NeighbourCopies,
         first_generation: int,
-        foreign: ForeignCopies,
     ) -> None:
-        self._config = config
-        self._geometry = geometry
-        self._context = context
-        self._catalog = catalog
-        self._stats = stats
-        self._cpu = cpu
-        self._nvme = nvme
+        self._config = parts.config
+        self._geometry = parts.geometry
+        self._context = parts.context
+        self._catalog = parts.catalog
+        self._transfers = parts.transfers
+        self._stats = parts.stats
+        self._state = parts.state
+        self._tiers = tiers
+        self._target = tiers.first
         self._store_policy = store_policy
         # None where the policy's is that of ``NoStores``.
         self._policy_reached = own_method(store_policy, "reached")
         self._policy_offers_free = own_method(store_policy, "free_offers")
-        self._target = CPU if cpu is not None else NVME
-        self._admission = admission
-        self._wants = wants
-        self._offers = offers
-        self._settlement = settlement
-        self._foreign = foreign
-        self._drafts = StoreDrafts(catalog, transfers, sources, self._target, first_generation)
-        self._min_block_tokens = min(group.block_tokens for group in geometry.groups)
-        self._tables = BlockTables()
+        self._demand = demand
+        self._sources = sources
+        self._neighbours = neighbours
+        self._generation = first_generation
+        self._min_block_tokens = min(group.block_tokens for group in parts.geometry.groups)
+        self._tables: dict[str, Table] = {}
+        """What each running request held at its last step: a victim is named when its blocks have been freed."""
         self._left: deque[FreeOffer] = deque(maxlen=MOST_LEFT)
         """Blocks that waited for room when their requests ended, by request in the order of the prompt."""
-        self._left_mark = -1
-        """The number of room when these were last offered."""
+        self._left_at = -1
+        """The number of ``released`` when these were last offered."""
 
     # -- what requests have computed ------------------------------------------------------------
 
@@ -110,67 +109,60 @@ class StorePlanner:
             return False
         if not self._store_policy.saves_victims:
             computed_tokens = self._storable_tokens(request, computed_tokens)
-        known_tokens = self._tables.get(request.request_id).computed_tokens
+        known_tokens = self._tables.get(request.request_id, _EMPTY).computed_tokens
         new_blocks = computed_tokens // self._min_block_tokens > known_tokens // self._min_block_tokens
         return new_blocks or self._store_policy.waits(request.request_id)
 
-    def plan(
-        self, request: RequestState, computed_tokens: int, block_ids: Sequence[Sequence[int]], now: float, epoch: int
-    ) -> None:
-        """See ``TierManager.plan_store``. ``epoch``: the current one."""
+    def plan(self, request: RequestState, computed_tokens: int, block_ids: Sequence[Sequence[int]], now: float) -> None:
+        """See ``TierManager.plan_store``."""
         if request.loading or request.stale:
             return
         request.update_keys(self._geometry)
-        known_tokens = self._tables.put(request.request_id, Table(computed_tokens, block_ids)).computed_tokens
+        known_tokens = self._tables.get(request.request_id, _EMPTY).computed_tokens
+        self._tables[request.request_id] = Table(computed_tokens, block_ids)
         storable_tokens = self._storable_tokens(request, computed_tokens)
-        draft, wanted = StoreDraft(request, epoch), []
+        wanted = []
         for group in self._geometry.groups:
             keys, blocks = request.keys[group.group], block_ids[group.group]
             final_tokens = min(storable_tokens, max(0, computed_tokens - group.volatile_last))
-            full = min(len(keys), len(blocks))
-            storable = min(final_tokens // group.block_tokens, full)
+            storable = min(final_tokens // group.block_tokens, len(keys), len(blocks))
             first = min(known_tokens // group.block_tokens, storable)
-            are_new = self._note_reached(request, keys, first, storable)
-            room = self._settlement.room
-            offers = self._store_policy.offers(request.request_id, group.group, storable, room, now)
+            self._note_reached(request, keys, first, storable)
+            offers = self._store_policy.offers(request.request_id, group.group, storable, self._state.released, now)
             if offers:
-                are_new = are_new and offers[0] >= first
-                taken = self._answer(request, group.group, offers, blocks, now, are_new)
-                wanted.append(_Wanted(group, taken, blocks, are_new))
-        self._take(draft, request, wanted, now)
-        self._drafts.queue(draft)
+                wanted.append(_Wanted(group, self._answer(request, group.group, offers, blocks, now), blocks))
+        taken = self._take(request, wanted, now)
+        self._queue(taken, request)
 
     def _storable_tokens(self, request: RequestState, computed_tokens: int) -> int:
         if request.store_limit_tokens is not None:
             computed_tokens = min(computed_tokens, request.store_limit_tokens)
         return computed_tokens if self._config.store_decode else min(computed_tokens, request.prompt_tokens)
 
-    def _note_reached(self, request: RequestState, keys: Sequence[BlockKey], start: int, stop: int) -> bool:
-        """A request has come to blocks of one group, computed or loaded: it wants them, and uses their copies.
+    def _note_reached(self, request: RequestState, keys: Sequence[BlockKey], start: int, stop: int) -> None:
+        """Record that a request reached these blocks: count the demand and refresh recency.
 
-        Where the CPU tier has a block already, NVMe is asked again: its count may have risen. Returns whether the
-        catalog has none of them.
+        Offer those that a tier has to the next one again: their count may have risen.
         """
         if start == stop:
-            return False
+            return
         if self._policy_reached is not None:
             self._policy_reached(request.request_id, keys, start, stop)
-        wanted = keys[start:stop]
-        self._wants.note(wanted, request.request_id)
-        if self._catalog.has_none(wanted):
-            return True
-        used = [row for row in self._catalog.find_all(wanted) if is_coming(self._catalog, row)]
-        self._offers.offer(used)
-        for space, tier in ((self._cpu, CPU), (self._nvme, NVME)):
-            if space is not None:  # the head last, so that it leaves last
-                space.accessed([row for row in reversed(used) if self._catalog.state(row, tier) == READY])
-        if self._nvme is not None:
-            self._nvme.uses.log.extend(used)
-        return False
+        wanted, catalog = keys[start:stop], self._catalog
+        self._demand.count_demand(wanted, request.request_id)
+        used = [row for row in catalog.find_all(wanted) if catalog.is_coming(row)]
+        if not used:
+            return
+        for space in self._tiers:
+            if space.lower is not None:
+                space.lower.offer(used)
+        used.reverse()  # the head last, so that it leaves last
+        for space in self._tiers:
+            space.reached(used)
 
     def restarted(self, request_id: str) -> None:
         """What a request has computed is gone: it begins anew."""
-        self._tables.take(request_id)
+        self._tables.pop(request_id, _EMPTY)
         self._store_policy.request_finished(request_id)
 
     def finished(self, request: RequestState) -> None:
@@ -178,16 +170,15 @@ class StorePlanner:
 
         Not what waits for a budget, or for others to leave: that room is for the requests that live.
         """
-        nvme = self._nvme
-        soon = self._cpu is None and nvme is not None and nvme.has_room_soon
-        if soon and self._store_policy.waits(request.request_id) and not request.loading and not request.stale:
+        can_wait = not request.loading and not request.stale
+        if self._target.has_room_soon and can_wait and self._store_policy.waits(request.request_id):
             self._left.extend(self._unstored(request))
-            self._left_mark = -1
+            self._left_at = -1
         self.restarted(request.request_id)
 
     def _unstored(self, request: RequestState) -> list[FreeOffer]:
         """Return a request's blocks that no tier has or gets, in the order of its prompt."""
-        table, found = self._tables.get(request.request_id), []
+        table, found = self._tables.get(request.request_id, _EMPTY), []
         storable_tokens = self._storable_tokens(request, table.computed_tokens)
         for group, blocks in zip(self._geometry.groups, table.block_ids, strict=False):
             final_tokens = min(storable_tokens, max(0, table.computed_tokens - group.volatile_last))
@@ -199,42 +190,33 @@ class StorePlanner:
         found.sort(key=lambda one: one[0])
         return [offer for _, offer in found]
 
-    def is_owed(self, now: float) -> bool:
+    def has_leftovers(self, now: float) -> bool:
         """Whether blocks of requests that have ended wait for room, and some may have come free."""
-        due = bool(self._left) and self._settlement.room > self._left_mark
-        return due and self._nvme is not None and self._nvme.may_write(now)
+        return bool(self._left) and self._state.released > self._left_at and self._target.may_write(now)
 
-    def distrust(self) -> None:
+    def reset(self) -> None:
         """What requests hold, or have left in the engine's cache, may be wrong: nothing is saved or stored of it, but
         of what they are seen to have computed from now on."""
         self._tables.clear()
         self._left.clear()
         self._store_policy.reset()
 
-    def reset(self) -> None:
-        """The weights may have changed: nothing that was computed before is offered."""
-        self._tables.clear()
-        self._left.clear()
-        self._store_policy.reset()
-
     # -- preemption ----------------------------------------------------------------------------
 
-    def save(self, request: RequestState, overwritten: Collection[int], now: float, epoch: int) -> JobId | None:
+    def save(self, request: RequestState, overwritten: Collection[int], now: float) -> JobId | None:
         """Plan the store of what a preempted request has lost; return its job, which is urgent, if there is one.
 
         Its blocks may be somebody else's by now.
         ``overwritten``: blocks that the step has written to by the time that the job can begin.
         """
-        table = self._tables.take(request.request_id)
-        if request.stale:
+        table = self._tables.pop(request.request_id, _EMPTY)
+        if request.stale or not table.block_ids:
             return None
-        draft, wanted = StoreDraft(request, epoch), []
+        wanted = []
         computed_tokens = table.computed_tokens
         if request.store_limit_tokens is not None:
             computed_tokens = min(computed_tokens, request.store_limit_tokens)
         for group in self._geometry.groups:
-            if not table.block_ids:
-                break
             keys = request.keys[group.group]
             blocks = [0 if block in overwritten else block for block in table.block_ids[group.group]]
             final_tokens = max(0, computed_tokens - group.volatile_last)
@@ -242,11 +224,10 @@ class StorePlanner:
             self._leave_out_what_has_gone(group, keys, blocks, table.computed_tokens)
             offers = self._store_policy.preempted(request.request_id, group.group, storable)
             # Generated tokens too, which nobody has been told of without ``store_decode``.
-            self._wants.note([keys[position] for position in offers], request.request_id)
-            taken = self._answer(request, group.group, offers, blocks, now, are_new=False)
-            wanted.append(_Wanted(group, taken, blocks, are_new=False))
-        self._take(draft, request, wanted, now)
-        return self._drafts.queue(draft, watched=False)
+            self._demand.count_demand([keys[position] for position in offers], request.request_id)
+            wanted.append(_Wanted(group, self._answer(request, group.group, offers, blocks, now), blocks))
+        # The copies come before all else of the step: nobody has to watch the blocks.
+        return self._queue(self._take(request, wanted, now), request, watched=False)
 
     def _leave_out_what_has_gone(
         self, group: GroupGeometry, keys: Sequence[BlockKey], blocks: list[int], computed_tokens: int
@@ -263,87 +244,68 @@ class StorePlanner:
 
     # -- free blocks ---------------------------------------------------------------------------
 
-    def plan_free(self, now: float, epoch: int) -> None:
+    def plan_free(self, now: float) -> None:
         """Offer free blocks to the tiers, if the store policy wants to, or if they have waited for room since their
         requests ended; plan a job for those taken."""
-        if self._left and self._settlement.room > self._left_mark:
-            self._plan_left(now, epoch)
+        if self._left and self._state.released > self._left_at:
+            self._plan_left(now)
         if self._policy_offers_free is None:
             return
-        offers = self._policy_offers_free(self._context, self._settlement.room, now)
-        for offer in self._plan_offers(offers, now, epoch) if offers else ():
-            self._refuse_free(offer, Refusal.NO_ROOM, self._settlement.room, now)
+        for offer in self._plan_offers(self._policy_offers_free(self._context, self._state.released, now), now):
+            self._refuse_free(offer, Refusal.NO_ROOM, self._state.released, now)
 
-    def _plan_left(self, now: float, epoch: int) -> None:
+    def _plan_left(self, now: float) -> None:
         left, block_of = self._left, self._context.get_block
         offers = [left.popleft() for _ in range(min(MOST_LEFT_OFFERS, len(left)))]
         # One request may have left what another has left, too.
         cached = {offer.key: offer for offer in offers if block_of(offer.block).key == offer.key}
-        refused = self._plan_offers([*cached.values()], now, epoch)
+        refused = self._plan_offers([*cached.values()], now)
         left.extendleft(reversed(refused))
         if refused:
-            self._left_mark = self._settlement.room
+            self._left_at = self._state.released
 
-    def _plan_offers(self, offers: Sequence[FreeOffer], now: float, epoch: int) -> list[FreeOffer]:
+    def _plan_offers(self, offers: Sequence[FreeOffer], now: float) -> list[FreeOffer]:
         """Answer offers of cached blocks, and plan a job for those taken; return those refused for lack of room."""
         policy, lacking = self._store_policy, []
-        taken: dict[int, list[FreeOffer]] = {}
+        wanted: dict[int, list[FreeOffer]] = {}
         for offer in offers:
             row = self._catalog.find(offer.key)
             if self._is_there(offer.key, row):
                 policy.accept_free(offer.key)
-            elif not self._admission.admits((offer.key,))[0]:
+            elif not self._target.admission.admits((offer.key,))[0]:
                 self._refuse_free(offer, Refusal.NOT_REUSED, 0, now)
-            elif row >= 0 and self._catalog.state(row, self._target) != ABSENT:
+            elif row >= 0 and self._catalog.state(row, self._target.tier) != ABSENT:
                 lacking.append(offer)
             else:
-                taken.setdefault(self._geometry.size_classes[group_of(offer.key)], []).append(offer)
-        draft = StoreDraft(None, epoch)
-        for size_class, wanted in taken.items():
-            slots = self._allocate(size_class, len(wanted), now)
-            accepted, refused = wanted[: len(slots)], wanted[len(slots) :]
-            for offer in accepted:
+                wanted.setdefault(self._geometry.size_classes[group_of(offer.key)], []).append(offer)
+        taken = []
+        for size_class, alike in wanted.items():
+            slots = self._allocate(size_class, len(alike), now)
+            for offer, slot in zip(alike, slots, strict=False):
                 policy.accept_free(offer.key)
-            keys, parents = [offer.key for offer in accepted], [offer.parent for offer in accepted]
-            self._drafts.begin(draft, keys, parents, [offer.block for offer in accepted], slots, NO_PLACE)
-            lacking += refused
-        self._drafts.queue(draft)
+                taken.append(_Taken(offer.key, offer.parent, offer.block, slot))
+            lacking += alike[len(slots) :]
+        self._queue(taken, None)
         return lacking
 
-    def _refuse_free(self, offer: FreeOffer, why: Refusal, mark: int, now: float) -> None:
+    def _refuse_free(self, offer: FreeOffer, why: Refusal, released: int, now: float) -> None:
         self._count_refusal(why)
-        self._store_policy.refuse_free(offer.key, why, mark, now)
+        self._store_policy.refuse_free(offer.key, why, released, now)
 
     # -- answers -------------------------------------------------------------------------------
 
     def _is_there(self, key: BlockKey, row: int) -> bool:
-        """Whether a block needs no store: it is in a tier, or on its way there, or on another home's drive likewise."""
-        return is_coming(self._catalog, row) or (self._target is NVME and self._foreign.holds(key))
+        """Whether a block needs no store: a tier has or gets it, or a neighbour has it as near as the tier is."""
+        return self._catalog.is_coming(row) or (self._target.holds_neighbours and self._neighbours.holds(key))
 
     def _answer(
-        self,
-        request: RequestState,
-        group: int,
-        offers: Sequence[int],
-        blocks: Sequence[int],
-        now: float,
-        are_new: bool,
+        self, request: RequestState, group: int, offers: Sequence[int], blocks: Sequence[int], now: float
     ) -> Sequence[int]:
-        """Answer one group's offers that need no slot: accept (there, or no block) or refuse. Return the rest.
-
-        ``are_new``: the catalog is known to have none of them.
-        """
-        if not offers:
-            return offers
-        policy, keys, catalog = self._store_policy, request.keys[group], self._catalog
-        rows = [] if are_new else catalog.find_all([keys[position] for position in offers])
-        may_be_abroad = self._target is NVME and self._foreign.known
-        if (are_new or max(rows) < 0) and not may_be_abroad and all(map(blocks.__getitem__, offers)):
-            return self._ask_admission(request, group, offers)  # new blocks of a prompt
-        rows = rows or [NONE] * len(offers)
+        """Answer one group's offers that need no slot: accept (there, or no block) or refuse. Return the rest."""
+        keys, states = request.keys[group], self._catalog.columns(self._target.tier).states
+        rows = self._catalog.find_all([keys[position] for position in offers])
         there: list[int] = []
         others: list[int] = []
-        states = catalog.columns(self._target).states
         busy: set[int] = set()
         for position, row in zip(offers, rows, strict=True):
             if blocks[position] == 0 or self._is_there(keys[position], row):
@@ -352,7 +314,8 @@ class StorePlanner:
                 others.append(position)
                 if row >= 0 and states[row] != ABSENT:
                     busy.add(position)
-        policy.accept(request.request_id, group, there)
+        if there:
+            self._store_policy.accept(request.request_id, group, there)
         admitted = self._ask_admission(request, group, others)
         if not busy:
             return admitted
@@ -361,10 +324,11 @@ class StorePlanner:
 
     def _ask_admission(self, request: RequestState, group: int, positions: Sequence[int]) -> Sequence[int]:
         """Return which of the offered blocks may enter; refuse the rest."""
-        if self._admission.is_open:
+        admission = self._target.admission
+        if admission.is_open:
             return positions  # no question for each
         keys = request.keys[group]
-        answers = self._admission.admits([keys[position] for position in positions])
+        answers = admission.admits([keys[position] for position in positions])
         refused = [position for position, admitted in zip(positions, answers, strict=True) if not admitted]
         if refused:
             self._count_refusal(Refusal.NOT_REUSED, len(refused))
@@ -373,39 +337,61 @@ class StorePlanner:
         return list(compress(positions, answers))
 
     def _count_refusal(self, why: Refusal, count: int = 1) -> None:
-        spent = self._cpu is None and self._nvme is not None and self._nvme.is_spent
         if why is Refusal.NOT_REUSED:
             self._stats.add("refused_blocks.reuse", count)
         else:
-            self._stats.add("refused_blocks.budget" if spent else "refused_blocks.room", count)
+            self._stats.add("refused_blocks.budget" if self._target.is_spent else "refused_blocks.room", count)
 
     def _refuse_for_room(self, request: RequestState, group: int, positions: Sequence[int], now: float) -> None:
         if positions:
             self._count_refusal(Refusal.NO_ROOM, len(positions))
-            keys, room = request.keys[group], self._settlement.room
-            refused = [keys[position] for position in positions]
-            self._store_policy.refuse(request.request_id, group, positions, refused, Refusal.NO_ROOM, room, now)
+            refused, released = [request.keys[group][position] for position in positions], self._state.released
+            self._store_policy.refuse(request.request_id, group, positions, refused, Refusal.NO_ROOM, released, now)
 
-    def _take(self, draft: StoreDraft, request: RequestState, wanted: Sequence[_Wanted], now: float) -> None:
-        """Begin copies of as many blocks as there are slots for, from the prompt's head on in all groups alike.
-
-        Refuse the rest.
-        """
+    def _take(self, request: RequestState, wanted: Sequence[_Wanted], now: float) -> list[_Taken]:
+        """Return as many blocks as get slots, from the prompt's head on in all groups alike; refuse the rest."""
         wanted = [one for one in wanted if one.positions]
         if not wanted:
-            return
+            return []
+        found: list[_Taken] = []
         counts, slots = self._divide(request, wanted, now)
-        for (group, taken, blocks, are_new), count in zip(wanted, counts, strict=True):
+        for (group, positions, blocks), count in zip(wanted, counts, strict=True):
             # Slices: what was offered may be the policy's own list, which it may change once it hears of it.
-            accepted, refused = taken[:count], taken[count:]
+            accepted, refused = positions[:count], positions[count:]
             if accepted:
                 keys, free = request.keys[group.group], slots[self._geometry.size_classes[group.group]]
-                mine, free[:count] = free[:count], []
                 self._store_policy.accept(request.request_id, group.group, accepted)
-                taken_keys, parents, taken_blocks = _columns_of(keys, blocks, accepted)
-                place = (group.group, accepted)
-                self._drafts.begin(draft, taken_keys, parents, taken_blocks, mine, place, are_new=are_new)
+                for position, slot in zip(accepted, free, strict=False):
+                    parent = keys[position - 1] if position else None
+                    found.append(_Taken(keys[position], parent, blocks[position], slot, group.group, position))
+                del free[:count]
             self._refuse_for_room(request, group.group, refused, now)
+        return found
+
+    def _queue(self, taken: Sequence[_Taken], request: RequestState | None, *, watched: bool = True) -> JobId | None:
+        """Begin copies, and plan the job that writes them; return it, None where there are none.
+
+        ``request``: whose they are, if anybody's. ``watched``: have the engine name those of its blocks that it reuses.
+        """
+        if not taken:
+            return None
+        catalog, tier = self._catalog, self._target.tier
+        rows, slots, moves, details = [], [], [], []
+        for key, parent, gpu_block, slot, group, position in taken:
+            row = catalog.find(key)
+            if row < 0:
+                self._generation += 1
+                row = catalog.add(key, self._generation, self._state.epoch, parent)
+            rows.append(row)
+            slots.append(slot)
+            moves.append(make_move(key, catalog.generations[row], {tier: slot}, parent, gpu_block))
+            details.append(MoveDetail(row, group, position, None, tier))
+        catalog.begin(rows, tier, slots)
+        request_id = None if request is None else request.request_id
+        record = self._transfers.add(JobKind.STORE, moves, details, epoch=self._state.epoch, request_id=request_id)
+        if watched:
+            self._sources.add(record)
+        return record.job.id
 
     def _divide(
         self, request: RequestState, wanted: Sequence[_Wanted], now: float
@@ -436,51 +422,23 @@ class StorePlanner:
                 counts[at] += 1
             for size_class, surplus in left.items():
                 if surplus:
-                    self._give_back(size_class, slots[size_class][-surplus:])
+                    self._target.give_back(size_class, slots[size_class][-surplus:])
                     del slots[size_class][-surplus:]
-        self._catalog.unpin(tails, CPU)
+        self._catalog.unpin(tails, self._target.tier)
         return counts, slots
 
     def _pin_tails(self, request: RequestState, wanted: Sequence[_Wanted]) -> list[int]:
         """Pin what is stored right before the wanted blocks, and return the rows: it does not leave for these.
 
-        Only where the CPU tier has the only copy. What is before a copy stays as long as that does.
+        Only where that is the only copy. What is before a copy stays as long as that does.
         """
         tails: list[int] = []
-        for one in wanted if self._cpu is not None else ():
-            first = one.positions[0]
-            row = self._catalog.find(request.keys[one.group.group][first - 1]) if first else NONE
-            if row != NONE and self._catalog.state(row, CPU) == READY and self._catalog.state(row, NVME) == ABSENT:
+        for group, positions, _ in wanted:
+            row = self._catalog.find(request.keys[group.group][positions[0] - 1]) if positions[0] else NONE
+            if row != NONE and self._catalog.is_only_in(self._target.tier, row):
                 tails.append(row)
-        self._catalog.pin(tails, CPU)
+        self._catalog.pin(tails, self._target.tier)
         return tails
 
     def _allocate(self, size_class: int, count: int, now: float) -> list[Slot]:
-        """Take slots of the tier that stores go to."""
-        space = self._cpu if self._cpu is not None else self._nvme
-        assert space is not None
-        may_store = self._cpu is not None or (self._nvme is not None and self._nvme.may_write(now))
-        return space.allocate(size_class, count) if count > 0 and may_store else []
-
-    def _give_back(self, size_class: int, slots: Sequence[Slot]) -> None:
-        """Return slots that were just taken."""
-        space = self._cpu if self._cpu is not None else self._nvme
-        assert space is not None
-        space.give_back(size_class, slots)
-
-
-def _columns_of(
-    keys: Sequence[BlockKey], blocks: Sequence[int], positions: Sequence[int]
-) -> tuple[Sequence[BlockKey], Sequence[BlockKey | None], Sequence[int]]:
-    """Return keys, parents and GPU blocks of some positions, ascending."""
-    first, last = positions[0], positions[-1]
-    if first == last:
-        return [keys[first]], [keys[first - 1] if first else None], [blocks[first]]
-    if last - first == len(positions) - 1:  # all in a row, as most are
-        parents = keys[first - 1 : last] if first else [None, *keys[:last]]
-        return keys[first : last + 1], parents, blocks[first : last + 1]
-    return (
-        [keys[position] for position in positions],
-        [keys[position - 1] if position else None for position in positions],
-        [blocks[position] for position in positions],
-    )
+        return self._target.allocate(size_class, count) if self._target.may_write(now) else []

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs from plan to settlement: each is settled exactly once, when every rank has answered (invariant 5).
+"""Jobs from plan to settlement, and the fence of those that still copy from the GPU. Scheduler thread only.
 
-A settled job with late moves is a zombie: the device of some rank may still touch their slots. It is released
-exactly once, when each rank concerned has said that its device has ended them. Scheduler thread only.
-"""
+A job is settled exactly once, when every rank has answered (invariant 5). A settled job with late moves is a
+zombie: the device of some rank may still touch their slots. It is released exactly once, when each rank concerned
+has said that its device has ended them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import repeat
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from kvdisk.blocks import JobId, new_tuple
+from kvdisk.blocks import BlockKey, JobId, Slot, Tier
+from kvdisk.context import SchedulerContext
 from kvdisk.messages import HomeSpec, Job, JobKind, Move, Reason, Report, SegmentSpec
 
 _STORE, _LOAD = JobKind.STORE, JobKind.LOAD
@@ -21,17 +21,22 @@ class MoveDetail(NamedTuple):
     """What the manager has to undo or finish for one move of a job.
 
     ``row``: of the catalog, pinned until the job is settled, or where the move is late until it is released; -1: none.
-    ``group`` and ``position``: the block's place in its request.
+    ``group`` and ``position``: the block's place in its request. ``source``: the tier that is read, a neighbour's
+    included; ``target``: the one whose copy is written; None: none.
     """
 
     row: int
     group: int = -1
     position: int = -1
+    source: Tier | None = None
+    target: Tier | None = None
 
 
-def make_details(*columns: Iterable[int]) -> list[MoveDetail]:
-    """Return details from the columns of all their fields; no Python call for each, as ``MoveDetail`` would be."""
-    return list(map(new_tuple, repeat(MoveDetail), zip(*columns, strict=False)))
+def make_move(
+    key: BlockKey, generation: int, slots: Mapping[Tier, Slot], parent: BlockKey | None, block: int = -1
+) -> Move:
+    """Return the move of a block between slots of tiers, or between one and a GPU block."""
+    return Move(key, generation, block, slots.get(Tier.CPU), slots.get(Tier.NVME), parent)
 
 
 class JobRecord:
@@ -97,7 +102,7 @@ class Transfers:
         job_id = JobId(self._next_id)
         self._next_id += 1
         owner = request_id if kind is _LOAD else None
-        job: Job = new_tuple(Job, (job_id, kind, tuple(moves), epoch, owner, home, segment, arrival))
+        job = Job(job_id, kind, tuple(moves), epoch, owner, home, segment, arrival)
         record = JobRecord(job, details, request_id)
         self._records[job_id] = record
         self._counts[kind] += 1
@@ -210,3 +215,61 @@ class Transfers:
 
 def _cancellable(job: Job) -> bool:
     return job.kind in {_STORE, JobKind.DEMOTE, JobKind.PROMOTE}
+
+
+class StoreSources:
+    """The fence: which GPU blocks stores still copy from, and which of them a step is about to overwrite.
+
+    A store holds no reference on a GPU block: the engine frees and reuses blocks as if nobody read them. The step
+    that writes to a source anew waits for its copy, in the worker, before it writes. A request's end, an abort, a
+    window that moves on and a preemption are all the same case.
+    """
+
+    def __init__(self, context: SchedulerContext) -> None:
+        self._context = context
+        self._records: dict[int, JobRecord] = {}
+        self._reused: list[tuple[int, JobRecord]] = []
+        """Sources that were handed out, for the next fence."""
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def add(self, record: JobRecord) -> None:
+        """A store was planned. Its blocks hold what it stores, or will when this step's forward pass is over."""
+        self._note_reused()  # of this step: from now on the blocks belong to the new store
+        blocks = [move.block for move in record.job.moves]
+        self._records.update(dict.fromkeys(blocks, record))
+        self._context.watch(blocks)
+
+    def end(self, record: JobRecord) -> None:
+        """The job's copies out of the GPU have ended on every rank, or will never begin."""
+        self._note_reused()
+        if self._reused:
+            self._reused = [(block, other) for block, other in self._reused if other is not record]
+        mine = [move.block for move in record.job.moves if self._records.get(move.block) is record]
+        for block in mine:
+            del self._records[block]
+        self._context.unwatch(mine)
+
+    def take_fence(self, overwritten: Collection[int]) -> tuple[JobId, ...]:
+        """Return the stores whose sources this step writes to.
+
+        ``overwritten``: blocks that the model runner may write to before the worker can wait. Of a source among them
+        nobody can tell what was copied: its move fails, whatever the ranks answer.
+        """
+        self._note_reused()
+        found: dict[JobId, None] = {}
+        for block, record in self._reused:
+            if block in overwritten:
+                for position, move in enumerate(record.job.moves):
+                    if move.block == block:
+                        record.failed.setdefault(position, Reason.OVERWRITTEN)
+            found[record.job.id] = None
+        self._reused = []
+        return tuple(found)
+
+    def _note_reused(self) -> None:
+        for block in self._context.take_reused():
+            record = self._records.pop(block, None)
+            if record is not None:
+                self._reused.append((block, record))

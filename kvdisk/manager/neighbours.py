@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks in other engines' homes: what is known of them, asked once per request, and their segments while loads read.
+"""Neighbours' copies: hints, asked for once per request, and their segments while loads read them.
+
+A neighbour is another engine on this host with the same store.
 
 What a neighbour said is a hint. Its owner may evict or overwrite the slot at any time, so a load from it fails
 verification then and is recomputed; and a copy that failed so is not asked for again. A segment is open only
@@ -12,25 +14,26 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import compress
+from typing import Final
 
-from kvdisk.blocks import BlockKey, Slot, group_of
-from kvdisk.geometry import FILE_EPOCH, Geometry
+from kvdisk.blocks import BlockKey, Slot, Tier, group_of
+from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import ForeignCopy, Neighbours
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.copies import Presence
+from kvdisk.manager.catalog import Presence
+from kvdisk.manager.parts import Parts
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.transfers import Transfers
 from kvdisk.messages import FOREIGN_SEGMENTS, ForeignSegment, JobKind, SegmentSpec
-from kvdisk.stats import Stats
 
+TIER: Final = Tier.NVME
+"""What a neighbour's copy is read as."""
 MOST_KEYS = 16384
 """Keys of one question: of a longer prompt, the first."""
-MOST_KNOWN = 65536
+MOST_HINTS = 65536
 """Copies remembered, about 350 bytes each; the first heard of are forgotten first."""
-MOST_DENIED = 8192
+MOST_REJECTED = 8192
 MOST_FILE_JOBS = 1024
 """With so many segments being opened or dropped nothing is promised: where files hang, each load would add two more."""
-BELIEVED_S = 300.0
+HINT_LIFE_S = 300.0
 """How long after an answer a copy is thought to be there."""
 MOST_FORGOTTEN = 256
 """Copies that are forgotten at a time: bounds a step."""
@@ -47,22 +50,20 @@ class _OpenSegment:
     users: int = 0
 
 
-class ForeignCopies:
-    """See the module. Without ``neighbours`` (no NVMe tier) nothing is known and nobody is asked."""
+class NeighbourCopies:
+    """What neighbours are thought to have. Without ``neighbours`` (no NVMe tier) nobody is asked."""
 
-    def __init__(
-        self, geometry: Geometry, catalog: Catalog, transfers: Transfers, stats: Stats, neighbours: Neighbours | None
-    ) -> None:
-        self._geometry = geometry
-        self._catalog = catalog
-        self._transfers = transfers
-        self._stats = stats
+    def __init__(self, parts: Parts, neighbours: Neighbours | None) -> None:
+        self._geometry = parts.geometry
+        self._catalog = parts.catalog
+        self._transfers = parts.transfers
+        self._stats = parts.stats
         self._neighbours = neighbours
-        self.known: OrderedDict[BlockKey, tuple[ForeignCopy, float]] = OrderedDict()
-        """Believed copies and when they were heard of, the oldest first. Read only, but for this class."""
+        self.hints: OrderedDict[BlockKey, tuple[ForeignCopy, float]] = OrderedDict()
+        """Copies that neighbours named, and when, the oldest first. Read only, but for this class."""
         self.changes = 0
-        """Rises with each change of which keys are in ``known``."""
-        self._denied: OrderedDict[tuple[str, BlockKey, int], None] = OrderedDict()
+        """Rises with each change of which keys are in ``hints``."""
+        self._rejected: OrderedDict[tuple[str, BlockKey, int], None] = OrderedDict()
         self._unanswered: dict[int, list[BlockKey]] = {}
         self._last_ticket = 0
         self._next_segment = FOREIGN_SEGMENTS
@@ -110,16 +111,16 @@ class ForeignCopies:
         for answer in self._neighbours.poll():
             self.changes += 1
             for key in self._unanswered.pop(answer.ticket, ()):
-                self.known.pop(key, None)
-                believed = next((copy for copy in answer.copies.get(key, ()) if self._is_fit(key, copy)), None)
-                if believed is not None:
-                    self.known[key] = (believed, now)
-        for _ in range(min(MOST_FORGOTTEN, len(self.known))):
-            key = next(iter(self.known))
-            if len(self.known) <= MOST_KNOWN and now - self.known[key][1] <= BELIEVED_S:
+                self.hints.pop(key, None)
+                hinted = next((copy for copy in answer.copies.get(key, ()) if self._is_fit(key, copy)), None)
+                if hinted is not None:
+                    self.hints[key] = (hinted, now)
+        for _ in range(min(MOST_FORGOTTEN, len(self.hints))):
+            key = next(iter(self.hints))
+            if len(self.hints) <= MOST_HINTS and now - self.hints[key][1] <= HINT_LIFE_S:
                 break
             self.changes += 1
-            del self.known[key]
+            del self.hints[key]
 
     def _is_fit(self, key: BlockKey, copy: ForeignCopy) -> bool:
         groups, group = self._geometry.groups, group_of(key)
@@ -127,34 +128,34 @@ class ForeignCopies:
             group < len(groups)
             and copy.segment.slot_bytes == groups[group].slot_bytes
             and copy.slot_index < copy.segment.slot_count
-            and (copy.home_id, key, copy.generation) not in self._denied
+            and (copy.home_id, key, copy.generation) not in self._rejected
         )
 
     def holds(self, key: BlockKey) -> bool:
         """Whether a neighbour is thought to have the block, so that it need not be written a second time."""
-        return key in self.known
+        return key in self.hints
 
     def stop(self) -> None:
         """Ask nobody any more: this engine's weights are no longer those of the files."""
         self._neighbours = None
         self.changes += 1
-        self.known.clear()
+        self.hints.clear()
         self._unanswered.clear()
 
     # -- loads ---------------------------------------------------------------------------------
 
     @property
-    def promised(self) -> Mapping[BlockKey, tuple[ForeignCopy, float]]:
-        """What of ``known`` may be promised to a request now: all or nothing."""
-        if not self.known:
-            return self.known
+    def usable_hints(self) -> Mapping[BlockKey, tuple[ForeignCopy, float]]:
+        """What of ``hints`` may be promised to a request now: all or nothing."""
+        if not self.hints:
+            return self.hints
         count = self._transfers.count
-        return self.known if count(JobKind.OPEN_SEGMENT) + count(JobKind.DROP_SEGMENT) < MOST_FILE_JOBS else {}
+        return self.hints if count(JobKind.OPEN_SEGMENT) + count(JobKind.DROP_SEGMENT) < MOST_FILE_JOBS else {}
 
-    def find(self, key: BlockKey) -> ForeignCopy | None:
-        """Return the believed copy of a key."""
-        believed = self.known.get(key)
-        return believed[0] if believed is not None else None
+    def hint(self, key: BlockKey) -> ForeignCopy | None:
+        """Return the copy that a neighbour named for a key."""
+        hinted = self.hints.get(key)
+        return hinted[0] if hinted is not None else None
 
     def pin(self, copy: ForeignCopy) -> Slot:
         """Return the slot that a move reads a copy from; its segment is opened first, by a job of its own."""
@@ -178,16 +179,16 @@ class ForeignCopies:
             del self._open[slot.segment], self._numbers[segment.name]
             self._transfers.add(JobKind.DROP_SEGMENT, [], [], segment=segment.spec)
 
-    def deny(self, key: BlockKey, home_id: str, generation: int) -> None:
+    def reject(self, key: BlockKey, home_id: str, generation: int) -> None:
         """Never ask for this copy again: it did not hold what its index said."""
         self._stats.add("foreign_failures")
-        self._denied[home_id, key, generation] = None
-        if len(self._denied) > MOST_DENIED:
-            self._denied.popitem(last=False)
-        believed = self.find(key)
-        if believed is not None and (believed.home_id, believed.generation) == (home_id, generation):
+        self._rejected[home_id, key, generation] = None
+        if len(self._rejected) > MOST_REJECTED:
+            self._rejected.popitem(last=False)
+        hinted = self.hint(key)
+        if hinted is not None and (hinted.home_id, hinted.generation) == (home_id, generation):
             self.changes += 1
-            del self.known[key]
+            del self.hints[key]
 
     def home_of(self, slot: Slot) -> str:
         """Return the id of the home that a pinned slot is in."""
@@ -199,6 +200,6 @@ class ForeignCopies:
         return len(self._open)
 
 
-def is_foreign(slot: Slot | None) -> bool:
+def is_neighbours(slot: Slot | None) -> bool:
     """Return whether a move's NVMe slot is one of another home."""
     return slot is not None and slot.segment >= FOREIGN_SEGMENTS

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a tier to the next: which copies that is asked to take, which of them wait, and the jobs that write them.
+
+A copy that waits is not evicted: it is about to be written. At most half of the upper tier's slots wait, so that the
+other half always serves new blocks (invariant 8); of one slot that one. Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import compress
+
+from kvdisk.manager.catalog import ABSENT, READY
+from kvdisk.manager.jobs import MoveDetail, make_move
+from kvdisk.manager.neighbours import NeighbourCopies
+from kvdisk.manager.parts import Parts
+from kvdisk.manager.tiers import TierSpace
+from kvdisk.messages import JobKind
+
+MAX_DEMOTE_MOVES = 64
+MAX_DEMOTE_JOBS = 4
+
+
+class Demotions:
+    """Moves copies from one tier to the next.
+
+    ``stalls``: the lower tier takes no writes now; then queued copies may leave for room, too.
+    """
+
+    def __init__(self, parts: Parts, upper: TierSpace, lower: TierSpace, neighbours: NeighbourCopies) -> None:
+        self._catalog = parts.catalog
+        self._transfers = parts.transfers
+        self._stats = parts.stats
+        self._state = parts.state
+        self._upper = upper
+        self._lower = lower
+        self._neighbours = neighbours
+        self._limits = [max(1, count // 2) for count in upper.pool.total]
+        self._queues: list[OrderedDict[int, None]] = [OrderedDict() for _ in upper.pool.total]
+        self.stalls = False
+        upper.lower = self
+
+    # -- what is asked -----------------------------------------------------------------------------
+
+    def offer(self, rows: Sequence[int]) -> int:
+        """Queue those READY copies that the lower tier admits, and neither has nor can read from a neighbour.
+
+        Asked when a copy becomes READY, each time its key's count may have risen, and before it leaves.
+        Returns how many were queued: not those that are already, nor more than there is place for.
+        """
+        if not self._lower.is_open:
+            return 0
+        keys = self._catalog.keys
+        above, below = (self._catalog.columns(space.tier).states for space in (self._upper, self._lower))
+        wanted = [row for row in rows if above[row] == READY and below[row] == ABSENT]
+        if self._neighbours.hints:
+            wanted = [row for row in wanted if not self._is_with_neighbour(row)]
+        if wanted and not self._lower.admission.is_open:
+            wanted = list(compress(wanted, self._lower.admission.admits([keys[row] for row in wanted])))
+        return self.enqueue(wanted)
+
+    def enqueue(self, rows: Sequence[int]) -> int:
+        """Queue READY copies; return how many: not those that are already, nor more than there is place for."""
+        taken = 0
+        for row in rows:
+            size_class = self._upper.class_of(row)
+            queue = self._queues[size_class]
+            if row not in queue and len(queue) < self._limits[size_class]:
+                queue[row] = None
+                taken += 1
+        return taken
+
+    def keeps(self, row: int) -> bool:
+        """Ask once more before a copy leaves for room. True: it waits for its demotion instead.
+
+        Counts why a copy that will be nowhere then was not wanted.
+        """
+        if self.offer((row,)):
+            return True
+        is_absent = self._catalog.state(row, self._lower.tier) == ABSENT
+        if self._lower.is_open and is_absent and not self._is_with_neighbour(row):
+            if not self._lower.admission.admits((self._catalog.keys[row],))[0]:
+                self._stats.add("left_blocks.reuse")
+            else:
+                self._stats.add("left_blocks.budget" if self._lower.is_spent else "left_blocks.room")
+        return False
+
+    def _is_with_neighbour(self, row: int) -> bool:
+        return self._lower.holds_neighbours and self._neighbours.holds(self._catalog.keys[row])
+
+    # -- what is queued ----------------------------------------------------------------------------
+
+    def is_queued(self, row: int) -> bool:
+        """Whether a copy waits for its demotion."""
+        return row in self._queues[self._upper.class_of(row)]
+
+    def forget(self, row: int) -> None:
+        """A copy has ended."""
+        self._queues[self._upper.class_of(row)].pop(row, None)
+
+    def count(self, size_class: int) -> int:
+        """Return how many copies of a size class are queued."""
+        return len(self._queues[size_class])
+
+    @property
+    def total(self) -> int:
+        """How many copies are queued."""
+        return sum(map(len, self._queues))
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> None:
+        """Have room made in the lower tier for what is queued, and plan jobs for what has found some."""
+        lower = self._lower
+        if not lower.is_open:
+            for queue in self._queues:
+                queue.clear()
+            return
+        self.stalls = not lower.may_write(now)
+        lower.make_room(now, [len(queue) for queue in self._queues])
+        for size_class, queue in enumerate(self._queues):
+            while queue and lower.may_write(now):
+                if self._transfers.count(JobKind.DEMOTE) >= MAX_DEMOTE_JOBS:
+                    return
+                if not self._plan_job(size_class, queue):
+                    break
+
+    def _plan_job(self, size_class: int, queue: OrderedDict[int, None]) -> bool:
+        """Plan one job of the first that are queued; False where there is no room for any."""
+        slots = self._lower.allocate(size_class, min(MAX_DEMOTE_MOVES, len(queue)))
+        if not slots:
+            return False
+        rows, catalog = [queue.popitem(last=False)[0] for _ in slots], self._catalog
+        source, target = self._upper.tier, self._lower.tier
+        catalog.begin(rows, target, slots)
+        catalog.pin(rows, source)
+        moves = [
+            make_move(
+                catalog.keys[row],
+                catalog.generations[row],
+                {source: catalog.slot(row, source), target: slot},
+                catalog.parents[row],
+            )
+            for row, slot in zip(rows, slots, strict=True)
+        ]
+        details = [MoveDetail(row, source=source, target=target) for row in rows]
+        self._transfers.add(JobKind.DEMOTE, moves, details, epoch=self._state.epoch)
+        return True
+
+    def can_go_on(self, now: float, *, silent: bool) -> bool:
+        """Whether what is queued can be planned. ``silent``: nothing was heard of commits for long: none is awaited."""
+        lower = self._lower
+        return lower.may_write(now) and any(
+            queue and not lower.is_stuck(size_class) and not (silent and lower.awaits_commit(size_class))
+            for size_class, queue in enumerate(self._queues)
+        )

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all rooms of the manager work on, and the state of its steps that several of them read or write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvdisk.config import Config
+from kvdisk.context import SchedulerContext
+from kvdisk.geometry import FILE_EPOCH, Geometry
+from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.jobs import Transfers
+from kvdisk.stats import Stats
+
+
+@dataclass(slots=True)
+class StepState:
+    """``epoch``: of what is stored now. ``released``: rises when room may have come free.
+
+    ``prefetch_awaited``: whether a scheduled request waits for a prefetch in this step.
+    """
+
+    epoch: int = FILE_EPOCH
+    released: int = 0
+    prefetch_awaited: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """One of each for a manager, its tiers included."""
+
+    config: Config
+    geometry: Geometry
+    context: SchedulerContext
+    catalog: Catalog
+    transfers: Transfers
+    stats: Stats = field(default_factory=Stats)
+    state: StepState = field(default_factory=StepState)
+
+    @classmethod
+    def make(cls, config: Config, geometry: Geometry, context: SchedulerContext) -> Parts:
+        """Return the parts of a new manager."""
+        return cls(config, geometry, context, Catalog(), Transfers(geometry.rank_count))

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tiers: one protocol for all, and the one in CPU memory. Scheduler thread only.
+
+Stores go to the first tier. A copy moves from each tier to the next by ``Demotions``, and is read from the fastest
+that has it. A further tier is a class here, a route of the worker, and a line of assembly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+from kvdisk.blocks import Slot, Tier, group_of
+from kvdisk.manager.admission import AdmissionPolicy
+from kvdisk.manager.catalog import DOOMED, READY
+from kvdisk.manager.eviction import TailFirst, make_eviction
+from kvdisk.manager.jobs import JobRecord
+from kvdisk.manager.parts import Parts
+from kvdisk.manager.pool import SlotPool
+
+
+class LowerTier(Protocol):
+    """Where copies go that leave a tier: ``Demotions``, as the tier above asks it."""
+
+    @property
+    def stalls(self) -> bool:
+        """Whether what is queued is not being written."""
+
+    def offer(self, rows: Sequence[int]) -> int:
+        """Ask for READY copies of the tier above; return how many are queued for it."""
+
+    def is_queued(self, row: int) -> bool:
+        """Whether a copy waits for its demotion."""
+
+    def keeps(self, row: int) -> bool:
+        """Ask before a copy leaves for room. True: it waits for its demotion instead."""
+
+    def forget(self, row: int) -> None:
+        """A copy has ended."""
+
+
+class TierSpace:
+    """A tier: its slots, the copies in them, who leaves and who may enter.
+
+    These methods are those of a tier that is always there and can always be written.
+    ``admission`` decides who may enter. ``lower``: where copies go that leave; None: nowhere.
+    ``in_memory``: whether a load can leave a copy there of what it reads from a slower tier.
+    """
+
+    in_memory = True
+
+    def __init__(self, parts: Parts, tier: Tier, admission: AdmissionPolicy) -> None:
+        self.tier = tier
+        self.admission = admission
+        self.lower: LowerTier | None = None
+        self._geometry = parts.geometry
+        self._catalog = parts.catalog
+        self._stats = parts.stats
+        classes = range(len(parts.geometry.slot_sizes))
+        self.pool = SlotPool(len(classes))
+        self._orders = [
+            TailFirst(make_eviction(parts.config.eviction, parts.catalog.keys), parts.catalog, tier) for _ in classes
+        ]
+
+    # -- room ----------------------------------------------------------------------------------
+
+    def allocate(self, size_class: int, count: int, *, keep_queued: bool = False) -> list[Slot]:
+        """Take up to ``count`` slots. ``keep_queued``: no copy leaves for them that waits for its demotion."""
+        raise NotImplementedError
+
+    def give_back(self, size_class: int, slots: Sequence[Slot]) -> None:  # noqa: ARG002 - for tiers with a budget
+        """Return slots that were just taken, and not used."""
+        self.pool.release(slots)
+
+    def make_room(self, now: float, wanted: Sequence[int]) -> None:
+        """Have ``wanted`` slots by size class free soon, where ``allocate`` evicts nothing."""
+
+    @property
+    def free_and_total(self) -> tuple[int, int]:
+        """Slots that are or will be free without an eviction, and all that there may be."""
+        return sum(self.pool.free), sum(self.pool.total)
+
+    def refresh(self, now: float, now_s: int) -> bool:  # noqa: ARG002
+        """Learn, once a step, how things stand. Return whether room may have come free."""
+        return False
+
+    def commit(self) -> bool:
+        """Learn how far commits have come. Return whether room came free."""
+        return False
+
+    def may_write(self, now: float) -> bool:  # noqa: ARG002
+        """Whether copies may be written now."""
+        return True
+
+    def is_stuck(self, size_class: int) -> bool:  # noqa: ARG002
+        """Whether ``make_room`` found no way to room when it last tried, and no slot is free or about to be."""
+        return False
+
+    def awaits_commit(self, size_class: int) -> bool:  # noqa: ARG002
+        """Whether slots come free with a commit, and no other way."""
+        return False
+
+    @property
+    def is_open(self) -> bool:
+        """False once the tier is off for good."""
+        return True
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether it was a budget that forbade writing when ``may_write`` was last asked."""
+        return False
+
+    @property
+    def has_room_soon(self) -> bool:
+        """Whether room is to come that nobody has to leave for."""
+        return False
+
+    @property
+    def holds_neighbours(self) -> bool:
+        """Whether what a neighbour has need not be written here."""
+        return False
+
+    @property
+    def uncommitted(self) -> bool:
+        """Whether steps are needed until a commit."""
+        return False
+
+    @property
+    def tickets(self) -> tuple[int, int]:
+        """Of the last change that is to be committed, and of the last that is known to be."""
+        return 0, 0
+
+    def gauges(self) -> dict[str, float]:
+        """Return the tier's gauges, by series."""
+        name, sizes = self.tier.name.lower(), self._geometry.slot_sizes
+        pool, ranks = self.pool, self._parts_of_block
+        used = [total - free - limbo for total, free, limbo in zip(pool.total, pool.free, pool.limbo, strict=True)]
+        return {
+            f"used_bytes.{name}": sum(map(int.__mul__, used, sizes)) * ranks,
+            f"held_blocks.{name}": sum(used),
+            f"capacity_bytes.{name}": sum(map(int.__mul__, pool.total, sizes)) * ranks,
+        }
+
+    @property
+    def _parts_of_block(self) -> int:
+        """Slots that one block takes, over all ranks."""
+        return self._geometry.rank_count
+
+    # -- the life of copies ----------------------------------------------------------------------
+
+    def finish(self, rows: Sequence[int], now_s: int) -> list[int]:
+        """Copies were written on every rank. Return those that are READY: not those that were doomed meanwhile.
+
+        Of one chain the tail comes first. ``now_s``: seconds since the Unix epoch.
+        """
+        states = self._catalog.columns(self.tier).states
+        ready = [row for row in rows if states[row] != DOOMED]
+        for row in [row for row in rows if states[row] == DOOMED] if len(ready) < len(rows) else ():
+            self.abandon(row)
+        self._catalog.finish(ready, self.tier)
+        for size_class, alike in self._by_class(ready):
+            self._orders[size_class].insert(alike)
+        self._record(ready, now_s)
+        return ready
+
+    def _record(self, rows: Sequence[int], now_s: int) -> None:
+        """Keep copies that have become READY beyond this process."""
+
+    def abandon(self, row: int, *, late: bool = False) -> None:
+        """A copy was not written, or nobody wants it any more: give back its writer's pin and its slot.
+
+        ``late``: a device may still write to the slot. It stays taken until this is called again.
+        """
+        if not late:
+            self._catalog.unpin((row,), self.tier)
+            self.drop((row,))
+        elif self._state(row) != DOOMED:
+            self._catalog.doom(row, self.tier)
+
+    def access(self, rows: Sequence[int]) -> None:
+        """Copies were used: of one chain the tail is told first."""
+        for size_class, alike in self._by_class(rows):
+            self._orders[size_class].access(alike)
+
+    def reached(self, rows: Sequence[int]) -> None:
+        """A request has come to these blocks, which are in some tier; of one chain the tail comes first."""
+        states = self._catalog.columns(self.tier).states
+        self.access([row for row in rows if states[row] == READY])
+
+    def drop(self, rows: Sequence[int]) -> None:
+        """End unpinned copies, those that follow a copy before it."""
+        self.pool.release(self._end(rows))
+
+    def _end(self, rows: Sequence[int]) -> list[Slot]:
+        """Take copies out of all that knows them; return their slots."""
+        self._forget(rows)
+        return self._catalog.drop(rows, self.tier)
+
+    def discard(self, row: int) -> None:
+        """Serve a copy to nobody any more, and end it as soon as no job uses it."""
+        self._forget((row,))
+        self._catalog.doom(row, self.tier)
+        self._drop_doomed((row,))
+
+    def _forget(self, rows: Sequence[int]) -> None:
+        for size_class, alike in self._by_class(rows):
+            self._orders[size_class].remove(alike)
+        if self.lower is not None:
+            for row in rows:
+                self.lower.forget(row)
+
+    def unpin(self, rows: Sequence[int]) -> None:
+        """Give back one pin of each copy; the last one of a doomed copy ends it."""
+        self._catalog.unpin(rows, self.tier)
+        self._drop_doomed(rows)
+
+    def _drop_doomed(self, rows: Sequence[int]) -> None:
+        columns = self._catalog.columns(self.tier)
+        ended = [row for row in rows if columns.states[row] == DOOMED and columns.pins[row] == 0]
+        if ended:
+            self.drop(ended)
+
+    def reset(self) -> None:
+        """The weights may have changed: the copies are of no use any more, nor what was counted."""
+        self.admission.reset()
+        for row in self._catalog.rows_in(self.tier):
+            if self._state(row) != DOOMED:
+                self.discard(row)
+
+    def learn_writes(self, record: JobRecord, now: float) -> None:
+        """Learn from a settled job that wrote copies how the tier is."""
+
+    def learn_reads(self, record: JobRecord, now: float) -> None:
+        """Learn from a settled job that read copies how the tier is."""
+
+    def _state(self, row: int) -> int:
+        return self._catalog.state(row, self.tier)
+
+    def _by_class(self, rows: Sequence[int]) -> Iterable[tuple[int, Sequence[int]]]:
+        """Return rows by the size class of their blocks, each in the order given."""
+        if len(self._orders) == 1:
+            return ((0, rows),)
+        found: dict[int, list[int]] = {}
+        for row in rows:
+            found.setdefault(self.class_of(row), []).append(row)
+        return found.items()
+
+    def class_of(self, row: int) -> int:
+        """Return the size class of a row's block."""
+        if len(self._orders) == 1:
+            return 0
+        return self._geometry.size_classes[group_of(self._catalog.keys[row])]
+
+
+class CpuSpace(TierSpace):
+    """Slots of the arena that every rank has. A slot's segment is its size class. A slot is free at once."""
+
+    def __init__(self, parts: Parts, slot_counts: Sequence[int], admission: AdmissionPolicy) -> None:
+        super().__init__(parts, Tier.CPU, admission)
+        for size_class, count in enumerate(slot_counts):
+            if count:
+                self.pool.add_segment(size_class, size_class, count)
+
+    def allocate(self, size_class: int, count: int, *, keep_queued: bool = False) -> list[Slot]:
+        """Take up to ``count`` slots, evicting where none is free; fewer where the rest is pinned or to be demoted."""
+        short = count - self.pool.free[size_class]
+        while short > 0:
+            rows = self._victims(size_class, short, keep_queued)
+            leaving = self._leaving(rows)
+            self.drop(leaving)
+            self._stats.add("evicted_blocks.cpu", len(leaving))
+            short -= len(leaving)
+            # Others may be found where some were queued, which is bounded, or where those that are may leave as well.
+            stalls = self.lower is not None and self.lower.stalls and not keep_queued
+            if not rows or (len(leaving) == len(rows) and not stalls):
+                break
+        return self.pool.allocate(size_class, count)
+
+    def _victims(self, size_class: int, count: int, keep_queued: bool) -> list[int]:
+        """Return copies that may leave.
+
+        While the next tier takes no writes, queued copies may, too; otherwise they would block their ancestors.
+        """
+        order, lower, evictable = self._orders[size_class], self.lower, self._catalog.evictable_in(Tier.CPU)
+        if lower is None:
+            return order.victims(count, evictable)
+        rows = order.victims(count, lambda row: evictable(row) and not lower.is_queued(row))
+        if not rows and lower.stalls and not keep_queued:
+            rows = order.victims(count, evictable)
+        return rows
+
+    def _leaving(self, rows: list[int]) -> list[int]:
+        """Return which of the victims leave; the others wait for their demotion."""
+        if self.lower is None:
+            return rows
+        leaving: list[int] = []
+        held: set[int] = set()
+        for row in rows:
+            # Where what follows a copy stays, the copy stays before it.
+            if row in held or self.lower.keeps(row):
+                held.add(self._catalog.chains.parent_rows[row])
+            else:
+                leaving.append(row)
+        return leaving
+
+
+class Tiers:
+    """The tiers that there are, the fastest first."""
+
+    def __init__(self, *tiers: TierSpace | None) -> None:
+        self._tiers = {space.tier: space for space in tiers if space is not None}
+        assert self._tiers
+        self.first = next(iter(self))
+
+    def __iter__(self) -> Iterator[TierSpace]:
+        return iter(self._tiers.values())
+
+    def __getitem__(self, tier: Tier) -> TierSpace:
+        return self._tiers[tier]
+
+    def __len__(self) -> int:
+        return len(self._tiers)
+
+    def get(self, tier: Tier) -> TierSpace | None:
+        """Return a tier, if there is one."""
+        return self._tiers.get(tier)
+
+    @property
+    def landing(self) -> TierSpace | None:
+        """Where a copy of what is read from a slower tier can be left, if anywhere."""
+        return self.first if self.first.in_memory else None
