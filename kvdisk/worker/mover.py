@@ -70,6 +70,8 @@ class Mover:
         """Jobs of which some copy from the GPU has not begun, while ``protect`` waits for them."""
         self._given_up: set[JobId] = set()
         """Jobs of which no copy from the GPU may begin any more."""
+        self._hangs = False
+        """``protect`` waited in vain, and no turn has ended since: the next step need not wait, too."""
         self._launching = False
         self._out: dict[JobId, int] = {}
         """Moves of each job that was submitted and not yet polled for."""
@@ -119,7 +121,7 @@ class Mover:
         ``plan``: ``Plan.fence`` and ``Plan.urgent``, with those of their jobs that are new. Waits,
         on the host, until their copies from the GPU have begun, or are given up: what cannot begin
         at once, the urgent after ``URGENT_S``, all after ``FENCE_S``, whatever the mover's thread
-        hangs at. What has been given up never begins. On a GPU its streams wait for the copies
+        hangs at; while it hangs on, the next ones at once. What has been given up never begins. On a GPU its streams wait for the copies
         themselves. What comes after them, in memory or on drives, is not waited for.
         """
         started_s = self._clock()
@@ -131,7 +133,8 @@ class Mover:
                     now_s += URGENT_S  # without a thread nothing happens while it waits, so that it waits in vain
         else:
             with self._changed:
-                self._changed.wait_for(lambda: not self._fenced, FENCE_S)
+                self._changed.wait_for(lambda: not self._fenced, 0.0 if self._hangs else FENCE_S)
+                self._hangs = bool(self._fenced)
                 self._given_up |= self._fenced
                 self._fenced.clear()
                 self._changed.wait_for(lambda: not self._launching)
@@ -273,8 +276,9 @@ class Mover:
 
     def _publish(self) -> None:
         runner = self._runner
-        if self._fenced:
+        if self._fenced or self._hangs:
             with self._changed:
+                self._hangs = False
                 coming = {job_id for plan, _, _ in self._inbox for job_id in (*plan.urgent, *plan.fence)}
                 self._fenced = {
                     job_id for job_id in self._fenced if job_id in coming or not runner.has_launched(job_id)

@@ -16,6 +16,7 @@ from kvdisk.messages import JobKind, JobResult, Reason
 from kvdisk.worker import slot_headers
 from kvdisk.worker.copier import Slots
 from kvdisk.worker.device_io import DeviceIo
+from kvdisk.worker.mover import Mover
 from kvdisk.worker.routes import Part, Work
 from kvdisk.worker.runner import Copies, Runner
 
@@ -208,6 +209,29 @@ def void_load_served(patch: Patch) -> None:
 @plant
 def deadline_never_looked_at(patch: Patch) -> None:
     patch.setattr(DeviceIo, "overdue", lambda self, sent_before_s: [])
+
+
+@plant
+def step_that_does_not_wait_for_the_copies(patch: Patch) -> None:
+    def protect(original: Any, self: Mover, *args: Any) -> None:
+        with pytest.MonkeyPatch.context() as inside:
+            inside.setattr(self._copier, "hold_model", lambda: None)
+            original(self, *args)
+
+    wrap(patch, Mover, "protect", protect)
+
+
+@plant
+def step_that_waits_for_what_was_copied_before(patch: Patch) -> None:
+    """Its event is from before the copies were launched."""
+
+    def protect(original: Any, self: Mover, *args: Any) -> None:
+        self._copier.hold_model()
+        with pytest.MonkeyPatch.context() as inside:
+            inside.setattr(self._copier, "hold_model", lambda: None)
+            original(self, *args)
+
+    wrap(patch, Mover, "protect", protect)
 
 
 @pytest.mark.parametrize("name", BUGS)

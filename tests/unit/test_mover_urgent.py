@@ -198,8 +198,19 @@ def test_a_mover_that_hangs_holds_a_step_up_for_a_while_only_and_begins_nothing_
     assert hanging.wait(WAIT_S)
     fence(rank, job)
     rank.erase()
+    # While it hangs on, no other step waits.
+    monkeypatch.setattr("kvdisk.worker.mover.FENCE_S", 10 * WAIT_S)
+    other = rank.submit(JobKind.STORE, [move(block, 0, block, rank.cpu(0, block + 8)) for block in BLOCKS])
+    fence(rank, other)
     let_go.set()
-    while job not in rank.poll():
+    while not {job, other} <= set(rank.poll()):
         rank.mover.wait_any(1.0)
-    assert rank.results[job].failed == dict.fromkeys(range(len(BLOCKS)), Reason.OVERWRITTEN)
+    for each in (job, other):
+        assert rank.results[each].failed == dict.fromkeys(range(len(BLOCKS)), Reason.OVERWRITTEN)
+    # It turns again, and steps wait again.
+    last = rank.submit(JobKind.STORE, [move(block, 0, block, rank.cpu(0, block)) for block in BLOCKS])
+    fence(rank, last)
+    while last not in rank.poll():
+        rank.mover.wait_any(1.0)
+    assert not rank.results[last].failed
     rank.mover.close()
