@@ -5,7 +5,7 @@ Run it with nothing but kvdisk and torch installed; vLLM is not needed::
 
     python tools/gpu_report.py --dir /nvme/somewhere --json report.json
 
-It prints a table to put into docs/BENCHMARKS.md, and writes the same as JSON. Without a GPU it says so and ends with 2;
+It prints a table to put into docs/measurements/gpu.md, and writes the same as JSON. Without a GPU it says so and ends with 2;
 with failed tests it ends with 1. The directory should be on the drive that kvdisk shall use; what is written there
 (``--file-bytes``) is removed.
 """
@@ -344,7 +344,7 @@ def gigabytes(speed: float) -> str:
 
 
 def table(report: Report) -> str:
-    """Return the report as Markdown, for docs/BENCHMARKS.md."""
+    """Return the report as Markdown, for docs/measurements/gpu.md."""
     lines = ["GPU: " + ", ".join(f"{name} {value}" for name, value in report.machine.items()), ""]
     tests = ", ".join(
         f"{report.tests[what]} {what}" for what in ("passed", "failed", "skipped") if what in report.tests

@@ -34,7 +34,7 @@ MAKERS: Mapping[str, Callable[[], Device]] = {"nixl": NixlDevice, "posix": Posix
 """The devices that ``auto`` chooses from. The first is taken unless a later one is clearly faster.
 
 Where ``posix`` has the kernel's own queue (``QUEUED``) it goes first: beside the mover's other work its thread sees
-sooner what has ended (docs/BENCHMARKS.md, tiers). Where it has only threads, NIXL does, since they slow down while
+sooner what has ended (docs/measurements/drive.md). Where it has only threads, NIXL does, since they slow down while
 Python is busy.
 """
 FALLBACK, QUEUED = "posix", "posix-aio"
