@@ -121,8 +121,9 @@ class Mover:
         ``plan``: ``Plan.fence`` and ``Plan.urgent``, with those of their jobs that are new. Waits,
         on the host, until their copies from the GPU have begun, or are given up: what cannot begin
         at once, the urgent after ``URGENT_S``, all after ``FENCE_S``, whatever the mover's thread
-        hangs at; while it hangs on, the next ones at once. What has been given up never begins. On a GPU its streams wait for the copies
-        themselves. What comes after them, in memory or on drives, is not waited for.
+        hangs at; while it hangs on, the next ones at once. What has been given up never begins. On
+        a GPU its streams wait for the copies themselves. What comes after them, in memory or on
+        drives, is not waited for.
         """
         started_s = self._clock()
         self.submit(plan, after)
