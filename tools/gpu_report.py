@@ -6,8 +6,8 @@ Run it with nothing but kvdisk and torch installed; vLLM is not needed::
     python tools/gpu_report.py --dir /nvme/somewhere --json report.json
 
 It prints a table to put into docs/measurements/gpu.md, and writes the same as JSON. Without a GPU it says so and ends
-with 2; with failed tests it ends with 1. The directory should be on the drive that kvdisk shall use; what is written there
-(``--file-bytes``) is removed.
+with 2; with failed tests it ends with 1. The directory should be on the drive that kvdisk shall use; what is written
+there (``--file-bytes``) is removed.
 """
 
 from __future__ import annotations

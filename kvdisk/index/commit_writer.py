@@ -162,6 +162,8 @@ class CommitWriter:
                     self._deal(operations)
                 if self._held:
                     self._back_off()
+        except Exception:
+            logger.exception("kvdisk stores nothing more on NVMe, because of this error; please report it.")
         finally:
             # Also when a bug has ended the loop: nothing more will be committed, so nothing more may be stored.
             self._probe_at_s = math.inf

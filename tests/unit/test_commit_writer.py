@@ -241,18 +241,14 @@ def test_the_back_off_doubles_to_its_limit_and_starts_anew_after_puts() -> None:
     assert writer.stop(ticket, WAIT_S)
 
 
-def test_a_bug_that_ends_the_thread_stops_new_puts() -> None:
+def test_a_bug_that_ends_the_thread_stops_new_puts_and_is_said(caplog: pytest.LogCaptureFixture) -> None:
     tables = FakeTables()
     tables.commit = lambda operations: 1 // 0  # type: ignore[method-assign]
-    died: list[object] = []
-    previous, threading.excepthook = threading.excepthook, died.append
-    try:
-        writer = CommitWriter(tables, ONLY_WHEN_TOLD_S)
-        writer.submit([put(1, b"a")])
-        assert not writer.flush(1, 0.0)
-        until(lambda: bool(died))
-    finally:
-        threading.excepthook = previous
+    writer = CommitWriter(tables, ONLY_WHEN_TOLD_S)
+    writer.submit([put(1, b"a")])
+    assert not writer.flush(1, 0.0)
+    until(lambda: writer.progress.state is IndexState.REFUSING)
+    assert caplog.text.count("kvdisk stores nothing more on NVMe") == 1 and "ZeroDivisionError" in caplog.text
     assert writer.progress == Progress(0, IndexState.REFUSING, 0)
     assert not writer.admits_put()
     assert writer.stop(0, WAIT_S)
