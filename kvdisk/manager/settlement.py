@@ -99,7 +99,7 @@ class Settlement:
 
     def _settle_store(self, record: JobRecord, now: float, now_s: int) -> None:
         written = self._settle_targets(record, now_s)
-        self._stats.add("stored_blocks", sum(map(len, written.values())))
+        self._stats.add("stored_blocks", len(record.details) - len(record.failed))
         for tier, rows in written.items():
             self._tiers[tier].learn_writes(record, now)
             self._offer(rows[::-1], tier)

@@ -32,6 +32,9 @@ class LowerTier(Protocol):
     def is_queued(self, row: int) -> bool:
         """Whether a copy waits for its demotion."""
 
+    def count(self, size_class: int) -> int:
+        """Return how many copies of a size class wait for their demotion."""
+
     def keeps(self, row: int) -> bool:
         """Ask before a copy leaves for room. True: it waits for its demotion instead."""
 
@@ -285,7 +288,7 @@ class CpuSpace(TierSpace):
         if lower is None:
             return order.victims(count, evictable)
         rows = order.victims(count, lambda row: evictable(row) and not lower.is_queued(row))
-        if not rows and lower.stalls and not keep_queued:
+        if not rows and lower.stalls and not keep_queued and lower.count(size_class):
             rows = order.victims(count, evictable)
         return rows
 

@@ -27,6 +27,9 @@ class Queue:
     def is_queued(self, row: int) -> bool:
         return row in self.rows
 
+    def count(self, size_class: int) -> int:
+        return len(self.rows)
+
     def keeps(self, row: int) -> bool:
         kept = row in self.wanted and row not in self.rows and len(self.rows) < 4
         self.rows += [row] * kept
