@@ -146,7 +146,7 @@ def _take_over(
         answers = second.generate(LATE, together=False)
         assert _tokens(answers) == expected[2]
         assert _cached(answers) == [WHOLE] * 4, "and is found under the new one"
-    assert all(home.record is not None and home.record.clean == (not home.alive) for home in _look(turned, 2).homes)
+    assert all(home.clean == (home.owner == "orphan") for home in _look(turned, 2).homes)
 
 
 def test_a_hybrid_model_shares_too(tiny_gemma3: Path, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def audit_connector(connector: Any) -> dict[str, Any]:
     assert not side._requests and not side._local_tokens, (side._requests, side._local_tokens)
     assert not manager._requests
     assert not getattr(manager._stores._store_policy, "_watermarks", None)
-    assert not manager._stores._tables._tables and not manager._urgent
+    assert not manager._stores._tables and not manager._urgent
     assert len(manager._transfers) == 0 and not manager._transfers._queued
     assert all(count == 0 for count in manager._transfers._counts.values())
     assert not len(manager._sources)
