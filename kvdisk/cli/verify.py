@@ -69,6 +69,8 @@ SHOWN = 20
 THREADS_PER_DRIVE = 4
 MOST_THREADS = 16
 PART_BYTES = 64 << 20
+_ASK_AGAIN_S = 600.0
+"""For an index that could be read at the start. Later its drive hangs, and what is wrong there is said."""
 _MOST_SUSPECTS = 65536
 """Slots that do not match before the index is read again."""
 _ROUNDS = 3
@@ -451,7 +453,7 @@ def _record_of(part: Part, slot: NamedSlot) -> BlockRecord:
 def _still_there(asked: Sequence[tuple[HomeToRead, Sequence[BlockRecord]]]) -> list[list[bool]]:
     """Whether each home's index still has each block there. True for all where it cannot be read."""
     paths_asked = [home.path / INDEX for home, records in asked if records]
-    indexes = iter(read_indexes(paths_asked))
+    indexes = iter(read_indexes(paths_asked, _ASK_AGAIN_S))
     return [_among(next(indexes), records) if records else [] for _, records in asked]
 
 

@@ -37,6 +37,7 @@ MOST_OPEN = 64
 """Indexes that the process keeps open. It closes the least recently used first."""
 _LENGTH = struct.Struct("<Q")
 _LONGEST_READ_BYTES = 1 << 20
+_MOST_ANSWER_BYTES = 1 << 40
 _DAMAGED = frozenset({signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT})
 
 
@@ -64,22 +65,22 @@ class FoundRecords(NamedTuple):
     records: list[tuple[int, BlockRecord]]
 
 
-def read_indexes(paths: Sequence[Path]) -> list[IndexContent]:
+def read_indexes(paths: Sequence[Path], timeout_s: float = math.inf) -> list[IndexContent]:
     """Read the indexes in these directories, in order. Never raises for what is wrong with one.
 
-    Writes nothing but the mark that a reader of LMDB leaves in ``lock.mdb``, where that is
-    possible.
+    ``timeout_s``: for each; one that takes longer cannot be read, since its drive may hang. Writes
+    nothing but the mark that a reader of LMDB leaves in ``lock.mdb``, where that is possible.
     """
     reader = ReaderProcess()
     try:
-        return [_content(reader, path) for path in paths]
+        return [_content(reader, path, timeout_s) for path in paths]
     finally:
         reader.stop()
 
 
-def _content(reader: ReaderProcess, path: Path) -> IndexContent:
+def _content(reader: ReaderProcess, path: Path, timeout_s: float) -> IndexContent:
     try:
-        return reader.read(path)
+        return reader.read(path, timeout_s)
     except KvdiskError as error:
         return IndexContent(problem=str(error))
 
@@ -101,9 +102,9 @@ class ReaderProcess:
         found: FoundRecords = self._ask((str(index_path), epoch, tuple(keys)), timeout_s) or FoundRecords({}, [])
         return found
 
-    def read(self, index_path: Path) -> IndexContent:
-        """Return all that an index holds. Waits as long as that takes."""
-        content: IndexContent = self._ask((str(index_path),), math.inf) or IndexContent(exists=False)
+    def read(self, index_path: Path, timeout_s: float = math.inf) -> IndexContent:
+        """Return all that an index holds."""
+        content: IndexContent = self._ask((str(index_path),), timeout_s) or IndexContent(exists=False)
         return content
 
     def close_gone(self, timeout_s: float) -> None:
@@ -140,12 +141,17 @@ class ReaderProcess:
         try:
             _write(process.stdin.fileno(), _message(question), deadline_s)
             (length,) = _LENGTH.unpack(_read(process.stdout.fileno(), _LENGTH.size, deadline_s))
+            if length > _MOST_ANSWER_BYTES:
+                raise ValueError(length)
             problem, answer = pickle.loads(_read(process.stdout.fileno(), length, deadline_s))  # noqa: S301 - our own
         except TimeoutError as error:
             self.stop()
             raise ReaderFailed(f"the process that reads it did not answer within {timeout_s:g} s") from error
         except (OSError, EOFError) as error:
             raise ReaderFailed(self.stop()) from error
+        except Exception as error:  # another version was installed meanwhile, or something printed
+            self.stop()
+            raise ReaderFailed("the process that reads it gave no sound answer") from error
         if problem is not None:
             raise CorruptRecord(problem)
         return answer

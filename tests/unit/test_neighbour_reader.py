@@ -18,7 +18,7 @@ from kvdisk.index import neighbour_reader
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader
-from kvdisk.index.reader_process import read_indexes
+from kvdisk.index.reader_process import ReaderFailed, ReaderProcess, read_indexes
 
 WAIT_S = 600.0
 SEGMENT = SegmentRecord(3, 8192, 100, 0)
@@ -202,6 +202,21 @@ def test_questions_are_bounded_and_closing_ends_the_child(tmp_path) -> None:
         assert child.poll() is not None
         assert not found.ask(1, 0, keys(1))
         assert not found.any
+
+
+@pytest.mark.parametrize("said", [b"a line on standard output\n", b"\3" + bytes(7) + b"abc"])
+def test_an_answer_that_is_none_of_ours(tmp_path, monkeypatch, said: bytes) -> None:
+    """As where something prints while Python starts, or where another version was installed meanwhile."""
+    (tmp_path / "sitecustomize.py").write_text(f"import os\nos.write(1, {said!r})\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    reader = ReaderProcess()
+    with pytest.raises(ReaderFailed, match="no sound answer"):
+        reader.find(tmp_path / "index", 0, [], WAIT_S)
+    (content,) = read_indexes([tmp_path / "index"])
+    assert content.problem == "the process that reads it gave no sound answer"
+    (tmp_path / "sitecustomize.py").write_text("")
+    assert not reader.find(tmp_path / "index", 0, [], WAIT_S).records, "another process answers"
+    reader.stop()
 
 
 def test_the_child_ends_with_its_parent(tmp_path) -> None:
