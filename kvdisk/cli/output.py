@@ -33,7 +33,7 @@ StoreDirectories = Annotated[
     list[Path], typer.Argument(metavar="DIR...", help="The store: all that store_dirs names.", readable=False)
 ]
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, with bytes and times as integers.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, with bytes as integers.")]
 OnlyHome = Annotated[str | None, typer.Option("--home", metavar="ID", help="Only the home with this id.")]
 ID_LETTERS = 8
 WIDE = 100
