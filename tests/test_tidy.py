@@ -19,6 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_FUNCTION_LINES = 70
+MOST_PARAMETERS = 7
 BANNED = re.compile(r"(utils?|common|helper)s?", re.IGNORECASE)
 
 ROOMS: dict[str, tuple[str, ...]] = {
@@ -81,6 +82,14 @@ def oversized(text: str) -> Iterator[str]:
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MOST_FUNCTION_LINES:
                 yield f"{node.name}: {length} lines"
+
+
+def crowded_constructors(text: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            count = len(node.args.args) + len(node.args.kwonlyargs) - 1
+            if count > MOST_PARAMETERS:
+                yield f"line {node.lineno}: {count} parameters"
 
 
 def defined_names(tree: ast.AST) -> Iterator[str]:
@@ -167,6 +176,7 @@ def broken_links(path: Path, text: str) -> Iterator[str]:
     ("scanner", "planted"),
     [
         (oversized, "def long():\n" + "    x = 1\n" * MOST_FUNCTION_LINES),
+        (crowded_constructors, "def __init__(self, a, b, c, d, e, f, *, g, h): pass\n"),
         (banned_words, "class PageUtil: pass\n"),
         (banned_words, "def read(self, common_bytes): pass\n"),
         (lambda text: foreign_imports("kvdisk/worker/mover.py", text), "def f():\n    from torch import empty\n"),
@@ -188,6 +198,10 @@ def test_the_scanners_find_what_they_look_for(scanner, planted):
 
 def test_functions_are_small():
     assert not [f"{named(path)}: {what}" for path in modules() for what in oversized(path.read_text())]
+
+
+def test_constructors_take_few_parameters():
+    assert not [f"{named(path)}: {what}" for path in modules() for what in crowded_constructors(path.read_text())]
 
 
 def test_one_word_one_thing():
