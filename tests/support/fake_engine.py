@@ -46,6 +46,9 @@ class Watch(Protocol):
     def settled(self, report: Report) -> None:
         """A merged report is about to be settled."""
 
+    def note_settled(self) -> None:
+        """The manager has settled it."""
+
 
 class FakeEngine:
     """See the module. ``now``: the clock, set by the test. ``weights``: number of the weights in memory.
@@ -334,6 +337,7 @@ class FakeEngine:
         self._scheduled = {}
         self.watch.settled(report)
         self.manager.settle(report, self.now, int(self.now))
+        self.watch.note_settled()
         for request_id in ended:
             self._note_recved(self.requests[request_id])
 

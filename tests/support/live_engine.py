@@ -48,6 +48,9 @@ class _Counting:
     def settled(self, report: Report) -> None:
         """See ``Watch``."""
 
+    def note_settled(self) -> None:
+        """See ``Watch``."""
+
 
 class _Mailbox:
     """A rank as ``FakeEngine`` sees it: its number, and what it finished in the step."""

@@ -55,6 +55,8 @@ class ManagerWatch:
     _progress: tuple[int, bool] = (0, True)
     _planned_s: float = 0.0
     _bad_copies: set[tuple[BlockKey, int, Tier, Slot | None]] = field(default_factory=set)
+    _io_errors: list[Move] = field(default_factory=list)
+    """Reads that failed with IO_ERROR, of the report that is being settled."""
     _late: dict[JobId, tuple[Job, set[int]]] = field(default_factory=dict)
     _late_ranks: Counter[JobId] = field(default_factory=Counter)
     """Jobs with late moves, and how many ranks have not released them."""
@@ -224,11 +226,23 @@ class ManagerWatch:
         move = job.moves[position]
         if job.kind in _READS and reason in _BAD_COPY:
             self._bad_copies.add(_source(move))
+            if reason is Reason.IO_ERROR:
+                self._io_errors.append(move)
         if owner is not None and job.kind in {JobKind.STORE, JobKind.LOAD}:
             self._stored.discard((owner, move.key))
             if job.kind is JobKind.LOAD:
                 limit = len(move.key) - 2 - self.sizes.geometry.groups[group_of(move.key)].block_tokens
                 self._load_limits[owner] = min(limit, self._load_limits.get(owner, limit))
+
+    def note_settled(self) -> None:
+        """The manager has settled a report. Copies that it kept on a drive that is given up for now are not bad."""
+        catalog = self.parts.catalog
+        for move in self._io_errors:
+            row = catalog.find(move.key)
+            on_nvme = row >= 0 and catalog.state(row, Tier.NVME) == CopyState.READY
+            if on_nvme and catalog.slot(row, Tier.NVME) == move.nvme and not catalog.readable(row, Tier.NVME):
+                self._bad_copies.discard(_source(move))
+        self._io_errors.clear()
 
     def reset(self, epoch: int, weights: int) -> None:
         """The weights have changed: everything has to be stored again."""
