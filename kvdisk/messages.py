@@ -7,11 +7,12 @@ address, and none of their fields is of a foreign class.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-from kvdisk.blocks import BlockKey, JobId, Slot
+from kvdisk.blocks import BlockKey, JobId, Slot, Tier
 from kvdisk.stats import Stats
 
 
@@ -58,15 +59,14 @@ class Reason(IntEnum):
 class Move(NamedTuple):
     """One block of a job. Fields that the route does not use are None (``block``: -1).
 
-    ``cpu`` and ``nvme`` are the slots of those tiers, ``block`` the GPU block id, ``parent`` the key
+    ``block`` is the GPU block id, ``slots`` the slot in each tier that the move reads or writes, ``parent`` the key
     of the block before this one in its chain, where known.
     """
 
     key: BlockKey
     generation: int
     block: int = -1
-    cpu: Slot | None = None
-    nvme: Slot | None = None
+    slots: Mapping[Tier, Slot] = {}  # never written to
     parent: BlockKey | None = None
 
 

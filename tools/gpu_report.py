@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from kvdisk.blocks import JobId, Slot, make_block_key
+from kvdisk.blocks import JobId, Slot, Tier, make_block_key
 from kvdisk.device.base import Device
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.pair import PairDevice
@@ -239,7 +239,7 @@ class Route:
             memory.close()
 
     def _moves(self) -> list[Move]:
-        return [Move(make_block_key(at.to_bytes(32, "big"), 0), 1, at, None, Slot(0, at), None) for at in self._all()]
+        return [Move(make_block_key(at.to_bytes(32, "big"), 0), 1, at, {Tier.NVME: Slot(0, at)}) for at in self._all()]
 
     def _all(self) -> range:
         return range(self._count)

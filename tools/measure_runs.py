@@ -24,7 +24,7 @@ from pathlib import Path
 
 from support.fake_pool import FakePool
 
-from kvdisk.blocks import Slot
+from kvdisk.blocks import Slot, Tier
 from kvdisk.config import EVICTIONS, Config
 from kvdisk.geometry import Geometry, GroupGeometry, segment_charge_bytes, slots_per_segment
 from kvdisk.index.memory_index import MemoryIndex
@@ -119,7 +119,7 @@ class Churn:
                 self.manager.plan_store(request.id, tokens, [request.table], self.now)
         plan = self.manager.take_plan(self.now, idle=False)
         for job in plan.jobs:
-            if job.kind is JobKind.LOAD and any(move.nvme for move in job.moves):
+            if job.kind is JobKind.LOAD and any(Tier.NVME in move.slots for move in job.moves):
                 self.reads.append(count_runs(job))
             elif job.kind is JobKind.DEMOTE:
                 self.writes.append(count_runs(job))
@@ -145,7 +145,7 @@ class Churn:
 
 def count_runs(job: Job) -> tuple[int, int]:
     """Return how many blocks a job moves from or to the drive, and in how many runs."""
-    places = sorted(move.nvme for move in job.moves if move.nvme is not None)
+    places = sorted(move.slots[Tier.NVME] for move in job.moves if Tier.NVME in move.slots)
     after = {Slot(place.segment, place.index + 1) for place in places}
     return len(places), sum(place not in after for place in places)
 

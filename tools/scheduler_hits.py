@@ -10,6 +10,7 @@ from typing import Any
 
 from scheduler_stands import BLOCK_TOKENS, BothSides, completed, report_of
 
+from kvdisk.blocks import Tier
 from kvdisk.messages import JobKind, Plan
 
 WITH_NVME = ", with NVMe"
@@ -92,7 +93,7 @@ class Hits:
 
         planning = (_, plan), (_, meta) = both(plan_ours, plan_theirs)
         loads = [move for job in plan.jobs if job.kind is JobKind.LOAD for move in job.moves]
-        read = sum(move.nvme is not None for move in loads)
+        read = sum(Tier.NVME in move.slots for move in loads)
         assert len(loads) == blocks and (read >= 0.75 * blocks if self._from == "NVMe" else not read), read
         report, done = report_of(plan), completed(meta)
         booking = both(lambda: sides.ours.settle(report, set()), lambda: sides.theirs.update_connector_output(done))

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from itertools import compress
 
 from kvdisk.manager.catalog import ABSENT, READY
-from kvdisk.manager.jobs import MoveDetail, make_move
+from kvdisk.manager.jobs import MoveDetail
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.tiers import TierSpace
-from kvdisk.messages import JobKind
+from kvdisk.messages import JobKind, Move
 
 MAX_DEMOTE_MOVES = 64
 MAX_DEMOTE_JOBS = 4
@@ -136,11 +136,11 @@ class Demotions:
         catalog.begin(rows, target, slots)
         catalog.pin(rows, source)
         moves = [
-            make_move(
+            Move(
                 catalog.keys[row],
                 catalog.generations[row],
-                {source: catalog.slot(row, source), target: slot},
-                catalog.parents[row],
+                slots={source: catalog.slot(row, source), target: slot},
+                parent=catalog.parents[row],
             )
             for row, slot in zip(rows, slots, strict=True)
         ]

@@ -7,10 +7,10 @@ has said that its device has ended them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import NamedTuple
 
-from kvdisk.blocks import BlockKey, JobId, Slot, Tier
+from kvdisk.blocks import JobId, Tier
 from kvdisk.context import SchedulerContext
 from kvdisk.messages import HomeSpec, Job, JobKind, Move, Reason, Report, SegmentSpec
 
@@ -30,13 +30,6 @@ class MoveDetail(NamedTuple):
     position: int = -1
     source: Tier | None = None
     target: Tier | None = None
-
-
-def make_move(
-    key: BlockKey, generation: int, slots: Mapping[Tier, Slot], parent: BlockKey | None, block: int = -1
-) -> Move:
-    """Return the move of a block between slots of tiers, or between one and a GPU block."""
-    return Move(key, generation, block, slots.get(Tier.CPU), slots.get(Tier.NVME), parent)
 
 
 class JobRecord:

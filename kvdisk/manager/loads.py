@@ -23,14 +23,14 @@ from kvdisk.manager.accounting import Served
 from kvdisk.manager.admission import Demand
 from kvdisk.manager.catalog import ABSENT
 from kvdisk.manager.chains import NONE, TIERS
-from kvdisk.manager.jobs import JobRecord, MoveDetail, make_move
+from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.lookup import first_needed, longest_hit
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.prefetch import PendingReads
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.tiers import Tiers
-from kvdisk.messages import Job, JobKind
+from kvdisk.messages import Job, JobKind, Move
 
 _LOAD = JobKind.LOAD
 
@@ -266,7 +266,7 @@ class LoadPlanner:
             if at in landing:
                 row, target = landing[at]
                 slots[target] = self._catalog.slot(row, target)
-            moves.append(make_move(block.key, block.generation, slots, block.parent, block.gpu_block))
+            moves.append(Move(block.key, block.generation, block.gpu_block, slots, block.parent))
             details.append(MoveDetail(row, block.group, block.position, block.tier, target))
         request.loading = True
         request.wait_started_s = None

@@ -16,7 +16,7 @@ from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.manager import neighbours
 from kvdisk.manager.admission import Demand
 from kvdisk.manager.catalog import ABSENT, READY
-from kvdisk.manager.jobs import MoveDetail, make_move
+from kvdisk.manager.jobs import MoveDetail
 from kvdisk.manager.lookup import Reachable, first_needed, longest_hit
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import Parts
@@ -333,5 +333,5 @@ class Promotions:
             source, read_slot = neighbours.TIER, self._neighbours.pin(hint)
             row = catalog.add(key, hint.generation, self._state.epoch, parent)
         catalog.begin((row,), target, (slot,))
-        move = make_move(key, catalog.generations[row], {source: read_slot, target: slot}, parent)
+        move = Move(key, catalog.generations[row], slots={source: read_slot, target: slot}, parent=parent)
         return move, MoveDetail(row, source=source, target=target)

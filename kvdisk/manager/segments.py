@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from kvdisk.blocks import Tier
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import SEGMENT_OVERHEAD_BYTES, Geometry, segment_charge_bytes, slots_per_segment
 from kvdisk.index.base import SegmentRecord
@@ -427,12 +428,11 @@ class Segments:
         """Learn from a settled store or demotion how the drives are."""
         good, bad = set(), set()
         for at, move in enumerate(record.job.moves):
-            assert move.nvme is not None
             reason = record.failed.get(at)
             if reason is None:
-                good.add(self.specs[move.nvme.segment].drive)
+                good.add(self.specs[move.slots[Tier.NVME].segment].drive)
             elif reason in _WRITE_IS_BAD or at in record.late:
-                bad.add(self.specs[move.nvme.segment].drive)
+                bad.add(self.specs[move.slots[Tier.NVME].segment].drive)
         for drive in bad:
             self.drives.write_failed(drive, now, "a write failed on some rank")
         for drive in good - bad:
@@ -441,7 +441,7 @@ class Segments:
     def learn_reads(self, record: JobRecord, now: float, dropping: Collection[int]) -> None:
         """Learn from a settled load how the drives are, but for the segments that are being dropped."""
         for at, move in enumerate(record.job.moves):
-            spec = self.specs.get(move.nvme.segment) if move.nvme is not None else None
+            spec = self.specs.get(move.slots[Tier.NVME].segment) if Tier.NVME in move.slots else None
             if spec is None or spec.segment in dropping:
                 continue  # not of this home, or its files could not be opened
             reason = record.failed.get(at)

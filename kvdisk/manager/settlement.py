@@ -87,9 +87,8 @@ class Settlement:
         self._state.released += 1
         for at in sorted(record.late, reverse=True):
             detail, move = record.details[at], record.job.moves[at]
-            if is_neighbours(move.nvme):
-                assert move.nvme is not None
-                self._neighbours.unpin(move.nvme)
+            if is_neighbours(move.slots.get(Tier.NVME)):
+                self._neighbours.unpin(move.slots[Tier.NVME])
             elif detail.source is not None:
                 self._tiers[detail.source].unpin((detail.row,))
             if detail.target is not None:
@@ -180,7 +179,7 @@ class Settlement:
                 landed.append((move.key, detail.row))
             if at in record.failed:
                 continue
-            if is_neighbours(move.nvme):
+            if is_neighbours(move.slots.get(Tier.NVME)):
                 from_neighbours += 1
                 self._settle_neighbours(move, None, late=False)
             else:
@@ -213,7 +212,7 @@ class Settlement:
         """A source was not read: drop it where it is bad, or where it is sound offer it as one that was used."""
         (row, _, _, tier, _), move = record.details[at], record.job.moves[at]
         reason, late = record.failed[at], at in record.late
-        if is_neighbours(move.nvme):
+        if is_neighbours(move.slots.get(Tier.NVME)):
             self._settle_neighbours(move, reason, late)
             return
         if tier is None:
@@ -228,11 +227,10 @@ class Settlement:
             self._tiers[tier].unpin((row,))
 
     def _settle_neighbours(self, move: Move, reason: Reason | None, late: bool) -> None:
-        assert move.nvme is not None
         if reason in _SOURCE_IS_BAD:
-            self._neighbours.reject(move.key, self._neighbours.home_of(move.nvme), move.generation)
+            self._neighbours.reject(move.key, self._neighbours.home_of(move.slots[Tier.NVME]), move.generation)
         if not late:
-            self._neighbours.unpin(move.nvme)
+            self._neighbours.unpin(move.slots[Tier.NVME])
 
     def _offer(self, rows: Sequence[int], tier: Tier) -> None:
         """Offer copies that have become READY, or were used, to the next tier."""

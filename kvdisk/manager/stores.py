@@ -13,13 +13,13 @@ from kvdisk.geometry import GroupGeometry
 from kvdisk.manager.admission import Demand
 from kvdisk.manager.catalog import ABSENT
 from kvdisk.manager.chains import NONE
-from kvdisk.manager.jobs import MoveDetail, StoreSources, make_move
+from kvdisk.manager.jobs import MoveDetail, StoreSources
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.store_policy import FreeOffer, Refusal, StorePolicy, own_method
 from kvdisk.manager.tiers import Tiers
-from kvdisk.messages import JobKind
+from kvdisk.messages import JobKind, Move
 
 
 class Table(NamedTuple):
@@ -384,7 +384,7 @@ class StorePlanner:
                 row = catalog.add(key, self._generation, self._state.epoch, parent)
             rows.append(row)
             slots.append(slot)
-            moves.append(make_move(key, catalog.generations[row], {tier: slot}, parent, gpu_block))
+            moves.append(Move(key, catalog.generations[row], gpu_block, {tier: slot}, parent))
             details.append(MoveDetail(row, group, position, None, tier))
         catalog.begin(rows, tier, slots)
         request_id = None if request is None else request.request_id

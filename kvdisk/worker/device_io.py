@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvdisk.blocks import Tier
 from kvdisk.device.base import Device, Op, Outcome, Transfer
 from kvdisk.errors import QuietLog
 from kvdisk.messages import Reason
@@ -58,8 +59,8 @@ class DeviceIo:
         """Whether a batch under way, late or not, names the segment."""
         return any(
             place is not None and place.segment == segment
-            for flight in self._flights.values()
-            for place in (flight.part.work.job.moves[position].nvme for position in flight.part.positions)
+            for part in (flight.part for flight in self._flights.values())
+            for place in (part.work.job.moves[position].slots.get(Tier.NVME) for position in part.positions)
         )
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvdisk.blocks import Tier
 from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.header import MULTILINEAR, XXH3_128
 from kvdisk.device.probe import FILE_BYTES, nameless_file
@@ -58,8 +59,7 @@ class Direct:
         if route is Route.STORE_STAGED and size_class in self.stores:
             return Route.STORE_DIRECT
         if route is Route.LOAD_STAGED and size_class in self.loads:
-            assert move.nvme is not None
-            return route if move.nvme.segment in self._of_hosts else Route.LOAD_DIRECT
+            return route if move.slots[Tier.NVME].segment in self._of_hosts else Route.LOAD_DIRECT
         return route
 
     def checksum_kind(self, size_class: int) -> int:
@@ -69,7 +69,7 @@ class Direct:
     def note_of_host(self, moves: Iterable[Move]) -> None:
         """These slots can be verified by a processor only. What else is in their segments is read its way, too: most
         of it was written at the same time, and each slot read in vain costs a second read."""
-        self._of_hosts.update(move.nvme.segment for move in moves if move.nvme is not None)
+        self._of_hosts.update(move.slots[Tier.NVME].segment for move in moves if Tier.NVME in move.slots)
 
     def note_changed(self, segment: int) -> None:
         """A segment was opened or dropped: what its number said is nothing of the next one's."""

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
+from kvdisk.blocks import Tier
 from kvdisk.device import segment as segments
 from kvdisk.device.base import Device
 from kvdisk.device.drives import Directories
@@ -190,7 +191,7 @@ class FileJobs:
         """Return the number of the last job that opens or drops a segment of ``job``; 0: none."""
         last = 0
         if self._out or self._queued:
-            named = {move.nvme.segment for move in job.moves if move.nvme is not None}
+            named = {move.slots[Tier.NVME].segment for move in job.moves if Tier.NVME in move.slots}
             for number, other in enumerate((*self._out, *self._queued), self.ended + 1):
                 if other.segment is not None and other.segment.segment in named:
                     last = number

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from kvdisk.blocks import JobId, group_of
+from kvdisk.blocks import JobId, Tier, group_of
 from kvdisk.device.base import Buffer, Device, Transfer
 from kvdisk.geometry import Geometry, contiguous_runs, slot_offset
 from kvdisk.messages import Job, JobKind, JobResult, Move, Reason
@@ -235,7 +235,7 @@ def lots_of(
         route = _route_of(kind, move)
         if route is None:
             work.failed[position] = Reason.ABSENT
-        elif route.writes and move.nvme is not None and not geometry.writes(rank, move.nvme.segment):
+        elif route.writes and Tier.NVME in move.slots and not geometry.writes(rank, move.slots[Tier.NVME].segment):
             others += 1
         else:
             group = 0 if one_group else group_of(move.key)
@@ -247,7 +247,7 @@ def lots_of(
     lots = []
     for (route, group), positions in found.items():
         on_drive = route.on_drive
-        positions.sort(key=lambda at: moves[at].nvme if on_drive else moves[at].cpu)  # type: ignore[arg-type, return-value]
+        positions.sort(key=lambda at: moves[at].slots[Tier.NVME if on_drive else Tier.CPU])
         of_drives = _by_drive(positions, moves, files) if on_drive else {NO_DRIVE: positions}
         longest = max(map(len, of_drives.values()))
         count = part_slots[geometry.size_classes[group]] if len(of_drives) > 1 else longest
@@ -264,7 +264,7 @@ def _by_drive(positions: list[int], moves: Sequence[Move], files: Mapping[int, O
     """Return positions by the drive that their slots are on, each drive's in the order given."""
     found: dict[int, list[int]] = {}
     for position in positions:
-        place = moves[position].nvme
+        place = moves[position].slots.get(Tier.NVME)
         assert place is not None
         file = files.get(place.segment)
         found.setdefault(NO_DRIVE if file is None else file.drive, []).append(position)
@@ -273,18 +273,18 @@ def _by_drive(positions: list[int], moves: Sequence[Move], files: Mapping[int, O
 
 def _route_of(kind: JobKind, move: Move) -> Route | None:
     if kind is JobKind.LOAD:
-        if move.nvme is not None:
-            return Route.LOAD_STAGED if move.cpu is None else Route.LOAD_KEPT
-        return None if move.cpu is None else Route.LOAD_CPU
+        if Tier.NVME in move.slots:
+            return Route.LOAD_KEPT if Tier.CPU in move.slots else Route.LOAD_STAGED
+        return Route.LOAD_CPU if Tier.CPU in move.slots else None
     if kind is JobKind.STORE:
-        assert move.cpu is not None or move.nvme is not None, "a store without a target"
-        return Route.STORE_STAGED if move.cpu is None else Route.STORE_CPU
+        assert move.slots, "a store without a target"
+        return Route.STORE_CPU if Tier.CPU in move.slots else Route.STORE_STAGED
     if kind is JobKind.PROMOTE:
-        assert move.cpu is not None, "a promotion without a target"
-        return None if move.nvme is None else Route.PROMOTE
+        assert Tier.CPU in move.slots, "a promotion without a target"
+        return Route.PROMOTE if Tier.NVME in move.slots else None
     assert kind is JobKind.DEMOTE, kind
-    assert move.nvme is not None, "a demotion without a target"
-    return None if move.cpu is None else Route.DEMOTE
+    assert Tier.NVME in move.slots, "a demotion without a target"
+    return Route.DEMOTE if Tier.CPU in move.slots else None
 
 
 def transfers_of(part: Part, files: Mapping[int, OpenFile]) -> tuple[list[Transfer], list[list[int]], list[int]]:
@@ -294,7 +294,7 @@ def transfers_of(part: Part, files: Mapping[int, OpenFile]) -> tuple[list[Transf
     whose segment is not open.
     """
     moves, positions, slots = part.work.job.moves, part.positions, part.slots
-    places = [moves[position].nvme for position in positions]
+    places = [moves[position].slots.get(Tier.NVME) for position in positions]
     transfers: list[Transfer] = []
     members: list[list[int]] = []
     unopened: list[int] = []
@@ -469,7 +469,7 @@ class Parts:
             arena = resources.arena
         count = len(staging) or min(rest, self.slots[size_class])
         positions = lot.positions[lot.taken : lot.taken + count]
-        slots = staging[:] or [lot.work.job.moves[position].cpu.index for position in positions]  # type: ignore[union-attr]
+        slots = staging[:] or [lot.work.job.moves[position].slots[Tier.CPU].index for position in positions]
         lot.taken += count
         return Part(lot.work, route, lot.group, lot.drive, size_class, arena, positions, slots, staging)
 

@@ -385,7 +385,7 @@ class Runner:
             bad = self._headers.check(part)
         for position, reason in bad.items():
             move = part.work.job.moves[position]
-            self._log.warn(reason.name, f"a block was refused: {reason.name} of {move.nvme or move.cpu}")
+            self._log.warn(reason.name, f"a block was refused: {reason.name} of {dict(move.slots)}")
         self._drop(part, bad)
 
     def _note_direct(self, part: Part, failed: Mapping[int, Reason]) -> Mapping[int, Reason]:

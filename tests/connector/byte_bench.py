@@ -336,13 +336,13 @@ class ByteBench(Bench):
         place = 8 if self.damage == "header" else HEADER_BYTES + 8
         if self.damage == "late":
             mover.skew_s = 1e6
-        elif move.nvme is None:
-            view = self.workers[rank].worker._parts.memory[0].view(*move.cpu)
+        elif Tier.NVME not in move.slots:
+            view = self.workers[rank].worker._parts.memory[0].view(*move.slots[Tier.CPU])
             view[place] ^= 1
         else:
-            (path,) = self.store.glob(f"homes/*/segments/{move.nvme.segment}/rank{rank}.kv")
+            (path,) = self.store.glob(f"homes/*/segments/{move.slots[Tier.NVME].segment}/rank{rank}.kv")
             (slot_bytes,) = self.connector.scheduler._geometry.slot_sizes
-            offset = slot_offset(slot_bytes, move.nvme.index) + place
+            offset = slot_offset(slot_bytes, move.slots[Tier.NVME].index) + place
             with path.open("r+b") as file:
                 if self.damage == "cut":
                     os.truncate(file.fileno(), offset)

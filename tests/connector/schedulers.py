@@ -278,7 +278,7 @@ class Bench:
 
 
 def _has_no_source(job: Job, at: int) -> bool:
-    return job.kind is JobKind.LOAD and job.moves[at].cpu is None and job.moves[at].nvme is None
+    return job.kind is JobKind.LOAD and not job.moves[at].slots
 
 
 def vllm_config(

@@ -96,7 +96,7 @@ def test_every_way_back_to_the_gpu(engines: Engines, source: str, groups: str) -
     bench.run()
     loads = bench.jobs_of(JobKind.LOAD)
     assert [job.request_id for job in loads] == ["a again", "b again", "c again"]
-    assert all((move.nvme is None) == (source == "cpu") for job in loads for move in job.moves)
+    assert all((Tier.NVME not in move.slots) == (source == "cpu") for job in loads for move in job.moves)
     assert "failed_loads" not in bench.counters()
     bench.assert_quiet()
 

@@ -11,7 +11,7 @@ from support.fake_neighbours import FakeHome, FakeNeighbours
 from vllm.lora.request import LoRARequest
 
 from kvdisk import assembly
-from kvdisk.blocks import make_block_key
+from kvdisk.blocks import Tier, make_block_key
 from kvdisk.index.base import SegmentRecord
 from kvdisk.messages import FOREIGN_SEGMENTS, Job, JobKind
 
@@ -144,7 +144,7 @@ def test_a_request_waits_for_the_neighbours_and_gets_their_hit(tmp_path: Path, m
     (load,) = _jobs(bench, JobKind.LOAD)
     assert [move.key for move in load.moves] == keys
     assert [move.generation for move in load.moves] == [7, 8, 9, 10]
-    assert all(move.nvme.segment >= FOREIGN_SEGMENTS for move in load.moves)
+    assert all(move.slots[Tier.NVME].segment >= FOREIGN_SEGMENTS for move in load.moves)
     assert bench.counters()["loaded_blocks_foreign"] == BLOCKS
     assert bench.counters().get("demoted_blocks", 0) == 0, "what another home has is not written again"
     place.close()

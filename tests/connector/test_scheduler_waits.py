@@ -104,7 +104,7 @@ def jobs(bench: Bench, kind: JobKind) -> list[Job]:
 def sources(job: Job) -> list[str]:
     """Return where the blocks of a load come from, and whether a CPU copy is left."""
     names = {(False, True): "cpu", (True, False): "nvme", (True, True): "nvme, kept"}
-    return [names[move.nvme is not None, move.cpu is not None] for move in job.moves]
+    return [names[Tier.NVME in move.slots, Tier.CPU in move.slots] for move in job.moves]
 
 
 # -- waits -----------------------------------------------------------------------------------------
@@ -442,7 +442,7 @@ def test_a_queued_request_finds_its_blocks_in_memory(place: Place) -> None:
         [make_block_key(one, 0) for one in bench.scheduler.requests[name].block_hashes] for name in ("second", "third")
     ]
     assert [[move.key for move in job.moves] for job in promotions] == wanted, "in order of arrival"
-    assert all(move.block == -1 and move.cpu and move.nvme for job in promotions for move in job.moves)
+    assert all(move.block == -1 and {*move.slots} == {Tier.CPU, Tier.NVME} for job in promotions for move in job.moves)
     finish(bench)
     assert [sources(job) for job in jobs(bench, JobKind.LOAD)] == [["cpu"] * BLOCKS] * 2
     counters = bench.counters()
@@ -551,7 +551,8 @@ def test_what_another_home_has_is_read_ahead(place: Place) -> None:
     neighbours.answer(8)
     finish(bench)
     (promotion,) = jobs(bench, JobKind.PROMOTE)
-    assert [move.nvme.segment >= FOREIGN_SEGMENTS for move in promotion.moves if move.nvme] == [True] * BLOCKS
+    segments = [move.slots[Tier.NVME].segment for move in promotion.moves]
+    assert len(segments) == BLOCKS and min(segments) >= FOREIGN_SEGMENTS
     assert [sources(job) for job in jobs(bench, JobKind.LOAD)] == [["cpu"] * BLOCKS]
 
 

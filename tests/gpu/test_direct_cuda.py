@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from kvdisk.blocks import JobId, Slot, make_block_key
+from kvdisk.blocks import JobId, Slot, Tier, make_block_key
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.pair import PairDevice
 from kvdisk.device.posix import PosixDevice
@@ -111,7 +111,7 @@ def here():
 
 
 def moves(order) -> list[Move]:
-    return [Move(make_block_key(b.to_bytes(32, "big"), 0), 7, b, None, Slot(0, b), None) for b in order]
+    return [Move(make_block_key(b.to_bytes(32, "big"), 0), 7, b, {Tier.NVME: Slot(0, b)}) for b in order]
 
 
 @pytest.mark.parametrize("stored_straight", [True, False])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.simulator import run_seeds
 
+from kvdisk.blocks import Tier
 from kvdisk.device import header
 from kvdisk.device.base import Op, Outcome
 from kvdisk.messages import JobKind, JobResult, Reason
@@ -161,7 +162,7 @@ def store_reported_before_its_write_ended(patch: Patch) -> None:
 
 def _writes(work: Work) -> bool:
     moves = work.job.moves
-    return work.job.kind is JobKind.DEMOTE or (work.job.kind is JobKind.STORE and moves[0].cpu is None)
+    return work.job.kind is JobKind.DEMOTE or (work.job.kind is JobKind.STORE and Tier.CPU not in moves[0].slots)
 
 
 @plant

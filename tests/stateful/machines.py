@@ -123,7 +123,7 @@ def check_pins(parts: ManagerParts) -> None:
     zombies = [(record, record.late) for record in parts.transfers._zombies.values()]
     for record, held in [*records, *zombies]:
         for move, detail in ((record.job.moves[at], record.details[at]) for at in held):
-            for tier, slot in ((Tier.CPU, move.cpu), (Tier.NVME, move.nvme)):
+            for tier, slot in move.slots.items():
                 if detail.row >= 0 and slot is not None and not is_neighbours(slot):
                     expected[detail.row, tier] += 1
     for row in parts.catalog.rows():

@@ -245,7 +245,7 @@ def pins_of_late_moves_given_back_twice(patch: Patch) -> None:
             row, move = record.details[at].row, record.job.moves[at]
             if record.job.kind is JobKind.LOAD:
                 self._catalog.unpin((row,), Tier.NVME)
-            elif move.cpu is not None:
+            elif Tier.CPU in move.slots:
                 self._catalog.unpin((row,), Tier.CPU)
 
     wrap(patch, Settlement, "settle", settle)

@@ -62,7 +62,7 @@ def foreign_block_kept_under_a_generation_of_its_own(patch: Patch) -> None:
         original(self, record, *args)
         for detail, move in zip(record.details, record.job.moves, strict=True):
             row = detail.row
-            if move.nvme is not None and row >= 0 and self._catalog.state(row, Tier.NVME) == 0:
+            if Tier.NVME in move.slots and row >= 0 and self._catalog.state(row, Tier.NVME) == 0:
                 self._catalog.generations[row] += 1
 
     wrap(patch, Settlement, "_settle_load", settle)

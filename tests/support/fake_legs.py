@@ -52,16 +52,15 @@ _STORES = {True: (Leg.GATHER, Leg.SEAL), False: (Leg.GATHER, Leg.SEAL, Leg.WRITE
 def legs_of(kind: JobKind, move: Move) -> tuple[Leg, ...]:
     """Return a move's route; empty where it has no source."""
     if kind is JobKind.STORE:
-        assert (move.cpu is None) != (move.nvme is None), "a store has one target"
-        return _STORES[move.cpu is not None]
+        assert (Tier.CPU not in move.slots) != (Tier.NVME not in move.slots), "a store has one target"
+        return _STORES[Tier.CPU in move.slots]
     if kind is JobKind.LOAD:
-        if move.nvme is not None:
+        if Tier.NVME in move.slots:
             return Leg.READ, Leg.CHECK, Leg.SCATTER
-        return () if move.cpu is None else (Leg.CHECK, Leg.SCATTER)
+        return () if Tier.CPU not in move.slots else (Leg.CHECK, Leg.SCATTER)
     if kind is JobKind.PROMOTE:
-        assert move.cpu is not None
-        return () if move.nvme is None else (Leg.READ, Leg.CHECK)
-    assert kind is JobKind.DEMOTE and move.cpu is not None and move.nvme is not None
+        return () if Tier.NVME not in move.slots else (Leg.READ, Leg.CHECK)
+    assert kind is JobKind.DEMOTE and Tier.CPU in move.slots and Tier.NVME in move.slots
     return (Leg.WRITE,)
 
 
@@ -80,12 +79,14 @@ class LateLeg(NamedTuple):
     @property
     def reads(self) -> tuple[Tier, Slot | None]:
         """The slot that it reads; None: one of staging."""
-        return (Tier.NVME, self.move.nvme) if self.leg is Leg.READ else (Tier.CPU, self.move.cpu)
+        tier = Tier.NVME if self.leg is Leg.READ else Tier.CPU
+        return tier, self.move.slots.get(tier)
 
     @property
     def writes(self) -> tuple[Tier, Slot | None]:
         """The slot that it writes, likewise."""
-        return (Tier.CPU, self.move.cpu) if self.leg is Leg.READ else (Tier.NVME, self.move.nvme)
+        tier = Tier.CPU if self.leg is Leg.READ else Tier.NVME
+        return tier, self.move.slots.get(tier)
 
 
 def check_late(late_legs: Sequence[LateLeg], job: Job) -> None:
@@ -93,10 +94,10 @@ def check_late(late_legs: Sequence[LateLeg], job: Job) -> None:
     written = {late.writes for late in late_legs}
     touched = written | {late.reads for late in late_legs}
     for move in job.moves:
-        for place in ((Tier.CPU, move.cpu), (Tier.NVME, move.nvme)):
+        for place in move.slots.items():
             if place[1] is None:
                 continue
             assert place not in written, f"{place} is used, and a late transfer may still write it"
             target = place[0] is (Tier.NVME if job.kind is JobKind.DEMOTE else Tier.CPU)
-            if job.kind is JobKind.STORE or (target and (job.kind is not JobKind.LOAD or move.nvme is not None)):
+            if job.kind is JobKind.STORE or (target and (job.kind is not JobKind.LOAD or Tier.NVME in move.slots)):
                 assert place not in touched, f"{place} is given away, and a late transfer still reads it"

@@ -143,7 +143,8 @@ class FakeRank:
         changing: set[int] = set()
         for job_id, work in self._works.items():
             if work.job.moves:
-                if not any(move.nvme is not None and move.nvme.segment in changing for move in work.job.moves):
+                slots = [move.slots.get(Tier.NVME) for move in work.job.moves]
+                if not any(slot is not None and slot.segment in changing for slot in slots):
                     found.append(job_id)
                 continue
             if not files_wait:
@@ -207,7 +208,7 @@ class FakeRank:
         return [job_id for job_id in self.runnable if self._can_hang(self._works[job_id])]
 
     def _can_hang(self, work: _Work) -> bool:
-        places = [work.job.moves[at].nvme for at in work.for_device]
+        places = [work.job.moves[at].slots.get(Tier.NVME) for at in work.for_device]
         return bool(places) and all(place is not None and place.segment in self._open for place in places)
 
     @property
@@ -269,18 +270,17 @@ class FakeRank:
             self._put(work, at, move, Content(work.job.epoch, move.key, move.generation, payload, payload))
             return None
         if leg is Leg.WRITE:
-            assert move.nvme is not None
-            if move.nvme.segment not in self._open:
+            if move.slots[Tier.NVME].segment not in self._open:
                 return Reason.IO_ERROR
-            assert move.nvme.index < self.segments[move.nvme.segment], "a slot behind the segment's last"
-            self.drive[move.nvme] = self._get(work, at, move)
+            segment, index = move.slots[Tier.NVME]
+            assert index < self.segments[segment], "a slot behind the segment's last"
+            self.drive[move.slots[Tier.NVME]] = self._get(work, at, move)
             return None
         if leg is Leg.READ:
-            assert move.nvme is not None
-            assert move.nvme.segment not in self._closed, "a load reads a segment that was closed before it"
-            if move.nvme.segment not in self._open:
+            assert move.slots[Tier.NVME].segment not in self._closed, "a load reads a segment that was closed before it"
+            if move.slots[Tier.NVME].segment not in self._open:
                 return Reason.IO_ERROR
-            self._put(work, at, move, self._on_drive(move.nvme))
+            self._put(work, at, move, self._on_drive(move.slots[Tier.NVME]))
             return None
         content = self._get(work, at, move)
         if leg is Leg.CHECK:
@@ -300,18 +300,17 @@ class FakeRank:
         return Content() if contents is None else contents[self.rank]
 
     def _get(self, work: _Work, at: int, move: Move) -> Content:
-        return work.staging[at] if move.cpu is None else self.arena.get(move.cpu, Content())
+        return work.staging[at] if Tier.CPU not in move.slots else self.arena.get(move.slots[Tier.CPU], Content())
 
     def _put(self, work: _Work, at: int, move: Move, content: Content) -> None:
-        if move.cpu is None:
+        if Tier.CPU not in move.slots:
             work.staging[at] = content
         else:
-            self.arena[move.cpu] = content
+            self.arena[move.slots[Tier.CPU]] = content
 
     def _tear(self, work: _Work, at: int, move: Move) -> None:
-        assert move.nvme is not None
-        if move.nvme.segment in self._open:
-            self.drive[move.nvme] = self._get(work, at, move)._replace(payload=TORN)
+        if move.slots[Tier.NVME].segment in self._open:
+            self.drive[move.slots[Tier.NVME]] = self._get(work, at, move)._replace(payload=TORN)
 
     def _void_reason(self, work: _Work, leg: Leg) -> Reason | None:
         """What has begun goes on to the next leg that would write the GPU; nothing reaches a block of a void load."""
@@ -320,7 +319,7 @@ class FakeRank:
 
     def _note_copied(self, work: _Work) -> None:
         reads = any(Leg.GATHER in legs for legs in work.legs)
-        if not reads and not work.told_copied and work.job.moves[0].cpu is None:
+        if not reads and not work.told_copied and Tier.CPU not in work.job.moves[0].slots:
             work.told_copied = True
             self._report.copied[work.job.id] = 1
 
@@ -374,8 +373,8 @@ class FakeRank:
 
     def _remove(self, segment: int) -> None:
         for late in self._late:
-            assert late.move.nvme is not None
-            assert late.move.nvme.segment != segment, "a segment goes that a late transfer may still touch"
+            assert Tier.NVME in late.move.slots
+            assert late.move.slots[Tier.NVME].segment != segment, "a segment goes that a late transfer may still touch"
         self.segments.pop(segment, None)
         self._open.discard(segment)
         self._foreign.pop(segment, None)

@@ -182,7 +182,7 @@ class ManagerWatch:
             self._bad_copies.discard(_target(job, move))
             if job.kind in _READS:
                 assert _source(move) not in self._bad_copies, "a copy that failed to load is loaded again"
-                foreign = is_neighbours(move.nvme)
+                foreign = is_neighbours(move.slots.get(Tier.NVME))
                 assert not foreign or self.weights[job.epoch] == 0, "another home's block, of other weights"
                 if owner is not None:
                     self._wants.setdefault(move.key, set()).add(owner)
@@ -239,8 +239,9 @@ class ManagerWatch:
         catalog = self.parts.catalog
         for move in self._io_errors:
             row = catalog.find(move.key)
-            on_nvme = row >= 0 and catalog.state(row, Tier.NVME) == CopyState.READY
-            if on_nvme and catalog.slot(row, Tier.NVME) == move.nvme and not catalog.readable(row, Tier.NVME):
+            kept = row >= 0 and catalog.state(row, Tier.NVME) == CopyState.READY
+            kept = kept and catalog.slot(row, Tier.NVME) == move.slots.get(Tier.NVME)
+            if kept and not catalog.readable(row, Tier.NVME):
                 self._bad_copies.discard(_source(move))
         self._io_errors.clear()
 
@@ -376,28 +377,29 @@ class ManagerWatch:
         settled = [record for job_id, record in self._late.items() if job_id not in self._jobs]
         for job, late in settled:
             for move in (job.moves[at] for at in late):
-                places = ((Tier.CPU, move.cpu), (Tier.NVME, move.nvme))
+                places = move.slots.items()
                 pins.update((tier, slot) for tier, slot in places if slot and not is_neighbours(slot))
         return pins
 
 
 def _writes(job: Job) -> bool:
     """Whether a job writes blocks to NVMe."""
-    return job.kind is JobKind.DEMOTE or (job.kind is JobKind.STORE and job.moves[0].nvme is not None)
+    return job.kind is JobKind.DEMOTE or (job.kind is JobKind.STORE and Tier.NVME in job.moves[0].slots)
 
 
 def _source(move: Move) -> tuple[BlockKey, int, Tier, Slot | None]:
     """Return the copy that a load reads."""
-    if move.nvme is None:
-        return move.key, move.generation, Tier.CPU, move.cpu
+    if Tier.NVME not in move.slots:
+        return move.key, move.generation, Tier.CPU, move.slots.get(Tier.CPU)
     # The number that a foreign segment is opened under changes; generations do not repeat.
-    return move.key, move.generation, Tier.NVME, None if is_neighbours(move.nvme) else move.nvme
+    slot = move.slots[Tier.NVME]
+    return move.key, move.generation, Tier.NVME, None if is_neighbours(slot) else slot
 
 
 def _target(job: Job, move: Move) -> tuple[BlockKey, int, Tier, Slot | None]:
     """Return the copy that a move of a job writes, if any."""
     if job.kind in _READS:
-        return move.key, move.generation, Tier.CPU, None if move.nvme is None else move.cpu
+        return move.key, move.generation, Tier.CPU, move.slots.get(Tier.CPU) if Tier.NVME in move.slots else None
     return _source(move)
 
 

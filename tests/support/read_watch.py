@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from kvdisk.blocks import BlockKey, JobId, group_of
+from kvdisk.blocks import BlockKey, JobId, Tier, group_of
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.prefetch import MAX_PROMOTE_JOBS, MAX_PROMOTE_MOVES, PREFETCH_DIVISOR
 from kvdisk.messages import Job, JobKind
@@ -100,12 +100,12 @@ class ReadWatch:
             self._note_load(job, owner)
         kinds = {JobKind.LOAD, JobKind.PROMOTE}
         for move in job.moves if job.kind in kinds else ():
-            if move.nvme is None:
+            if Tier.NVME not in move.slots:
                 continue
             twice = (job.epoch, move.key) in self._reads
             patient = job.kind is JobKind.PROMOTE or owner not in self._gave_up
             assert not (twice and patient), f"{move.key!r} is read a second time before the first has ended"
-            if move.cpu is not None:
+            if Tier.CPU in move.slots:
                 self._reads[job.epoch, move.key] = job.id
         if job.kind is JobKind.PROMOTE:
             self._note_promotion(job, owner)

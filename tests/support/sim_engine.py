@@ -114,7 +114,7 @@ class ByteWatch(ManagerWatch):
         if preempted or plan.fence or plan.void:
             self._note(f"preempted {list(preempted)}, fence {plan.fence}, void {plan.void}")
         for job in plan.jobs:
-            moves = [(move.key, move.generation, move.block, move.cpu, move.nvme) for move in job.moves]
+            moves = [(move.key, move.generation, move.block, dict(move.slots)) for move in job.moves]
             self._note(f"plan {job.kind.name} {job.id}: {moves or job.segment or job.home}")
         self.preempted += len(preempted)
         super().planned(plan, preempted)

@@ -10,7 +10,7 @@ import threading
 import torch
 from support.addressed_device import AddressedDevice, view_of
 
-from kvdisk.blocks import BlockKey, JobId, Slot, make_block_key
+from kvdisk.blocks import BlockKey, JobId, Slot, Tier, make_block_key
 from kvdisk.device.memory import MemoryDevice
 from kvdisk.errors import DeviceError
 from kvdisk.geometry import Geometry, GroupGeometry, slot_offset
@@ -242,5 +242,11 @@ def key_of(number: int, group: int = 0) -> BlockKey:
 
 def move(number: int, group: int = 0, block: int = -1, cpu=None, nvme: int | None = None, **fields) -> Move:
     """Block ``number`` of a group; ``nvme``: index in the group's segment."""
-    place = None if nvme is None else Slot(group, nvme)
-    return Move(key_of(number, group), fields.pop("generation", 7), block, cpu, place, **fields)
+    slots = {Tier.CPU: cpu, Tier.NVME: None if nvme is None else Slot(group, nvme)}
+    slots = {tier: slot for tier, slot in slots.items() if slot is not None}
+    return Move(key_of(number, group), fields.pop("generation", 7), block, slots, **fields)
+
+
+def keeping(move: Move, slot: Slot) -> Move:
+    """Return a load's move that leaves a copy in this CPU slot."""
+    return move._replace(slots={**move.slots, Tier.CPU: slot})

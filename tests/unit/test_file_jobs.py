@@ -8,6 +8,7 @@ import threading
 import pytest
 from ranks import FINGERPRINT, NamedFiles, Rank, move, segment_of
 
+from kvdisk.blocks import Tier
 from kvdisk.messages import HomeSpec, JobKind, Reason
 
 WAIT_S = 600.0
@@ -32,8 +33,8 @@ def rank():
 def slow_move(number: int):
     """A move to the segment that takes long to make."""
     plain = move(number, 0, number, nvme=number)
-    assert plain.nvme is not None
-    return plain._replace(nvme=plain.nvme._replace(segment=SLOW.segment))
+    assert Tier.NVME in plain.slots
+    return plain._replace(slots={**plain.slots, Tier.NVME: plain.slots[Tier.NVME]._replace(segment=SLOW.segment)})
 
 
 def test_transfers_go_on_while_a_segment_is_made_and_its_own_wait(rank):

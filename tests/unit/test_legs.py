@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from kvdisk.blocks import JobId, Slot, make_block_key
+from kvdisk.blocks import JobId, Slot, Tier, make_block_key
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.messages import Job, JobKind, Move
 from kvdisk.worker.routes import NO_DRIVE, OpenFile, Route, Work, lots_of
@@ -13,7 +13,8 @@ GEOMETRY = Geometry((GroupGeometry(0, 16, 4096),), 1, 16)
 
 def load(slots: list[Slot]) -> Work:
     moves = tuple(
-        Move(make_block_key(at.to_bytes(4, "big"), 0), 1, block=at + 1, nvme=slot) for at, slot in enumerate(slots)
+        Move(make_block_key(at.to_bytes(4, "big"), 0), 1, block=at + 1, slots={Tier.NVME: slot})
+        for at, slot in enumerate(slots)
     )
     return Work(Job(JobId(1), JobKind.LOAD, moves, request_id="one"), None, 0.0)
 

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import pytest
-from ranks import GPU_BLOCKS, Rank, key_of, segment_of
+from ranks import GPU_BLOCKS, Rank, keeping, key_of, segment_of
 
-from kvdisk.blocks import Slot
+from kvdisk.blocks import Slot, Tier
 from kvdisk.messages import JobKind, Move, Reason
 from kvdisk.worker.runner import MOST_LATE
 
@@ -28,7 +28,7 @@ def rank(request):
 
 def stored(rank: Rank, drives: list[int]) -> list[Move]:
     """Store a block on each of these drives, and erase them; return the moves that load them."""
-    moves = [Move(key_of(at), 7, at, None, Slot(SEGMENTS[drive], at)) for at, drive in enumerate(drives)]
+    moves = [Move(key_of(at), 7, at, {Tier.NVME: Slot(SEGMENTS[drive], at)}) for at, drive in enumerate(drives)]
     assert rank.do(JobKind.STORE, moves) == {}
     rank.erase()
     return moves
@@ -50,7 +50,7 @@ def pass_deadline(rank: Rank) -> None:
 def test_only_what_is_on_a_drive_that_hangs_is_late(rank, kept):
     moves = stored(rank, [GOOD, BAD])
     if kept:
-        moves = [each._replace(cpu=rank.cpu(0, at)) for at, each in enumerate(moves)]
+        moves = [keeping(each, rank.cpu(0, at)) for at, each in enumerate(moves)]
     hang_from(rank, 1)
     load = rank.submit(JobKind.LOAD, moves)
     pass_deadline(rank)
@@ -61,7 +61,7 @@ def test_only_what_is_on_a_drive_that_hangs_is_late(rank, kept):
 
 def test_the_others_go_on_when_one_takes_nothing_more(rank):
     moves = stored(rank, [BAD] * (MOST_LATE + 1) + [GOOD] * 4)
-    kept = [each._replace(cpu=rank.cpu(0, at)) for at, each in enumerate(moves)]
+    kept = [keeping(each, rank.cpu(0, at)) for at, each in enumerate(moves)]
     hang_from(rank, 0)
     for at in range(MOST_LATE):
         rank.submit(JobKind.LOAD, [kept[at]])
@@ -70,5 +70,5 @@ def test_the_others_go_on_when_one_takes_nothing_more(rank):
     rank.device.plan.hang = set()
     assert rank.do(JobKind.LOAD, kept[MOST_LATE:]) == {0: Reason.DEADLINE}
     assert not any(rank.is_erased(0, at) for at in range(MOST_LATE + 1, len(moves)))
-    assert rank.do(JobKind.STORE, [Move(key_of(99), 7, 0, None, Slot(SEGMENTS[GOOD], GPU_BLOCKS - 1))]) == {}
+    assert rank.do(JobKind.STORE, [Move(key_of(99), 7, 0, {Tier.NVME: Slot(SEGMENTS[GOOD], GPU_BLOCKS - 1)})]) == {}
     assert rank.device.hanging == MOST_LATE

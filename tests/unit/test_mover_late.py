@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-from ranks import GPU_BLOCKS, GROUPS, NamedFiles, Rank, move, segment_of
+from ranks import GPU_BLOCKS, GROUPS, NamedFiles, Rank, keeping, move, segment_of
 
 from kvdisk.messages import JobKind, Plan, Reason
 from kvdisk.worker.runner import MOST_LATE, MOST_WRITES
@@ -90,7 +90,7 @@ def test_a_late_read_lands_in_its_cpu_slot_and_goes_no_further(rank):
     (wanted,) = stored(rank, 1)
     slot = rank.arena.view(rank.classes[0], 3)
     hang_next(rank)
-    load = rank.submit(JobKind.LOAD, [wanted._replace(cpu=rank.cpu(0, 3))])
+    load = rank.submit(JobKind.LOAD, [keeping(wanted, rank.cpu(0, 3))])
     pass_deadline(rank)
     assert rank.results[load].late == {0}
     assert set(slot) == {0}
@@ -134,13 +134,12 @@ def test_other_transfers_go_on_beside_late_ones(rank):
     assert rank.do(JobKind.LOAD, moves) == {}
     kept = [move(b, 1, b, rank.cpu(1, b)) for b in range(count)]
     assert rank.do(JobKind.STORE, kept) == {}
-    assert rank.do(JobKind.DEMOTE, [each._replace(block=-1, nvme=each.key and b) for b, each in enumerate([])]) == {}
     assert rank.do(JobKind.STORE, [move(2, 1, 2, nvme=2)]) == {}
 
 
 def test_late_batches_are_bounded_and_then_nothing_starts(rank):
     moves = stored(rank, GPU_BLOCKS)
-    kept = [each._replace(cpu=rank.cpu(0, at)) for at, each in enumerate(moves)]
+    kept = [keeping(each, rank.cpu(0, at)) for at, each in enumerate(moves)]
     first = rank.device._transfers + 1
     rank.device.plan.hang = set(range(first, first + 1000))
     loads = []
@@ -167,7 +166,7 @@ def test_late_batches_are_bounded_and_then_nothing_starts(rank):
 def test_loads_go_on_beside_writes_that_hang(rank):
     """However many and for however long, as on a frozen file system; through staging too, of which half is left."""
     moves = stored(rank, GPU_BLOCKS // 2)
-    kept = [each._replace(cpu=rank.cpu(0, at)) for at, each in enumerate(moves)]
+    kept = [keeping(each, rank.cpu(0, at)) for at, each in enumerate(moves)]
     first = rank.device._transfers + 1
     rank.device.plan.hang = set(range(first, first + 1000))
     for _ in range(MOST_LATE // MOST_WRITES):
@@ -196,7 +195,7 @@ def test_a_store_whose_gather_ends_when_the_drives_are_stuck_starts_no_write(ran
     store = rank.submit(JobKind.STORE, [move(42, 0, 42, nvme=42)])
     rank.run()
     for at in range(MOST_LATE):
-        rank.submit(JobKind.LOAD, [moves[at]._replace(cpu=rank.cpu(0, at))])
+        rank.submit(JobKind.LOAD, [keeping(moves[at], rank.cpu(0, at))])
         pass_deadline(rank)
     del copier.done
     assert rank.run()[store].failed == {0: Reason.DEADLINE}

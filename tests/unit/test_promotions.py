@@ -230,7 +230,7 @@ def test_one_whose_turn_comes_waits_for_its_promotion_and_nothing_more_is_promot
     queue.step()  # hears of it
     plan = queue.step()
     (load,) = [job for job in plan.jobs if job.kind is JobKind.LOAD]
-    assert [move.nvme is None for move in load.moves] == [True, True, False, False], "the rest it reads itself"
+    assert [Tier.NVME in move.slots for move in load.moves] == [False, False, True, True], "the rest it reads itself"
     assert job.id < load.id
     queue.finish()
 

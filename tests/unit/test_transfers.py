@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvdisk.blocks import Slot, make_block_key
+from kvdisk.blocks import Slot, Tier, make_block_key
 from kvdisk.manager.jobs import MoveDetail, Transfers
 from kvdisk.messages import JobKind, JobResult, Move, Reason, Report
 
@@ -20,7 +20,8 @@ def transfers():
 
 def demotion(transfers: Transfers) -> int:
     key = make_block_key(bytes(32), 0)
-    record = transfers.add(JobKind.DEMOTE, [Move(key, 1, -1, Slot(0, 0), Slot(0, 0))], [MoveDetail(0)])
+    move = Move(key, 1, slots={Tier.CPU: Slot(0, 0), Tier.NVME: Slot(0, 0)})
+    record = transfers.add(JobKind.DEMOTE, [move], [MoveDetail(0)])
     transfers.take_queued(0.0)
     return record.job.id
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvdisk.blocks import JobId, Slot, make_block_key
+from kvdisk.blocks import JobId, Slot, Tier, make_block_key
 from kvdisk.cli.bench.cases import Case, Flow, Part
 from kvdisk.device.base import Buffer, Device
 from kvdisk.errors import KvdiskError
@@ -113,9 +113,7 @@ class MoverRun:
         self._mover = Mover(resources, io_deadline_s=_DEADLINE_S)
         keys = [make_block_key(number.to_bytes(32, "big"), 0) for number in range(count)]
         slots = [Slot(0, at) for at in range(count)]
-        self._moves = [
-            Move(key, 7, at, None, slots[at]) if on_nvme else Move(key, 7, at, slots[at]) for at, key in enumerate(keys)
-        ]
+        self._moves = [Move(key, 7, at, {Tier.NVME if on_nvme else Tier.CPU: slots[at]}) for at, key in enumerate(keys)]
         self._job_moves = max(1, _JOB_BYTES // block_bytes)
         self._last_job = 0
         self._kind = JobKind.LOAD if case.flow is Flow.LOAD else JobKind.STORE

@@ -175,10 +175,10 @@ class Engine:
 
     def _count_moves(self, job: Job) -> None:
         if job.kind in {JobKind.STORE, JobKind.DEMOTE}:
-            self.counts.written += len(job.moves) if job.moves[0].nvme is not None else 0
+            self.counts.written += len(job.moves) if Tier.NVME in job.moves[0].slots else 0
         elif job.kind in {JobKind.LOAD, JobKind.PROMOTE}:
-            self.counts.read += sum(move.nvme is not None for move in job.moves)
+            self.counts.read += sum(Tier.NVME in move.slots for move in job.moves)
 
 
 def _source_of(move: Move) -> Tier:
-    return Tier.CPU if move.nvme is None else Tier.NVME
+    return Tier.NVME if Tier.NVME in move.slots else Tier.CPU
