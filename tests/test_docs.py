@@ -61,11 +61,6 @@ def test_every_setting_and_its_examples():
             )
 
 
-def test_the_configuration_page_has_every_setting():
-    rows = re.findall(r"^\| \[`(\w+)`\]\(#\w+\) \|", (DOCS / "CONFIGURATION.md").read_text(), re.MULTILINE)
-    assert rows == [field.name for field in fields(Config)]
-
-
 def test_every_command_has_its_section_and_its_exit_codes():
     text = (DOCS / "CLI.md").read_text()
     found = [name for name, _ in make_docs.commands()]

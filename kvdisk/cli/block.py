@@ -140,8 +140,8 @@ def survey_block(directories: Directories, wanted: str) -> FoundKey:
 
 def _survey(directories: Directories, wanted: str) -> FoundKey:
     homes = read_homes(directories)
-    rows = {home.summary.id: _rows(home, wanted) for home in homes}
-    keys = {home.records.columns.keys[row] for home in homes for row in rows[home.summary.id]}
+    rows = {home.id: _rows(home, wanted) for home in homes}
+    keys = {home.records.columns.keys[row] for home in homes for row in rows[home.id]}
     hashes = sorted({key[:-GROUP_BYTES].hex() for key in keys})
     if len(hashes) > 1:
         named = ", ".join(f"{name[: len(wanted) + 8]}…" for name in hashes[:MOST_NAMED])
@@ -151,7 +151,7 @@ def _survey(directories: Directories, wanted: str) -> FoundKey:
         without = f" ({unread} of its indexes cannot be read)" if unread else ""
         raise ConfigError(f"no block of this store has a key that begins with {wanted}{without}")
     groups = tuple(sorted({group_of(key) for key in keys}))
-    with_rows = [one for one in by_namespace(homes) if any(rows[home.summary.id] for home in one.homes)]
+    with_rows = [one for one in by_namespace(homes) if any(rows[home.id] for home in one.homes)]
     blocks = tuple(block for one in with_rows for block in _blocks(one, rows, groups[0]))
     problems = tuple(
         f"engine store {copy.home}: rank {rank.rank}: {problem}"
@@ -177,7 +177,7 @@ def _blocks(namespace: ReadNamespace, rows: Mapping[str, Sequence[int]], group: 
     forest = grow_forest(columns, namespace.block_tokens)
     by_epoch: dict[int, list[tuple[int, int]]] = {}
     for at, home in enumerate(readable):
-        for row in rows[home.summary.id]:
+        for row in rows[home.id]:
             if columns[at].groups[row] == group:
                 by_epoch.setdefault(int(columns[at].columns.epochs[row]), []).append((at, row))
     for epoch, found in sorted(by_epoch.items()):

@@ -225,11 +225,6 @@ class HomeState(ReadHome):
     why_whole: str = ""
 
     @property
-    def id(self) -> str:
-        """Its id."""
-        return self.summary.id
-
-    @property
     def last_use_s(self) -> int:
         """When it was last used; what cannot be read comes before all others."""
         return self.summary.record.last_use_s if self.summary.record else -1
@@ -437,7 +432,7 @@ def _choose(home: HomeState, before_s: int | None, excess_bytes: int | None, pla
         return _whole(home)
     if record is None:
         return None  # nobody knows how old it is
-    if home.blocks is None or (home.why_whole and not alive):
+    if home.problem or (home.why_whole and not alive):
         plan.kept.append(f"engine store {home.id} stays as it is: {home.why_whole or home.problem}")
         return None
     is_old = home.ages.last_use_s < before_s
@@ -463,7 +458,7 @@ def _cut_old(home: HomeState, is_old: NDArray[np.bool_], excess_bytes: int | Non
 
 
 def _whole(home: HomeState) -> HomePlan:
-    cut = _cut(home, home.segment_bytes, None if home.blocks is None else len(home.blocks.groups))
+    cut = _cut(home, home.segment_bytes, None if home.problem else len(home.records))
     return replace(cut, whole=True, bytes=home.summary.allocated_bytes)
 
 

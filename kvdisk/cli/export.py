@@ -68,7 +68,7 @@ def export_blocks(directories: Directories, path: Path, *, force: bool) -> Expor
         bytes=path.stat().st_size,
         rows=rows,
         homes=sum(home.index.blocks is not None for home in homes),
-        problems=tuple(f"engine store {home.summary.id}: {home.problem}" for home in homes if home.problem),
+        problems=tuple(f"engine store {home.id}: {home.problem}" for home in homes if home.problem),
     )
 
 

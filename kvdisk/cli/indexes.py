@@ -83,6 +83,11 @@ class ReadHome:
     index: IndexContent
 
     @property
+    def id(self) -> str:
+        """Its id."""
+        return self.summary.id
+
+    @property
     def problem(self) -> str | None:
         """Why the index cannot be read; None where it can. One that has neither files nor an index is new."""
         if self.index.problem is not None:
@@ -141,7 +146,7 @@ def by_namespace(homes: Sequence[ReadHome]) -> list[ReadNamespace]:
     groups: dict[object, list[ReadHome]] = {}
     for home in homes:
         record = home.summary.record
-        groups.setdefault(record.fingerprint if record else home.summary.id, []).append(home)
+        groups.setdefault(record.fingerprint if record else home.id, []).append(home)
     found = [ReadNamespace(tuple(group), ()) for group in groups.values()]
     return [each._replace(block_tokens=_block_tokens(each.record)) for each in found]
 

@@ -555,7 +555,7 @@ def _survey_namespace(read: ReadNamespace, homes: Sequence[Home], prefixes: int,
 
 def _drives(path: Path, store_id: str | None, homes: Sequence[Home], read: Sequence[ReadHome]) -> tuple[Drive, ...]:
     """Return the store's directories, the first one first."""
-    by_id = {home.summary.id: home for home in read}
+    by_id = {home.id: home for home in read}
     found: dict[str | None, list[tuple[Home, int]]] = {store_id: []}
     for home in homes:
         for drive, name in enumerate(home.drives or (store_id,)):

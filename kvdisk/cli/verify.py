@@ -349,7 +349,7 @@ def _read_slots(
         watch(0, total_bytes)
         with closing(read_parts(parts)) as reads:
             for part, read in reads:
-                mine = verdicts[part.home.summary.id]
+                mine = verdicts[part.home.id]
                 mine.slots += len(part.rows)
                 mine.read_bytes += 0 if read.failed else part.byte_count
                 wrong += _judge(part, read, mine, indexes)
@@ -379,12 +379,12 @@ class IndexesNow:
         now: set[tuple[object, ...]] = set()
         try:
             for epoch, of_epoch in keys.items():
-                if home.summary.id not in self._silent:
+                if home.id not in self._silent:
                     found = self._reader.find(home.summary.path / INDEX, epoch, of_epoch, _ASK_AGAIN_S)
                     now.update(record[:4] for _, record in found.records)
         except KvdiskError:
-            self._silent.add(home.summary.id)
-        is_silent = home.summary.id in self._silent
+            self._silent.add(home.id)
+        is_silent = home.id in self._silent
         return [is_silent or record[:4] in now for record in records]
 
     def close(self) -> None:

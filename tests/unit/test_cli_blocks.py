@@ -110,10 +110,6 @@ def test_ages_and_reuse(path: Path) -> None:
         "blocks": [1, 1, 0, 1, 0, 0, 0, 0, 1],
         "unknown": 2,
     }
-    shown = run_here("inspect", path).stdout
-    assert "not known yet" in shown and "never" in shown
-    (row,) = [line.split() for line in shown.splitlines() if line.strip().startswith("> 30 d")]
-    assert row[:4] == [">", "30", "d", "1"]
 
 
 def test_free_runs_and_reads(path: Path) -> None:
@@ -130,30 +126,7 @@ def test_free_runs_and_reads(path: Path) -> None:
     assert (empty["fragmentation"], empty["read_run_blocks"]) == (0.0, None)
 
 
-def test_several_homes_groups_and_epochs_are_one_tree(path: Path) -> None:
-    """A neighbour's tail follows this home's head; groups of one size share nodes, others do not."""
-    head = Layer(path, PLAIN)
-    head.put_chain("abc")
-    head.put("d", "c", 8)
-    tail = Layer(path, PLAIN)
-    tail.put_chain("xyz", "c")
-    tail.put("a", None, 9)
-    tail.put("m", "lost", 10)
-    tail.put("n", "m", 11)
-    tail.put("o", "m", 12)
-    tail.put("a", None, 13, epoch=5)
-    head.leave()
-    tail.leave()
-    (namespace,) = inspect_json(path)["namespaces"]
-    prefixes = namespace["prefixes"]
-    slot_bytes = 2 * PLAIN.geometry.groups[0].slot_bytes
-    (first, lost) = prefixes["tree"]
-    assert (first["blocks"], first["bytes"], first["chains"], first["start_tokens"]) == (3, 4 * slot_bytes, 2, 0)
-    assert (lost["start_tokens"], lost["tokens"], lost["chains"]) == (None, 16, 2), "what was before it is not here"
-    assert (prefixes["roots"], prefixes["total"], prefixes["chains"]) == (3, 7, 5)
-
-
-@pytest.mark.parametrize("how", ["header", "version", "unit", "pipe", "cut"])
+@pytest.mark.parametrize("how", ["header", "unit", "pipe"])
 def test_a_uses_file_that_is_damaged_says_less_and_is_no_problem(path: Path, how: str) -> None:
     layer = Layer(path, PLAIN)
     shared(layer)
@@ -167,15 +140,11 @@ def test_a_uses_file_that_is_damaged_says_less_and_is_no_problem(path: Path, how
     else:
         if how == "header":
             data[100] ^= 1
-        elif how == "version":
-            data[8] = 2
-        elif how == "unit":
+        else:
             data[UNIT_BYTES + 40] ^= 1
-        elif how == "cut":
-            del data[UNIT_BYTES + 2000 :]
         file.write_bytes(data)
     found = inspect_json(path)
-    if how in {"unit", "cut"}:
+    if how == "unit":
         assert (found["reuse"]["blocks"], found["reuse"]["unknown"]) == ([0] * 9, 12)
     else:
         assert found["reuse"]["blocks"] is None

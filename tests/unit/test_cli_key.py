@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_stores import HYBRID, PLAIN, leave_home, run, run_here
+from cli_stores import HYBRID, PLAIN, leave_home, run_here
 from mass_stores import Layer, key
 from rebuild_stores import GEOMETRY, MINE, RANKS, home_path, key_of, make_store, start
 
@@ -226,17 +226,6 @@ def test_what_export_refuses(path: Path, tmp_path: Path) -> None:
     assert "takes no KEY" in said("inspect", path, "0" * 16, "--export", tmp_path / "b.csv")
     assert "is not a kvdisk store" in said("inspect", tmp_path, "--export", tmp_path / "b.csv")
     assert not (tmp_path / "b.csv").exists()
-
-
-def test_parquet_without_pyarrow_is_one_sentence(path: Path, tmp_path: Path) -> None:
-    absent = tmp_path / "absent"
-    absent.mkdir()
-    (absent / "pyarrow.py").write_text("raise ImportError('not here')")
-    first = os.pathsep.join(filter(None, [str(absent), os.environ.get("PYTHONPATH")]))
-    done = run("inspect", path, "--export", tmp_path / "b.parquet", PYTHONPATH=first)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "needs pyarrow (pip install kvdisk[export])" in done.stderr and done.stderr.count("\n") == 1
-    assert run("inspect", path, "--export", tmp_path / "b.csv", PYTHONPATH=first).returncode == 0
 
 
 def test_a_damaged_index_leaves_the_others_rows(path: Path, tmp_path: Path) -> None:

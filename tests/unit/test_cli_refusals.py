@@ -89,12 +89,6 @@ def newer(path: Path) -> str:
     return f"{path} was made by a newer kvdisk (format 2, not 1)"
 
 
-def damaged_store_file(path: Path) -> str:
-    leave_home(path, HYBRID, 1, last_use_s=2000)
-    (path / "STORE").write_bytes(b"\xff\x00{")
-    return f"{path / 'STORE'} does not decode."
-
-
 def no_lock(path: Path) -> str:
     leave_home(path, HYBRID, 1, last_use_s=2000)
     (path / "lock").unlink()
@@ -112,12 +106,6 @@ def inside_a_store(path: Path) -> str:
     return f"is not a kvdisk store, but a part of {path.parent / 'around'}."
 
 
-def open_to_others(path: Path) -> str:
-    Store.open(path)
-    path.chmod(0o777)
-    return f"{path} can be written by others than its owner (mode 777)."
-
-
 def of_another_user(path: Path) -> str:
     Store.open(path)
     os.chown(path, 4321, 4321)
@@ -125,8 +113,8 @@ def of_another_user(path: Path) -> str:
 
 
 CASES: list[Callable[[Path], str]] = [
-    no_such_directory, other_files, newer, damaged_store_file, no_lock, a_further_directory,
-    inside_a_store, open_to_others, of_another_user,
+    no_such_directory, other_files, newer, no_lock, a_further_directory,
+    inside_a_store, of_another_user,
 ]  # fmt: skip
 
 
@@ -149,9 +137,7 @@ def test_a_directory_that_is_not_of_this_store(path, tmp_path):
     Store.open([path, tmp_path / "second"])
     Store.open(tmp_path / "other")
     for further, words in [
-        ([tmp_path / "gone"], f"{tmp_path / 'gone'} does not exist."),
         ([tmp_path / "other"], "is a store of its own, and cannot be part of"),
-        ([tmp_path / "second", tmp_path / "second"], "is listed twice"),
         ([tmp_path], f"{tmp_path} is not a kvdisk store."),
     ]:
         for command, done in run_each(path, *further).items():
@@ -160,7 +146,7 @@ def test_a_directory_that_is_not_of_this_store(path, tmp_path):
 
 def test_no_permission(path):
     home_id = leave_home(path, HYBRID, 1, last_use_s=2000)
-    for closed in (path, path / "homes", path / "homes" / home_id, path / "STORE", path / "homes" / home_id / "HOME"):
+    for closed in (path, path / "homes" / home_id):
         mode = closed.stat().st_mode & 0o777
         closed.chmod(0)
         said = run_each(path, obey_modes=True)
@@ -172,20 +158,6 @@ def test_no_permission(path):
             assert (done.returncode, done.stdout) == (2, ""), (command, done)
             assert f"kvdisk: no permission to read {path}; run this as the user whose engine made it" in done.stderr
             assert str(closed) in done.stderr and done.stderr.count("\n") == 1
-
-
-def test_names_and_places_that_are_strange(tmp_path):
-    strange = tmp_path / "a\nb \x1b[31m[bold]c"
-    for done in run_each(strange).values():
-        assert "\x1b" not in sentence(done) and "does not exist" in done.stderr
-    Store.open(strange)
-    for done in run_each(strange).values():
-        assert (done.returncode, done.stderr) == (0, ""), done
-        assert "\x1b" not in done.stdout
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    for path in (tmp_path / "loop", tmp_path / ("x" * 300)):
-        for done in run_each(path).values():
-            sentence(done)
 
 
 def test_a_home_of_another_format_is_said_and_the_others_are_served(path):
