@@ -13,9 +13,8 @@ import random
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -443,27 +442,18 @@ def _parts_of(home: ReadHome, mine: HomeVerdict, chosen: Sequence[int], indexes:
 
 
 def read_parts(parts: Iterable[Part]) -> Generator[tuple[Part, PartRead]]:
-    """Read parts on threads, a few ahead. Yields them drive by drive in turn."""
+    """Read parts on threads. Yields them drive by drive in turn."""
     by_drive: dict[Path | None, list[Part]] = {}
     for part in parts:
         folder = part.home.folder(part.segment.drive)
         by_drive.setdefault(folder.path.parent if folder else None, []).append(part)
     threads = min(MOST_THREADS, THREADS_PER_DRIVE * max(1, len(by_drive)))
-    in_turn = (part for turn in zip_longest(*by_drive.values()) for part in turn if part is not None)
-    waiting: deque[tuple[Part, Future[PartRead]]] = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="kvdisk-verify") as pool:
-        try:
-            for part in in_turn:
-                waiting.append((part, pool.submit(read_part, part)))
-                if len(waiting) > 2 * threads:
-                    yield waiting[0][0], waiting[0][1].result()
-                    waiting.popleft()
-            while waiting:
-                yield waiting[0][0], waiting[0][1].result()
-                waiting.popleft()
-        finally:
-            for _, future in waiting:
-                future.cancel()
+    in_turn = [part for turn in zip_longest(*by_drive.values()) for part in turn if part is not None]
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="kvdisk-verify")
+    try:
+        yield from zip(in_turn, pool.map(read_part, in_turn), strict=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 _of_thread = threading.local()

@@ -18,11 +18,9 @@ from kvdisk.blocks import Slot, make_block_key
 from kvdisk.cli.indexes import read_homes
 from kvdisk.cli.survey import survey_store
 from kvdisk.device.home import Home
-from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
 from kvdisk.geometry import segment_file_bytes
-from kvdisk.index.base import BlockRecord, SegmentRecord
-from kvdisk.messages import SegmentSpec
+from kvdisk.index.base import BlockRecord
 
 
 def files_below(path: Path) -> dict[str, tuple[int, int, bytes]]:
@@ -193,19 +191,4 @@ def test_records_that_no_segment_has(path: Path) -> None:
     assert found["problems"] == [
         "1 blocks are in segments that the index does not have",
         f"segment 0 has {SLOTS} slots, and the index has a block in slot {SLOTS}",
-    ]
-
-
-def test_what_a_crash_leaves_of_segments_is_not_wrong(path: Path) -> None:
-    home = Store.open(path).acquire_home(PLAIN.fingerprint, PLAIN.description, CAP)
-    index = fill_home(home, PLAIN, 1)
-    index.put_segment(SegmentRecord(1, 8192, SLOTS))  # was being dropped: its files are gone
-    index.close()
-    create_segment(home, SegmentSpec(2, 8192, SLOTS), 0, 2, PLAIN.fingerprint).close()  # was being made
-    home.close(clean=False)
-    (found,) = inspect_json(path)["homes"]
-    assert [(segment["indexed"], len(segment["files"])) for segment in found["segments"]] == [
-        (True, 2),
-        (True, 0),
-        (False, 1),
     ]

@@ -95,11 +95,6 @@ def no_lock(path: Path) -> str:
     return f"{path} is not a whole kvdisk store: it has no file named lock, as after a copy without it."
 
 
-def a_further_directory(path: Path) -> str:
-    Store.open([path.with_name("first"), path])
-    return f"{path} is part of another store, and cannot be the first directory of one."
-
-
 def inside_a_store(path: Path) -> str:
     Store.open(path.parent / "around")
     path.symlink_to(path.parent / "around" / "homes")
@@ -113,7 +108,7 @@ def of_another_user(path: Path) -> str:
 
 
 CASES: list[Callable[[Path], str]] = [
-    no_such_directory, other_files, newer, no_lock, a_further_directory,
+    no_such_directory, other_files, newer, no_lock,
     inside_a_store, of_another_user,
 ]  # fmt: skip
 
@@ -131,17 +126,6 @@ def test_what_cannot_be_opened(path, case):
     for command, done in run_each(path).items():
         assert expected in sentence(done), command
     assert bytes_below(path.parent) == before
-
-
-def test_a_directory_that_is_not_of_this_store(path, tmp_path):
-    Store.open([path, tmp_path / "second"])
-    Store.open(tmp_path / "other")
-    for further, words in [
-        ([tmp_path / "other"], "is a store of its own, and cannot be part of"),
-        ([tmp_path], f"{tmp_path} is not a kvdisk store."),
-    ]:
-        for command, done in run_each(path, *further).items():
-            assert words in sentence(done), command
 
 
 def test_no_permission(path):
