@@ -109,6 +109,8 @@ def test_whole_engine_stores_go_from_the_oldest_on():
     unreadable = home("x", 0, fingerprint=None, why_whole="unreadable")
     plan = plan_of(home("a", 200, chain([0], 1)), unreadable, to_bytes=199)
     assert chosen(plan) == [("x", True, [], 0)] and plan.homes[0].blocks is None
+    damaged = home("d", 300, sizes={0: 8192}, why_whole="damaged")
+    assert chosen(plan_of(home("a", 200, chain([0], 1)), damaged, to_bytes=150)) == [("a", True, [0], 0)], "enough"
 
 
 def test_of_one_engine_store_the_segments_with_old_tails_go_first():
