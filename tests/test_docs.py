@@ -61,20 +61,6 @@ def test_every_setting_and_its_examples():
             )
 
 
-def test_the_configuration_page_has_every_setting():
-    rows = re.findall(r"^\| \[`(\w+)`\]\(#\w+\) \|", (DOCS / "CONFIGURATION.md").read_text(), re.MULTILINE)
-    assert rows == [field.name for field in fields(Config)]
-
-
-def test_the_readme_has_settings_that_exist_and_their_defaults():
-    text = (ROOT / "README.md").read_text()
-    (section,) = re.findall(r"^## Configuration\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
-    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", section, re.MULTILINE))
-    assert {"store_dirs", "nvme_bytes", "cpu_bytes"} <= set(rows)
-    defaults = {one.key: one.default for one in make_docs.settings()}
-    assert rows == {key: defaults.get(key) for key in rows}
-
-
 def test_every_command_has_its_section_and_its_exit_codes():
     text = (DOCS / "CLI.md").read_text()
     found = [name for name, _ in make_docs.commands()]
@@ -89,12 +75,6 @@ def test_every_command_has_its_section_and_its_exit_codes():
             if section.startswith(f"{name}\n"):
                 names = [option for one in command.params if one.param_type_name == "option" for option in one.opts]
                 assert not [option for option in names if f"`{option}" not in section and f", {option}" not in section]
-
-
-def test_a_field_without_a_word_about_it_is_an_error(monkeypatch):
-    monkeypatch.setattr(make_docs.inspect, "getsource", lambda _: "class Config:\n    store_dirs: tuple = ()\n")
-    with pytest.raises(ValueError, match="store_dirs must be followed"):
-        make_docs.settings()
 
 
 # --- Commands. ---
@@ -136,26 +116,6 @@ def wrong_with(call: str) -> str:
 @pytest.mark.parametrize("path", prose(), ids=lambda path: path.name)
 def test_calls_of_the_command_are_right(path):
     assert not [f"kvdisk {call}: {wrong}" for call in typed(path.read_text()) if (wrong := wrong_with(call))]
-
-
-def test_a_wrong_call_is_found():
-    assert not [
-        call for call in ("inspect DIR", "repair DIR --home ID", "--version", "COMMAND --help") if wrong_with(call)
-    ]
-    wrong = (
-        "inspct DIR",
-        "inspect DIR --jsn",
-        "inspect --jsn",
-        "repair DIR --home",
-        "bench DIR --rounds many",
-        "--vrsion",
-    )
-    assert all(wrong_with(call) for call in wrong)
-    assert list(typed("```sh\nkvdisk no-such\n```\n`kvdisk inspect` kvdisk, `kvdisk neither`")) == [
-        "no-such",
-        "inspect",
-        "neither",
-    ]
 
 
 def test_targets_of_make_and_tools_are_there():
@@ -296,20 +256,8 @@ def quoted_lines(path: Path) -> list[str]:
     return [line for block in said for line in block.splitlines() if re.match(r"kvdisk [a-z]+ |\w+ must be ", line)]
 
 
-def test_a_line_that_nobody_says_is_found():
-    assert is_logged("kvdisk tries drive 3 of the store again.")
-    assert is_logged("kvdisk does not read home 1c4b6cf1… for 60 s: …")
-    assert not is_logged("kvdisk gives up drive 3 of the store.")
-    assert not is_logged("kvdisk tries drive 3 of the store for ever, …")
-    assert not is_logged("kvdisk tries …")
-
-
 def test_metrics_that_the_text_names_are_there():
     text = (DOCS / "OPERATING.md").read_text()
     (section,) = re.findall(r"^## Monitoring\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
     named = {span for span in spans(section) if re.fullmatch(r"[a-z]+(_[a-z]+)+", span)}
     assert len(named) > 10 and named <= set(METRICS), named - set(METRICS)
-
-
-def test_the_python_of_the_pages_is_python():
-    assert all(ast.parse(block) for path in prose() for said, block in blocks(path.read_text()) if said == "python")

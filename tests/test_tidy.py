@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import ast
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
@@ -20,7 +18,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MOST_FUNCTION_LINES = 70
 MOST_PARAMETERS = 7
-BANNED = re.compile(r"(utils?|common|helper)s?", re.IGNORECASE)
 
 ROOMS: dict[str, tuple[str, ...]] = {
     "vllm": ("kvdisk/connector/",),
@@ -92,29 +89,6 @@ def crowded_constructors(text: str) -> Iterator[str]:
                 yield f"line {node.lineno}: {count} parameters"
 
 
-def defined_names(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.arg):
-            yield node.arg
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.attr
-        elif isinstance(node, ast.alias) and node.asname:
-            yield node.asname
-
-
-def words(identifier: str) -> list[str]:
-    return re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", identifier)
-
-
-def banned_words(text: str) -> Iterator[str]:
-    for name in defined_names(ast.parse(text)):
-        yield from (f"the name {name}" for word in words(name) if BANNED.fullmatch(word))
-
-
 class _Imports(ast.NodeVisitor):
     """Collects what a module imports when it runs, so not what only its annotations need."""
 
@@ -134,14 +108,10 @@ class _Imports(ast.NodeVisitor):
         self.modules.append(node.module or "")
 
 
-def imported(text: str) -> list[str]:
+def foreign_imports(path: str, text: str) -> Iterator[str]:
     imports = _Imports()
     imports.visit(ast.parse(text))
-    return imports.modules
-
-
-def foreign_imports(path: str, text: str) -> Iterator[str]:
-    for module in imported(text):
+    for module in imports.modules:
         package = module.partition(".")[0]
         if package == "kvdisk":
             continue
@@ -177,8 +147,6 @@ def broken_links(path: Path, text: str) -> Iterator[str]:
     [
         (oversized, "def long():\n" + "    x = 1\n" * MOST_FUNCTION_LINES),
         (crowded_constructors, "def __init__(self, a, b, c, d, e, f, *, g, h): pass\n"),
-        (banned_words, "class PageUtil: pass\n"),
-        (banned_words, "def read(self, common_bytes): pass\n"),
         (lambda text: foreign_imports("kvdisk/worker/mover.py", text), "def f():\n    from torch import empty\n"),
         (lambda text: foreign_imports("kvdisk/manager/pool.py", text), "import time\n"),
         (lambda text: foreign_imports("kvdisk/cli/main.py", text), "import requests\n"),
@@ -204,10 +172,10 @@ def test_constructors_take_few_parameters():
     assert not [f"{named(path)}: {what}" for path in modules() for what in crowded_constructors(path.read_text())]
 
 
-def test_one_word_one_thing():
-    files = [named(path) for path in modules() if any(BANNED.fullmatch(word) for word in words(path.stem))]
-    assert not files
-    assert not [f"{named(path)}: {what}" for path in modules() for what in banned_words(path.read_text())]
+def test_names_say_what_a_thing_is():
+    vague = re.compile(r"(?:^|_)(?:utils?|common|helpers?)(?:_|$)|(?:Util|Common|Helper)s?(?![a-z])")
+    names = [(named(path), name) for path in modules() for name in re.findall(r"(?:def|class) (\w+)", path.read_text())]
+    assert not [name for name in [*names, *((named(path), path.stem) for path in modules())] if vague.search(name[1])]
 
 
 def test_foreign_packages_stay_in_their_rooms():
@@ -228,17 +196,6 @@ def test_nothing_names_a_machine_or_a_registry():
 
 def test_links_lead_somewhere():
     assert not [f"{named(path)}: {what}" for path in prose() for what in broken_links(path, path.read_text())]
-
-
-def test_packages_are_pinned_exactly_and_once():
-    pins = Counter()
-    for path in (ROOT / "requirements").glob("*.txt"):
-        for line in path.read_text().splitlines():
-            if line and not line.startswith("#"):
-                assert re.fullmatch(r"[A-Za-z0-9._-]+==[^\s;]+", line), f"{path.name}: {line}"
-                pins[re.sub(r"[-_.]+", "-", line.partition("==")[0]).lower()] += 1
-    assert len(pins) > 100
-    assert not [name for name, count in pins.items() if count > 1]
 
 
 def contract_layers() -> list[list[str]]:
@@ -282,22 +239,3 @@ def test_every_room_is_described():
     rooms = [p for p in modules() if p.stem != "__init__" and p.relative_to(ROOT).parts[1] not in whole]
     assert not [named(path) for path in rooms if path.name not in names]
     assert not names - {path.name for path in modules()}
-
-
-def test_the_contract_fails_when_a_wing_imports_the_other(tmp_path):
-    shutil.copytree(ROOT / "kvdisk", tmp_path / "kvdisk", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    assert _lint_imports(tmp_path) == (0, [])
-    pool = tmp_path / "kvdisk" / "manager" / "pool.py"
-    pool.write_text(pool.read_text() + "\nimport kvdisk.worker.mover\n")
-    code, broken = _lint_imports(tmp_path)
-    assert code != 0
-    assert any("kvdisk.manager is not allowed to import kvdisk.worker" in line for line in broken), broken
-
-
-def _lint_imports(place: Path) -> tuple[int, list[str]]:
-    script = "import sys; sys.path.insert(0, '.'); from importlinter.cli import lint_imports_command as run; run()"
-    done = subprocess.run(
-        [sys.executable, "-c", script, "--no-cache"], cwd=place, capture_output=True, text=True, check=False
-    )
-    return done.returncode, [line for line in done.stdout.splitlines() if "not allowed" in line]

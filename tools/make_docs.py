@@ -297,7 +297,7 @@ With several `store_dirs`, name them all, the first one first. `--json` prints o
 times as integers. `kvdisk --install-completion` makes the shell complete commands and options; `kvdisk COMMAND --help`
 says what this page says.
 
-The outputs are of a store that `tools/make_pictures.py` makes: two models, and the homes of three engines.
+The outputs are of a store that `tools/make_pictures.py` makes: two models, and three engine stores.
 
 {sections}"""
 

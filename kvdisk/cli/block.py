@@ -20,24 +20,35 @@ from rich.text import Text
 
 from kvdisk import __version__
 from kvdisk.blocks import GROUP_BYTES, group_of
-from kvdisk.cli.indexes import NONE, HomeColumns, ReadHome, ReadNamespace, Records, ranks_of, read_namespaces
-from kvdisk.cli.output import ID_LETTERS, add_column, ago, make_lines, make_table, number, plural, print_list, printable
+from kvdisk.cli.indexes import NONE, HomeColumns, ReadHome, ReadNamespace, by_namespace, read_homes
+from kvdisk.cli.output import (
+    ID_LETTERS,
+    ago,
+    folded,
+    left,
+    make_lines,
+    make_table,
+    number,
+    plural,
+    print_list,
+    printable,
+    right,
+)
 from kvdisk.cli.prefixes import Forest, grow_forest, locate
 from kvdisk.cli.survey import JSON_VERSION
+from kvdisk.cli.verify import Part, read_part
 from kvdisk.device import paths
-from kvdisk.device.control import HomeSummary
-from kvdisk.device.drives import Directories, list_directories
-from kvdisk.device.header import SlotHeader, payload_checksum, read_header
-from kvdisk.device.listing import list_homes
-from kvdisk.errors import ConfigError, KvdiskError
+from kvdisk.device.drives import Directories
+from kvdisk.device.header import read_header
+from kvdisk.device.rebuild import HomeShape
+from kvdisk.errors import ConfigError, CorruptRecord, KvdiskError
 from kvdisk.geometry import HEADER_BYTES, slot_offset
-from kvdisk.index.base import BlockRecord, SegmentRecord
+from kvdisk.index.base import SegmentRecord
 
 CHAIN_SHOWN = 6
 MOST_NAMED = 5
 """Hashes that are named where a key's beginning is that of several."""
 _ATTEMPTS = 3
-_MOST_SLOT_BYTES = 1 << 30
 _CHECKSUM_KINDS = {1: "xxh3_128", 2: "multilinear"}
 
 
@@ -45,8 +56,8 @@ _CHECKSUM_KINDS = {1: "xxh3_128", 2: "multilinear"}
 class RankSlot:
     """A rank's slot of a copy. ``offset``: of the slot in the file.
 
-    ``problems``: sentences; none where header and payload agree with the record. ``header``: null
-    where none can be read; else key, parent, generation, epoch, fingerprint, rank, rank_count,
+    ``problems``: sentences; none where a load would take the slot. ``header``: null where none can
+    be read; else key, parent, generation, epoch, fingerprint, rank, rank_count,
     payload_bytes, checksum_kind, checksum.
     """
 
@@ -59,7 +70,7 @@ class RankSlot:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A block in one home, as its index and USES have it. ``uses``, ``last_use_s``: null where USES
+    """A block in one engine store, as its index and USES have it. ``uses``, ``last_use_s``: null where USES
     does not tell."""
 
     home: str
@@ -99,7 +110,7 @@ class FoundBlock:
 
 @dataclass(frozen=True)
 class FoundKey:
-    """What a store has whose key begins so: one hash, in one or more namespaces, epochs and homes.
+    """What a store has whose key begins so: one hash, in one or more namespaces, epochs and engine stores.
 
     ``key``: as it was given. ``groups``: all KV-cache groups that have a block of this hash;
     ``blocks`` are those of the lowest, or of the one in ``key``.
@@ -128,31 +139,22 @@ def survey_block(directories: Directories, wanted: str) -> FoundKey:
 
 
 def _survey(directories: Directories, wanted: str) -> FoundKey:
-    read = read_namespaces(list_homes(list_directories(directories)))
-    rows = [[_rows(home, wanted) for home in namespace.columns] for namespace in read]
-    keys = {
-        home.columns.keys[row]
-        for namespace, of_homes in zip(read, rows, strict=True)
-        for home, found in zip(namespace.columns, of_homes, strict=True)
-        for row in found
-    }
+    homes = read_homes(directories)
+    rows = {home.id: _rows(home, wanted) for home in homes}
+    keys = {home.records.columns.keys[row] for home in homes for row in rows[home.id]}
     hashes = sorted({key[:-GROUP_BYTES].hex() for key in keys})
     if len(hashes) > 1:
         named = ", ".join(f"{name[: len(wanted) + 8]}…" for name in hashes[:MOST_NAMED])
         raise ConfigError(f"{len(hashes)} blocks have a key that begins with {wanted} ({named}); give more digits")
     if not hashes:
-        unread = sum(home.index.problem is not None for namespace in read for home in namespace.homes)
+        unread = sum(home.problem is not None for home in homes)
         without = f" ({unread} of its indexes cannot be read)" if unread else ""
         raise ConfigError(f"no block of this store has a key that begins with {wanted}{without}")
     groups = tuple(sorted({group_of(key) for key in keys}))
-    blocks = tuple(
-        block
-        for namespace, of_homes in zip(read, rows, strict=True)
-        if any(of_homes)
-        for block in _blocks(namespace, of_homes, groups[0])
-    )
+    with_rows = [one for one in by_namespace(homes) if any(rows[home.id] for home in one.homes)]
+    blocks = tuple(block for one in with_rows for block in _blocks(one, rows, groups[0]))
     problems = tuple(
-        f"home {copy.home}: rank {rank.rank}: {problem}"
+        f"engine store {copy.home}: rank {rank.rank}: {problem}"
         for block in blocks
         for copy in block.copies
         for rank in copy.ranks
@@ -161,21 +163,21 @@ def _survey(directories: Directories, wanted: str) -> FoundKey:
     return FoundKey(JSON_VERSION, __version__, int(time.time()), not problems, problems, wanted, groups, blocks)
 
 
-def _rows(home: HomeColumns, wanted: str) -> list[int]:
+def _rows(home: ReadHome, wanted: str) -> list[int]:
     """Return the rows whose keys begin so."""
     whole = bytes.fromhex(wanted[: len(wanted) // 2 * 2])
-    rows = [row for row, key in enumerate(home.columns.keys) if key.startswith(whole)]
-    return [row for row in rows if home.columns.keys[row].hex().startswith(wanted)]
+    keys = home.records.columns.keys
+    return [row for row, key in enumerate(keys) if key.startswith(whole) and key.hex().startswith(wanted)]
 
 
-def _blocks(namespace: ReadNamespace, rows: Sequence[Sequence[int]], group: int) -> Iterator[FoundBlock]:
+def _blocks(namespace: ReadNamespace, rows: Mapping[str, Sequence[int]], group: int) -> Iterator[FoundBlock]:
     """Yield a block for each epoch that has one in these rows, of this KV-cache group."""
     readable = [home for home in namespace.homes if home.blocks is not None]
     columns = namespace.columns
     forest = grow_forest(columns, namespace.block_tokens)
     by_epoch: dict[int, list[tuple[int, int]]] = {}
-    for at, of_home in enumerate(rows):
-        for row in of_home:
+    for at, home in enumerate(readable):
+        for row in rows[home.id]:
             if columns[at].groups[row] == group:
                 by_epoch.setdefault(int(columns[at].columns.epochs[row]), []).append((at, row))
     for epoch, found in sorted(by_epoch.items()):
@@ -214,10 +216,8 @@ def _chain(columns: Sequence[HomeColumns], forest: Forest, node: int) -> list[by
 
 
 def _copy(read: ReadHome, blocks: HomeColumns, row: int) -> Copy:
-    home = read.summary
-    record = Records(blocks.columns)[row]
+    home, record = read.summary, read.records[row]
     segment = next((one for one in read.index.segments if one.segment == record.slot.segment), None)
-    ranks = ranks_of(home.record, home.segments)
     is_told = bool(blocks.is_known[row])
     return Copy(
         home=home.id,
@@ -230,70 +230,38 @@ def _copy(read: ReadHome, blocks: HomeColumns, row: int) -> Copy:
         stored_s=record.stored_s,
         uses=int(blocks.uses[row]) if is_told and blocks.uses is not None else None,
         last_use_s=int(blocks.last_use_s[row]) if is_told and blocks.last_use_s is not None else None,
-        ranks=tuple(_rank_slot(home, segment, record, rank, ranks) for rank in range(ranks)),
+        ranks=tuple(_rank_slot(read, segment, row, rank) for rank in range(read.ranks)),
     )
 
 
-def _rank_slot(
-    home: HomeSummary, segment: SegmentRecord | None, record: BlockRecord, rank: int, ranks: int
-) -> RankSlot:
+def _rank_slot(read: ReadHome, segment: SegmentRecord | None, row: int, rank: int) -> RankSlot:
+    slot, record = read.records[row].slot, read.summary.record
     if segment is None:
-        return RankSlot(rank, None, None, (f"the index has no segment {record.slot.segment}",))
-    offset = slot_offset(segment.slot_bytes, record.slot.index)
-    folder = home.folders[segment.drive] if segment.drive < len(home.folders) else None
-    if folder is None:
-        return RankSlot(rank, None, offset, (f"drive {segment.drive} was not looked at, name its directory too",))
-    path = folder.segments_path / str(segment.segment) / f"rank{rank}.kv"
+        return RankSlot(rank, None, None, (f"the index has no segment {slot.segment}",))
+    offset = slot_offset(segment.slot_bytes, slot.index)
     try:
-        slot = _read(path, min(segment.slot_bytes, _MOST_SLOT_BYTES), offset)
-        header = read_header(memoryview(slot))
-    except OSError as error:
-        return RankSlot(rank, path, offset, (f"{path.name} cannot be read ({error.strerror})",))
-    except KvdiskError as error:
-        return RankSlot(rank, path, offset, (str(error),))
-    fingerprint = home.record.fingerprint if home.record else None
-    problems = tuple(_disagreements(header, slot, record, rank, ranks, fingerprint))
+        if record is None:
+            raise CorruptRecord("HOME cannot be read")
+        part = Part(read, HomeShape.of(record.fingerprint, record.description), segment, rank, [row])
+    except CorruptRecord as error:
+        return RankSlot(rank, None, offset, (str(error),))
+    found, path = read_part(part), part.path
+    problems = (found.failed,) if found.failed else tuple(one.what for one in found.wrong)
+    return RankSlot(rank, path, offset, problems, None if path is None else _header(path, offset))
+
+
+def _header(path: Path, offset: int) -> dict[str, Any] | None:
+    """Return what a slot's header says; None where none can be read."""
+    try:
+        fd = paths.open_regular(path, os.O_RDONLY)
+        try:
+            header = read_header(memoryview(os.pread(fd, HEADER_BYTES, offset).ljust(HEADER_BYTES, b"\0")))
+        finally:
+            os.close(fd)
+    except (OSError, KvdiskError):
+        return None
     names = ("key", "parent", "generation", "rank", "rank_count", "payload_bytes", "checksum_kind", "checksum")
-    said = {name: getattr(header, name) for name in names} | header.namespace._asdict()
-    return RankSlot(rank, path, offset, problems, said)
-
-
-def _read(path: Path, length: int, offset: int) -> bytes:
-    """Return the bytes of a slot. Raises OSError, KvdiskError where the file ends before them."""
-    fd = paths.open_regular(path, os.O_RDONLY)
-    if fd < 0:
-        raise KvdiskError(f"{path.name} is not a file")
-    try:
-        found = os.pread(fd, length, offset)
-    finally:
-        os.close(fd)
-    if len(found) < length:
-        raise KvdiskError(f"{path.name} ends before the slot does")
-    return found
-
-
-def _disagreements(
-    header: SlotHeader, slot: bytes, record: BlockRecord, rank: int, ranks: int, fingerprint: bytes | None
-) -> Iterator[str]:
-    expected: list[tuple[str, Any, Any]] = [
-        ("key", header.key, record.key),
-        ("generation", header.generation, record.generation),
-        ("epoch", header.namespace.epoch, record.epoch),
-        ("parent", header.parent or None, record.parent),
-        ("rank", header.rank, rank),
-        ("rank count", header.rank_count, ranks),
-    ]
-    if fingerprint is not None:
-        expected.append(("namespace", header.namespace.fingerprint, fingerprint))
-    for name, *values in expected:
-        if values[0] != values[1]:
-            says, wanted = (value.hex() if isinstance(value, bytes) else value for value in values)
-            yield f"the header's {name} is {says}, the index says {wanted}"
-    payload = memoryview(slot)[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
-    if len(payload) < header.payload_bytes:
-        yield f"the header speaks of {header.payload_bytes} bytes, the slot has {len(payload)}"
-    elif payload_checksum(payload, header.checksum_kind) != header.checksum:
-        yield "the payload does not have the checksum that its header says"
+    return {name: getattr(header, name) for name in names} | header.namespace._asdict()
 
 
 # -- for people --------------------------------------------------------------------------------
@@ -333,9 +301,9 @@ def _summary(found: FoundKey, block: FoundBlock) -> Table:
 
 def _copy_lines(copy: Copy, now_s: int) -> Table:
     lines = make_lines()
-    owner = ("in use", "green") if copy.owner == "alive" else ("orphan", "yellow")
+    owner = ("in use", "green") if copy.owner == "alive" else ("of a stopped engine", "yellow")
     lines.add_row("", "")
-    lines.add_row("Copy", Text.assemble("home ", (copy.home, "cyan"), "  ", owner))
+    lines.add_row("Copy", Text.assemble("engine store ", (copy.home, "cyan"), "  ", owner))
     folder = next((rank.file.parents[2] for rank in copy.ranks if rank.file), None)
     if folder is not None:
         lines.add_row("Directory", printable(folder))
@@ -353,12 +321,8 @@ def _copy_lines(copy: Copy, now_s: int) -> Table:
 
 
 def _ranks_table(copy: Copy, width: int) -> Table:
-    table = make_table("Slots", width)
-    for name in ("Rank", "Offset", "Payload"):
-        add_column(table, name, "right")
-    add_column(table, "Checksum")
-    add_column(table, "Header and payload")
-    table.add_column("File", overflow="fold")
+    numbers = map(right, ("Rank", "Offset", "Payload"))
+    table = make_table("Slots", width, *numbers, left("Checksum"), left("Header and payload"), folded("File"))
     for rank in copy.ranks:
         header, count = rank.header, len(rank.problems)
         table.add_row(
@@ -374,10 +338,8 @@ def _ranks_table(copy: Copy, width: int) -> Table:
 
 def _chain_table(block: FoundBlock, width: int, most: int | None) -> Table:
     chain, tokens, is_whole = block.chain, block.block_tokens, block.position is not None
-    table = make_table(f"Chain, {plural(len(chain), 'block')} from its head" if is_whole else "Chain", width)
-    for title in ("Position", "Tokens up to"):
-        add_column(table, title, "right")
-    table.add_column("Block", overflow="fold", style="cyan")
+    title = f"Chain, {plural(len(chain), 'block')} from its head" if is_whole else "Chain"
+    table = make_table(title, width, right("Position"), right("Tokens up to"), folded("Block", "cyan"))
     if not is_whole:
         table.add_row("", "", Text("… a block that is not here", "dim"))
     hidden = 0 if most is None else max(0, len(chain) - 2 * most)

@@ -4,8 +4,8 @@
 Columns: home, namespace (fingerprint, hex), epoch, key (hex), group, segment, slot, drive,
 generation, parent (hex), position (in its chain, from 0 on), tokens (of the block), bytes (of its
 slots, on all ranks), stored_s, uses and last_use_s. Times are whole seconds since the Unix epoch.
-Empty (CSV) or null (Parquet): there is none, or it cannot be known. A block that several homes have
-has a row for each.
+Empty (CSV) or null (Parquet): there is none, or it cannot be known. A home is an engine store. A
+block that several have has a row for each.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdisk.cli.indexes import HomeColumns, ReadNamespace, Records, of_segments, read_namespaces
+from kvdisk.cli.indexes import ReadHome, ReadNamespace, by_namespace, of_segments, read_homes
 from kvdisk.cli.output import new_file
 from kvdisk.cli.prefixes import grow_forest
 from kvdisk.cli.survey import JSON_VERSION
-from kvdisk.device.drives import Directories, list_directories
-from kvdisk.device.listing import list_homes
+from kvdisk.device.drives import Directories
 from kvdisk.errors import ConfigError
 
 COLUMNS = (
@@ -42,7 +41,7 @@ Table = dict[str, list[Any]]
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and of which homes nothing could be; what ``--export --json`` prints."""
+    """What was written, and of which engine stores nothing could be; what ``--export --json`` prints."""
 
     json_version: int
     path: Path
@@ -59,22 +58,17 @@ def export_blocks(directories: Directories, path: Path, *, force: bool) -> Expor
     ``survey.survey_store``.
     """
     _check_target(path, force=force)
-    read = read_namespaces(list_homes(list_directories(directories)))
-    homes = [home for namespace in read for home in namespace.homes]
+    homes = read_homes(directories)
     write = _write_csv if path.suffix == ".csv" else _write_parquet
     with new_file(path) as temporary:
-        rows = write(temporary, _tables(read))
+        rows = write(temporary, _tables(by_namespace(homes)))
     return Exported(
         json_version=JSON_VERSION,
         path=path,
         bytes=path.stat().st_size,
         rows=rows,
-        homes=sum(home.index.exists and home.index.problem is None for home in homes),
-        problems=tuple(
-            f"home {home.summary.id}: its index cannot be read ({home.index.problem})"
-            for home in homes
-            if home.index.problem is not None
-        ),
+        homes=sum(home.index.blocks is not None for home in homes),
+        problems=tuple(f"engine store {home.id}: {home.problem}" for home in homes if home.problem),
     )
 
 
@@ -108,45 +102,39 @@ def _tables(read: list[ReadNamespace]) -> Iterator[Table]:
             if home.blocks is not None:
                 nodes = next(nodes_of)
                 positions = np.where(forest.is_whole[nodes], forest.depths[nodes], _UNKNOWN)
-                drives = {segment.segment: segment.drive for segment in home.index.segments}
-                names = (home.summary.id, namespace.record.fingerprint.hex() if namespace.record else None)
-                yield from _home_tables(names, home.blocks, namespace.block_tokens, positions, drives)
+                yield from _home_tables(home, namespace.block_tokens, positions)
 
 
-def _home_tables(
-    names: tuple[str, str | None],
-    home: HomeColumns,
-    block_tokens: tuple[int | None, ...],
-    positions: NDArray[np.int64],
-    drives: dict[int, int],
-) -> Iterator[Table]:
-    columns, records = home.columns, Records(home.columns)
-    no_uses = np.full(len(records), _UNKNOWN, np.int64)
+def _home_tables(home: ReadHome, block_tokens: tuple[int | None, ...], positions: NDArray[np.int64]) -> Iterator[Table]:
+    summary, blocks = home.summary, home.blocks
+    assert blocks is not None
+    columns, parents = blocks.columns, blocks.columns.each_parent()
+    namespace = summary.record.fingerprint.hex() if summary.record else None
     sizes = np.array([*(size or _UNKNOWN for size in block_tokens), _UNKNOWN], np.int64)
-    tokens = sizes[np.minimum(home.groups, len(block_tokens))]
+    tokens = sizes[np.minimum(blocks.groups, len(block_tokens))]
+    drives = of_segments(columns.segments, {each.segment: each.drive for each in home.index.segments}, _UNKNOWN)
     uses, last_use_s = (
-        no_uses if column is None else np.where(home.is_known, column, _UNKNOWN)
-        for column in (home.uses, home.last_use_s)
+        np.full(len(parents), _UNKNOWN) if told is None else np.where(blocks.is_known, told, _UNKNOWN)
+        for told in (blocks.uses, blocks.last_use_s)
     )
-    on_drives = of_segments(columns.segments, drives, _UNKNOWN)
-    for start in range(0, len(records), _ROWS_AT_ONCE):
+    for start in range(0, len(parents), _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)
-        cut = records[rows]
-        values = (
-            [names[0]] * len(cut),
-            [names[1]] * len(cut),
-            [record.epoch for record in cut],
-            [record.key.hex() for record in cut],
-            home.groups[rows].tolist(),
-            [record.slot.segment for record in cut],
-            [record.slot.index for record in cut],
-            _known(on_drives[rows]),
-            [record.generation for record in cut],
-            [record.parent.hex() if record.parent else None for record in cut],
+        keys = columns.keys[rows]
+        values: tuple[list[Any], ...] = (
+            [summary.id] * len(keys),
+            [namespace] * len(keys),
+            columns.epochs[rows].tolist(),
+            [key.hex() for key in keys],
+            blocks.groups[rows].tolist(),
+            columns.segments[rows].tolist(),
+            columns.indices[rows].tolist(),
+            _known(drives[rows]),
+            columns.generations[rows].tolist(),
+            [parent.hex() or None for parent in parents[rows]],
             _known(positions[rows]),
             _known(tokens[rows]),
-            home.slot_bytes[rows].tolist(),
-            [record.stored_s for record in cut],
+            blocks.slot_bytes[rows].tolist(),
+            columns.stored_s[rows].tolist(),
             _known(uses[rows]),
             _known(last_use_s[rows], least=1),
         )

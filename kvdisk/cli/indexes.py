@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What homes' indexes and USES files say of their blocks, whole and in columns.
+"""The engine stores of a store as every command reads them: what is there, its index, and its USES, in columns.
 
 A process of its own reads the indexes: see ``kvdisk.index.reader_process``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import repeat
-from typing import NamedTuple, overload
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import GROUP_BYTES, BlockKey, Slot
-from kvdisk.device.control import USES_FILE, HomeRecord, HomeSummary
+from kvdisk.device.control import USES_FILE, DriveFolder, HomeRecord, HomeSummary, read_record
+from kvdisk.device.drives import Directories
+from kvdisk.device.listing import list_homes
 from kvdisk.device.segment import SegmentFileSummary
 from kvdisk.device.uses import UsesUnit, read_uses
+from kvdisk.errors import CorruptRecord
 from kvdisk.index.base import BlockColumns, BlockRecord, SegmentRecord
 from kvdisk.index.columns import join_columns
 from kvdisk.index.reader_process import IndexContent, read_indexes
@@ -27,7 +32,7 @@ _MOST_RANKS = 1 << 16
 _MOST_TOKENS = 1 << 20
 
 
-class Records(Sequence[BlockRecord]):
+class Records:
     """The blocks of an index as records, each made of ``columns`` when it is asked for."""
 
     def __init__(self, blocks: BlockColumns | None) -> None:
@@ -37,15 +42,11 @@ class Records(Sequence[BlockRecord]):
     def __len__(self) -> int:
         return len(self.columns.keys)
 
-    @overload
-    def __getitem__(self, row: int) -> BlockRecord: ...
-    @overload
-    def __getitem__(self, row: slice) -> Sequence[BlockRecord]: ...
-    def __getitem__(self, row: int | slice) -> BlockRecord | Sequence[BlockRecord]:
-        if isinstance(row, slice):
-            return [self[each] for each in range(*row.indices(len(self)))]
-        blocks = self.columns
-        end = int(self._parent_ends[row])
+    def __iter__(self) -> Iterator[BlockRecord]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, row: int) -> BlockRecord:
+        blocks, end = self.columns, int(self._parent_ends[row])
         parent = blocks.parents[end - int(blocks.parent_bytes[row]) : end]
         return BlockRecord(
             int(blocks.epochs[row]),
@@ -58,19 +59,16 @@ class Records(Sequence[BlockRecord]):
 
 
 class HomeColumns(NamedTuple):
-    """Blocks of one home, a row each.
+    """Blocks of one engine store, a row each.
 
-    ``slot_bytes``: on all ranks; 0 in a segment that the index does not have. ``names`` and
-    ``parent_names``: keys, with their epoch before them where the home has several, so that they
-    are unique; empty: no parent. ``parents``: row of the parent, or NONE. ``uses`` and
-    ``last_use_s``: None where no USES file tells; ``is_known``: of which blocks it does.
+    ``slot_bytes``: on all ranks; 0 in a segment that the index does not have. ``parents``: row of
+    the parent, or NONE. ``uses`` and ``last_use_s``: None where no USES file tells; ``is_known``:
+    of which blocks it does.
     """
 
     columns: BlockColumns
     groups: NDArray[np.int64]
     slot_bytes: NDArray[np.int64]
-    names: Sequence[bytes]
-    parent_names: Sequence[bytes]
     parents: NDArray[np.int64]
     uses: NDArray[np.int64] | None
     last_use_s: NDArray[np.int64] | None
@@ -79,50 +77,96 @@ class HomeColumns(NamedTuple):
 
 @dataclass(frozen=True)
 class ReadHome:
-    """A home, its index, and its blocks; ``blocks`` is None where the index cannot be read.
-
-    A home that has files and no index cannot be read; one that has neither is new.
-    """
+    """An engine store and its index."""
 
     summary: HomeSummary
     index: IndexContent
-    blocks: HomeColumns | None
+
+    @property
+    def id(self) -> str:
+        """Its id."""
+        return self.summary.id
+
+    @property
+    def problem(self) -> str | None:
+        """Why the index cannot be read; None where it can. One that has neither files nor an index is new."""
+        if self.index.problem is not None:
+            return f"its index cannot be read ({self.index.problem})"
+        return "its index is missing" if self.summary.segments and not self.index.exists else None
+
+    @property
+    def ranks(self) -> int:
+        """How many parts a block has on the drive: as HOME says, else as many as have files."""
+        return ranks_of(self.summary.record, self.summary.segments)
+
+    @cached_property
+    def records(self) -> Records:
+        """The blocks of the index, none where it cannot be read."""
+        return Records(self.index.blocks)
+
+    @cached_property
+    def blocks(self) -> HomeColumns | None:
+        """The blocks with what USES tells of them; None where the index cannot be read."""
+        if self.problem is not None:
+            return None
+        units = read_uses(self.summary.path / USES_FILE)
+        return join_home(self.records.columns, self.index.segments, self.ranks, units)
+
+    def folder(self, drive: int) -> DriveFolder | None:
+        """Return its part on a drive; None where that directory was not named."""
+        return self.summary.folders[drive] if drive < len(self.summary.folders) else None
 
 
 class ReadNamespace(NamedTuple):
-    """All homes of one namespace. A home whose HOME cannot be read is alone."""
+    """The engine stores of one namespace. One whose HOME cannot be read is alone."""
 
     homes: tuple[ReadHome, ...]
     block_tokens: tuple[int | None, ...]
 
     @property
     def record(self) -> HomeRecord | None:
-        """HOME of the home that was used last."""
-        return _latest(self.homes).record
+        """HOME of the engine store that was used last."""
+        return max((home.summary.record for home in self.homes), key=lambda one: one.last_use_s if one else 0)
 
     @property
     def columns(self) -> list[HomeColumns]:
-        """The blocks of those homes whose index can be read."""
+        """The blocks of those whose index can be read."""
         return [home.blocks for home in self.homes if home.blocks is not None]
 
 
-def read_namespaces(summaries: Sequence[HomeSummary]) -> list[ReadNamespace]:
-    """Read the indexes and USES files of these homes."""
-    groups: dict[object, list[ReadHome]] = {}
+def read_homes(directories: Directories, wanted: Callable[[HomeSummary], bool] = lambda _: True) -> list[ReadHome]:
+    """Read the wanted engine stores of a store, by id. Raises as ``list_homes``."""
+    summaries = list(filter(wanted, list_homes(directories)))
     indexes = read_indexes([summary.index_path for summary in summaries])
-    for summary, index in zip(summaries, indexes, strict=True):
-        blocks = None
-        if index.problem is None and (index.exists or not summary.segments):
-            ranks = ranks_of(summary.record, summary.segments)
-            columns = Records(index.blocks).columns
-            blocks = join_home(columns, index.segments, ranks, read_uses(summary.path / USES_FILE))
-        name = summary.record.fingerprint if summary.record else summary.id
-        groups.setdefault(name, []).append(ReadHome(summary, index, blocks))
-    return [ReadNamespace(tuple(homes), _block_tokens(_latest(homes).record)) for homes in groups.values()]
+    return [ReadHome(*each) for each in zip(summaries, indexes, strict=True)]
 
 
-def _latest(homes: Sequence[ReadHome]) -> HomeSummary:
-    return max((home.summary for home in homes), key=lambda one: one.record.last_use_s if one.record else 0)
+def by_namespace(homes: Sequence[ReadHome]) -> list[ReadNamespace]:
+    """Put engine stores together that serve the same requests."""
+    groups: dict[object, list[ReadHome]] = {}
+    for home in homes:
+        record = home.summary.record
+        groups.setdefault(record.fingerprint if record else home.id, []).append(home)
+    found = [ReadNamespace(tuple(group), ()) for group in groups.values()]
+    return [each._replace(block_tokens=_block_tokens(each.record)) for each in found]
+
+
+def why_no_record(path: Path) -> str | None:
+    """Say why the HOME file of the engine store in this directory cannot be read; None where it can."""
+    try:
+        read_record(path)
+    except FileNotFoundError:
+        return "its HOME file is missing, as after an interrupted deletion; the next engine that starts removes it"
+    except CorruptRecord as error:
+        return f"its HOME file cannot be read ({str(error).replace(f'{path}/', '')})"
+    except OSError as error:
+        return f"its HOME file cannot be read ({error.strerror})"
+    return None
+
+
+def not_named(drive: int) -> str:
+    """Say that a directory of the store is missing among the arguments."""
+    return f"drive {drive} was not looked at, name its directory too"
 
 
 def described_geometry(record: HomeRecord | None) -> dict[str, object]:
@@ -133,7 +177,7 @@ def described_geometry(record: HomeRecord | None) -> dict[str, object]:
 
 
 def ranks_of(record: HomeRecord | None, files: Sequence[SegmentFileSummary]) -> int:
-    """Return how many parts a block has on the drive: as HOME says, else as many as have files."""
+    """Return how many parts a block has: as HOME says, else as many as have files."""
     ranks = described_geometry(record).get("ranks")
     if isinstance(ranks, int) and 0 < ranks <= _MOST_RANKS:
         return ranks
@@ -151,35 +195,31 @@ def _block_tokens(record: HomeRecord | None) -> tuple[int | None, ...]:
 def join_home(
     columns: BlockColumns, segments: Sequence[SegmentRecord], ranks: int, units: Sequence[UsesUnit] | None
 ) -> HomeColumns:
-    """Put together what one home's index and USES file say."""
+    """Put together what one engine store's index and USES file say."""
     count = len(columns.keys)
     tails = b"".join([key[-GROUP_BYTES:] for key in columns.keys])
     names: Sequence[bytes] = columns.keys
-    parent_names: Sequence[bytes] = columns.each_parent()
+    above: Sequence[bytes] = columns.each_parent()
     if count and columns.epochs[0] != columns.epochs[-1]:  # they ascend
         heads = [epoch.to_bytes(8, "big") for epoch in columns.epochs.tolist()]
         names = [head + key for head, key in zip(heads, names, strict=True)]
-        parent_names = [parent and head + parent for head, parent in zip(heads, parent_names, strict=True)]
+        above = [parent and head + parent for head, parent in zip(heads, above, strict=True)]
     row_of = dict(zip(names, range(count), strict=True))
     sizes = {record.segment: min(record.slot_bytes, 1 << 48) for record in segments}
     return HomeColumns(
         columns,
         np.frombuffer(tails, ">u2").astype(np.int64),
         of_segments(columns.segments, sizes, 0) * ranks,
-        names,
-        parent_names,
-        np.fromiter(map(row_of.get, parent_names, repeat(NONE)), np.int64, count),
+        np.fromiter(map(row_of.get, above, repeat(NONE)), np.int64, count),
         *_uses_of(columns, units),
     )
 
 
 def of_segments(numbers: NDArray[np.uint32], values: Mapping[int, int], missing: int) -> NDArray[np.int64]:
     """Return the value of each segment number; ``missing`` for those that have none."""
-    if not values:
-        return np.full(len(numbers), missing, np.int64)
-    known = np.array(sorted(values.items()), np.int64)
-    at = np.minimum(np.searchsorted(known[:, 0], numbers), len(known) - 1)
-    return np.where(known[at, 0] == numbers, known[at, 1], missing)
+    found, at = np.unique(numbers, return_inverse=True)
+    of_found: NDArray[np.int64] = np.array([values.get(number, missing) for number in found.tolist()], np.int64)
+    return of_found[at]
 
 
 def places_of(columns: BlockColumns) -> NDArray[np.uint64]:
@@ -198,10 +238,9 @@ def _uses_of(
     uses, last_use_s = np.zeros(count, np.int64), np.zeros(count, np.int64)
     if not units or not count:
         return uses, last_use_s, is_known
-    lengths = [len(unit.generations) for unit in units]
-    starts = np.array([unit.segment << 32 | unit.first for unit in units], np.uint64)
-    within = np.concatenate([np.arange(length, dtype=np.uint64) for length in lengths])
-    said = np.repeat(starts, lengths) + within
+    said = np.concatenate(
+        [(unit.segment << 32 | unit.first) + np.arange(len(unit.generations), dtype=np.uint64) for unit in units]
+    )
     order = np.argsort(said, kind="stable")
     sought = places_of(columns)
     at = order[np.minimum(np.searchsorted(said, sought, sorter=order), len(said) - 1)]

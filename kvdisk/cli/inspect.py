@@ -6,9 +6,9 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.columns import Columns
@@ -23,10 +23,11 @@ from kvdisk.cli.output import (
     WIDE,
     AsJson,
     Exit,
-    add_column,
     ago,
     bar,
     fine_bar,
+    folded,
+    left,
     make_lines,
     make_table,
     number,
@@ -36,6 +37,7 @@ from kvdisk.cli.output import (
     printable,
     refusing,
     report_console,
+    right,
     share,
     short_model,
     size,
@@ -47,7 +49,6 @@ from kvdisk.cli.survey import (
     AGE_NAMES,
     PREFIXES,
     REUSE_NAMES,
-    Home,
     Namespace,
     Segment,
     Survey,
@@ -90,7 +91,7 @@ def inspect(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file of --export.")] = False,
 ) -> None:
-    """Show what a store holds: namespaces, homes, segments and drives; how old blocks are, and which are used again.
+    """Show what a store holds: namespaces, engine stores, segments, drives; the ages of blocks, and their reuse.
 
     With a KEY, one block: its record, the slot of every rank, its chain. Only reads, so it may look into a store that
     engines are using, or into a copy. Needs neither a GPU nor vLLM.
@@ -137,7 +138,7 @@ def _export(paths: Sequence[Path], target: Path, force: bool, as_json: bool) -> 
     if as_json:
         print_json(done)
     else:
-        said = f"{plural(done.rows, 'block')} of {plural(done.homes, 'home')}"
+        said = f"{plural(done.rows, 'block')} of {plural(done.homes, 'engine store')}"
         typer.echo(f"{said} in {target} ({size(done.bytes)})")
         for problem in done.problems:
             typer.echo(f"kvdisk: {printable(problem)}", err=True)
@@ -168,50 +169,44 @@ def print_survey(survey: Survey, console: Console, *, everything: bool) -> None:
 
 
 def _summary(survey: Survey) -> Table:
-    lines, totals, store = make_lines(), survey.totals, survey.store
-    made = "" if store.created_s is None else f"  (made {ago(store.created_s, survey.surveyed_s)})"
+    lines, totals, store, now_s = make_lines(), survey.totals, survey.store, survey.surveyed_s
+    made = "" if store.created_s is None else f"  (made {ago(store.created_s, now_s)})"
     lines.add_row("Store", Text.assemble((printable(store.path), "bold cyan"), (made, "dim")))
     if not survey.homes:
-        lines.add_row("Homes", "none: no engine has used this store yet")
+        lines.add_row("Engine stores", "none: no engine has used this store yet")
         return lines
-    alive, orphans = totals.live_homes, totals.homes - totals.live_homes
-    owners = [text for count, text in ((alive, f"{alive} alive"), (orphans, plural(orphans, "orphan"))) if count]
-    homes = f"{plural(totals.homes, 'home')} ({', '.join(owners)})"
-    lines.add_row("Homes", f"{homes} in {plural(totals.namespaces, 'namespace')}")
+    alive, stopped = totals.live_homes, totals.homes - totals.live_homes
+    owners = [f"{count} {text}" for count, text in ((alive, "in use"), (stopped, "of stopped engines")) if count]
+    lines.add_row("Engine stores", f"{totals.homes} ({', '.join(owners)}) in {plural(totals.namespaces, 'namespace')}")
     unread = totals.unreadable_homes
-    without = f", without {plural(unread, 'home')} that cannot be read" if unread else ""
+    without = f", without {plural(unread, 'engine store')} that cannot be read" if unread else ""
     lines.add_row("Blocks", Text.assemble(f"{number(totals.blocks)} in {size(totals.used_bytes)}", (without, "red")))
-    lines.add_row("Allocated", _allocated(survey))
+    if totals.cap_bytes:
+        fraction = totals.allocated_bytes / totals.cap_bytes
+        said = f"{size(totals.allocated_bytes)} of {size(totals.cap_bytes)}  "
+        allocated = Text.assemble(said, (bar(fraction, _BAR_LETTERS), "cyan"), f" {share(fraction)}")
+    else:
+        allocated = Text.assemble(size(totals.allocated_bytes), ("  (no live engine, so no cap)", "dim"))
+    lines.add_row("Allocated", allocated)
     if totals.oldest_stored_s is not None and totals.newest_stored_s is not None:
-        oldest, newest = (ago(each, survey.surveyed_s) for each in (totals.oldest_stored_s, totals.newest_stored_s))
+        oldest, newest = ago(totals.oldest_stored_s, now_s), ago(totals.newest_stored_s, now_s)
         lines.add_row("Stored", f"oldest {oldest}, newest {newest}")
     return lines
 
 
-def _allocated(survey: Survey) -> Text:
-    allocated_bytes, cap_bytes = survey.totals.allocated_bytes, survey.totals.cap_bytes
-    if not cap_bytes:
-        return Text.assemble(size(allocated_bytes), ("  (no live owner, so no cap)", "dim"))
-    fraction = allocated_bytes / cap_bytes
-    said = f"{size(allocated_bytes)} of {size(cap_bytes)}  "
-    return Text.assemble(said, (bar(fraction, _BAR_LETTERS), "cyan"), f" {share(fraction)}")
-
-
 def namespaces_table(survey: Survey, width: int) -> Table:
     """Return the table of namespaces."""
-    table = make_table("Namespaces", width)
-    add_column(table, "Namespace", style="magenta")
-    table.add_column("Model", overflow="fold")
-    add_column(table, "KV dtype")
-    for header in ("TP", "Block\nsize", "Epochs", "Homes", "Blocks", "Stored"):
-        add_column(table, header, "right")
+    headers = ("TP", "Block\nsize", "Epochs", "Engine\nstores", "Blocks", "Stored")
+    columns = (left("Namespace", "magenta"), folded("Model"), left("KV dtype"), *map(right, headers))
+    table = make_table("Namespaces", width, *columns)
     for each in survey.namespaces:
         more = (" +?", "red") if each.unreadable_homes else ""
         sums = [Text.assemble(number(each.blocks), more), Text.assemble(size(each.used_bytes), more)]
+        dtype = each.dtype if each.kv_dtype in {None, "auto"} else each.kv_dtype
         table.add_row(
             each.fingerprint[:ID_LETTERS],
             short_model(each.model),
-            _dtype(each),
+            printable(dtype).removeprefix("torch."),
             printable(each.ranks if each.tensor_parallel is None else each.tensor_parallel),
             "/".join(dict.fromkeys(printable(group.block_tokens) for group in each.groups)) or "?",
             _epochs(each),
@@ -221,88 +216,71 @@ def namespaces_table(survey: Survey, width: int) -> Table:
     return table
 
 
+def _epochs(namespace: Namespace) -> str:
+    """Return the shared epoch, 0, where it has blocks, and how many are one engine's own."""
+    epochs = {each.epoch for each in namespace.epochs}
+    private = len(epochs - {FILE_EPOCH})
+    shared = str(FILE_EPOCH) if FILE_EPOCH in epochs or not private else ""
+    return " ".join(filter(None, [shared, f"+{private} own" if private else ""]))
+
+
 def homes_table(survey: Survey, width: int) -> Table:
-    """Return the table of homes."""
-    table = make_table("Homes", width)
-    add_column(table, "Home", style="cyan")
-    add_column(table, "Namespace", style="magenta")
-    add_column(table, "Owner")
-    add_column(table, "Clean")
-    for header in ("Blocks", "Allocated", "Cap", "Fill", "Frag", "Last use"):
-        add_column(table, header, "right")
+    """Return the table of engine stores."""
+    headers = ("Blocks", "Allocated", "Cap", "Fill", "Fragmented", "Last use")
+    names = (left("Engine store", "cyan"), left("Namespace", "magenta"), left("Engine"))
+    table = make_table("Engine stores", width, *names, *map(right, headers))
     for home in survey.homes:
+        stopped = Text("crashed" if home.clean is False else "stopped", "yellow")
         table.add_row(
             home.id[:ID_LETTERS],
             unknown() if home.fingerprint is None else home.fingerprint[:ID_LETTERS],
-            Text("alive", "green") if home.alive else Text("orphan", "yellow"),
-            _clean(home),
-            _count(home.blocks),
+            Text("alive", "green") if home.alive else stopped,
+            _known(home.blocks, number),
             size(home.allocated_bytes),
-            unknown() if home.cap_bytes is None else size(home.cap_bytes),
-            unknown() if home.fill is None else share(home.fill),
-            _dash_or(home.fragmentation),
+            _known(home.cap_bytes, size),
+            _known(home.fill, share),
+            _dash_or(home.fragmentation, share),
             unknown() if home.last_use_s is None else ago(home.last_use_s, survey.surveyed_s),
         )
     return table
 
 
 def segments_table(survey: Survey, width: int, most: int | None) -> Table:
-    """Return the table of segments, at most so many of each home."""
-    table = make_table("Segments", width)
-    add_column(table, "Home", style="cyan")
-    for header in ("Segment", "Drive", "Slot", "Slots", "Used"):
-        add_column(table, header, "right")
-    add_column(table, "Fill")
-    add_column(table, "Frag", "right")
-    if width >= WIDE:
-        add_column(table, "Run", "right")
-    table.add_column("Files", overflow="fold")
+    """Return the table of segments, at most so many of each engine store."""
+    numbers = map(right, ("Segment", "Drive", "Slot", "Slots", "Used"))
+    wide = map(right, ("Fragmented", "Run") if width >= WIDE else ())
+    columns = (left("Engine store", "cyan"), *numbers, left("Fill"), *wide, folded("Files"))
+    table = make_table("Segments", width, *columns)
     for home in survey.homes:
-        name = home.id[:ID_LETTERS]
-        for segment in home.segments[:most]:
-            run = "-" if segment.read_run_blocks is None else f"{segment.read_run_blocks:.1f}"
+        for at, segment in enumerate(home.segments[:most]):
+            cells = [_dash_or(segment.fragmentation, share), _dash_or(segment.read_run_blocks, "{:.1f}".format)]
             table.add_row(
-                name,
+                "" if at else home.id[:ID_LETTERS],
                 str(segment.segment),
                 str(segment.drive),
                 size(segment.slot_bytes),
                 number(segment.slots),
-                _count(segment.used_slots),
+                _known(segment.used_slots, number),
                 unknown() if segment.fill is None else _fill_bar(segment.fill),
-                _dash_or(segment.fragmentation),
-                *([run] if width >= WIDE else []),
+                *(cells if width >= WIDE else []),
                 _files(segment, home.ranks),
             )
-            name = ""
         if most is not None and len(home.segments) > most:
-            _add_rest(table, home, home.segments[most:], width)
+            rest = home.segments[most:]
+            slots = sum(segment.slots or 0 for segment in rest)
+            used = sum(segment.used_slots or 0 for segment in rest) if home.index_readable else None
+            fill = Text("") if used is None or not slots else _fill_bar(used / slots)
+            length = size(sum(file.length_bytes for segment in rest for file in segment.files))
+            cells = [_dash_or(fragmentation(rest), share), ""] if width >= WIDE else []
+            head = ("", f"{len(rest)} more", "", "", number(slots), _known(used, number))
+            table.add_row(*head, fill, *cells, f"{length} (see --all)")
         table.add_section()
     return table
 
 
-def _add_rest(table: Table, home: Home, rest: Sequence[Segment], width: int) -> None:
-    slots = sum(segment.slots or 0 for segment in rest)
-    used = sum(segment.used_slots or 0 for segment in rest) if home.index_readable else None
-    length_bytes = sum(file.length_bytes for segment in rest for file in segment.files)
-    table.add_row(
-        "",
-        f"{len(rest)} more",
-        "",
-        "",
-        number(slots),
-        _count(used),
-        Text("") if used is None or not slots else _fill_bar(used / slots),
-        _dash_or(fragmentation(rest)),
-        *([""] if width >= WIDE else []),
-        f"{size(length_bytes)} (see --all)",
-    )
-
-
 def _drives(survey: Survey, width: int) -> Table:
-    table = make_table("Drives", width)
-    table.add_column("Directory", overflow="fold")
-    for header in ("Homes", "Segments", "Blocks", "Used", "Allocated"):
-        add_column(table, header, "right")
+    headers = ("Engine stores", "Segments", "Blocks", "Used", "Allocated")
+    table = make_table("Drives", width, folded("Directory"), *map(right, headers))
     for drive in survey.drives:
         more = (" +?", "red") if drive.unreadable_homes else ""
         name = f"not named ({printable(drive.store_id)[:ID_LETTERS]})" if drive.path is None else printable(drive.path)
@@ -320,33 +298,12 @@ def _drives(survey: Survey, width: int) -> Table:
 # -- cells -------------------------------------------------------------------------------------
 
 
-def _dtype(namespace: Namespace) -> str:
-    chosen = namespace.dtype if namespace.kv_dtype in {None, "auto"} else namespace.kv_dtype
-    return printable(chosen).removeprefix("torch.")
+def _known(value: Any, say: Callable[[Any], str]) -> Text:
+    return unknown() if value is None else Text(say(value))
 
 
-def _count(count: int | None) -> Text:
-    return unknown() if count is None else Text(number(count))
-
-
-def _dash_or(fraction: float | None) -> str:
-    return "-" if fraction is None else share(fraction)
-
-
-def _clean(home: Home) -> Text:
-    if home.clean is None:
-        return unknown()
-    if home.alive:
-        return Text("in use", "dim")
-    return Text("yes", "green") if home.clean else Text("no", "yellow")
-
-
-def _epochs(namespace: Namespace) -> str:
-    """Return the shared epoch, 0, where it has blocks, and how many are one engine's own."""
-    epochs = {each.epoch for each in namespace.epochs}
-    private = len(epochs - {FILE_EPOCH})
-    shared = str(FILE_EPOCH) if FILE_EPOCH in epochs or not private else ""
-    return " ".join(filter(None, [shared, f"+{private} own" if private else ""]))
+def _dash_or(value: float | None, say: Callable[[float], str]) -> str:
+    return "-" if value is None else say(value)
 
 
 def _fill_bar(fraction: float) -> Text:
@@ -373,11 +330,8 @@ def _files(segment: Segment, ranks: int) -> Text:
 
 def _ages(survey: Survey, width: int) -> Table:
     ages = survey.ages
-    table = make_table("Ages of blocks", width)
-    add_column(table, "Ago", style="cyan")
-    for header in ("stored", "last used"):
-        add_column(table, header, "right")
-        add_column(table, "")
+    columns = (left("Ago", "cyan"), right("stored"), left(""), right("last used"), left(""))
+    table = make_table("Ages of blocks", width, *columns)
     names = [*AGE_NAMES, "never", "not known yet"]
     used = None if ages.used is None else [*ages.used, ages.never_used or 0, ages.unknown or 0]
     stored = [*ages.stored, 0, 0]
@@ -389,10 +343,7 @@ def _ages(survey: Survey, width: int) -> Table:
 
 def _reuse(survey: Survey, width: int) -> Table:
     reuse = survey.reuse
-    table = make_table("Reuse of blocks", width)
-    add_column(table, "Times used", style="cyan")
-    add_column(table, "Blocks", "right")
-    add_column(table, "")
+    table = make_table("Reuse of blocks", width, left("Times used", "cyan"), right("Blocks"), left(""))
     if reuse.blocks is None:
         table.add_row("?", unknown(), Text("no USES file yet", "dim"))
         return table
@@ -418,8 +369,7 @@ def _bar_cells(counts: Sequence[int], at: int) -> list[Text]:
 def _print_prefixes(survey: Survey, namespace: Namespace, console: Console) -> None:
     found = namespace.prefixes
     listed = list(tree_lines(found.tree))
-    nothing_shared = found.roots and not found.shared
-    if not listed and not nothing_shared:
+    if not listed and (found.shared or not found.roots):
         return
     of_namespace = f" of {namespace.fingerprint[:ID_LETTERS]}" if len(survey.namespaces) > 1 else ""
     console.print(prefix_table(f"Shared prefixes{of_namespace}", listed, survey.surveyed_s, console.width))
@@ -434,10 +384,8 @@ def _print_prefixes(survey: Survey, namespace: Namespace, console: Console) -> N
 
 def prefix_table(title: str, listed: Iterable[tuple[str, Prefix]], now_s: int, width: int) -> Table:
     """Return a table of prefixes, each with what leads to it."""
-    table = make_table(title, width)
-    add_column(table, "First block", style="cyan")
-    for header in ("Tokens", "up to", "Bytes", "Chains", "Used", "Last use"):
-        add_column(table, header, "right")
+    headers = ("Tokens", "up to", "Bytes", "Chains", "Used", "Last use")
+    table = make_table(title, width, left("First block", "cyan"), *map(right, headers))
     for guides, prefix in listed:
         start, tokens, last = prefix.start_tokens, prefix.tokens, prefix.last_use_s
         uses = dict.fromkeys([number(prefix.first_uses), number(prefix.last_uses)])

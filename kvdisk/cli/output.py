@@ -15,14 +15,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum, IntEnum
+from itertools import pairwise
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from kvdisk.config import parse_bytes
@@ -34,13 +35,13 @@ StoreDirectories = Annotated[
 ]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, with bytes as integers.")]
-OnlyHome = Annotated[str | None, typer.Option("--home", metavar="ID", help="Only the home with this id.")]
+OnlyHome = Annotated[str | None, typer.Option("--home", metavar="ID", help="Only the engine store with this id.")]
 ID_LETTERS = 8
 WIDE = 100
 """Columns from which on a table has room for everything."""
-_AGES_S = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
-_LONGEST_AGE_DAYS = 99
+_UNITS_S = {"d": 86400, "h": 3600, "min": 60, "s": 1}
+_AGES_S = _UNITS_S | {"m": 60, "w": 7 * 86400}
+_LONGEST_AGE_S = 99 * 86400
 _JUST_NOW_S = 5
 _DENIED = frozenset({errno.EACCES, errno.EPERM})
 
@@ -48,9 +49,8 @@ _DENIED = frozenset({errno.EACCES, errno.EPERM})
 class Exit(IntEnum):
     """Exit codes of the commands. WRONG: something is wrong, or less was done than asked.
 
-    NOTHING_DONE: a store cannot be opened, or the usage is wrong; one sentence says why. IN_USE: an
-    engine owns a home that would have to change. STOPPED: by Ctrl-C; what was found until then is
-    shown.
+    NOTHING_DONE: a store cannot be opened, or the usage is wrong; one sentence says why. IN_USE: a
+    live engine owns what would have to change. STOPPED: by Ctrl-C; what was found so far is shown.
     """
 
     FINE = 0
@@ -130,24 +130,18 @@ def fine_bar(fraction: float, width: int) -> str:
 def ago(then_s: int, now_s: int) -> str:
     """Return how long ago something was: ``3 min ago``; its date where that is long, or ahead."""
     age_s = now_s - then_s
-    if age_s > _LONGEST_AGE_DAYS * _DAY_S or age_s < -_MINUTE_S:
+    if age_s > _LONGEST_AGE_S or age_s < -60:
         return time.strftime("%Y-%m-%d", time.localtime(then_s))
     if age_s < _JUST_NOW_S:
         return "just now"
-    for unit_s, unit in ((_DAY_S, "d"), (_HOUR_S, "h"), (_MINUTE_S, "min")):
-        if age_s >= unit_s:
-            return f"{age_s // unit_s} {unit} ago"
-    return f"{age_s} s ago"
+    unit = next(unit for unit, unit_s in _UNITS_S.items() if age_s >= unit_s)
+    return f"{age_s // _UNITS_S[unit]} {unit} ago"
 
 
 def duration(seconds: float) -> str:
     """Return a length of time in its largest two units: ``3 h 12 min``."""
     seconds = int(seconds)
-    for unit_s, unit, part_s, part in (
-        (_DAY_S, "d", _HOUR_S, "h"),
-        (_HOUR_S, "h", _MINUTE_S, "min"),
-        (_MINUTE_S, "min", 1, "s"),
-    ):
+    for (unit, unit_s), (part, part_s) in pairwise(_UNITS_S.items()):
         if seconds >= unit_s:
             rest = seconds % unit_s // part_s
             return f"{seconds // unit_s} {unit}{f' {rest} {part}' if rest else ''}"
@@ -155,7 +149,7 @@ def duration(seconds: float) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Return ``1 home``, ``2 homes``."""
+    """Return ``1 block``, ``2 blocks``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
@@ -202,15 +196,13 @@ def report_console(*, stderr: bool = False) -> Console:
 
 def make_lines(gap: int = 2) -> Table:
     """Return an empty table of lines: a name in bold, and what there is to say."""
-    lines = Table.grid(padding=(0, gap))
-    lines.add_column(style="bold", no_wrap=True)
-    lines.add_column(overflow="fold")
-    return lines
+    return Table.grid(Column(style="bold", no_wrap=True), Column(overflow="fold"), padding=(0, gap))
 
 
-def make_table(title: str, width: int) -> Table:
+def make_table(title: str, width: int, *columns: Column) -> Table:
     """Return an empty table with a title, closer where the terminal is narrow."""
     return Table(
+        *columns,
         title=f"\n{title}",
         title_justify="left",
         title_style="bold",
@@ -222,9 +214,19 @@ def make_table(title: str, width: int) -> Table:
     )
 
 
-def add_column(table: Table, header: str, justify: Literal["left", "right"] = "left", style: str | None = None) -> None:
-    """Add a column that is not cut."""
-    table.add_column(header, justify=justify, style=style, no_wrap=True)
+def left(header: str, style: str = "") -> Column:
+    """Return a column of text that is not cut."""
+    return Column(header, style=style, no_wrap=True)
+
+
+def right(header: str) -> Column:
+    """Return a column of numbers."""
+    return Column(header, justify="right", no_wrap=True)
+
+
+def folded(header: str, style: str = "") -> Column:
+    """Return a column of text that goes on in the next line where there is no room."""
+    return Column(header, style=style, overflow="fold")
 
 
 def unknown() -> Text:

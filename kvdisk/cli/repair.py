@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk repair``: makes the index of each home without an owner anew, from its slots.
+"""``kvdisk repair``: makes the index of each stopped engine's store anew, from its slots.
 
 ``--json`` prints an object with ``json_version`` (1) and ``homes``, a list of ``Repaired``.
 """
@@ -42,7 +42,7 @@ class DroppedSegment:
 
 @dataclass(frozen=True)
 class Repaired:
-    """How the repair of a home ended.
+    """How the repair of an engine store ended.
 
     ``why``: null where it was rebuilt; else the rest is null. ``older_copies``: of the same blocks,
     left out.
@@ -58,7 +58,7 @@ class Repaired:
 
 
 def repair(directories: StoreDirectories, home: OnlyHome = None, as_json: AsJson = False) -> None:
-    """Make the index of every home that no engine owns anew, from its slots.
+    """Make the index of every engine store that no engine owns anew, from its slots.
 
     An engine does this by itself when it starts and finds its index lost or
     damaged; this is for looking at once. Headers are read and no block: each
@@ -67,13 +67,13 @@ def repair(directories: StoreDirectories, home: OnlyHome = None, as_json: AsJson
 
     [bold]Exit codes[/bold]
 
-    [cyan]0[/cyan]  every home asked for was rebuilt
+    [cyan]0[/cyan]  every engine store asked for was rebuilt
 
-    [cyan]1[/cyan]  a home could not be rebuilt; the report says why
+    [cyan]1[/cyan]  one could not be rebuilt; the report says why
 
-    [cyan]2[/cyan]  nothing was done: not a store, no such home, no permission, or wrong usage
+    [cyan]2[/cyan]  nothing was done: not a store, no such engine store, no permission, or wrong usage
 
-    [cyan]3[/cyan]  a home is owned by a live engine, and was left alone; the others were rebuilt
+    [cyan]3[/cyan]  a live engine owns one, which was left alone; the others were rebuilt
     """
     logging.getLogger("kvdisk").addHandler(logging.NullHandler())  # what it would say is in the report
     paths = store_paths(directories)
@@ -82,7 +82,7 @@ def repair(directories: StoreDirectories, home: OnlyHome = None, as_json: AsJson
         with device_errors(f"reading {store.path}"):
             ids = home_ids(store.path)
     if home is not None and home not in ids:
-        raise refusal(f"{paths[0]} has no home {home}.")
+        raise refusal(f"{paths[0]} has no engine store {home}.")
     reports = [_repair(store, home_id) for home_id in (ids if home is None else [home])]
     if as_json:
         print_json({"json_version": 1, "homes": reports})
@@ -90,7 +90,7 @@ def repair(directories: StoreDirectories, home: OnlyHome = None, as_json: AsJson
         for report in reports:
             _print(report)
         if not reports:
-            typer.echo("There is no home to repair.")
+            typer.echo("There is no engine store to repair.")
     codes = {"rebuilt": Exit.FINE, "in use": Exit.IN_USE, "failed": Exit.WRONG}
     raise typer.Exit(max((codes[report.result] for report in reports), default=Exit.FINE))
 
@@ -120,10 +120,10 @@ def _repair(store: Store, home_id: str) -> Repaired:
 
 def _print(report: Repaired) -> None:
     if report.result != "rebuilt":
-        typer.echo(f"home {report.id}: {report.result}, {printable(report.why)}")
+        typer.echo(f"engine store {report.id}: {report.result}, {printable(report.why)}")
         return
     blocks, segments = plural(report.blocks or 0, "block"), plural(report.segments or 0, "segment")
-    typer.echo(f"home {report.id}: {blocks} in {segments} recovered")
+    typer.echo(f"engine store {report.id}: {blocks} in {segments} recovered")
     if report.older_copies:
         typer.echo(f"  older copies of the same blocks left out: {report.older_copies}")
     for one in report.dropped_segments or ():

@@ -7,8 +7,8 @@ The shape of the JSON changes only with ``json_version``. Bytes are integers, an
 seconds since the Unix epoch. ``null`` is what cannot be known, since a file cannot be read, or what
 is not there (no block, no live owner). A block, or a slot, has a part on every rank and counts
 once; bytes are those of all ranks together. Used bytes are those of slots that hold blocks, each
-with its header. Allocated bytes are what the file system holds, with index and control files. Homes
-are in order of last use, the last first.
+with its header. Allocated bytes are what the file system holds, with index and control files. A
+home is an engine store; homes are in order of last use, the last first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import errno
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,18 +30,21 @@ from kvdisk.cli.indexes import (
     HomeColumns,
     ReadHome,
     ReadNamespace,
+    by_namespace,
     described_geometry,
+    not_named,
     places_of,
-    ranks_of,
-    read_namespaces,
+    read_homes,
+    why_no_record,
 )
 from kvdisk.cli.prefixes import PrefixTree, find_prefixes, grow_forest
 from kvdisk.device import paths
-from kvdisk.device.control import STORE_FILE, HomeSummary, read_record
+from kvdisk.device.control import STORE_FILE
 from kvdisk.device.drives import Directories, list_directories
-from kvdisk.device.listing import list_homes, scan_folders
+from kvdisk.device.listing import scan_folders
 from kvdisk.device.segment import SegmentFileSummary, open_segment, read_segment_header
-from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
+from kvdisk.errors import DeviceError, KvdiskError
+from kvdisk.index.base import SegmentRecord
 from kvdisk.messages import SegmentSpec
 
 JSON_VERSION = 2
@@ -66,7 +69,7 @@ class SegmentFile:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A segment of a home. ``drive``: position among the home's drives.
+    """A segment of an engine store. ``drive``: position among the engine store's drives.
 
     ``indexed``: the index has a record of it; one that is being made, or that a crash has left, has
     none yet. ``slot_bytes``: on one rank. ``fill``: used_slots / slots. A free run is a row of free
@@ -94,7 +97,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Home:
-    """A home. ``owner``: "alive" while a process of its owner lives, else "orphan".
+    """An engine store. ``owner``: "alive" while a process of its engine lives, else "orphan".
 
     ``clean``: its last owner closed it in order; false while one lives. ``fill``: used_bytes /
     cap_bytes. ``read_run_bytes``: bytes of one rank that are read at a time, in the mean.
@@ -153,9 +156,9 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Namespace:
-    """All homes of one fingerprint, described by the engine that used it last.
+    """All engine stores of one fingerprint, described by the engine that used it last.
 
-    A block that two homes hold counts twice. ``unreadable_homes`` are missing from the sums.
+    A block that two of them hold counts twice. ``unreadable_homes`` are missing from the sums.
     """
 
     fingerprint: str
@@ -196,10 +199,10 @@ class Drive:
 
 @dataclass(frozen=True)
 class Ages:
-    """Blocks of all homes by age. Class n is below bound n; the last has no bound.
+    """Blocks of all engine stores by age. Class n is below bound n; the last has no bound.
 
-    ``stored``: by the age of their record. ``used``: by the age of their last use; null where no
-    home has a USES file. ``never_used``: not since they were stored. ``unknown``: USES does not
+    ``stored``: by the age of their record. ``used``: by the age of their last use; null where
+    there is no USES file. ``never_used``: not since they were stored. ``unknown``: USES does not
     tell of them, as of those stored after it was last written.
     """
 
@@ -212,7 +215,7 @@ class Ages:
 
 @dataclass(frozen=True)
 class Reuse:
-    """Blocks of all homes by uses. Class n has up to bound n uses; the last has no bound.
+    """Blocks of all engine stores by uses. Class n has up to bound n uses; the last has no bound.
 
     A use is a request that came to the block and found it, in a tier or in the GPU's cache; the
     request that made the block is none.
@@ -225,7 +228,7 @@ class Reuse:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over all homes but ``unreadable_homes``. ``cap_bytes``: of live owners together."""
+    """Sums over all engine stores but ``unreadable_homes``. ``cap_bytes``: of live owners together."""
 
     namespaces: int
     homes: int
@@ -280,33 +283,34 @@ def survey_store(
     """
     path, *further = list_directories(directories)
     for attempt in range(_ATTEMPTS):
-        read = read_namespaces(list_homes([path, *further]))
-        found = [(home, _survey_home(home)) for namespace in read for home in namespace.homes]
-        still_there = [(home, facts) for home, facts in found if facts.path.exists()]
-        # A home that has got another name, or dropped a segment, meanwhile looks wrong: look again.
-        wrong = len(still_there) < len(found) or any(facts.alive and facts.problems for _, facts in found)
+        read = read_homes([path, *further])
+        surveyed = [_survey_home(home) for home in read]
+        there = [each for each in zip(read, surveyed, strict=True) if each[1].path.exists()]
+        # What has got another name, or dropped a segment, meanwhile looks wrong: look again.
+        wrong = len(there) < len(read) or any(home.alive and home.problems for home in surveyed)
         if not wrong or attempt == _ATTEMPTS - 1:
             break
     now_s = int(time.time())
-    homes = tuple(sorted((facts for _, facts in still_there), key=lambda home: home.last_use_s or 0, reverse=True))
-    most = prefixes if prefixes_in_all is None else min(prefixes, prefixes_in_all // max(1, len(read)))
+    homes = tuple(sorted((home for _, home in there), key=lambda home: home.last_use_s or 0, reverse=True))
+    read = [home for home, _ in there]
+    groups = by_namespace(read)
+    most = prefixes if prefixes_in_all is None else min(prefixes, prefixes_in_all // max(1, len(groups)))
     namespaces = {
-        one.record.fingerprint.hex(): _survey_namespace(one, homes, most, shared_only) for one in read if one.record
+        one.record.fingerprint.hex(): _survey_namespace(one, homes, most, shared_only) for one in groups if one.record
     }
-    columns = [home.blocks for home, _ in still_there if home.blocks is not None]
+    columns = [home.blocks for home in read if home.blocks is not None]
     with paths.device_errors(f"reading {path / STORE_FILE}"):
         store = paths.read_control(path / STORE_FILE)
-    store_id = store.get("store_id")
-    problems = tuple(f"home {home.id}: {problem}" for home in homes for problem in home.problems)
+    problems = tuple(f"engine store {home.id}: {problem}" for home in homes for problem in home.problems)
     return Survey(
         json_version=JSON_VERSION,
         kvdisk_version=__version__,
         surveyed_s=now_s,
         ok=not problems,
         problems=problems,
-        store=StoreFile(path, store_id, store["format_version"], store.get("created_s")),
+        store=StoreFile(path, store.get("store_id"), store["format_version"], store.get("created_s")),
         totals=_totals(homes),
-        drives=_drives(path, store_id, homes, [home for home, _ in still_there]),
+        drives=_drives(path, store.get("store_id"), homes, read),
         ages=_ages(columns, now_s),
         reuse=_reuse(columns),
         namespaces=tuple(namespaces[name] for name in dict.fromkeys(h.fingerprint for h in homes if h.fingerprint)),
@@ -314,30 +318,35 @@ def survey_store(
     )
 
 
-# -- homes -------------------------------------------------------------------------------------
+# -- engine stores -----------------------------------------------------------------------------
 
 
 def _survey_home(read: ReadHome) -> Home:
-    with paths.device_errors(f"reading home {read.summary.id}"):
+    summary, record, blocks = read.summary, read.summary.record, read.blocks
+    files: dict[int, list[SegmentFileSummary]] = {}
+    with paths.device_errors(f"reading engine store {summary.id}"):
         # Files that are newer than the index: it may name segments that were not there before.
-        summary = replace(read.summary, segments=scan_folders(read.summary.folders))
-    record, blocks, ranks = summary.record, read.blocks, ranks_of(summary.record, summary.segments)
-    used = _used_slots(blocks) if blocks is not None else {}
-    segments = tuple(_segments(summary, read, ranks, used))
-    problems = list(_wrong_home(summary, read))
+        for file in scan_folders(summary.folders):
+            files.setdefault(file.segment, []).append(file)
+    problems = [not_named(drive) for drive, folder in enumerate(summary.folders) if folder is None]
+    if record is None:
+        problems.append(why_no_record(summary.path) or "its HOME file was being replaced")
     used_bytes = stored = None
-    if blocks is not None:
+    if blocks is None:
+        problems.append(read.problem or "")
+        segments = tuple(_unindexed(read, files[number], None) for number in sorted(files))
+    else:
+        segments = tuple(_segments(read, blocks, files))
         used_bytes = sum(segment.used_bytes or 0 for segment in segments)
         stored = blocks.columns.stored_s
-        problems += _wrong_records(segments, used)
-        problems += _wrong_files(summary, segments, ranks)
+        problems += [*_wrong_records(read, blocks), *_wrong_files(read, segments)]
     return Home(
         id=summary.id,
         path=summary.path,
         fingerprint=record.fingerprint.hex() if record else None,
         owner="alive" if summary.alive else "orphan",
         clean=record.clean if record else None,
-        ranks=ranks,
+        ranks=read.ranks,
         cap_bytes=record.cap_bytes if record else None,
         allocated_bytes=summary.allocated_bytes,
         used_bytes=used_bytes,
@@ -351,143 +360,105 @@ def _survey_home(read: ReadHome) -> Home:
         last_use_s=record.last_use_s if record else None,
         oldest_stored_s=int(stored.min()) if stored is not None and len(stored) else None,
         newest_stored_s=int(stored.max()) if stored is not None and len(stored) else None,
-        index_readable=blocks is not None,
+        index_readable=stored is not None,
         drives=tuple(drive.store_id for drive in record.drives) if record else (),
         problems=tuple(problems),
         segments=segments,
     )
 
 
-def _used_slots(blocks: HomeColumns) -> dict[int, tuple[int, int]]:
-    """Return how many blocks each segment has, and the highest slot among theirs."""
+def _segments(
+    read: ReadHome, blocks: HomeColumns, files: Mapping[int, Sequence[SegmentFileSummary]]
+) -> Iterator[Segment]:
+    places = places_of(blocks.columns)
+    follows = blocks.parents != NONE
+    follows[follows] = places[follows] == places[blocks.parents[follows]] + np.uint64(1)
+    order = np.argsort(places)
+    places, begins = places[order], ~follows[order]
+    records = {record.segment: record for record in read.index.segments}
+    for number in sorted(records.keys() | files.keys()):
+        if number not in records:
+            yield _unindexed(read, files[number], 0)
+            continue
+        rows = slice(*np.searchsorted(places, np.array([number << 32, (number + 1) << 32], np.uint64)).tolist())
+        used = (places[rows] & np.uint64(0xFFFFFFFF)).astype(np.int64)
+        yield _segment(records[number], files.get(number, []), used, begins[rows], read.ranks)
+
+
+def _segment(
+    record: SegmentRecord,
+    files: Sequence[SegmentFileSummary],
+    used: NDArray[np.int64],
+    begins: NDArray[np.bool_],
+    ranks: int,
+) -> Segment:
+    """Describe a segment. ``used``: slots that hold blocks, ascending; ``begins``: whether a read begins there."""
+    slots, blocks = record.slot_count, len(used)
+    inside = used < slots
+    free = np.diff(np.concatenate(([-1], np.unique(used[inside]), [slots]))) - 1
+    free = free[free > 0]
+    free_slots, reads = int(free.sum()), int(np.count_nonzero(begins[inside]))
+    short_slots = int(free[free * record.slot_bytes < _SHORT_RUN_BYTES].sum())
+    return Segment(
+        segment=record.segment,
+        drive=record.drive,
+        indexed=True,
+        slot_bytes=record.slot_bytes,
+        slots=slots,
+        used_slots=blocks,
+        used_bytes=blocks * record.slot_bytes * ranks,
+        fill=blocks / slots if slots else None,
+        free_slots=free_slots,
+        free_runs=len(free),
+        longest_free_run_slots=int(free.max(initial=0)),
+        fragmentation=short_slots / free_slots if free_slots else None,
+        read_run_blocks=blocks / reads if reads else None,
+        files=_files(files),
+    )
+
+
+def _unindexed(read: ReadHome, files: Sequence[SegmentFileSummary], used: int | None) -> Segment:
+    """Describe a segment of which only files are known. ``used``: 0 where the index has no record of it."""
+    slot_bytes = slots = None
+    try:
+        folder = read.folder(files[0].drive)
+        assert folder is not None, "a file was found there"
+        header = read_segment_header(folder, files[0].segment, files[0].rank)
+        slot_bytes, slots = header.slot_bytes, header.slot_count
+    except KvdiskError:
+        pass
+    used_bytes = None if slot_bytes is None else used
+    return Segment(files[0].segment, files[0].drive, False, slot_bytes, slots, used, used_bytes, files=_files(files))
+
+
+def _files(files: Sequence[SegmentFileSummary]) -> tuple[SegmentFile, ...]:
+    return tuple(SegmentFile(file.rank, file.length_bytes, file.allocated_bytes) for file in files)
+
+
+def _wrong_records(read: ReadHome, blocks: HomeColumns) -> Iterator[str]:
+    slots = {record.segment: record.slot_count for record in read.index.segments}
     numbers, rows, counts = np.unique(blocks.columns.segments, return_inverse=True, return_counts=True)
     highest = np.zeros(len(numbers), np.int64)
     np.maximum.at(highest, rows, blocks.columns.indices)
-    return dict(zip(numbers.tolist(), zip(counts.tolist(), highest.tolist(), strict=True), strict=True))
-
-
-def _segments(
-    summary: HomeSummary, read: ReadHome, ranks: int, used: Mapping[int, tuple[int, int]]
-) -> Iterator[Segment]:
-    records = {record.segment: record for record in read.index.segments} if read.blocks is not None else {}
-    layout = _Layout(read.blocks) if read.blocks is not None else None
-    files: dict[int, list[SegmentFileSummary]] = {}
-    for file in summary.segments:
-        files.setdefault(file.segment, []).append(file)
-    for number in sorted(records.keys() | files.keys()):
-        found = files.get(number, [])
-        listed = tuple(SegmentFile(file.rank, file.length_bytes, file.allocated_bytes) for file in found)
-        record = records.get(number)
-        if record is None or layout is None:
-            slot_bytes, slots = _sizes_from_header(summary, found[0])
-            # A segment without a record has no blocks; nothing is known where the index cannot be read.
-            used_slots = 0 if layout is not None else None
-            used_bytes = None if slot_bytes is None else used_slots
-            yield Segment(number, found[0].drive, False, slot_bytes, slots, used_slots, used_bytes, files=listed)
-            continue
-        blocks, slots = used.get(number, (0, 0))[0], record.slot_count
-        free, reads = layout.free_runs(number, slots), layout.reads(number, slots)
-        short_slots = int(free[free * record.slot_bytes < _SHORT_RUN_BYTES].sum())
-        yield Segment(
-            segment=number,
-            drive=record.drive,
-            indexed=True,
-            slot_bytes=record.slot_bytes,
-            slots=slots,
-            used_slots=blocks,
-            used_bytes=blocks * record.slot_bytes * ranks,
-            fill=blocks / slots if slots else None,
-            free_slots=int(free.sum()),
-            free_runs=len(free),
-            longest_free_run_slots=int(free.max(initial=0)),
-            fragmentation=short_slots / int(free.sum()) if len(free) else None,
-            read_run_blocks=blocks / reads if reads else None,
-            files=listed,
-        )
-
-
-class _Layout:
-    """How a home's blocks lie in its segments, in the order of their slots."""
-
-    def __init__(self, blocks: HomeColumns) -> None:
-        places = places_of(blocks.columns)
-        follows = blocks.parents != NONE
-        follows[follows] = places[follows] == places[blocks.parents[follows]] + np.uint64(1)
-        order = np.argsort(places)
-        self._places, self._begins = places[order], ~follows[order]
-
-    def _rows(self, segment: int, slots: int) -> slice:
-        bounds = np.array([segment << 32, (segment << 32) + slots], np.uint64)
-        return slice(*np.searchsorted(self._places, bounds).tolist())
-
-    def free_runs(self, segment: int, slots: int) -> NDArray[np.int64]:
-        """Return the lengths of a segment's free runs."""
-        used = np.unique(self._places[self._rows(segment, slots)]).astype(np.int64) - (segment << 32)
-        lengths = np.diff(np.concatenate(([-1], used, [slots]))) - 1
-        return lengths[lengths > 0]
-
-    def reads(self, segment: int, slots: int) -> int:
-        """Return in how many reads a segment's blocks are read along their chains."""
-        return int(np.count_nonzero(self._begins[self._rows(segment, slots)]))
-
-
-def _sizes_from_header(summary: HomeSummary, file: SegmentFileSummary) -> tuple[int | None, int | None]:
-    try:
-        folder = summary.folders[file.drive]
-        assert folder is not None, "a file was found there"
-        header = read_segment_header(folder, file.segment, file.rank)
-    except KvdiskError:
-        return None, None
-    return header.slot_bytes, header.slot_count
-
-
-def _wrong_home(summary: HomeSummary, read: ReadHome) -> Iterator[str]:
-    for drive, folder in enumerate(summary.folders):
-        if folder is None:
-            yield f"drive {drive} was not looked at, name its directory too"
-    if summary.record is None:
-        yield why_no_record(summary.path) or "its HOME file was being replaced"
-    if read.index.problem is not None:
-        yield f"its index cannot be read ({read.index.problem})"
-    elif read.blocks is None:
-        yield "its index is missing"
-
-
-def why_no_record(path: Path) -> str | None:
-    """Say why the HOME file of the home in this directory cannot be read; None where it can."""
-    try:
-        read_record(path)
-    except FileNotFoundError:
-        return "its HOME file is missing, as after an interrupted deletion; the next engine that starts removes it"
-    except CorruptRecord as error:
-        return f"its HOME file cannot be read ({str(error).replace(f'{path}/', '')})"
-    except OSError as error:
-        return f"its HOME file cannot be read ({error.strerror})"
-    return None
-
-
-def _wrong_records(segments: Iterable[Segment], used: Mapping[int, tuple[int, int]]) -> Iterator[str]:
-    slots = {segment.segment: segment.slots or 0 for segment in segments if segment.indexed}
-    lost = sum(blocks for segment, (blocks, _) in used.items() if segment not in slots)
+    lost = [count for number, count in zip(numbers.tolist(), counts.tolist(), strict=True) if number not in slots]
     if lost:
-        yield f"{lost} blocks are in segments that the index does not have"
-    for segment, count in slots.items():
-        if segment in used and used[segment][1] >= count:
-            yield f"segment {segment} has {count} slots, and the index has a block in slot {used[segment][1]}"
+        yield f"{sum(lost)} blocks are in segments that the index does not have"
+    for number, slot in zip(numbers.tolist(), highest.tolist(), strict=True):
+        if slot >= slots.get(number, slot + 1):
+            yield f"segment {number} has {slots[number]} slots, and the index has a block in slot {slot}"
 
 
-def _wrong_files(summary: HomeSummary, segments: Iterable[Segment], ranks: int) -> Iterator[str]:
+def _wrong_files(read: ReadHome, segments: Iterable[Segment]) -> Iterator[str]:
     """Open each file that should be there as an engine would, to read."""
-    if summary.record is None:
-        return
+    record = read.summary.record
     for segment in segments:
-        folder = summary.folders[segment.drive] if segment.drive < len(summary.folders) else None
-        if not segment.indexed or segment.slot_bytes is None or segment.slots is None or folder is None:
+        folder = read.folder(segment.drive)
+        if record is None or not segment.indexed or folder is None:
             continue
-        spec = SegmentSpec(segment.segment, segment.slot_bytes, segment.slots, segment.drive, create=False)
-        for rank in range(ranks):
+        spec = SegmentSpec(segment.segment, segment.slot_bytes or 0, segment.slots or 0, segment.drive, create=False)
+        for rank in range(read.ranks):
             try:
-                open_segment(folder, spec, rank, ranks, summary.record.fingerprint, writable=False).close()
+                open_segment(folder, spec, rank, read.ranks, record.fingerprint, writable=False).close()
             except DeviceError as error:
                 # Dropping a segment takes its blocks first, then its files, then its record.
                 if error.errno != errno.ENOENT:
@@ -495,7 +466,7 @@ def _wrong_files(summary: HomeSummary, segments: Iterable[Segment], ranks: int) 
                 elif segment.used_slots:
                     yield f"segment {segment.segment} of rank {rank} is missing"
             except KvdiskError as error:
-                yield str(error).replace(f"{summary.path}/", "")
+                yield str(error).replace(f"{read.summary.path}/", "")
 
 
 # -- sums --------------------------------------------------------------------------------------
@@ -525,7 +496,7 @@ def _mean_read(segments: Iterable[Segment], weight: Callable[[Segment], int]) ->
 
 
 def stored_range(homes: Iterable[Home]) -> tuple[int | None, int | None]:
-    """Return when the oldest and the newest block of these homes were stored."""
+    """Return when the oldest and the newest block of these engine stores were stored."""
     known = [home for home in homes if home.blocks]
     oldest_s = min((home.oldest_stored_s or 0 for home in known), default=None)
     return oldest_s, max((home.newest_stored_s or 0 for home in known), default=None)
@@ -558,8 +529,8 @@ def _survey_namespace(read: ReadNamespace, homes: Sequence[Home], prefixes: int,
     groups = [group for group in described if isinstance(group, dict)] if isinstance(described, list) else []
     by_group, by_epoch = Counter[int](), Counter[int]()
     for one in columns:
-        by_group.update(_counted(one.groups))
-        by_epoch.update(_counted(one.columns.epochs))
+        by_group.update(one.groups.tolist())
+        by_epoch.update(one.columns.epochs.tolist())
     oldest_s, newest_s = stored_range(mine)
     sizes = ("block_tokens", "payload_bytes", "slot_bytes", "window_tokens")
     names = ("model", "dtype", "kv_dtype", "tensor_parallel", "ranks", "hash_tokens")
@@ -582,14 +553,9 @@ def _survey_namespace(read: ReadNamespace, homes: Sequence[Home], prefixes: int,
     )
 
 
-def _counted(column: NDArray[Any]) -> dict[int, int]:
-    values, counts = np.unique(column, return_counts=True)
-    return dict(zip(values.tolist(), counts.tolist(), strict=True))
-
-
 def _drives(path: Path, store_id: str | None, homes: Sequence[Home], read: Sequence[ReadHome]) -> tuple[Drive, ...]:
     """Return the store's directories, the first one first."""
-    folders = {home.summary.id: home.summary.folders for home in read}
+    by_id = {home.id: home for home in read}
     found: dict[str | None, list[tuple[Home, int]]] = {store_id: []}
     for home in homes:
         for drive, name in enumerate(home.drives or (store_id,)):
@@ -597,12 +563,11 @@ def _drives(path: Path, store_id: str | None, homes: Sequence[Home], read: Seque
     drives = []
     for name, parts in found.items():
         segments = [(home, each) for home, drive in parts for each in home.segments if each.drive == drive]
-        named = [folders[home.id][drive] for home, drive in parts if drive < len(folders[home.id])]
-        folder = next((folder.path for folder in named if folder is not None), None)
+        folders = [folder for home, drive in parts if (folder := by_id[home.id].folder(drive)) is not None]
         drives.append(
             Drive(
                 store_id=name,
-                path=path if name == store_id else None if folder is None else folder.parent.parent,
+                path=path if name == store_id else folders[0].path.parent.parent if folders else None,
                 homes=len({home.id for home, _ in segments}),
                 unreadable_homes=len({home.id for home, _ in segments if not home.index_readable}),
                 segments=len(segments),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_stores import CAP, HYBRID, PLAIN, inspect_json, leave_home, run, run_here
+from cli_stores import CAP, HYBRID, PLAIN, inspect_json, run_here
 from mass_stores import MASS_FINGERPRINT, SEGMENT_SLOTS, Layer, build_mass, key
 
 from kvdisk.blocks import Slot
@@ -82,35 +82,17 @@ def test_prefixes_are_cut_to_a_number_and_shown_as_a_tree(path: Path) -> None:
     shared(layer)
     layer.write_uses({"a": 9, "b": 9, "c": 9, "f": 5, "g": 5, "h": 3})
     layer.leave()
-    found = json.loads(run("inspect", path, "--json", "--prefixes", "2").stdout)["namespaces"][0]["prefixes"]
+    found = json.loads(run_here("inspect", path, "--json", "--prefixes", "2").stdout)["namespaces"][0]["prefixes"]
     assert [line[:2] for line in lines(found["tree"])] == [(0, "a"), (1, "f")]
-    shown = run("inspect", path, "--prefixes", "3").stdout
+    shown = run_here("inspect", path, "--prefixes", "3").stdout
     ends = {letter: key(letter)[:4].hex() for letter in "afh"}
     table = [line.rstrip() for line in shown.splitlines() if any(end in line for end in ends.values())]
     assert [line.split()[0] for line in table] == [ends["a"], f"└─{ends['f']}", "└─" + ends["h"]]
     assert table[2].startswith("  └─") and "9" in table[0].split()
     assert "5" in table[1].split() and "3…0" in table[2].split()
     assert "and 3 other pieces of 4 chains: 5 blocks in 80.0 KiB" in shown
-    assert run("inspect", path, "--prefixes", "-1").returncode == 2
-    assert "Shared prefixes" not in run("inspect", path, "--prefixes", "0").stdout
-
-
-def test_without_uses_what_most_chains_share_comes_first(path: Path) -> None:
-    layer = Layer(path, PLAIN)
-    shared(layer)
-    layer.leave()
-    found = inspect_json(path)
-    tree = found["namespaces"][0]["prefixes"]["tree"]
-    assert [line[:2] for line in lines(tree)] == [(0, "a"), (1, "f")]
-    assert all(tree[0][name] is None for name in ("uses", "first_uses", "last_uses", "last_use_s"))
-    assert (found["ages"]["used"], found["reuse"]["blocks"], found["reuse"]["unknown"]) == (None, None, None)
-    shown = run("inspect", path).stdout
-    assert "no USES file yet" in shown
-
-
-def test_where_nothing_is_shared_that_is_said(path: Path) -> None:
-    leave_home(path, PLAIN, 1, last_use_s=2000)
-    assert "none: 5 chains, and no request has used one again" in run("inspect", path).stdout
+    assert run_here("inspect", path, "--prefixes", "-1").exit_code == 2
+    assert "Shared prefixes" not in run_here("inspect", path, "--prefixes", "0").stdout
 
 
 def test_ages_and_reuse(path: Path) -> None:
@@ -128,10 +110,6 @@ def test_ages_and_reuse(path: Path) -> None:
         "blocks": [1, 1, 0, 1, 0, 0, 0, 0, 1],
         "unknown": 2,
     }
-    shown = run("inspect", path, COLUMNS="120").stdout
-    assert "not known yet" in shown and "never" in shown
-    (row,) = [line.split() for line in shown.splitlines() if line.strip().startswith("> 30 d")]
-    assert row[:4] == [">", "30", "d", "1"]
 
 
 def test_free_runs_and_reads(path: Path) -> None:
@@ -148,31 +126,8 @@ def test_free_runs_and_reads(path: Path) -> None:
     assert (empty["fragmentation"], empty["read_run_blocks"]) == (0.0, None)
 
 
-def test_several_homes_groups_and_epochs_are_one_tree(path: Path) -> None:
-    """A neighbour's tail follows this home's head; groups of one size share nodes, others do not."""
-    head = Layer(path, PLAIN)
-    head.put_chain("abc")
-    head.put("d", "c", 8)
-    tail = Layer(path, PLAIN)
-    tail.put_chain("xyz", "c")
-    tail.put("a", None, 9)
-    tail.put("m", "lost", 10)
-    tail.put("n", "m", 11)
-    tail.put("o", "m", 12)
-    tail.put("a", None, 13, epoch=5)
-    head.leave()
-    tail.leave()
-    (namespace,) = inspect_json(path)["namespaces"]
-    prefixes = namespace["prefixes"]
-    slot_bytes = 2 * PLAIN.geometry.groups[0].slot_bytes
-    (first, lost) = prefixes["tree"]
-    assert (first["blocks"], first["bytes"], first["chains"], first["start_tokens"]) == (3, 4 * slot_bytes, 2, 0)
-    assert (lost["start_tokens"], lost["tokens"], lost["chains"]) == (None, 16, 2), "what was before it is not here"
-    assert (prefixes["roots"], prefixes["total"], prefixes["chains"]) == (3, 7, 5)
-
-
-@pytest.mark.parametrize("how", ["absent", "header", "version", "unit", "directory", "pipe", "link", "cut", "long"])
-def test_a_uses_file_that_is_damaged_says_less_and_is_no_problem(path: Path, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["header", "unit", "pipe"])
+def test_a_uses_file_that_is_damaged_says_less_and_is_no_problem(path: Path, how: str) -> None:
     layer = Layer(path, PLAIN)
     shared(layer)
     layer.write_uses({"a": 9, "b": 9})
@@ -180,60 +135,20 @@ def test_a_uses_file_that_is_damaged_says_less_and_is_no_problem(path: Path, tmp
     data = bytearray(file.read_bytes())
     assert len(data) == 2 * UNIT_BYTES and file.stat().st_mode & 0o777 == 0o600
     file.unlink()
-    if how == "directory":
-        file.mkdir()
-    elif how == "pipe":
+    if how == "pipe":
         os.mkfifo(file)
-    elif how == "link":
-        (tmp_path / "elsewhere").write_bytes(data)
-        file.symlink_to(tmp_path / "elsewhere")
-    elif how != "absent":
+    else:
         if how == "header":
             data[100] ^= 1
-        elif how == "version":
-            data[8] = 2
-        elif how == "unit":
+        else:
             data[UNIT_BYTES + 40] ^= 1
-        elif how == "cut":
-            del data[UNIT_BYTES + 2000 :]
-        file.write_bytes(data + os.urandom(5000 if how == "long" else 0))
+        file.write_bytes(data)
     found = inspect_json(path)
-    if how in {"unit", "cut"}:
+    if how == "unit":
         assert (found["reuse"]["blocks"], found["reuse"]["unknown"]) == ([0] * 9, 12)
-    elif how == "long":
-        assert found["reuse"]["blocks"] == [0, 0, 0, 0, 0, 2, 0, 0, 0]
     else:
         assert found["reuse"]["blocks"] is None
     assert run_here("inspect", path).exit_code == 0
-
-
-def test_an_index_that_goes_in_circles(path: Path) -> None:
-    layer = Layer(path, PLAIN)
-    layer.put("a", "c", 0)
-    layer.put("b", "a", 1)
-    layer.put("c", "b", 2)
-    layer.put("d", "c", 3)
-    layer.put("e", "e", 4)
-    layer.leave()
-    found = inspect_json(path)["namespaces"][0]
-    assert (found["blocks"], found["prefixes"]["roots"], found["prefixes"]["chains"]) == (5, 5, 5)
-
-
-def test_one_damaged_index_costs_only_its_own_home(path: Path) -> None:
-    first = Layer(path, PLAIN)
-    first.put_chain("abc")
-    first.put("d", "c", 5)
-    second = Layer(path, PLAIN)
-    second.put_chain("efg", "c")
-    other = leave_home(path, HYBRID, 2, last_use_s=1000)
-    bad = first.leave()
-    second.leave()
-    os.truncate(path / "homes" / bad / "index" / "data.mdb", 2 * 4096)  # reading it kills the process
-    found = inspect_json(path, code=1)
-    by_id = {home["id"]: home["blocks"] for home in found["homes"]}
-    assert (by_id[bad], by_id[second.home.id], by_id[other]) == (None, 3, 10)
-    trees = {namespace["fingerprint"]: namespace["prefixes"] for namespace in found["namespaces"]}
-    assert (trees[PLAIN.fingerprint.hex()]["roots"], trees[HYBRID.fingerprint.hex()]["roots"]) == (1, 10)
 
 
 def test_drives(path: Path, tmp_path: Path) -> None:
@@ -250,22 +165,22 @@ def test_drives(path: Path, tmp_path: Path) -> None:
     index.put([BlockRecord(0, key(name), Slot(segment, 0), 1) for segment, name in enumerate("abc")])
     index.close()
     home.close(clean=True)
-    done = run("inspect", path, further, "--json")
+    done = run_here("inspect", path, further, "--json")
     drives = json.loads(done.stdout)["drives"]
     expected = [(str(path), 1, 8, 1, 2 * slot_bytes), (str(further), 2, 16, 2, 4 * slot_bytes)]
     names = ("path", "segments", "slots", "blocks", "used_bytes")
     assert [tuple(drive[name] for name in names) for drive in drives] == expected
     assert drives[1]["allocated_bytes"] >= 4 * 8 * slot_bytes
-    printed = run("inspect", path, further).stdout.splitlines()
+    printed = run_here("inspect", path, further).stdout.splitlines()
     # A long path goes on in the first column of the next line, wherever it was cut.
     assert str(further) in "".join(line.split()[0] for line in printed if line.strip())
-    alone = json.loads(run("inspect", path, "--json").stdout)
+    alone = json.loads(run_here("inspect", path, "--json").stdout)
     assert [(drive["path"], drive["segments"]) for drive in alone["drives"]] == [(str(path), 1), (None, 2)]
 
 
 def test_a_hundred_thousand_blocks(path: Path) -> None:
     made = build_mass(path, prompts=100, prompt_blocks=200, conversations=20, turn_blocks=40, now_s=int(time.time()))
-    found = json.loads(run("inspect", path, "--json").stdout)
+    found = inspect_json(path)
     assert found["totals"]["blocks"] == made.blocks == 100_000
     (namespace,) = found["namespaces"]
     assert namespace["fingerprint"] == MASS_FINGERPRINT.hex()
@@ -278,4 +193,6 @@ def test_a_hundred_thousand_blocks(path: Path) -> None:
     assert sum(found["ages"]["stored"]) == 100_000
     full = found["homes"][0]["segments"][0]
     assert (full["used_slots"], full["fragmentation"]) == (SEGMENT_SLOTS, None)
+    assert run_here("inspect", path, "--export", path.with_suffix(".csv")).exit_code == 0
+    assert len(path.with_suffix(".csv").read_bytes().splitlines()) == 1 + made.blocks, "a row for each"
     assert found["homes"][0]["read_run_blocks"] == pytest.approx(100_000 / (100 * 20 + 24), rel=0.02)

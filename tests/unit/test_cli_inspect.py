@@ -15,14 +15,12 @@ from cli_stores import CAP, HYBRID, PLAIN, SLOTS, Owner, drop_power, fill_home, 
 
 from kvdisk import __version__
 from kvdisk.blocks import Slot, make_block_key
-from kvdisk.cli.indexes import read_namespaces
+from kvdisk.cli.indexes import read_homes
 from kvdisk.cli.survey import survey_store
 from kvdisk.device.home import Home
-from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
 from kvdisk.geometry import segment_file_bytes
-from kvdisk.index.base import BlockRecord, SegmentRecord
-from kvdisk.messages import SegmentSpec
+from kvdisk.index.base import BlockRecord
 
 
 def files_below(path: Path) -> dict[str, tuple[int, int, bytes]]:
@@ -92,14 +90,6 @@ def test_the_json_has_what_was_stored(path: Path) -> None:
     }
 
 
-def test_nothing_is_written(path: Path) -> None:
-    leave_home(path, PLAIN, 2, last_use_s=2000)
-    before = files_below(path)
-    first = json.loads(run("inspect", path, "--json").stdout)
-    assert first | {"surveyed_s": 0} == inspect_json(path) | {"surveyed_s": 0}
-    assert files_below(path) == before
-
-
 def test_a_store_in_use(path: Path, owner: Owner) -> None:
     leave_home(path, HYBRID, 1, last_use_s=2000)
     before = files_below(path)
@@ -115,31 +105,14 @@ def test_a_store_in_use(path: Path, owner: Owner) -> None:
     assert (left["owner"], left["clean"], left["blocks"]) == ("orphan", False, 6)
 
 
-def test_an_engine_that_has_just_begun_has_no_index_yet(path: Path) -> None:
-    owner = Owner(path, "empty")
-    (home,) = inspect_json(path)["homes"]
-    owner.kill()
-    assert (home["owner"], home["blocks"], home["index_readable"], home["segments"]) == ("alive", 0, True, [])
-
-
-def test_a_store_that_nobody_has_used(path: Path) -> None:
-    Store.open(path)
-    assert inspect_json(path)["homes"] == []
-    assert "no engine has used this store yet" in run_here("inspect", path).stdout
-    path.with_name("link").symlink_to(path)
-    assert inspect_json(path.with_name("link"))["store"]["path"] == str(path)
-
-
-@pytest.mark.parametrize("with_lock_file", [True, False])
-def test_a_copy_in_a_read_only_directory(path: Path, tmp_path: Path, owner: Owner, with_lock_file: bool) -> None:
+def test_a_copy_in_a_read_only_directory(path: Path, tmp_path: Path, owner: Owner) -> None:
     original = inspect_json(path)
     copy = tmp_path / "copy"
     shutil.copytree(path, copy)
-    if not with_lock_file:
-        (copy / "homes" / owner.home_id / "index" / "lock.mdb").unlink()
+    (copy / "homes" / owner.home_id / "index" / "lock.mdb").unlink()
     inspect_json(copy)
     names = [str(item.relative_to(copy)) for item in copy.rglob("*")]
-    assert any(name.endswith("lock.mdb") for name in names) is with_lock_file, "no file is made in a copy"
+    assert not any(name.endswith("lock.mdb") for name in names), "no file is made in a copy"
     for item in (*copy.rglob("*"), copy):
         item.chmod(0o500 if item.is_dir() else 0o400)
     assert subprocess.run(["touch", copy / "homes" / "x"], check=False, preexec_fn=drop_power).returncode  # noqa: S607
@@ -160,9 +133,9 @@ def test_a_home_that_is_taken_over_meanwhile(path: Path, monkeypatch: pytest.Mon
     def after_the_takeover(*arguments: Any, **options: Any) -> Any:
         if not taken:
             taken.append(Store.open(path).acquire_home(PLAIN.fingerprint, PLAIN.description, CAP))
-        return read_namespaces(*arguments, **options)
+        return read_homes(*arguments, **options)
 
-    monkeypatch.setattr("kvdisk.cli.survey.read_namespaces", after_the_takeover)
+    monkeypatch.setattr("kvdisk.cli.survey.read_homes", after_the_takeover)
     facts = survey_store(path)
     taken[0].close(clean=True)
     assert [(home.id, home.alive, home.blocks) for home in facts.homes] == [(taken[0].id, True, 5)]
@@ -172,25 +145,12 @@ def test_a_home_that_is_taken_over_meanwhile(path: Path, monkeypatch: pytest.Mon
 # -- what is wrong -----------------------------------------------------------------------------
 
 
-def damage_index(data: Path, how: str) -> None:
-    if how == "cut short":
-        os.truncate(data, 2 * 4096)  # reading it kills the process
-    elif how == "empty":
-        os.truncate(data, 0)
-    elif how == "overwritten":
-        data.write_bytes(b"\xa5" * data.stat().st_size)
-    elif how == "not allowed":
-        data.unlink()
-        data.mkdir()
-    else:
-        data.unlink()
-
-
-@pytest.mark.parametrize("how", ["cut short", "empty", "overwritten", "not allowed", "missing"])
+@pytest.mark.parametrize("how", ["cut short", "missing"])
 def test_an_index_that_cannot_be_read_is_one_homes_problem(path: Path, how: str) -> None:
     bad = leave_home(path, PLAIN, 2, last_use_s=2000)
     good = leave_home(path, HYBRID, 2, last_use_s=1000)
-    damage_index(path / "homes" / bad / "index" / "data.mdb", how)
+    data = path / "homes" / bad / "index" / "data.mdb"
+    os.truncate(data, 2 * 4096) if how == "cut short" else data.unlink()  # reading it kills the process
     found = inspect_json(path, code=1)
     first, second = found["homes"]
     assert (first["id"], first["index_readable"], first["blocks"], first["used_bytes"]) == (bad, False, None, None)
@@ -202,47 +162,22 @@ def test_an_index_that_cannot_be_read_is_one_homes_problem(path: Path, how: str)
     assert (found["totals"]["blocks"], found["totals"]["unreadable_homes"]) == (10, 1)
     shown = run_here("inspect", path)
     assert shown.exit_code == 1
-    assert f"home {bad}: its index" in shown.stdout and "some/model-7B" in shown.stdout
+    assert f"engine store {bad}: its index" in shown.stdout and "some/model-7B" in shown.stdout
 
 
-@pytest.mark.parametrize(
-    ("text", "words"), [(None, "is missing"), ("{", "does not decode"), ("other format", "is of another format")]
-)
-def test_a_home_file_that_cannot_be_read(path: Path, text: str | None, words: str) -> None:
-    bad = leave_home(path, PLAIN, 1, last_use_s=2000)
-    good = leave_home(path, HYBRID, 1, last_use_s=1000)
-    file = path / "homes" / bad / "HOME"
-    changed = text if text != "other format" else json.dumps(json.loads(file.read_text()) | {"format_version": 9})
-    file.unlink()
-    if changed is not None:
-        file.write_text(changed)
-    found = inspect_json(path, code=1)
-    first, second = found["homes"]
-    assert (first["id"], first["problems"]) == (good, [])
-    assert (second["id"], second["fingerprint"], second["cap_bytes"], second["blocks"]) == (bad, None, None, 5)
-    assert words in second["problems"][0]
-    assert run_here("inspect", path).exit_code == 1
-
-
-@pytest.mark.parametrize("how", ["gone", "short", "overwritten"])
+@pytest.mark.parametrize("how", ["gone", "overwritten"])
 def test_a_segment_file_that_is_wrong(path: Path, how: str) -> None:
     home_id = leave_home(path, PLAIN, 2, last_use_s=2000)
     file = path / "homes" / home_id / "segments" / "1" / "rank1.kv"
     if how == "gone":
         file.unlink()
-    elif how == "short":
-        os.truncate(file, 9000)
     else:
         with file.open("r+b") as stream:
             stream.write(b"junk")
     (home,) = inspect_json(path, code=1)["homes"]
     (problem,) = home["problems"]
-    assert {"gone": "segment 1 of rank 1 is missing", "short": "has 9000 bytes", "overwritten": "no magic"}[
-        how
-    ] in problem
+    assert {"gone": "segment 1 of rank 1 is missing", "overwritten": "no magic"}[how] in problem
     assert home["blocks"] == 10
-    shown = run_here("inspect", path).stdout
-    assert ("rank 1: none" in shown, "rank 1: 8.8 KiB" in shown) == (how == "gone", how == "short")
 
 
 def test_records_that_no_segment_has(path: Path) -> None:
@@ -257,27 +192,3 @@ def test_records_that_no_segment_has(path: Path) -> None:
         "1 blocks are in segments that the index does not have",
         f"segment 0 has {SLOTS} slots, and the index has a block in slot {SLOTS}",
     ]
-
-
-def test_what_a_crash_leaves_of_segments_is_not_wrong(path: Path) -> None:
-    home = Store.open(path).acquire_home(PLAIN.fingerprint, PLAIN.description, CAP)
-    index = fill_home(home, PLAIN, 1)
-    index.put_segment(SegmentRecord(1, 8192, SLOTS))  # was being dropped: its files are gone
-    index.close()
-    create_segment(home, SegmentSpec(2, 8192, SLOTS), 0, 2, PLAIN.fingerprint).close()  # was being made
-    home.close(clean=False)
-    (found,) = inspect_json(path)["homes"]
-    assert [(segment["indexed"], len(segment["files"])) for segment in found["segments"]] == [
-        (True, 2),
-        (True, 0),
-        (False, 1),
-    ]
-    assert "not in the index" in run_here("inspect", path).stdout
-
-
-def test_an_index_that_this_user_may_not_read(path: Path) -> None:
-    home_id = leave_home(path, PLAIN, 1, last_use_s=2000)
-    (path / "homes" / home_id / "index" / "data.mdb").chmod(0)
-    done = run("inspect", path, "--json", obey_modes=True)
-    assert done.returncode == 1
-    assert "Permission denied" in json.loads(done.stdout)["homes"][0]["problems"][0]

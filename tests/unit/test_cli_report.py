@@ -168,7 +168,7 @@ def test_a_store_in_use_a_damaged_one_and_an_empty_one(path: Path, tmp_path: Pat
     assert done.returncode == 1 and "1 problem; the report names them" in done.stderr
     found = Page(target.read_text())
     check_alone(target.read_text())
-    assert f"home {bad}: its index cannot be read" in found.text
+    assert f"engine store {bad}: its index cannot be read" in found.text
     assert [each["class"] for each in found.with_data("slots")].count("cell unknown") == 2
 
 
