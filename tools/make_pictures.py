@@ -110,7 +110,7 @@ SHOWN = (
     Shown("top", "top STORE", columns=126, picture=True, live=25),
     Shown("size", "size --model Llama-3.1-8B --nvme 1TiB --cpu 64GiB --write-rate 300GB --drive-endurance 1.2PB"),
     Shown("replay", "replay TRACE", columns=120),
-    Shown("bench", "bench DRIVE -b 256K -b 2M --rounds 3", columns=112),
+    Shown("bench", "bench DRIVE -b 256K -b 2M", columns=112),
 )
 
 
