@@ -30,8 +30,9 @@ from PIL import Image, ImageChops
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
-from screen import watch
 from support import ENVIRONMENT
+
+from kvdisk.cli.top import TopReader, draw
 
 COMMAND = Path(sysconfig.get_path("scripts")) / "kvdisk"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -205,7 +206,7 @@ def show(shown: Shown, store: Path, trace: Path | None) -> None:
     with aside(store) if shown.copy else nullcontext(), desk(trace) as folder:
         arguments = [str(COMMAND), *typed.split()]
         if shown.live:
-            texts = watch(arguments, shown.columns, ROWS, shown.live, terminal_of(shown))
+            texts = watched(store, shown)
         else:
             texts = printed(arguments, shown, folder)
         lines = [Text.from_ansi(text) for text in texts]
@@ -262,6 +263,20 @@ def printed(arguments: Sequence[str], shown: Shown, folder: Path) -> list[str]:
     print(f"kvdisk: {shown.typed} ended with {done.returncode}")
     # A progress bar, where all is well.
     return f"{done.stdout}{done.stderr if done.returncode else ''}".rstrip().splitlines()
+
+
+def watched(store: Path, shown: Shown) -> list[str]:
+    """Look at a store for a while as ``kvdisk top`` does; return the lines of the last frame."""
+    reader, end_s = TopReader([store]), time.monotonic() + shown.live
+    while time.monotonic() < end_s:
+        frame = reader.read()
+        time.sleep(2)
+    console = Console(
+        width=shown.columns, file=io.StringIO(), color_system="truecolor", force_terminal=True, markup=False
+    )
+    with console.capture() as text:
+        console.print(draw(frame, shown.columns))
+    return text.get().splitlines()
 
 
 def terminal_of(shown: Shown) -> dict[str, str]:
