@@ -205,10 +205,7 @@ def show(shown: Shown, store: Path, trace: Path | None) -> None:
     typed = typed.replace("KEY", branching_key()).replace("TRACE", trace.name if trace else "")
     with aside(store) if shown.copy else nullcontext(), desk(trace) as folder:
         arguments = [str(COMMAND), *typed.split()]
-        if shown.live:
-            texts = watched(store, shown)
-        else:
-            texts = printed(arguments, shown, folder)
+        texts = watched(store, shown) if shown.live else printed(arguments, shown, folder)
         lines = [Text.from_ansi(text) for text in texts]
         said = "\n".join([f"$ kvdisk {typed}", *(line.plain.rstrip() for line in lines)])
         (OUTPUT / f"{shown.name}.txt").write_text(f"{said.rstrip()}\n")

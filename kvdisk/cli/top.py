@@ -52,7 +52,7 @@ from kvdisk.device.drives import list_directories
 from kvdisk.device.listing import HomeOwner, list_owners
 from kvdisk.device.telemetry_file import TelemetryRecord, read_telemetry
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
-from kvdisk.stats import JOBS, ROUTES, TIERS
+from kvdisk.stats import FAILURES, JOBS, ROUTES, TIERS
 
 JSON_VERSION = 1
 STALE_S = 3.0
@@ -61,22 +61,6 @@ HISTORY = 60
 LOCK_WAIT_S = 2.0
 READS = ("nvme_to_cpu", "nvme_to_gpu")
 WRITES = ("cpu_to_nvme", "gpu_to_nvme")
-FAILURES = {
-    "failed_loads": "failed loads",
-    "failed_stores": "failed stores",
-    "failed_promotions": "failed promotions",
-    "verification_failures.header": "wrong headers",
-    "verification_failures.checksum": "wrong checksums",
-    "io_errors.read": "read errors",
-    "io_errors.write": "write errors",
-    "deadline_misses": "deadline misses",
-    "dropped_records": "records not committed",
-    "segment_failures": "segments not made",
-    "drive_quarantines": "drive quarantines",
-    "foreign_failures": "gone from other homes",
-    "switched_off": "switched off",
-}
-"""Counters of what has failed, and what they are in words."""
 ORPHANS_SHOWN = 8
 PROBLEMS_SHOWN = 5
 _TIER_NAMES = {"cpu": "CPU", "nvme": "NVMe"}
