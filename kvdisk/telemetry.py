@@ -90,7 +90,7 @@ class Telemetry:
         self._tell_at_s = 0.0
         self._look_at_s = 0.0
         self._looked_jobs = gauges.planned_jobs
-        self._latest = _Snapshot(time.time(), {}, {}, gauges.read())
+        self._told = self._latest = _Snapshot(time.time(), {}, {}, gauges.read())
         self._written: _Snapshot | None = None
         self._logged = self._latest
 
@@ -114,22 +114,27 @@ class Telemetry:
         self._tell_at_s = now + TELL_S
         if look:
             self._look_at_s = now + LOOK_S
-        return self._advance(look=look)
+        fresh = self._advance(look=look)
+        if look or not busy:  # counters and gauges of one moment
+            self._latest = self._told
+        return fresh
 
     def take_rest(self) -> Stats:
         """Return what counters and samples rose by, at the end of all: gauges are not read any more."""
-        return self._advance(look=False)
+        fresh = self._advance(look=False)
+        self._latest = self._told
+        return fresh
 
     def _advance(self, *, look: bool) -> Stats:
-        """Leave a snapshot; return what changed since the last one. ``look``: read the gauges anew."""
-        stats, before = self._stats, self._latest
+        """Return what changed since the last time. ``look``: read the gauges anew."""
+        stats, before = self._stats, self._told
         if look:
             self._looked_jobs = self._gauges.planned_jobs
         gauges = self._gauges.read() if look else before.gauges
         sums = {series: (samples.count, samples.total) for series, samples in stats.samples.items()}
-        self._latest = _Snapshot(time.time(), dict(stats.counts), sums, gauges)
+        self._told = _Snapshot(time.time(), dict(stats.counts), sums, gauges)
         self._told_changes = stats.changes
-        fresh = self._latest.rise_since(before)
+        fresh = self._told.rise_since(before)
         if not look:
             fresh.gauges = {}
         for series, samples in fresh.samples.items():
