@@ -165,45 +165,39 @@ def test_engines_come_and_go_and_one_that_starts_anew_has_no_rates_from_before(e
 
 def test_drives_are_summed_over_engines(engines):
     homes, reader = [engines.start() for _ in range(2)], engines.reader()
-    drives = [
-        {"path": "/nvme/one", "read_bytes": 10, "written_bytes": 20, "quarantined": False},
-        {"path": "/nvme/two", "read_bytes": 1, "written_bytes": 2, "quarantined": True},
-    ]
-    later = [drive | {"read_bytes": drive["read_bytes"] + 5 * MIB} for drive in drives]
-    for home, at in zip(homes, (0, 1), strict=True):
-        write_telemetry(home, figures(T0, drives=drives[at:]))
-    reader.read()
-    for home, at in zip(homes, (0, 1), strict=True):
-        write_telemetry(home, figures(T0 + 1, drives=later[at:]))
-    one, two = json_of(reader.read())["drives"]
+
+    def drive(path: str, read_bytes: int, written_bytes: int, quarantined: bool = False) -> dict[str, Any]:
+        return {"path": path, "read_bytes": read_bytes, "written_bytes": written_bytes, "quarantined": quarantined}
+
+    for at, read in ((0, 0), (1, 5 * MIB)):
+        both = drive("/nvme/one", read, 20), drive("/nvme/two", read, 2, True)
+        write_telemetry(homes[0], figures(T0 + at, drives=both))
+        write_telemetry(homes[1], figures(T0 + at, drives=both[1:]))
+        frame = reader.read()
+    one, two = json_of(frame)["drives"]
     assert (one["path"], one["engines"], one["read_bytes_per_s"]) == ("/nvme/one", 1, 5 * MIB)
     assert (two["engines"], two["quarantined"], two["written_bytes"], two["read_bytes_per_s"]) == (2, 2, 4, 10 * MIB)
-    assert "left alone by 2 of 2" in shown(reader.read())
+    assert "left alone by 2 of 2" in shown(frame)
 
 
-def test_damaged_figures_are_told_and_hide_nobody_else(engines):
+def test_damaged_figures_hide_nobody_else_and_failures_are_named(engines):
     good, bad, silent = (engines.start() for _ in range(3))
-    write_telemetry(good, figures(T0))
+    totals = {"failed_loads": 3, "io_errors": {"read": 2}, "verification_failures": {"header": 0}}
+    write_telemetry(good, figures(T0, totals=totals))
     (bad / FIGURES_FILE).write_text('{"json_version": 1, "totals": ')
     reader = engines.reader()
     frame = reader.read()
     found = {engine["home"]: engine for engine in json_of(frame)["engines"]}
     assert found[good.name]["pid"] == 4321 and found[good.name]["problem"] is None
+    assert found[good.name]["failures"] == {"failed_loads": 3, "io_errors.read": 2}
     assert found[bad.name]["problem"] and found[bad.name]["tiers"] == {} and found[bad.name]["bytes_per_s"] is None
     assert found[silent.name]["problem"] is None and found[silent.name]["pid"] is None
     assert len(frame.problems) == 1 and bad.name in frame.problems[0]
     text = shown(frame)
-    assert "cannot be read" in text and "has told nothing of itself yet" in text
+    for words in ("cannot be read", "has told nothing of itself yet", "3 failed loads, 2 read errors"):
+        assert words in text
     write_telemetry(bad, figures(T0))
     assert not reader.read().problems, "and it is well again"
-
-
-def test_failures_are_named(engines):
-    totals = {"failed_loads": 3, "io_errors": {"read": 2}, "verification_failures": {"header": 0}}
-    write_telemetry(engines.start(), figures(T0, totals=totals))
-    frame = engines.reader().read()
-    assert json_of(frame)["engines"][0]["failures"] == {"failed_loads": 3, "io_errors.read": 2}
-    assert "3 failed loads, 2 read errors" in shown(frame)
 
 
 @pytest.mark.parametrize("width", [50, 120])
