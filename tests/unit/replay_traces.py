@@ -48,21 +48,6 @@ def conversations(requests: int, seed: int = 1) -> Prompts:
     return [prefixes.number(contents) for _, _, _, contents in events[:requests]]
 
 
-def scans(requests: int, seed: int = 4) -> Prompts:
-    """A loop of prompts that comes round again and again, and scans of prompts that never do."""
-    rng = random.Random(seed)
-    prefixes = Prefixes()
-    found: Prompts = []
-    serial = 0
-    while len(found) < requests:
-        for loop in range(40):
-            found.append(prefixes.number([("loop", loop, part) for part in range(10)]))
-            for _ in range(rng.randrange(2)):
-                serial += 1
-                found.append(prefixes.number([("scan", serial, part) for part in range(10)]))
-    return found[:requests]
-
-
 def write_mooncake(path: Path, prompts: Prompts, block_tokens: int = 512) -> Path:
     """Write prompts in Mooncake's form; the last block of each is partial."""
     lines = [

@@ -184,23 +184,23 @@ def test_what_report_replaces(path: Path, tmp_path: Path) -> None:
 
 
 def test_the_page_of_a_large_store_is_bounded(path: Path) -> None:
-    """300 homes of 5000 segments each, with problems, in 100 namespaces with as many prefixes as are surveyed."""
+    """100 homes of 1000 segments each, with problems, in 100 namespaces with as many prefixes as are surveyed."""
     fill(path)
     facts = survey_store(path, prefixes=100, shared_only=False)
     home, namespace = facts.homes[0], facts.namespaces[0]
     roots = tuple(replace(namespace.prefixes.tree[0], tree=()) for _ in range(PREFIXES_IN_ALL // 100))
     files = (SegmentFile(0, 1 << 30, 1 << 30),)
     segments = tuple(
-        Segment(number, 0, True, 8192, 400, 300, 300 << 13, 0.75, 100, 50, 9, 1.0, 1.2, files) for number in range(5000)
+        Segment(number, 0, True, 8192, 400, 300, 300 << 13, 0.75, 100, 50, 9, 1.0, 1.2, files) for number in range(1000)
     )
     wrong = ("something is wrong",) * 3
     homes = [
         replace(home, id=f"{number:032x}", fingerprint=f"{number % 100:064x}", segments=segments, problems=wrong)
-        for number in range(300)
+        for number in range(100)
     ]
     tree = replace(namespace.prefixes, tree=roots)
     namespaces = [replace(namespace, fingerprint=f"{number:064x}", prefixes=tree) for number in range(100)]
-    text = page(replace(facts, homes=tuple(homes), namespaces=tuple(namespaces), problems=wrong * 300))
+    text = page(replace(facts, homes=tuple(homes), namespaces=tuple(namespaces), problems=wrong * 100))
     check_alone(text)
     Page(text)
 

@@ -16,9 +16,8 @@ from rebuild_stores import NoPool, end, make_store, stamp, start
 
 from kvdisk.assembly import assemble_scheduler
 from kvdisk.cli.model_kv import group_layers, model_of
-from kvdisk.cli.size import fit_cpu, fit_nvme, parse_endurance, token_bytes
+from kvdisk.cli.size import fit_cpu, fit_nvme, token_bytes
 from kvdisk.config import Config
-from kvdisk.errors import ConfigError
 
 GIB = 1 << 30
 
@@ -210,14 +209,6 @@ def test_what_is_no_configuration(tmp_path):
         assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
         assert words in done.stderr
     assert run_here("size").exit_code == 2
-
-
-def test_endurance_as_makers_write_it():
-    assert [parse_endurance(text) for text in ("600TB", "600 TBW", "1.2PBW", "1.2pb")] == [
-        600 * 10**12, 600 * 10**12, 12 * 10**14, 12 * 10**14,
-    ]  # fmt: skip
-    with pytest.raises(ConfigError, match="--drive-endurance"):
-        parse_endurance("PB")
 
 
 # -- what a store wrote ------------------------------------------------------------------------

@@ -51,16 +51,13 @@ def test_mooncake(tmp_path):
     assert all(len(block) == 32 for block in first.hashes)
 
 
-def test_partial_blocks_can_be_left_out(tmp_path):
-    trace = read(tmp_path, lines(*MOONCAKE), whole=True)
-    assert [(len(request.hashes), request.tokens) for request in trace.requests] == [(2, 1024), (3, 1536)]
-
-
 def test_packed_or_limited_it_is_the_same(tmp_path):
     plain = read(tmp_path, lines(*MOONCAKE))
     assert read(tmp_path, gzip.compress(lines(*MOONCAKE).encode())).requests == plain.requests
     assert read(tmp_path, "\n" + lines(*MOONCAKE) + "\n\n").requests == plain.requests
     assert read(tmp_path, "\ufeff" + lines(*MOONCAKE)).requests == plain.requests
+    whole = read(tmp_path, lines(*MOONCAKE), whole=True).requests
+    assert [(len(request.hashes), request.tokens) for request in whole] == [(2, 1024), (3, 1536)]
     assert read(tmp_path, lines(*MOONCAKE) + "damaged", limit=2).requests == plain.requests
 
 
@@ -73,12 +70,6 @@ def test_azure_shares_no_block(tmp_path):
     assert second.time_s - first.time_s == pytest.approx(1.05004)
     assert third.time_s == 1715299200.00993
     assert (first.tokens, first.output_tokens, second.tokens) == (4800, 10, 0)
-
-
-def test_azure_with_other_columns_in_another_order(tmp_path):
-    text = "TIMESTAMP, NumImages, GeneratedTokens, ContextTokens\n2024-10-15 00:00:00, 2, 9, 64\n"
-    trace = read(tmp_path, text)
-    assert [(len(request.hashes), request.output_tokens) for request in trace.requests] == [(4, 9)]
 
 
 def test_generic_blocks(tmp_path):
@@ -112,29 +103,22 @@ def test_generic_tokens_and_prompts_are_cut_into_full_blocks(tmp_path):
     [
         ("", "is empty"),
         ("hello\n", r"line 1: neither a JSON object nor a header"),
-        ('{"hash_ids": [1]}\n', r"line 1: timestamp must be a number, not missing"),
         (lines(MOONCAKE[0]) + '{"timestamp": 1, "input_le', r"line 2: not a JSON object; it may be cut short"),
         (lines(MOONCAKE[0] | {"input_length": 5}), r"line 1: 3 blocks of 512 tokens cannot be a prompt of 5"),
         (lines(MOONCAKE[0] | {"input_length": -1}), r"line 1: input_length must be a whole number of tokens, not -1"),
-        (lines(MOONCAKE[0] | {"input_length": True}), "line 1: input_length"),
         (lines(MOONCAKE[0] | {"timestamp": "soon"}), r"line 1: timestamp must be a number, not 'soon'"),
-        (lines(MOONCAKE[0] | {"timestamp": float("nan")}), "line 1: timestamp"),
         (lines(MOONCAKE[0] | {"hash_ids": [0, -1, 2]}), "line 1: hash_ids must be a list"),
-        (lines(MOONCAKE[0] | {"hash_ids": [0, 1.0, 2]}), "line 1: hash_ids must be a list"),
         (lines(MOONCAKE[0] | {"hash_ids": [], "input_length": 0}), "has no request with a block of 512 tokens"),
-        (lines({"time_s": 1}), "line 1: must have one of blocks, tokens and prompt"),
         (lines({"blocks": [1], "prompt": "x"}), "not blocks and prompt"),
         (lines({"blocks": ["\ud800"]}), "line 1: blocks must be a list"),
         (lines({"tokens": [1, -2]}), "line 1: tokens must be"),
         (lines({"prompt": 7}), "line 1: prompt must be text"),
         (AZURE + "yesterday,1,1\n", "line 5: TIMESTAMP must be a date and a time, not 'yesterday'"),
         (AZURE + "2024-05-10 00:00:00,-1,1\n", "line 5: ContextTokens must be a whole number of tokens, not '-1'"),
-        (AZURE + "2024-05-10 00:00:00,99999999999,1\n", "line 5: ContextTokens"),
         (AZURE + "2024-05-10 00:00:00,12\n", "line 5: 2 values, where the header has more"),
         (AZURE + '2024-05-10 00:00:00,"12,1\n', "line 5: not a line of CSV"),
         (b"\xff\xfe\x00", "line 1: not text in UTF-8"),
         (gzip.compress(b"x" * 1000, mtime=0)[:-20], "damaged gzip file"),
-        (b"\x1f\x8bnot really gzip", "damaged gzip file"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence_that_names_the_line(tmp_path, text, why):
