@@ -100,6 +100,10 @@ def test_by_hand(tmp_path):
     assert with_cpu.hit_blocks == {"gpu": 0, "cpu": 6, "nvme": 0}
     assert with_cpu.written_blocks == 5 and with_cpu.read_blocks == 0
     assert run_setting(trace, "50", gpu_blocks=50).hit_blocks == {"gpu": 6, "cpu": 0, "nvme": 0}
+    others = [[10 * at + part for part in range(4)] for at in range(1, 11)]
+    long = read_trace(write_mooncake(tmp_path / "long", [[0, 1, 2], *others, [0, 1, 2]]))
+    found = run_setting(long, "50", gpu_blocks=20).hit_blocks
+    assert found == {"gpu": 0, "cpu": 0, "nvme": 3}, "the GPU's cache had no room for them all this time"
 
 
 @pytest.mark.parametrize("text", ["5%", "100%"])
