@@ -162,11 +162,6 @@ class BothSides:
         request.append_output_token_ids([1] * tokens)
         request.num_computed_tokens += tokens
 
-    def rest(self) -> None:
-        """Go on until all is on NVMe that goes there, and committed."""
-        while self.ours.has_pending_work():
-            self.step(self.output([], {}))
-
     # -- what is timed -------------------------------------------------------------------------
 
     def both(self, ours: Callable[[], Any], theirs: Callable[[], Any]) -> tuple[tuple[float, Any], tuple[float, Any]]:
@@ -177,17 +172,19 @@ class BothSides:
         other = timed(theirs)
         return timed(ours), other
 
-    def step(self, output: Any) -> tuple[float, float, Plan]:
-        """Let both plan a step and book it as done; return the time of each, and kvdisk's plan."""
-        return self.planned(lambda: self.ours.plan(output), lambda: self.theirs.build_connector_meta(output))
+    def step(self, output: Any, ours: Any = None, theirs: Any = None) -> tuple[float, float, Plan]:
+        """Let both plan a step and book it as done; return the time of each, and kvdisk's plan.
 
-    def planned(self, ours: Callable[[], Plan], theirs: Callable[[], Any]) -> tuple[float, float, Plan]:
-        """Return the same of plans made so."""
+        ``ours``, ``theirs``: called first, in the same time.
+        """
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
         from vllm.v1.outputs import KVConnectorOutput
 
         self._ours_first = not self._ours_first
-        (ours_s, plan), (theirs_s, meta) = self.both(ours, theirs)
+        (ours_s, plan), (theirs_s, meta) = self.both(
+            lambda: (ours and ours(), self.ours.plan(output))[1],
+            lambda: (theirs and theirs(), self.theirs.build_connector_meta(output))[1],
+        )
         report = Report({job.id: JobResult() for job in plan.jobs})
         done = OffloadingWorkerMetadata(completed_jobs=dict.fromkeys((*meta.store_jobs, *meta.load_jobs), 1))
         ended = KVConnectorOutput(kv_connector_worker_meta=done)
@@ -195,12 +192,6 @@ class BothSides:
             lambda: self.ours.settle(report, set()), lambda: self.theirs.update_connector_output(ended)
         )
         return ours_s + more_s, theirs_s + their_s, plan
-
-
-def in_turn(first: Callable[[], Any], second: Callable[[], Any]) -> Any:
-    """Call both; return what the second answers."""
-    first()
-    return second()
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -294,7 +285,8 @@ def hits(blocks: int, store_dir: Path | None) -> Samples:
         while sides.ours.counters().get("stored_blocks", 0) < number * blocks:  # what finds no room is offered again
             request.num_computed_tokens = blocks * BLOCK_TOKENS
             sides.step(sides.output([request.request_id], {}))
-        sides.rest()
+        while sides.ours.has_pending_work():  # until all is on NVMe that goes there, and committed
+            sides.step(sides.output([], {}))
         sides.finish(request.request_id)
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
@@ -306,19 +298,17 @@ def hits(blocks: int, store_dir: Path | None) -> Samples:
             partial(sides.ours.matched_tokens, request, 0), partial(sides.theirs.get_num_new_matched_tokens, request, 0)
         )
         assert [found for _, found in looked] == [(tokens, True)] * 2
-        ours_s, theirs_s, plan = sides.planned(
-            partial(in_turn, partial(sides.ours.allocated, request, table, tokens), partial(sides.ours.plan, output)),
-            partial(
-                in_turn,
-                partial(sides.theirs.update_state_after_alloc, request, table, tokens),
-                partial(sides.theirs.build_connector_meta, output),
-            ),
+        ours_s, theirs_s, plan = sides.step(
+            output,
+            partial(sides.ours.allocated, request, table, tokens),
+            partial(sides.theirs.update_state_after_alloc, request, table, tokens),
         )
         loads = [move for job in plan.jobs if job.kind is JobKind.LOAD for move in job.moves]
         assert len(loads) == blocks and bool(store_dir) == any(move.nvme is not None for move in loads)
         yield (looked[0][0] + ours_s) / blocks, (looked[1][0] + theirs_s) / blocks
         sides.finish(request.request_id)
-        sides.rest()
+        while sides.ours.has_pending_work():
+            sides.step(sides.output([], {}))
 
 
 def rows() -> Iterator[tuple[str, Callable[[Path | None], Samples]]]:
