@@ -23,19 +23,13 @@ GIB = 1 << 30
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}
 LLAMA |= {"num_key_value_heads": 8, "torch_dtype": "bfloat16", "max_position_embeddings": 131072}
-QWEN = {"model_type": "qwen2", "num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28}
-QWEN |= {"num_key_value_heads": 4, "torch_dtype": "bfloat16", "sliding_window": 131072, "use_sliding_window": False}
+QWEN = LLAMA | {"model_type": "qwen2", "num_hidden_layers": 28, "sliding_window": 131072}
 DEEPSEEK = {"model_type": "deepseek_v3", "num_hidden_layers": 61, "num_attention_heads": 128, "hidden_size": 7168}
 DEEPSEEK |= {"num_key_value_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
 DEEPSEEK |= {"v_head_dim": 128, "torch_dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}
 GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16}
 GEMMA |= {"head_dim": 128, "hidden_size": 5376, "sliding_window": 1024, "sliding_window_pattern": 6}
 GEMMA = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": GEMMA}
-GPT_OSS = {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8}
-GPT_OSS |= {"head_dim": 64, "hidden_size": 2880, "sliding_window": 128, "torch_dtype": "bfloat16"}
-GPT_OSS |= {"layer_types": ["sliding_attention", "full_attention"] * 12}
-FALCON = {"model_type": "falcon", "num_hidden_layers": 32, "num_attention_heads": 71, "hidden_size": 4544}
-FALCON |= {"multi_query": True, "torch_dtype": "bfloat16"}
 
 
 def written(path: Path, config: dict[str, Any]) -> Path:
@@ -54,28 +48,6 @@ def sized(*arguments: object) -> dict[str, Any]:
 # -- bytes a token -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("config", "ranks", "in_memory", "on_drive"),
-    [
-        (LLAMA, 1, 128 << 10, 128 << 10),
-        (LLAMA, 8, 128 << 10, 128 << 10),
-        (LLAMA, 32, 512 << 10, 512 << 10),  # a head is the least that a rank can have
-        (QWEN, 4, 56 << 10, 56 << 10),
-        (DEEPSEEK, 1, 70272, 70272),
-        (DEEPSEEK, 8, 8 * 70272, 70272),
-        (GEMMA, 1, 507904, 507904),
-        (GPT_OSS, 1, 48 << 10, 48 << 10),
-        (FALCON, 1, 32 * 2 * 64 * 2, 32 * 2 * 64 * 2),
-        ({"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768}, 1, 36864, 36864),
-    ],
-)
-def test_what_is_known_of_models(config, ranks, in_memory, on_drive):
-    geometry = model_of(config).geometry(ranks, 16)
-    assert token_bytes(geometry, geometry.rank_count) == in_memory
-    assert token_bytes(geometry, geometry.part_count) == on_drive
-    assert geometry.replicated is (in_memory != on_drive)
-
-
 def test_kinds_of_numbers():
     assert model_of(LLAMA, kv_dtype="fp8").element_bytes == 1
     assert model_of(LLAMA, dtype="float32").element_bytes == 4
@@ -88,8 +60,6 @@ def test_kinds_of_numbers():
 
 def test_which_layers_slide():
     """How vLLM makes groups of them, and what else it makes of a configuration: ``tests/connector/test_size.py``."""
-    assert group_layers(model_of(GPT_OSS).windows) == [(12, 128), (12, None)]
-    assert group_layers(model_of(GEMMA).windows) == [(9, 1024)] * 4 + [(8, 1024)] * 2 + [(10, None)]
     gemma2 = {"model_type": "gemma2", "sliding_window": 4096, "head_dim": 128}
     assert model_of(LLAMA | gemma2).windows[:3] == (4096, None, 4096)
     some = model_of(QWEN | {"use_sliding_window": True, "max_window_layers": 14})
@@ -102,19 +72,14 @@ def test_which_layers_slide():
     ("changes", "words"),
     [
         ({"layer_types": ["linear_attention", "full_attention"] * 16}, "layers of the kind linear_attention"),
-        ({"model_type": "mamba2"}, "no KV but another state"),
         ({"mamba_d_state": 16}, "Mamba layers"),
         ({"per_layer_config": {"5": {"head_dim": 512}}}, "layers of different sizes"),
-        ({"attn_type_list": [0, 1] * 16}, "linear attention"),
         ({"is_encoder_decoder": True}, "an encoder"),
         ({"kv_lora_rank": 256, "qk_rope_head_dim": 32}, "latent attention"),
         ({"v_head_dim": 64, "head_dim": 128}, "values and keys of different sizes"),
-        ({"num_attention_heads": None}, "does not say num_attention_heads"),
         ({"model_type": "qwen3", "num_key_value_heads": None}, "does not say num_key_value_heads"),
         ({"num_hidden_layers": 0}, "num_hidden_layers in this model's configuration (llama) cannot be 0"),
         ({"hidden_size": 4097}, "does not say head_dim"),
-        ({"layer_types": ["full_attention"]}, "1 layer_types for 32 layers"),
-        ({"layer_types": ["sliding_attention"] * 32}, "sliding layers, and no sliding_window"),
         ({"sliding_window": -1}, "sliding_window in this model's configuration (llama) cannot be -1"),
         ({"quantization_config": {"kv_cache_scheme": {"type": "float"}}}, "say which with --kv-dtype"),
     ],
@@ -183,9 +148,7 @@ def test_the_report_and_its_json(tmp_path):
         (["--tp", "0"], "--tp must be 1 to 1,024, not 0."),
         (["--nvme", "1MiB"], "--nvme leaves "),
         (["--cpu", "1MiB"], "--cpu 1048576 holds no block of each kind"),
-        (["--nvme", "lots"], "--nvme must be a size"),
         (["--kv-dtype", "int3"], "--kv-dtype is one of"),
-        (["--drive-endurance", "long"], "--drive-endurance must be a size"),
         (["--write-rate", "/nowhere"], "/nowhere does not exist."),
     ],
 )

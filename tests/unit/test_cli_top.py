@@ -19,7 +19,7 @@ from cli_stores import CAP, COMMAND, PLAIN, run_here
 from rich.console import Console
 
 from kvdisk.cli.output import as_json
-from kvdisk.cli.top import Frame, TopReader, draw, per_second, spark
+from kvdisk.cli.top import Frame, TopReader, draw
 from kvdisk.device.home import Home
 from kvdisk.device.store import Store
 from kvdisk.device.telemetry_file import FIGURES_FILE, write_telemetry
@@ -265,9 +265,3 @@ def test_on_a_terminal_it_goes_on_until_ctrl_c_and_leaves_the_screen_as_it_was(e
         process.kill()
         process.wait()
         os.close(ours)
-
-
-def test_bars_and_rates():
-    assert spark([], 5) == "" and spark([0.0, 0.0], 5) == "▁▁"
-    assert spark([0, 1, 2, 4, 8], 3) == "▃▅█"
-    assert [per_second(rate) for rate in (None, 0.0, 0.4, 1536.0)] == ["?", "-", "-", "1.5 KiB/s"]
