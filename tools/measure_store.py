@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from kvdisk.assembly import describe_geometry
 from kvdisk.blocks import BlockKey, Slot, make_block_key
-from kvdisk.config import EVICTIONS, Config
+from kvdisk.config import Config
 from kvdisk.device.header import SlotHeader, write_header
 from kvdisk.device.home import Home
 from kvdisk.device.paths import sum_of_file
@@ -106,8 +106,8 @@ def resident_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
 
 
-def measure_opening(path: Path, block_count: int, eviction: str, after_kill: bool) -> dict[str, float]:
-    """Open the store in this process, and look blocks up: each alone, and by prompts of LOOKED_UP as a request is."""
+def measure_opening(path: Path, block_count: int, after_kill: bool) -> dict[str, float]:
+    """Open the store in this process, and look prompts of LOOKED_UP blocks up."""
     prompts = [
         [key_of(first + number) for number in range(LOOKED_UP)]
         for first in range(0, block_count - LOOKED_UP + 1, block_count // PROMPTS)
@@ -116,37 +116,27 @@ def measure_opening(path: Path, block_count: int, eviction: str, after_kill: boo
     if after_kill:
         (path / "open").touch()
     before = resident_bytes()
-    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    start_s = time.perf_counter()
     if not after_kill:
         sum_of_file(path / "data.mdb")
     index = open_index(path, block_count)
-    config = Config(store_dirs=(path,), nvme_bytes=1, eviction=eviction)
+    config = Config(store_dirs=(path,), nvme_bytes=1)
     parts = Parts.make(config, GEOMETRY, None)  # nobody asks the engine
     catalog, nvme = parts.catalog, NvmeSpace(parts, layout, index, AdmitAll())
     nvme.restore("0" * 32, bytes(32))
-    open_s, open_cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+    open_s = time.perf_counter() - start_s
     assert len(catalog) == block_count
     grown = resident_bytes() - before
-    times, hits = [], []
-    for at, prompt in enumerate(prompts):
-        if at % 2:
-            for key in prompt:
-                start_s = time.perf_counter()
-                ready = catalog.is_ready(catalog.find(key))
-                times.append(time.perf_counter() - start_s)
-                assert ready
-        else:
-            tokens = LOOKED_UP * GEOMETRY.groups[0].block_tokens
-            start_s = time.perf_counter()
-            found = longest_hit(catalog, GEOMETRY, [prompt], 0, tokens, coming=False)
-            hits.append((time.perf_counter() - start_s) / LOOKED_UP)
-            assert found == tokens
+    hits, tokens = [], LOOKED_UP * GEOMETRY.groups[0].block_tokens
+    for prompt in prompts:
+        start_s = time.perf_counter()
+        found = longest_hit(catalog, GEOMETRY, [prompt], 0, tokens, coming=False)
+        hits.append((time.perf_counter() - start_s) / LOOKED_UP)
+        assert found == tokens
     index.close()
     return {
         "open_s": open_s,
-        "open_cpu_s": open_cpu_s,
         "ram_bytes": grown / block_count,
-        "lookup_us": 1e6 * statistics.median(times),
         "hit_us": 1e6 * statistics.median(hits),
     }
 
@@ -239,9 +229,9 @@ class HomeOfHeaders:
         self._home.close(clean=False)
 
 
-def in_a_child(path: Path, block_count: int, eviction: str, *, after_kill: bool) -> dict[str, float]:
+def in_a_child(path: Path, block_count: int, *, after_kill: bool) -> dict[str, float]:
     """Measure one opening in a fresh process."""
-    command = [sys.executable, __file__, "--open", str(path), "--blocks", str(block_count), "--eviction", eviction]
+    command = [sys.executable, __file__, "--open", str(path), "--blocks", str(block_count)]
     command += ["--after-kill"] * after_kill
     answer = subprocess.run(command, check=True, capture_output=True, text=True)
     found: dict[str, float] = json.loads(answer.stdout)
@@ -255,17 +245,12 @@ def say(what: str, values: Sequence[float], digits: int = 2) -> None:
     print(f"{what}: median {middle}, lowest {lowest}, highest {highest} of {len(values)} (load {load:.1f})", flush=True)
 
 
-def show_openings(path: Path, block_count: int, eviction: str, rounds: int) -> None:
+def show_openings(path: Path, block_count: int, rounds: int) -> None:
     """Measure openings after both ends, and lookups."""
     for after_kill, end in ((False, "a clean end"), (True, "a kill")):
-        found = [in_a_child(path, block_count, eviction, after_kill=after_kill) for _ in range(rounds)]
+        found = [in_a_child(path, block_count, after_kill=after_kill) for _ in range(rounds)]
         say(f"open after {end}, s", [one["open_s"] for one in found])
-        say(f"open after {end}, s of processor time, without the child", [one["open_cpu_s"] for one in found])
         say("RAM of a block, bytes", [one["ram_bytes"] for one in found], 0)
-        say(
-            "lookup of an own block, one call of find and is_ready, us (median of each)",
-            [f["lookup_us"] for f in found],
-        )
         say(f"lookup of an own block, by prompts of {LOOKED_UP:,} blocks, us", [f["hit_us"] for f in found])
 
 
@@ -307,29 +292,26 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="where the index may lie")
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--headers", type=int, default=100_000, help="of the rebuild; 64 KiB of the drive for each")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the blocks and headers")
-    parser.add_argument("--eviction", choices=EVICTIONS, default=Config().eviction)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--open", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--after-kill", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.open:
-        print(json.dumps(measure_opening(options.open, options.blocks, options.eviction, options.after_kill)))
+        print(json.dumps(measure_opening(options.open, options.blocks, options.after_kill)))
         return
-    share = 10 if options.quick else 1
-    block_count, header_count = options.blocks // share, options.headers // share
-    print(f"{block_count:,} blocks, eviction {options.eviction}, {os.cpu_count()} cores")
+    block_count = options.blocks
+    print(f"{block_count:,} blocks, {os.cpu_count()} cores")
     with tempfile.TemporaryDirectory(dir=options.dir) as directory:
         path = Path(directory) / "index"
         if set(options.parts) - {"rebuild"}:
             build(path, block_count)
         if "open" in options.parts:
-            show_openings(path, block_count, options.eviction, options.rounds)
+            show_openings(path, block_count, options.rounds)
         if "neighbours" in options.parts:
             show_neighbours(path, block_count, options.rounds)
         if "rebuild" in options.parts:
-            show_rebuild(Path(directory), header_count, options.rounds)
+            show_rebuild(Path(directory), options.headers, options.rounds)
 
 
 if __name__ == "__main__":
