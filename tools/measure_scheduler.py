@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kvdisk's scheduler side costs a step, beside vLLM's own offloading to memory doing the same in the same run.
+"""What kvdisk's scheduler side costs a step, beside vLLM's own offloading doing the same.
 
-Block pool, requests, scheduler output and both connectors' code are real; there is no model, no worker and no KV:
-lookups, loads and stores are decided and booked, and nothing is moved. Each round measures everything once, in turn,
-and who begins changes from round to round. Figures are medians of the thread's processor time in microseconds: what
-others do on the machine still fills its caches, so the ratio is the result. vLLM's has its CPU tier alone in all rows;
-with NVMe kvdisk has both tiers, demotes what earlier steps stored, and loads what is on NVMe. Every tier is full.
+Block pool, requests, scheduler output and both connectors' code are real; there is no model, no
+worker and no KV: lookups, loads and stores are decided and booked, and nothing is moved. Both do
+the same in turn, and who begins changes from round to round. Figures are medians of the thread's
+processor time in microseconds: what others do on the machine still fills its caches, so the ratio
+is the result. vLLM has its CPU tier alone in all rows; with NVMe kvdisk has both tiers, demotes
+what earlier steps stored, and loads what is on NVMe. Stores go into a full tier.
 """
 
 from __future__ import annotations

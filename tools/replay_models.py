@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of other policies beside ``kvdisk replay``: LRU and ARC, which vLLM's own offloading has, and the optimum.
+"""Models of other policies beside ``kvdisk replay``: LRU, ARC, and the optimum.
 
     python tools/replay_models.py TRACE --nvme 1%,5%,10% --picture docs/pictures/replay.svg
 
@@ -8,10 +8,10 @@ and counts by the same rule: a block hits when it and all before it in its promp
 request comes. Then every block of the prompt that is there is used and every other one is written,
 the tail of the prompt first, so that its head is the last to be used.
 
-``belady`` knows the future: of the blocks that are there, and the one that comes, it does not keep the
-one that is used again last, or never (Belady's MIN, block by block, with bypass). Whoever asks for a
-block asks for those before it, so what it keeps are prefixes, and no policy can hit more. It writes
-only what will hit.
+LRU and ARC are what vLLM's own offloading has. ``belady`` knows the future: of the blocks that are
+there, and the one that comes, it does not keep the one that is used again last, or never (Belady's
+MIN, block by block, with bypass). Whoever asks for a block asks for those before it, so what it
+keeps are prefixes, and no policy can hit more. It writes only what will hit.
 """
 
 from __future__ import annotations

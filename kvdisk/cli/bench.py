@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk bench``: how fast the drive under a directory is, and which device an engine would choose there.
+"""``kvdisk bench``: how fast a drive is, and which device an engine would choose there.
 
-It measures what an engine measures at its start. ``Bench`` is what ``--json`` prints; its shape changes only with
-``json_version``.
+It measures what an engine measures at its start. ``Bench`` is what ``--json`` prints; its shape
+changes only with ``json_version``.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def bench(
 
 
 def measure(directory: Path, block_sizes: Sequence[int]) -> Bench:
-    """Measure each device as a start does. Waits for the drive. Raises ConfigError: no room, no permission."""
+    """Measure each device as a start does. Raises ConfigError: no room, no permission."""
     for block_bytes in block_sizes:
         if block_bytes % ALIGNMENT or not 2 * ALIGNMENT <= block_bytes <= 1 << 30:
             raise ConfigError(f"--block-size must be a multiple of 4 KiB, 8 KiB to 1 GiB, not {block_bytes} bytes.")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kvdisk size``: what a model's KV takes, how much of it fits, and how long the drive lasts.
 
-``Answer`` is what ``--json`` prints; its shape changes only with ``json_version``. Bytes are integers; ``null`` is what
-was not asked for or does not apply.
+``Answer`` is what ``--json`` prints; its shape changes only with ``json_version``. Bytes are
+integers; ``null`` is what was not asked for or does not apply.
 """
 
 from __future__ import annotations
@@ -73,8 +73,9 @@ class Fit:
 
 @dataclass(frozen=True)
 class Writes:
-    """What is written in a day. ``measured_s``: the time looked back on in a store; None: the rate was given.
+    """What is written in a day.
 
+    ``measured_s``: the time looked back on in a store; None: the rate was given.
     ``at_least``: measured, so that what has left in the meantime does not count.
     """
 
@@ -85,7 +86,7 @@ class Writes:
 
 @dataclass(frozen=True)
 class Endurance:
-    """``bytes``: that all drives together take. ``days``: how long they last; None: what is written is not known."""
+    """``bytes``: that all drives take. ``days``: how long they last, where the writes are known."""
 
     bytes: int
     days: float | None
@@ -95,10 +96,11 @@ class Endurance:
 class Answer:
     """All that is shown.
 
-    ``model``: kind, layers, kv_heads and head_elements (of a layer and token; MLA: one head), mla, dtype (of the KV),
-    longest_tokens. ``token_bytes``: of one token on all ranks together, in GPU and CPU memory; ``_rank``: on one rank;
-    ``_drive``: on the drive, without headers and padding. ``groups``: KV-cache groups, sizes of blocks on one rank.
-    ``context_tokens``: of a conversation. ``notes``: sentences about what had to be assumed.
+    ``model``: kind, layers, kv_heads and head_elements (of a layer and token; MLA: one head), mla,
+    dtype (of the KV), longest_tokens. ``token_bytes``: of one token on all ranks together, in GPU
+    and CPU memory; ``_rank``: on one rank; ``_drive``: on the drive, without headers and padding.
+    ``groups``: KV-cache groups, sizes of blocks on one rank. ``context_tokens``: of a
+    conversation. ``notes``: sentences about what had to be assumed.
     """
 
     model: Mapping[str, object]

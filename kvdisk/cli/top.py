@@ -246,7 +246,10 @@ def hit_rate(totals: Mapping[str, float], tier: str | None = None) -> float | No
 
 
 class Rise(NamedTuple):
-    """What rose in so many seconds. ``drives``: bytes read and written. What fell was damaged, and did not rise."""
+    """What rose in so many seconds. ``drives``: bytes read and written.
+
+    What fell was damaged, and counts as no rise.
+    """
 
     seconds: float
     totals: Mapping[str, float]
@@ -404,7 +407,7 @@ class TopReader:
 
 
 def _drive(path: str, told: Sequence[tuple[DriveTelemetry, Rise | None]]) -> Drive:
-    """Return a drive of which so many engines tell. Its rates are those of the engines whose rates are known."""
+    """Return a drive that engines tell of. Rates: of the engines whose rates are known."""
     rises = [(*rise.drives[path], rise.seconds) for _, rise in told if rise is not None and path in rise.drives]
     return Drive(
         path,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine without a model or bytes: it takes a trace's requests one by one through the ``TierManager``.
+"""An engine without a model or bytes: it takes requests one by one through the ``TierManager``.
 
 A request is looked up, what hits is loaded, the rest of its prompt is computed in steps of
 ``STEP_TOKENS``, and its blocks are offered to the tiers in the step that computes them. Then its
@@ -37,7 +37,10 @@ class Counts:
 
 
 class Engine:
-    """See the module. ``pool`` has room for the longest prompt twice. The clock is the trace's: ``STEP_S`` a step."""
+    """See the module. ``pool`` has room for the longest prompt twice.
+
+    The clock is the trace's; a step takes ``STEP_S``.
+    """
 
     def __init__(self, trace: Trace, manager: TierManager, pool: GpuPool) -> None:
         self.manager = manager

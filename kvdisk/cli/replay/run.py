@@ -72,9 +72,10 @@ class TraceFacts:
 
 @dataclass
 class Replayed:
-    """All runs, room by room, as ``--json`` prints them. The shape changes only with ``json_version``.
+    """All runs, room by room, as ``--json`` prints them.
 
-    ``slot_bytes``: of a block on NVMe, with its header. ``seconds``: of all runs together.
+    The shape changes only with ``json_version``. ``slot_bytes``: of a block on NVMe, with its
+    header. ``seconds``: of all runs together.
     """
 
     trace: TraceFacts
@@ -123,7 +124,7 @@ def _by_tier(counts: Mapping[Tier, int]) -> dict[str, int]:
 
 
 _shared: list[tuple[Trace, int]] = []
-"""The trace and the bytes of a slot, in a forked process: a trace is too large to be sent each time."""
+"""The trace and the bytes of a slot, in a forked process: a trace is too large to be sent."""
 
 
 def _run_shared(setting: Setting) -> Run:
@@ -133,7 +134,10 @@ def _run_shared(setting: Setting) -> Run:
 def replay(
     trace: Trace, settings: Sequence[Setting], block_bytes: int, processes: int, watch: Callable[[int], None]
 ) -> Replayed:
-    """Run every setting, so many at a time. ``watch``: told how many have ended. Raises as ``run_setting``."""
+    """Run every setting, so many at a time. ``watch``: told how many have ended.
+
+    Raises as ``run_setting``.
+    """
     slot_bytes = make_geometry(trace, block_bytes).slot_sizes[0]
     processes = min(processes, len(settings))
     facts = TraceFacts.of(trace)

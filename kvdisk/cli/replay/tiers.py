@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run's policies and tiers, and a ``TierManager`` put together of them as the assembly does it."""
+"""One run's policies and tiers, and their ``TierManager``, made as the assembly makes one."""
 
 from __future__ import annotations
 
