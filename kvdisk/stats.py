@@ -129,6 +129,24 @@ METRICS: Mapping[str, Metric] = {
 parts of transfers, and the failures that workers find, count on each rank."""
 
 
+FAILURES = {
+    "failed_loads": "failed loads",
+    "failed_stores": "failed stores",
+    "failed_promotions": "failed promotions",
+    "verification_failures.header": "wrong headers",
+    "verification_failures.checksum": "wrong checksums",
+    "io_errors.read": "read errors",
+    "io_errors.write": "write errors",
+    "deadline_misses": "deadline misses",
+    "dropped_records": "records not committed",
+    "segment_failures": "segments not made",
+    "drive_quarantines": "drive quarantines",
+    "foreign_failures": "gone from other homes",
+    "switched_off": "switched off",
+}
+"""Series that count what has failed, and what they are in words."""
+
+
 def _listed(metric: Metric) -> Iterator[str]:
     if metric.label:
         yield from (f"{metric.name}.{value}" for value in metric.values)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from kvdisk import __version__
 from kvdisk.device.telemetry_file import JSON_VERSION
 from kvdisk.manager.accounting import Gauges
-from kvdisk.stats import Samples, Stats, by_metric
+from kvdisk.stats import FAILURES, Samples, Stats, by_metric
 
 logger = logging.getLogger("kvdisk")
 
@@ -27,19 +27,6 @@ LOOK_S = 1.0
 """How often gauges are read, and a snapshot is left, while jobs are under way; when the last has ended, at once."""
 WRITE_S = 1.0
 LOG_S = 60.0
-_FAILURES = {
-    "failed_loads": "failed loads",
-    "failed_stores": "failed stores",
-    "verification_failures.header": "wrong headers",
-    "verification_failures.checksum": "wrong checksums",
-    "io_errors.read": "read errors",
-    "io_errors.write": "write errors",
-    "deadline_misses": "deadline misses",
-    "dropped_records": "records not committed",
-    "drive_quarantines": "drive quarantines",
-    "foreign_failures": "gone from other homes",
-    "switched_off": "switched off",
-}
 _MOVED = {
     "GPU to memory": ("gpu_to_cpu", "gpu_to_nvme"),
     "to NVMe": ("cpu_to_nvme", "gpu_to_nvme"),
@@ -55,6 +42,17 @@ class _Snapshot(NamedTuple):
     counts: Mapping[str, int]
     sums: Mapping[str, tuple[int, float]]
     gauges: Mapping[str, float]
+
+    def rise_since(self, before: _Snapshot) -> Stats:
+        """Return what counters and histograms rose by, where they did, and the gauges."""
+        rose = Stats(gauges=dict(self.gauges))
+        for series, count in self.counts.items():
+            rose.add(series, count - before.counts.get(series, 0))
+        for series, (count, total) in self.sums.items():
+            old_count, old_total = before.sums.get(series, (0, 0.0))
+            if count != old_count:
+                rose.samples[series] = Samples(count - old_count, total - old_total)
+        return rose
 
 
 class Telemetry:
@@ -88,12 +86,11 @@ class Telemetry:
             "ranks": ranks,
         }
         self._told_changes = 0
-        self._told = Stats()
         self._was_busy = False
         self._tell_at_s = 0.0
         self._look_at_s = 0.0
-        self._looked_jobs = 0
-        self._latest = self._look()
+        self._looked_jobs = gauges.planned_jobs
+        self._told = self._latest = _Snapshot(time.time(), {}, {}, gauges.read())
         self._written: _Snapshot | None = None
         self._logged = self._latest
 
@@ -115,43 +112,35 @@ class Telemetry:
         if not look and not (changed and (not busy or now >= self._tell_at_s)):
             return None
         self._tell_at_s = now + TELL_S
-        fresh = self._fresh()
         if look:
             self._look_at_s = now + LOOK_S
-            self._latest = self._look()
-            fresh.gauges = dict(self._latest.gauges)
-        elif not busy:
-            self._latest = self._snapshot(self._latest.gauges)
+        fresh = self._advance(look=look)
+        if look or not busy:  # counters and gauges of one moment
+            self._latest = self._told
         return fresh
 
     def take_rest(self) -> Stats:
         """Return what counters and samples rose by, at the end of all: gauges are not read any more."""
-        self._latest = self._snapshot(self._latest.gauges)
-        return self._fresh()
-
-    def _fresh(self) -> Stats:
-        stats, told = self._stats, self._told
-        self._told_changes = stats.changes
-        fresh = Stats({name: count - told.counts.get(name, 0) for name, count in stats.counts.items()})
-        fresh.counts = {name: count for name, count in fresh.counts.items() if count}
-        told.counts = dict(stats.counts)
-        for series, samples in stats.samples.items():
-            before = told.samples.get(series)
-            if before is None:
-                before = told.samples[series] = Samples()
-            if samples.count != before.count:
-                count, total = samples.count - before.count, samples.total - before.total
-                fresh.samples[series] = Samples(count, total, samples.values)
-                before.count, before.total, samples.values = samples.count, samples.total, []
+        fresh = self._advance(look=False)
+        self._latest = self._told
         return fresh
 
-    def _look(self) -> _Snapshot:
-        self._looked_jobs = self._gauges.planned_jobs
-        return self._snapshot(self._gauges.read())
-
-    def _snapshot(self, gauges: Mapping[str, float]) -> _Snapshot:
-        sums = {series: (samples.count, samples.total) for series, samples in self._stats.samples.items()}
-        return _Snapshot(time.time(), dict(self._stats.counts), sums, gauges)
+    def _advance(self, *, look: bool) -> Stats:
+        """Return what changed since the last time. ``look``: read the gauges anew."""
+        stats, before = self._stats, self._told
+        if look:
+            self._looked_jobs = self._gauges.planned_jobs
+        gauges = self._gauges.read() if look else before.gauges
+        sums = {series: (samples.count, samples.total) for series, samples in stats.samples.items()}
+        self._told = _Snapshot(time.time(), dict(stats.counts), sums, gauges)
+        self._told_changes = stats.changes
+        fresh = self._told.rise_since(before)
+        if not look:
+            fresh.gauges = {}
+        for series, samples in fresh.samples.items():
+            mine = stats.samples[series]
+            samples.values, mine.values = mine.values, []
+        return fresh
 
     # -- another thread ------------------------------------------------------------------------
 
@@ -169,16 +158,7 @@ class Telemetry:
             return
         self._logged = latest
         seconds = max(1.0, latest.time_s - before.time_s)
-        rose = Stats(
-            {name: count - before.counts.get(name, 0) for name, count in latest.counts.items()},
-            {
-                series: Samples(
-                    count - before.sums.get(series, (0, 0.0))[0], total - before.sums.get(series, (0, 0.0))[1]
-                )
-                for series, (count, total) in latest.sums.items()
-            },
-            dict(latest.gauges),
-        )
+        rose = latest.rise_since(before)
         said = ", ".join(f"{name} {value}" for name, value in summarize(rose, seconds).items())
         logger.info("kvdisk, last %.0f s: %s.", seconds, said or "nothing moved")
 
@@ -227,7 +207,7 @@ def summarize(rose: Stats, seconds: float | None = None) -> dict[str, str]:
     evicted = [rose[f"evicted_blocks.{tier}"] for tier in ("cpu", "nvme")]
     if any(evicted):
         found["evicted blocks"] = f"{evicted[0]:,} CPU {evicted[1]:,} NVMe"
-    for series, name in _FAILURES.items():
+    for series, name in FAILURES.items():
         if rose[series]:
             found[name] = f"{rose[series]:,}"
     return found

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own way to a drive, as a peer of ours: one file for each block, moved by its C extension ``fs_io_C``.
+"""What ``bench_tiers.py`` measures, and its peer: vLLM's own way to a drive, a file for each block (``fs_io_C``).
 
-The extension is loaded from its file, without vLLM around it, and called as vLLM's tier for file systems does
+The C extension is loaded from its file, without vLLM around it, and called as vLLM's tier for file systems does
 (``vllm/v1/kv_offload/tiering/fs``): a list of paths and of buffers for each call, threads of Python, files opened with
 O_DIRECT, each written under another name first. It is given more than it has in vLLM: directories exist already, and
 the blocks of a measurement are dealt out evenly, one call for each thread.
@@ -20,20 +20,76 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench_drive import Case
+import numpy as np
 
+from kvdisk.cli.output import size
 from kvdisk.device.base import Op
 from kvdisk.errors import ConfigError
+from kvdisk.worker.runner import MOST_READS, PART_BYTES
 
 THREADS = (1, 4, 8, 16)
 """Counts that are measured. vLLM's default is 16 for each direction."""
 _FOLDERS = 16
 _GET_FLAGS, _SET_FLAGS, _SPREAD = 0x80086601, 0x40086602, 0x00020000
 """Of Linux's ioctl for the attributes of a directory; the last is what ``chattr +T`` sets."""
+
+
+LANES = MOST_READS
+"""Batches that the mover has at a device at once."""
+
+
+class Layout(Enum):
+    """Where on the drive blocks lie that are moved one after the other."""
+
+    CONTIGUOUS = "contiguous"
+    SCATTERED = "scattered"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure: so many blocks, each moved once, ``depth`` of them at a time."""
+
+    op: Op
+    layout: Layout
+    block_bytes: int
+    block_count: int
+
+    @property
+    def depth(self) -> int:
+        """As many blocks as the mover has at the device at once, within reason."""
+        return min(max(MOST_READS * PART_BYTES // self.block_bytes, 4), 256, self.block_count)
+
+    @property
+    def total_bytes(self) -> int:
+        """Of one measurement."""
+        return self.block_bytes * self.block_count
+
+    @property
+    def lane_blocks(self) -> int:
+        """Blocks of a batch."""
+        return -(-self.depth // min(LANES, self.depth))
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Memory that the batches need at once."""
+        return min(LANES, self.depth) * self.lane_blocks * self.block_bytes
+
+    @property
+    def words(self) -> str:
+        """The case in words."""
+        return f"{self.op.value} {size(self.block_bytes).replace('.0 ', ' ')} x {self.depth} {self.layout.value}"
+
+    def order(self) -> list[int]:
+        """Return the blocks in the order in which they are moved, the same in every run."""
+        if self.layout is Layout.CONTIGUOUS:
+            return list(range(self.block_count))
+        return np.random.default_rng(1).permutation(self.block_count).tolist()
 
 
 def load_extension() -> Any:

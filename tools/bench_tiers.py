@@ -23,17 +23,16 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from bench_drive import Case, DriveRun, Layout
-from bench_peer import VllmFiles
+import numpy as np
+from bench_peer import LANES, Case, Layout, VllmFiles
 from rich.console import Console
 from rich.table import Table
 
-from kvdisk.cli.bench.machine import describe
-from kvdisk.cli.bench.mover import fill
+from kvdisk.cli.bench import Machine
 from kvdisk.cli.output import parse_size
-from kvdisk.device.base import Op
+from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.probe import MAKERS, nameless_file
-from kvdisk.errors import ConfigError
+from kvdisk.errors import ConfigError, DeviceError
 from kvdisk.geometry import ALIGNMENT, round_up
 from kvdisk.worker.arena import Arena
 
@@ -55,6 +54,45 @@ WRITE_BYTES = 8 << 20
 
 Seconds = Callable[[], float]
 """Moves all bytes of a case once, and returns how long that took."""
+
+
+class DriveRun:
+    """A device over a file. ``memory``, for the buffers, and ``fd`` stay the caller's."""
+
+    def __init__(self, device: Device, fd: int, memory: Buffer) -> None:
+        self.device = device
+        self._fd = fd
+        self._memory = memory
+        device.attach_memory(memory)
+        device.attach_file(fd)
+
+    def move(self, case: Case) -> None:
+        """Move every block of a case once. Raises DeviceError where a transfer failed."""
+        device, order, most = self.device, case.order(), case.lane_blocks
+        batches = (order[start : start + most] for start in range(0, len(order), most))
+        free = list(range(min(LANES, case.depth)))
+        lane_of: dict[int, int] = {}
+        while True:
+            while free and (blocks := next(batches, None)) is not None:
+                lane = free.pop()
+                lane_of[device.submit(case.op, self._transfers(case, lane * most, blocks))] = lane
+            if not lane_of:
+                return
+            for outcome in device.poll(1.0):
+                if outcome.errors:
+                    device.drain()
+                    raise DeviceError(next(iter(outcome.errors.values())), f"device {device.name}")
+                free.append(lane_of.pop(outcome.ticket))
+
+    def _transfers(self, case: Case, first: int, blocks: list[int]) -> list[Transfer]:
+        """Return the transfers of a batch whose buffers begin at block ``first`` of the memory."""
+        size, memory, fd = case.block_bytes, self._memory, self._fd
+        if case.layout is Layout.CONTIGUOUS:  # neighbours are one transfer, as in the mover
+            return [Transfer(fd, blocks[0] * size, (memory[first * size : (first + len(blocks)) * size],))]
+        return [
+            Transfer(fd, block * size, (memory[at * size : (at + 1) * size],))
+            for at, block in enumerate(blocks, start=first)
+        ]
 
 
 def run_fio(case: Case, engine: str, path: str) -> float:
@@ -129,13 +167,15 @@ def main(arguments: list[str]) -> int:
     wanted = cases(total_bytes, sizes)
     in_flight = max(WRITE_BYTES, *(case.bytes_in_flight for case in wanted))
     console = Console(highlight=False)
-    console.print(describe(options.dir).sentence)
+    console.print(Machine.here(options.dir).sentence)
     table = Table("", "MB/s", "lowest-highest", "of fio", "of vLLM")
     with ExitStack() as stack:
         private = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.dir)))
         arena = Arena([WRITE_BYTES], [-(-in_flight // WRITE_BYTES)], pin=False)
         stack.callback(arena.close)
-        fill(arena.memory)
+        filling = np.random.default_rng(2)  # no drive compresses it
+        for start in range(0, arena.memory.nbytes, WRITE_BYTES):
+            arena.memory[start : start + WRITE_BYTES] = filling.bytes(WRITE_BYTES)
         fd, direct = stack.enter_context(nameless_file(private, round_up(total_bytes, ALIGNMENT)))
         for at in range(0, total_bytes, WRITE_BYTES):
             os.pwrite(fd, arena.memory[: min(WRITE_BYTES, total_bytes - at)], at)

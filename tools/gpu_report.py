@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from kvdisk.blocks import JobId, Slot, Tier, make_block_key
+from kvdisk.cli.bench import Machine
 from kvdisk.device.base import Device
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.pair import PairDevice
@@ -85,23 +85,13 @@ def median_speed(byte_count: int, act: Callable[[], None], repetitions: int) -> 
 
 
 def describe_machine(directory: Path) -> dict[str, str]:
+    """Return what this runs on."""
     import torch
 
-    found = {"python": platform.python_version(), "torch": torch.__version__, "kernel": platform.release()}
-    found["cpus"] = str(os.cpu_count())
+    found = {"machine": Machine.here(directory).sentence, "torch": torch.__version__}
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0)
         found |= {"gpu": gpu.name, "gpu_bytes": str(gpu.total_memory), "cuda": str(torch.version.cuda)}
-    stat = os.statvfs(directory)
-    found |= {"directory_device": str(os.stat(directory).st_dev), "free_bytes": str(stat.f_bavail * stat.f_frsize)}
-    mounts = Path("/proc/mounts")
-    if mounts.exists():
-        real = directory.resolve()
-        lines = [line.split()[:3] for line in mounts.read_text().splitlines()]
-        inside = [line for line in lines if line[1] == "/" or real.is_relative_to(line[1])]
-        if inside:
-            source, _, kind = max(inside, key=lambda line: len(line[1]))
-            found["file_system"] = f"{kind} on {source}"
     return found
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the pages that say what the code says: docs/CONFIGURATION.md from ``Config``, docs/CLI.md from the help.
+"""Make the pages that say what the code says: docs/CONFIGURATION.md from ``Config``, docs/CLI.md from the help, and
+the tables of docs/METRICS.md from ``kvdisk.stats``.
 
 ``--check`` writes nothing, and ends with 1 where a file is not what would be written. ``tests/test_docs.py`` holds them
 equal. What the commands print is in docs/output, which ``tools/make_pictures.py`` writes.
@@ -25,6 +26,7 @@ import typer.main
 from kvdisk.cli.main import app
 from kvdisk.config import _PARSERS, Config
 from kvdisk.errors import ConfigError
+from kvdisk.stats import METRICS, Kind, Metric
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -302,7 +304,44 @@ The outputs are of a store that `tools/make_pictures.py` makes: two models, and 
 {sections}"""
 
 
-FILES = {DOCS / "CONFIGURATION.md": configuration, DOCS / "CLI.md": command_line}
+# --- The metrics. ---
+
+
+KINDS = {Kind.COUNTER: "Counters", Kind.GAUGE: "Gauges", Kind.HISTOGRAM: "Histograms"}
+
+
+def _metrics_of(kind: Kind) -> str:
+    """Return the table of the metrics of a kind, in Markdown."""
+    rows = [_metric(metric) for metric in METRICS.values() if metric.kind is kind]
+    return "\n".join(("| metric | label | what it is |", "|---|---|---|", *rows))
+
+
+def _metric(metric: Metric) -> str:
+    suffix = "_total" if metric.kind is Kind.COUNTER else ""
+    values = f": {', '.join(f'`{value}`' for value in metric.values)}" if metric.values else ""
+    label = f"`{metric.label}`{values or ': number of the drive'}" if metric.label else ""
+    return f"| `vllm:kvdisk_{metric.name}{suffix}` | {label} | {metric.about} |"
+
+
+def with_metrics(text: str) -> str:
+    """Return a text of Markdown with the table under each heading that names a kind replaced."""
+    for kind, heading in KINDS.items():
+        pattern = re.compile(rf"(^### {heading}\n\n).*?(?=^#|\Z)", re.MULTILINE | re.DOTALL)
+        assert len(pattern.findall(text)) == 1, heading
+        text = pattern.sub(lambda found, kind=kind: f"{found[1]}{_metrics_of(kind)}\n\n", text)
+    return text.rstrip("\n") + "\n"
+
+
+def metrics() -> str:
+    """Return docs/METRICS.md with its tables anew."""
+    return with_metrics((DOCS / "METRICS.md").read_text())
+
+
+FILES = {
+    DOCS / "CONFIGURATION.md": configuration,
+    DOCS / "CLI.md": command_line,
+    DOCS / "METRICS.md": metrics,
+}
 
 
 def main() -> int:

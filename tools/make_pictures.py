@@ -30,8 +30,9 @@ from PIL import Image, ImageChops
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
-from screen import watch
 from support import ENVIRONMENT
+
+from kvdisk.cli.top import TopReader, draw
 
 COMMAND = Path(sysconfig.get_path("scripts")) / "kvdisk"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -110,7 +111,7 @@ SHOWN = (
     Shown("top", "top STORE", columns=126, picture=True, live=25),
     Shown("size", "size --model Llama-3.1-8B --nvme 1TiB --cpu 64GiB --write-rate 300GB --drive-endurance 1.2PB"),
     Shown("replay", "replay TRACE", columns=120),
-    Shown("bench", "bench DRIVE -b 256K -b 2M --rounds 3", columns=112),
+    Shown("bench", "bench DRIVE -b 256K -b 2M", columns=112),
 )
 
 
@@ -204,10 +205,7 @@ def show(shown: Shown, store: Path, trace: Path | None) -> None:
     typed = typed.replace("KEY", branching_key()).replace("TRACE", trace.name if trace else "")
     with aside(store) if shown.copy else nullcontext(), desk(trace) as folder:
         arguments = [str(COMMAND), *typed.split()]
-        if shown.live:
-            texts = watch(arguments, shown.columns, ROWS, shown.live, terminal_of(shown))
-        else:
-            texts = printed(arguments, shown, folder)
+        texts = watched(store, shown) if shown.live else printed(arguments, shown, folder)
         lines = [Text.from_ansi(text) for text in texts]
         said = "\n".join([f"$ kvdisk {typed}", *(line.plain.rstrip() for line in lines)])
         (OUTPUT / f"{shown.name}.txt").write_text(f"{said.rstrip()}\n")
@@ -262,6 +260,20 @@ def printed(arguments: Sequence[str], shown: Shown, folder: Path) -> list[str]:
     print(f"kvdisk: {shown.typed} ended with {done.returncode}")
     # A progress bar, where all is well.
     return f"{done.stdout}{done.stderr if done.returncode else ''}".rstrip().splitlines()
+
+
+def watched(store: Path, shown: Shown) -> list[str]:
+    """Look at a store for a while as ``kvdisk top`` does; return the lines of the last frame."""
+    reader, end_s = TopReader([store]), time.monotonic() + shown.live
+    while time.monotonic() < end_s:
+        frame = reader.read()
+        time.sleep(2)
+    console = Console(
+        width=shown.columns, file=io.StringIO(), color_system="truecolor", force_terminal=True, markup=False
+    )
+    with console.capture() as text:
+        console.print(draw(frame, shown.columns))
+    return text.get().splitlines()
 
 
 def terminal_of(shown: Shown) -> dict[str, str]:

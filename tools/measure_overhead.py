@@ -11,12 +11,9 @@ CPU time, of all threads of an in-process engine, is the figure to trust where o
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +25,8 @@ from demo import WORK, DemoError, build_model, inspect
 from engine_child import EngineChild, EngineError
 from rich.console import Console
 from rich.table import Table
+
+from kvdisk.cli.bench import Machine
 
 CONNECTED, ALONE = "with kvdisk", "vLLM alone"
 
@@ -86,28 +85,6 @@ def table_of(turns: dict[str, list[Turn]], tokens: int) -> Table:
             f"{statistics.median(turn.cpu_s for turn in taken):.2f} s",
         )
     return table
-
-
-def describe_machine(store: Path) -> str:
-    """Return one line on what this ran on."""
-    names = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if "model name" in line
-    ]
-    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    kind = subprocess.run(
-        ["df", "--output=fstype", str(store)],  # noqa: S607
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.split()[-1:]
-    cores = len(os.sched_getaffinity(0))
-    return (
-        f"{cores} cores ({names[0] if names else platform.machine()}), {memory_gib:.0f} GiB memory,"
-        f" store on {''.join(kind) or 'an unknown file system'},"
-        f" Linux {platform.release()}, Python {platform.python_version()}"
-    )
 
 
 def parse_options() -> argparse.Namespace:
@@ -180,7 +157,7 @@ def report(options: argparse.Namespace, turns: dict[str, list[Turn]], work: Path
         f"A turn: {options.requests} prompts of {options.prompt_tokens:,} tokens, {options.max_tokens} tokens decoded,"
         f" {options.concurrent} at once, layout {options.layout}."
     )
-    console.print(describe_machine(work))
+    console.print(Machine.here(work).sentence)
 
 
 def main() -> int:

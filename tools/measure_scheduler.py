@@ -1,321 +1,355 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what kvdisk's scheduler side costs, beside vLLM's own offloading to memory doing the same in the same run.
+"""What kvdisk's scheduler side costs a step, beside vLLM's own offloading doing the same.
 
-No model, no worker and no KV: lookups and stores are decided and booked, and nothing is moved. Each round measures
-everything once, in turn, each time with a prompt that was not looked at before, and who begins changes from round to
-round; figures are medians of the rounds, of the thread's processor time, since nothing here waits: what others do on
-the machine still fills its caches. Ratios are of the medians, and beside that of the means: what one step pays for
-many, as an eviction does, is only in these. A prompt of 32,000 tokens is 2,000 blocks; the store holds it whole. Where
-a prompt is stored "right after another" of its kind, caches are warm from that; else other work was done in between.
-"Stored" blocks came to the store in the order of their prompts, "found at start" in the order of their keys, as after a
-restart. The bare dictionary has the same keys in the same order, and is asked for each by ``list(map(d.get, keys))``.
+Block pool, requests, scheduler output and both connectors' code are real; there is no model, no
+worker and no KV: lookups, loads and stores are decided and booked, and nothing is moved. Both do
+the same in turn, and who begins changes from round to round. Figures are medians of the thread's
+processor time in microseconds: what others do on the machine still fills its caches, so the ratio
+is the result. vLLM has its CPU tier alone in all rows; with NVMe kvdisk has both tiers, demotes
+what earlier steps stored, and loads what is on NVMe. Stores go into a full tier.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
+import hashlib
 import os
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
-from measure_overhead import describe_machine
 from rich.console import Console
 from rich.table import Table
-from scheduler_hits import OURS, THEIRS, WITH_NVME, Hits, Sample, Turns, Unwanted, timed
-from scheduler_stands import (
-    BLOCK_TOKENS,
-    BothSides,
-    catalog_of,
-    completed,
-    full_offloading_manager,
-    hashes_of,
-    order_of,
-    report_of,
-)
-from scheduler_stores import LONG, Stores, stored_by, timed_sides
 
-from kvdisk.blocks import make_block_keys
+from kvdisk.blocks import Tier
+from kvdisk.cli.bench import Machine
 from kvdisk.config import Config
-from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager.admission import make_admission
-from kvdisk.manager.jobs import Transfers
-from kvdisk.manager.manager import TierManager
-from kvdisk.manager.parts import Parts
-from kvdisk.manager.store_policy import make_store_policy
-from kvdisk.manager.tiers import CpuSpace
+from kvdisk.messages import JobKind, JobResult, Plan, Report
 
-PROMPT_BLOCKS = 2000
-RUNNING = 100
-NEW_BLOCKS = 10
-ASKS = 20
-PARTS = ("steps", "stores", "hits", "lookups")
-BARE = "dictionary"
-PLACES = {"prompts": "stored", "keys": "found at start"}
+BLOCK_TOKENS = 16
+PAYLOAD_BYTES = 4096
+NVME_BYTES = 2 << 30
+TIER_BLOCKS = 4096
+RUNNING, NEW_BLOCKS = 100, 10
+STORED, LOADED = (1, 16, 512), (1, 16, 2000)
+
+Samples = Iterator[tuple[float, float]]
+"""Processor time of kvdisk and of vLLM for the same work, in seconds."""
 
 
-class Figure(NamedTuple):
-    """Microseconds."""
+class BothSides:
+    """Requests of an engine, and kvdisk's and vLLM's scheduler sides that follow them.
 
-    median: float
-    lowest: float
-    highest: float
-    mean: float
-
-
-class Lookups:
-    """A store, a dictionary and, with ``order`` "prompts", vLLM's manager, all with the same blocks."""
-
-    def __init__(self, block_count: int, order: str) -> None:
-        self._where = f"{block_count:,} blocks, {PLACES[order]}"
-        numbers = order_of(block_count, order)
-        geometry = Geometry((GroupGeometry(0, BLOCK_TOKENS, 4096),), 1, BLOCK_TOKENS)
-        parts = Parts(Config(), geometry, _NoBlocks(), catalog_of(numbers, PROMPT_BLOCKS), Transfers(1))
-        cpu = CpuSpace(parts, (1,), make_admission("all", 0))
-        self._manager = TierManager(parts, cpu, None, make_store_policy("on_compute"), 1)
-        self._bare = {key: row for row, key in enumerate(make_block_keys(hashes_of(numbers), 0))}
-        self._theirs = full_offloading_manager(numbers, PROMPT_BLOCKS) if order == "prompts" else None
-        self._prompts = [range(start, start + PROMPT_BLOCKS) for start in range(0, block_count, PROMPT_BLOCKS)]
-        self._random = random.Random(block_count)  # noqa: S311 - not a secret
-
-    def round(self) -> Iterator[Sample]:
-        """Look a prompt up in each; no two the same prompt."""
-        calls = [(OURS, self._ours), (BARE, self._dictionary), (THEIRS, self._vllm)]
-        self._random.shuffle(calls)
-        for (owner, call), prompt in zip(calls, self._random.sample(self._prompts, len(calls)), strict=True):
-            for what, seconds in call(hashes_of(prompt)):
-                yield f"{what}, {self._where}", owner, seconds
-
-    def _ours(self, hashes: list[bytes]) -> Iterator[tuple[str, float]]:
-        manager, tokens = self._manager, len(hashes) * BLOCK_TOKENS
-        yield "new request", timed(lambda: manager.new_request("one", hashes, tokens))[0]
-        for what, count in (("lookup", 1), ("again", ASKS)):
-            seconds, found = timed(
-                lambda count=count: [manager.lookup("one", 0, tokens + 1, 1.0) for _ in range(count)]
-            )  # type: ignore[misc]
-            assert found == [tokens] * count
-            yield what, seconds / count
-        manager.request_finished("one")
-
-    def _dictionary(self, hashes: list[bytes]) -> Iterator[tuple[str, float]]:
-        bare = self._bare
-        keys = make_block_keys(hashes, 0)
-        seconds, found = timed(lambda: list(map(bare.get, keys)))
-        assert None not in found
-        yield "lookup", seconds
-
-    def _vllm(self, hashes: list[bytes]) -> Iterator[tuple[str, float]]:
-        if self._theirs is None:
-            return
-        from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
-
-        manager, hit = self._theirs, LookupResult.HIT
-        context = ReqContext(req_id="one")
-        manager.on_new_request(context)
-        keys: list[Any] = []
-
-        def make_keys() -> None:  # as its RequestOffloadState does
-            for number, block_hash in enumerate(hashes, 1):
-                key = make_offload_key(block_hash, 0)
-                keys.append(key)
-                context.set_offload_key_position(key, number * BLOCK_TOKENS)
-
-        def look_up() -> int:  # as the loop of its scheduler side does, without the events
-            count = 0
-            for key in keys:
-                if manager.lookup(key, context) is not hit:
-                    break
-                count += 1
-            return count
-
-        yield "new request", timed(make_keys)[0]
-        for what in ("lookup", "again"):
-            seconds, found = timed(look_up)
-            assert found == len(keys)
-            yield what, seconds
-        manager.on_request_finished(context)
-
-
-class _NoBlocks:
-    """An engine without GPU blocks."""
-
-    block_count = 2
-
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"a lookup needs no {name}")
-
-
-class Steps:
-    """Steps of RUNNING requests, as both connectors' scheduler sides plan them. ``store_dir``: see ``BothSides``."""
-
-    def __init__(self, store_dir: Path | None = None) -> None:
-        self._sides, self._turns = BothSides(RUNNING, 128, 200_000, store_dir), Turns()
-        self._with = WITH_NVME if store_dir else ""
-
-    def round(self) -> Iterator[Sample]:
-        """Plan a step in which nothing is new, and one in which NEW_BLOCKS requests fill a block."""
-        sides = self._sides
-        self._turns.next_round()
-        yield from self._step("build_connector_meta, nothing new", sides.still(), None)
-        filled = f"{NEW_BLOCKS} new blocks"
-        yield from self._step(f"build_connector_meta, {filled}", sides.filling(NEW_BLOCKS), f"settling {filled}")
-
-    def _step(self, what: str, output: Any, settling: str | None) -> Iterator[Sample]:
-        sides, both = self._sides, self._turns.both
-        (ours_s, plan), (theirs_s, meta) = both(
-            lambda: sides.ours.plan(output), lambda: sides.theirs.build_connector_meta(output)
-        )
-        assert stored_by(plan) == len(meta.store_jobs) == (NEW_BLOCKS if settling else 0)
-        yield what + self._with, OURS, ours_s
-        yield what + self._with, THEIRS, theirs_s
-        report, done = report_of(plan), completed(meta)
-        (ours_s, _), (theirs_s, _) = both(
-            lambda: sides.ours.settle(report, set()), lambda: sides.theirs.update_connector_output(done)
-        )
-        if settling:
-            yield settling + self._with, OURS, ours_s
-            yield settling + self._with, THEIRS, theirs_s
-
-
-class Decoding:
-    """A request that decodes alone: the steps of one block, of which the last fills and stores it."""
-
-    def __init__(self, store_dir: Path | None = None) -> None:
-        self._sides, self._turns = BothSides(1, 128, 200_000, store_dir), Turns()
-        self._what = f"a decoded block of a lone request, its {BLOCK_TOKENS} steps{WITH_NVME if store_dir else ''}"
-
-    def round(self) -> Iterator[Sample]:
-        """Plan and settle a block's steps."""
-        sides, ours_s, theirs_s = self._sides, 0.0, 0.0
-        self._turns.next_round()
-        for step in range(BLOCK_TOKENS):
-            output = sides.still() if step < BLOCK_TOKENS - 1 else sides.filling(1)
-            both_s, plan = timed_sides(sides, output, self._turns)
-            ours_s, theirs_s = ours_s + both_s[0], theirs_s + both_s[1]
-        assert stored_by(plan) == 1
-        yield self._what, OURS, ours_s
-        yield self._what, THEIRS, theirs_s
-
-
-def measure(options: argparse.Namespace, store_dir: Path) -> dict[str, dict[str, list[float]]]:
-    """Run the rounds; return seconds by what was measured and whose it is. ``store_dir``: an empty directory.
-
-    Parts are let go when they are over.
+    ``cpu_blocks``: of kvdisk's tier; ``their_blocks``: of vLLM's. ``store_dir``: where kvdisk has an NVMe tier as well,
+    with an index and all, in a store of its own.
     """
-    found: dict[str, dict[str, list[float]]] = {}
-    if "steps" in options.parts:
-        run_rounds(
-            [Steps(), Steps(store_dir), Unwanted(RUNNING, 400), Decoding(), Decoding(store_dir)], options.rounds, found
+
+    def __init__(self, cpu_blocks: int, store_dir: Path | None, their_blocks: int | None = None) -> None:
+        import torch
+        from vllm.v1.core.block_pool import BlockPool
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+        from kvdisk.connector.scheduler_side import SchedulerSide
+
+        head_size = PAYLOAD_BYTES // BLOCK_TOKENS // 8
+        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=head_size, dtype=torch.float32)
+        pool_blocks = 1 << 17
+        cache = KVCacheConfig(pool_blocks, [], [KVCacheGroupSpec(["layer"], spec)], hash_block_size=BLOCK_TOKENS)
+        drive: dict[str, Any] = {}
+        if store_dir is not None:
+            drive = {"store_dirs": (Path(tempfile.mkdtemp(dir=store_dir)),), "nvme_bytes": NVME_BYTES}
+        config = Config(cpu_bytes=cpu_blocks * 2 * PAYLOAD_BYTES, store_decode=True, **drive)
+        self.pool = BlockPool(pool_blocks, True, BLOCK_TOKENS)
+        with mock.patch("kvdisk.connector.scheduler_side.fingerprint_of", return_value=(bytes(32), {})):  # no model
+            self.ours = SchedulerSide(config, _settings(), cache)
+        self.ours.bind_pool(self.pool)
+        self.theirs = _offloading_scheduler(their_blocks or cpu_blocks, _settings(), cache)
+        self._random = random.Random(0)  # noqa: S311 - not a secret
+        self._last = 0
+        self._ours_first = False
+        self.requests: dict[str, Any] = {}
+        self.tables: dict[str, list[Any]] = {}
+
+    # -- requests and steps --------------------------------------------------------------------
+
+    def come(self, hashes: list[bytes]) -> Any:
+        """Let a request come whose prompt is these blocks."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        self._last += 1
+        request_id = f"request {self._last}"
+        request = Request(request_id, [1] * (len(hashes) * BLOCK_TOKENS), SamplingParams(max_tokens=10**6), None)
+        request.block_hashes.extend(hashes)
+        self.requests[request_id] = request
+        self.ours.new_request(request)
+        self.theirs.on_new_request(request)
+        request.append_output_token_ids(1)  # so that all of its prompt may hit
+        self.tables[request_id] = self.pool.get_new_blocks(len(hashes) + 1)
+        return request
+
+    def new_hashes(self, count: int) -> list[bytes]:
+        """Return hashes that nobody has, new objects each time, as vLLM makes them."""
+        return [hashlib.sha256(self._random.randbytes(8)).digest() for _ in range(count)]
+
+    def prefill(self, blocks: int) -> tuple[Any, Any]:
+        """Let a request come; return it, and the output of the step that computes its whole prompt."""
+        request = self.come(self.new_hashes(blocks))
+        name = request.request_id
+        output = self.output([name], {name: self.tables[name]})
+        output.num_scheduled_tokens = {name: blocks * BLOCK_TOKENS}
+        return request, output
+
+    def finish(self, request_id: str) -> None:
+        """Let a request go of which both have settled everything."""
+        from vllm.v1.request import RequestStatus
+
+        request = self.requests.pop(request_id)
+        self.ours.finished(request, (), True)
+        request.status = RequestStatus.FINISHED_ABORTED
+        self.theirs.request_finished(request)
+        ended = self.output([], {})
+        ended.finished_req_ids = {request_id}
+        self.step(ended)
+        self.pool.free_blocks(reversed(self.tables.pop(request_id)))
+
+    def output(self, request_ids: list[str], new_blocks: dict[str, list[Any]]) -> Any:
+        """Return a scheduler's output: a token for each of these requests."""
+        from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
+
+        output = SchedulerOutput.make_empty()
+        output.num_scheduled_tokens = dict.fromkeys(request_ids, 1)
+        found = [new_blocks.get(name) for name in request_ids]
+        output.scheduled_cached_reqs = CachedRequestData(
+            req_ids=request_ids,
+            resumed_req_ids=set(),
+            new_token_ids=[],
+            all_token_ids={},
+            new_block_ids=[None if blocks is None else ([block.block_id for block in blocks],) for blocks in found],
+            num_computed_tokens=[],
+            num_output_tokens=[],
         )
-    if "stores" in options.parts:
-        for blocks in (1, 16, LONG):
-            kinds = [(is_full, where) for where in (None, store_dir) for is_full in (False, True)]
-            run_rounds(
-                [Stores(blocks, is_full=is_full, store_dir=where) for is_full, where in kinds], options.rounds, found
-            )
-    if "hits" in options.parts:
-        # A short one after a long one, so that it finds cold caches.
-        run_rounds(
-            [Hits(16), Hits(16, store_dir), Hits(PROMPT_BLOCKS), Hits(1), Hits(PROMPT_BLOCKS, store_dir)],
-            options.rounds,
-            found,
+        tables = self.tables
+        output.kv_connector_block_state = KVConnectorBlockState(
+            req_ids=set(request_ids),
+            resolve_block_ids=lambda request_id: ([block.block_id for block in tables[request_id]],),
+            boundary_state_offloads={},
         )
-    if "lookups" in options.parts:
-        # All sizes at once, so that growth is that of the same minute.
-        lookups = [Lookups(block_count, order) for block_count in options.blocks for order in PLACES]
-        run_rounds(lookups, options.rounds, found)
-    return found
+        return output
+
+    def filling(self, count: int) -> Any:
+        """Return the output of a step of all requests in which ``count`` of them fill a block, and nobody else."""
+        for request in self.requests.values():
+            if (request.num_computed_tokens + 1) % BLOCK_TOKENS == 0:  # filled its block in the last step
+                self._advance(request, 1)
+        new_blocks = {}
+        for name in self._random.sample(list(self.requests), count):
+            request = self.requests[name]
+            self._advance(request, BLOCK_TOKENS - 1)
+            request.block_hashes.extend(self.new_hashes(1))
+            new_blocks[name] = self.pool.get_new_blocks(1)
+            self.tables[name] += new_blocks[name]
+        return self.output(list(self.requests), new_blocks)
+
+    def _advance(self, request: Any, tokens: int) -> None:
+        request.append_output_token_ids([1] * tokens)
+        request.num_computed_tokens += tokens
+
+    # -- what is timed -------------------------------------------------------------------------
+
+    def both(self, ours: Callable[[], Any], theirs: Callable[[], Any]) -> tuple[tuple[float, Any], tuple[float, Any]]:
+        """Time both, and return what each took and answered. Who comes second finds warm caches: they take turns."""
+        if self._ours_first:
+            mine = timed(ours)
+            return mine, timed(theirs)
+        other = timed(theirs)
+        return timed(ours), other
+
+    def step(self, output: Any, ours: Any = None, theirs: Any = None) -> tuple[float, float, Plan]:
+        """Let both plan a step and book it as done; return the time of each, and kvdisk's plan.
+
+        ``ours``, ``theirs``: called first, in the same time.
+        """
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+        from vllm.v1.outputs import KVConnectorOutput
+
+        self._ours_first = not self._ours_first
+        (ours_s, plan), (theirs_s, meta) = self.both(
+            lambda: (ours and ours(), self.ours.plan(output))[1],
+            lambda: (theirs and theirs(), self.theirs.build_connector_meta(output))[1],
+        )
+        report = Report({job.id: JobResult() for job in plan.jobs})
+        done = OffloadingWorkerMetadata(completed_jobs=dict.fromkeys((*meta.store_jobs, *meta.load_jobs), 1))
+        ended = KVConnectorOutput(kv_connector_worker_meta=done)
+        (more_s, _), (their_s, _) = self.both(
+            lambda: self.ours.settle(report, set()), lambda: self.theirs.update_connector_output(ended)
+        )
+        return ours_s + more_s, theirs_s + their_s, plan
 
 
-def run_rounds(parts: list[Any], rounds: int, found: dict[str, dict[str, list[float]]]) -> None:
-    """Let the parts take their turns."""
-    gc.collect()
-    gc.freeze()  # as vLLM does when it has started
-    for _ in range(rounds):
-        for part in parts:
-            for what, owner, seconds in part.round():
-                found.setdefault(what, {}).setdefault(owner, []).append(seconds)
-    gc.unfreeze()
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the processor time of a call, in seconds, and its answer."""
+    start_s = time.thread_time()
+    answer = call()
+    return time.thread_time() - start_s, answer
 
 
-def figures_of(found: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, Figure]]:
-    """Return medians and spread, in microseconds."""
-    return {
-        what: {
-            owner: Figure(
-                *(1e6 * figure for figure in (statistics.median(taken), min(taken), max(taken), statistics.mean(taken)))
-            )
-            for owner, taken in by_owner.items()
-        }
-        for what, by_owner in found.items()
-    }
-
-
-def table_of(figures: dict[str, dict[str, Figure]]) -> Table:
-    """Return the table."""
-    table = Table(
-        "us: median (lowest to highest)", "kvdisk", "vLLM", "dictionary", "kvdisk / vLLM", "of means", "/ dictionary"
+def _settings() -> Any:
+    """Return what both read of a ``VllmConfig``."""
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, world_size=1, decode_context_parallel_size=1, pipeline_parallel_size=1
+        ),
+        cache_config=SimpleNamespace(prefix_cache_retention_interval=None, enable_prefix_caching=True),
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute"),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=256),
+        kv_events_config=None,
+        speculative_config=None,
     )
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for what, by_owner in figures.items():
-        cells = [
-            f"{one.median:,.2f} ({one.lowest:,.2f} to {one.highest:,.2f})" if one is not None else ""
-            for one in (by_owner.get(owner) for owner in (OURS, THEIRS, BARE))
-        ]
-        ratios = ratio(by_owner, THEIRS), ratio(by_owner, THEIRS, "mean"), ratio(by_owner, BARE)
-        table.add_row(what, *cells, *ratios)
-    return table
 
 
-def ratio(by_owner: dict[str, Figure], owner: str, which: str = "median") -> str:
-    """Return how many times as long as another kvdisk takes, by the medians or the means."""
-    if OURS not in by_owner or owner not in by_owner:
-        return ""
-    return f"{getattr(by_owner[OURS], which) / getattr(by_owner[owner], which):.2f}"
+def _offloading_scheduler(cpu_blocks: int, settings: Any, cache: Any) -> Any:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+    from vllm.v1.kv_offload.base import OffloadingSpec
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+    class Spec(OffloadingSpec):  # type: ignore[misc]  # vLLM is untyped here
+        def get_manager(self) -> Any:
+            return CPUOffloadingManager(cpu_blocks)
+
+        def get_worker(self, kv_caches: Any) -> Any:  # noqa: ARG002 - vLLM's signature
+            raise AssertionError("there is no worker here")
+
+    offloading = SimpleNamespace(
+        groups=(SimpleNamespace(tokens_per_block=BLOCK_TOKENS, group_id=0, layer_names=("layer",)),),
+        enable_kv_cache_events=False,
+        extra_config={"offload_prompt_only": False},
+        cache=SimpleNamespace(tokens_per_hash=BLOCK_TOKENS, blocks_per_chunk=1),
+    )
+    return OffloadingConnectorScheduler(Spec(offloading), settings, cache)
 
 
-def growth(figures: dict[str, dict[str, Figure]], blocks: list[int]) -> Iterator[str]:
-    """Yield how lookups grow from the first size to the last, beside the dictionary's."""
-    for place in PLACES.values():
-        first, last = (figures[f"lookup, {count:,} blocks, {place}"] for count in (blocks[0], blocks[-1]))
-        ours, bare = (last[owner].median / first[owner].median for owner in (OURS, BARE))
-        yield (
-            f"From {blocks[0]:,} to {blocks[-1]:,} blocks, {place}, a lookup takes {ours:.2f} times as long,"
-            f" that of the dictionary {bare:.2f} times: {ours / bare:.2f}."
+# -- what is measured --------------------------------------------------------------------------
+
+
+def stored_by(plan: Plan) -> int:
+    """Return how many blocks a plan stores; it may demote others."""
+    return sum(len(job.moves) for job in plan.jobs if job.kind is JobKind.STORE)
+
+
+def steps(new_blocks: int, store_dir: Path | None) -> Samples:
+    """Yield steps of RUNNING requests that decode, of which so many fill a block."""
+    sides = BothSides(200_000, store_dir)
+    for _ in range(RUNNING):
+        request, output = sides.prefill(128)
+        sides.step(output)
+        request.num_computed_tokens = 128 * BLOCK_TOKENS
+    while True:
+        ours_s, theirs_s, plan = sides.step(sides.filling(new_blocks))
+        assert stored_by(plan) == new_blocks
+        yield ours_s, theirs_s
+
+
+def stores(blocks: int, store_dir: Path | None) -> Samples:
+    """Yield stores of a whole prompt, where each block takes the place of another: per block."""
+    sides, stored = BothSides(TIER_BLOCKS, store_dir), 0
+    while True:
+        count = 512 if stored < 2 * TIER_BLOCKS else blocks
+        request, output = sides.prefill(count)
+        ours_s, theirs_s, plan = sides.step(output)
+        stored += stored_by(plan)
+        sides.finish(request.request_id)
+        if stored > 2 * TIER_BLOCKS:
+            assert stored_by(plan) == count
+            yield ours_s / count, theirs_s / count
+
+
+def hits(blocks: int, store_dir: Path | None) -> Samples:
+    """Yield loads of the prompt that was used longest ago: per block, lookup, plan and settlement.
+
+    With NVMe, memory holds just less than two prompts: for what is loaded others are evicted from it.
+    """
+    sides = BothSides(1 << 16 if store_dir is None else 2 * blocks - blocks // 8, store_dir, 1 << 16)
+    prompts: list[list[bytes]] = []
+    for number in range(1, 9):
+        request, output = sides.prefill(blocks)
+        prompts += [request.block_hashes[:blocks]] * (number > 1)  # the first waits for a segment: it is not used
+        sides.step(output)
+        while sides.ours.counters().get("stored_blocks", 0) < number * blocks:  # what finds no room is offered again
+            request.num_computed_tokens = blocks * BLOCK_TOKENS
+            sides.step(sides.output([request.request_id], {}))
+        while sides.ours.has_pending_work():  # until all is on NVMe that goes there, and committed
+            sides.step(sides.output([], {}))
+        sides.finish(request.request_id)
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+
+    while True:
+        prompts.append(prompts.pop(0))
+        request, tokens = sides.come(prompts[-1]), blocks * BLOCK_TOKENS
+        table, output = KVCacheBlocks((sides.tables[request.request_id],)), sides.output([], {})
+        looked = sides.both(
+            partial(sides.ours.matched_tokens, request, 0), partial(sides.theirs.get_num_new_matched_tokens, request, 0)
         )
+        assert [found for _, found in looked] == [(tokens, True)] * 2
+        ours_s, theirs_s, plan = sides.step(
+            output,
+            partial(sides.ours.allocated, request, table, tokens),
+            partial(sides.theirs.update_state_after_alloc, request, table, tokens),
+        )
+        loads = [move for job in plan.jobs if job.kind is JobKind.LOAD for move in job.moves]
+        assert len(loads) == blocks and bool(store_dir) == any(Tier.NVME in move.slots for move in loads)
+        yield (looked[0][0] + ours_s) / blocks, (looked[1][0] + theirs_s) / blocks
+        sides.finish(request.request_id)
+        while sides.ours.has_pending_work():
+            sides.step(sides.output([], {}))
+
+
+def rows() -> Iterator[tuple[str, Callable[[Path | None], Samples]]]:
+    """Yield what is measured, and what measures it with and without NVMe."""
+    for new in (0, NEW_BLOCKS):
+        yield f"step of {RUNNING} requests, {new} new blocks", partial(steps, new)
+    for kind, measure, sizes in (("store", stores, STORED), ("hit", hits, LOADED)):
+        for blocks in sizes:
+            name = f"{kind} of {blocks:,} block{'s'[: blocks > 1]}, a block"
+            yield name, partial(measure, blocks)
 
 
 def main() -> int:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--blocks", type=int, nargs="+", default=[100_000, 1_000_000], help="of the stores looked up in"
-    )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
-    console = Console(highlight=False, soft_wrap=True, width=200)
-    start_s, load_before = time.monotonic(), os.getloadavg()[0]
+    table = Table("us: median", "kvdisk", "vLLM", "ratio", "with NVMe", "vLLM", "ratio")
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as directory:
-        figures = figures_of(measure(options, Path(directory)))
-    console.print(table_of(figures))
-    if "lookups" in options.parts:
-        for line in growth(figures, options.blocks):
-            console.print(line)
-    console.print(f"{options.rounds} rounds, {time.monotonic() - start_s:.0f} s in all. {describe_machine(Path())}")
-    console.print(f"Load average before and after (this tool is 1 of it): {load_before:.1f}, {os.getloadavg()[0]:.1f}")
-    if options.json:
-        shown = {what: {who: figure._asdict() for who, figure in owners.items()} for what, owners in figures.items()}
-        options.json.write_text(json.dumps({"rounds": options.rounds, "figures_us": shown}, indent=1))
+        for name, measure in rows():
+            both = [measure(None), measure(Path(directory))]
+            taken: list[list[tuple[float, float]]] = [[], []]
+            for each in both:
+                next(each)  # warms up
+            gc.collect()
+            gc.freeze()  # as vLLM does when it has started
+            for _ in range(options.rounds):
+                for samples, each in zip(taken, both, strict=True):
+                    samples.append(next(each))
+            gc.unfreeze()
+            cells = []
+            for samples in taken:
+                ours, theirs = (1e6 * statistics.median(column) for column in zip(*samples, strict=True))
+                cells += [f"{ours:,.1f}", f"{theirs:,.1f}", f"{ours / theirs:.2f}"]
+            table.add_row(name, *cells)
+    console = Console(highlight=False, soft_wrap=True, width=120)
+    console.print(table)
+    console.print(f"{options.rounds} rounds. {Machine.here(Path()).sentence}; load before: {load:.1f}")
     return 0
 
 

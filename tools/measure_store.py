@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what a large store costs: opening it, RAM of a block, lookups, other homes, a rebuild, the index over churn.
+"""Measure what a large store costs: opening it, RAM of a block, lookups, other homes, a rebuild.
 
 An index of ``--blocks`` blocks with sha256 keys, in chains of 100, is built in a fresh directory below ``--dir`` and
 closed cleanly. Each opening is a process of its own: the time is that of reading the file's sum (after a clean end)
@@ -16,29 +16,38 @@ import ctypes
 import gc
 import hashlib
 import json
+import logging
+import mmap
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from measure_neighbours import AskedHome
-from measure_rebuild import HomeOfHeaders, quiet
-
+from kvdisk.assembly import describe_geometry
 from kvdisk.blocks import BlockKey, Slot, make_block_key
-from kvdisk.config import EVICTIONS, Config
+from kvdisk.config import Config
+from kvdisk.device.header import SlotHeader, write_header
+from kvdisk.device.home import Home
 from kvdisk.device.paths import sum_of_file
-from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.device.segment import create_segment
+from kvdisk.device.store import Store
+from kvdisk.geometry import HEADER_BYTES, Geometry, GroupGeometry, Namespace, slot_offset
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
+from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader
 from kvdisk.manager.admission import AdmitAll
 from kvdisk.manager.lookup import longest_hit
 from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout
+from kvdisk.messages import SegmentSpec
+from kvdisk.recovery import rebuild_index
 
 CHAIN_BLOCKS = 100
 SEGMENT_SLOTS = 4096
@@ -46,7 +55,11 @@ CALL_BLOCKS = 500
 LOOKED_UP = 2000
 PROMPTS = 20
 FLUSH_S = 600.0
-PARTS = ("open", "neighbours", "rebuild", "churn")
+PARTS = ("open", "neighbours", "rebuild")
+FINGERPRINT = b"\x3f" * 32
+CAP_BYTES = 1 << 44
+POLL_INTERVAL_S = 0.0005
+ANSWERED_WITHIN_S = 60.0
 GEOMETRY = Geometry((GroupGeometry(0, 16, 65536 - 4096),), 1, 16)
 
 
@@ -85,25 +98,6 @@ def build(path: Path, block_count: int) -> None:
     index.close()
 
 
-def churn(path: Path, block_count: int, replaced: int, cycles: int) -> list[int]:
-    """Replace so many blocks in each cycle, the oldest by new ones; return the file's allocated bytes after each."""
-    index = open_index(path, block_count)
-    sizes = [allocated_bytes(path)]
-    for cycle in range(cycles):
-        for start in range(cycle * replaced, (cycle + 1) * replaced, CALL_BLOCKS):
-            call = range(start, min(start + CALL_BLOCKS, (cycle + 1) * replaced))
-            index.delete([(0, key_of(number)) for number in call])
-            put_all(index, range(call.start + block_count, call.stop + block_count), block_count)
-        sizes.append(allocated_bytes(path))
-    index.close()
-    return sizes
-
-
-def allocated_bytes(path: Path) -> int:
-    """Return what the index's file takes on the drive."""
-    return (path / "data.mdb").stat().st_blocks * 512
-
-
 def resident_bytes() -> int:
     """Return this process's anonymous resident memory, when freed memory was given back."""
     gc.collect()
@@ -112,8 +106,8 @@ def resident_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
 
 
-def measure_opening(path: Path, block_count: int, eviction: str, after_kill: bool) -> dict[str, float]:
-    """Open the store in this process, and look blocks up: each alone, and by prompts of LOOKED_UP as a request is."""
+def measure_opening(path: Path, block_count: int, after_kill: bool) -> dict[str, float]:
+    """Open the store in this process, and look prompts of LOOKED_UP blocks up."""
     prompts = [
         [key_of(first + number) for number in range(LOOKED_UP)]
         for first in range(0, block_count - LOOKED_UP + 1, block_count // PROMPTS)
@@ -122,44 +116,122 @@ def measure_opening(path: Path, block_count: int, eviction: str, after_kill: boo
     if after_kill:
         (path / "open").touch()
     before = resident_bytes()
-    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    start_s = time.perf_counter()
     if not after_kill:
         sum_of_file(path / "data.mdb")
     index = open_index(path, block_count)
-    config = Config(store_dirs=(path,), nvme_bytes=1, eviction=eviction)
+    config = Config(store_dirs=(path,), nvme_bytes=1)
     parts = Parts.make(config, GEOMETRY, None)  # nobody asks the engine
     catalog, nvme = parts.catalog, NvmeSpace(parts, layout, index, AdmitAll())
     nvme.restore("0" * 32, bytes(32))
-    open_s, open_cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+    open_s = time.perf_counter() - start_s
     assert len(catalog) == block_count
     grown = resident_bytes() - before
-    times, hits = [], []
-    for at, prompt in enumerate(prompts):
-        if at % 2:
-            for key in prompt:
-                start_s = time.perf_counter()
-                ready = catalog.is_ready(catalog.find(key))
-                times.append(time.perf_counter() - start_s)
-                assert ready
-        else:
-            tokens = LOOKED_UP * GEOMETRY.groups[0].block_tokens
-            start_s = time.perf_counter()
-            found = longest_hit(catalog, GEOMETRY, [prompt], 0, tokens, coming=False)
-            hits.append((time.perf_counter() - start_s) / LOOKED_UP)
-            assert found == tokens
+    hits, tokens = [], LOOKED_UP * GEOMETRY.groups[0].block_tokens
+    for prompt in prompts:
+        start_s = time.perf_counter()
+        found = longest_hit(catalog, GEOMETRY, [prompt], 0, tokens, coming=False)
+        hits.append((time.perf_counter() - start_s) / LOOKED_UP)
+        assert found == tokens
     index.close()
     return {
         "open_s": open_s,
-        "open_cpu_s": open_cpu_s,
         "ram_bytes": grown / block_count,
-        "lookup_us": 1e6 * statistics.median(times),
         "hit_us": 1e6 * statistics.median(hits),
     }
 
 
-def in_a_child(path: Path, block_count: int, eviction: str, *, after_kill: bool) -> dict[str, float]:
+class Asked(NamedTuple):
+    """Seconds: of the call of ``ask``, of each call of ``poll`` until the answer, and from the one to the other."""
+
+    ask_s: float
+    polls_s: Sequence[float]
+    answer_s: float
+
+
+class AskedHome:
+    """Another engine's index, and the reader that asks it as an engine would."""
+
+    def __init__(self, index_path: Path) -> None:
+        fd = os.open(index_path / "data.mdb", os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # out of the system's memory
+        os.close(fd)
+        self._reader = NeighbourReader(lambda: [Neighbour("0" * 32, index_path)], lambda: None)
+
+    def ask(self, keys: Sequence[BlockKey]) -> Asked:
+        """Ask for keys that the index has, all of them."""
+        start_s = time.perf_counter()
+        assert self._reader.ask(1, 0, keys)
+        asked_s = time.perf_counter()
+        polls_s: list[float] = []
+        while time.perf_counter() - start_s < ANSWERED_WITHIN_S:
+            before_s = time.perf_counter()
+            answers = self._reader.poll()
+            after_s = time.perf_counter()
+            polls_s.append(after_s - before_s)
+            if answers:
+                assert len(answers[0].copies) == len(keys)
+                return Asked(asked_s - start_s, polls_s, after_s - start_s)
+            time.sleep(POLL_INTERVAL_S)
+        raise AssertionError("no answer")
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._reader.close()
+
+
+class HomeOfHeaders:
+    """A home with whole segments of which only the headers were ever written: no payload is read in a rebuild."""
+
+    def __init__(
+        self,
+        path: Path,
+        geometry: Geometry,
+        segment_count: int,
+        segment_slots: int,
+        name_of: Callable[[int], tuple[BlockKey, BlockKey | None]],
+    ) -> None:
+        description = {"geometry": describe_geometry(geometry)}
+        self.block_count = segment_count * segment_slots
+        self._home: Home = Store.open(path).acquire_home(FINGERPRINT, description, CAP_BYTES)
+        self._segments: Sequence[int] = range(segment_count)
+        slot_bytes, payload_bytes = geometry.slot_sizes[0], geometry.groups[0].payload_bytes
+        block = mmap.mmap(-1, HEADER_BYTES)
+        for segment in self._segments:
+            spec = SegmentSpec(segment, slot_bytes, segment_slots)
+            file = create_segment(self._home.folder(0), spec, 0, 1, FINGERPRINT)
+            for slot in range(segment_slots):
+                number = segment * segment_slots + slot
+                key, parent = name_of(number)
+                with memoryview(block) as view:
+                    write_header(
+                        view,
+                        SlotHeader(
+                            Namespace(FINGERPRINT, 0), key, 10**18 + number, parent, payload_bytes, 0, 1, bytes(16)
+                        ),
+                    )
+                os.pwritev(file.fd, [block], slot_offset(slot_bytes, slot))
+            os.fsync(file.fd)
+            file.close()
+
+    def rebuild(self) -> tuple[float, float]:
+        """Return the time and the processor time of a header, in microseconds."""
+        shutil.rmtree(self._home.index_path, ignore_errors=True)
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
+        done = rebuild_index(self._home, index_bytes=0)
+        took_s, took_cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+        assert done.blocks == self.block_count
+        return 1e6 * took_s / done.blocks, 1e6 * took_cpu_s / done.blocks
+
+    def close(self) -> None:
+        """Give the home back."""
+        self._home.close(clean=False)
+
+
+def in_a_child(path: Path, block_count: int, *, after_kill: bool) -> dict[str, float]:
     """Measure one opening in a fresh process."""
-    command = [sys.executable, __file__, "--open", str(path), "--blocks", str(block_count), "--eviction", eviction]
+    command = [sys.executable, __file__, "--open", str(path), "--blocks", str(block_count)]
     command += ["--after-kill"] * after_kill
     answer = subprocess.run(command, check=True, capture_output=True, text=True)
     found: dict[str, float] = json.loads(answer.stdout)
@@ -173,17 +245,12 @@ def say(what: str, values: Sequence[float], digits: int = 2) -> None:
     print(f"{what}: median {middle}, lowest {lowest}, highest {highest} of {len(values)} (load {load:.1f})", flush=True)
 
 
-def show_openings(path: Path, block_count: int, eviction: str, rounds: int) -> None:
+def show_openings(path: Path, block_count: int, rounds: int) -> None:
     """Measure openings after both ends, and lookups."""
     for after_kill, end in ((False, "a clean end"), (True, "a kill")):
-        found = [in_a_child(path, block_count, eviction, after_kill=after_kill) for _ in range(rounds)]
+        found = [in_a_child(path, block_count, after_kill=after_kill) for _ in range(rounds)]
         say(f"open after {end}, s", [one["open_s"] for one in found])
-        say(f"open after {end}, s of processor time, without the child", [one["open_cpu_s"] for one in found])
         say("RAM of a block, bytes", [one["ram_bytes"] for one in found], 0)
-        say(
-            "lookup of an own block, one call of find and is_ready, us (median of each)",
-            [f["lookup_us"] for f in found],
-        )
         say(f"lookup of an own block, by prompts of {LOOKED_UP:,} blocks, us", [f["hit_us"] for f in found])
 
 
@@ -206,27 +273,17 @@ def show_neighbours(path: Path, block_count: int, rounds: int) -> None:
 
 def show_rebuild(directory: Path, header_count: int, rounds: int) -> None:
     """Measure a rebuild of a home of one rank with so many headers, each in the drive and not in memory."""
-    quiet()
+    logging.getLogger("kvdisk").setLevel(logging.ERROR)  # a rebuild warns
     home = HomeOfHeaders(directory / "store", GEOMETRY, -(-header_count // SEGMENT_SLOTS), SEGMENT_SLOTS, names_of)
     with contextlib.closing(home):
-        found, alone = zip(*[(home.rebuild(), home.read_alone()) for _ in range(rounds)], strict=True)
+        found = [home.rebuild() for _ in range(rounds)]
     say(f"rebuild of {home.block_count:,} blocks, us a header", [wall for wall, _ in found])
     say("rebuild, us of processor time a header", [cpu for _, cpu in found])
-    say("reading these headers and no more, us a header", [wall for wall, _ in alone])
-    say("reading these headers and no more, us of processor time a header", [cpu for _, cpu in alone])
 
 
 def names_of(number: int) -> tuple[BlockKey, BlockKey | None]:
     """Return a block's key and its parent's."""
     return key_of(number), record_of(number, 0).parent
-
-
-def show_churn(path: Path, block_count: int, cycles: int) -> None:
-    """Measure the index's file over cycles of replacements."""
-    replaced = min(100_000, block_count)
-    sizes = churn(path, block_count, replaced, cycles)
-    listed = ", ".join(f"{size / 2**20:.2f}" for size in sizes)
-    print(f"index file of {block_count:,} blocks, MiB: at first and after each {replaced:,} replacements: {listed}")
 
 
 def main() -> None:
@@ -235,36 +292,26 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="where the index may lie")
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--headers", type=int, default=100_000, help="of the rebuild; 64 KiB of the drive for each")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the blocks and headers")
-    parser.add_argument("--eviction", choices=EVICTIONS, default=Config().eviction)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cycles", type=int, default=5)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--open", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--after-kill", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.open:
-        print(json.dumps(measure_opening(options.open, options.blocks, options.eviction, options.after_kill)))
+        print(json.dumps(measure_opening(options.open, options.blocks, options.after_kill)))
         return
-    share = 10 if options.quick else 1
-    block_count, header_count = options.blocks // share, options.headers // share
-    print(f"{block_count:,} blocks, eviction {options.eviction}, {os.cpu_count()} cores")
+    block_count = options.blocks
+    print(f"{block_count:,} blocks, {os.cpu_count()} cores")
     with tempfile.TemporaryDirectory(dir=options.dir) as directory:
         path = Path(directory) / "index"
         if set(options.parts) - {"rebuild"}:
             build(path, block_count)
         if "open" in options.parts:
-            show_openings(path, block_count, options.eviction, options.rounds)
+            show_openings(path, block_count, options.rounds)
         if "neighbours" in options.parts:
             show_neighbours(path, block_count, options.rounds)
         if "rebuild" in options.parts:
-            show_rebuild(Path(directory), header_count, options.rounds)
-        if "churn" in options.parts:
-            small = min(100_000, block_count)
-            if small < block_count:
-                build(Path(directory) / "small", small)
-                show_churn(Path(directory) / "small", small, options.cycles)
-            show_churn(path, block_count, options.cycles)
+            show_rebuild(Path(directory), options.headers, options.rounds)
 
 
 if __name__ == "__main__":

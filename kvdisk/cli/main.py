@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvdisk import __version__
-from kvdisk.cli.bench.command import bench
+from kvdisk.cli.bench import bench
 from kvdisk.cli.delete import clear, prune
 from kvdisk.cli.inspect import inspect
 from kvdisk.cli.repair import repair

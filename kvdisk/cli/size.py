@@ -1,32 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kvdisk size``: what a model's KV takes, how much of it fits, and how long the drive lasts.
 
-What ``--json`` prints, one object whose shape changes only with ``json_version``; bytes are
-integers, ``null`` is what was not asked for or does not apply::
-
-    json_version       1
-    kvdisk_version     of the command
-    model              kind, layers, kv_heads and head_elements (of a layer and token; MLA: one head), mla, dtype (of
-                       the KV), longest_tokens
-    tensor_parallel, block_tokens
-    token_bytes        of one token on all ranks together, in GPU and CPU memory
-    token_bytes_rank   of one token on one rank
-    token_bytes_drive  of one token on the drive, without headers and padding
-    groups[]           KV-cache groups: group, window_tokens, block_tokens, payload_bytes, slot_bytes (on one rank)
-    context_tokens     of a conversation
-    cpu, nvme          ``Fit``
-    writes             bytes_per_day, measured_s (the time looked back on; null: given), at_least
-    endurance          bytes (that the drives take), days
-    notes              sentences about what had to be assumed
+``Answer`` is what ``--json`` prints; its shape changes only with ``json_version``. Bytes are
+integers; ``null`` is what was not asked for or does not apply.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -39,7 +24,6 @@ from kvdisk.cli.indexes import Records
 from kvdisk.cli.model_kv import ModelKv, read_model
 from kvdisk.cli.output import (
     AsJson,
-    Exit,
     make_lines,
     number,
     parse_size,
@@ -67,32 +51,73 @@ DAY_S = 86400
 _BLOCK_TOKENS, _MLA_BLOCK_TOKENS = 16, 64
 _CONTEXT_TOKENS = 32768
 _MOST_RANKS = 1024
+_MODEL_FIELDS = ("kind", "kv_heads", "head_elements", "mla", "dtype", "longest_tokens")
+_GROUP_FIELDS = ("group", "window_tokens", "block_tokens", "payload_bytes", "slot_bytes")
 
 
-class Answer(NamedTuple):
-    """All that is shown. ``endurance_bytes``: of all drives together."""
+@dataclass(frozen=True)
+class Fit:
+    """What fits into a tier. ``tokens``: with the KV of all their KV-cache groups.
 
-    model: ModelKv
-    geometry: Geometry
+    ``blocks``: of all groups together. ``used_bytes``: payloads of so many tokens, on all ranks;
+    the rest of ``capacity_bytes`` is headers, padding, index, and what no whole segment or block
+    fits into.
+    """
+
+    capacity_bytes: int
+    tokens: int
+    blocks: int
+    used_bytes: int
+    conversations: int
+
+
+@dataclass(frozen=True)
+class Writes:
+    """What is written in a day.
+
+    ``measured_s``: the time looked back on in a store; None: the rate was given.
+    ``at_least``: measured, so that what has left in the meantime does not count.
+    """
+
+    bytes_per_day: int
+    measured_s: int | None
+    at_least: bool
+
+
+@dataclass(frozen=True)
+class Endurance:
+    """``bytes``: that all drives take. ``days``: how long they last, where the writes are known."""
+
+    bytes: int
+    days: float | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All that is shown.
+
+    ``model``: kind, layers, kv_heads and head_elements (of a layer and token; MLA: one head), mla,
+    dtype (of the KV), longest_tokens. ``token_bytes``: of one token on all ranks together, in GPU
+    and CPU memory; ``_rank``: on one rank; ``_drive``: on the drive, without headers and padding.
+    ``groups``: KV-cache groups, sizes of blocks on one rank. ``context_tokens``: of a
+    conversation. ``notes``: sentences about what had to be assumed.
+    """
+
+    model: Mapping[str, object]
+    tensor_parallel: int
+    block_tokens: int
+    token_bytes: int
+    token_bytes_rank: int
+    token_bytes_drive: int
+    groups: Sequence[Mapping[str, int | None]]
     context_tokens: int
     cpu: Fit | None
     nvme: Fit | None
-    writes: WriteRate | None
-    given_bytes_per_day: int | None
-    endurance_bytes: int | None
+    writes: Writes | None
+    endurance: Endurance | None
     notes: tuple[str, ...]
-
-    @property
-    def bytes_per_day(self) -> int | None:
-        """What is written in a day, given or measured."""
-        return self.writes.bytes_per_day if self.writes else self.given_bytes_per_day
-
-    @property
-    def days(self) -> float | None:
-        """How long the drives last."""
-        if self.endurance_bytes is None or not self.bytes_per_day:
-            return None
-        return self.endurance_bytes / self.bytes_per_day
+    json_version: int = 1
+    kvdisk_version: str = __version__
 
 
 Model = Annotated[
@@ -114,7 +139,7 @@ Rate = Annotated[
     str | None,
     typer.Option("--write-rate", metavar="BYTES|DIR", help="Written in a day; or a store, to look at what it took."),
 ]
-Endurance = Annotated[
+EnduranceBytes = Annotated[
     str | None,
     typer.Option("--drive-endurance", metavar="BYTES", help="What the drives take before they wear out: 1.2PB."),
 ]
@@ -131,7 +156,7 @@ def size(
     kv_dtype: KvDtype = "auto",
     drives: Drives = 1,
     write_rate: Rate = None,
-    endurance: Endurance = None,
+    endurance: EnduranceBytes = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a token's KV takes, what fits, and how long the drive lasts.
@@ -161,30 +186,33 @@ def size(
             if not 1 <= value <= most:
                 raise ConfigError(f"{name} must be 1 to {most:,}, not {value}.")
         geometry = known.geometry(tp, block_tokens)
-        writes, given = _writes(write_rate)
+        writes = _writes(write_rate)
+        wear = None
+        if endurance is not None:
+            taken = parse_endurance(endurance)
+            wear = Endurance(taken, round(taken / writes.bytes_per_day, 1) if writes and writes.bytes_per_day else None)
         answer = Answer(
-            known,
-            geometry,
-            tokens,
-            None if cpu is None else fit_cpu(geometry, parse_size("--cpu", cpu), tokens),
-            None if nvme is None else fit_nvme(geometry, parse_size("--nvme", nvme), drives, tokens),
-            writes,
-            given,
-            None if endurance is None else parse_endurance(endurance),
-            (*known.notes, *_block_note(block_size, block_tokens)),
+            model={name: getattr(known, name) for name in _MODEL_FIELDS} | {"layers": len(known.windows)},
+            tensor_parallel=tp,
+            block_tokens=geometry.hash_tokens,
+            token_bytes=round(token_bytes(geometry, geometry.rank_count)),
+            token_bytes_rank=round(token_bytes(geometry, 1)),
+            token_bytes_drive=round(token_bytes(geometry, geometry.part_count)),
+            groups=[{name: getattr(group, name) for name in _GROUP_FIELDS} for group in geometry.groups],
+            context_tokens=tokens,
+            cpu=None if cpu is None else fit_cpu(geometry, parse_size("--cpu", cpu), tokens),
+            nvme=None if nvme is None else fit_nvme(geometry, parse_size("--nvme", nvme), drives, tokens),
+            writes=writes,
+            endurance=wear,
+            notes=(*known.notes, *_block_note(block_size, block_tokens)),
         )
     except ConfigError as error:
-        raise refusal(_as_option(str(error))) from None
+        sentence = str(error).replace("nvme_bytes", "--nvme").replace("cpu_bytes", "--cpu")  # as they are called here
+        raise refusal(sentence.rstrip(".") + ".") from None
     if as_json:
-        _print_json(answer)
+        print_json(answer)
     else:
-        _print(answer, report_console())
-    raise typer.Exit(Exit.FINE)
-
-
-def _as_option(sentence: str) -> str:
-    """Name what an engine's setting is called here."""
-    return sentence.replace("nvme_bytes", "--nvme").replace("cpu_bytes", "--cpu").rstrip(".") + "."
+        _print(answer, known, report_console())
 
 
 def parse_endurance(text: str) -> int:
@@ -201,44 +229,21 @@ def _block_note(given: int | None, block_tokens: int) -> list[str]:
     return [] if given else [f"blocks of {block_tokens} tokens are assumed; see --block-size"]
 
 
-def _writes(text: str | None) -> tuple[WriteRate | None, int | None]:
+def _writes(text: str | None) -> Writes | None:
     """Return what was measured in a store, or what was given."""
     if text is None:
-        return None, None
-    if (path := Path(text)).is_dir() or "/" in text:
-        paths = store_paths([path])
-        with refusing(paths):
-            found = measure_writes(paths)
-        if found is None:
-            raise ConfigError(f"nothing was written to {paths[0]} in the last 24 hours, as far as it still holds it.")
-        return found, None
-    return None, parse_size("--write-rate", text)
+        return None
+    if not ((path := Path(text)).is_dir() or "/" in text):
+        return Writes(parse_size("--write-rate", text), None, at_least=False)
+    paths = store_paths([path])
+    with refusing(paths):
+        found = measure_writes(paths)
+    if found is None:
+        raise ConfigError(f"nothing was written to {paths[0]} in the last 24 hours, as far as it still holds it.")
+    return found
 
 
 # -- what fits, and what was written -----------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Fit:
-    """What fits into a tier. ``tokens``: with the KV of all their KV-cache groups.
-
-    ``blocks``: of all groups together. ``used_bytes``: payloads of so many tokens, on all ranks;
-    the rest of ``capacity_bytes`` is headers, padding, index, and what no whole segment or block
-    fits into.
-    """
-
-    capacity_bytes: int
-    tokens: int
-    blocks: int
-    used_bytes: int
-    conversations: int
-
-
-class WriteRate(NamedTuple):
-    """What a store's engines wrote lately. ``seconds``: the time looked back on."""
-
-    bytes_per_day: int
-    seconds: int
 
 
 def token_bytes(geometry: Geometry, parts: int) -> float:
@@ -275,7 +280,7 @@ def _fit(geometry: Geometry, slots: Sequence[int], capacity_bytes: int, parts: i
     return Fit(capacity_bytes, tokens, blocks, used_bytes, tokens // context_tokens)
 
 
-def measure_writes(directories: Sequence[Path], now_s: int | None = None) -> WriteRate | None:
+def measure_writes(directories: Sequence[Path], now_s: int | None = None) -> Writes | None:
     """Return what a store's engines wrote in the last 24 hours, from when its blocks were stored.
 
     None: nothing. At least so much: blocks that have left in the meantime do not count. Of a store
@@ -298,35 +303,32 @@ def measure_writes(directories: Sequence[Path], now_s: int | None = None) -> Wri
             if (group := group_of(blocks.keys[row])) < len(shape.groups):
                 written += shape.groups[group].slot_bytes * shape.rank_count
     seconds = min(DAY_S, max(1, now_s - began_s))
-    return WriteRate(round(written * DAY_S / seconds), seconds) if written else None
+    return Writes(round(written * DAY_S / seconds), seconds, at_least=True) if written else None
 
 
 # -- for people --------------------------------------------------------------------------------
 
 
-def _print(answer: Answer, console: Console) -> None:
-    model, geometry = answer.model, answer.geometry
-    lines = make_lines()
+def _print(answer: Answer, model: ModelKv, console: Console) -> None:
+    lines, ranks = make_lines(), answer.tensor_parallel
     lines.add_row("Model", printable(_described(model)))
-    each = token_bytes(geometry, 1)
-    all_ranks = token_bytes(geometry, geometry.rank_count)
-    ranks = f", {in_words(round(each))} on each of {geometry.rank_count} ranks" if geometry.rank_count > 1 else ""
-    lines.add_row("KV", f"{in_words(round(all_ranks))} a token{ranks}")
-    if geometry.replicated:
-        lines.add_row("", f"the same on every rank: {in_words(round(each))} a token on the drive")
-    for group in geometry.groups:
-        window = "full attention" if group.window_tokens is None else f"window of {number(group.window_tokens)}"
-        payload = f"{in_words(group.payload_bytes)} in a slot of {in_words(group.slot_bytes)}"
-        name = "Blocks" if group.group == 0 else ""
-        lines.add_row(name, f"{group.block_tokens} tokens, {window}: {payload} on each rank")
-    lines.add_row(
-        "Conversation", f"{number(answer.context_tokens)} tokens, {in_words(round(all_ranks * answer.context_tokens))}"
-    )
+    each = in_words(answer.token_bytes_rank)
+    of_ranks = f", {each} on each of {ranks} ranks" if ranks > 1 else ""
+    lines.add_row("KV", f"{in_words(answer.token_bytes)} a token{of_ranks}")
+    if answer.token_bytes_drive != answer.token_bytes:
+        lines.add_row("", f"the same on every rank: {each} a token on the drive")
+    for at, group in enumerate(answer.groups):
+        window = "full attention" if group["window_tokens"] is None else f"window of {number(group['window_tokens'])}"
+        payload = f"{in_words(group['payload_bytes'])} in a slot of {in_words(group['slot_bytes'])}"
+        lines.add_row("" if at else "Blocks", f"{group['block_tokens']} tokens, {window}: {payload} on each rank")
+    long = in_words(answer.token_bytes * answer.context_tokens)
+    lines.add_row("Conversation", f"{number(answer.context_tokens)} tokens, {long}")
     console.print(lines)
     tiers = [(name, fit) for name, fit in (("CPU", answer.cpu), ("NVMe", answer.nvme)) if fit is not None]
     if tiers:
         console.print(_tiers(tiers))
-    _print_wear(answer, console)
+    if answer.writes is not None:
+        _print_wear(answer.writes, answer.endurance, console)
     for note in answer.notes:
         console.print(f"  · {printable(note)}", soft_wrap=True, style="dim")
 
@@ -360,55 +362,15 @@ def _tiers(tiers: list[tuple[str, Fit]]) -> Table:
     return table
 
 
-def _print_wear(answer: Answer, console: Console) -> None:
-    if answer.bytes_per_day is None:
-        return
-    how = ""
-    if answer.writes is not None:
-        how = f", measured over {answer.writes.seconds / 3600:.1f} h; at least, since what has left is not counted"
+def _print_wear(writes: Writes, endurance: Endurance | None, console: Console) -> None:
+    how = at_most = ""
+    if writes.measured_s is not None:
+        how = f", measured over {writes.measured_s / 3600:.1f} h; at least, since what has left is not counted"
+        at_most = "at most "
     lines = make_lines()
-    lines.add_row("\nWrites", f"\n{in_words(answer.bytes_per_day)} a day{how}")
-    if answer.days is not None:
-        years = f" ({answer.days / 365:.1f} years)" if answer.days >= 365 else ""
-        at_most = "at most " if answer.writes is not None else ""
-        lines.add_row(
-            "Wear-out",
-            f"after {at_most}{number(int(answer.days))} days{years}, without what else is written to the drive",
-        )
+    lines.add_row("\nWrites", f"\n{in_words(writes.bytes_per_day)} a day{how}")
+    if endurance is not None and endurance.days is not None:
+        years = f" ({endurance.days / 365:.1f} years)" if endurance.days >= 365 else ""
+        rest = "without what else is written to the drive"
+        lines.add_row("Wear-out", f"after {at_most}{number(int(endurance.days))} days{years}, {rest}")
     console.print(lines)
-
-
-# -- for programs ------------------------------------------------------------------------------
-
-
-def _print_json(answer: Answer) -> None:
-    model, geometry, writes, days = answer.model, answer.geometry, answer.writes, answer.days
-    model_names = ("kind", "kv_heads", "head_elements", "mla", "dtype", "longest_tokens")
-    group_names = ("group", "window_tokens", "block_tokens", "payload_bytes", "slot_bytes")
-    print_json(
-        {
-            "json_version": 1,
-            "kvdisk_version": __version__,
-            "model": {name: getattr(model, name) for name in model_names} | {"layers": len(model.windows)},
-            "tensor_parallel": geometry.rank_count,
-            "block_tokens": geometry.hash_tokens,
-            "token_bytes": round(token_bytes(geometry, geometry.rank_count)),
-            "token_bytes_rank": round(token_bytes(geometry, 1)),
-            "token_bytes_drive": round(token_bytes(geometry, geometry.part_count)),
-            "groups": [{name: getattr(group, name) for name in group_names} for group in geometry.groups],
-            "context_tokens": answer.context_tokens,
-            "cpu": answer.cpu,
-            "nvme": answer.nvme,
-            "writes": None
-            if answer.bytes_per_day is None
-            else {
-                "bytes_per_day": answer.bytes_per_day,
-                "measured_s": writes.seconds if writes else None,
-                "at_least": writes is not None,
-            },
-            "endurance": None
-            if answer.endurance_bytes is None
-            else {"bytes": answer.endurance_bytes, "days": None if days is None else round(days, 1)},
-            "notes": answer.notes,
-        }
-    )

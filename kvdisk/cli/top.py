@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -50,9 +50,9 @@ from kvdisk.cli.output import (
 from kvdisk.device import paths
 from kvdisk.device.drives import list_directories
 from kvdisk.device.listing import HomeOwner, list_owners
-from kvdisk.device.telemetry_file import TelemetryRecord, read_telemetry
+from kvdisk.device.telemetry_file import DriveTelemetry, TelemetryRecord, read_telemetry
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
-from kvdisk.stats import JOBS, ROUTES, TIERS
+from kvdisk.stats import FAILURES, JOBS, ROUTES, TIERS
 
 JSON_VERSION = 1
 STALE_S = 3.0
@@ -61,22 +61,6 @@ HISTORY = 60
 LOCK_WAIT_S = 2.0
 READS = ("nvme_to_cpu", "nvme_to_gpu")
 WRITES = ("cpu_to_nvme", "gpu_to_nvme")
-FAILURES = {
-    "failed_loads": "failed loads",
-    "failed_stores": "failed stores",
-    "failed_promotions": "failed promotions",
-    "verification_failures.header": "wrong headers",
-    "verification_failures.checksum": "wrong checksums",
-    "io_errors.read": "read errors",
-    "io_errors.write": "write errors",
-    "deadline_misses": "deadline misses",
-    "dropped_records": "records not committed",
-    "segment_failures": "segments not made",
-    "drive_quarantines": "drive quarantines",
-    "foreign_failures": "gone from other homes",
-    "switched_off": "switched off",
-}
-"""Counters of what has failed, and what they are in words."""
 ORPHANS_SHOWN = 8
 PROBLEMS_SHOWN = 5
 _TIER_NAMES = {"cpu": "CPU", "nvme": "NVMe"}
@@ -147,12 +131,12 @@ class Drive:
     """A directory of the store. ``quarantined``: by how many engines."""
 
     path: str
-    engines: int = 0
-    read_bytes: int = 0
-    written_bytes: int = 0
-    read_bytes_per_s: float | None = None
-    written_bytes_per_s: float | None = None
-    quarantined: int = 0
+    engines: int
+    read_bytes: int
+    written_bytes: int
+    read_bytes_per_s: float | None
+    written_bytes_per_s: float | None
+    quarantined: int
 
 
 @dataclass(frozen=True)
@@ -262,35 +246,41 @@ def hit_rate(totals: Mapping[str, float], tier: str | None = None) -> float | No
 
 
 class Rise(NamedTuple):
-    """What rose between two figures. ``sums``: of histograms. ``drives``: bytes in and out."""
+    """What rose in so many seconds. ``drives``: bytes read and written.
 
-    seconds: float = 1.0
-    totals: Mapping[str, float] = {}
-    sums: Mapping[str, float] = {}
-    drives: Mapping[str, tuple[float, float]] = {}
+    What fell was damaged, and counts as no rise.
+    """
+
+    seconds: float
+    totals: Mapping[str, float]
+    bytes_moved: Mapping[str, float]
+    drives: Mapping[str, tuple[float, float]]
 
     @classmethod
-    def between(cls, before: TelemetryRecord, after: TelemetryRecord) -> Rise:
-        """Return the differences; what fell was damaged on its way, and counts as no rise."""
+    def between(cls, before: TelemetryRecord, after: TelemetryRecord, seconds: float | None = None) -> Rise:
+        """Return the differences. ``seconds``: in how long, where that is not what the two say."""
         old = {drive.path: drive for drive in before.drives}
+        moved = {route: f"transfer_bytes.{route}" for route in ROUTES}
+        none = (0, 0.0)
         return cls(
-            after.time_s - before.time_s,
+            after.time_s - before.time_s if seconds is None else seconds,
             {series: max(0, value - before.totals.get(series, 0)) for series, value in after.totals.items()},
-            {name: max(0.0, total - before.sums.get(name, (0, 0.0))[1]) for name, (_, total) in after.sums.items()},
             {
-                drive.path: (
-                    max(0, drive.read_bytes - old[drive.path].read_bytes),
-                    max(0, drive.written_bytes - old[drive.path].written_bytes),
-                )
-                for drive in after.drives
-                if drive.path in old
+                route: max(0.0, after.sums.get(series, none)[1] - before.sums.get(series, none)[1])
+                for route, series in moved.items()
+            },
+            {
+                path: (max(0, now.read_bytes - was.read_bytes), max(0, now.written_bytes - was.written_bytes))
+                for now in after.drives
+                for path in (now.path,)
+                if (was := old.get(path)) is not None
             },
         )
 
     @property
     def bytes_per_s(self) -> dict[str, float]:
         """What was moved on each route a second."""
-        return {route: self.sums.get(f"transfer_bytes.{route}", 0) / self.seconds for route in ROUTES}
+        return {route: count / self.seconds for route, count in self.bytes_moved.items()}
 
 
 @dataclass
@@ -308,7 +298,7 @@ class _Watched:
             self.rise = Rise.between(self.last, figures)
             self.last = figures
         elif idle:
-            self.rise = Rise(drives={drive.path: (0.0, 0.0) for drive in figures.drives})
+            self.rise = Rise.between(figures, figures, seconds=1.0)
         if self.rise is not None:
             flows = self.rise.bytes_per_s
             self.reads.append(sum(flows[route] for route in READS))
@@ -409,26 +399,25 @@ class TopReader:
         )
 
     def _drives(self) -> tuple[Drive, ...]:
-        found: dict[str, Drive] = {}
+        told: dict[str, list[tuple[DriveTelemetry, Rise | None]]] = {}
         for watched in self._watched.values():
             for drive in watched.last.drives:
-                mine = found.get(drive.path, Drive(drive.path))
-                rise = watched.rise
-                if rise is not None and drive.path in rise.drives:
-                    read, written = (count / rise.seconds for count in rise.drives[drive.path])
-                    mine = replace(
-                        mine,
-                        read_bytes_per_s=(mine.read_bytes_per_s or 0.0) + read,
-                        written_bytes_per_s=(mine.written_bytes_per_s or 0.0) + written,
-                    )
-                found[drive.path] = replace(
-                    mine,
-                    engines=mine.engines + 1,
-                    read_bytes=mine.read_bytes + drive.read_bytes,
-                    written_bytes=mine.written_bytes + drive.written_bytes,
-                    quarantined=mine.quarantined + drive.quarantined,
-                )
-        return tuple(found[path] for path in sorted(found))
+                told.setdefault(drive.path, []).append((drive, watched.rise))
+        return tuple(_drive(path, told[path]) for path in sorted(told))
+
+
+def _drive(path: str, told: Sequence[tuple[DriveTelemetry, Rise | None]]) -> Drive:
+    """Return a drive that engines tell of. Rates: of the engines whose rates are known."""
+    rises = [(*rise.drives[path], rise.seconds) for _, rise in told if rise is not None and path in rise.drives]
+    return Drive(
+        path,
+        engines=len(told),
+        read_bytes=sum(drive.read_bytes for drive, _ in told),
+        written_bytes=sum(drive.written_bytes for drive, _ in told),
+        read_bytes_per_s=sum(read / seconds for read, _, seconds in rises) if rises else None,
+        written_bytes_per_s=sum(written / seconds for _, written, seconds in rises) if rises else None,
+        quarantined=sum(drive.quarantined for drive, _ in told),
+    )
 
 
 def _model_of(owner: HomeOwner) -> object:
@@ -568,20 +557,18 @@ def _tiers(engine: Engine, width: int) -> RenderableType:
     letters = 24 if width >= _WIDE else 10 if width >= _NARROW else 6
     for name, tier in engine.tiers.items():
         fill, evicted = tier.used_bytes / tier.capacity_bytes, tier.evicted_blocks_per_s
-        filled = (
+        in_all = f" ({_asked(tier.hit_rate)} in all)" if width >= _WIDE else ""
+        cells = (
             Text.assemble((bar(fill, letters), "cyan"), f" {share(fill):>5}"),
             f"{size(int(tier.used_bytes))} of {size(int(tier.capacity_bytes))}",
-        )
-        in_all = f" ({_asked(tier.hit_rate)} in all)" if width >= _WIDE else ""
-        use = (
             Text.assemble("hits ", (_asked(tier.hit_rate_now), "bold green"), (in_all, "dim")),
             f"evicts {'?' if evicted is None else f'{evicted:,.0f}'}/s",
         )
         if width >= _NARROW:
-            lines.add_row(_TIER_NAMES[name], *filled, *use)
+            lines.add_row(_TIER_NAMES[name], *cells)
         else:
-            lines.add_row(_TIER_NAMES[name], *filled)
-            lines.add_row("", *use)
+            lines.add_row(_TIER_NAMES[name], *cells[:2])
+            lines.add_row("", *cells[2:])
     return lines
 
 

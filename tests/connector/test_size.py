@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk size`` against vLLM's own numbers: of a real engine that starts, and of its view of many configurations."""
+"""``kvdisk size`` against vLLM's own view of many configurations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_child import EngineChild
 from vllm.config.model import MODEL_ARCH_CONFIG_CONVERTORS, ModelArchConfigConvertorBase
 from vllm.transformers_utils.config import get_config, get_hf_text_config
 from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
@@ -24,13 +23,10 @@ from vllm.v1.kv_cache_interface import (
 
 from kvdisk.assembly import describe_geometry
 from kvdisk.cli.model_kv import group_layers, read_model
-from kvdisk.cli.verify import verify_store
 from kvdisk.connector.adapter import geometry_of
-from kvdisk.device.listing import list_homes
 
 pytestmark = pytest.mark.vllm
 
-LIMITS = {"max_model_len": 1024, "num_gpu_blocks_override": 200}
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 6, "hidden_size": 256,
     "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 512, "vocab_size": 512,
@@ -77,9 +73,8 @@ def written(path: Path, case: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("case", CASES)
-def test_heads_layers_and_bytes_are_those_of_vllm(tmp_path: Path, case: str, ranks: int) -> None:
+def test_heads_layers_and_bytes_are_those_of_vllm(tmp_path: Path, case: str) -> None:
     path = written(tmp_path / "model", case)
     config = get_config(path, trust_remote_code=False)
     text = get_hf_text_config(config)
@@ -88,23 +83,22 @@ def test_heads_layers_and_bytes_are_those_of_vllm(tmp_path: Path, case: str, ran
     layers, mla = theirs.total_num_hidden_layers, theirs.is_deepseek_mla
     ours = read_model(path)
     assert (len(ours.windows), ours.mla) == (layers, mla)
-    kv_heads = 1 if mla else max(1, theirs.total_num_kv_heads // ranks)
-    sizes = {"block_size": 16, "num_kv_heads": kv_heads, "head_size": theirs.head_size, "dtype": torch.bfloat16}
     window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
     slide = [kind == "sliding_attention" for kind in kinds] if kinds else [window is not None] * layers
     assert ours.windows == tuple(window if slides else None for slides in slide)
-    full = MLAAttentionSpec(**sizes) if mla else FullAttentionSpec(**sizes)
-    specs = [SlidingWindowSpec(**sizes, sliding_window=window) if slides else full for slides in slide]
-    groups = _get_kv_cache_groups_uniform_page_size({f"layer.{at}": spec for at, spec in enumerate(specs)})
-    cache = KVCacheConfig(8, [], groups, hash_block_size=16)
-    geometry = geometry_of(SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=ranks)), cache)
-    assert describe_geometry(ours.geometry(ranks, 16)) == describe_geometry(geometry)
-    assert ours.geometry(ranks, 16).replicated == geometry.replicated
+    for ranks in (1, 2):
+        kv_heads = 1 if mla else max(1, theirs.total_num_kv_heads // ranks)
+        sizes = {"block_size": 16, "num_kv_heads": kv_heads, "head_size": theirs.head_size, "dtype": torch.bfloat16}
+        full = MLAAttentionSpec(**sizes) if mla else FullAttentionSpec(**sizes)
+        specs = [SlidingWindowSpec(**sizes, sliding_window=window) if slides else full for slides in slide]
+        groups = _get_kv_cache_groups_uniform_page_size({f"layer.{at}": spec for at, spec in enumerate(specs)})
+        cache = KVCacheConfig(8, [], groups, hash_block_size=16)
+        geometry = geometry_of(SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=ranks)), cache)
+        assert describe_geometry(ours.geometry(ranks, 16)) == describe_geometry(geometry)
+        assert ours.geometry(ranks, 16).replicated == geometry.replicated
 
 
-@pytest.mark.parametrize(
-    "counts", [(4, 2), (2, 4), (12, 13), (13, 12), (10, 52), (1, 5), (5, 7), (3, 3), (2, 3), (31, 7)]
-)
+@pytest.mark.parametrize("counts", [(4, 2), (2, 4), (12, 13), (10, 52), (5, 7), (3, 3), (31, 7)])
 def test_groups_of_layers_are_those_of_vllm(counts: tuple[int, int]) -> None:
     sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float16}
     specs = [FullAttentionSpec(**sizes)] * counts[0] + [SlidingWindowSpec(**sizes, sliding_window=64)] * counts[1]
@@ -112,24 +106,3 @@ def test_groups_of_layers_are_those_of_vllm(counts: tuple[int, int]) -> None:
     found = [(len(group.layer_names), getattr(group.kv_cache_spec, "sliding_window", None)) for group in theirs]
     assert group_layers((None,) * counts[0] + (64,) * counts[1]) == found
     assert all(isinstance(group, KVCacheGroupSpec) for group in theirs)
-
-
-def test_a_real_engine_has_blocks_of_these_sizes(model: Path, tmp_path: Path) -> None:
-    """Of a model with one KV-cache group, and of one with three; and what it has stored is verified beside it."""
-    store = tmp_path / "store"
-    config = {"cpu_bytes": 0, "store_dirs": str(store), "nvme_bytes": "256MiB"}
-    with EngineChild(model, tmp_path / "log", extra_config=config, **LIMITS) as engine:
-        for _ in range(20):  # what comes before the first segment is there finds no room, and is offered again
-            engine.generate([[7 * at % 400 + 10 for at in range(300)]])
-            engine.drain()
-            verdict = verify_store([store])
-            (home,) = verdict.homes
-            if home.blocks >= 9:
-                break
-        assert (verdict.ok, home.owner, home.slots) == (True, "alive", home.blocks)
-        assert home.blocks >= 9
-    (summary,) = list_homes(store)
-    assert summary.record is not None
-    ours = read_model(model, dtype="float32").geometry(1, 32)
-    assert summary.record.description["geometry"] == describe_geometry(ours)
-    assert verify_store([store]).ok

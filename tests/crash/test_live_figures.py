@@ -13,8 +13,7 @@ from typing import Any
 from live_children import Child, wait_for
 from support.live_process import ProcessSettings
 
-from kvdisk.device.listing import list_homes
-from kvdisk.device.telemetry_file import FIGURES_FILE, TelemetryRecord, read_telemetry
+from kvdisk.device.telemetry_file import TelemetryRecord, read_telemetry
 from kvdisk.stats import Kind, kind_of
 
 
@@ -24,7 +23,7 @@ def figures_of(store: Path, child: Child) -> TelemetryRecord | None:
     return read_telemetry(store / "homes" / homes[0]) if homes else None
 
 
-def test_two_engines_tell_of_themselves_until_they_die_and_who_comes_after_tells_anew(tmp_path):
+def test_engines_tell_of_themselves_and_top_shows_them_come_and_go(tmp_path):
     store = tmp_path / "store"
     settings = ProcessSettings(str(store), every_s=0.1, blocks=48)
     with Child(tmp_path, settings) as one, Child(tmp_path, settings) as two:
@@ -33,71 +32,42 @@ def test_two_engines_tell_of_themselves_until_they_die_and_who_comes_after_tells
             wait_for(
                 lambda child=child: (found := figures_of(store, child)) and found.totals.get("demoted_blocks"), "it"
             )
-        first, second = figures_of(store, one), figures_of(store, two)
-        assert first is not None and second is not None
-        assert (first.pid, second.pid) == (one.pid, two.pid)
-        assert first.host == socket.gethostname() and first.ranks == 2 and first.model == "model"
-        assert not [series for series in first.totals if kind_of(series) is not Kind.COUNTER]
-        assert not [series for series in first.sums if kind_of(series) is not Kind.HISTOGRAM]
-        assert not [series for series in first.gauges if kind_of(series) is not Kind.GAUGE]
+        first = figures_of(store, one)
+        assert first is not None
+        assert (first.pid, first.host, first.ranks, first.model) == (one.pid, socket.gethostname(), 2, "model")
+        for kind, found in ((Kind.COUNTER, first.totals), (Kind.HISTOGRAM, first.sums), (Kind.GAUGE, first.gauges)):
+            assert not [series for series in found if kind_of(series) is not kind]
         (drive,) = first.drives
         assert drive.path == str(store) and drive.written_bytes > 0 and not drive.quarantined
         assert first.sums["transfer_bytes.cpu_to_nvme"][1] == drive.written_bytes
         assert 0 < first.gauges["used_bytes.nvme"] <= first.gauges["capacity_bytes.nvme"]
-
-        stored = second.totals["stored_blocks"]
-        wait_for(lambda: figures_of(store, two).totals["stored_blocks"] > stored, "newer figures")
-        assert figures_of(store, two).time_s > second.time_s
-
+        engine: dict[str, Any] = {}
+        while not engine or engine["idle"] or not (engine["bytes_per_s"] or {}).get("gpu_to_cpu"):  # it waits its turn
+            before = moved_bytes(store, one)
+            shown = _top(store)
+            after = moved_bytes(store, one)
+            by_pid = {engine["pid"]: engine for engine in shown["engines"]}
+            assert set(by_pid) == {one.pid, two.pid} and not shown["problems"] and shown["totals"]["engines"] == 2
+            engine = by_pid[one.pid]
+        # Not more than while the command ran: rates are those of the interval.
+        assert engine["bytes_per_s"]["gpu_to_cpu"] * engine["seconds"] <= after - before + 1
+        assert shown["totals"]["used_bytes"]["nvme"] > 0 and 0 <= shown["totals"]["hit_rate"] <= 1
         one.assert_killed()
         left = figures_of(store, one)
         assert left is not None and left.pid == one.pid, "what a killed engine told stays until somebody takes its home"
+        shown = _top(store)
+        assert [engine["pid"] for engine in shown["engines"]] == [two.pid] and len(shown["orphans"]) == 1
         two.end()
         ended = figures_of(store, two)
-        last = two.lines("ended")[0]["counts"]
-        assert ended.totals["stored_blocks"] <= last["stored_blocks"]
+        assert ended is not None
+        assert ended.totals["stored_blocks"] <= two.lines("ended")[0]["counts"]["stored_blocks"]
     with Child(tmp_path, settings) as three:
         three.wait_serving()
         found = figures_of(store, three)
         assert found is not None and found.pid == three.pid, "from the start on"
         three.end()
-    homes = [home.id for home in list_homes(store)]
-    for home in homes:
-        assert (store / "homes" / home / FIGURES_FILE).stat().st_mode & 0o777 == 0o600
-
-
-def test_top_shows_engines_at_work_one_that_is_killed_and_one_that_comes(tmp_path):
-    store = tmp_path / "store"
-    settings = ProcessSettings(str(store), every_s=0.1, blocks=64)
-    with Child(tmp_path, settings) as one, Child(tmp_path, settings) as two:
-        for child in (one, two):
-            child.wait_serving()
-            wait_for(
-                lambda child=child: (found := figures_of(store, child)) and found.totals.get("demoted_blocks"), "it"
-            )
-        engine: dict[str, Any] = {}
-        while not engine or engine["idle"] or not (engine["bytes_per_s"] or {}).get("gpu_to_cpu"):  # it waits its turn
-            before = moved_bytes(store, one)
-            found = _top(store)
-            after = moved_bytes(store, one)
-            by_pid = {engine["pid"]: engine for engine in found["engines"]}
-            assert set(by_pid) == {one.pid, two.pid} and not found["problems"] and found["totals"]["engines"] == 2
-            engine = by_pid[one.pid]
-        assert engine["model"] == "model" and engine["ranks"] == 2 and engine["seconds"] > 0
-        # Not more than while the command ran: rates are those of the interval.
-        assert engine["bytes_per_s"]["gpu_to_cpu"] * engine["seconds"] <= after - before + 1
-        assert found["totals"]["used_bytes"]["nvme"] > 0 and 0 <= found["totals"]["hit_rate"] <= 1
-        one.assert_killed()
-        found = _top(store)
-        assert [engine["pid"] for engine in found["engines"]] == [two.pid]
-        assert len(found["orphans"]) == 1
-        with Child(tmp_path, settings) as three:
-            three.wait_serving()
-            wait_for(lambda: three.pid in [engine["pid"] for engine in _top(store)["engines"]], "the third")
-            three.end()
-        two.end()
-    found = _top(store)
-    assert not found["engines"] and found["orphans"]
+    shown = _top(store)
+    assert not shown["engines"] and shown["orphans"]
 
 
 def moved_bytes(store: Path, child: Child) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 Prompts = list[list[int]]
@@ -25,7 +24,7 @@ class Prefixes:
         return found
 
 
-def conversations(requests: int = 1700, seed: int = 1) -> Prompts:
+def conversations(requests: int, seed: int = 1) -> Prompts:
     """Chats: a few shared system prompts, prompts that grow turn by turn, heavy-tailed pauses between turns.
 
     Of the last block of a prompt, which is partial, nothing comes back: the next turn goes on in it.
@@ -47,59 +46,6 @@ def conversations(requests: int = 1700, seed: int = 1) -> Prompts:
             when += 30 * rng.lognormvariate(0.0, 0.9)
     events.sort(key=lambda event: event[:3])
     return [prefixes.number(contents) for _, _, _, contents in events[:requests]]
-
-
-def agents(requests: int = 1200, seed: int = 2) -> Prompts:
-    """Agents: long tool descriptions shared by all of a kind, many quick steps of one task, then silence for ever."""
-    rng = random.Random(seed)
-    prefixes = Prefixes()
-    found: Prompts = []
-    tasks: list[list[object]] = []
-    serial = 0
-    while len(found) < requests:
-        if len(tasks) < 12:
-            kind = rng.randrange(4)
-            tasks.append([("tools", kind, part) for part in range(6)])
-        at = rng.randrange(len(tasks))
-        for _ in range(1 + rng.randrange(3)):
-            serial += 1
-            tasks[at].append(("step", serial))
-        found.append(prefixes.number(tasks[at]))
-        if len(tasks[at]) > 30 or rng.random() < 0.05:
-            del tasks[at]
-    return found
-
-
-def zipf(requests: int = 2500, seed: int = 3) -> Prompts:
-    """Documents of fixed length, asked for by Zipf's law, in no order of time."""
-    rng = random.Random(seed)
-    prefixes = Prefixes()
-    weights = [1 / (rank + 1) ** 0.9 for rank in range(600)]
-    documents = rng.choices(range(600), weights, k=requests)
-    return [prefixes.number([(document, part) for part in range(8)]) for document in documents]
-
-
-def scans(requests: int = 2000, seed: int = 4) -> Prompts:
-    """A loop of prompts that comes round again and again, and scans of prompts that never do."""
-    rng = random.Random(seed)
-    prefixes = Prefixes()
-    found: Prompts = []
-    serial = 0
-    while len(found) < requests:
-        for loop in range(40):
-            found.append(prefixes.number([("loop", loop, part) for part in range(10)]))
-            for _ in range(rng.randrange(2)):
-                serial += 1
-                found.append(prefixes.number([("scan", serial, part) for part in range(10)]))
-    return found[:requests]
-
-
-KINDS: dict[str, Callable[[], Prompts]] = {
-    "conversations": conversations,
-    "agents": agents,
-    "zipf": zipf,
-    "scans": scans,
-}
 
 
 def write_mooncake(path: Path, prompts: Prompts, block_tokens: int = 512) -> Path:

@@ -11,8 +11,6 @@ from ranks import CpuLanes
 from support.addressed_device import AddressedDevice
 
 from kvdisk.device.posix import PosixDevice
-from kvdisk.errors import ConfigError
-from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
 from kvdisk.worker import copier, slot_headers
 
 SMALL = ["--sizes", "65536", "131072", "--file-bytes", "1000000", "--copy-bytes", "1000000", "--repetitions", "1"]
@@ -57,24 +55,3 @@ def test_every_route_and_size_is_in_the_table_and_the_json(rehearsal, tmp_path, 
     assert len(rows) == 2 + 4
     assert "One large copy" in printed
     assert slot_headers.check_slot.__module__ == "kvdisk.device.header", "verification is back"
-
-
-def test_a_route_that_fails_is_a_row_that_says_so(rehearsal, tmp_path, monkeypatch, capsys):
-    failing = FaultPlan(full=True)
-    monkeypatch.setattr(gpu_report, "GdsDevice", lambda: AddressedDevice(FaultyDevice(PosixDevice(), failing)))
-
-    def absent():
-        raise ConfigError("device 'nixl' needs a package")
-
-    monkeypatch.setattr(gpu_report, "MAKERS", {"posix": PosixDevice, "nixl": absent})
-    assert gpu_report.main([*SMALL, "--no-tests", "--dir", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    assert "Not here: nixl: device 'nixl' needs a package" in printed
-    assert "| 64 KiB | gds, straight | STORE: 14 blocks failed, NO_SPACE | | |" in printed
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_failed_tests_are_an_exit_code(rehearsal, tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_report, "run_tests", lambda directory: {"code": 1, "failed": 2, "passed": 3})
-    monkeypatch.setattr(gpu_report, "measure_routes", lambda *_: [])
-    assert gpu_report.main([*SMALL, "--dir", str(tmp_path)]) == 1

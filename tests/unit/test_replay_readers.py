@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdisk.cli.replay.readers import BYTES_FOR_TOKENS, NO_IDENTITY, Form, read_trace
-from kvdisk.cli.replay.trace import Chain, TraceError
+from kvdisk.cli.replay.trace import TraceError
 
 MOONCAKE = [
     {"timestamp": 0, "input_length": 1500, "output_length": 5, "hash_ids": [0, 1, 2]},
@@ -51,16 +51,13 @@ def test_mooncake(tmp_path):
     assert all(len(block) == 32 for block in first.hashes)
 
 
-def test_partial_blocks_can_be_left_out(tmp_path):
-    trace = read(tmp_path, lines(*MOONCAKE), whole=True)
-    assert [(len(request.hashes), request.tokens) for request in trace.requests] == [(2, 1024), (3, 1536)]
-
-
 def test_packed_or_limited_it_is_the_same(tmp_path):
     plain = read(tmp_path, lines(*MOONCAKE))
     assert read(tmp_path, gzip.compress(lines(*MOONCAKE).encode())).requests == plain.requests
     assert read(tmp_path, "\n" + lines(*MOONCAKE) + "\n\n").requests == plain.requests
     assert read(tmp_path, "\ufeff" + lines(*MOONCAKE)).requests == plain.requests
+    whole = read(tmp_path, lines(*MOONCAKE), whole=True).requests
+    assert [(len(request.hashes), request.tokens) for request in whole] == [(2, 1024), (3, 1536)]
     assert read(tmp_path, lines(*MOONCAKE) + "damaged", limit=2).requests == plain.requests
 
 
@@ -73,12 +70,6 @@ def test_azure_shares_no_block(tmp_path):
     assert second.time_s - first.time_s == pytest.approx(1.05004)
     assert third.time_s == 1715299200.00993
     assert (first.tokens, first.output_tokens, second.tokens) == (4800, 10, 0)
-
-
-def test_azure_with_other_columns_in_another_order(tmp_path):
-    text = "TIMESTAMP, NumImages, GeneratedTokens, ContextTokens\n2024-10-15 00:00:00, 2, 9, 64\n"
-    trace = read(tmp_path, text)
-    assert [(len(request.hashes), request.output_tokens) for request in trace.requests] == [(4, 9)]
 
 
 def test_generic_blocks(tmp_path):
@@ -107,49 +98,27 @@ def test_generic_tokens_and_prompts_are_cut_into_full_blocks(tmp_path):
     assert read(tmp_path, lines({"tokens": [1] * 40}), block_tokens=20).references == 2
 
 
-def test_chained_contents_are_prefixes():
-    chain = Chain()
-    first, second = chain.hashes([b"1", b"2"]), chain.hashes([b"2", b"2"])
-    assert len({*first, *second}) == 4
-    assert chain.hashes([b"1", b"2"])[1] is first[1], "one object for each block"
-
-
 @pytest.mark.parametrize(
     ("text", "why"),
     [
         ("", "is empty"),
-        ("\n\n", "is empty"),
         ("hello\n", r"line 1: neither a JSON object nor a header"),
-        ('{"hash_ids": [1]}\n', r"line 1: timestamp must be a number, not missing"),
         (lines(MOONCAKE[0]) + '{"timestamp": 1, "input_le', r"line 2: not a JSON object; it may be cut short"),
-        (lines(MOONCAKE[0]) + "[1]\n", "line 2: not a JSON object"),
         (lines(MOONCAKE[0] | {"input_length": 5}), r"line 1: 3 blocks of 512 tokens cannot be a prompt of 5"),
         (lines(MOONCAKE[0] | {"input_length": -1}), r"line 1: input_length must be a whole number of tokens, not -1"),
-        (lines(MOONCAKE[0] | {"input_length": True}), "line 1: input_length"),
-        (lines(MOONCAKE[0] | {"input_length": 1e3}), "line 1: input_length"),
         (lines(MOONCAKE[0] | {"timestamp": "soon"}), r"line 1: timestamp must be a number, not 'soon'"),
-        (lines(MOONCAKE[0] | {"timestamp": float("nan")}), "line 1: timestamp"),
-        (lines(MOONCAKE[0] | {"timestamp": 10**400}), "line 1: timestamp"),
         (lines(MOONCAKE[0] | {"hash_ids": [0, -1, 2]}), "line 1: hash_ids must be a list"),
-        (lines(MOONCAKE[0] | {"hash_ids": "012"}), "line 1: hash_ids must be a list"),
-        (lines(MOONCAKE[0] | {"hash_ids": [0, 1.0, 2]}), "line 1: hash_ids must be a list"),
         (lines(MOONCAKE[0] | {"hash_ids": [], "input_length": 0}), "has no request with a block of 512 tokens"),
-        (lines({"time_s": 1}), "line 1: must have one of blocks, tokens and prompt"),
         (lines({"blocks": [1], "prompt": "x"}), "not blocks and prompt"),
-        (lines({"blocks": [None]}), "line 1: blocks must be a list"),
         (lines({"blocks": ["\ud800"]}), "line 1: blocks must be a list"),
         (lines({"tokens": [1, -2]}), "line 1: tokens must be"),
-        (lines({"tokens": [1, "2"]}), "line 1: tokens must be"),
         (lines({"prompt": 7}), "line 1: prompt must be text"),
         (AZURE + "yesterday,1,1\n", "line 5: TIMESTAMP must be a date and a time, not 'yesterday'"),
         (AZURE + "2024-05-10 00:00:00,-1,1\n", "line 5: ContextTokens must be a whole number of tokens, not '-1'"),
-        (AZURE + "2024-05-10 00:00:00,12,1.5\n", "line 5: GeneratedTokens"),
-        (AZURE + "2024-05-10 00:00:00,99999999999,1\n", "line 5: ContextTokens"),
         (AZURE + "2024-05-10 00:00:00,12\n", "line 5: 2 values, where the header has more"),
         (AZURE + '2024-05-10 00:00:00,"12,1\n', "line 5: not a line of CSV"),
         (b"\xff\xfe\x00", "line 1: not text in UTF-8"),
         (gzip.compress(b"x" * 1000, mtime=0)[:-20], "damaged gzip file"),
-        (b"\x1f\x8bnot really gzip", "damaged gzip file"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence_that_names_the_line(tmp_path, text, why):
@@ -166,9 +135,7 @@ def test_files_that_cannot_be_read(tmp_path):
         read_trace(tmp_path)
 
 
-def test_a_header_that_the_form_does_not_have(tmp_path):
-    with pytest.raises(TraceError, match="line 1: the header has no column ContextTokens"):
-        read(tmp_path, "TIMESTAMP,Tokens\n", form=Form.AZURE)
+def test_a_line_that_the_form_does_not_have(tmp_path):
     with pytest.raises(TraceError, match="line 1: not a JSON object"):
         read(tmp_path, AZURE, form=Form.JSONL)
 

@@ -9,9 +9,11 @@ in bytes they are taken off, as are segment headers and the index, so that it is
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvdisk.cli.replay.trace import Trace
+from kvdisk.cli.size import fit_nvme
 from kvdisk.config import parse_bytes
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry
@@ -69,24 +71,12 @@ def _slots_in(option: str, text: str, geometry: Geometry, *, on_nvme: bool) -> i
             f"{option} must be a number of blocks, a percentage of the distinct blocks, or a size such as '500GiB', "
             f"not {text!r}."
         ) from None
-    slots = _nvme_slots(byte_count, geometry) if on_nvme else geometry.cpu_slots(byte_count)[0]
+    slots = 0
+    if not on_nvme:
+        slots = geometry.cpu_slots(byte_count)[0]
+    else:
+        with suppress(ConfigError):
+            slots = fit_nvme(geometry, byte_count, 1).blocks
     if not slots:
         raise ConfigError(f"{option} {text} holds no block of {geometry.slot_sizes[0]} bytes; see --block-bytes.")
     return slots
-
-
-def nvme_bytes_for(slots: int, geometry: Geometry) -> int:
-    """Return what ``nvme_bytes`` must be, so that there are so many slots, or a few more."""
-    byte_count = slots * geometry.slot_sizes[0] * geometry.part_count
-    while (lacking := slots - _nvme_slots(byte_count, geometry)) > 0:
-        byte_count += max(lacking * geometry.slot_sizes[0], 1 << 16)
-    return byte_count
-
-
-def _nvme_slots(byte_count: int, geometry: Geometry) -> int:
-    from kvdisk.cli.size import fit_nvme
-
-    try:
-        return fit_nvme(geometry, byte_count, 1).blocks
-    except ConfigError:
-        return 0

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
 import sys
 from itertools import product
@@ -14,14 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from kvdisk.cli.output import Exit, refusal
-from kvdisk.cli.output import as_json as plain
+from kvdisk.cli.output import Exit, print_json, refusal, report_console
 from kvdisk.cli.replay.readers import Form
 from kvdisk.config import Config, parse_bytes
 from kvdisk.errors import ConfigError, KvdiskError
 
 if TYPE_CHECKING:
-    from kvdisk.cli.replay.run import Replayed
     from kvdisk.cli.replay.tiers import Setting
     from kvdisk.cli.replay.trace import Trace
 
@@ -29,6 +25,7 @@ _DEFAULTS = Config()
 _TOKEN_BYTES = 128 << 10
 """Of a model with 32 layers and 8 KV heads of 128 in 16 bits."""
 _RUNS_A_CPU = 3
+"""More than one: runs that share CPUs end at about the same time, and none is left alone on one."""
 
 TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="The trace: plain or gzip.", show_default=False)]
 TraceForm = Annotated[Form, typer.Option("--form", help="How it is written; auto: known by its first line.")]
@@ -56,14 +53,6 @@ CpuAdmissions = Annotated[
 StorePolicies = Annotated[
     list[str], typer.Option("--store-policy", metavar="NAME,...", help="As in the configuration.")
 ]
-Compare = Annotated[
-    list[str],
-    typer.Option("--compare", metavar="NAME,...", help="lru, arc, belady; or none."),
-]
-IoDirectory = Annotated[
-    Path | None,
-    typer.Option("--io", metavar="DIR", help="Move real bytes, through a store in DIR that is removed; needs torch."),
-]
 Processes = Annotated[
     int | None,
     typer.Option("--processes", min=1, metavar="N", help="Runs at a time; by default all, up to three a CPU."),
@@ -85,30 +74,27 @@ def replay(
     nvme_admissions: NvmeAdmissions = [_DEFAULTS.nvme_admission],  # noqa: B006
     cpu_admissions: CpuAdmissions = [_DEFAULTS.cpu_admission],  # noqa: B006
     store_policies: StorePolicies = [_DEFAULTS.store_policy],  # noqa: B006
-    compare: Compare = ["lru,arc,belady"],  # noqa: B006
-    io_directory: IoDirectory = None,
     processes: Processes = None,
     as_json: AsJson = False,
 ) -> None:
     """Take a trace of requests through the tiers without the model: what hits, and what is written.
 
     The tiers' manager and policies are the real ones, and all combinations
-    of what is listed are run, beside models of other policies and the best
-    that anyone could do. No bytes are moved, unless --io says where.
+    of what is listed are run. No bytes are moved.
 
     [bold]Exit codes[/bold]
 
     [cyan]0[/cyan]  replayed
 
-    [cyan]1[/cyan]  replayed, and blocks could not be loaded or stored
-
     [cyan]2[/cyan]  nothing was replayed: a damaged trace, or wrong usage
     """
     from kvdisk.cli.replay.capacity import split
     from kvdisk.cli.replay.readers import read_trace
+    from kvdisk.cli.replay.run import replay as run
+    from kvdisk.cli.replay.table import print_replayed
 
+    console = report_console()
     try:
-        models = _models(split(compare))
         policies = [split(each) for each in (evictions, cpu_admissions, nvme_admissions, store_policies)]
         _check_policies(policies)
         trace = read_trace(path, form, block_tokens, limit, whole=whole)
@@ -116,26 +102,15 @@ def replay(
         if not size:
             raise ConfigError("--block-bytes must be more than 0.")
         settings = _settings(trace, size, split(cpu), split(nvme), gpu, policies)
-        replayed = _replay(trace, settings, models, size, processes, io_directory)
+        at_once = processes or _RUNS_A_CPU * len(os.sched_getaffinity(0))
+        replayed = run(trace, settings, size, at_once, lambda done: _watch(done, len(settings)))
     except KvdiskError as error:
         raise refusal(f"{str(error).removesuffix('.')}.", Exit.NOTHING_DONE) from None
     if as_json:
-        typer.echo(json.dumps(plain(replayed), indent=2))
+        print_json(replayed)
     else:
-        _show(replayed)
-    failed = any(sum(run.failed.values()) for run in replayed.own)
-    raise typer.Exit(Exit.WRONG if failed else Exit.FINE)
-
-
-def _models(names: list[str]) -> list[str]:
-    from kvdisk.cli.replay.models import BELADY, MODELS
-
-    if names == ["none"]:
-        return []
-    for name in names:
-        if name not in {*MODELS, BELADY}:
-            raise ConfigError(f"--compare knows {', '.join([*MODELS, BELADY])} and none, not {name!r}.")
-    return names
+        wide = None if console.is_terminal else 160
+        print_replayed(replayed, Console(markup=False, highlight=False, emoji=False, width=wide))
 
 
 def _check_policies(policies: list[list[str]]) -> None:
@@ -168,44 +143,8 @@ def _settings(
     ]
 
 
-def _replay(
-    trace: Trace,
-    settings: list[Setting],
-    models: list[str],
-    block_bytes: int,
-    processes: int | None,
-    io_directory: Path | None,
-) -> Replayed:
-    from kvdisk.cli.replay.run import replay as run
-
-    if io_directory is None:
-        # More than there are CPUs: runs that share them end at about the same time, and none is left alone on one.
-        processes = processes or _RUNS_A_CPU * len(os.sched_getaffinity(0))
-        return run(trace, settings, models, block_bytes, processes, _watch)
-    try:
-        from kvdisk.cli.replay.real_io import moving_bytes
-
-        with moving_bytes(io_directory, block_bytes) as run_own:
-            replayed = run(trace, settings, models, block_bytes, 1, _watch, run_own)
-    except ImportError:
-        raise ConfigError(
-            "--io needs torch, through which the mover copies; without --io no bytes are moved."
-        ) from None
-    replayed.io_directory = str(io_directory)
-    return replayed
-
-
 def _watch(done: int, total: int) -> None:
     """Say on the terminal how far it is, where standard error is one."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\x1b[K{done} of {total} runs\r" if done < total else "\x1b[K")
         sys.stderr.flush()
-
-
-def _show(replayed: Replayed) -> None:
-    from kvdisk.cli.replay.table import print_replayed
-
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-    wide = None if sys.stdout.isatty() else 160
-    print_replayed(replayed, Console(markup=False, highlight=False, emoji=False, width=wide))

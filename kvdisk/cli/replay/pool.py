@@ -91,11 +91,6 @@ class GpuPool:
 
     # -- the engine's side ---------------------------------------------------------------------
 
-    @property
-    def free_count(self) -> int:
-        """Blocks that ``take`` can give."""
-        return len(self._free)
-
     def take(self, count: int) -> list[int]:
         """Give away the first blocks of the free queue; what they held is forgotten."""
         free, blocks, cached = self._free, self._blocks, self._cached

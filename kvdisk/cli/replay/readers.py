@@ -23,10 +23,10 @@ import csv
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -67,112 +67,155 @@ def read_trace(
     whole: bool = False,
 ) -> Trace:
     """Read a trace, or its first ``limit`` requests. ``whole``: leave partial blocks out. Raises TraceError."""
+    lines = _Lines()
     try:
         with path.open("rb") as raw:
             packed = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
             source = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if packed else raw
-            return _read(path, source, form, block_tokens, limit, whole)
+            return _read(path, lines.of(source), form, block_tokens, limit, whole)
+    except _Damaged as damage:
+        raise TraceError(f"{path}, line {lines.number}: {damage}") from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise TraceError(f"{path} is a damaged gzip file: {error}") from None
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def _read(path: Path, source: BinaryIO, form: Form, block_tokens: int | None, limit: int | None, whole: bool) -> Trace:
-    lines = _lines(path, source)
+class _Lines:
+    """The lines of a file that are not blank. ``number``: of the last one that was read, from 1."""
+
+    number = 0
+
+    def of(self, source: Iterable[bytes]) -> Iterator[str]:
+        """Yield the lines."""
+        for self.number, raw in enumerate(source, start=1):
+            try:
+                line = raw.decode("utf-8-sig" if self.number == 1 else "utf-8").strip()
+            except UnicodeDecodeError:
+                raise _Damaged("not text in UTF-8") from None
+            if line:
+                yield line
+
+
+def _read(
+    path: Path, lines: Iterator[str], form: Form, block_tokens: int | None, limit: int | None, whole: bool
+) -> Trace:
     first = next(lines, None)
     if first is None:
         raise TraceError(f"{path} is empty")
     if form is Form.AUTO:
-        form = _form_of(path, *first)
+        form = _form_of(first)
     if block_tokens is None:
         block_tokens = DEFAULT_BLOCK_TOKENS.get(form.value, _OTHER_BLOCK_TOKENS)
-    parse = _parser(form, path, first, block_tokens)
-    requests: list[TracedRequest] = []
-    notes: dict[str, None] = dict.fromkeys((NO_IDENTITY,) if form is Form.AZURE else ())
-    for number, line in lines if form is Form.AZURE else chain((first,), lines):
-        if limit is not None and len(requests) >= limit:
-            break
-        try:
-            request = parse(line, notes)
-        except _Damaged as damage:
-            raise TraceError(f"{path}, line {number}: {damage}") from None
-        if whole:
-            full = request.tokens // block_tokens
-            request = request._replace(hashes=request.hashes[:full], tokens=full * block_tokens)
-        requests.append(request)
-    if not any(request.hashes for request in requests):
+    parser = _Parser(block_tokens)
+    if form is Form.AZURE:
+        columns = _columns(first)
+        parser.notes[NO_IDENTITY] = None
+        requests = (parser.azure(line, columns) for line in lines)
+    else:
+        parse = parser.mooncake if form is Form.MOONCAKE else parser.generic
+        requests = (parse(_object(line)) for line in chain((first,), lines))
+    found = list(islice(requests, limit))
+    if whole:
+        found = [
+            request._replace(hashes=request.hashes[:full], tokens=full * block_tokens)
+            for request in found
+            for full in (request.tokens // block_tokens,)
+        ]
+    if not any(request.hashes for request in found):
         raise TraceError(f"{path} has no request with a block of {block_tokens} tokens")
-    return Trace(path.name, form.value, block_tokens, requests, tuple(notes))
+    return Trace(path.name, form.value, block_tokens, found, tuple(parser.notes))
 
 
-def _lines(path: Path, source: BinaryIO) -> Iterator[tuple[int, str]]:
-    """Yield the lines that are not blank, with their numbers from 1."""
-    for number, raw in enumerate(source, start=1):
-        try:
-            line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-        except UnicodeDecodeError:
-            raise TraceError(f"{path}, line {number}: not text in UTF-8") from None
-        if line:
-            yield number, line
+def _form_of(line: str) -> Form:
+    if line.startswith("{"):
+        return Form.MOONCAKE if "hash_ids" in _object(line) else Form.JSONL
+    if set(_AZURE_COLUMNS) <= set(_cells(line)):
+        return Form.AZURE
+    raise _Damaged(f"neither a JSON object nor a header with {', '.join(_AZURE_COLUMNS)}; see --form")
 
 
-def _form_of(path: Path, number: int, line: str) -> Form:
-    try:
-        if line.startswith("{"):
-            return Form.MOONCAKE if "hash_ids" in _object(line) else Form.JSONL
-        if set(_AZURE_COLUMNS) <= set(_cells(line)):
-            return Form.AZURE
-    except _Damaged as damage:
-        raise TraceError(f"{path}, line {number}: {damage}") from None
-    raise TraceError(
-        f"{path}, line {number}: neither a JSON object nor a header with {', '.join(_AZURE_COLUMNS)}; see --form"
-    )
-
-
-_Parse = Callable[[str, dict[str, None]], TracedRequest]
-
-
-def _parser(form: Form, path: Path, first: tuple[int, str], block_tokens: int) -> _Parse:
-    """Return what makes a request of a line, and may add a note. ``first``: the first line and its number."""
-    blocks = Chain()
-    if form is Form.MOONCAKE:
-        return lambda line, _: _mooncake(_object(line), blocks, block_tokens)
-    if form is Form.JSONL:
-        return lambda line, notes: _generic(_object(line), blocks, block_tokens, notes)
-    try:
-        names = _cells(first[1])
-    except _Damaged as damage:
-        raise TraceError(f"{path}, line {first[0]}: {damage}") from None
+def _columns(header: str) -> list[int]:
+    """Return where the columns are that are read."""
+    names = _cells(header)
     missing = [name for name in _AZURE_COLUMNS if name not in names]
     if missing:
-        raise TraceError(f"{path}, line {first[0]}: the header has no column {missing[0]}")
-    columns = tuple(map(names.index, _AZURE_COLUMNS))
-    serial = iter(range(1 << 62))
-    return lambda line, _: _azure(line, columns, blocks, block_tokens, serial)
+        raise _Damaged(f"the header has no column {missing[0]}")
+    return [names.index(name) for name in _AZURE_COLUMNS]
 
 
-# -- Mooncake ----------------------------------------------------------------------------------
+class _Parser:
+    """Makes requests of lines. ``notes``: what a reader of the figures has to know, as keys."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.notes: dict[str, None] = {}
+        self._block_tokens = block_tokens
+        self._chain = Chain()
+        self._serial = 0
+
+    def mooncake(self, found: Mapping[str, Any]) -> TracedRequest:
+        """See the module."""
+        time_ms = _number(found, "timestamp")
+        tokens = _whole_number(found, "input_length")
+        output_tokens = _whole_number(found, "output_length") if "output_length" in found else 0
+        return self._named(time_ms / 1000, _names(found, "hash_ids"), tokens, output_tokens)
+
+    def azure(self, line: str, columns: list[int]) -> TracedRequest:
+        """See the module."""
+        cells = _cells(line)
+        if len(cells) <= max(columns):
+            raise _Damaged(f"{len(cells)} values, where the header has more")
+        time, context, generated = (cells[column] for column in columns)
+        try:
+            when = datetime.fromisoformat(time)
+            time_s = (when if when.tzinfo is not None else when.replace(tzinfo=UTC)).timestamp()
+        except (ValueError, OverflowError):
+            raise _Damaged(f"TIMESTAMP must be a date and a time, not {_shown(time)}") from None
+        count = _count_of("ContextTokens", context) // self._block_tokens
+        output_tokens = _count_of("GeneratedTokens", generated)
+        head = self._serial.to_bytes(8, "big")
+        self._serial += 1
+        return self._full(time_s, [head + at.to_bytes(8, "big") for at in range(count)], output_tokens)
+
+    def generic(self, found: Mapping[str, Any]) -> TracedRequest:
+        """See the module."""
+        time_s = _number(found, "time_s") if "time_s" in found else 0.0
+        output_tokens = _whole_number(found, "output_tokens") if "output_tokens" in found else 0
+        given = [name for name in ("blocks", "tokens", "prompt") if name in found]
+        if len(given) != 1:
+            also = f", not {' and '.join(given)}" if given else ""
+            raise _Damaged(f"must have one of blocks, tokens and prompt{also}")
+        if given == ["blocks"]:
+            names = _names(found, "blocks")
+            if "prompt_tokens" not in found:
+                return self._full(time_s, names, output_tokens)
+            return self._named(time_s, names, _whole_number(found, "prompt_tokens"), output_tokens)
+        if given == ["tokens"]:
+            data, width = _token_bytes(found["tokens"]), 8
+        else:
+            if not isinstance(found["prompt"], str):
+                raise _Damaged("prompt must be text")
+            data, width = found["prompt"].encode("utf-8", "surrogatepass"), _BYTES_PER_TOKEN
+            self.notes[BYTES_FOR_TOKENS] = None
+        size = width * self._block_tokens
+        last = len(data) // size * size
+        return self._full(time_s, [data[at : at + size] for at in range(0, last, size)], output_tokens)
+
+    def _full(self, time_s: float, contents: list[bytes], output_tokens: int) -> TracedRequest:
+        """Return a request all of whose blocks are full."""
+        tokens = len(contents) * self._block_tokens
+        return TracedRequest(time_s, self._chain.hashes(contents), tokens, output_tokens)
+
+    def _named(self, time_s: float, contents: list[bytes], tokens: int, output_tokens: int) -> TracedRequest:
+        """Return a request whose last block may be partial."""
+        count, each = len(contents), self._block_tokens
+        if not (count - 1) * each < tokens <= count * each and (tokens or contents):
+            raise _Damaged(f"{count} blocks of {each} tokens cannot be a prompt of {tokens}; see --block-tokens")
+        return TracedRequest(time_s, self._chain.hashes(contents), tokens, output_tokens)
 
 
-def _mooncake(found: Mapping[str, Any], blocks: Chain, block_tokens: int) -> TracedRequest:
-    time_ms = _number(found, "timestamp")
-    tokens = _whole_number(found, "input_length")
-    output_tokens = _whole_number(found, "output_length") if "output_length" in found else 0
-    contents = _names(found, "hash_ids")
-    _check_length(contents, tokens, block_tokens)
-    return TracedRequest(time_ms / 1000, blocks.hashes(contents), tokens, output_tokens)
-
-
-def _check_length(contents: list[bytes], tokens: int, block_tokens: int) -> None:
-    if not (len(contents) - 1) * block_tokens < tokens <= len(contents) * block_tokens and (tokens or contents):
-        raise _Damaged(
-            f"{len(contents)} blocks of {block_tokens} tokens cannot be a prompt of {tokens}; see --block-tokens"
-        )
-
-
-# -- Azure -------------------------------------------------------------------------------------
+# -- values ------------------------------------------------------------------------------------
 
 
 def _cells(line: str) -> list[str]:
@@ -182,68 +225,16 @@ def _cells(line: str) -> list[str]:
         raise _Damaged(f"not a line of CSV ({error})") from None
 
 
-def _azure(
-    line: str, columns: tuple[int, ...], blocks: Chain, block_tokens: int, serial: Iterator[int]
-) -> TracedRequest:
-    cells = _cells(line)
-    if len(cells) <= max(columns):
-        raise _Damaged(f"{len(cells)} values, where the header has more")
-    time, context, generated = (cells[column] for column in columns)
-    try:
-        when = datetime.fromisoformat(time)
-        time_s = (when if when.tzinfo is not None else when.replace(tzinfo=UTC)).timestamp()
-    except (ValueError, OverflowError):
-        raise _Damaged(f"TIMESTAMP must be a date and a time, not {_shown(time)}") from None
-    tokens = _count_of("ContextTokens", context)
-    output_tokens = _count_of("GeneratedTokens", generated)
-    count = tokens // block_tokens
-    head = next(serial).to_bytes(8, "big")
-    contents = [head + position.to_bytes(8, "big") for position in range(count)]
-    return TracedRequest(time_s, blocks.hashes(contents), count * block_tokens, output_tokens)
-
-
 def _count_of(name: str, text: str) -> int:
     if text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= _MOST_TOKENS:
         return int(text)
     raise _Damaged(f"{name} must be a whole number of tokens, not {_shown(text)}")
 
 
-# -- generic -----------------------------------------------------------------------------------
-
-
-def _generic(found: Mapping[str, Any], blocks: Chain, block_tokens: int, notes: dict[str, None]) -> TracedRequest:
-    time_s = _number(found, "time_s") if "time_s" in found else 0.0
-    output_tokens = _whole_number(found, "output_tokens") if "output_tokens" in found else 0
-    given = [name for name in ("blocks", "tokens", "prompt") if name in found]
-    if len(given) != 1:
-        raise _Damaged("must have one of blocks, tokens and prompt" + (f", not {' and '.join(given)}" if given else ""))
-    if given == ["blocks"]:
-        contents = _names(found, "blocks")
-        tokens = len(contents) * block_tokens
-        if "prompt_tokens" in found:
-            tokens = _whole_number(found, "prompt_tokens")
-            _check_length(contents, tokens, block_tokens)
-        return TracedRequest(time_s, blocks.hashes(contents), tokens, output_tokens)
-    if given == ["tokens"]:
-        data, width = _token_bytes(found["tokens"]), 8
-    else:
-        if not isinstance(found["prompt"], str):
-            raise _Damaged("prompt must be text")
-        data, width = found["prompt"].encode("utf-8", "surrogatepass"), _BYTES_PER_TOKEN
-        notes[BYTES_FOR_TOKENS] = None
-    size = width * block_tokens
-    count = len(data) // size
-    contents = [data[at * size : (at + 1) * size] for at in range(count)]
-    return TracedRequest(time_s, blocks.hashes(contents), count * block_tokens, output_tokens)
-
-
 def _token_bytes(tokens: Any) -> bytes:
     if isinstance(tokens, list) and all(type(token) is int and 0 <= token < 1 << 64 for token in tokens):
         return b"".join(token.to_bytes(8, "big") for token in tokens)
     raise _Damaged("tokens must be a list of token ids, whole numbers that are not negative")
-
-
-# -- values ------------------------------------------------------------------------------------
 
 
 def _object(line: str) -> Mapping[str, Any]:

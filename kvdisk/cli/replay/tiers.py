@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ``TierManager`` for a replay without bytes, put together as the assembly does it."""
+"""One run's policies and tiers, and their ``TierManager``, made as the assembly makes one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 
 from kvdisk.cli.replay.capacity import Room
 from kvdisk.cli.replay.engine import STEP_TOKENS, Engine
-from kvdisk.cli.replay.instant import InstantBackend, InstantIndex
 from kvdisk.cli.replay.pool import GpuPool
 from kvdisk.cli.replay.trace import Trace
 from kvdisk.config import Config
 from kvdisk.geometry import FINGERPRINT_BYTES, Geometry, GroupGeometry, segment_charge_bytes
+from kvdisk.index.base import Progress
+from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.admission import make_admission
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme import NvmeSpace
@@ -41,7 +42,7 @@ class Setting:
 
     @property
     def room(self) -> Room:
-        """The room that models get beside it: of the NVMe tier, or without one of the CPU tier."""
+        """The room that the table names: of the NVMe tier, or without one of the CPU tier."""
         return self.nvme if self.nvme.slots else self.cpu
 
     @property
@@ -68,11 +69,13 @@ def make_geometry(trace: Trace, block_bytes: int = _NO_BYTES) -> Geometry:
     return Geometry((GroupGeometry(0, trace.block_tokens, block_bytes),), 1, trace.block_tokens)
 
 
-def make_pool(trace: Trace, gpu_blocks: int) -> GpuPool:
-    """Return a pool for the longest prompt, twice, since stores hold blocks that a request has left."""
-    step_blocks = max(1, STEP_TOKENS // trace.block_tokens)
-    count = max(gpu_blocks, 2 * trace.longest + step_blocks) + 1
-    return GpuPool(count, step_blocks, caches=gpu_blocks > 0)
+class InstantIndex(MemoryIndex):
+    """``Index`` that has committed everything when it is asked."""
+
+    def poll(self) -> Progress:
+        """See ``Index.poll``."""
+        self.commit()
+        return super().poll()
 
 
 def make_manager(setting: Setting, geometry: Geometry, pool: GpuPool) -> TierManager:
@@ -102,8 +105,11 @@ def make_manager(setting: Setting, geometry: Geometry, pool: GpuPool) -> TierMan
 
 
 def make_engine(trace: Trace, setting: Setting) -> Engine:
-    """Return an engine without bytes over empty tiers whose files are open."""
-    pool = make_pool(trace, setting.gpu_blocks)
-    engine = Engine(trace, make_manager(setting, make_geometry(trace), pool), pool, InstantBackend())
+    """Return an engine over empty tiers whose files are open."""
+    step_blocks = max(1, STEP_TOKENS // trace.block_tokens)
+    # The longest prompt, twice: stores hold blocks that a request has left.
+    count = max(setting.gpu_blocks, 2 * trace.longest + step_blocks) + 1
+    pool = GpuPool(count, step_blocks, caches=setting.gpu_blocks > 0)
+    engine = Engine(trace, make_manager(setting, make_geometry(trace), pool), pool)
     engine.settle()
     return engine

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvdisk bench``: how fast a drive is, and which device an engine would choose there.
+
+It measures what an engine measures at its start. ``Bench`` is what ``--json`` prints; its shape
+changes only with ``json_version``.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+
+from kvdisk import __version__
+from kvdisk.cli.output import Exit, parse_size, print_json, refusal, report_console, size
+from kvdisk.device.base import Op
+from kvdisk.device.gds import GdsDevice, gds_unavailable
+from kvdisk.device.pair import PairDevice
+from kvdisk.device.probe import FILE_BYTES, MAKERS, ProbeReport, probe
+from kvdisk.errors import ConfigError
+from kvdisk.geometry import ALIGNMENT, HEADER_BYTES
+
+JSON_VERSION = 3
+LEFT_FREE_BYTES = 1 << 30
+"""What a run leaves free on the file system, or it does not begin."""
+_STAGING_SLOTS = 4
+_WAYS = ((Op.READ, False), (Op.WRITE, False), (Op.READ, True), (Op.WRITE, True))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """This machine, and the drive of a directory. None: not known."""
+
+    processor: str | None
+    cores: int
+    memory_bytes: int
+    file_system: str | None
+    drive: str | None
+    kernel: str
+    python: str
+    kvdisk: str
+    load: float
+
+    @classmethod
+    def here(cls, directory: Path) -> Machine:
+        """Describe this machine and the drive that ``directory`` is on."""
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        return cls(
+            processor=next(iter(names), None),
+            cores=len(os.sched_getaffinity(0)),
+            memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            file_system=_file_system(directory),
+            drive=_drive(os.stat(directory).st_dev),
+            kernel=platform.release(),
+            python=platform.python_version(),
+            kvdisk=__version__,
+            load=os.getloadavg()[0],
+        )
+
+    @property
+    def sentence(self) -> str:
+        """The description in one line."""
+        return (
+            f"{self.cores} cores ({self.processor or 'unknown'}), {size(self.memory_bytes)} memory,"
+            f" {self.file_system or 'unknown file system'} on {self.drive or 'an unknown drive'},"
+            f" Linux {self.kernel}, Python {self.python}, load {self.load:.1f}"
+        )
+
+
+@dataclass
+class Bench:
+    """What a run gave. Do not compare figures of two runs.
+
+    ``drive``: of each block size, what a start would measure and choose. ``straight_to_gpu``: what
+    would move straight between drive and GPU.
+    """
+
+    machine: Machine
+    drive: list[ProbeReport]
+    straight_to_gpu: str
+    json_version: int = JSON_VERSION
+
+
+def bench(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory on the drive to measure.")],
+    block_sizes: Annotated[
+        list[str],
+        typer.Option("--block-size", "-b", metavar="SIZE", help="Bytes of a block; may be given several times."),
+    ] = ["64K", "256K", "1M", "2M", "8M"],  # noqa: B006 - typer copies it
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Measure how fast the drive under DIR is, and say which device an engine would choose there.
+
+    All devices are measured in turn: medians. Figures of two runs are not
+    comparable: a drive's speed changes from one to the next by more than
+    what is looked for. The file that is measured on has no name; nothing is
+    left of it.
+
+    [bold]Exit codes[/bold]
+
+    [cyan]0[/cyan]  measured
+
+    [cyan]1[/cyan]  the drive failed
+
+    [cyan]2[/cyan]  nothing was measured: wrong usage, no room, no permission
+    """
+    try:
+        sizes = [parse_size("--block-size", text) for text in block_sizes]
+        found = measure(directory, sizes)
+    except ConfigError as error:
+        raise refusal(str(error)) from None
+    if as_json:
+        print_json(found)
+    else:
+        _print(found)
+    raise typer.Exit(Exit.WRONG if any(one.problem for one in found.drive) else Exit.FINE)
+
+
+def measure(directory: Path, block_sizes: Sequence[int]) -> Bench:
+    """Measure each device as a start does. Raises ConfigError: no room, no permission."""
+    for block_bytes in block_sizes:
+        if block_bytes % ALIGNMENT or not 2 * ALIGNMENT <= block_bytes <= 1 << 30:
+            raise ConfigError(f"--block-size must be a multiple of 4 KiB, 8 KiB to 1 GiB, not {block_bytes} bytes.")
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is not a directory.")
+    status = os.statvfs(directory)
+    free_bytes = status.f_bavail * status.f_frsize
+    if free_bytes - FILE_BYTES < LEFT_FREE_BYTES:
+        raise ConfigError(
+            f"{directory} has {size(free_bytes)} free; this run needs {size(FILE_BYTES)} and leaves"
+            f" {size(LEFT_FREE_BYTES)} free."
+        )
+    slot_sizes = [HEADER_BYTES + block_bytes for block_bytes in block_sizes]
+    try:
+        private = tempfile.TemporaryDirectory(prefix=".kvdisk-bench-", dir=directory)
+    except OSError as error:
+        raise ConfigError(f"cannot write in {directory}: {error.strerror}.") from None
+    with private:
+        place = Path(private.name)
+        drive = [probe(place, slot_bytes) for slot_bytes in slot_sizes]
+        return Bench(Machine.here(directory), drive, _straight_to_gpu(place, sorted(set(slot_sizes))))
+
+
+def _straight_to_gpu(directory: Path, slot_sizes: Sequence[int]) -> str:
+    why = gds_unavailable()
+    if why is None:
+        try:
+            from kvdisk.worker.copier import CudaLanes
+            from kvdisk.worker.direct import choose_direct
+
+            lanes = CudaLanes()
+        except (ImportError, AssertionError, RuntimeError) as error:  # no torch, none with CUDA, or no GPU
+            why = str(error)
+    if why is not None:
+        return f"nothing would go straight between drive and GPU: {why}"
+    counts = [_STAGING_SLOTS] * len(slot_sizes)
+    choice = choose_direct(
+        directory, slot_sizes, counts, lanes, lambda: PairDevice(MAKERS["posix"](), GdsDevice()), always=False
+    )
+    if choice.direct is not None:
+        choice.direct.staging.close()
+    return choice.line
+
+
+def _file_system(directory: Path) -> str | None:
+    """Return a file system's type: that of the longest mount point above a directory."""
+    resolved = Path(os.path.realpath(directory))
+    found, longest = None, -1
+    with suppress(OSError, IndexError):
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            before, _, behind = line.partition(" - ")
+            mount = Path(before.split()[4].replace("\\040", " "))
+            if resolved.is_relative_to(mount) and len(mount.parts) >= longest:
+                found, longest = behind.split()[0], len(mount.parts)
+    return found
+
+
+def _drive(number: int) -> str | None:
+    """Return the model, or the name, of the drive with a device number, if it is one."""
+    link = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+    if not link.exists():
+        return None
+    path = link.resolve()
+    if not (path / "queue").exists():  # a partition; the drive is the directory above
+        path = path.parent
+    with suppress(OSError):
+        return (path / "device" / "model").read_text().strip() or path.name
+    return path.name
+
+
+# -- for people --------------------------------------------------------------------------------
+
+
+def _print(found: Bench) -> None:
+    console = report_console()
+    console.print(found.machine.sentence)
+    console.print("\nMemory and NVMe, each device alone, MB/s", _table(found.drive), sep="\n")
+    console.print("With device: auto a start would choose:")
+    for one in found.drive:
+        console.print(f"{_short(one.block_bytes)}: {one.name(one.chosen)}, because {one.why.rstrip('.')}.")
+    absent = {f"without {name}: {why.rstrip('.')}." for one in found.drive for name, why in one.absent.items()}
+    console.print("\n".join([*sorted(absent), found.straight_to_gpu]))
+
+
+def _table(reports: Sequence[ProbeReport]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for name in ("slots of", "device"):
+        table.add_column(name, no_wrap=True)
+    for name in ("read", "write", "runs read", "runs written"):
+        table.add_column(name, justify="right")
+    for report in reports:
+        for at, name in enumerate(dict.fromkeys(speed.device for speed in report.speeds)):
+            speeds = [report.speed(name, op, run) for op, run in _WAYS]
+            figures = ["" if speed is None else f"{speed.bytes_per_s / 1e6:,.0f}" for speed in speeds]
+            table.add_row("" if at else _short(report.block_bytes), report.name(name), *figures)
+        table.add_section()
+    return table
+
+
+def _short(count_bytes: int) -> str:
+    """Return a size without decimals where it has none: ``64 KiB``."""
+    return size(count_bytes).replace(".0 ", " ")
