@@ -10,7 +10,6 @@ import pytest
 
 from kvdisk.device.base import Device, Op, Transfer
 from kvdisk.device.memory import MemoryDevice
-from kvdisk.device.nixl import NixlDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import ALIGNMENT
 from kvdisk.testing.device_conformance import WAIT_S, DeviceConformance, FilesConformance, fill, make_memory
@@ -35,25 +34,6 @@ class TestPosixOneThreadShortCalls(PosixFiles):
 
     def make_device(self) -> Device:
         return PosixDevice(threads=1, longest_bytes=ALIGNMENT)
-
-
-class TestNixlDirect(PosixFiles):
-    flags = os.O_DIRECT
-
-    def make_device(self) -> Device:
-        return NixlDevice()
-
-
-class TestNixlBuffered(PosixFiles):
-    """Files that NIXL does not get, and that are moved all the same."""
-
-    def make_device(self) -> Device:
-        return NixlDevice()
-
-
-class TestFaultyNixl(TestNixlDirect):
-    def make_device(self) -> Device:
-        return FaultyDevice(NixlDevice())
 
 
 class TestMemory(DeviceConformance):

@@ -12,7 +12,6 @@ from kvdisk.cli.output import size
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import ALIGNMENT
 
-DEVICES = ("posix", "nixl")
 LARGEST_TOTAL_BYTES = 16 << 30
 _MOST_ROUNDS = 1000
 
@@ -44,7 +43,6 @@ class Settings:
     block_sizes: tuple[int, ...]
     total_bytes: int
     rounds: int
-    devices: tuple[str, ...]
 
     def check(self) -> None:
         """Raise ConfigError, in one sentence, where a run cannot be made so."""
@@ -61,9 +59,6 @@ class Settings:
                 f"--total must be at least two blocks ({size(2 * largest)}) and at most {size(LARGEST_TOTAL_BYTES)},"
                 f" not {size(self.total_bytes)}."
             )
-        for name in self.devices:
-            if name not in DEVICES:
-                raise ConfigError(f"there is no device {name}: --device takes {', '.join(DEVICES)}.")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from kvdisk.cli.bench.cases import DEVICES, Part, Settings
+from kvdisk.cli.bench.cases import Part, Settings
 from kvdisk.cli.output import Exit, parse_size, refusal
 from kvdisk.cli.output import as_json as plain
 from kvdisk.errors import ConfigError, KvdiskError
@@ -26,9 +26,6 @@ BlockSizes = Annotated[
 ]
 Total = Annotated[str, typer.Option("--total", metavar="SIZE", help="Bytes of one measurement through the mover.")]
 Rounds = Annotated[int, typer.Option("--rounds", help="Measurements of each device through the mover.")]
-Devices = Annotated[
-    list[str], typer.Option("--device", metavar="NAME", help="Only this device; may be given several times.")
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
@@ -38,7 +35,6 @@ def bench(
     block_sizes: BlockSizes = ["64K", "256K", "1M", "2M", "8M"],  # noqa: B006
     total: Total = "256MiB",
     rounds: Rounds = 5,
-    devices: Devices = list(DEVICES),  # noqa: B006
     as_json: AsJson = False,
 ) -> None:
     """Measure how fast the drive under DIR, the CPU tier and the mover are on this machine.
@@ -63,7 +59,6 @@ def bench(
             block_sizes=tuple(parse_size("--block-size", text) for text in block_sizes),
             total_bytes=parse_size("--total", total),
             rounds=rounds,
-            devices=tuple(devices),
         )
         settings.check()
         run = _measure(settings)

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvdisk.cli.bench import mover
 from kvdisk.cli.bench.cases import Case, Flow, Part, Result, Sample, Settings
+from kvdisk.cli.bench.drive import DriveReport, measure_drive
 from kvdisk.cli.bench.machine import Machine, describe
 from kvdisk.cli.output import size
-from kvdisk.device.base import Device
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.pair import PairDevice
 from kvdisk.device.posix import PosixDevice
-from kvdisk.device.probe import MAKERS, ProbeReport, nameless_file, probe
+from kvdisk.device.probe import nameless_file, probe
 from kvdisk.errors import ConfigError, DeviceError, KvdiskError
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, round_up
 
@@ -54,16 +54,17 @@ class Contender(NamedTuple):
 class Run:
     """What a run gave, as ``--json`` prints it. Do not compare figures of two runs.
 
-    ``drive``: of each block size, what a start would measure and choose. ``straight_to_gpu``: what
-    would move straight between drive and GPU. ``gpu``: whether the mover's blocks were on a GPU.
-    ``skipped``: a line for each thing that is not measured.
+    ``drive``: figures of each block size. ``chosen``: what a start would use, in words.
+    ``straight_to_gpu``: what would move straight between drive and GPU. ``gpu``: whether the
+    mover's blocks were on a GPU. ``skipped``: a line for each thing that is not measured.
     """
 
     machine: Machine
     settings: Settings
     json_version: int = JSON_VERSION
     started_s: int = field(default_factory=lambda: int(time.time()))
-    drive: list[ProbeReport] = field(default_factory=list)
+    drive: list[DriveReport] = field(default_factory=list)
+    chosen: str = ""
     straight_to_gpu: str = ""
     gpu: bool = False
     results: list[Result] = field(default_factory=list)
@@ -149,10 +150,14 @@ def _settled_heap() -> Iterator[None]:
 
 
 def _measure_drive(run: Run, directory: Path) -> None:
-    """Measure each device as a start does, and say what would go straight to a GPU."""
+    """Measure the drive, and say what a start would use, and what would go straight to a GPU."""
     slot_sizes = [HEADER_BYTES + round_up(size, ALIGNMENT) for size in run.settings.block_sizes]
-    makers = {name: make for name, make in MAKERS.items() if name in run.settings.devices}
-    run.drive = [probe(directory, slot_bytes, makers=makers) for slot_bytes in slot_sizes]
+    report = probe(directory)
+    run.chosen = f"device: auto would use {report.name}: {report.why}"
+    try:
+        run.drive = [measure_drive(directory, slot_bytes) for slot_bytes in slot_sizes]
+    except OSError as error:
+        raise DeviceError(error.errno or errno.EIO, "the drive that is measured") from error
     run.straight_to_gpu = _straight_to_gpu(directory, sorted(set(slot_sizes)))
 
 
@@ -169,7 +174,7 @@ def _straight_to_gpu(directory: Path, slot_sizes: Sequence[int]) -> str:
 
     counts = [_STAGING_SLOTS] * len(slot_sizes)
     choice = choose_direct(
-        directory, slot_sizes, counts, lanes, lambda: PairDevice(MAKERS["posix"](), GdsDevice()), always=False
+        directory, slot_sizes, counts, lanes, lambda: PairDevice(PosixDevice(), GdsDevice()), always=False
     )
     if choice.direct is not None:
         choice.direct.staging.close()
@@ -197,31 +202,18 @@ def _measure_mover(run: Run, fd: int, watch: Watch) -> None:
 
 
 def _measure_case(run: Run, case: Case, fd: int, lanes: Lanes | None, watch: Watch) -> None:
-    devices = [PosixDevice()] if case.part is Part.MEMORY else _devices(run)
     contenders = []
     with ExitStack() as stack:
-        for device in devices:
-            try:
-                made = mover.MoverRun(device, fd, case, lanes)
-            except (KvdiskError, OSError) as error:
-                run.skipped.append(f"{case.part.value}: {case.words}: {device.name}: {error}")
-                device.close()
-                continue
+        device = PosixDevice()
+        try:
+            made = mover.MoverRun(device, fd, case, lanes)
+        except (KvdiskError, OSError) as error:
+            run.skipped.append(f"{case.part.value}: {case.words}: {device.name}: {error}")
+            device.close()
+        else:
             stack.callback(made.close)
             contenders.append(Contender("CPU tier" if case.part is Part.MEMORY else device.name, made.move))
         run.results += measure_in_turn(case, contenders, run.settings.rounds, run.skipped, watch)
-
-
-def _devices(run: Run) -> list[Device]:
-    """Return new devices, the caller's to close."""
-    found = []
-    for name in run.settings.devices:
-        try:
-            found.append(MAKERS[name]())
-        except ConfigError as error:
-            line = f"device {name} is left out: {error}"
-            run.skipped += [line] if line not in run.skipped else []
-    return found
 
 
 def measure_in_turn(

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvdisk.cli.bench.cases import Part, Result, short_size
+from kvdisk.cli.bench.drive import DriveReport
 from kvdisk.cli.bench.run import Run
 from kvdisk.device.base import Op
-from kvdisk.device.probe import ProbeReport
 
 _TITLES = {
     Part.MOVER: "{gpu} and NVMe, through the mover",
@@ -27,12 +27,7 @@ def print_run(run: Run, console: Console) -> None:
     console.print(run.machine.sentence)
     if run.drive:
         console.print("\nMemory and NVMe, each device alone, MB/s", _drive_table(run.drive), sep="\n")
-        console.print("With device: auto a start would choose:")
-        for one in run.drive:
-            name = one.name(one.chosen)
-            console.print(f"{short_size(one.block_bytes)}: {name}, because {one.why.rstrip('.')}.")
-        absent = {f"without {name}: {why.rstrip('.')}." for one in run.drive for name, why in one.absent.items()}
-        console.print("\n".join([*sorted(absent), run.straight_to_gpu]))
+        console.print(run.chosen, run.straight_to_gpu, sep="\n")
     gpu = "GPU" if run.gpu else "Host memory in place of a GPU"
     for part, results in groupby(run.results, key=lambda result: result.case.part):
         console.print(f"\n{_TITLES[part].format(gpu=gpu)}", _result_table(list(results)), sep="\n")
@@ -40,18 +35,15 @@ def print_run(run: Run, console: Console) -> None:
         console.print(line)
 
 
-def _drive_table(reports: Sequence[ProbeReport]) -> Table:
+def _drive_table(reports: Sequence[DriveReport]) -> Table:
     table = _table()
     for name in ("slots of", "device"):
         table.add_column(name, no_wrap=True)
     for name in ("read", "write", "runs read", "runs written"):
         table.add_column(name, justify="right")
     for report in reports:
-        for at, name in enumerate(dict.fromkeys(speed.device for speed in report.speeds)):
-            speeds = [report.speed(name, op, run) for op, run in _WAYS]
-            figures = ["" if speed is None else f"{speed.bytes_per_s / 1e6:,.0f}" for speed in speeds]
-            table.add_row("" if at else short_size(report.block_bytes), report.name(name), *figures)
-        table.add_section()
+        figures = {(speed.op, speed.run): f"{speed.bytes_per_s / 1e6:,.0f}" for speed in report.speeds}
+        table.add_row(short_size(report.block_bytes), report.speeds[0].device, *(figures[way] for way in _WAYS))
     return table
 
 
