@@ -10,6 +10,7 @@ from pathlib import Path
 from kvdisk.blocks import BlockKey
 from kvdisk.errors import CorruptRecord, DeviceError
 from kvdisk.index.base import BlockColumns, BlockRecord, IndexState, Progress, SegmentRecord
+from kvdisk.index.columns import decode_blocks, encode_blocks, join_columns
 from kvdisk.index.commit_writer import CommitWriter, Operation, Table
 from kvdisk.index.lmdb_tables import MIN_MAP_BYTES, LmdbTables, map_bytes_for
 from kvdisk.index.records import (
@@ -31,8 +32,6 @@ def write_index(path: Path | str, segments: Sequence[SegmentRecord], columns: Bl
 
     Raises DeviceError; what is in ``path`` is then of no use.
     """
-    from kvdisk.index.columns import encode_blocks  # numpy, which the tools do without
-
     tables = LmdbTables(Path(path), map_bytes, readonly=False)
     try:
         tables.append(Table.BLOCKS, *encode_blocks(columns))
@@ -114,8 +113,6 @@ class LmdbIndex:
 
     def block_columns(self) -> BlockColumns:
         """See ``Index.block_columns``."""
-        from kvdisk.index.columns import decode_blocks, join_columns  # numpy, which the tools do without
-
         assert not self._closed
         return join_columns([decode_blocks(keys, values) for keys, values in self._tables.scan_columns(Table.BLOCKS)])
 
