@@ -18,7 +18,7 @@ from kvdisk.device.base import Device
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES, uses_charge_bytes
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.home import Home
-from kvdisk.device.listing import ReadableHomes
+from kvdisk.device.listing import readable_indexes
 from kvdisk.device.pair import PairDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import choose_device
@@ -187,11 +187,9 @@ def _meet_neighbours(store: Store, home: Home, description: dict[str, Any]) -> N
 
     An owner may die, and its cap with it; what it leaves is spared for a while, because it may be starting again.
     """
-    readable = ReadableHomes(store)
 
     def find_homes() -> list[Neighbour]:
-        found = readable.find(home.fingerprint, description, home.id)
-        return [Neighbour(other.id, other.index_path) for other in found]
+        return [Neighbour(*other) for other in readable_indexes(store, home.fingerprint, description, home.id)]
 
     def upkeep() -> None:
         try:

@@ -29,7 +29,7 @@ from kvdisk.device.paths import (
     is_other_than_directory,
     make_directory,
     remove_anything,
-    remove_directory,
+    remove_empty,
 )
 from kvdisk.errors import CorruptRecord, DeviceError, GeometryMismatch
 from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION, SEGMENT_HEADER_BYTES, segment_file_bytes
@@ -277,7 +277,7 @@ def _remove_if_empty(home: HasSegments, segment: int) -> None:
     home_path = home.segments_path.parent
     # Other ranks may still have files in it, or may have removed it first.
     with suppress(OSError):
-        remove_directory(home_path.parent, home_path.name, home.segments_path.name, str(segment))
+        remove_empty(home_path.parent, home_path.name, home.segments_path.name, str(segment))
 
 
 def _allocate(path: Path, length_bytes: int) -> None:

@@ -297,7 +297,7 @@ class Store:
         # folders are nobody's.
         folders = self.folders(home_id, record)[1:] if record else ()
         try:
-            paths.remove_directory(self.path / HOMES, home_id, first=HOME_FILE)
+            paths.remove_anything(self.path / HOMES, home_id, first=HOME_FILE)
         except OSError:
             return False
         gone = [remove_folder(folder.path) for folder in folders if folder is not None]

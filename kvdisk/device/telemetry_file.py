@@ -51,7 +51,7 @@ class TelemetryRecord(NamedTuple):
 
 def write_telemetry(home_path: Path, figures: dict[str, Any]) -> None:
     """Replace FIGURES in one step. Raises OSError."""
-    paths.write_note(home_path / FIGURES_FILE, figures)
+    paths.write_control(home_path / FIGURES_FILE, figures, durable=False, keep=False)
 
 
 def read_telemetry(home_path: Path) -> TelemetryRecord | None:

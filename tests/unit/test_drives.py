@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdisk.device.listing import ReadableHomes, list_homes
+from kvdisk.device.listing import list_homes, readable_indexes
 from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, GeometryMismatch
@@ -283,17 +283,14 @@ def test_which_homes_may_be_read(dirs, monkeypatch):
     store = Store.open(path, boot_id="boot")
     mine, live, strange = (store.acquire_home(name, GEOMETRY, CAP) for name in (MINE, MINE, OTHER))
     other = store.acquire_home(MINE, {"geometry": {"ranks": 2}}, CAP)
-    reader = ReadableHomes(Store.open(path, boot_id="boot"))
 
-    def readable() -> dict[str, tuple[int, ...]]:
-        return {found.id: found.stamp for found in reader.find(MINE, GEOMETRY, mine.id)}
+    def readable(boot_id: str = "boot") -> dict[str, Path]:
+        return dict(readable_indexes(Store.open(path, boot_id=boot_id), MINE, GEOMETRY, mine.id))
 
-    before = readable()
-    assert before.keys() == {live.id}
-    assert readable() == before
+    assert readable() == {live.id: live.index_path}
     live.close(clean=False)
     assert readable().keys() == {live.id}, "an orphan of this boot"
-    assert ReadableHomes(Store.open(path, boot_id="later")).find(MINE, GEOMETRY, mine.id) == []
+    assert readable("later") == {}
     taken = Store.open(path, boot_id="boot").acquire_home(MINE, GEOMETRY, CAP)
     assert readable().keys() == {taken.id}
     taken.remove_index()
@@ -302,33 +299,14 @@ def test_which_homes_may_be_read(dirs, monkeypatch):
     taken.place_index()
     assert readable() == {}
     taken.adopt_index()
-    after = readable()
-    assert after.keys() == {taken.id}
+    assert readable().keys() == {taken.id}
     taken.close(clean=True)
-    later = ReadableHomes(Store.open(path, boot_id="later")).find(MINE, GEOMETRY, mine.id)
-    assert [(found.id, found.index_path) for found in later] == [(taken.id, taken.index_path)], "closed in order"
+    assert readable("later").keys() == {taken.id}, "closed in order"
     (path / "homes" / taken.id / "HOME").write_text("{")
     assert readable() == {}
     shutil.rmtree(path / "homes" / taken.id)
     assert readable() == {}
     for home in (mine, strange, other):
-        home.close(clean=True)
-
-
-def test_nothing_is_read_again_while_nothing_changes(dirs, monkeypatch):
-    store = Store.open(dirs[0])
-    mine, theirs = acquire(dirs[:1]), acquire(dirs[:1])
-    os.utime(dirs[0] / "homes", (1, 1))  # not just now
-    readable = ReadableHomes(store)
-    assert len(readable.find(MINE, GEOMETRY, mine.id)) == 1
-    opened = []
-    real = os.open
-    monkeypatch.setattr(
-        os, "open", lambda *arguments, **named: (opened.append(arguments), real(*arguments, **named))[1]
-    )
-    assert [home.id for home in readable.find(MINE, GEOMETRY, mine.id)] == [theirs.id]
-    assert opened == []
-    for home in (mine, theirs):
         home.close(clean=True)
 
 
@@ -338,4 +316,4 @@ def test_a_home_that_cannot_be_read_does_not_hide_the_others(dirs, make):
     mine, theirs, damaged = (store.acquire_home(MINE, GEOMETRY, CAP) for _ in range(3))
     (damaged.path / "HOME").unlink()
     make(damaged.path / "HOME")
-    assert [home.id for home in ReadableHomes(Store.open(dirs[0])).find(MINE, GEOMETRY, mine.id)] == [theirs.id]
+    assert [home_id for home_id, _ in readable_indexes(Store.open(dirs[0]), MINE, GEOMETRY, mine.id)] == [theirs.id]

@@ -336,19 +336,19 @@ def test_deletion_follows_no_symlink(store, tmp_path):
     home = store.acquire_home(MINE, GEOMETRY, CAP)
     assert ids(store) == {home.id, "d" * 32, "notes"}
     assert (tmp_path / "precious" / "file").read_text() == "kept"
-    for names in [("d" * 32,), ("d" * 32, "file"), ("notes", "..")]:
+    for names in [("d" * 32, "file"), ("notes", "..")]:
         with pytest.raises((OSError, AssertionError)):
-            paths.remove_directory(store.path / "homes", *names, first="HOME")
+            paths.remove_anything(store.path / "homes", *names, first="HOME")
     for name in ["..", ".", "", "a/b", "/tmp"]:  # noqa: S108 - refused
         with pytest.raises(AssertionError):
-            paths.remove_directory(store.path / "homes", name, first="HOME")
+            paths.remove_anything(store.path / "homes", name, first="HOME")
+    paths.remove_anything(store.path / "homes", "d" * 32, first="HOME")
     assert (tmp_path / "precious" / "file").read_text() == "kept"
     home.close(clean=True)
 
 
 def test_a_deletion_that_breaks_off_leaves_no_home_to_take_over(store, monkeypatch):
     left = leave(store, MINE, 40 * MIB, description=GEOMETRY)
-    (store.home_path(left) / "HOME").unlink()
 
     def breaks_off(name, *, dir_fd):
         raise OSError(errno.EIO, "Input/output error")
@@ -356,6 +356,7 @@ def test_a_deletion_that_breaks_off_leaves_no_home_to_take_over(store, monkeypat
     breaks_off.avoids_symlink_attacks = True
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", breaks_off)
+        assert not store.remove_home(left)
         home = store.acquire_home(MINE, GEOMETRY, CAP)
         assert home.fresh, "took over what could not be deleted"
         home.close(clean=True)
