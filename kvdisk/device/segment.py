@@ -256,14 +256,14 @@ def _temporary(path: Path) -> Path:
 
 def _remove_files(home: HasSegments, segment: int, names: Collection[str]) -> None:
     """Remove files of a segment, whatever is in their place, and its directory where that is empty or is none."""
-    home_path, segments, number = home.segments_path.parent, home.segments_path.name, str(segment)
-    if is_directory(home.segments_path / number):
-        for name in names:
-            with suppress(FileNotFoundError):  # another rank may have removed the directory first
-                remove_anything(home_path.parent, home_path.name, segments, number, name)
-        _remove_if_empty(home, segment)
-    elif is_other_than_directory(home.segments_path / number):  # a directory that another rank makes since stays
-        remove_anything(home_path.parent, home_path.name, segments, number, trees=False)
+    way = home.segments_path.parent.name, home.segments_path.name, str(segment)
+    homes = home.segments_path.parent.parent
+    for name in names:
+        with suppress(FileNotFoundError, NotADirectoryError):  # another rank may have removed the directory first
+            remove_anything(homes, *way, name)
+    with suppress(FileNotFoundError):
+        remove_anything(homes, *way, trees=False)
+    _remove_if_empty(home, segment)
 
 
 def _check_way(path: Path) -> None:

@@ -209,18 +209,11 @@ class Store:
         Raises CorruptRecord where HOME does not decode, StoreLocked where it has an owner,
         DeviceError (ENOENT where there is no such home).
         """
-        with self.locked():
-            path = self.home_path(home_id)
-            lock_fd = os.open(path / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)
-            try:
-                if not paths.try_lock(lock_fd, fcntl.LOCK_EX):
-                    raise StoreLocked(f"home {home_id} has a live owner")
-                record = read_record(path)
-                fcntl.flock(lock_fd, fcntl.LOCK_SH)
-                return self._held(home_id, record, lock_fd=lock_fd, fresh=False)
-            except BaseException:
-                os.close(lock_fd)
-                raise
+        with self._unowned(home_id) as found:
+            if found.lock_fd < 0:
+                raise DeviceError(errno.ENOENT, f"home {home_id} has no lock file")
+            record = found.record or read_record(self.home_path(home_id))
+            return self._held(home_id, record, lock_fd=_keep(found.lock_fd), fresh=False)
 
     def join_home(self, home_id: str, fingerprint: bytes) -> JoinedHome:
         """Enter the home that this process's scheduler acquired.
@@ -308,20 +301,18 @@ class Store:
 
         Raises StoreLocked where it has an owner, DeviceError (ENOENT where there is no such home).
         """
-        path = self.home_path(home_id)
-        with self.locked():
-            path.stat()
-            lock_fd, record = -1, None
-            with suppress(FileNotFoundError):  # without a lock file it was never finished: nobody can own it
-                lock_fd = paths.open_regular(path / LOCK_FILE, os.O_RDWR)
-            try:
-                if lock_fd >= 0 and not paths.try_lock(lock_fd, fcntl.LOCK_EX):
-                    raise StoreLocked(f"home {home_id} has a live owner")
-                with suppress(FileNotFoundError, CorruptRecord):
-                    record = read_record(path)
-                return self.delete_home(home_id, record)
-            finally:
-                paths.unlock(lock_fd)
+        with self._unowned(home_id) as found:
+            return self.delete_home(home_id, found.record)
+
+    @contextmanager
+    def _unowned(self, home_id: str) -> Iterator[Holding]:
+        """Hold the store lock and that of a home without an owner. Raises StoreLocked where it has one, DeviceError."""
+        with self.locked(), ExitStack() as stack:
+            self.home_path(home_id).stat()
+            found = self._take_stock_of(home_id, stack)
+            if found.live:
+                raise StoreLocked(f"home {home_id} has a live owner")
+            yield found
 
     def discard(self, home: Home) -> None:
         """Release and delete a home that no rank has joined. Raises StoreLocked, DeviceError."""
@@ -472,10 +463,7 @@ class Store:
         """Own the orphan that now has this id; return its lock's descriptor. Raises OSError."""
         write_record(self.home_path(home_id), record, durable=True)
         make_folders(self.folders(home_id, record))
-        lock_fd = os.dup(orphan_fd)  # the same lock; the orphan's own descriptor closes with the store lock
-        # A conversion lets go for an instant, in which only holders of the store lock would try.
-        fcntl.flock(lock_fd, fcntl.LOCK_SH)
-        return lock_fd
+        return _keep(orphan_fd)
 
     def _make_home(self, home_id: str, record: HomeRecord) -> int:
         """Make a home and own it; return its lock's descriptor. Raises OSError, leaving nothing."""
@@ -500,6 +488,14 @@ class Store:
             os.close(paths.create_file(self.path / LOCK_FILE))
         with self.locked():
             return read_store(self.path) or StoreRecord(make_store(self.path, self.now_s(), None), None)
+
+
+def _keep(lock_fd: int) -> int:
+    """Own the home whose lock is held exclusively until the store lock is released; return a descriptor of its own."""
+    kept = os.dup(lock_fd)  # the same lock
+    # A conversion lets go for an instant, in which only holders of the store lock would try.
+    fcntl.flock(kept, fcntl.LOCK_SH)
+    return kept
 
 
 def _boot_id() -> str:

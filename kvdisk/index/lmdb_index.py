@@ -92,14 +92,14 @@ class LmdbIndex:
     def segments(self) -> Iterator[SegmentRecord]:
         """See ``Index.segments``. One read transaction, which ends with the iterator."""
         assert not self._closed
-        for key, value in self._tables.scan(Table.SEGMENTS):
-            yield decode_segment(key, value)
+        for part in self._tables.scan(Table.SEGMENTS):
+            yield from map(decode_segment, *part)
 
     def blocks(self) -> Iterator[BlockRecord]:
         """See ``Index.blocks``. One read transaction, which ends with the iterator: open, it makes the file grow."""
         assert not self._closed
-        for key, value in self._tables.scan(Table.BLOCKS):
-            yield decode_block(key, value)
+        for part in self._tables.scan(Table.BLOCKS):
+            yield from map(decode_block, *part)
 
     def find(self, epoch: int, keys: Sequence[BlockKey]) -> list[tuple[int, BlockRecord]]:
         """Return the committed records of these keys, each with the key's position; in one short read transaction.
@@ -114,7 +114,7 @@ class LmdbIndex:
     def block_columns(self) -> BlockColumns:
         """See ``Index.block_columns``."""
         assert not self._closed
-        return join_columns([decode_blocks(keys, values) for keys, values in self._tables.scan_columns(Table.BLOCKS)])
+        return join_columns([decode_blocks(*part) for part in self._tables.scan(Table.BLOCKS)])
 
     def put(self, records: Sequence[BlockRecord]) -> int | None:
         """See ``Index.put``."""

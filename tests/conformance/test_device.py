@@ -115,14 +115,6 @@ def test_the_nth_transfer_fails_with_its_errno_and_moves_nothing(memory_file):
     assert inner.contents(7)[:ALIGNMENT] == bytes(ALIGNMENT)
 
 
-def test_inner_errors_keep_their_place_beside_planned_ones(memory_file):
-    inner, _ = memory_file
-    device = FaultyDevice(inner, FaultPlan(fail={1: errno.ENXIO}))
-    views = blocks(make_memory(3 * ALIGNMENT), 3)
-    device.submit(Op.READ, [Transfer(7, 0, (views[0],)), Transfer(7, 0, (views[1],)), Transfer(8, 0, (views[2],))])
-    assert device.drain()[0].errors == {0: errno.ENXIO, 2: errno.EBADF}
-
-
 def test_a_full_drive_refuses_writes_and_serves_reads_until_told_otherwise(memory_file):
     inner, data = memory_file
     device = FaultyDevice(inner, FaultPlan(full=True))
@@ -188,17 +180,3 @@ def test_torn_and_lost_transfers(memory_file):
     device.submit(Op.WRITE, [Transfer(7, 0, (memory,))])
     assert device.drain()[0].errors == {}
     assert inner.contents(7) == mine[:ALIGNMENT] + data[ALIGNMENT:] + mine[:ALIGNMENT]
-
-
-def test_held_batches_run_in_any_order(memory_file):
-    inner, data = memory_file
-    device = FaultyDevice(inner, FaultPlan(hold=True))
-    views = blocks(make_memory(3 * ALIGNMENT), 3)
-    tickets = [device.submit(Op.READ, [Transfer(7, at * ALIGNMENT, (view,))]) for at, view in enumerate(views)]
-    device.release_at(1)
-    assert device.poll(WAIT_S) == [(tickets[1], {})]
-    assert views[1] == data[ALIGNMENT : 2 * ALIGNMENT]
-    assert device.held == 2
-    device.release_at(1)
-    assert device.poll(WAIT_S) == [(tickets[2], {})]
-    assert not any(views[0])

@@ -145,14 +145,6 @@ def test_a_store_left_half_made_is_finished_and_lost_and_found_is_nobodys(tmp_pa
     home.close(clean=True)
 
 
-def test_a_store_file_that_does_not_decode_is_corrupt(tmp_path):
-    store = Store.open(tmp_path / "store")
-    for text in ("{", "[]", "{}"):
-        (store.path / "STORE").write_text(text)
-        with pytest.raises(CorruptRecord, match="STORE"):
-            Store.open(store.path)
-
-
 def test_a_store_lock_that_is_kept_is_reported(tmp_path, monkeypatch):
     store = Store.open(tmp_path / "store")
     monkeypatch.setattr(store_room, "STORE_LOCK_TIMEOUT_S", 0.05)
@@ -162,16 +154,6 @@ def test_a_store_lock_that_is_kept_is_reported(tmp_path, monkeypatch):
             with pytest.raises(StoreLocked, match=str(store.path)):
                 call()
     assert not list((store.path / "homes").iterdir())
-
-
-def test_where_boots_cannot_be_told_apart_each_start_counts_as_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_room, "BOOT_ID_PATH", tmp_path / "absent")
-    for _ in range(2):
-        home = Store.open(tmp_path / "store").acquire_home(MINE, {}, CAP)
-        assert home.index_is_sound() == home.fresh
-        home.adopt_index()
-        (home.index_path / "data.mdb").write_bytes(b"index")
-        home.close(clean=False)
 
 
 JSON = st.recursive(

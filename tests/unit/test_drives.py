@@ -15,7 +15,7 @@ import pytest
 from kvdisk.device.listing import list_homes, readable_indexes
 from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
-from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, GeometryMismatch
+from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
 from kvdisk.messages import FOREIGN_SEGMENTS, ForeignSegment, HomeSpec, SegmentSpec
 from kvdisk.worker.files import HomeFiles
 
@@ -75,21 +75,6 @@ def test_segments_are_written_in_place_where_the_file_system_would_copy(dirs, fl
     places = [homes[1].folder(at).segments_path for at in range(3)]
     assert flags == {place.stat().st_ino: FS_NOCOW_FL | OTHER_FLAG for place in places}
     homes[1].close(clean=True)
-
-
-def test_a_file_system_that_knows_no_copying_is_left_as_it_is(dirs, monkeypatch):
-    asked = []
-
-    def refuse(fd, request, held):
-        asked.append(fd)
-        raise OSError(errno.ENOTTY, os.strerror(errno.ENOTTY))
-
-    monkeypatch.setattr(fcntl, "ioctl", refuse)
-    before = set(os.listdir("/proc/self/fd"))
-    home = acquire(dirs[:1])
-    assert len(asked) == 1
-    home.close(clean=True)
-    assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_each_further_directory_is_part_of_the_first(dirs):
@@ -255,27 +240,6 @@ def test_another_homes_segment_is_read_and_left_alone(dirs):
     files.open_segment(foreign(theirs, drive=1))
     files.close()
     mine.close(clean=True)
-
-
-def test_what_of_another_home_cannot_be_opened(dirs):
-    theirs, mine, strange = acquire(dirs[:1]), acquire(dirs[:1]), acquire(dirs[:1], OTHER)
-    create_segment(theirs.folder(0), SPEC, 0, 1, MINE).close()
-    create_segment(strange.folder(0), SPEC, 0, 1, OTHER).close()
-    files = joined(dirs[:1], mine)
-    for spec, error in [
-        (foreign(theirs, number=4), DeviceError),
-        (foreign(theirs, slot_count=5), GeometryMismatch),
-        (foreign(theirs, drive=1), DeviceError),
-        (foreign(strange), GeometryMismatch),
-        (foreign(theirs)._replace(source=ForeignSegment("../" + mine.id, 3)), CorruptRecord),
-        (foreign(theirs)._replace(source=ForeignSegment("0" * 32, 3)), DeviceError),
-    ]:
-        with pytest.raises(error):
-            files.open_segment(spec)
-    files.open_segment(foreign(theirs))
-    files.close()
-    for home in (theirs, mine, strange):
-        home.close(clean=True)
 
 
 def test_which_homes_may_be_read(dirs, monkeypatch):

@@ -4,10 +4,7 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
-import shutil
-import subprocess
 import threading
 from contextlib import contextmanager
 
@@ -17,9 +14,8 @@ from kvdisk.device import aio
 from kvdisk.device.base import Op, Transfer
 from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import ALIGNMENT
-from kvdisk.testing.device_conformance import WAIT_S, fill, make_memory
+from kvdisk.testing.device_conformance import WAIT_S, make_memory
 
-FIFREEZE, FITHAW = 0xC0045877, 0xC0045878
 FILE_BYTES = 8 << 20
 _OPS = {aio._PREAD: Op.READ, aio._PREADV: Op.READ, aio._PWRITE: Op.WRITE, aio._PWRITEV: Op.WRITE}
 
@@ -110,46 +106,4 @@ def test_what_hangs_in_one_direction_holds_up_nothing_in_the_other(tmp_path, dev
             await_all(device, move(device, other, fd, living, 4))
         assert device.poll() == []
         gate.go.set()
-        await_all(device, late)
-
-
-@pytest.fixture
-def file_system(tmp_path):
-    """An ext4 of its own, mounted; skipped where that is not allowed."""
-    image, place = tmp_path / "image", tmp_path / "place"
-    place.mkdir()
-    with image.open("wb") as file:
-        file.truncate(4 * FILE_BYTES)
-    commands = [["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(place)]]
-    for command in commands:
-        if shutil.which(command[0]) is None or subprocess.run(command, capture_output=True, check=False).returncode:
-            pytest.skip(f"{command[0]} does not work here")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)  # noqa: S607
-
-
-@contextmanager
-def frozen(place):
-    fd = os.open(place, os.O_RDONLY)
-    fcntl.ioctl(fd, FIFREEZE, 0)
-    try:
-        yield
-    finally:
-        fcntl.ioctl(fd, FITHAW, 0)
-        os.close(fd)
-
-
-def test_a_frozen_file_system_is_read(file_system, device):
-    memory = make_memory(ALIGNMENT)
-    kept = fill(memory, 1)
-    with opened(file_system / "file") as fd:
-        device.attach_file(fd)
-        await_all(device, move(device, Op.WRITE, fd, memory, 4))
-        with frozen(file_system):
-            late = move(device, Op.WRITE, fd, make_memory(ALIGNMENT), 8)
-            for _ in range(3):
-                memory[:] = bytes(ALIGNMENT)
-                await_all(device, move(device, Op.READ, fd, memory, 4))
-                assert memory == kept
-            assert device.poll() == [], "no write can have ended"
         await_all(device, late)

@@ -123,15 +123,6 @@ def test_a_clean_home_is_taken_over_under_a_new_id(store, clock):
     home.close(clean=True)
 
 
-def test_a_home_with_a_live_owner_is_not_taken_over(store):
-    first = store.acquire_home(MINE, GEOMETRY, CAP)
-    second = store.acquire_home(MINE, GEOMETRY, CAP)
-    assert second.fresh
-    assert ids(store) == {first.id, second.id}
-    for home in (first, second):
-        home.close(clean=True)
-
-
 def test_the_fullest_orphan_is_taken_over(store):
     left = {byte_count: leave(store, MINE, byte_count) for byte_count in (2 * MIB, 5 * MIB, 3 * MIB)}
     home = store.acquire_home(MINE, GEOMETRY, CAP)
@@ -267,13 +258,6 @@ def test_what_is_no_index_is_not_sound_and_is_replaced(store, indexed, tmp_path,
     after = taken(store, "boot-2")
     assert after.index_is_sound()
     after.close(clean=False)
-
-
-def test_in_the_same_boot_a_home_is_trusted_though_not_clean(store):
-    leave(store, MINE, MIB, clean=False)
-    home = store.acquire_home(MINE, GEOMETRY, CAP)
-    assert not home.fresh
-    home.close(clean=True)
 
 
 def _replace(name, make):
@@ -466,17 +450,6 @@ def test_listing_says_everything_and_writes_nothing(store):
     assert summaries[left].record.fingerprint == OTHER
     assert summaries[home.id].segments_path == home.segments_path
     home.close(clean=True)
-
-
-def test_a_discarded_home_is_gone_and_never_taken_over(tmp_path: Path) -> None:
-    store = Store.open(tmp_path / "store")
-    home = store.acquire_home(b"f" * 32, {"geometry": {}}, 1 << 20)
-    store.discard(home)
-    assert not home.path.exists()
-    assert list_homes(tmp_path / "store") == []
-    again = store.acquire_home(b"f" * 32, {"geometry": {}}, 1 << 20)
-    assert again.fresh
-    again.close(clean=True)
 
 
 @pytest.mark.parametrize("call", ["pwrite", "ftruncate"])

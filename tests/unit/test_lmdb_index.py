@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import errno
 import os
 import random
 import resource
@@ -17,10 +16,10 @@ from typing import Any
 import lmdb
 import pytest
 
-from kvdisk.errors import CorruptRecord, DeviceError, StoreLocked
+from kvdisk.errors import CorruptRecord, StoreLocked
 from kvdisk.index.base import BlockRecord, IndexState, SegmentRecord
 from kvdisk.index.commit_writer import CommitWriter
-from kvdisk.index.lmdb_index import MIN_MAP_BYTES, LmdbIndex, map_bytes_for
+from kvdisk.index.lmdb_index import MIN_MAP_BYTES, LmdbIndex
 from kvdisk.testing.index_conformance import found_blocks, key_of, put_all, record_of
 
 WAIT_S = 600.0
@@ -85,8 +84,7 @@ def test_a_full_map_drops_puts_deletes_and_comes_back(tmp_path: Path) -> None:
         assert index.poll().dropped_puts == 20
 
 
-@pytest.mark.parametrize("order", ["sorted", "shuffled"])
-@pytest.mark.parametrize(("batch", "deletions"), [(1000, 1000), (40, 1000), (1, 3)])
+@pytest.mark.parametrize(("order", "batch", "deletions"), [("shuffled", 40, 1000), ("sorted", 1, 3)])
 def test_a_full_index_can_always_delete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, batch: int, deletions: int
 ) -> None:
@@ -107,23 +105,6 @@ def test_a_full_index_can_always_delete(
                 assert index.flush(WAIT_S)
             assert list(index.blocks()) == []
     assert back_offs == []
-
-
-def test_a_planned_map_holds_its_records_through_changes(tmp_path: Path) -> None:
-    rng = random.Random(3)
-    count = 20_000
-    with opened(tmp_path / "index", map_bytes_for(count)) as index:
-        live = [record_of(rng.randrange(2**200)) for _ in range(count)]
-        put_all(index, live)
-        for _ in range(20):
-            rng.shuffle(live)
-            fresh = [record_of(rng.randrange(2**200)) for _ in range(1000)]
-            index.delete([(record.epoch, record.key) for record in live[:1000]])
-            put_all(index, fresh)
-            live[:1000] = fresh
-        assert index.flush(WAIT_S)
-        assert index.poll().dropped_puts == 0
-        assert found_blocks(index) == {(record.epoch, record.key): record for record in live}
 
 
 def test_deletions_wait_for_a_foreign_reader_and_go_on_when_it_is_killed(tmp_path: Path) -> None:
@@ -210,18 +191,6 @@ def test_an_environment_that_has_panicked_is_opened_anew(tmp_path: Path) -> None
         assert list(index.blocks()) == [record_of(4)]
 
 
-def test_a_sync_that_fails_at_the_end_is_told(tmp_path: Path) -> None:
-    index = LmdbIndex(tmp_path / "index", map_bytes=MIN_MAP_BYTES)
-    tables = index._tables
-    tables._environment = _Failing(tables._environment, "sync", lmdb.Error("sync"))  # type: ignore[assignment]
-    with pytest.raises(DeviceError) as caught:
-        index.close()
-    assert caught.value.errno == errno.EIO
-    index.close()
-    with opened(tmp_path / "index"):
-        pass
-
-
 # Opening.
 
 
@@ -240,12 +209,6 @@ def test_one_process_cannot_open_it_twice(tmp_path: Path) -> None:
                 LmdbIndex(tmp_path / "index", map_bytes=MIN_MAP_BYTES, readonly=readonly)
         assert index.flush(WAIT_S)
         assert list(index.blocks()) == [record_of(1)]
-
-
-def test_what_is_no_directory_is_a_device_error(tmp_path: Path) -> None:
-    (tmp_path / "index").write_bytes(b"")
-    with pytest.raises(DeviceError):
-        LmdbIndex(tmp_path / "index", map_bytes=MIN_MAP_BYTES)
 
 
 def test_a_file_that_is_no_index_is_corrupt(tmp_path: Path) -> None:
@@ -332,31 +295,6 @@ def test_a_reader_does_without_a_lock_file_that_it_cannot_open(tmp_path: Path) -
     (tmp_path / "lock.mdb").mkdir()  # fails to open for root too, as in a directory that is read-only
     index = LmdbIndex(tmp_path, readonly=True)
     assert len(found_blocks(index)) == len(records)
-    index.close()
-
-
-def test_a_reader_of_a_copy_makes_no_lock_file(tmp_path: Path) -> None:
-    records = write_records(tmp_path, 100)
-    (tmp_path / "lock.mdb").unlink()
-    index = LmdbIndex(tmp_path, readonly=True)
-    assert len(found_blocks(index)) == len(records)
-    index.close()
-    assert not (tmp_path / "lock.mdb").exists()
-
-
-def test_a_reader_of_nothing_leaves_nothing_behind(tmp_path: Path) -> None:
-    for path in (tmp_path / "absent", tmp_path):
-        with pytest.raises(DeviceError) as caught:
-            LmdbIndex(path, readonly=True)
-        assert caught.value.errno == errno.ENOENT
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_reader_finds_nothing_in_an_environment_without_tables(tmp_path: Path) -> None:
-    lmdb.open(str(tmp_path), max_dbs=2, lib_version=0).close()
-    index = LmdbIndex(tmp_path, readonly=True)
-    assert list(index.blocks()) == []
-    assert list(index.segments()) == []
     index.close()
 
 

@@ -129,30 +129,27 @@ def damage_index(tmp_path, damage: str) -> None:
     if damage == "garbage":
         length = data.stat().st_size
         data.write_bytes(data.read_bytes()[:8192] + os.urandom(length - 8192))
-    elif damage == "cut":
-        os.truncate(data, 8192)
     else:
         data.unlink()
         data.mkdir()
 
 
-@pytest.mark.parametrize("damage", ["garbage", "cut", "directory"])
+@pytest.mark.parametrize("damage", ["garbage", "directory"])
 def test_a_damaged_index_is_left_alone_and_the_others_are_read(tmp_path, damage: str, caplog) -> None:
     damage_index(tmp_path, damage)
     with reader([Neighbour("bad", tmp_path / "bad"), Neighbour("good", tmp_path / "good")]) as found:
         assert set(answer(found, keys(3))) == set(keys(3))
-        assert "bad" in caplog.text
-        assert set(answer(found, keys(3))) == set(keys(3))
+        for _ in range(3):
+            assert set(answer(found, keys(3))) == set(keys(3))
+        assert caplog.text.count("does not read home bad") == 1
 
 
-@pytest.mark.parametrize("damage", ["garbage", "cut", "directory"])
-def test_tools_read_all_of_the_other_indexes_too(tmp_path, damage: str) -> None:
-    damage_index(tmp_path, damage)
-    bad, good, absent = read_indexes([tmp_path / name for name in ("bad", "good", "absent")])
-    assert bad.blocks is None and bad.problem and str(tmp_path) not in bad.problem
-    assert good.problem is None and good.segments == (SEGMENT,)
-    assert (good.blocks.keys, good.blocks.generations.tolist()) == (keys(3), [1000, 1001, 1002])
-    assert not absent.exists and absent.problem is None
+def test_an_index_that_was_made_anew_is_read_anew(tmp_path) -> None:
+    with reader([Neighbour("one", tmp_path / "one")]) as found:
+        for names in (keys(3), keys(3, 7)):
+            with home(tmp_path / "one", names):
+                assert set(answer(found, keys(10))) == set(names)
+            (tmp_path / "one" / "data.mdb").unlink()
 
 
 def test_an_owner_stopped_inside_a_write_transaction_holds_nobody_up(tmp_path) -> None:
@@ -210,10 +207,9 @@ def test_questions_are_bounded_and_closing_ends_the_child(tmp_path) -> None:
         assert not found.any
 
 
-@pytest.mark.parametrize("said", [b"a line on standard output\n", b"\3" + bytes(7) + b"abc"])
-def test_an_answer_that_is_none_of_ours(tmp_path, monkeypatch, said: bytes) -> None:
-    """As where something prints while Python starts, or where another version was installed meanwhile."""
-    (tmp_path / "sitecustomize.py").write_text(f"import os\nos.write(1, {said!r})\n")
+def test_an_answer_that_is_none_of_ours(tmp_path, monkeypatch) -> None:
+    """As where something prints while Python starts."""
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.write(1, b'a line on standard output')\n")
     monkeypatch.syspath_prepend(tmp_path)
     reader = ReaderProcess()
     with pytest.raises(ReaderFailed, match="no sound answer"):

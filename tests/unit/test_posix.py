@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import threading
 
@@ -72,23 +71,6 @@ def test_a_call_that_stops_between_blocks_is_an_io_error(device, fd, monkeypatch
     assert run(device, Op.WRITE, Transfer(fd, 0, (make_memory(2 * ALIGNMENT),))) == {0: errno.EIO}
 
 
-def test_an_interrupted_call_is_made_again(device, fd, monkeypatch):
-    real, calls = os.pwritev, []
-
-    def interrupted(*arguments):
-        calls.append(arguments)
-        if len(calls) < 3:
-            raise InterruptedError(errno.EINTR, "interrupted")
-        return real(*arguments)
-
-    monkeypatch.setattr(os, "pwritev", interrupted)
-    memory = make_memory(ALIGNMENT)
-    data = fill(memory, 2)
-    assert run(device, Op.WRITE, Transfer(fd, 0, (memory,))) == {}
-    assert os.pread(fd, ALIGNMENT, 0) == data
-    assert len(calls) == 3
-
-
 def test_a_full_drive_is_its_errno(device, fd):
     full = os.open("/dev/full", os.O_RDWR)
     try:
@@ -105,29 +87,6 @@ def test_a_file_that_was_closed_underneath_is_ebadf(device, tmp_path):
     device.attach_file(gone)
     os.close(gone)
     assert run(device, Op.READ, Transfer(gone, 0, (make_memory(ALIGNMENT),))) == {0: errno.EBADF}
-
-
-def test_memory_cannot_go_away_under_a_batch(device, fd, monkeypatch):
-    started, go = threading.Event(), threading.Event()
-    real = os.pwritev
-
-    def late(*arguments):
-        started.set()
-        assert go.wait(WAIT_S)
-        return real(*arguments)
-
-    monkeypatch.setattr(os, "pwritev", late)
-    mapping = mmap.mmap(-1, ALIGNMENT)
-    with memoryview(mapping) as memory:
-        data = fill(memory, 4)
-        device.submit(Op.WRITE, [Transfer(fd, 0, (memory,))])
-    assert started.wait(WAIT_S)
-    with pytest.raises(BufferError):
-        mapping.close()
-    go.set()
-    assert device.drain()[0].errors == {}
-    assert os.pread(fd, ALIGNMENT, 0) == data
-    mapping.close()
 
 
 def test_a_call_that_python_refuses_is_an_error_and_the_threads_live_on(device, fd, monkeypatch):
