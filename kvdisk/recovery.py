@@ -220,16 +220,12 @@ def _cut(home: Home, index: LmdbIndex, dropped: Sequence[SegmentRecord]) -> None
         raise CorruptRecord("the index was found to be damaged")
     # On a full drive records may have to wait for the room of the files. Those of a segment without
     # files do no harm.
-    _drop_files(home, dropped)
-    if not committed and not index.flush(_FLUSH_S):
-        raise DeviceError(errno.ENOSPC, "the index cannot be written")
-
-
-def _drop_files(home: Home, dropped: Sequence[SegmentRecord]) -> None:
     for record in dropped:
         for rank in range(_ranks(home)):
             with suppress(DeviceError):  # without a record it is used no more, and the rank that joins tries again
                 drop_segment(home.folder(record.drive), record.segment, rank)
+    if not committed and not index.flush(_FLUSH_S):
+        raise DeviceError(errno.ENOSPC, "the index cannot be written")
 
 
 def _ranks(home: Home) -> int:

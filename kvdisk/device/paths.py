@@ -302,15 +302,9 @@ def sum_of_file(path: Path) -> str:
 
     Raises OSError; FileNotFoundError also for what is no regular file.
     """
+    if (fd := open_regular(path, os.O_RDONLY)) < 0:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
-        raise
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         total, piece = xxh3_128(), bytearray(_SUM_PIECE_BYTES)
         while count := os.readv(fd, [piece]):
             total.update(memoryview(piece)[:count])

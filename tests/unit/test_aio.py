@@ -199,17 +199,6 @@ def test_writes_make_way_while_reads_are_under_way(drive, done, fd, monkeypatch)
         writes.close()
 
 
-def test_files_it_would_wait_for_are_left_to_threads(fd, tmp_path, monkeypatch):
-    assert not aio.serves(-1)
-    buffered = os.open(tmp_path / "buffered", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        assert not aio.serves(buffered)
-        monkeypatch.setattr(aio, "_ASYNC_FILE_SYSTEMS", frozenset())
-        assert not aio.serves(fd)
-    finally:
-        os.close(buffered)
-
-
 @pytest.mark.parametrize("served", [True, False])
 def test_a_device_has_queues_for_each_drive_and_kind(fd, path, tmp_path, monkeypatch, served):
     monkeypatch.setattr(aio, "serves", lambda number: served and number == fd)
@@ -256,9 +245,3 @@ def test_a_kernel_that_offers_none_is_served_by_threads_and_that_is_said_once(fd
             device.close()
     (record,) = caplog.records
     assert "threads" in record.getMessage() and why in record.getMessage()
-
-
-def test_a_machine_of_another_kind_has_none(monkeypatch):
-    monkeypatch.setattr("platform.machine", lambda: "riscv64")
-    with pytest.raises(OSError, match="not known"):
-        aio.KernelQueue("kvdisk-test", print)

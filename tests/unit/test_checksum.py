@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from kvdisk.device.checksum import LANES, ROW_BYTES, ROW_WORDS, multilinear_digest, multipliers
 
 MASK = 2**64 - 1
-KIB = 1024
 EMPTY = "4b80d4e79a47c912c5311ef26d55f2b0"
 PATTERN = "eb797df195cf26b3713701f60b4080e7"
 

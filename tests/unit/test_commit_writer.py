@@ -11,7 +11,7 @@ import pytest
 
 from kvdisk.errors import DeviceError
 from kvdisk.index.base import IndexState, Progress
-from kvdisk.index.commit_writer import MAX_TRANSACTION, CommitWriter, Operation, Table
+from kvdisk.index.commit_writer import CommitWriter, Operation, Table
 
 ONLY_WHEN_TOLD_S = 3600.0
 WAIT_S = 600.0
@@ -88,18 +88,6 @@ def test_a_batch_is_committed_after_its_time_without_being_told() -> None:
         writer.submit([put(2, b"b")])
         until(lambda: writer.progress.committed == 2)
         assert tables.sizes == [1, 1]
-
-
-def test_a_full_batch_does_not_wait_and_the_rest_does() -> None:
-    with running() as (writer, tables):
-        writer.submit([put(0, b"%d" % number) for number in range(MAX_TRANSACTION - 1)])
-        assert tables.sizes == []
-        writer.submit([put(0, b"x"), put(1, b"y")])
-        until(lambda: writer.waiting == 1)
-        assert tables.sizes == [MAX_TRANSACTION]
-        assert writer.progress.committed == 0, "a call is dealt with when its last operation is"
-        assert writer.flush(1, WAIT_S)
-        assert tables.sizes == [MAX_TRANSACTION, 1]
 
 
 def test_failed_puts_are_dropped_and_the_rest_of_the_batch_is_committed() -> None:

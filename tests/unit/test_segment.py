@@ -5,7 +5,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import resource
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,6 @@ from kvdisk.device.segment import (
     create_segment,
     drop_segment,
     open_segment,
-    read_segment_header,
     remove_unknown_segments,
     scan_segments,
 )
@@ -91,23 +89,6 @@ def test_a_segment_is_made_whole_allocated_and_private(home, umask):
     assert names(home) == ["5", "5/rank0.kv"]
 
 
-def test_what_was_made_can_be_opened_and_holds_its_bytes(home):
-    made = create(home)
-    written = os.open(path_of(home), os.O_RDWR)
-    os.pwrite(written, b"slot", slot_offset(SPEC.slot_bytes, 2))
-    os.close(written)
-    made.close()
-    opened = open_segment(home, SPEC, 0, 2, FINGERPRINT)
-    assert (opened.segment, opened.rank, opened.slot_bytes, opened.slot_count) == (5, 0, 12288, 3)
-    assert opened.direct == made.direct == bool(fcntl.fcntl(opened.fd, fcntl.F_GETFL) & os.O_DIRECT)
-    opened.close()
-    assert path_of(home).read_bytes()[slot_offset(SPEC.slot_bytes, 2) :].startswith(b"slot")
-    readable = open_segment(home, SPEC, 0, 2, FINGERPRINT, writable=False)
-    assert fcntl.fcntl(readable.fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
-    readable.close()
-    assert read_segment_header(home, 5, 0) == (5, 0, 2, 12288, 3, FINGERPRINT)
-
-
 @pytest.mark.parametrize("how", ["no_direct_open", "no_direct_transfer"])
 def test_without_o_direct_the_file_is_buffered_and_says_so(home, request, how):
     request.getfixturevalue(how)
@@ -159,18 +140,6 @@ def test_a_file_cut_short_is_refused(home, length):
         open_segment(home, SPEC, 0, 2, FINGERPRINT)
 
 
-def test_a_segment_that_is_not_there_is_enoent_and_a_symlink_is_none(home, tmp_path):
-    with pytest.raises(DeviceError) as caught:
-        open_segment(home, SPEC, 0, 2, FINGERPRINT)
-    assert caught.value.errno == errno.ENOENT
-    create(home).close()
-    path_of(home).rename(tmp_path / "elsewhere")
-    path_of(home).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(DeviceError) as caught:
-        open_segment(home, SPEC, 0, 2, FINGERPRINT)
-    assert caught.value.errno == errno.ELOOP
-
-
 def test_a_segment_is_never_made_over_another(home):
     create(home).close()
     before = path_of(home).stat().st_ino
@@ -199,18 +168,6 @@ def test_a_full_drive_gives_everything_back(home, monkeypatch):
     assert os.fstat(kept[0]).st_blocks == 0
     os.close(kept[0])
     assert open_below(home) == []
-
-
-def test_a_file_larger_than_allowed_is_efbig_and_leaves_nothing(home):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES - 4096, limits[1]))
-    try:
-        with pytest.raises(DeviceError) as caught:
-            create(home)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert caught.value.errno == errno.EFBIG
-    assert names(home) == []
 
 
 def test_until_it_is_complete_a_segment_has_no_name(home, monkeypatch):
