@@ -24,7 +24,7 @@ from xxhash import xxh3_64_intdigest
 from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES
 from kvdisk.device import paths
 from kvdisk.device.control import SEGMENTS, DriveFolder
-from kvdisk.device.header import CHECKSUM_KINDS, FIELDS_BYTES, HEADER_SUM_OFFSET, IDENTITY_FIELDS, MAGIC, REST_FIELDS
+from kvdisk.device.header import CHECKSUM_KINDS, HEADER_SUM_OFFSET, IDENTITY_FIELDS, MAGIC, REST_FIELDS
 from kvdisk.device.segment import SegmentFile, SegmentHeader, scan_file, segment_numbers
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
 from kvdisk.geometry import ALIGNMENT, FORMAT_VERSION, HEADER_BYTES, slot_offset
@@ -32,17 +32,15 @@ from kvdisk.messages import FOREIGN_SEGMENTS
 
 THREADS = 16
 _PIECE_BYTES = 1 << 20
-_SMALL_SLOT_BYTES = 32 << 10
-"""Slots up to this size are read through, larger ones by their headers."""
 _MOST_RANKS = 1 << 16
 _EPOCH_LIMIT = 2**63
-_FIELDS = (*IDENTITY_FIELDS, *REST_FIELDS)
+_FIELDS = (*IDENTITY_FIELDS, *REST_FIELDS, ("sum", "Q", HEADER_SUM_OFFSET))
 _HEADER = np.dtype(
     {
         "names": [name for name, _, _ in _FIELDS],
         "formats": [f"({code[:-1]},)u1" if code.endswith("s") else np.dtype(f"<{code}") for _, code, _ in _FIELDS],
         "offsets": [offset for _, _, offset in _FIELDS],
-        "itemsize": FIELDS_BYTES,
+        "itemsize": HEADER_BYTES,
     }
 )
 _BLOCK = np.dtype(
@@ -201,17 +199,14 @@ def _headers(file: SegmentFile, shape: HomeShape) -> Blocks:
 
     Raises DeviceError where none can be read.
     """
-    through = file.slot_bytes <= _SMALL_SLOT_BYTES
-    stride_bytes = file.slot_bytes if through else HEADER_BYTES
-    most = max(1, _PIECE_BYTES // stride_bytes)
-    memory = mmap.mmap(-1, most * stride_bytes)  # anonymous maps have the alignment that O_DIRECT needs
+    most = _PIECE_BYTES // HEADER_BYTES
+    memory = mmap.mmap(-1, _PIECE_BYTES)  # anonymous maps have the alignment that O_DIRECT needs
     parts, unread = [], 0
     with memoryview(memory) as view:
         for first in range(0, file.slot_count, most):
             count = min(most, file.slot_count - first)
-            if not through or not _read_through(file, view, first, count):
-                unread += _read_headers(file, view, stride_bytes, first, count)
-            blocks = decode_headers(view, stride_bytes, count, shape, file)
+            unread += _read_headers(file, view, first, count)
+            blocks = decode_headers(view, count, shape, file)
             blocks["index"] += first
             parts.append(blocks)
     if unread and unread == file.slot_count:
@@ -219,22 +214,13 @@ def _headers(file: SegmentFile, shape: HomeShape) -> Blocks:
     return np.concatenate(parts)
 
 
-def _read_through(file: SegmentFile, view: memoryview, first: int, count: int) -> bool:
-    """Read slots up to the header of the last; return whether all of that could be read."""
-    wanted_bytes = HEADER_BYTES + (count - 1) * file.slot_bytes
-    try:
-        return os.preadv(file.fd, [view[:wanted_bytes]], slot_offset(file.slot_bytes, first)) == wanted_bytes
-    except OSError:
-        return False
-
-
-def _read_headers(file: SegmentFile, view: memoryview, stride_bytes: int, first: int, count: int) -> int:
-    """Read headers one by one to places ``stride_bytes`` apart, zeros where that fails; return how many failed."""
-    fd, read, unread = file.fd, os.preadv, 0
+def _read_headers(file: SegmentFile, view: memoryview, first: int, count: int) -> int:
+    """Read headers one by one, zeros where that fails; return how many failed."""
+    unread = 0
     for number in range(count):
-        place = view[number * stride_bytes : number * stride_bytes + HEADER_BYTES]
+        place = view[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
         try:
-            whole = read(fd, [place], slot_offset(file.slot_bytes, first + number)) == HEADER_BYTES
+            whole = os.preadv(file.fd, [place], slot_offset(file.slot_bytes, first + number)) == HEADER_BYTES
         except OSError:
             whole = False
         if not whole:
@@ -243,17 +229,15 @@ def _read_headers(file: SegmentFile, view: memoryview, stride_bytes: int, first:
     return unread
 
 
-def decode_headers(view: memoryview, stride_bytes: int, count: int, shape: HomeShape, file: SegmentFile) -> Blocks:
-    """Return those of ``count`` headers, ``stride_bytes`` apart in ``view``, that are sound and of this home and file.
+def decode_headers(view: memoryview, count: int, shape: HomeShape, file: SegmentFile) -> Blocks:
+    """Return those of ``count`` headers in ``view`` that are sound and of this home and file.
 
     As ``header.read_header`` reads each, but many at once. ``index``: from 0. Keeps nothing of ``view``.
     """
-    bounds = (count, FIELDS_BYTES), np.uint8, view, 0, (stride_bytes, 1)
-    raw = np.ascontiguousarray(np.ndarray(*bounds)).view(_HEADER).ravel()
+    raw = np.frombuffer(view, _HEADER, count)
     likely = np.flatnonzero((raw["magic"] == np.frombuffer(MAGIC, np.uint8)).all(1) & (raw["rank"] == file.rank))
     raw = raw[likely]
-    said = np.ndarray((count,), "<u8", view, HEADER_SUM_OFFSET, (stride_bytes,))[likely]
-    sums = [xxh3_64_intdigest(view[at : at + HEADER_SUM_OFFSET]) for at in (likely * stride_bytes).tolist()]
+    sums = [xxh3_64_intdigest(view[at : at + HEADER_SUM_OFFSET]) for at in (likely * HEADER_BYTES).tolist()]
     sizes = [group.payload_bytes if group.slot_bytes == file.slot_bytes else -1 for group in shape.groups]
     key_bytes, parent_bytes = raw["key_bytes"], raw["parent_bytes"]
     # A key ends with the number of its group.
@@ -261,7 +245,7 @@ def decode_headers(view: memoryview, stride_bytes: int, count: int, shape: HomeS
     high, low = np.take_along_axis(raw["key"], np.maximum(tails, 0), 1).T.astype(np.int64)
     payload_bytes = np.array([*sizes, -1], np.int64)[np.minimum(high << 8 | low, len(sizes))]
     sound = (
-        (np.array(sums, np.uint64) == said)
+        (np.array(sums, np.uint64) == raw["sum"])
         & (raw["version"] == FORMAT_VERSION)
         & np.isin(raw["kind"], CHECKSUM_KINDS)
         & (raw["rank_count"] == shape.rank_count)

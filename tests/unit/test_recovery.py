@@ -224,13 +224,6 @@ def test_a_header_that_is_not_sound_on_some_rank_is_no_block(path, at):
     assert rebuilt(path) == {row for row in expected if row.slot != Slot(2, 3)}
 
 
-def test_slots_that_are_read_one_by_one(path, monkeypatch):
-    """As those of large blocks are."""
-    monkeypatch.setattr("kvdisk.device.rebuild._SMALL_SLOT_BYTES", 8192)
-    expected = make_store(path)
-    assert rebuilt(path) == expected
-
-
 # -- broken off --------------------------------------------------------------------------------
 
 KILLED = """
