@@ -29,11 +29,27 @@ from kvdisk.geometry import ALIGNMENT
 from kvdisk.testing.device_conformance import FilesConformance, fill, make_memory
 
 
+class ByAddress:
+    """A device that is given host memory as addresses only, as it is given a GPU's."""
+
+    def __init__(self, inner: GdsDevice) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def submit(self, op: Op, batch: Sequence[Transfer]) -> int:
+        return self.inner.submit(op, [item._replace(buffers=tuple(map(self._range, item.buffers))) for item in batch])
+
+    def _range(self, buffer: Buffer) -> GpuRange:
+        return buffer if isinstance(buffer, GpuRange) else range_of(buffer)
+
+
 class TestGds(FilesConformance):
     flags = os.O_DIRECT
 
     def make_device(self) -> Device:
-        return GdsDevice(threads=2, compat=True)
+        return ByAddress(GdsDevice(threads=3, compat=True))
 
     # What only this device promises
 
@@ -137,27 +153,6 @@ class TestGds(FilesConformance):
         found = self.run(Op.READ, Transfer(fd, 0, (nowhere,)), Transfer(fd, ALIGNMENT, (memory,)))
         assert found == {0: errno.EIO}
         assert memory == data[ALIGNMENT:]
-
-
-class ByAddress:
-    """A device that is given host memory as addresses only, as it is given a GPU's."""
-
-    def __init__(self, inner: GdsDevice) -> None:
-        self.inner = inner
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def submit(self, op: Op, batch: Sequence[Transfer]) -> int:
-        return self.inner.submit(op, [item._replace(buffers=tuple(map(self._range, item.buffers))) for item in batch])
-
-    def _range(self, buffer: Buffer) -> GpuRange:
-        return buffer if isinstance(buffer, GpuRange) else range_of(buffer)
-
-
-class TestGdsByAddress(TestGds):
-    def make_device(self) -> Device:
-        return ByAddress(GdsDevice(threads=3, compat=True))
 
 
 def test_a_slice_of_a_range_is_a_range() -> None:

@@ -8,6 +8,7 @@ import os
 
 import pytest
 
+from kvdisk.device import aio
 from kvdisk.device.base import Device, Op, Transfer
 from kvdisk.device.memory import MemoryDevice
 from kvdisk.device.posix import PosixDevice
@@ -16,24 +17,37 @@ from kvdisk.testing.device_conformance import WAIT_S, DeviceConformance, FilesCo
 from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
 
 
-class PosixFiles(FilesConformance):
+class TestThreads(FilesConformance):
+    """Everything is cut, and every cut falls between buffers of one transfer."""
+
+    def make_device(self) -> Device:
+        return PosixDevice(threads=1, longest_bytes=ALIGNMENT, kernel_queue=False)
+
+
+class TestThreadsDirect(FilesConformance):
+    flags = os.O_DIRECT
+
+    def make_device(self) -> Device:
+        return PosixDevice(threads=3, kernel_queue=False)
+
+
+class TestKernelQueue(FilesConformance):
+    flags = os.O_DIRECT
+
+    @pytest.fixture(autouse=True)
+    def _any_file_system(self, monkeypatch) -> None:
+        # Where temporary files are on another one, the kernel waits in the submission, and all else is the same.
+        monkeypatch.setattr(aio, "serves", lambda _fd: True)
+
     def make_device(self) -> Device:
         return PosixDevice(threads=3)
 
 
-class TestPosix(PosixFiles):
-    pass
-
-
-class TestPosixDirect(PosixFiles):
-    flags = os.O_DIRECT
-
-
-class TestPosixOneThreadShortCalls(PosixFiles):
-    """Everything is cut, and every cut falls between buffers of one transfer."""
+class TestKernelQueueShortCalls(TestKernelQueue):
+    """More calls than the kernel takes at a time, and every cut falls between buffers of one transfer."""
 
     def make_device(self) -> Device:
-        return PosixDevice(threads=1, longest_bytes=ALIGNMENT)
+        return PosixDevice(longest_bytes=ALIGNMENT)
 
 
 class TestMemory(DeviceConformance):
@@ -56,11 +70,6 @@ class TestMemory(DeviceConformance):
 class TestFaultyMemory(TestMemory):
     def make_device(self) -> Device:
         return FaultyDevice(self.reference)
-
-
-class TestFaultyPosix(PosixFiles):
-    def make_device(self) -> Device:
-        return FaultyDevice(PosixDevice(threads=2))
 
 
 @pytest.fixture

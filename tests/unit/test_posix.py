@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 
 import pytest
 
 from kvdisk.device.base import Op, Transfer
 from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import ALIGNMENT
-from kvdisk.testing.device_conformance import WAIT_S, fill, make_memory
+from kvdisk.testing.device_conformance import fill, make_memory
 
 
 @pytest.fixture
@@ -82,13 +81,6 @@ def test_a_full_drive_is_its_errno(device, fd):
         os.close(full)
 
 
-def test_a_file_that_was_closed_underneath_is_ebadf(device, tmp_path):
-    gone = os.open(tmp_path / "gone", os.O_RDWR | os.O_CREAT, 0o600)
-    device.attach_file(gone)
-    os.close(gone)
-    assert run(device, Op.READ, Transfer(gone, 0, (make_memory(ALIGNMENT),))) == {0: errno.EBADF}
-
-
 def test_a_call_that_python_refuses_is_an_error_and_the_threads_live_on(device, fd, monkeypatch):
     def refuse(*arguments):
         raise ValueError("operation forbidden on released memoryview object")
@@ -98,20 +90,3 @@ def test_a_call_that_python_refuses_is_an_error_and_the_threads_live_on(device, 
         batch = [Transfer(fd, 0, (make_memory(ALIGNMENT),))] * 8
         assert run(device, Op.WRITE, *batch) == dict.fromkeys(range(8), errno.EFAULT)
     assert run(device, Op.WRITE, *batch) == {}
-
-
-def test_poll_comes_back_empty_while_a_batch_runs_and_with_it_when_it_has_ended(device, fd, monkeypatch):
-    go = threading.Event()
-    real = os.preadv
-
-    def late(*arguments):
-        assert go.wait(WAIT_S)
-        return real(*arguments)
-
-    os.pwrite(fd, bytes(ALIGNMENT), 0)
-    monkeypatch.setattr(os, "preadv", late)
-    ticket = device.submit(Op.READ, [Transfer(fd, 0, (make_memory(ALIGNMENT),))])
-    assert device.poll() == []
-    assert device.poll(0.01) == []
-    go.set()
-    assert device.poll(WAIT_S) == [(ticket, {})]
