@@ -88,15 +88,6 @@ def test_a_call_that_stops_short_is_continued(drive, done, fd, path, edits):
     assert list(cut.values()) == [True, False], "the rest was another call"
 
 
-@pytest.mark.parametrize(("result", "number"), [(0, errno.EIO), (512, errno.EIO), (-errno.ENOSPC, errno.ENOSPC)])
-def test_what_cannot_be_continued_is_an_error_of_its_transfer(drive, done, fd, edits, result, number):
-    memory = make_memory(3 * ALIGNMENT)
-    batch = [(at, Transfer(fd, at * ALIGNMENT, (memory[at * ALIGNMENT :][:ALIGNMENT],))) for at in range(3)]
-    edits.append(lambda at, real: result if at == 1 else real)
-    drive.put(9, Op.WRITE, batch, ALIGNMENT)
-    assert done.get(timeout=WAIT_S) == Done(9, {1: number})
-
-
 def test_calls_that_the_kernel_refuses_do_not_hold_up_the_others(drive, done, fd, path, tmp_path):
     gone = os.open(tmp_path / "gone", os.O_RDWR | os.O_CREAT, 0o600)
     os.close(gone)

@@ -182,15 +182,3 @@ def test_a_segment_that_took_more_than_it_has_is_undone(path, monkeypatch):
     assert caught.value.errno == errno.ENOSPC
     assert allocated(path) == before
     engine.leave()
-
-
-def test_a_home_whose_file_says_nothing_makes_no_segments_and_is_no_reason_for_others_to(path):
-    engine = Engine(path, b"a" * 32)
-    (engine.home.path / "HOME").write_text("{")
-    with pytest.raises(DeviceError) as caught:
-        engine.make()
-    assert caught.value.errno == errno.ENOENT
-    other = Engine(path, b"b" * 32)
-    other.make()
-    assert engine.home.id in ids(path)
-    other.leave()

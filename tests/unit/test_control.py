@@ -121,18 +121,6 @@ def test_a_store_is_made_only_when_asked_and_only_where_there_is_a_place(tmp_pat
     assert stat.S_IMODE((tmp_path / "empty").stat().st_mode) == 0o700
 
 
-def test_a_store_left_half_made_is_finished_and_lost_and_found_is_nobodys(tmp_path):
-    path = tmp_path / "store"
-    (path / "homes").mkdir(parents=True)
-    (path / "lost+found").mkdir()
-    for name in ("lock", "STORE.tmp"):
-        (path / name).write_text("")
-    path.chmod(0o700)
-    home = Store.open(path).acquire_home(MINE, {}, CAP)
-    assert [summary.id for summary in list_homes(path)] == [home.id]
-    home.close(clean=True)
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=40),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=12), inner, max_size=3),

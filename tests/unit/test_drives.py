@@ -15,7 +15,7 @@ from kvdisk.device.listing import list_homes, readable_indexes
 from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
-from kvdisk.messages import FOREIGN_SEGMENTS, ForeignSegment, HomeSpec, SegmentSpec
+from kvdisk.messages import HomeSpec, SegmentSpec
 from kvdisk.worker.files import HomeFiles
 
 MINE = bytes(range(32))
@@ -170,27 +170,6 @@ def test_a_clean_end_syncs_every_drive(dirs, monkeypatch):
 
 
 # -- other engines' homes ----------------------------------------------------------------------
-
-
-def foreign(home, number=3, **changes) -> SegmentSpec:
-    return SPEC._replace(segment=FOREIGN_SEGMENTS, create=False, source=ForeignSegment(home.id, number), **changes)
-
-
-def test_another_homes_segment_is_read_and_left_alone(dirs):
-    theirs, mine = acquire(dirs), acquire(dirs)
-    create_segment(theirs.folder(1), SPEC, 0, 1, MINE).close()
-    files = joined(dirs, mine)
-    fd = files.open_segment(foreign(theirs, drive=1))
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.write(fd, b"x")
-    files.drop_segment(foreign(theirs, drive=1))
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
-    assert (theirs.folder(1).segments_path / "3" / "rank0.kv").exists()
-    theirs.close(clean=True)
-    files.open_segment(foreign(theirs, drive=1))
-    files.close()
-    mine.close(clean=True)
 
 
 def test_which_homes_may_be_read(dirs, monkeypatch):

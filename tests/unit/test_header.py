@@ -139,26 +139,3 @@ def test_another_format_version_is_told_apart_from_damage():
     with pytest.raises(GeometryMismatch, match=str(FORMAT_VERSION + 1)):
         read_header(slot)
     assert check_slot(slot, WHO) is Reason.HEADER
-
-
-@pytest.mark.parametrize(
-    ("at", "packed"),
-    [
-        (10, b"\x03"),  # a reserved checksum kind
-        (16, struct.pack("<H", MAX_KEY_BYTES + 1)),  # key length
-        (16, struct.pack("<H", 0)),
-        (208 + 16, struct.pack("<H", MAX_KEY_BYTES + 1)),  # parent length
-    ],
-)
-def test_impossible_fields_in_a_sound_header_are_corrupt(at, packed):
-    slot = make_slot()
-    slot[at : at + len(packed)] = packed
-    resum(slot)
-    with pytest.raises(CorruptRecord, match="slot header"):
-        read_header(slot)
-
-
-@pytest.mark.parametrize("block", [bytes(HEADER_BYTES), b"\xff" * HEADER_BYTES, b"KVDSLOT\0" + bytes(HEADER_BYTES - 8)])
-def test_a_slot_that_was_never_sealed_is_corrupt(block):
-    with pytest.raises(CorruptRecord):
-        read_header(memoryview(block))

@@ -210,22 +210,6 @@ def test_a_note_of_use_that_is_late_does_not_undo_the_clean_end(store, indexed, 
     assert list_homes(store.path)[0].record == summary.record
 
 
-def test_once_the_index_is_written_to_the_boot_decides(store, indexed):
-    home = taken(store, "boot-2")
-    home.adopt_index()
-    (home.index_path / "data.mdb").write_bytes(b"more of it")
-    home.close(clean=False)
-    same = taken(store, "boot-2")
-    assert same.index_is_sound()
-    same.close(clean=False)
-    later = taken(store, "boot-3")
-    assert not later.index_is_sound()
-    later.close(clean=True)
-    again = taken(store, "boot-3")
-    assert not again.index_is_sound(), "an owner that did not rebuild it does not make it sound"
-    again.close(clean=False)
-
-
 @pytest.mark.parametrize("how", ["absent", "symlink", "index symlink"])
 def test_what_is_no_index_is_not_sound_and_is_replaced(store, indexed, tmp_path, how):
     home = taken(store, "boot-1")
@@ -385,58 +369,3 @@ def test_a_home_that_cannot_be_synced_is_released_and_not_clean(store, monkeypat
     assert caught.value.errno == errno.EIO
     (summary,) = list_homes(store.path)
     assert (summary.alive, summary.record.clean) == (False, False)
-
-
-def test_mark_used_moves_the_last_use(store, clock):
-    home = store.acquire_home(MINE, GEOMETRY, CAP)
-    clock.now += 500
-    home.mark_used()
-    (summary,) = list_homes(store.path)
-    assert (summary.record.last_use_s, summary.record.created_s) == (1_000_500, 1_000_000)
-    assert not summary.record.clean
-    home.close(clean=True)
-    before = (home.path / "HOME").read_bytes()
-    clock.now += 500
-    home.mark_used()
-    assert (home.path / "HOME").read_bytes() == before, "not any more"
-
-
-def test_listing_says_everything_and_writes_nothing(store):
-    left = leave(store, OTHER, 3 * MIB)
-    home = store.acquire_home(MINE, GEOMETRY, CAP)
-    put(home, MIB, name="12")
-
-    def snapshot():
-        found = [store.path, *sorted(store.path.rglob("*"))]
-        return [(path, path.lstat().st_mtime_ns, path.lstat().st_ctime_ns) for path in found]
-
-    before = snapshot()
-    summaries = {summary.id: summary for summary in list_homes(store.path)}
-    assert snapshot() == before
-    assert summaries.keys() == {left, home.id}
-    assert summaries[home.id].alive
-    assert not summaries[left].alive
-    assert [(file.segment, file.rank, file.length_bytes) for file in summaries[home.id].segments] == [(12, 0, MIB)]
-    assert 3 * MIB <= summaries[left].segments[0].allocated_bytes <= summaries[left].allocated_bytes < 4 * MIB
-    assert summaries[left].record.fingerprint == OTHER
-    assert summaries[home.id].segments_path == home.segments_path
-    home.close(clean=True)
-
-
-@pytest.mark.parametrize("call", ["pwrite", "ftruncate"])
-def test_the_store_lock_needs_no_room(store, monkeypatch, call):
-    """tests/crash/test_full_store.py has really full file systems, where they can be mounted."""
-    orphan = leave(store, OTHER, MIB)
-    older = (store.path / "lock").read_bytes()
-
-    def fails(*_):
-        raise OSError(errno.ENOSPC, "no room")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(paths.os, "pwrite", fails)
-        patch.setattr(paths.os, call, fails)
-        with store.locked(timeout_s=0.1):
-            pass
-        with store.locked(timeout_s=0.1):
-            assert (store.path / "lock").read_bytes() in (b"", older), "nobody who does not hold it is named"
-        assert store.remove_home(orphan)

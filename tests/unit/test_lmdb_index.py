@@ -4,7 +4,6 @@ from __future__ import annotations
 import os
 import random
 import resource
-import stat
 import subprocess
 import sys
 import time
@@ -194,13 +193,6 @@ def test_an_environment_that_has_panicked_is_opened_anew(tmp_path: Path) -> None
 # Opening.
 
 
-def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
-    path = tmp_path / "index"
-    with opened(path):
-        modes = {name: stat.S_IMODE(os.stat(path / name).st_mode) for name in (".", "data.mdb", "lock.mdb")}
-    assert modes == {".": 0o700, "data.mdb": 0o600, "lock.mdb": 0o600}
-
-
 def test_one_process_cannot_open_it_twice(tmp_path: Path) -> None:
     with opened(tmp_path / "index") as index:
         put_all(index, [record_of(1)])
@@ -209,13 +201,6 @@ def test_one_process_cannot_open_it_twice(tmp_path: Path) -> None:
                 LmdbIndex(tmp_path / "index", map_bytes=MIN_MAP_BYTES, readonly=readonly)
         assert index.flush(WAIT_S)
         assert list(index.blocks()) == [record_of(1)]
-
-
-def test_a_file_that_is_no_index_is_corrupt(tmp_path: Path) -> None:
-    (tmp_path / "data.mdb").write_bytes(random.Random(5).randbytes(20_000))
-    for readonly in (False, True):
-        with pytest.raises(CorruptRecord):
-            LmdbIndex(tmp_path, map_bytes=MIN_MAP_BYTES, readonly=readonly)
 
 
 def test_a_file_that_was_cut_short_is_corrupt(tmp_path: Path) -> None:
@@ -242,16 +227,6 @@ def test_a_record_that_does_not_decode_is_corrupt(tmp_path: Path, table: str) ->
         txn.put(b"\0" * 4, b"nonsense", db=environment.open_db(table.encode(), txn=txn))
     with opened(tmp_path) as index, pytest.raises(CorruptRecord):
         list(index.blocks() if table == "blocks" else index.segments())
-
-
-def test_an_abandoned_scan_leaves_no_transaction_open(tmp_path: Path) -> None:
-    write_records(tmp_path, 100)
-    with opened(tmp_path) as index:
-        blocks = index.blocks()
-        next(blocks)
-        assert index._tables._environment.readers().count("\n") > 1
-        blocks.close()  # type: ignore[attr-defined]
-        assert index._tables._environment.readers() == "(no active readers)\n"
 
 
 # Read-only.

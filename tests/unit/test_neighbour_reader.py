@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -166,20 +165,6 @@ def test_an_owner_stopped_inside_a_write_transaction_holds_nobody_up(tmp_path) -
         owner.wait()
 
 
-def test_an_engine_with_thousands_of_files_open_reads_other_homes_too(tmp_path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
-    source = os.open(tmp_path, os.O_RDONLY)
-    files = [os.dup(source) for _ in range(1100)]
-    try:
-        with home(tmp_path / "one", keys(2)), reader([Neighbour("one", tmp_path / "one")]) as found:
-            assert set(answer(found, keys(2))) == set(keys(2))
-    finally:
-        for fd in (*files, source):
-            os.close(fd)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 def test_the_child_is_started_anew_when_it_was_killed(tmp_path) -> None:
     homes = [Neighbour("one", tmp_path / "one"), Neighbour("two", tmp_path / "two")]
     with home(tmp_path / "one", keys(3)), home(tmp_path / "two", keys(3, 3)), reader(homes) as found:
@@ -187,14 +172,6 @@ def test_the_child_is_started_anew_when_it_was_killed(tmp_path) -> None:
         os.kill(found._reader._process.pid, signal.SIGKILL)
         # The first home is blamed for it; the second is read by a new child.
         assert set(answer(found, keys(6))) == set(keys(3, 3))
-
-
-def test_an_engine_that_may_start_no_process_does_without(tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
-    with home(tmp_path / "one", keys(3)), reader([Neighbour("one", tmp_path / "one")]) as found:
-        assert answer(found, keys(3)) == {}
-        assert "could not be started" in caplog.text
-        assert answer(found, keys(3)) == {}
 
 
 def test_questions_are_bounded_and_closing_ends_the_child(tmp_path) -> None:

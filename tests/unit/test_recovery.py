@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import random
@@ -50,15 +49,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-def other_boot(path: Path) -> None:
-    change_home(path, boot_id="another")
-
-
-def change_home(path: Path, **changes: object) -> None:
-    file = home_path(path) / "HOME"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
 def _garbage(index: Path) -> None:
     (index / "data.mdb").write_bytes(random.Random(1).randbytes(50_000))
 
@@ -75,17 +65,6 @@ def test_whatever_happened_to_the_index_the_blocks_are_served(path, damage, clea
     caplog.clear()
     assert served(path) == expected
     assert not any("rebuil" in record.message for record in caplog.records), "once is enough"
-
-
-def test_after_a_crash_of_the_machine_the_headers_decide(path):
-    expected = make_store(path, clean=False)
-    other_boot(path)
-    index = LmdbIndex(home_path(path) / "index", map_bytes=8 << 20)
-    index.delete([(0, key_of(0))])  # what may not have reached the drive
-    index.close()
-    assert served(path) == expected
-    with hold_index(path) as index:
-        assert len(list(index.blocks())) == 20
 
 
 def hold_index(path: Path) -> closing[LmdbIndex]:

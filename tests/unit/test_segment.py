@@ -19,7 +19,6 @@ from kvdisk.device.segment import (
     drop_segment,
     open_segment,
     remove_unknown_segments,
-    scan_segments,
 )
 from kvdisk.errors import CorruptRecord, DeviceError, GeometryMismatch
 from kvdisk.geometry import slot_offset
@@ -37,19 +36,6 @@ def open_below(home) -> list[str]:
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
             found.append(os.readlink(f"/proc/self/fd/{number}"))
     return [name for name in found if name.startswith(f"{os.path.realpath(home.segments_path)}/")]
-
-
-@pytest.fixture
-def no_direct_open(monkeypatch):
-    """A file system that refuses O_DIRECT when a file is opened."""
-    real = os.open
-
-    def refuse(path, flags, *rest, **options):
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument", path)
-        return real(path, flags, *rest, **options)
-
-    monkeypatch.setattr(os, "open", refuse)
 
 
 @pytest.fixture
@@ -89,9 +75,8 @@ def test_a_segment_is_made_whole_allocated_and_private(home, umask):
     assert names(home) == ["5", "5/rank0.kv"]
 
 
-@pytest.mark.parametrize("how", ["no_direct_open", "no_direct_transfer"])
-def test_without_o_direct_the_file_is_buffered_and_says_so(home, request, how):
-    request.getfixturevalue(how)
+@pytest.mark.usefixtures("no_direct_transfer")
+def test_without_o_direct_the_file_is_buffered_and_says_so(home):
     made = create(home)
     assert made.direct is False
     assert not fcntl.fcntl(made.fd, fcntl.F_GETFL) & os.O_DIRECT
@@ -245,25 +230,6 @@ def test_what_is_in_the_place_of_a_segment_goes_with_it(home, level, remove, tmp
         remove(home)
         assert names(home) == []
         remove(home)
-
-
-def test_a_scan_lists_complete_files_with_what_they_take(home):
-    create(home, SPEC._replace(segment=10)).close()
-    create(home, rank=0).close()
-    create(home, rank=1).close()
-    (home.segments_path / "5" / "rank2.kv.tmp").write_bytes(b"unfinished")
-    sparse = home.segments_path / "5" / "rank3.kv"
-    sparse.touch()
-    os.truncate(sparse, 1 << 20)
-    found = scan_segments(home.segments_path)
-    assert [(file.segment, file.rank, file.length_bytes) for file in found] == [
-        (5, 0, FILE_BYTES),
-        (5, 1, FILE_BYTES),
-        (5, 3, 1 << 20),
-        (10, 0, FILE_BYTES),
-    ]
-    assert [file.allocated_bytes >= FILE_BYTES for file in found] == [True, True, False, True]
-    assert scan_segments(home.segments_path / "absent") == ()
 
 
 def test_ranks_that_clean_up_and_make_at_once(home):
