@@ -74,7 +74,7 @@ class HomeOfHeaders:
         """Return the same of reading each header, one by one, with as many threads, and doing nothing with it."""
 
         def read(segment: int) -> None:
-            _, file = scan_file(self._home.folder(0), segment, 0)
+            file = scan_file(self._home.folder(0), segment, 0)
             with memoryview(mmap.mmap(-1, HEADER_BYTES)) as view:
                 for slot in range(file.slot_count):
                     os.preadv(file.fd, [view], slot_offset(file.slot_bytes, slot))

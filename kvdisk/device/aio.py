@@ -339,8 +339,4 @@ def _place(op: Op, call: Call, vectors: list[Any]) -> tuple[int, int, int]:
 
 
 def _address(buffer: Buffer) -> int:
-    if buffer.readonly:
-        import numpy as np
-
-        return int(np.frombuffer(buffer, np.uint8).ctypes.data)
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

@@ -150,16 +150,18 @@ def _open_nameless(directory: Path, direct: int) -> int:
 
 def _try(device: Device, fd: int) -> tuple[str, str]:
     """Return what a device is called with the file, and what is wrong with what it moves. Raises Silence."""
-    memory = memoryview(mmap.mmap(-1, _TRIAL_BYTES))
+    memory, silent = memoryview(mmap.mmap(-1, _TRIAL_BYTES)), False
     try:
         device.attach_memory(memory)
         device.attach_file(fd)
-        found = device.name, _check(device, fd, memory)
+        return device.name, _check(device, fd, memory)
     except Silence:
+        silent = True
         _given_up.append((device, memory))
         raise
-    device.close()
-    return found
+    finally:
+        if not silent:
+            device.close()
 
 
 def _check(device: Device, fd: int, memory: memoryview) -> str:

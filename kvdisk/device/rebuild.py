@@ -181,11 +181,11 @@ def _read_segment(folder: DriveFolder, segment: int, drive: int, shape: HomeShap
     with ExitStack() as stack:
         files: list[SegmentFile] = []
         for rank in range(shape.rank_count):
-            header, file = scan_file(folder, segment, rank)
+            file = scan_file(folder, segment, rank)
             stack.callback(file.close)
             files.append(file)
             mine = SegmentHeader(segment, rank, shape.rank_count, *files[0].sizes, shape.fingerprint)
-            if header != mine:
+            if file.header != mine:
                 raise CorruptRecord(f"segment {segment}: the header of rank {rank} says something else")
         slot_bytes, slot_count = files[0].sizes
         if slot_bytes not in {group.slot_bytes for group in shape.groups}:

@@ -8,6 +8,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,8 +57,7 @@ def measure_drive(directory: Path, block_bytes: int, file_bytes: int = FILE_BYTE
     block_bytes = min(block_bytes, run_bytes)
     memory = memoryview(mmap.mmap(-1, file_bytes))
     memory[:] = random.randbytes(4096) * (file_bytes // 4096)  # noqa: S311 - no secret
-    device = PosixDevice()
-    with nameless_file(directory, file_bytes) as (fd, direct):
+    with nameless_file(directory, file_bytes) as (fd, direct), closing(PosixDevice()) as device:
         report = DriveReport(block_bytes, run_bytes, direct)
         device.attach_memory(memory)
         device.attach_file(fd)
@@ -66,7 +66,6 @@ def measure_drive(directory: Path, block_bytes: int, file_bytes: int = FILE_BYTE
                 size = run_bytes if run else block_bytes
                 samples = [_sample(device, op, _batches(fd, memory, size, run_bytes)) for _ in range(ROUNDS)]
                 report.speeds.append(Speed(device.name, op, run, size, tuple(samples)))
-        device.close()
     return report
 
 
