@@ -97,17 +97,6 @@ def test_the_reference_moves_nothing_before_it_is_polled(memory_file):
     assert memory == data[:ALIGNMENT]
 
 
-def test_a_file_of_the_reference_can_begin_with_zeros():
-    device = MemoryDevice(file_bytes=4 * ALIGNMENT)
-    device.attach_file(7)
-    memory = make_memory(ALIGNMENT)
-    fill(memory, 2)
-    device.submit(Op.READ, [Transfer(7, 3 * ALIGNMENT, (memory,)), Transfer(7, 4 * ALIGNMENT, (memory,))])
-    assert device.poll()[0].errors == {1: errno.EIO}
-    assert memory == bytes(ALIGNMENT)
-    assert device.contents(7) == bytes(4 * ALIGNMENT)
-
-
 def test_the_nth_transfer_fails_with_its_errno_and_moves_nothing(memory_file):
     inner, data = memory_file
     device = FaultyDevice(inner, FaultPlan(fail={2: errno.ENXIO, 4: errno.EIO}))

@@ -174,7 +174,7 @@ def test_the_prepared_store_serves(prepared: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        case if case in MUST_BE_NOTICED or not at % 4 else pytest.param(case, marks=pytest.mark.torture)
+        case if case in MUST_BE_NOTICED or not at % 5 else pytest.param(case, marks=pytest.mark.torture)
         for at, case in enumerate(CASES)
     ],
 )

@@ -177,6 +177,15 @@ def test_a_control_file_is_written_over_what_it_was_before(written):
     assert paths.read_control(written) == {"number": 5, "long": "y" * 10_000}
 
 
+def test_a_control_file_has_its_name_after_its_bytes_are_on_the_drive(written, monkeypatch):
+    """Else a loss of power could leave an empty one."""
+    done, sync, exchange = [], os.fsync, paths._exchange
+    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(os.readlink(f"/proc/self/fd/{fd}")), sync(fd)))
+    monkeypatch.setattr(paths, "_exchange", lambda *names: (done.append("named"), exchange(*names))[1])
+    paths.write_control(written, {"number": 2}, durable=True)
+    assert done == [f"{written}.tmp", "named", str(written.parent)]
+
+
 def test_a_copy_by_hard_links_keeps_its_control_file(written, tmp_path):
     (tmp_path / "copy").hardlink_to(written)
     for number in range(2, 5):

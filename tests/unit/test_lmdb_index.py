@@ -230,24 +230,3 @@ def test_a_record_that_does_not_decode_is_corrupt(tmp_path: Path, table: str) ->
 
 
 # Read-only.
-
-
-def test_a_reader_reads_and_does_nothing_else(tmp_path: Path) -> None:
-    records = write_records(tmp_path, 100)
-    before = (tmp_path / "data.mdb").read_bytes()
-    index = LmdbIndex(tmp_path, readonly=True)
-    assert found_blocks(index) == {(0, record.key): record for record in records}
-    assert list(index.segments()) == [SegmentRecord(1, 8192, 4)]
-    assert index.poll().state is IndexState.REFUSING
-    assert index.flush(0.0)
-    for call in (
-        lambda: index.put([record_of(1)]),
-        lambda: index.delete([]),
-        lambda: index.put_segment(SegmentRecord(1, 1, 1)),
-        lambda: index.delete_segment(1),
-    ):
-        with pytest.raises(AssertionError):
-            call()
-    index.close()
-    index.close()
-    assert (tmp_path / "data.mdb").read_bytes() == before

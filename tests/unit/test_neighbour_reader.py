@@ -113,14 +113,6 @@ def test_homes_come_and_go(tmp_path) -> None:
             pass
 
 
-def test_an_index_that_its_owner_has_just_begun_is_found_later(tmp_path) -> None:
-    (tmp_path / "new").mkdir()
-    with reader([Neighbour("new", tmp_path / "new")]) as found:
-        assert answer(found, keys(1)) == {}
-        with home(tmp_path / "new", keys(1)):
-            assert set(answer(found, keys(1))) == set(keys(1))
-
-
 def damage_index(tmp_path, damage: str) -> None:
     with home(tmp_path / "good", keys(3)), home(tmp_path / "bad", keys(500)):
         pass

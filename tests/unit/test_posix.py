@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 
 import pytest
 
+from kvdisk.device import aio
 from kvdisk.device.base import Op, Transfer
 from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import ALIGNMENT
-from kvdisk.testing.device_conformance import fill, make_memory
+from kvdisk.testing.device_conformance import WAIT_S, fill, make_memory
 
 
 @pytest.fixture
@@ -90,3 +92,38 @@ def test_a_call_that_python_refuses_is_an_error_and_the_threads_live_on(device, 
         batch = [Transfer(fd, 0, (make_memory(ALIGNMENT),))] * 8
         assert run(device, Op.WRITE, *batch) == dict.fromkeys(range(8), errno.EFAULT)
     assert run(device, Op.WRITE, *batch) == {}
+
+
+@pytest.mark.parametrize("kernel_queue", [True, False])
+def test_writes_that_hang_hold_up_no_read(tmp_path, monkeypatch, kernel_queue):
+    """As on a file system that is frozen: the submission of a write does not come back."""
+    go, begun = threading.Event(), threading.Event()
+    monkeypatch.setattr(aio, "serves", lambda _fd: True)
+    device = PosixDevice(threads=2, kernel_queue=kernel_queue)
+    fd = os.open(tmp_path / "direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    os.posix_fallocate(fd, 0, 8 * ALIGNMENT)
+    device.attach_file(fd)
+    writes = getattr(device._files[fd][Op.WRITE], "_context", None)
+
+    def hanging(real, is_write):
+        def call(*arguments):
+            if is_write(*arguments):
+                begun.set()
+                assert go.wait(WAIT_S)
+            return real(*arguments)
+
+        return call
+
+    submit = hanging(aio._Kernel.submit, lambda _kernel, context, *_: context is writes)
+    monkeypatch.setattr(aio._Kernel, "submit", submit)
+    monkeypatch.setattr(os, "pwritev", hanging(os.pwritev, lambda *_: True))
+    memory = make_memory(ALIGNMENT)
+    late = {device.submit(Op.WRITE, [Transfer(fd, at * ALIGNMENT, (memory,))]) for at in range(8)}
+    assert begun.wait(WAIT_S)
+    for at in range(3):
+        ticket = device.submit(Op.READ, [Transfer(fd, at * ALIGNMENT, (make_memory(ALIGNMENT),))])
+        assert device.poll(WAIT_S) == [(ticket, {})]
+    go.set()
+    assert {outcome.ticket for outcome in device.drain() if not outcome.errors} == late
+    device.close()
+    os.close(fd)
