@@ -14,7 +14,7 @@ from kvdisk.index.base import IndexState, Progress
 from kvdisk.index.commit_writer import CommitWriter, Operation, Table
 
 ONLY_WHEN_TOLD_S = 3600.0
-WAIT_S = 600.0
+WAIT_S = 60.0
 
 
 class FakeTables:
