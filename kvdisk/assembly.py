@@ -18,9 +18,10 @@ from kvdisk.device.base import Device
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES, uses_charge_bytes
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.home import Home
-from kvdisk.device.listing import ReadableHomes
+from kvdisk.device.listing import readable_indexes
 from kvdisk.device.pair import PairDevice
-from kvdisk.device.probe import choose_device, make_like
+from kvdisk.device.posix import PosixDevice
+from kvdisk.device.probe import choose_device
 from kvdisk.device.store import Store
 from kvdisk.device.telemetry_file import write_telemetry
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
@@ -186,11 +187,9 @@ def _meet_neighbours(store: Store, home: Home, description: dict[str, Any]) -> N
 
     An owner may die, and its cap with it; what it leaves is spared for a while, because it may be starting again.
     """
-    readable = ReadableHomes(store)
 
     def find_homes() -> list[Neighbour]:
-        found = readable.find(home.fingerprint, description, home.id)
-        return [Neighbour(other.id, other.index_path) for other in found]
+        return [Neighbour(*other) for other in readable_indexes(store, home.fingerprint, description, home.id)]
 
     def upkeep() -> None:
         try:
@@ -328,9 +327,8 @@ def assemble_worker(
     arena = Arena(geometry.slot_sizes, geometry.cpu_slots(config.cpu_bytes), pin=on_gpu) if config.cpu_bytes else None
     staging = Arena(geometry.slot_sizes, _staging_slots(config.staging_bytes, geometry), pin=on_gpu)
     files = HomeFiles(config.store_dirs or None, rank, geometry.rank_count, replicated=geometry.replicated)
-    most = max(zip(geometry.shares, geometry.slot_sizes, strict=True))[1]
-    disk = choose_device(config.device, config.store_dirs, most)
-    disk, direct = _pair_with_gpu(config, geometry, lanes, disk)
+    host = choose_device(config.device, config.store_dirs)
+    disk, direct = _pair_with_gpu(config, geometry, lanes, host)
     resources = Resources(geometry, rank, arena, staging, copier, disk, files, direct)
     mover = Mover(resources, io_deadline_s=config.io_deadline_s)
     memory = (arena, staging, None if direct is None else direct.staging)
@@ -369,7 +367,7 @@ def _pair_with_gpu(
                 geometry.slot_sizes,
                 _staging_slots(config.gpu_staging_bytes, geometry),
                 lanes,
-                lambda: PairDevice(make_like(disk), GdsDevice()),
+                lambda: PairDevice(PosixDevice(), GdsDevice()),
                 always=demanded,
             )
             why = choice.line

@@ -19,7 +19,7 @@ _UNITS |= {f"{prefix}b": factor for prefix, factor in list(_UNITS.items()) if pr
 _UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate(("k", "m", "g", "t"), start=1)}
 
 STORE_POLICIES = ("on_compute", "on_preemption", "spillover")
-DEVICES = ("auto", "posix", "nixl", "gds")
+DEVICES = ("auto", "posix", "gds")
 EVICTIONS = ("credit", "lru", "s3fifo")
 ON_RESET = ("epoch", "keep")
 _CLASS_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -113,10 +113,10 @@ class Config:
     Example: "lru"
     """
     device: str = "auto"
-    """How bytes get to the drive and back. `"posix"`: with nothing but the kernel. `"nixl"`: io_uring through NIXL
-    (`pip install 'kvdisk[nixl]'`). `"auto"`: what a probe of the drive at the start, well under a second, finds best,
-    and logs; with a GPU and GPUDirect Storage (`pip install 'kvdisk[gds]'`) it also finds which sizes of blocks are
-    faster straight between drive and GPU. `"gds"`: all that can go that way does, or the engine does not start.
+    """How bytes get to the drive and back. `"posix"`: with nothing but the kernel. `"auto"`: the same, after a small
+    file was written and read at the start, and a line of the log says what serves; with a GPU and GPUDirect Storage
+    (`pip install 'kvdisk[gds]'`) it also finds which sizes of blocks are faster straight between drive and GPU.
+    `"gds"`: all that can go that way does, or the engine does not start.
 
     Example: "posix"
     """
@@ -249,6 +249,12 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str, Any], str]:
     return parse
 
 
+def _parse_device(key: str, value: Any) -> str:
+    if value == "nixl":
+        raise ConfigError(f"{key} 'nixl' is gone; use 'auto', which is as fast.")
+    return _one_of(DEVICES)(key, value)
+
+
 def _parse_store_policy(key: str, value: Any) -> str:
     if value in STORE_POLICIES or (isinstance(value, str) and _CLASS_NAME.fullmatch(value)):
         return str(value)
@@ -301,7 +307,7 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "nvme_admission": _parse_admission,
     "nvme_write_bytes_per_day": parse_bytes,
     "eviction": _one_of(EVICTIONS),
-    "device": _one_of(DEVICES),
+    "device": _parse_device,
     "lookup_wait_s": _parse_seconds,
     "io_deadline_s": _parse_seconds,
     "index_commit_s": _parse_seconds,

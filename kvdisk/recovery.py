@@ -13,20 +13,19 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvdisk.blocks import BlockKey
 from kvdisk.device.home import INDEX_FILE, Home
 from kvdisk.device.paths import device_errors, remove_anything
-from kvdisk.device.rebuild import HomeShape, remove_lost, scan_home
+from kvdisk.device.rebuild import Blocks, HomeShape, remove_lost, scan_home
 from kvdisk.device.segment import drop_segment, remove_unknown_segments, segment_numbers
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
 from kvdisk.geometry import segment_charge_bytes
 from kvdisk.index.base import BlockColumns, SegmentRecord
+from kvdisk.index.columns import ascending, stored_times
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for, write_index
-
-if TYPE_CHECKING:
-    from kvdisk.device.header_columns import FoundBlocks
 
 logger = logging.getLogger("kvdisk")
 
@@ -103,25 +102,22 @@ def rebuild_index(home: Home, index_bytes: int) -> Rebuilt:
     return Rebuilt(len(segments), len(blocks.keys), found.older_copies, found.lost)
 
 
-def _as_records(found: FoundBlocks, now_s: int) -> BlockColumns:
+def _as_records(found: Blocks, now_s: int) -> BlockColumns:
     """Return blocks that a rebuild found as index records, in their order."""
-    import numpy as np  # which the tools do without
-
-    from kvdisk.index.columns import ascending, stored_times
-
-    times = stored_times(found.epochs, found.keys, found.parents, found.generations, now_s)
-    order = ascending(found.epochs, found.keys)
-    rows = order.tolist()
-    parents = [found.parents[row] for row in rows]
+    keys, parents = found["key"].tolist(), found["parent"].tolist()
+    times = stored_times(found["epoch"], keys, parents, found["generation"], now_s)
+    order = ascending(found["epoch"], keys)
+    found, times = found[order], times[order]
+    parents = found["parent"].tolist()
     return BlockColumns(
-        found.epochs[order],
-        [BlockKey(found.keys[row]) for row in rows],
-        found.segments[order],
-        found.indices[order],
-        found.generations[order],
+        found["epoch"].copy(),
+        found["key"].tolist(),
+        found["segment"].copy(),
+        found["index"].copy(),
+        found["generation"].copy(),
         b"".join(parents),
-        np.fromiter(map(len, parents), np.int64, len(rows)),
-        times[order],
+        np.fromiter(map(len, parents), np.int64, len(parents)),
+        times,
     )
 
 
@@ -224,16 +220,12 @@ def _cut(home: Home, index: LmdbIndex, dropped: Sequence[SegmentRecord]) -> None
         raise CorruptRecord("the index was found to be damaged")
     # On a full drive records may have to wait for the room of the files. Those of a segment without
     # files do no harm.
-    _drop_files(home, dropped)
-    if not committed and not index.flush(_FLUSH_S):
-        raise DeviceError(errno.ENOSPC, "the index cannot be written")
-
-
-def _drop_files(home: Home, dropped: Sequence[SegmentRecord]) -> None:
     for record in dropped:
         for rank in range(_ranks(home)):
             with suppress(DeviceError):  # without a record it is used no more, and the rank that joins tries again
                 drop_segment(home.folder(record.drive), record.segment, rank)
+    if not committed and not index.flush(_FLUSH_S):
+        raise DeviceError(errno.ENOSPC, "the index cannot be written")
 
 
 def _ranks(home: Home) -> int:

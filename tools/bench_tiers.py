@@ -31,7 +31,8 @@ from rich.table import Table
 from kvdisk.cli.bench import Machine
 from kvdisk.cli.output import parse_size
 from kvdisk.device.base import Buffer, Device, Op, Transfer
-from kvdisk.device.probe import MAKERS, nameless_file
+from kvdisk.device.posix import PosixDevice
+from kvdisk.device.probe import nameless_file
 from kvdisk.errors import ConfigError, DeviceError
 from kvdisk.geometry import ALIGNMENT, round_up
 from kvdisk.worker.arena import Arena
@@ -179,15 +180,9 @@ def main(arguments: list[str]) -> int:
         fd, direct = stack.enter_context(nameless_file(private, round_up(total_bytes, ALIGNMENT)))
         for at in range(0, total_bytes, WRITE_BYTES):
             os.pwrite(fd, arena.memory[: min(WRITE_BYTES, total_bytes - at)], at)
-        drives = []
-        for make in MAKERS.values():
-            try:
-                device = make()
-            except ConfigError as error:
-                console.print(f"left out: {error}")
-                continue
-            stack.callback(device.close)
-            drives.append(DriveRun(device, fd, arena.memory))
+        device = PosixDevice()
+        stack.callback(device.close)
+        drives = [DriveRun(device, fd, arena.memory)]
         try:
             peer = VllmFiles()
         except ConfigError as error:

@@ -33,7 +33,7 @@ from kvdisk.cli.bench import Machine
 from kvdisk.device.base import Device
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.pair import PairDevice
-from kvdisk.device.probe import MAKERS
+from kvdisk.device.posix import PosixDevice
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import HEADER_BYTES, Geometry, GroupGeometry, slot_offset
 from kvdisk.messages import HomeSpec, Job, JobKind, Move, Plan, SegmentSpec
@@ -310,20 +310,11 @@ def measure_routes(
 
 def make_makers(gds: str) -> tuple[dict[str, tuple[Callable[[], Device], bool]], dict[str, str]]:
     """Return the routes that this machine has, and why it lacks the others."""
-    makers: dict[str, tuple[Callable[[], Device], bool]] = {}
-    absent = {}
-    for name, make in MAKERS.items():
-        try:
-            make().close()
-        except ConfigError as error:
-            absent[name] = str(error)
-        else:
-            makers[f"{name}, pinned memory"] = (make, False)
+    makers: dict[str, tuple[Callable[[], Device], bool]] = {"posix, pinned memory": (PosixDevice, False)}
     if gds:
-        absent["gds"] = gds
-    else:
-        makers["gds, straight"] = (lambda: PairDevice(MAKERS["posix"](), GdsDevice()), True)
-    return makers, absent
+        return makers, {"gds": gds}
+    makers["gds, straight"] = (lambda: PairDevice(PosixDevice(), GdsDevice()), True)
+    return makers, {}
 
 
 # -- what is printed --------------------------------------------------------------------------------

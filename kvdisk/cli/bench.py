@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kvdisk bench``: how fast a drive is, and which device an engine would choose there.
 
-It measures what an engine measures at its start. ``Bench`` is what ``--json`` prints; its shape
-changes only with ``json_version``.
+The mover is not in it. ``Bench`` is what ``--json`` prints; its shape changes only with
+``json_version``.
 """
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import platform
+import random
+import statistics
 import tempfile
+import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -22,17 +27,21 @@ from rich.table import Table
 
 from kvdisk import __version__
 from kvdisk.cli.output import Exit, parse_size, print_json, refusal, report_console, size
-from kvdisk.device.base import Op
+from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.pair import PairDevice
-from kvdisk.device.probe import FILE_BYTES, MAKERS, ProbeReport, probe
-from kvdisk.errors import ConfigError
+from kvdisk.device.posix import PosixDevice
+from kvdisk.device.probe import FILE_BYTES, nameless_file, probe
+from kvdisk.errors import ConfigError, DeviceError
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES
 
 JSON_VERSION = 3
 LEFT_FREE_BYTES = 1 << 30
 """What a run leaves free on the file system, or it does not begin."""
 _STAGING_SLOTS = 4
+RUN_BYTES = 8 << 20
+"""What a worker moves at once of neighbouring slots."""
+ROUNDS = 3
 _WAYS = ((Op.READ, False), (Op.WRITE, False), (Op.READ, True), (Op.WRITE, True))
 
 
@@ -77,16 +86,46 @@ class Machine:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What a device reached. ``bytes_each``: of a transfer. ``run``: whether neighbours followed each other.
+
+    ``samples``: bytes per second, one for each repetition.
+    """
+
+    device: str
+    op: Op
+    run: bool
+    bytes_each: int
+    samples: tuple[float, ...]
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The median."""
+        return statistics.median(self.samples)
+
+
+@dataclass(slots=True)
+class DriveReport:
+    """Figures for one size of slots. ``direct``: whether the file was opened with O_DIRECT."""
+
+    block_bytes: int
+    run_bytes: int
+    direct: bool
+    speeds: list[Speed] = field(default_factory=list)
+
+
 @dataclass
 class Bench:
     """What a run gave. Do not compare figures of two runs.
 
-    ``drive``: of each block size, what a start would measure and choose. ``straight_to_gpu``: what
-    would move straight between drive and GPU.
+    ``drive``: figures of each block size. ``chosen``: what a start would use, in words.
+    ``straight_to_gpu``: what would move straight between drive and GPU.
     """
 
     machine: Machine
-    drive: list[ProbeReport]
+    drive: list[DriveReport]
+    chosen: str
     straight_to_gpu: str
     json_version: int = JSON_VERSION
 
@@ -101,7 +140,7 @@ def bench(
 ) -> None:
     """Measure how fast the drive under DIR is, and say which device an engine would choose there.
 
-    All devices are measured in turn: medians. Figures of two runs are not
+    The figures are medians. Figures of two runs are not
     comparable: a drive's speed changes from one to the next by more than
     what is looked for. The file that is measured on has no name; nothing is
     left of it.
@@ -119,15 +158,16 @@ def bench(
         found = measure(directory, sizes)
     except ConfigError as error:
         raise refusal(str(error)) from None
+    except DeviceError as error:
+        raise refusal(f"the drive failed: {error}", Exit.WRONG) from None
     if as_json:
         print_json(found)
     else:
         _print(found)
-    raise typer.Exit(Exit.WRONG if any(one.problem for one in found.drive) else Exit.FINE)
 
 
 def measure(directory: Path, block_sizes: Sequence[int]) -> Bench:
-    """Measure each device as a start does. Raises ConfigError: no room, no permission."""
+    """Measure the drive. Raises ConfigError: no room, no permission; DeviceError: the drive failed."""
     for block_bytes in block_sizes:
         if block_bytes % ALIGNMENT or not 2 * ALIGNMENT <= block_bytes <= 1 << 30:
             raise ConfigError(f"--block-size must be a multiple of 4 KiB, 8 KiB to 1 GiB, not {block_bytes} bytes.")
@@ -147,8 +187,54 @@ def measure(directory: Path, block_sizes: Sequence[int]) -> Bench:
         raise ConfigError(f"cannot write in {directory}: {error.strerror}.") from None
     with private:
         place = Path(private.name)
-        drive = [probe(place, slot_bytes) for slot_bytes in slot_sizes]
-        return Bench(Machine.here(directory), drive, _straight_to_gpu(place, sorted(set(slot_sizes))))
+        found = probe(place)
+        try:
+            drive = [measure_drive(place, slot_bytes) for slot_bytes in slot_sizes]
+        except OSError as error:
+            raise DeviceError(error.errno or errno.EIO, "the drive that is measured") from error
+        chosen = f"device: auto would use {found.name}: {found.why}"
+        return Bench(Machine.here(directory), drive, chosen, _straight_to_gpu(place, sorted(set(slot_sizes))))
+
+
+def measure_drive(directory: Path, block_bytes: int, file_bytes: int = FILE_BYTES) -> DriveReport:
+    """Move a file of ``directory`` that nobody sees in blocks and in runs. Raises DeviceError, OSError."""
+    run_bytes = min(RUN_BYTES, file_bytes)
+    block_bytes = min(block_bytes, run_bytes)
+    memory = memoryview(mmap.mmap(-1, file_bytes))
+    memory[:] = random.randbytes(4096) * (file_bytes // 4096)  # noqa: S311 - no secret
+    with nameless_file(directory, file_bytes) as (fd, direct), closing(PosixDevice()) as device:
+        report = DriveReport(block_bytes, run_bytes, direct)
+        device.attach_memory(memory)
+        device.attach_file(fd)
+        for op in (Op.WRITE, Op.READ):
+            for run in (False, True):
+                size = run_bytes if run else block_bytes
+                samples = [_sample(device, op, _batches(fd, memory, size, run_bytes)) for _ in range(ROUNDS)]
+                report.speeds.append(Speed(device.name, op, run, size, tuple(samples)))
+    return report
+
+
+def _batches(fd: int, memory: Buffer, size: int, batch_bytes: int) -> list[list[Transfer]]:
+    """Return transfers of ``size`` at shuffled places, in batches as a worker submits them."""
+    places = list(range(0, len(memory) - size + 1, size))
+    transfers = [
+        Transfer(fd, place, (memory[at : at + size],))
+        for at, place in zip(places, random.sample(places, len(places)), strict=True)
+    ]
+    most = max(1, batch_bytes // size)
+    return [transfers[first : first + most] for first in range(0, len(transfers), most)]
+
+
+def _sample(device: Device, op: Op, batches: Sequence[Sequence[Transfer]]) -> float:
+    """Move all batches; return bytes per second. Raises DeviceError."""
+    began_s = time.monotonic()
+    for batch in batches:
+        device.submit(op, batch)
+    failed = [number for outcome in device.drain() for number in outcome.errors.values()]
+    took_s = time.monotonic() - began_s
+    if failed:
+        raise DeviceError(failed[0], "the drive that is measured")
+    return sum(transfer.buffers[0].nbytes for batch in batches for transfer in batch) / max(took_s, 1e-9)
 
 
 def _straight_to_gpu(directory: Path, slot_sizes: Sequence[int]) -> str:
@@ -165,7 +251,7 @@ def _straight_to_gpu(directory: Path, slot_sizes: Sequence[int]) -> str:
         return f"nothing would go straight between drive and GPU: {why}"
     counts = [_STAGING_SLOTS] * len(slot_sizes)
     choice = choose_direct(
-        directory, slot_sizes, counts, lanes, lambda: PairDevice(MAKERS["posix"](), GdsDevice()), always=False
+        directory, slot_sizes, counts, lanes, lambda: PairDevice(PosixDevice(), GdsDevice()), always=False
     )
     if choice.direct is not None:
         choice.direct.staging.close()
@@ -204,26 +290,20 @@ def _drive(number: int) -> str | None:
 def _print(found: Bench) -> None:
     console = report_console()
     console.print(found.machine.sentence)
-    console.print("\nMemory and NVMe, each device alone, MB/s", _table(found.drive), sep="\n")
-    console.print("With device: auto a start would choose:")
-    for one in found.drive:
-        console.print(f"{_short(one.block_bytes)}: {one.name(one.chosen)}, because {one.why.rstrip('.')}.")
-    absent = {f"without {name}: {why.rstrip('.')}." for one in found.drive for name, why in one.absent.items()}
-    console.print("\n".join([*sorted(absent), found.straight_to_gpu]))
+    console.print("\nMemory and NVMe, the device alone, MB/s", _table(found.drive), sep="\n")
+    console.print(found.chosen, found.straight_to_gpu, sep="\n")
 
 
-def _table(reports: Sequence[ProbeReport]) -> Table:
+def _table(reports: Sequence[DriveReport]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for name in ("slots of", "device"):
         table.add_column(name, no_wrap=True)
     for name in ("read", "write", "runs read", "runs written"):
         table.add_column(name, justify="right")
     for report in reports:
-        for at, name in enumerate(dict.fromkeys(speed.device for speed in report.speeds)):
-            speeds = [report.speed(name, op, run) for op, run in _WAYS]
-            figures = ["" if speed is None else f"{speed.bytes_per_s / 1e6:,.0f}" for speed in speeds]
-            table.add_row("" if at else _short(report.block_bytes), report.name(name), *figures)
-        table.add_section()
+        rates = {(speed.op, speed.run): f"{speed.bytes_per_s / 1e6:,.0f}" for speed in report.speeds}
+        name = report.speeds[0].device
+        table.add_row(_short(report.block_bytes), name, *(rates[way] for way in _WAYS))
     return table
 
 

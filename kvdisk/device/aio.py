@@ -16,7 +16,6 @@ import os
 import platform
 import queue
 import struct
-import sys
 import threading
 import time
 from collections import deque
@@ -31,11 +30,9 @@ from kvdisk.geometry import ALIGNMENT
 SHORTEST_BYTES = 512 << 10
 LONGEST_BYTES = 2 << 20
 """A call is cut to between these: long enough for the drive, short enough that a batch keeps it busy."""
-LEAST_AHEAD_BYTES, MOST_AHEAD_BYTES = 8 << 20, 32 << 20
-"""What the kernel is given before any of it has ended: little, so that batches end in their order, one by one, and
-whoever waits has something to do meanwhile; more while the interpreter lock is long in coming back from a call, so that
-the drive has something to do meanwhile."""
-_CALM_CALLS = 64
+AHEAD_BYTES = 16 << 20
+"""What the kernel is given before any of it has ended: enough for the drive, and so little that batches end in their
+order, one by one, and whoever waits has something to do meanwhile."""
 BESIDE_READS_BYTES = 1 << 20
 """The same of writes while reads are under way: a load waits for these, not for the demotions before it."""
 _MOST_EVENTS = 512
@@ -157,8 +154,6 @@ class KernelQueue:
         self._calls: dict[int, tuple[_Flight, Call, int]] = {}
         """By number: what the kernel has, and may still touch."""
         self._bytes = 0
-        self._ahead_bytes = LEAST_AHEAD_BYTES
-        self._calm_calls = 0
         self._numbers = 0
         self._threads = [
             threading.Thread(target=target, name=f"{name}-{what}", daemon=True)
@@ -204,7 +199,7 @@ class KernelQueue:
     def _has_room(self) -> bool:
         """Whether the kernel may have more. There is always room for one call, after whose end this is asked again."""
         making_way = self._reads is not None and bool(self._reads._flights)
-        return self._bytes < (BESIDE_READS_BYTES if making_way else self._ahead_bytes)
+        return self._bytes < (BESIDE_READS_BYTES if making_way else AHEAD_BYTES)
 
     def _submit(self) -> None:
         """Give the kernel what it may have. Either thread."""
@@ -243,24 +238,14 @@ class KernelQueue:
         done = 0
         while done < len(made):
             place = ctypes.byref(pointers, done * ctypes.sizeof(ctypes.c_uint64))
-            began_s = time.monotonic()
             try:
                 done += self._kernel.submit(self._context, len(made) - done, place)
-                self._note_call(time.monotonic() - began_s)
             except OSError as error:
                 if error.errno == errno.EAGAIN:
                     time.sleep(_FULL_WAIT_S)  # the kernel is short of something
                 elif error.errno != errno.EINTR:
                     self._fail(number_of(made[done]), error.errno or errno.EIO)
                     done += 1
-
-    def _note_call(self, took_s: float) -> None:
-        with self._lock:
-            self._calm_calls += 1
-            if took_s > sys.getswitchinterval() / 2:
-                self._ahead_bytes, self._calm_calls = min(2 * self._ahead_bytes, MOST_AHEAD_BYTES), 0
-            elif self._calm_calls >= _CALM_CALLS:
-                self._ahead_bytes, self._calm_calls = max(self._ahead_bytes // 2, LEAST_AHEAD_BYTES), 0
 
     # -- the reaping thread --------------------------------------------------------------------
 
@@ -354,8 +339,4 @@ def _place(op: Op, call: Call, vectors: list[Any]) -> tuple[int, int, int]:
 
 
 def _address(buffer: Buffer) -> int:
-    if buffer.readonly:
-        import numpy as np
-
-        return int(np.frombuffer(buffer, np.uint8).ctypes.data)
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

@@ -2,7 +2,7 @@
 """The cap, as values: what all homes hold and may hold, and which must go for more room.
 
 The allocated bytes of all homes never exceed the caps of the live owners together. An owner keeps
-within its own cap by itself (its layout), so orphans can always make room, except for what cannot
+within its own cap by itself (its layout), so those without an owner can always make room, except for what cannot
 be deleted. The index of a live owner grows without asking, and counts at its full size. ``store``
 measures, and deletes.
 """
@@ -56,29 +56,27 @@ class Stock:
     loose_bytes: int
 
     @property
-    def orphans(self) -> list[Holding]:
+    def unowned(self) -> list[Holding]:
         """Homes without an owner, oldest use first; what is not complete comes before."""
         return sorted(
             (home for home in self.homes if not home.live),
             key=lambda home: home.record.last_use_s if home.record else -1,
         )
 
-    def orphans_to_delete(self, fingerprint: bytes) -> list[Holding]:
-        """``orphans``, those of this namespace after all others."""
-        return sorted(self.orphans, key=lambda home: bool(home.record and home.record.fingerprint == fingerprint))
+    def unowned_to_delete(self, fingerprint: bytes) -> list[Holding]:
+        """``unowned``, those of this namespace after all others."""
+        return sorted(self.unowned, key=lambda home: bool(home.record and home.record.fingerprint == fingerprint))
 
-    def excess_orphans(
-        self, fingerprint: bytes, needed_bytes: int, unused_since_s: float = math.inf
-    ) -> Iterator[Holding]:
-        """Yield orphans for the caller to delete, until ``needed_bytes`` more fit.
+    def excess(self, fingerprint: bytes, needed_bytes: int, unused_since_s: float = math.inf) -> Iterator[Holding]:
+        """Yield those without an owner for the caller to delete, until ``needed_bytes`` more fit.
 
         Spares those used after ``unused_since_s``.
         """
-        for orphan in self.orphans_to_delete(fingerprint):
+        for home in self.unowned_to_delete(fingerprint):
             if not self.exceeds(needed_bytes):
                 return
-            if orphan.record is None or orphan.record.last_use_s <= unused_since_s:
-                yield orphan
+            if home.record is None or home.record.last_use_s <= unused_since_s:
+                yield home
 
     def exceeds(self, needed_bytes: int) -> bool:
         """Whether so many bytes more would exceed the caps of the live owners."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 from kvdisk.device import paths
 from kvdisk.device.segment import SegmentFileSummary
-from kvdisk.errors import ConfigError, CorruptRecord
+from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
 from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION
 
 STORE_FILE = "STORE"
@@ -79,10 +80,11 @@ class DriveFolder:
 
 
 class HomePaths:
-    """Where the parts of a home are that lie in the store's first directory."""
+    """Where the parts of a home are. ``folders``: by drive, None where one is not open here."""
 
     __slots__ = ()
     path: Path
+    folders: tuple[DriveFolder | None, ...]
 
     @property
     def index_path(self) -> Path:
@@ -93,6 +95,13 @@ class HomePaths:
     def segments_path(self) -> Path:
         """Directory of the segments on the first drive."""
         return self.path / SEGMENTS
+
+    def folder(self, drive: int) -> DriveFolder:
+        """Return the home's part on a drive. Raises DeviceError (ENODEV) if it is not open here."""
+        folder = self.folders[drive] if drive < len(self.folders) else None
+        if folder is None:
+            raise DeviceError(errno.ENODEV, f"drive {drive} of home {self.path.name} could not be opened")
+        return folder
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from typing import NamedTuple, TypeAlias
 from kvdisk.device import paths
 from kvdisk.device.control import (
     HOMES,
-    SEGMENTS,
     STORE_FILE,
     DriveFolder,
     DriveName,
@@ -182,6 +181,5 @@ def list_folders(drives: Sequence[Drive]) -> dict[DriveName, Path]:
 def remove_folder(path: Path) -> bool:
     """Remove a folder of a further directory; return whether all of it is gone."""
     with suppress(OSError):
-        paths.remove_directory(path.parent, path.name, first=SEGMENTS + ".none")
-        return True
+        paths.remove_anything(path.parent, path.name)
     return not os.path.lexists(path)

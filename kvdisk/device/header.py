@@ -24,6 +24,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from kvdisk.blocks import MAX_KEY_BYTES, BlockKey
+from kvdisk.device.checksum import multilinear_digest
 from kvdisk.errors import CorruptRecord, GeometryMismatch
 from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION, HEADER_BYTES, Namespace
 from kvdisk.messages import Reason
@@ -117,8 +118,6 @@ def payload_checksum(payload: memoryview, kind: int = XXH3_128) -> bytes:
     if kind == XXH3_128:
         return xxh3_128_digest(payload)
     assert kind == MULTILINEAR, kind
-    from kvdisk.device.checksum import multilinear_digest  # with numpy, which the tools do without
-
     return multilinear_digest(payload)
 
 

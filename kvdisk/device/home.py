@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections.abc import Callable
@@ -43,13 +42,6 @@ class JoinedHome(HomePaths):
         self.fingerprint = record.fingerprint
         self.folders = folders
         self._lock_fd = lock_fd
-
-    def folder(self, drive: int) -> DriveFolder:
-        """Return the home's part on a drive. Raises DeviceError (ENODEV) if it is not open here."""
-        folder = self.folders[drive] if drive < len(self.folders) else None
-        if folder is None:
-            raise DeviceError(errno.ENODEV, f"drive {drive} of home {self.id} could not be opened")
-        return folder
 
     def clean_drives(self, clean: Callable[[DriveFolder], object]) -> None:
         """Call ``clean`` for every part of the home, once. Raises DeviceError of the first drive.
@@ -121,13 +113,6 @@ class Home(HomePaths):
     def drive_count(self) -> int:
         """Drives on which the home may have segments; the first is the one with the index."""
         return len(self.folders)
-
-    def folder(self, drive: int) -> DriveFolder:
-        """Return the home's part on a drive. Raises DeviceError (ENODEV) if the home has none there."""
-        folder = self.folders[drive] if drive < len(self.folders) else None
-        if folder is None:
-            raise DeviceError(errno.ENODEV, f"home {self.id} has no drive {drive}")
-        return folder
 
     def mark_used(self) -> None:
         """Note in HOME that the home is used now; nothing once it is closed. Raises DeviceError."""

@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -102,20 +102,12 @@ def open_regular(path: Path, flags: int) -> int:
     return -1
 
 
-def write_control(path: Path, value: dict[str, Any], *, durable: bool) -> None:
+def write_control(path: Path, value: dict[str, Any], *, durable: bool, keep: bool = True) -> None:
     """Replace a JSON file in one step. ``durable``: it survives a loss of power from here on. Raises OSError.
 
-    What it replaces stays beside it, under another name, and is written over the next time, which then needs no room.
+    ``keep``: what it replaces stays beside it, under another name, and is written over the next time, which then needs
+    no room; False for what only tells people something.
     """
-    _replace(path, value, durable=durable, keep=True)
-
-
-def write_note(path: Path, value: dict[str, Any]) -> None:
-    """Replace a JSON file in one step, which nothing depends on: what it says is for people. Raises OSError."""
-    _replace(path, value, durable=False, keep=False)
-
-
-def _replace(path: Path, value: dict[str, Any], *, durable: bool, keep: bool) -> None:
     temporary = path.with_name(path.name + ".tmp")
     encoded = (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
     fd = _open_kept(temporary) if keep else -1
@@ -310,15 +302,9 @@ def sum_of_file(path: Path) -> str:
 
     Raises OSError; FileNotFoundError also for what is no regular file.
     """
+    if (fd := open_regular(path, os.O_RDONLY)) < 0:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
-        raise
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         total, piece = xxh3_128(), bytearray(_SUM_PIECE_BYTES)
         while count := os.readv(fd, [piece]):
             total.update(memoryview(piece)[:count])
@@ -340,49 +326,39 @@ def allocated_bytes(path: Path) -> int:
     return total
 
 
-def remove_directory(homes: Path, *names: str, first: str | None = None) -> None:
-    """Remove the directory ``homes/names[0]/names[1]/...``: the way in which kvdisk deletes homes and segments.
-
-    With ``first`` it goes with all its contents, the file of that name before the rest; without, only
-    if it is empty (else OSError ENOTEMPTY). No symlink is followed, neither on the way nor below.
-    """
-    assert names
-    assert all(name not in {"", ".", ".."} and "/" not in name for name in names)
+@contextmanager
+def _inside(directory: Path, names: Sequence[str]) -> Iterator[int]:
+    """Open ``directory/names[0]/names[1]/...`` but for the last and yield its descriptor. No symlink is followed."""
+    assert names and all(name not in {"", ".", ".."} and "/" not in name for name in names)
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-    opened = [os.open(homes, flags)]
+    fd = os.open(directory, flags)
     try:
-        opened.extend(os.open(name, flags, dir_fd=opened[-1]) for name in names[:-1])
-        if first is None:
-            os.rmdir(names[-1], dir_fd=opened[-1])
-            return
-        assert shutil.rmtree.avoids_symlink_attacks
-        target = os.open(names[-1], flags, dir_fd=opened[-1])
-        opened.append(target)
-        with suppress(FileNotFoundError, IsADirectoryError):
-            os.unlink(first, dir_fd=target)
-        shutil.rmtree(names[-1], dir_fd=opened[-2])
+        for name in names[:-1]:
+            outer, fd = fd, os.open(name, flags, dir_fd=fd)
+            os.close(outer)
+        yield fd
     finally:
-        for fd in opened:
-            os.close(fd)
+        os.close(fd)
 
 
-def remove_anything(directory: Path, *names: str, trees: bool = True) -> None:
+def remove_empty(directory: Path, *names: str) -> None:
+    """Remove the empty directory ``directory/names[0]/names[1]/...``. Raises OSError, ENOTEMPTY where it is not."""
+    with _inside(directory, names) as parent:
+        os.rmdir(names[-1], dir_fd=parent)
+
+
+def remove_anything(directory: Path, *names: str, first: str | None = None, trees: bool = True) -> None:
     """Remove ``directory/names[0]/names[1]/...``, whatever it is: a tree, a file, a symlink. Gone already is no error.
 
-    ``trees``: False leaves a directory as it is. No symlink is followed, neither on the way nor below. Raises OSError.
+    ``first``: what goes before the rest of a tree. ``trees``: False leaves a directory as it is. No symlink is
+    followed, neither on the way nor below. Raises OSError.
     """
-    assert names
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-    opened = [os.open(directory, flags)]
-    try:
-        opened.extend(os.open(name, flags, dir_fd=opened[-1]) for name in names[:-1])
-        with suppress(FileNotFoundError):
-            if stat.S_ISDIR(os.lstat(names[-1], dir_fd=opened[-1]).st_mode):
-                if trees:
-                    assert shutil.rmtree.avoids_symlink_attacks
-                    shutil.rmtree(names[-1], dir_fd=opened[-1])
-            else:
-                os.unlink(names[-1], dir_fd=opened[-1])
-    finally:
-        for fd in opened:
-            os.close(fd)
+    with _inside(directory, names) as parent, suppress(FileNotFoundError):
+        if not stat.S_ISDIR(os.lstat(names[-1], dir_fd=parent).st_mode):
+            os.unlink(names[-1], dir_fd=parent)
+        elif trees:
+            if first is not None:
+                with _inside(directory, (*names, first)) as tree, suppress(FileNotFoundError, IsADirectoryError):
+                    os.unlink(first, dir_fd=tree)
+            assert shutil.rmtree.avoids_symlink_attacks
+            shutil.rmtree(names[-1], dir_fd=parent)

@@ -16,7 +16,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from kvdisk.device import aio
 from kvdisk.device.base import Buffer, Op, Outcome, Transfer
@@ -28,6 +28,10 @@ SHORTEST_BYTES = 1 << 20
 LONGEST_BYTES = 16 << 20
 
 logger = logging.getLogger("kvdisk.device")
+
+
+Run: TypeAlias = Callable[[Op, Call], int]
+"""Moves every byte of a call; returns 0 or the errno of the failure."""
 
 
 class _Task(NamedTuple):
@@ -43,11 +47,11 @@ class _ThreadQueue:
 
     way = "threads"
 
-    def __init__(self, name: str, count: int, report: Callable[[Done], None], longest_bytes: int) -> None:
+    def __init__(self, name: str, count: int, report: Callable[[Done], None], run: Run, longest_bytes: int) -> None:
         self._longest_bytes = longest_bytes
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=_work, args=(self._tasks, report), name=f"{name}-{number}", daemon=True)
+            threading.Thread(target=_work, args=(self._tasks, run, report), name=f"{name}-{number}", daemon=True)
             for number in range(count)
         ]
         for thread in self._threads:
@@ -79,6 +83,8 @@ class PosixDevice:
     somebody else is never written to. Errors of a transfer are those of its first failed call in time.
     """
 
+    kind = "posix"
+
     def __init__(self, threads: int = 4, *, longest_bytes: int = LONGEST_BYTES, kernel_queue: bool = True) -> None:
         assert threads > 0
         assert longest_bytes > 0
@@ -97,7 +103,7 @@ class PosixDevice:
     def name(self) -> str:
         """See ``Device``. Once it has a file it says what serves: ``posix-aio``, ``posix-threads``, or both."""
         ways = {place.way for places in self._queues.values() for place in places.values()}
-        return f"posix-{'/'.join(sorted(ways))}" if ways else "posix"
+        return f"{self.kind}-{'/'.join(sorted(ways))}" if ways else self.kind
 
     def attach_memory(self, memory: Buffer) -> None:
         """See ``Device``; system calls need no registration."""
@@ -157,7 +163,7 @@ class PosixDevice:
         self._files.clear()
 
     def _make_queues(self, in_kernel: bool) -> dict[Op, DriveQueue]:
-        name = f"kvdisk-posix-{len(self._queues) + 1}"
+        name = f"kvdisk-{self.kind}-{len(self._queues) + 1}"
         reads = self._make_queue(f"{name}-read", in_kernel, None)
         return {Op.READ: reads, Op.WRITE: self._make_queue(f"{name}-write", in_kernel, reads)}
 
@@ -170,7 +176,11 @@ class PosixDevice:
                 used_up = error.errno == errno.EAGAIN
                 refused = f"the kernel or a container refuses it ({error.strerror})"
                 _say_lost("fs.aio-max-nr is used up" if used_up else refused)
-        return _ThreadQueue(name, self._thread_count, self._tickets.report, self._longest_bytes)
+        return _ThreadQueue(name, self._thread_count, self._tickets.report, self._run, self._longest_bytes)
+
+    def _run(self, op: Op, call: Call) -> int:
+        """Make the system calls. On a thread of the queue."""
+        return _run(op, call)
 
 
 @functools.cache
@@ -195,14 +205,14 @@ def _checked_bytes(op: Op, transfer: Transfer) -> int:
     return total_bytes
 
 
-def _work(tasks: queue.SimpleQueue[_Task | None], report: Callable[[Done], None]) -> None:
+def _work(tasks: queue.SimpleQueue[_Task | None], run: Run, report: Callable[[Done], None]) -> None:
     while True:
         task = tasks.get()
         if task is None:
             return
         errors: dict[int, int] = {}
         for call in task.calls:
-            number = _run(task.op, call)
+            number = run(task.op, call)
             if number:
                 errors.setdefault(call.position, number)
         done = Done(task.ticket, errors)

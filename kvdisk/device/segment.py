@@ -29,7 +29,7 @@ from kvdisk.device.paths import (
     is_other_than_directory,
     make_directory,
     remove_anything,
-    remove_directory,
+    remove_empty,
 )
 from kvdisk.errors import CorruptRecord, DeviceError, GeometryMismatch
 from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION, SEGMENT_HEADER_BYTES, segment_file_bytes
@@ -84,10 +84,11 @@ class SegmentFile:
     Slot ``i`` begins at ``geometry.slot_offset(slot_bytes, i)``.
     """
 
-    __slots__ = ("direct", "fd", "rank", "segment", "slot_bytes", "slot_count")
+    __slots__ = ("direct", "fd", "header", "rank", "segment", "slot_bytes", "slot_count")
 
     def __init__(self, fd: int, header: SegmentHeader, direct: bool) -> None:
         self.fd = fd
+        self.header = header
         self.segment = header.segment
         self.rank = header.rank
         self.slot_bytes = header.slot_bytes
@@ -159,35 +160,26 @@ def open_segment(
     Raises DeviceError (ENOENT where there is none), CorruptRecord where its header does not decode or the file
     is shorter than it says, GeometryMismatch where it was made for something else. Blocks on the disk.
     """
-    path = segment_path(home, spec.segment, rank)
-    with device_errors(f"opening segment {spec.segment} of rank {rank}"):
-        header, fd, direct = _open_existing(path, os.O_RDWR if writable else os.O_RDONLY)
-        try:
-            expected = SegmentHeader(spec.segment, rank, rank_count, spec.slot_bytes, spec.slot_count, fingerprint)
-            for name, found, wanted in zip(header._fields, header, expected, strict=True):
-                if found != wanted:
-                    raise GeometryMismatch(
-                        f"segment {spec.segment} of rank {rank}: {name} is {found!r}, not {wanted!r}"
-                    )
-        except BaseException:
-            os.close(fd)
-            raise
-    return SegmentFile(fd, header, direct)
+    file = scan_file(home, spec.segment, rank, os.O_RDWR if writable else os.O_RDONLY)
+    expected = SegmentHeader(spec.segment, rank, rank_count, spec.slot_bytes, spec.slot_count, fingerprint)
+    for name, found, wanted in zip(SegmentHeader._fields, file.header, expected, strict=True):
+        if found != wanted:
+            file.close()
+            raise GeometryMismatch(f"segment {spec.segment} of rank {rank}: {name} is {found!r}, not {wanted!r}")
+    return file
+
+
+def scan_file(home: HasSegments, segment: int, rank: int, flags: int = os.O_RDONLY) -> SegmentFile:
+    """Open a segment file, to read by default, whatever it was made for. Raises as ``open_segment``."""
+    with device_errors(f"opening segment {segment} of rank {rank}"):
+        return _open_existing(segment_path(home, segment, rank), flags)
 
 
 def read_segment_header(home: HasSegments, segment: int, rank: int) -> SegmentHeader:
     """Return what a segment file says about itself, for tools that know nothing yet. Raises as ``open_segment``."""
-    with device_errors(f"reading segment {segment} of rank {rank}"):
-        header, fd, _ = _open_existing(segment_path(home, segment, rank), os.O_RDONLY)
-        os.close(fd)
-    return header
-
-
-def scan_file(home: HasSegments, segment: int, rank: int) -> tuple[SegmentHeader, SegmentFile]:
-    """Open a segment file to read, whatever it was made for. Raises as ``open_segment``."""
-    with device_errors(f"opening segment {segment} of rank {rank}"):
-        header, fd, direct = _open_existing(segment_path(home, segment, rank), os.O_RDONLY)
-    return header, SegmentFile(fd, header, direct)
+    file = scan_file(home, segment, rank)
+    file.close()
+    return file.header
 
 
 def drop_segment(home: HasSegments, segment: int, rank: int) -> None:
@@ -256,14 +248,14 @@ def _temporary(path: Path) -> Path:
 
 def _remove_files(home: HasSegments, segment: int, names: Collection[str]) -> None:
     """Remove files of a segment, whatever is in their place, and its directory where that is empty or is none."""
-    home_path, segments, number = home.segments_path.parent, home.segments_path.name, str(segment)
-    if is_directory(home.segments_path / number):
-        for name in names:
-            with suppress(FileNotFoundError):  # another rank may have removed the directory first
-                remove_anything(home_path.parent, home_path.name, segments, number, name)
-        _remove_if_empty(home, segment)
-    elif is_other_than_directory(home.segments_path / number):  # a directory that another rank makes since stays
-        remove_anything(home_path.parent, home_path.name, segments, number, trees=False)
+    way = home.segments_path.parent.name, home.segments_path.name, str(segment)
+    homes = home.segments_path.parent.parent
+    for name in names:
+        with suppress(FileNotFoundError, NotADirectoryError):  # another rank may have removed the directory first
+            remove_anything(homes, *way, name)
+    with suppress(FileNotFoundError):
+        remove_anything(homes, *way, trees=False)
+    _remove_if_empty(home, segment)
 
 
 def _check_way(path: Path) -> None:
@@ -277,7 +269,7 @@ def _remove_if_empty(home: HasSegments, segment: int) -> None:
     home_path = home.segments_path.parent
     # Other ranks may still have files in it, or may have removed it first.
     with suppress(OSError):
-        remove_directory(home_path.parent, home_path.name, home.segments_path.name, str(segment))
+        remove_empty(home_path.parent, home_path.name, home.segments_path.name, str(segment))
 
 
 def _allocate(path: Path, length_bytes: int) -> None:
@@ -313,7 +305,7 @@ def _open_direct(path: Path, flags: int, probe: Callable[[int], None]) -> tuple[
     raise AssertionError("unreachable")
 
 
-def _open_existing(path: Path, flags: int) -> tuple[SegmentHeader, int, bool]:
+def _open_existing(path: Path, flags: int) -> SegmentFile:
     _check_way(path)
     mode = path.lstat().st_mode
     if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):  # opening one may never end
@@ -333,7 +325,7 @@ def _open_existing(path: Path, flags: int) -> tuple[SegmentHeader, int, bool]:
     except BaseException:
         os.close(fd)
         raise
-    return header, fd, direct
+    return SegmentFile(fd, header, direct)
 
 
 def _write_header(fd: int, encoded: bytes) -> None:

@@ -5,7 +5,7 @@ Under the first of a store's directories lie ``STORE``, ``lock`` and
 ``homes/<id>/{HOME,lock,index/,segments/}``; see ``drives`` for the others. Every process of an
 owner holds a shared flock on its home's ``lock`` for its life, through a descriptor that it opened
 itself (a flock belongs to the open file, so one that came by a fork would be the parent's). A home
-whose lock can be taken exclusively is an orphan. That is tried only while holding the store's
+whose lock can be taken exclusively is unowned. That is tried only while holding the store's
 ``lock``, so two who try never take each other for an owner.
 
 A home's id lasts for one owner: a takeover renames it. So a worker that was started by the owner
@@ -135,13 +135,13 @@ class Store:
         index_bytes: int = 0,
         except_ids: Collection[str] = (),
     ) -> Home:
-        """Take over the fullest orphan that fits, or make a home. HOME then says *not clean*.
+        """Take over the fullest unowned home that fits, or make a home. HOME then says *not clean*.
 
         Taken over are only homes all of whose drives are among the store's; those that it has no
         folder on are added. Whether its index can be trusted is the next question: see ``Home``.
-        Deleted are orphans that are not complete, and what ``cap`` says must go for the home to
+        Deleted are unowned homes that are not complete, and what ``cap`` says must go for the home to
         fit; on a drive without room even for HOME others go, too, one by one. ``cap_bytes``: over
-        all ranks. ``index_bytes``: what the index may grow to. ``except_ids``: orphans that are
+        all ranks. ``index_bytes``: what the index may grow to. ``except_ids``: homes that are
         neither taken over nor deleted. Raises StoreLocked, DeviceError.
         """
         assert len(fingerprint) == FINGERPRINT_BYTES
@@ -149,9 +149,9 @@ class Store:
         description = json.loads(json.dumps(description))  # as HOME will have it, to be compared
         with self._stock() as stock:
             stock.homes = [home for home in stock.homes if home.id not in except_ids]
-            for orphan in stock.orphans:
-                if orphan.record is None:
-                    self._delete(stock, orphan)
+            for home in stock.unowned:
+                if home.record is None:
+                    self._delete(stock, home)
             self._remove_loose(stock)
             mine = self._choose(stock, fingerprint, description)
             now_s = self.now_s()
@@ -173,26 +173,26 @@ class Store:
             home_id = uuid.uuid4().hex
             if mine is not None:
                 self.home_path(mine.id).rename(self.home_path(home_id))
-            orphans = iter(stock.orphans_to_delete(fingerprint))
+            others = iter(stock.unowned_to_delete(fingerprint))
             while True:
                 try:
                     make = self._make_home if mine is None else partial(self._take_over, mine.lock_fd)
                     return self._held(home_id, record, lock_fd=make(home_id, record), fresh=mine is None)
                 except OSError as error:
-                    if error.errno not in paths.NO_ROOM or (spare := next(orphans, None)) is None:
+                    if error.errno not in paths.NO_ROOM or (spare := next(others, None)) is None:
                         raise
                     self._delete(stock, spare)
 
     def _choose(self, stock: Stock, fingerprint: bytes, description: dict[str, Any]) -> Holding | None:
         fit = [
             (home.allocated_bytes, home.record.last_use_s, home)
-            for home in stock.orphans
+            for home in stock.unowned
             if home.record and home.record.suits(fingerprint, description) and serves(self.drives, home.record)
         ]
         return max(fit, key=lambda found: found[:2])[2] if fit else None
 
     def _make_room(self, stock: Stock, mine: Holding | None, record: HomeRecord) -> None:
-        """Delete orphans until all fits once this home is owned; it counts with its cap at most."""
+        """Delete unowned homes until all fits once this home is owned; it counts with its cap at most."""
         charged = 0
         if mine is not None:
             stock.homes.remove(mine)
@@ -204,23 +204,16 @@ class Store:
         self._trim(stock, record.fingerprint, 0)
 
     def hold_home(self, home_id: str) -> Home:
-        """Own an orphan under its id, to look after its files. HOME stays as it is.
+        """Own an unowned home under its id, to look after its files. HOME stays as it is.
 
         Raises CorruptRecord where HOME does not decode, StoreLocked where it has an owner,
         DeviceError (ENOENT where there is no such home).
         """
-        with self.locked():
-            path = self.home_path(home_id)
-            lock_fd = os.open(path / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)
-            try:
-                if not paths.try_lock(lock_fd, fcntl.LOCK_EX):
-                    raise StoreLocked(f"home {home_id} has a live owner")
-                record = read_record(path)
-                fcntl.flock(lock_fd, fcntl.LOCK_SH)
-                return self._held(home_id, record, lock_fd=lock_fd, fresh=False)
-            except BaseException:
-                os.close(lock_fd)
-                raise
+        with self._unowned(home_id) as found:
+            if found.lock_fd < 0:
+                raise DeviceError(errno.ENOENT, f"home {home_id} has no lock file")
+            record = found.record or read_record(self.home_path(home_id))
+            return self._held(home_id, record, lock_fd=_keep(found.lock_fd), fresh=False)
 
     def join_home(self, home_id: str, fingerprint: bytes) -> JoinedHome:
         """Enter the home that this process's scheduler acquired.
@@ -297,7 +290,7 @@ class Store:
         # folders are nobody's.
         folders = self.folders(home_id, record)[1:] if record else ()
         try:
-            paths.remove_directory(self.path / HOMES, home_id, first=HOME_FILE)
+            paths.remove_anything(self.path / HOMES, home_id, first=HOME_FILE)
         except OSError:
             return False
         gone = [remove_folder(folder.path) for folder in folders if folder is not None]
@@ -308,20 +301,18 @@ class Store:
 
         Raises StoreLocked where it has an owner, DeviceError (ENOENT where there is no such home).
         """
-        path = self.home_path(home_id)
-        with self.locked():
-            path.stat()
-            lock_fd, record = -1, None
-            with suppress(FileNotFoundError):  # without a lock file it was never finished: nobody can own it
-                lock_fd = paths.open_regular(path / LOCK_FILE, os.O_RDWR)
-            try:
-                if lock_fd >= 0 and not paths.try_lock(lock_fd, fcntl.LOCK_EX):
-                    raise StoreLocked(f"home {home_id} has a live owner")
-                with suppress(FileNotFoundError, CorruptRecord):
-                    record = read_record(path)
-                return self.delete_home(home_id, record)
-            finally:
-                paths.unlock(lock_fd)
+        with self._unowned(home_id) as found:
+            return self.delete_home(home_id, found.record)
+
+    @contextmanager
+    def _unowned(self, home_id: str) -> Iterator[Holding]:
+        """Hold the store lock and that of a home without an owner. Raises StoreLocked where it has one, DeviceError."""
+        with self.locked(), ExitStack() as stack:
+            self.home_path(home_id).stat()
+            found = self._take_stock_of(home_id, stack)
+            if found.live:
+                raise StoreLocked(f"home {home_id} has a live owner")
+            yield found
 
     def discard(self, home: Home) -> None:
         """Release and delete a home that no rank has joined. Raises StoreLocked, DeviceError."""
@@ -339,7 +330,7 @@ class Store:
         return total
 
     def trim(self, fingerprint: bytes, unused_s: int = 0) -> bool:
-        """Delete orphans until all homes fit the live owners' caps; return whether they do.
+        """Delete unowned homes until all fit the live owners' caps; return whether they do.
 
         For the time between two segments, in which an owner may die and its cap with it. Homes of
         ``fingerprint`` go last. ``unused_s``: spare those that were used since, whose owner may be
@@ -383,7 +374,7 @@ class Store:
 
     @contextmanager
     def _stock(self, timeout_s: float | None = None) -> Iterator[Stock]:
-        """Hold the store lock, and of each orphan the lock, with a stock that was taken meanwhile.
+        """Hold the store lock, and of each unowned home the lock, with a stock that was taken meanwhile.
 
         A process that was stopped may have lost the store lock, and what it has seen is then of two
         times: it begins anew. So does one under whose eyes such a process went on and took a home
@@ -398,7 +389,7 @@ class Store:
                     return
 
     def _take_stock(self, stack: ExitStack) -> Stock:
-        """Measure every home, and lock each orphan until ``stack`` ends. Raises OSError."""
+        """Measure every home, and lock each unowned one until ``stack`` ends. Raises OSError."""
         folders = list_folders(self.drives)  # first: who makes one has made the home before
         homes = [self._take_stock_of(home_id, stack) for home_id in home_ids(self.path)]
         named = {name for home in homes if home.record for name in home.record.drives}
@@ -429,22 +420,22 @@ class Store:
         return self._measured.get(folder, 0)
 
     def _trim(self, stock: Stock, fingerprint: bytes, needed_bytes: int, unused_since_s: float = math.inf) -> bool:
-        """Delete orphans until ``needed_bytes`` more fit; return whether they do.
+        """Delete unowned homes until ``needed_bytes`` more fit; return whether they do.
 
         The caller holds the store lock. Those used after ``unused_since_s`` are spared. What a
         deletion that was broken off has left goes before them.
         """
         if stock.exceeds(needed_bytes):
             self._remove_loose(stock)
-        for orphan in stock.excess_orphans(fingerprint, needed_bytes, unused_since_s):
-            self._delete(stock, orphan)
+        for home in stock.excess(fingerprint, needed_bytes, unused_since_s):
+            self._delete(stock, home)
         return not stock.exceeds(needed_bytes)
 
-    def _delete(self, stock: Stock, orphan: Holding) -> None:
-        """Delete an orphan. What cannot be deleted still counts, and nobody may take it over."""
-        stock.homes.remove(orphan)
-        if not self.delete_home(orphan.id, orphan.record):
-            stock.homes.append(orphan._replace(record=None))
+    def _delete(self, stock: Stock, home: Holding) -> None:
+        """Delete an unowned home. What cannot be deleted still counts, and nobody may take it over."""
+        stock.homes.remove(home)
+        if not self.delete_home(home.id, home.record):
+            stock.homes.append(home._replace(record=None))
 
     def _remove_loose(self, stock: Stock) -> None:
         """Remove the folders that no home names.
@@ -468,14 +459,11 @@ class Store:
             now_s=self.now_s,
         )
 
-    def _take_over(self, orphan_fd: int, home_id: str, record: HomeRecord) -> int:
-        """Own the orphan that now has this id; return its lock's descriptor. Raises OSError."""
+    def _take_over(self, held_fd: int, home_id: str, record: HomeRecord) -> int:
+        """Own the home that now has this id; return its lock's descriptor. Raises OSError."""
         write_record(self.home_path(home_id), record, durable=True)
         make_folders(self.folders(home_id, record))
-        lock_fd = os.dup(orphan_fd)  # the same lock; the orphan's own descriptor closes with the store lock
-        # A conversion lets go for an instant, in which only holders of the store lock would try.
-        fcntl.flock(lock_fd, fcntl.LOCK_SH)
-        return lock_fd
+        return _keep(held_fd)
 
     def _make_home(self, home_id: str, record: HomeRecord) -> int:
         """Make a home and own it; return its lock's descriptor. Raises OSError, leaving nothing."""
@@ -500,6 +488,14 @@ class Store:
             os.close(paths.create_file(self.path / LOCK_FILE))
         with self.locked():
             return read_store(self.path) or StoreRecord(make_store(self.path, self.now_s(), None), None)
+
+
+def _keep(lock_fd: int) -> int:
+    """Own the home whose lock is held exclusively until the store lock is released; return a descriptor of its own."""
+    kept = os.dup(lock_fd)  # the same lock
+    # A conversion lets go for an instant, in which only holders of the store lock would try.
+    fcntl.flock(kept, fcntl.LOCK_SH)
+    return kept
 
 
 def _boot_id() -> str:

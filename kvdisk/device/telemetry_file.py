@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from kvdisk.device import paths
 from kvdisk.errors import CorruptRecord
@@ -19,6 +19,7 @@ FIGURES_FILE = "FIGURES"
 JSON_VERSION = 1
 _NUMBER_LIMIT = float(1 << 62)
 _MOST_DRIVES = 1024
+T = TypeVar("T")
 
 
 class DriveTelemetry(NamedTuple):
@@ -51,7 +52,7 @@ class TelemetryRecord(NamedTuple):
 
 def write_telemetry(home_path: Path, figures: dict[str, Any]) -> None:
     """Replace FIGURES in one step. Raises OSError."""
-    paths.write_note(home_path / FIGURES_FILE, figures)
+    paths.write_control(home_path / FIGURES_FILE, figures, durable=False, keep=False)
 
 
 def read_telemetry(home_path: Path) -> TelemetryRecord | None:
@@ -67,8 +68,8 @@ def read_telemetry(home_path: Path) -> TelemetryRecord | None:
             time_s=_number(fields["time_s"]),
             started_s=_number(fields["started_s"]),
             pid=_whole(fields["pid"]),
-            host=_text(fields["host"]),
-            model=_text(fields["model"]),
+            host=_of(str, fields["host"]),
+            model=_of(str, fields["model"]),
             ranks=_whole(fields["ranks"]),
             totals={series: _whole(value) for series, value in _flat(fields["totals"])},
             sums={
@@ -78,10 +79,10 @@ def read_telemetry(home_path: Path) -> TelemetryRecord | None:
             gauges={series: _number(value) for series, value in _flat(fields["gauges"])},
             drives=tuple(
                 DriveTelemetry(
-                    _text(drive["path"]),
+                    _of(str, drive["path"]),
                     _whole(drive["read_bytes"]),
                     _whole(drive["written_bytes"]),
-                    _truth(drive["quarantined"]),
+                    _of(bool, drive["quarantined"]),
                 )
                 for drive in fields["drives"][:_MOST_DRIVES]
             ),
@@ -101,8 +102,8 @@ def _flat(found: Any, leaf: tuple[str, ...] = ()) -> list[tuple[str, Any]]:
     return flat
 
 
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+def _number(value: Any, kinds: Any = int | float) -> Any:
+    if isinstance(value, bool) or not isinstance(value, kinds):
         raise TypeError
     if not (math.isfinite(value) and 0 <= value < _NUMBER_LIMIT):
         raise ValueError
@@ -110,18 +111,10 @@ def _number(value: Any) -> float:
 
 
 def _whole(value: Any) -> int:
-    if not isinstance(_number(value), int):
-        raise TypeError
-    return int(value)
+    return int(_number(value, int))
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
-
-
-def _truth(value: Any) -> bool:
-    if not isinstance(value, bool):
+def _of(kind: type[T], value: Any) -> T:
+    if not isinstance(value, kind):
         raise TypeError
     return value

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many block records decoded, or encoded, at once.
-
-Apart from ``records`` because it needs numpy, which the tools do without.
-"""
+"""Many block records decoded, or encoded, at once."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey
 from kvdisk.index.base import BlockColumns
 from kvdisk.index.records import BLOCK_VALUE, EPOCH_BYTES, EPOCH_LIMIT, RECORD_VERSION, decode_block
 
-_WORD_BYTES = 8
 _RUN_GENERATIONS = 4096
 _FIELDS = ("version", "segment", "index", "generation", "stored_s", "parent_bytes")
 _FIXED = np.dtype(list(zip(_FIELDS, ("u1", ">u4", ">u4", ">u8", ">u4", "u1"), strict=True)))
@@ -39,10 +35,8 @@ def decode_blocks(keys: Sequence[bytes], values: Sequence[bytes]) -> BlockColumn
         & (value_bytes >= BLOCK_VALUE.size)
     )
     if sound.all():
-        joined = b"".join(values)
-        starts = np.cumsum(value_bytes) - value_bytes
-        fixed = _pieces(joined, starts, _FIXED.itemsize).view(_FIXED)
-        epochs = _epochs(keys, key_bytes)
+        fixed = np.frombuffer(b"".join([value[: BLOCK_VALUE.size] for value in values]), _FIXED)
+        epochs = np.frombuffer(b"".join([key[:EPOCH_BYTES] for key in keys]), ">u8").astype(np.uint64)
         parent_bytes = fixed["parent_bytes"].astype(np.int64)
         sound = (
             (fixed["version"] == RECORD_VERSION)
@@ -60,34 +54,10 @@ def decode_blocks(keys: Sequence[bytes], values: Sequence[bytes]) -> BlockColumn
         fixed["segment"].astype(np.uint32),
         fixed["index"].astype(np.uint32),
         fixed["generation"].astype(np.uint64),
-        _parents(joined, starts + _FIXED.itemsize, parent_bytes),
+        b"".join([value[BLOCK_VALUE.size :] for value in values]),
         parent_bytes,
         fixed["stored_s"].astype(np.uint32),
     )
-
-
-def _epochs(keys: Sequence[bytes], key_bytes: NDArray[np.int64]) -> NDArray[np.uint64]:
-    if len(keys) and (key_bytes == key_bytes[0]).all():
-        heads = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)[:, :EPOCH_BYTES].tobytes()
-    else:
-        heads = b"".join([key[:EPOCH_BYTES] for key in keys])
-    return np.frombuffer(heads, ">u8").astype(np.uint64)
-
-
-def _parents(joined: bytes, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> bytes:
-    """Return the parents, joined, that begin at ``starts``."""
-    there = np.flatnonzero(lengths)
-    length = int(lengths[there[0]]) if len(there) else 0
-    if (lengths[there] == length).all():
-        return _pieces(joined, starts[there], length).tobytes() if length else b""
-    ends = (starts + lengths).tolist()
-    return b"".join([joined[start:end] for start, end in zip(starts.tolist(), ends, strict=True)])
-
-
-def _pieces(joined: bytes, starts: NDArray[np.int64], length: int) -> NDArray[np.void]:
-    """Return the pieces of this length, not 0, that begin at ``starts``."""
-    everywhere = np.ndarray((max(0, len(joined) - length + 1),), f"V{length}", joined, 0, (1,))
-    return everywhere[starts]
 
 
 def encode_blocks(columns: BlockColumns) -> tuple[list[bytes], list[bytes]]:
@@ -115,14 +85,8 @@ def encode_blocks(columns: BlockColumns) -> tuple[list[bytes], list[bytes]]:
 
 def ascending(epochs: NDArray[np.uint64], keys: Sequence[bytes]) -> NDArray[np.int64]:
     """Return the order in which rows ascend by epoch, then by the bytes of the key."""
-    if keys and min(map(len, keys)) >= _WORD_BYTES:
-        words = np.frombuffer(b"".join([key[:_WORD_BYTES] for key in keys]), ">u8").astype(np.uint64)
-        order: NDArray[np.int64] = np.lexsort((words, epochs))
-        alike = (words[order[1:]] == words[order[:-1]]) & (epochs[order[1:]] == epochs[order[:-1]])
-        if not alike.any():
-            return order
-    named = list(zip(epochs.tolist(), keys, strict=True))
-    return np.array(sorted(range(len(keys)), key=named.__getitem__), np.int64)
+    names = list(zip(epochs.tolist(), keys, strict=True))
+    return np.array(sorted(range(len(keys)), key=names.__getitem__), np.int64)
 
 
 def stored_times(
@@ -138,7 +102,9 @@ def stored_times(
     counts up. Blocks of one chain that were stored one after another get one time, so that the
     chain's tail leaves first; the next run gets a later one. None lies in the future.
     """
-    parent_rows = _parent_rows(epochs, keys, parents)
+    named_epochs = epochs.tolist()
+    rows = dict(zip(zip(named_epochs, keys, strict=True), range(len(keys)), strict=True))
+    parent_rows = [rows.get(name, -1) for name in zip(named_epochs, parents, strict=True)]
     counted: list[int] = generations.tolist()
     times = [0] * len(counted)
     last_s = 0
@@ -149,15 +115,6 @@ def stored_times(
             stored_s = last_s = min(now_s, max(last_s + 1, generation // 10**9))
         times[row] = stored_s
     return np.array(times, np.uint32)
-
-
-def _parent_rows(epochs: NDArray[np.uint64], keys: Sequence[bytes], parents: Sequence[bytes]) -> list[int]:
-    """Return for each block the row of its parent in the same epoch, or -1."""
-    if len(epochs) and (epochs == epochs[0]).all():
-        rows = dict(zip(keys, range(len(keys)), strict=True))
-        return [rows.get(parent, -1) for parent in parents]
-    named = dict(zip(zip(epochs.tolist(), keys, strict=True), range(len(keys)), strict=True))
-    return [named.get(name, -1) for name in zip(epochs.tolist(), parents, strict=True)]
 
 
 def _split(joined: bytes, length: int, count: int) -> list[bytes]:

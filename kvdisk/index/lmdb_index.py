@@ -10,6 +10,7 @@ from pathlib import Path
 from kvdisk.blocks import BlockKey
 from kvdisk.errors import CorruptRecord, DeviceError
 from kvdisk.index.base import BlockColumns, BlockRecord, IndexState, Progress, SegmentRecord
+from kvdisk.index.columns import decode_blocks, encode_blocks, join_columns
 from kvdisk.index.commit_writer import CommitWriter, Operation, Table
 from kvdisk.index.lmdb_tables import MIN_MAP_BYTES, LmdbTables, map_bytes_for
 from kvdisk.index.records import (
@@ -31,8 +32,6 @@ def write_index(path: Path | str, segments: Sequence[SegmentRecord], columns: Bl
 
     Raises DeviceError; what is in ``path`` is then of no use.
     """
-    from kvdisk.index.columns import encode_blocks  # numpy, which the tools do without
-
     tables = LmdbTables(Path(path), map_bytes, readonly=False)
     try:
         tables.append(Table.BLOCKS, *encode_blocks(columns))
@@ -93,14 +92,14 @@ class LmdbIndex:
     def segments(self) -> Iterator[SegmentRecord]:
         """See ``Index.segments``. One read transaction, which ends with the iterator."""
         assert not self._closed
-        for key, value in self._tables.scan(Table.SEGMENTS):
-            yield decode_segment(key, value)
+        for part in self._tables.scan(Table.SEGMENTS):
+            yield from map(decode_segment, *part)
 
     def blocks(self) -> Iterator[BlockRecord]:
         """See ``Index.blocks``. One read transaction, which ends with the iterator: open, it makes the file grow."""
         assert not self._closed
-        for key, value in self._tables.scan(Table.BLOCKS):
-            yield decode_block(key, value)
+        for part in self._tables.scan(Table.BLOCKS):
+            yield from map(decode_block, *part)
 
     def find(self, epoch: int, keys: Sequence[BlockKey]) -> list[tuple[int, BlockRecord]]:
         """Return the committed records of these keys, each with the key's position; in one short read transaction.
@@ -114,10 +113,8 @@ class LmdbIndex:
 
     def block_columns(self) -> BlockColumns:
         """See ``Index.block_columns``."""
-        from kvdisk.index.columns import decode_blocks, join_columns  # numpy, which the tools do without
-
         assert not self._closed
-        return join_columns([decode_blocks(keys, values) for keys, values in self._tables.scan_columns(Table.BLOCKS)])
+        return join_columns([decode_blocks(*part) for part in self._tables.scan(Table.BLOCKS)])
 
     def put(self, records: Sequence[BlockRecord]) -> int | None:
         """See ``Index.put``."""

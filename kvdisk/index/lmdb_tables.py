@@ -20,7 +20,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
@@ -106,38 +106,37 @@ class LmdbTables:
         """Whether the tables exist."""
         return bool(self._databases)
 
-    def scan(self, table: Table) -> Iterator[tuple[bytes, bytes]]:
-        """Yield keys and values, ascending, in one read transaction."""
+    @contextmanager
+    def _reading(self) -> Iterator[lmdb.Transaction[bytes]]:
+        """A read transaction; LMDB's errors in it are ours outside."""
         try:
-            with self._begin_reading() as txn:
-                if self._databases:
-                    yield from txn.cursor(self._databases[table])
+            try:
+                txn = self._environment.begin()
+            except lmdb.MapResizedError:  # the owner has opened it anew with a larger map
+                self._environment.set_mapsize(0)
+                txn = self._environment.begin()
+            with txn:
+                yield txn
         except lmdb.Error as error:
             raise _translated(error, self._path) from error
 
     def get(self, table: Table, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return the value of each key, None where there is none, in one read transaction."""
-        try:
-            with self._begin_reading() as txn:
-                if not self._databases:
-                    return [None] * len(keys)
-                database = self._databases[table]
-                return [txn.get(key, db=database) for key in keys]
-        except lmdb.Error as error:
-            raise _translated(error, self._path) from error
+        with self._reading() as txn:
+            if not self._databases:
+                return [None] * len(keys)
+            database = self._databases[table]
+            return [txn.get(key, db=database) for key in keys]
 
-    def scan_columns(self, table: Table) -> Iterator[tuple[list[bytes], list[bytes]]]:
+    def scan(self, table: Table) -> Iterator[tuple[list[bytes], list[bytes]]]:
         """Yield lists of keys and of values, ascending, in one read transaction, part by part."""
-        try:
-            with self._begin_reading() as txn:
-                if not self._databases:
-                    return
-                keys = txn.cursor(self._databases[table]).iternext(keys=True, values=False)
-                values = txn.cursor(self._databases[table]).iternext(keys=False, values=True)
-                while part := list(islice(keys, _PART_RECORDS)):
-                    yield part, list(islice(values, _PART_RECORDS))
-        except lmdb.Error as error:
-            raise _translated(error, self._path) from error
+        with self._reading() as txn:
+            if not self._databases:
+                return
+            keys = txn.cursor(self._databases[table]).iternext(keys=True, values=False)
+            values = txn.cursor(self._databases[table]).iternext(keys=False, values=True)
+            while part := list(islice(keys, _PART_RECORDS)):
+                yield part, list(islice(values, _PART_RECORDS))
 
     def commit(self, operations: Sequence[Operation]) -> bool:
         """See ``Tables.commit``."""
@@ -259,13 +258,6 @@ class LmdbTables:
                     length += os.pwrite(fd, bytes(min(_STEP_BYTES, wanted_bytes - length)), length)
             finally:
                 os.close(fd)
-
-    def _begin_reading(self) -> lmdb.Transaction[bytes]:
-        try:
-            return self._environment.begin()
-        except lmdb.MapResizedError:  # the owner has opened it anew with a larger map
-            self._environment.set_mapsize(0)
-            return self._environment.begin()
 
     def _has_room(self, txn: lmdb.Transaction) -> bool:
         """Whether deletions will still find free units after this transaction, and after one more of puts.

@@ -5,26 +5,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey
 from kvdisk.index.base import BlockColumns, BlockRecord, IndexState, Progress, SegmentRecord
 from kvdisk.index.columns import decode_blocks
-from kvdisk.index.records import encode_block, encode_block_key, encode_segment, encode_segment_key
-
-
-class _Call(NamedTuple):
-    """One queued call; one of the tuples is filled."""
-
-    ticket: int
-    put_blocks: tuple[BlockRecord, ...] = ()
-    delete_blocks: tuple[tuple[int, BlockKey], ...] = ()
-    put_segments: tuple[SegmentRecord, ...] = ()
-    delete_segments: tuple[int, ...] = ()
-
-    @property
-    def operation_count(self) -> int:
-        return sum(len(operations) for operations in self[1:])
+from kvdisk.index.commit_writer import Table
+from kvdisk.index.records import (
+    decode_block,
+    decode_segment,
+    encode_block,
+    encode_block_key,
+    encode_segment,
+    encode_segment_key,
+)
 
 
 class MemoryIndex:
@@ -40,12 +33,11 @@ class MemoryIndex:
         assert max_queued > 0
         self.refuse_puts = refuse_puts
         self._max_queued = max_queued
-        self._blocks: dict[tuple[int, BlockKey], BlockRecord] = {}
-        self._segments: dict[int, SegmentRecord] = {}
-        self._queue: deque[_Call] = deque()
+        self._tables: dict[Table, dict[bytes, bytes]] = {table: {} for table in Table}
+        self._queue: deque[tuple[Table, Sequence[tuple[bytes, bytes | None]]]] = deque()
+        """Calls: keys with values, None to delete."""
         self._queued_count = 0
         self._last_ticket = 0
-        self._committed = 0
         self._dropped_puts = 0
         self._closed = False
 
@@ -56,48 +48,40 @@ class MemoryIndex:
 
     def segments(self) -> Iterator[SegmentRecord]:
         """See ``Index.segments``."""
-        assert not self._closed
-        return iter(sorted(self._segments.values()))
+        return iter([decode_segment(*item) for item in self._items(Table.SEGMENTS)])
 
     def blocks(self) -> Iterator[BlockRecord]:
         """See ``Index.blocks``."""
-        assert not self._closed
-        return iter(list(self._blocks.values()))
+        return iter([decode_block(*item) for item in self._items(Table.BLOCKS)])
 
     def block_columns(self) -> BlockColumns:
         """See ``Index.block_columns``."""
-        assert not self._closed
-        encoded = sorted(map(encode_block, self._blocks.values()))
-        return decode_blocks([key for key, _ in encoded], [value for _, value in encoded])
+        items = self._items(Table.BLOCKS)
+        return decode_blocks([key for key, _ in items], [value for _, value in items])
 
     def put(self, records: Sequence[BlockRecord]) -> int | None:
         """See ``Index.put``."""
-        for record in records:
-            encode_block(record)  # only for its assertions: what LMDB cannot hold must not pass here either
+        items = [encode_block(record) for record in records]
         if records and (self.refuse_puts or self._queued_count >= self._max_queued):
             return None
-        return self._submit(_Call(self._last_ticket + 1, put_blocks=tuple(records)))
+        return self._submit(Table.BLOCKS, items)
 
     def delete(self, keys: Sequence[tuple[int, BlockKey]]) -> int:
         """See ``Index.delete``."""
-        for epoch, key in keys:
-            encode_block_key(epoch, key)
-        return self._submit(_Call(self._last_ticket + 1, delete_blocks=tuple(keys)))
+        return self._submit(Table.BLOCKS, [(encode_block_key(epoch, key), None) for epoch, key in keys])
 
     def put_segment(self, record: SegmentRecord) -> int:
         """See ``Index.put_segment``."""
-        encode_segment(record)
-        return self._submit(_Call(self._last_ticket + 1, put_segments=(record,)))
+        return self._submit(Table.SEGMENTS, [encode_segment(record)])
 
     def delete_segment(self, segment: int) -> int:
         """See ``Index.delete_segment``."""
-        encode_segment_key(segment)
-        return self._submit(_Call(self._last_ticket + 1, delete_segments=(segment,)))
+        return self._submit(Table.SEGMENTS, [(encode_segment_key(segment), None)])
 
     def poll(self) -> Progress:
         """See ``Index.poll``."""
         state = IndexState.REFUSING if self.refuse_puts else IndexState.WRITABLE
-        return Progress(self._committed, state, self._dropped_puts)
+        return Progress(self._last_ticket - len(self._queue), state, self._dropped_puts)
 
     def flush(self, timeout_s: float) -> bool:
         """See ``Index.flush``; takes no time."""
@@ -117,37 +101,31 @@ class MemoryIndex:
         operations are committed, and ``refuse_puts`` is set.
         """
         for _ in range(len(self._queue) if call_count is None else min(call_count, len(self._queue))):
-            call = self._queue.popleft()
-            self._queued_count -= call.operation_count
-            self._apply(call, fail)
-            self._committed = call.ticket
+            table, items = self._queue.popleft()
+            self._queued_count -= len(items)
+            for key, value in items:
+                dropped = fail and value is not None and table is Table.BLOCKS
+                self._dropped_puts += dropped
+                if value is None or dropped:
+                    self._tables[table].pop(key, None)
+                else:
+                    self._tables[table][key] = value
         self.refuse_puts = self.refuse_puts or fail
 
     def reopened(self) -> MemoryIndex:
         """Return what the next process finds after this one was killed or closed: an index of what was committed."""
         survivor = MemoryIndex(max_queued=self._max_queued)
-        survivor._blocks = dict(self._blocks)
-        survivor._segments = dict(self._segments)
+        survivor._tables = {table: dict(items) for table, items in self._tables.items()}
         return survivor
 
-    def _submit(self, call: _Call) -> int:
+    def _items(self, table: Table) -> list[tuple[bytes, bytes]]:
         assert not self._closed
-        if call.operation_count:
-            self._queue.append(call)
-            self._queued_count += call.operation_count
-            self._last_ticket = call.ticket
-        return self._last_ticket
+        return sorted(self._tables[table].items())
 
-    def _apply(self, call: _Call, fail: bool) -> None:
-        for record in call.put_blocks:
-            if fail:
-                self._blocks.pop((record.epoch, record.key), None)
-                self._dropped_puts += 1
-            else:
-                self._blocks[record.epoch, record.key] = record
-        for name in call.delete_blocks:
-            self._blocks.pop(name, None)
-        for segment in call.put_segments:
-            self._segments[segment.segment] = segment
-        for number in call.delete_segments:
-            self._segments.pop(number, None)
+    def _submit(self, table: Table, items: Sequence[tuple[bytes, bytes | None]]) -> int:
+        assert not self._closed
+        if items:
+            self._queue.append((table, items))
+            self._queued_count += len(items)
+            self._last_ticket += 1
+        return self._last_ticket

@@ -46,8 +46,8 @@ class _Asked(NamedTuple):
 class NeighbourReader:
     """See ``Neighbours`` and the module.
 
-    ``find_homes``: the homes to ask, at this moment; called on the reader's thread, cheap enough
-    for every LOOK_INTERVAL_S. ``upkeep``: called there too, every so often, for what has to wait
+    ``find_homes``: the homes to ask, at this moment; called on the reader's thread, every
+    LOOK_INTERVAL_S. ``upkeep``: called there too, every so often, for what has to wait
     for the disk. Neither may raise anything but a KvdiskError or an OSError.
     """
 
@@ -64,6 +64,7 @@ class NeighbourReader:
         self._upkept_s = time.monotonic()
         self._reader = ReaderProcess()
         self._left_alone: dict[str, float] = {}
+        self._look_at_s = 0.0
         self._homes: tuple[Neighbour, ...] = ()
         self._questions: deque[_Asked] = deque()
         self._answers: deque[Answer] = deque()
@@ -118,6 +119,9 @@ class NeighbourReader:
 
     def _refresh(self) -> None:
         now = time.monotonic()
+        if now < self._look_at_s:
+            return
+        self._look_at_s = now + LOOK_INTERVAL_S
         before = self._homes
         try:
             homes = self._find_homes()

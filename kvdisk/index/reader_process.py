@@ -232,20 +232,18 @@ class OpenIndexes:
             return str(error).replace(f"{path}: ", "").removeprefix("index "), None
 
     def close_gone(self) -> None:
-        """Close indexes whose files are no longer there."""
+        """Close indexes whose files are gone, or are others: one that was rebuilt is a new file in the old place."""
         for path, (inode, _) in list(self._open.items()):
             if _inode(path) != inode:
                 self._close(path)
 
     def _get(self, path: str) -> LmdbIndex:
-        # An index that was rebuilt is a new file in the old place.
-        inode = _inode(path)
         known = self._open.get(path)
-        if known is not None and known[0] == inode and known[1].complete:
+        if known is not None and known[1].complete:
             self._open.move_to_end(path)
             return known[1]
         self._close(path)
-        index = LmdbIndex(path, readonly=True)
+        inode, index = _inode(path), LmdbIndex(path, readonly=True)
         self._open[path] = (inode, index)
         if len(self._open) > MOST_OPEN:
             self._close(next(iter(self._open)))

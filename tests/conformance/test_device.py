@@ -8,52 +8,46 @@ import os
 
 import pytest
 
+from kvdisk.device import aio
 from kvdisk.device.base import Device, Op, Transfer
 from kvdisk.device.memory import MemoryDevice
-from kvdisk.device.nixl import NixlDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import ALIGNMENT
 from kvdisk.testing.device_conformance import WAIT_S, DeviceConformance, FilesConformance, fill, make_memory
 from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
 
 
-class PosixFiles(FilesConformance):
+class TestThreads(FilesConformance):
+    """Everything is cut, and every cut falls between buffers of one transfer."""
+
+    def make_device(self) -> Device:
+        return PosixDevice(threads=1, longest_bytes=ALIGNMENT, kernel_queue=False)
+
+
+class TestThreadsDirect(FilesConformance):
+    flags = os.O_DIRECT
+
+    def make_device(self) -> Device:
+        return PosixDevice(threads=3, kernel_queue=False)
+
+
+class TestKernelQueue(FilesConformance):
+    flags = os.O_DIRECT
+
+    @pytest.fixture(autouse=True)
+    def _any_file_system(self, monkeypatch) -> None:
+        # Where temporary files are on another one, the kernel waits in the submission, and all else is the same.
+        monkeypatch.setattr(aio, "serves", lambda _fd: True)
+
     def make_device(self) -> Device:
         return PosixDevice(threads=3)
 
 
-class TestPosix(PosixFiles):
-    pass
-
-
-class TestPosixDirect(PosixFiles):
-    flags = os.O_DIRECT
-
-
-class TestPosixOneThreadShortCalls(PosixFiles):
-    """Everything is cut, and every cut falls between buffers of one transfer."""
+class TestKernelQueueShortCalls(TestKernelQueue):
+    """More calls than the kernel takes at a time, and every cut falls between buffers of one transfer."""
 
     def make_device(self) -> Device:
-        return PosixDevice(threads=1, longest_bytes=ALIGNMENT)
-
-
-class TestNixlDirect(PosixFiles):
-    flags = os.O_DIRECT
-
-    def make_device(self) -> Device:
-        return NixlDevice()
-
-
-class TestNixlBuffered(PosixFiles):
-    """Files that NIXL does not get, and that are moved all the same."""
-
-    def make_device(self) -> Device:
-        return NixlDevice()
-
-
-class TestFaultyNixl(TestNixlDirect):
-    def make_device(self) -> Device:
-        return FaultyDevice(NixlDevice())
+        return PosixDevice(longest_bytes=ALIGNMENT)
 
 
 class TestMemory(DeviceConformance):
@@ -76,11 +70,6 @@ class TestMemory(DeviceConformance):
 class TestFaultyMemory(TestMemory):
     def make_device(self) -> Device:
         return FaultyDevice(self.reference)
-
-
-class TestFaultyPosix(PosixFiles):
-    def make_device(self) -> Device:
-        return FaultyDevice(PosixDevice(threads=2))
 
 
 @pytest.fixture
@@ -108,17 +97,6 @@ def test_the_reference_moves_nothing_before_it_is_polled(memory_file):
     assert memory == data[:ALIGNMENT]
 
 
-def test_a_file_of_the_reference_can_begin_with_zeros():
-    device = MemoryDevice(file_bytes=4 * ALIGNMENT)
-    device.attach_file(7)
-    memory = make_memory(ALIGNMENT)
-    fill(memory, 2)
-    device.submit(Op.READ, [Transfer(7, 3 * ALIGNMENT, (memory,)), Transfer(7, 4 * ALIGNMENT, (memory,))])
-    assert device.poll()[0].errors == {1: errno.EIO}
-    assert memory == bytes(ALIGNMENT)
-    assert device.contents(7) == bytes(4 * ALIGNMENT)
-
-
 def test_the_nth_transfer_fails_with_its_errno_and_moves_nothing(memory_file):
     inner, data = memory_file
     device = FaultyDevice(inner, FaultPlan(fail={2: errno.ENXIO, 4: errno.EIO}))
@@ -133,14 +111,6 @@ def test_the_nth_transfer_fails_with_its_errno_and_moves_nothing(memory_file):
     device.submit(Op.WRITE, [Transfer(7, 0, (views[3],))])
     assert device.drain()[0].errors == {}
     assert inner.contents(7)[:ALIGNMENT] == bytes(ALIGNMENT)
-
-
-def test_inner_errors_keep_their_place_beside_planned_ones(memory_file):
-    inner, _ = memory_file
-    device = FaultyDevice(inner, FaultPlan(fail={1: errno.ENXIO}))
-    views = blocks(make_memory(3 * ALIGNMENT), 3)
-    device.submit(Op.READ, [Transfer(7, 0, (views[0],)), Transfer(7, 0, (views[1],)), Transfer(8, 0, (views[2],))])
-    assert device.drain()[0].errors == {0: errno.ENXIO, 2: errno.EBADF}
 
 
 def test_a_full_drive_refuses_writes_and_serves_reads_until_told_otherwise(memory_file):
@@ -208,17 +178,3 @@ def test_torn_and_lost_transfers(memory_file):
     device.submit(Op.WRITE, [Transfer(7, 0, (memory,))])
     assert device.drain()[0].errors == {}
     assert inner.contents(7) == mine[:ALIGNMENT] + data[ALIGNMENT:] + mine[:ALIGNMENT]
-
-
-def test_held_batches_run_in_any_order(memory_file):
-    inner, data = memory_file
-    device = FaultyDevice(inner, FaultPlan(hold=True))
-    views = blocks(make_memory(3 * ALIGNMENT), 3)
-    tickets = [device.submit(Op.READ, [Transfer(7, at * ALIGNMENT, (view,))]) for at, view in enumerate(views)]
-    device.release_at(1)
-    assert device.poll(WAIT_S) == [(tickets[1], {})]
-    assert views[1] == data[ALIGNMENT : 2 * ALIGNMENT]
-    assert device.held == 2
-    device.release_at(1)
-    assert device.poll(WAIT_S) == [(tickets[2], {})]
-    assert not any(views[0])

@@ -111,13 +111,3 @@ def test_a_file_that_only_the_host_can_take(parts):
     assert pair.submit(Op.READ, [Transfer(7, 0, (memory[:ALIGNMENT],))]) == 1
     assert pair.submit(Op.READ, [Transfer(7, 0, (range_of(memory[ALIGNMENT:]),))]) == 2
     assert sorted(pair.drain()) == [(1, {}), (2, {0: errno.EBADF})]
-
-
-def test_memory_is_made_known_to_its_own_device(parts):
-    pair, _, _ = parts
-    memory = make_memory(ALIGNMENT)
-    place = range_of(memory)
-    pair.attach_memory(memory)
-    pair.attach_memory(place)
-    assert pair._both[1].registered == [place]
-    assert pair.name == "faulty(memory)+addressed(faulty(memory))"

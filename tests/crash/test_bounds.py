@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from live_children import CAP_IS_EXACT, SEED, held_bytes
 from support.live_audit import audit
 from support.live_engine import LiveEngine
@@ -50,6 +51,7 @@ def fill(store: Path, tenants: list[Tenant], limit_bytes: Callable[[], int]) -> 
     return excess
 
 
+@pytest.mark.torture
 def test_one_after_the_other(quick_path: Path) -> None:
     """A namespace that nobody serves any more keeps what the one that is served leaves of the cap, and no more."""
     store = quick_path / "store"

@@ -171,7 +171,13 @@ def test_the_prepared_store_serves(prepared: Path, tmp_path: Path) -> None:
     assert "failed_loads" not in counts
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        case if case in MUST_BE_NOTICED or not at % 5 else pytest.param(case, marks=pytest.mark.torture)
+        for at, case in enumerate(CASES)
+    ],
+)
 def test_damage_at_rest(case: str, prepared: Path, quick_path: Path) -> None:
     store = quick_path / "store"
     shutil.copytree(prepared, store)
@@ -179,12 +185,3 @@ def test_damage_at_rest(case: str, prepared: Path, quick_path: Path) -> None:
     counts = open_damaged(store)
     if case in MUST_BE_NOTICED:
         assert counts.get(MUST_BE_NOTICED[case], 0) > 0, counts
-
-
-@pytest.mark.torture
-@pytest.mark.parametrize("seed", range(SEED, SEED + 30))
-def test_damage_to_the_index(seed: int, prepared: Path, quick_path: Path) -> None:
-    store = quick_path / "store"
-    shutil.copytree(prepared, store)
-    CASES[f"data.mdb {CONTENTS[seed % 3]}"](store, random.Random(seed))
-    open_damaged(store)

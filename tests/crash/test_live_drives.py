@@ -73,12 +73,12 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Turns, "of_slots", lambda sizes: Turns([2 for _ in sizes]))
 
 
-@pytest.mark.parametrize(("windowed", "device"), [(False, "posix"), (True, "posix"), (True, "nixl"), (True, "auto")])
+@pytest.mark.parametrize(("windowed", "device"), [(False, "posix"), (True, "posix"), (True, "auto")])
 def test_blocks_lie_on_all_drives_and_come_back_in_any_order(
     windowed: bool, device: str, quick_path: Path, tmp_path: Path
 ) -> None:
     model = LiveModel(windowed=windowed)
-    # What is in memory may refuse O_DIRECT, and with it NIXL.
+    # What is in memory may refuse O_DIRECT.
     dirs = [(quick_path if device == "posix" else tmp_path) / name for name in ("first", "second", "third")]
     engine = start(dirs, model, Clock(), device=device)
     load = LiveLoad(engine, SEED, SHAPE)

@@ -79,7 +79,7 @@ def check_all(
     raise AssertionError("unreachable")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["EIO", *[pytest.param(kind, marks=pytest.mark.torture) for kind in KINDS][1:]])
 def test_the_nth_failure_harms_nobody(kind: str, quick_path: Path) -> None:
     failed = check_all(quick_path, LiveModel(), KINDS[kind], SEED, REQUESTS)
     assert failed == NthFails.KINDS, "every kind had its turn"

@@ -8,7 +8,6 @@ import logging
 import mmap
 import os
 import queue
-import sys
 import threading
 
 import pytest
@@ -89,15 +88,6 @@ def test_a_call_that_stops_short_is_continued(drive, done, fd, path, edits):
     assert list(cut.values()) == [True, False], "the rest was another call"
 
 
-@pytest.mark.parametrize(("result", "number"), [(0, errno.EIO), (512, errno.EIO), (-errno.ENOSPC, errno.ENOSPC)])
-def test_what_cannot_be_continued_is_an_error_of_its_transfer(drive, done, fd, edits, result, number):
-    memory = make_memory(3 * ALIGNMENT)
-    batch = [(at, Transfer(fd, at * ALIGNMENT, (memory[at * ALIGNMENT :][:ALIGNMENT],))) for at in range(3)]
-    edits.append(lambda at, real: result if at == 1 else real)
-    drive.put(9, Op.WRITE, batch, ALIGNMENT)
-    assert done.get(timeout=WAIT_S) == Done(9, {1: number})
-
-
 def test_calls_that_the_kernel_refuses_do_not_hold_up_the_others(drive, done, fd, path, tmp_path):
     gone = os.open(tmp_path / "gone", os.O_RDWR | os.O_CREAT, 0o600)
     os.close(gone)
@@ -125,20 +115,6 @@ def test_a_full_queue_takes_the_rest_later(drive, done, fd, monkeypatch):
     drive.put(1, Op.READ, batch, ALIGNMENT)
     assert done.get(timeout=WAIT_S) == Done(1, {})
     assert calls == [3, 3, 2, 2, 1, 1]
-
-
-def test_memory_that_python_has_released_is_an_error_and_the_queue_lives_on(drive, done, fd, monkeypatch):
-    memory = make_memory(ALIGNMENT)
-
-    def refuse(_buffer):
-        raise ValueError("operation forbidden on released memoryview object")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(aio, "_address", refuse)
-        drive.put(1, Op.READ, [(0, Transfer(fd, 0, (memory,)))], ALIGNMENT)
-        assert done.get(timeout=WAIT_S) == Done(1, {0: errno.EFAULT})
-    drive.put(2, Op.READ, [(0, Transfer(fd, 0, (memory,)))], ALIGNMENT)
-    assert done.get(timeout=WAIT_S) == Done(2, {})
 
 
 def test_a_short_batch_is_not_held_up_by_a_long_one_before_it(drive, done, fd, monkeypatch):
@@ -180,32 +156,6 @@ def test_memory_cannot_go_away_under_a_batch(drive, done, fd, monkeypatch):
     mapping.close()
 
 
-def test_bytes_that_may_only_be_read_can_be_written_to_the_drive(drive, done, fd, path):
-    memory = make_memory(ALIGNMENT)
-    data = fill(memory, 7)
-    drive.put(1, Op.WRITE, [(0, Transfer(fd, 0, (memory.toreadonly(),)))], ALIGNMENT)
-    assert done.get(timeout=WAIT_S) == Done(1, {})
-    assert path.read_bytes()[:ALIGNMENT] == data
-
-
-def test_large_transfers_are_cut_for_the_drive_and_small_ones_are_not(drive, done, fd, monkeypatch):
-    lengths = []
-    real = aio._place
-
-    def recorded(op, call, vectors):
-        lengths.append(sum(buffer.nbytes for buffer in call.buffers))
-        return real(op, call, vectors)
-
-    monkeypatch.setattr(aio, "_place", recorded)
-    memory = make_memory(8 * aio.LONGEST_BYTES)
-    drive.put(1, Op.WRITE, [(0, Transfer(fd, 0, (memory,)))], 2 * aio.LONGEST_BYTES)
-    drive.put(2, Op.WRITE, [(0, Transfer(fd, 0, (memory[: 4 * aio.SHORTEST_BYTES],)))], ALIGNMENT)
-    small = [(at, Transfer(fd, at * ALIGNMENT, (memory[at * ALIGNMENT :][:ALIGNMENT],))) for at in range(5)]
-    drive.put(3, Op.WRITE, small, 2 * aio.LONGEST_BYTES)
-    assert sorted(done.get(timeout=WAIT_S).ticket for _ in range(3)) == [1, 2, 3]
-    assert sorted(lengths) == [ALIGNMENT] * 5 + [aio.SHORTEST_BYTES] * 4 + [aio.LONGEST_BYTES] * 8
-
-
 def test_writes_make_way_while_reads_are_under_way(drive, done, fd, monkeypatch):
     """One call at a time, large as it is, until the last read has ended."""
     go, reading, given = threading.Event(), threading.Event(), []
@@ -222,7 +172,7 @@ def test_writes_make_way_while_reads_are_under_way(drive, done, fd, monkeypatch)
 
     monkeypatch.setattr(aio._Kernel, "submit", submit)
     memory = make_memory(aio.LONGEST_BYTES)
-    batch = [(at, Transfer(fd, 0, (memory,))) for at in range(2 * aio.LEAST_AHEAD_BYTES // aio.LONGEST_BYTES)]
+    batch = [(at, Transfer(fd, 0, (memory,))) for at in range(2 * aio.AHEAD_BYTES // aio.LONGEST_BYTES)]
     try:
         drive.put(1, Op.READ, batch[:1], aio.LONGEST_BYTES)
         assert reading.wait(WAIT_S)
@@ -234,41 +184,10 @@ def test_writes_make_way_while_reads_are_under_way(drive, done, fd, monkeypatch)
         given.clear()
         writes.put(3, Op.WRITE, batch, aio.LONGEST_BYTES)
         assert done.get(timeout=WAIT_S) == Done(3, {})
-        assert max(given) == aio.LEAST_AHEAD_BYTES
+        assert max(given) == aio.AHEAD_BYTES
     finally:
         go.set()
         writes.close()
-
-
-@pytest.mark.parametrize("slow", [False, True])
-def test_the_kernel_is_given_little_ahead_unless_calls_are_slow_to_come_back(drive, done, fd, monkeypatch, slow):
-    most, real = [], aio._Kernel.submit
-
-    def submit(kernel, context, count, pointers):
-        most.append(drive._bytes)
-        return real(kernel, context, count, pointers)
-
-    monkeypatch.setattr(aio._Kernel, "submit", submit)
-    monkeypatch.setattr(sys, "getswitchinterval", lambda: 0.0 if slow else 1000.0)
-    memory = make_memory(2 * aio.LONGEST_BYTES)
-    count = 2 * aio.MOST_AHEAD_BYTES // aio.LONGEST_BYTES
-    batch = [(at, Transfer(fd, 0, (memory[: aio.LONGEST_BYTES],))) for at in range(count)]
-    for ticket in range(2):
-        drive.put(ticket, Op.READ, batch, aio.LONGEST_BYTES)
-    assert sorted(done.get(timeout=WAIT_S).ticket for _ in range(2)) == [0, 1]
-    assert max(most) == (aio.MOST_AHEAD_BYTES if slow else aio.LEAST_AHEAD_BYTES)
-    assert drive._bytes == 0
-
-
-def test_files_it_would_wait_for_are_left_to_threads(fd, tmp_path, monkeypatch):
-    assert not aio.serves(-1)
-    buffered = os.open(tmp_path / "buffered", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        assert not aio.serves(buffered)
-        monkeypatch.setattr(aio, "_ASYNC_FILE_SYSTEMS", frozenset())
-        assert not aio.serves(fd)
-    finally:
-        os.close(buffered)
 
 
 @pytest.mark.parametrize("served", [True, False])
@@ -317,41 +236,3 @@ def test_a_kernel_that_offers_none_is_served_by_threads_and_that_is_said_once(fd
             device.close()
     (record,) = caplog.records
     assert "threads" in record.getMessage() and why in record.getMessage()
-
-
-def test_what_the_kernel_has_room_for_is_used_and_the_name_says_both(fd, monkeypatch, caplog):
-    real, made = aio._Kernel.setup, []
-
-    def setup(kernel, most_events):
-        if made:
-            raise OSError(errno.EAGAIN, "no room")
-        made.append(most_events)
-        return real(kernel, most_events)
-
-    monkeypatch.setattr(aio, "serves", lambda _fd: True)
-    monkeypatch.setattr(aio._Kernel, "setup", setup)
-    device = PosixDevice()
-    assert device.name == "posix"
-    device.attach_file(fd)
-    assert device.name == "posix-aio/threads"
-    memory = make_memory(ALIGNMENT)
-    for op in Op:
-        device.submit(op, [Transfer(fd, 0, (memory,))])
-    assert [outcome.errors for outcome in device.drain()] == [{}, {}]
-    device.close()
-
-
-@pytest.mark.parametrize(("served", "name"), [(True, "posix-aio"), (False, "posix-threads")])
-def test_a_device_is_called_by_what_serves_its_files(fd, monkeypatch, caplog, served, name):
-    monkeypatch.setattr(aio, "serves", lambda _fd: served)
-    device = PosixDevice()
-    device.attach_file(fd)
-    assert device.name == name
-    device.close()
-    assert caplog.records == [], "nothing was lost"
-
-
-def test_a_machine_of_another_kind_has_none(monkeypatch):
-    monkeypatch.setattr("platform.machine", lambda: "riscv64")
-    with pytest.raises(OSError, match="not known"):
-        aio.KernelQueue("kvdisk-test", print)

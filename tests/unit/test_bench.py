@@ -15,8 +15,9 @@ from cli_stores import COMMAND, run_here
 from kvdisk.cli import bench
 from kvdisk.device.base import Op
 from kvdisk.device.memory import MemoryDevice
+from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import FILE_BYTES
-from kvdisk.testing.faulty_device import FaultyDevice
+from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
 from kvdisk.worker.arena import Arena
 
 BLOCK = 16 * 1024
@@ -47,9 +48,9 @@ def test_a_run_has_everything_needs_no_torch_and_leaves_nothing(tmp_path):
     assert found["json_version"] == 3 and found["machine"]["cores"] >= 1 and found["machine"]["file_system"]
     assert [one["block_bytes"] for one in found["drive"]] == [68 << 10, 260 << 10]
     for one in found["drive"]:
-        assert one["why"] and not one["problem"] and one["names"]["posix"] in POSIX
-        ways = [(speed["op"], speed["run"]) for speed in one["speeds"] if speed["device"] == one["chosen"]]
+        ways = [(speed["op"], speed["run"]) for speed in one["speeds"] if speed["device"] in POSIX]
         assert sorted(ways) == [("read", False), ("read", True), ("write", False), ("write", True)]
+    assert found["chosen"].startswith("device: auto would use posix-")
     assert "straight between drive and GPU" in found["straight_to_gpu"]
 
 
@@ -81,7 +82,15 @@ def test_a_drive_without_room_is_not_filled(tmp_path, monkeypatch):
     assert done.exit_code == 0
     (line,) = [line.split() for line in done.stdout.splitlines() if line.startswith("68 KiB  ")]
     assert all(figure.replace(",", "").isdigit() for figure in line[3:7])
-    assert "\n68 KiB: " in done.stdout and ", because " in done.stdout
+    assert "\ndevice: auto would use posix-" in done.stdout
+
+
+def test_a_drive_that_fails_while_it_is_measured_is_an_exit_code(tmp_path, monkeypatch):
+    failing = FaultPlan(full=True)
+    monkeypatch.setattr(bench, "PosixDevice", lambda: FaultyDevice(PosixDevice(), failing))
+    done = run_here("bench", tmp_path, "-b", "64K")
+    assert done.exit_code == 1 and done.stderr.startswith("kvdisk: the drive failed: ")
+    assert not list(tmp_path.iterdir())
 
 
 # --- Our comparison with fio and vLLM's files. ---

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import stat
@@ -15,11 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvdisk.device import paths
-from kvdisk.device import store as store_room
 from kvdisk.device.control import HomeRecord, read_record, read_store, write_record
 from kvdisk.device.listing import list_homes
 from kvdisk.device.store import Store
-from kvdisk.errors import ConfigError, CorruptRecord, StoreLocked
+from kvdisk.errors import ConfigError, CorruptRecord
 
 MINE = bytes(range(32))
 CAP = 64 << 20
@@ -40,16 +38,6 @@ def test_directories_are_0700_and_files_0600_whatever_the_umask(tmp_path, umask)
     for path in [tmp_path / "store", *found.values()]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
     home.close(clean=True)
-
-
-def test_a_store_says_what_it_is_and_is_the_same_when_opened_again(tmp_path):
-    store = Store.open(tmp_path / "store", clock=lambda: 1_000_000.5)
-    said = json.loads((store.path / "STORE").read_text())
-    assert said.keys() == {"format_version", "store_id", "created_s"}
-    assert (said["format_version"], said["created_s"]) == (1, 1_000_000)
-    Store.open(store.path)
-    Store.open(store.path, create=False)
-    assert json.loads((store.path / "STORE").read_text()) == said
 
 
 def _symlink(path, patch):
@@ -133,47 +121,6 @@ def test_a_store_is_made_only_when_asked_and_only_where_there_is_a_place(tmp_pat
     assert stat.S_IMODE((tmp_path / "empty").stat().st_mode) == 0o700
 
 
-def test_a_store_left_half_made_is_finished_and_lost_and_found_is_nobodys(tmp_path):
-    path = tmp_path / "store"
-    (path / "homes").mkdir(parents=True)
-    (path / "lost+found").mkdir()
-    for name in ("lock", "STORE.tmp"):
-        (path / name).write_text("")
-    path.chmod(0o700)
-    home = Store.open(path).acquire_home(MINE, {}, CAP)
-    assert [summary.id for summary in list_homes(path)] == [home.id]
-    home.close(clean=True)
-
-
-def test_a_store_file_that_does_not_decode_is_corrupt(tmp_path):
-    store = Store.open(tmp_path / "store")
-    for text in ("{", "[]", "{}"):
-        (store.path / "STORE").write_text(text)
-        with pytest.raises(CorruptRecord, match="STORE"):
-            Store.open(store.path)
-
-
-def test_a_store_lock_that_is_kept_is_reported(tmp_path, monkeypatch):
-    store = Store.open(tmp_path / "store")
-    monkeypatch.setattr(store_room, "STORE_LOCK_TIMEOUT_S", 0.05)
-    with (store.path / "lock").open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        for call in (lambda: store.acquire_home(MINE, {}, CAP), lambda: list_homes(store.path)):
-            with pytest.raises(StoreLocked, match=str(store.path)):
-                call()
-    assert not list((store.path / "homes").iterdir())
-
-
-def test_where_boots_cannot_be_told_apart_each_start_counts_as_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_room, "BOOT_ID_PATH", tmp_path / "absent")
-    for _ in range(2):
-        home = Store.open(tmp_path / "store").acquire_home(MINE, {}, CAP)
-        assert home.index_is_sound() == home.fresh
-        home.adopt_index()
-        (home.index_path / "data.mdb").write_bytes(b"index")
-        home.close(clean=False)
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=40),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=12), inner, max_size=3),
@@ -183,7 +130,7 @@ FIELDS = [field.name for field in dataclass_fields(HomeRecord)]
 
 
 @given(changes=st.dictionaries(st.sampled_from(FIELDS), JSON, min_size=1, max_size=3))
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_home_says_it_decodes_or_is_corrupt(tmp_path, changes):
     store = Store.open(tmp_path / "store")
     if not list_homes(store.path):
@@ -203,7 +150,7 @@ def test_whatever_home_says_it_decodes_or_is_corrupt(tmp_path, changes):
 
 
 @given(raw=st.binary(max_size=200) | st.just(b"[" * 200_000))
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_bytes_store_has_it_is_refused_in_words(tmp_path, raw):
     (tmp_path / "STORE").write_bytes(raw)
     with pytest.raises((CorruptRecord, ConfigError)):
@@ -228,6 +175,15 @@ def test_a_control_file_is_written_over_what_it_was_before(written):
     assert inodes == {written.stat().st_ino, written.with_name("HOME.tmp").stat().st_ino}
     paths.write_control(written, {"number": 5, "long": "y" * 10_000}, durable=True)
     assert paths.read_control(written) == {"number": 5, "long": "y" * 10_000}
+
+
+def test_a_control_file_has_its_name_after_its_bytes_are_on_the_drive(written, monkeypatch):
+    """Else a loss of power could leave an empty one."""
+    done, sync, exchange = [], os.fsync, paths._exchange
+    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(os.readlink(f"/proc/self/fd/{fd}")), sync(fd)))
+    monkeypatch.setattr(paths, "_exchange", lambda *names: (done.append("named"), exchange(*names))[1])
+    paths.write_control(written, {"number": 2}, durable=True)
+    assert done == [f"{written}.tmp", "named", str(written.parent)]
 
 
 def test_a_copy_by_hard_links_keeps_its_control_file(written, tmp_path):
@@ -255,7 +211,7 @@ def _to_symlink(path):
     path.symlink_to("elsewhere")
 
 
-@pytest.mark.parametrize("damage", [Path.mkdir, os.mkfifo, _to_symlink, lambda path: path.write_bytes(bytes(1 << 20))])
+@pytest.mark.parametrize("damage", [os.mkfifo, _to_symlink, lambda path: path.write_bytes(bytes(1 << 20))])
 def test_whatever_lies_beside_a_control_file_does_not_matter(written, damage):
     beside = written.with_name("HOME.tmp")
     if damage is not _to_symlink:
@@ -265,11 +221,3 @@ def test_whatever_lies_beside_a_control_file_does_not_matter(written, damage):
         paths.write_control(written, {"number": number}, durable=True)
         assert paths.read_control(written) == {"number": number}
     assert not beside.is_symlink() and beside.stat().st_size < 1000
-
-
-def test_where_names_cannot_be_exchanged_a_control_file_is_replaced(written, monkeypatch):
-    monkeypatch.setattr(paths, "_exchange", lambda *_: False)
-    for number in range(2, 5):
-        paths.write_control(written, {"number": number}, durable=True)
-        assert paths.read_control(written) == {"number": number}
-        assert not written.with_name("HOME.tmp").exists()

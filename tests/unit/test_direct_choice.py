@@ -146,7 +146,7 @@ def test_a_start_with_a_gpu_pairs_the_devices(tmp_path, here, monkeypatch, caplo
 
 @pytest.mark.parametrize(
     ("device", "why"),
-    [("auto", "the kernel module"), ("gds", "the kernel module"), ("posix", None), ("nixl", None)],
+    [("auto", "the kernel module"), ("gds", "the kernel module"), ("posix", None)],
 )
 def test_a_start_without_gpudirect(tmp_path, monkeypatch, caplog, device, why):
     monkeypatch.setattr(assembly, "gds_unavailable", lambda: "the kernel module nvidia-fs is not loaded")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -12,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from kvdisk.device.listing import ReadableHomes, list_homes
+from kvdisk.device.listing import list_homes, readable_indexes
 from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
-from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, GeometryMismatch
-from kvdisk.messages import FOREIGN_SEGMENTS, ForeignSegment, HomeSpec, SegmentSpec
+from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
+from kvdisk.messages import HomeSpec, SegmentSpec
 from kvdisk.worker.files import HomeFiles
 
 MINE = bytes(range(32))
@@ -25,8 +24,6 @@ MIB = 1 << 20
 CAP = 64 * MIB
 GEOMETRY = {"geometry": {"ranks": 1}}
 SPEC = SegmentSpec(3, 8192, 4)
-FS_IOC_GETFLAGS, FS_IOC_SETFLAGS = 0x80086601, 0x40086602
-FS_NOCOW_FL, OTHER_FLAG = 0x00800000, 0x80
 
 
 @pytest.fixture
@@ -46,50 +43,6 @@ def joined(dirs, home, known=(3,)) -> HomeFiles:
 
 def folders(path: Path) -> list[str]:
     return sorted(os.listdir(path / "homes"))
-
-
-@pytest.fixture
-def flags(monkeypatch):
-    """File flags by inode, as a file system that knows them keeps them."""
-    kept = {}
-
-    def ioctl(fd, request, held):
-        at = os.fstat(fd).st_ino
-        assert request in {FS_IOC_GETFLAGS, FS_IOC_SETFLAGS}
-        if request == FS_IOC_GETFLAGS:
-            held[0] = kept.get(at, OTHER_FLAG)
-        else:
-            kept[at] = held[0]
-
-    monkeypatch.setattr(fcntl, "ioctl", ioctl)
-    return kept
-
-
-def test_segments_are_written_in_place_where_the_file_system_would_copy(dirs, flags):
-    """A home that was made before is mended: by what it makes from then on."""
-    homes = [acquire(dirs)]
-    homes[0].close(clean=True)
-    flags.clear()
-    homes.append(acquire(dirs))
-    assert homes[0].path != homes[1].path, "taken over"
-    places = [homes[1].folder(at).segments_path for at in range(3)]
-    assert flags == {place.stat().st_ino: FS_NOCOW_FL | OTHER_FLAG for place in places}
-    homes[1].close(clean=True)
-
-
-def test_a_file_system_that_knows_no_copying_is_left_as_it_is(dirs, monkeypatch):
-    asked = []
-
-    def refuse(fd, request, held):
-        asked.append(fd)
-        raise OSError(errno.ENOTTY, os.strerror(errno.ENOTTY))
-
-    monkeypatch.setattr(fcntl, "ioctl", refuse)
-    before = set(os.listdir("/proc/self/fd"))
-    home = acquire(dirs[:1])
-    assert len(asked) == 1
-    home.close(clean=True)
-    assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_each_further_directory_is_part_of_the_first(dirs):
@@ -149,23 +102,6 @@ def test_a_takeover_renames_in_the_first_directory_only_and_adds_new_drives(dirs
     assert beside.fresh, "a drive of the other is missing"
     assert {summary.id for summary in list_homes(dirs)} == {home.id, beside.id}
     beside.close(clean=True)
-
-
-def test_files_are_made_opened_and_dropped_on_their_drive(dirs):
-    home = acquire(dirs)
-    files = joined(dirs, home)
-    files.open_segment(SPEC._replace(drive=2))
-    assert os.listdir(home.folder(2).segments_path) == ["3"]
-    assert os.listdir(home.segments_path) == []
-    assert Store.open(dirs).measure(home.id, home.record) >= 4096 + 4 * 8192
-    with pytest.raises(DeviceError) as caught:
-        files.open_segment(SPEC._replace(segment=4, drive=3))
-    assert caught.value.errno == errno.ENODEV
-    files.close()
-    again = joined(dirs, home, known=())
-    assert os.listdir(home.folder(2).segments_path) == [], "the index did not know it"
-    again.close()
-    home.close(clean=True)
 
 
 def test_a_drive_that_a_rank_cannot_open_fails_only_its_segments(dirs, tmp_path):
@@ -236,64 +172,19 @@ def test_a_clean_end_syncs_every_drive(dirs, monkeypatch):
 # -- other engines' homes ----------------------------------------------------------------------
 
 
-def foreign(home, number=3, **changes) -> SegmentSpec:
-    return SPEC._replace(segment=FOREIGN_SEGMENTS, create=False, source=ForeignSegment(home.id, number), **changes)
-
-
-def test_another_homes_segment_is_read_and_left_alone(dirs):
-    theirs, mine = acquire(dirs), acquire(dirs)
-    create_segment(theirs.folder(1), SPEC, 0, 1, MINE).close()
-    files = joined(dirs, mine)
-    fd = files.open_segment(foreign(theirs, drive=1))
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.write(fd, b"x")
-    files.drop_segment(foreign(theirs, drive=1))
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
-    assert (theirs.folder(1).segments_path / "3" / "rank0.kv").exists()
-    theirs.close(clean=True)
-    files.open_segment(foreign(theirs, drive=1))
-    files.close()
-    mine.close(clean=True)
-
-
-def test_what_of_another_home_cannot_be_opened(dirs):
-    theirs, mine, strange = acquire(dirs[:1]), acquire(dirs[:1]), acquire(dirs[:1], OTHER)
-    create_segment(theirs.folder(0), SPEC, 0, 1, MINE).close()
-    create_segment(strange.folder(0), SPEC, 0, 1, OTHER).close()
-    files = joined(dirs[:1], mine)
-    for spec, error in [
-        (foreign(theirs, number=4), DeviceError),
-        (foreign(theirs, slot_count=5), GeometryMismatch),
-        (foreign(theirs, drive=1), DeviceError),
-        (foreign(strange), GeometryMismatch),
-        (foreign(theirs)._replace(source=ForeignSegment("../" + mine.id, 3)), CorruptRecord),
-        (foreign(theirs)._replace(source=ForeignSegment("0" * 32, 3)), DeviceError),
-    ]:
-        with pytest.raises(error):
-            files.open_segment(spec)
-    files.open_segment(foreign(theirs))
-    files.close()
-    for home in (theirs, mine, strange):
-        home.close(clean=True)
-
-
 def test_which_homes_may_be_read(dirs, monkeypatch):
     path = dirs[0]
     store = Store.open(path, boot_id="boot")
     mine, live, strange = (store.acquire_home(name, GEOMETRY, CAP) for name in (MINE, MINE, OTHER))
     other = store.acquire_home(MINE, {"geometry": {"ranks": 2}}, CAP)
-    reader = ReadableHomes(Store.open(path, boot_id="boot"))
 
-    def readable() -> dict[str, tuple[int, ...]]:
-        return {found.id: found.stamp for found in reader.find(MINE, GEOMETRY, mine.id)}
+    def readable(boot_id: str = "boot") -> dict[str, Path]:
+        return dict(readable_indexes(Store.open(path, boot_id=boot_id), MINE, GEOMETRY, mine.id))
 
-    before = readable()
-    assert before.keys() == {live.id}
-    assert readable() == before
+    assert readable() == {live.id: live.index_path}
     live.close(clean=False)
     assert readable().keys() == {live.id}, "an orphan of this boot"
-    assert ReadableHomes(Store.open(path, boot_id="later")).find(MINE, GEOMETRY, mine.id) == []
+    assert readable("later") == {}
     taken = Store.open(path, boot_id="boot").acquire_home(MINE, GEOMETRY, CAP)
     assert readable().keys() == {taken.id}
     taken.remove_index()
@@ -302,11 +193,9 @@ def test_which_homes_may_be_read(dirs, monkeypatch):
     taken.place_index()
     assert readable() == {}
     taken.adopt_index()
-    after = readable()
-    assert after.keys() == {taken.id}
+    assert readable().keys() == {taken.id}
     taken.close(clean=True)
-    later = ReadableHomes(Store.open(path, boot_id="later")).find(MINE, GEOMETRY, mine.id)
-    assert [(found.id, found.index_path) for found in later] == [(taken.id, taken.index_path)], "closed in order"
+    assert readable("later").keys() == {taken.id}, "closed in order"
     (path / "homes" / taken.id / "HOME").write_text("{")
     assert readable() == {}
     shutil.rmtree(path / "homes" / taken.id)
@@ -315,27 +204,10 @@ def test_which_homes_may_be_read(dirs, monkeypatch):
         home.close(clean=True)
 
 
-def test_nothing_is_read_again_while_nothing_changes(dirs, monkeypatch):
-    store = Store.open(dirs[0])
-    mine, theirs = acquire(dirs[:1]), acquire(dirs[:1])
-    os.utime(dirs[0] / "homes", (1, 1))  # not just now
-    readable = ReadableHomes(store)
-    assert len(readable.find(MINE, GEOMETRY, mine.id)) == 1
-    opened = []
-    real = os.open
-    monkeypatch.setattr(
-        os, "open", lambda *arguments, **named: (opened.append(arguments), real(*arguments, **named))[1]
-    )
-    assert [home.id for home in readable.find(MINE, GEOMETRY, mine.id)] == [theirs.id]
-    assert opened == []
-    for home in (mine, theirs):
-        home.close(clean=True)
-
-
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/"), lambda path: path.touch(0)])
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
 def test_a_home_that_cannot_be_read_does_not_hide_the_others(dirs, make):
     store = Store.open(dirs[0])
     mine, theirs, damaged = (store.acquire_home(MINE, GEOMETRY, CAP) for _ in range(3))
     (damaged.path / "HOME").unlink()
     make(damaged.path / "HOME")
-    assert [home.id for home in ReadableHomes(Store.open(dirs[0])).find(MINE, GEOMETRY, mine.id)] == [theirs.id]
+    assert [home_id for home_id, _ in readable_indexes(Store.open(dirs[0]), MINE, GEOMETRY, mine.id)] == [theirs.id]

@@ -30,7 +30,6 @@ def rehearsal(monkeypatch):
     monkeypatch.setattr(copier, "CudaLanes", CpuLanes)
     monkeypatch.setattr(gpu_report, "gds_unavailable", lambda: None)
     monkeypatch.setattr(gpu_report, "GdsDevice", lambda: AddressedDevice(PosixDevice()))
-    monkeypatch.setattr(gpu_report, "MAKERS", {"posix": PosixDevice})
 
 
 def test_every_route_and_size_is_in_the_table_and_the_json(rehearsal, tmp_path, capsys):

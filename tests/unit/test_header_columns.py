@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Headers and records in columns say what the same say one by one, whatever the bytes are."""
+"""Many headers, and many records, say what the same say one by one, whatever the bytes are."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -12,17 +13,18 @@ from xxhash import xxh3_64_intdigest
 
 from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey, Slot, group_of
 from kvdisk.device.header import CHECKSUM_KINDS, SlotHeader, read_header, write_header
-from kvdisk.device.header_columns import Expected, HeaderColumns, agreed, decode_headers, join_headers, newest
+from kvdisk.device.rebuild import _BLOCK, Blocks, HomeShape, Shape, agreed, decode_headers, newest
 from kvdisk.errors import KvdiskError
 from kvdisk.geometry import HEADER_BYTES, Namespace
-from kvdisk.index.base import BlockColumns, BlockRecord
+from kvdisk.index.base import BlockRecord
 from kvdisk.index.columns import _RUN_GENERATIONS, ascending, decode_blocks, encode_blocks
 from kvdisk.index.records import encode_block
 from kvdisk.recovery import _as_records
 
 FINGERPRINT = b"\x5a" * 32
 SIZES = (4000, -1, 9000)
-EXPECTED = Expected(FINGERPRINT, 1, 2, SIZES)
+SHAPE = HomeShape(FINGERPRINT, 2, (Shape(16384, 4000), Shape(8192, 8), Shape(16384, 9000)))
+FILE = SimpleNamespace(segment=0, rank=1, slot_bytes=16384)
 SUM_OFFSET = HEADER_BYTES - 8
 
 short_keys = st.sampled_from([bytes([number]) + bytes([0, group]) for number in range(4) for group in (0, 2)])
@@ -77,10 +79,10 @@ def headers(draw) -> bytes:
 blocks_of_bytes = st.one_of(headers(), headers(), st.just(bytes(HEADER_BYTES)), st.binary(max_size=64))
 
 
-def one_by_one(blocks: list[bytes], first: int) -> list[Told]:
+def one_by_one(blocks: list[bytes]) -> list[Told]:
     """Decode headers as records, and ask of each what a home asks."""
     told = []
-    for index, block in enumerate(blocks, first):
+    for index, block in enumerate(blocks):
         try:
             header = read_header(memoryview(block))
         except KvdiskError:
@@ -100,43 +102,29 @@ def one_by_one(blocks: list[bytes], first: int) -> list[Told]:
     return told
 
 
-def rows(columns: HeaderColumns) -> list[Told]:
-    return [
-        Told(*row)
-        for row in zip(
-            columns.epochs.tolist(),
-            columns.each_key(),
-            columns.indices.tolist(),
-            columns.generations.tolist(),
-            columns.each_parent(),
-            strict=True,
-        )
-    ]
+def rows(blocks: Blocks) -> list[Told]:
+    return [Told(epoch, key, index, made, parent) for _, index, epoch, made, key, parent in blocks.tolist()]
 
 
-def decoded(blocks: list[bytes], first: int = 0, stride_bytes: int = HEADER_BYTES) -> HeaderColumns:
-    joined = b"".join(block.ljust(stride_bytes, b"\xaa") for block in blocks)
-    return decode_headers(memoryview(bytearray(joined)), stride_bytes, first, len(blocks), EXPECTED)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(blocks_of_bytes, min_size=1, max_size=5), st.sampled_from([HEADER_BYTES, 2 * HEADER_BYTES]))
-def test_many_headers_say_what_each_says(blocks, stride_bytes):
-    blocks = [block.ljust(HEADER_BYTES, b"\0") for block in blocks]
-    assert rows(decoded(blocks, 7, stride_bytes)) == one_by_one(blocks, 7)
+def decoded(blocks: list[bytes]) -> Blocks:
+    return decode_headers(memoryview(bytearray(b"".join(blocks))), len(blocks), SHAPE, FILE)
 
 
 @settings(max_examples=100, deadline=None)
+@given(st.lists(blocks_of_bytes, min_size=1, max_size=5))
+def test_many_headers_say_what_each_says(blocks):
+    blocks = [block.ljust(HEADER_BYTES, b"\0") for block in blocks]
+    assert rows(decoded(blocks)) == one_by_one(blocks)
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.lists(blocks_of_bytes, min_size=1, max_size=6), st.data())
 def test_what_two_ranks_agree_on(blocks, data):
     blocks = [block.ljust(HEADER_BYTES, b"\0") for block in blocks]
     others = [data.draw(st.one_of(st.just(block), st.just(block), blocks_of_bytes)) for block in blocks]
     others = [block.ljust(HEADER_BYTES, b"\0") for block in others]
-    both = set(one_by_one(blocks, 0)) & set(one_by_one(others, 0))
-    parts = [
-        join_headers([decoded(some[:2]), *([decoded(some[2:], 2)] if some[2:] else [])]) for some in (blocks, others)
-    ]
-    assert rows(agreed(*parts)) == sorted(both, key=lambda told: told.index)
+    both = set(one_by_one(blocks)) & set(one_by_one(others))
+    assert rows(agreed(decoded(blocks), decoded(others))) == sorted(both, key=lambda told: told.index)
 
 
 @st.composite
@@ -157,29 +145,16 @@ def segments_of_blocks(draw) -> list[tuple[int, list[Told]]]:
     ]
 
 
-def in_columns(blocks: list[Told]) -> HeaderColumns:
-    def padded(names: list[bytes]) -> np.ndarray:
-        width = max(map(len, names), default=0)
-        return np.frombuffer(b"".join(name.ljust(width, b"\0") for name in names), np.uint8).reshape(len(names), width)
-
-    return HeaderColumns(
-        np.array([told.index for told in blocks], np.uint32),
-        np.array([told.epoch for told in blocks], np.uint64),
-        np.array([told.generation for told in blocks], np.uint64),
-        np.array([len(told.key) for told in blocks], np.uint16),
-        padded([told.key for told in blocks]),
-        np.array([len(told.parent) for told in blocks], np.uint16),
-        padded([told.parent for told in blocks]),
-    )
+def in_columns(segments: list[tuple[int, list[Told]]]) -> Blocks:
+    found = [(n, told.index, told.epoch, told.generation, told.key, told.parent) for n, ts in segments for told in ts]
+    return np.array(found, _BLOCK)
 
 
-def records_one_by_one(segments: list[tuple[int, list[Told]]], now_s: int) -> tuple[list[BlockRecord], int]:
-    """Return the newest block of each name as a record, and how many older ones there were."""
+def records_one_by_one(segments: list[tuple[int, list[Told]]], now_s: int) -> list[BlockRecord]:
+    """Return the newest block of each name as a record."""
     best: dict[tuple[int, bytes], tuple[int, Told]] = {}
-    count = 0
     for segment, blocks in segments:
         for told in blocks:
-            count += 1
             known = best.get((told.epoch, told.key))
             if known is None or known[1].generation < told.generation:
                 best[told.epoch, told.key] = segment, told
@@ -193,22 +168,17 @@ def records_one_by_one(segments: list[tuple[int, list[Told]]], now_s: int) -> tu
         parent = BlockKey(told.parent) if told.parent else None
         slot = Slot(segment, told.index)
         records.append(BlockRecord(told.epoch, BlockKey(told.key), slot, told.generation, parent, stored_s))
-    return sorted(records, key=lambda record: (record.epoch, record.key)), count - len(best)
+    return sorted(records, key=lambda record: (record.epoch, record.key))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(segments_of_blocks(), st.sampled_from([3, 1_700_000_000]))
 def test_the_newest_become_records_as_they_would_one_by_one(segments, now_s):
-    found, older = newest([(number, in_columns(blocks)) for number, blocks in segments])
-    columns = _as_records(found, now_s)
-    expected, expected_older = records_one_by_one(segments, now_s)
-    assert older == expected_older
+    columns = _as_records(newest(in_columns(segments)), now_s)
+    expected = records_one_by_one(segments, now_s)
     assert list(zip(*encode_blocks(columns), strict=True)) == [encode_block(record) for record in expected]
-    assert same(decode_blocks(*encode_blocks(columns)), columns)
-
-
-def same(one: BlockColumns, other: BlockColumns) -> bool:
-    return all(list(mine) == list(theirs) for mine, theirs in zip(one, other, strict=True))
+    again = decode_blocks(*encode_blocks(columns))
+    assert all(list(mine) == list(theirs) for mine, theirs in zip(again, columns, strict=True))
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.binary(min_size=2, max_size=12) | short_keys)))

@@ -12,11 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvdisk.device import control
-from kvdisk.device import store as store_room
 from kvdisk.device.listing import list_homes
 from kvdisk.device.store import Store
-from kvdisk.errors import DeviceError, StoreLocked
+from kvdisk.errors import StoreLocked
 
 MINE = bytes(range(32))
 CAP = 64 << 20
@@ -134,17 +132,6 @@ def test_a_rank_that_outlives_its_scheduler_keeps_the_home_from_others(path, sta
     assert alive(path)[said["id"]] is False
 
 
-def test_a_rank_of_the_owner_before_finds_no_home_after_the_takeover(path, start):
-    scheduler, said = owner(start, path)
-    scheduler.kill()
-    home = Store.open(path).acquire_home(MINE, GEOMETRY, CAP)
-    with pytest.raises(DeviceError):
-        Store.open(path, create=False).join_home(said["id"], MINE)
-    rank = start(RANK, path, home.id, MINE.hex())
-    assert rank.answer() == "joined"
-    home.close(clean=True)
-
-
 def test_what_an_owner_starts_does_not_hold_its_home(path, start):
     process, said = owner(start, path)
     child = int(process.ask("child"))
@@ -153,15 +140,6 @@ def test_what_an_owner_starts_does_not_hold_its_home(path, start):
         assert alive(path) == {said["id"]: False}
     finally:
         os.kill(child, signal.SIGKILL)
-
-
-def test_a_home_that_was_closed_in_order_is_free_while_its_process_lives(path, start):
-    process, said = owner(start, path)
-    assert process.ask("close") == "done"
-    assert alive(path) == {said["id"]: False}
-    home = Store.open(path).acquire_home(MINE, GEOMETRY, CAP)
-    assert not home.fresh
-    home.close(clean=True)
 
 
 def test_engines_that_start_at_once_get_homes_of_their_own(path, start):
@@ -173,13 +151,6 @@ def test_engines_that_start_at_once_get_homes_of_their_own(path, start):
     assert sorted(answer["fresh"] for answer in answers) == [False, True, True, True], "one took the orphan over"
     assert alive(path) == {answer["id"]: True for answer in answers}
     assert len(alive(path)) == 4
-
-
-def test_engines_that_start_at_once_make_one_store(path, start):
-    started = [start(OWNER, path, MINE.hex()) for _ in range(4)]
-    answers = [json.loads(process.answer()) for process in started]
-    assert all(answer["fresh"] for answer in answers)
-    assert alive(path) == {answer["id"]: True for answer in answers}
 
 
 HOLDS_THE_STORE = """
@@ -259,22 +230,3 @@ def test_who_was_stopped_while_it_looked_at_the_homes_looks_again(path, tmp_path
     assert len(alive(dirs)) == 3
     for home in (first, second):
         home.close(clean=True)
-
-
-def test_a_home_that_one_who_was_stopped_takes_over_meanwhile_keeps_its_folders(path, tmp_path, start, monkeypatch):
-    dirs = [path, str(tmp_path / "further")]
-    Store.open(dirs).acquire_home(MINE, GEOMETRY, CAP).close(clean=True)
-    stopped = stopped_once(start, dirs, "taking")
-    taken = []
-
-    def goes_on_after(store_path: Path) -> list[str]:
-        found = control.home_ids(store_path)
-        if not taken:
-            os.kill(stopped.child.pid, signal.SIGCONT)
-            taken.append(Path(stopped.answer()))
-        return found
-
-    monkeypatch.setattr(store_room, "home_ids", goes_on_after)
-    beside = Store.open(dirs).acquire_home(MINE, GEOMETRY, CAP)
-    assert beside.fresh and taken[0].is_dir()
-    beside.close(clean=True)

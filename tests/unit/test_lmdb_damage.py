@@ -10,16 +10,13 @@ import signal
 import struct
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
-import lmdb
 import pytest
 
 from kvdisk.errors import CorruptRecord
 from kvdisk.index.base import SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex
-from kvdisk.index.records import encode_block
 from kvdisk.testing.index_conformance import found_blocks, put_all, record_of
 
 UNIT_BYTES = 4096
@@ -100,21 +97,6 @@ def test_an_owner_that_was_killed_costs_a_look_and_nothing_else(tmp_path: Path) 
     assert not (tmp_path / "index" / "open").exists()
 
 
-def test_what_lmdb_says_of_damage_at_the_second_look_is_damage_too(tmp_path: Path) -> None:
-    """Garbage that makes LMDB fail a transaction half-way: the error names the transaction, not the file."""
-    _write(tmp_path / "sound")
-    for seed in range(30):
-        rng = random.Random(seed)
-        path = tmp_path / str(seed)
-        shutil.copytree(tmp_path / "sound", path)
-        with (path / "data.mdb").open("r+b") as file:
-            for _ in range(rng.randrange(1, 4)):
-                file.seek(rng.randrange(path.joinpath("data.mdb").stat().st_size // UNIT_BYTES) * UNIT_BYTES)
-                file.write(rng.randbytes(UNIT_BYTES))
-        code, said = _own(path)
-        assert code <= 0 or said.startswith("CorruptRecord"), f"seed {seed}: {said}"
-
-
 # -- damage that raises, and ends nobody -------------------------------------------------------
 
 
@@ -141,22 +123,6 @@ def test_damage_that_ends_the_child_in_an_exception_is_damage(tmp_path: Path, da
     code, said = _own(tmp_path / "index")
     assert code == 1
     assert said.startswith("CorruptRecord"), said
-
-
-def test_a_full_index_of_an_owner_that_was_killed_is_no_damage(tmp_path: Path) -> None:
-    environment = lmdb.Environment(str(tmp_path), map_size=256 << 10, max_dbs=2, lib_version=0)
-    blocks, count = environment.open_db(b"blocks"), 0
-    environment.open_db(b"segments")
-    with suppress(lmdb.MapFullError):
-        while True:
-            with environment.begin(write=True) as txn:
-                txn.put(*encode_block(record_of(count)), db=blocks)
-            count += 1
-    environment.close()
-    (tmp_path / "open").touch()
-    index = LmdbIndex(tmp_path, map_bytes=8 << 20)
-    assert len(found_blocks(index)) == count
-    index.close()
 
 
 def test_damage_that_a_commit_meets_is_noted_for_the_next_owner(tmp_path: Path) -> None:

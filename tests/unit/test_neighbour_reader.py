@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -36,6 +35,7 @@ def patient(monkeypatch) -> None:
     """No child is given up, or left to itself, because the machine is busy."""
     monkeypatch.setattr(neighbour_reader, "ANSWER_TIMEOUT_S", 60.0)
     monkeypatch.setattr(neighbour_reader, "_CLOSE_TIMEOUT_S", WAIT_S)
+    monkeypatch.setattr(neighbour_reader, "LOOK_INTERVAL_S", 0.002)
 
 
 def keys(count: int, first: int = 0) -> list[BlockKey]:
@@ -101,19 +101,16 @@ def test_homes_come_and_go(tmp_path) -> None:
         assert not found.any
         assert answer(found, keys(2)) == {}
         homes.extend([Neighbour("a", tmp_path / "a"), Neighbour("b", tmp_path / "b")])
-        copies = answer(found, keys(3))
-        assert [copy.home_id for copy in copies[keys(2)[1]]] == ["a", "b"]
-        assert [copy.home_id for copy in copies[keys(3)[2]]] == ["b"]
+
+        def holders() -> dict[BlockKey, list[str]]:
+            return {key: [copy.home_id for copy in copies] for key, copies in answer(found, keys(3)).items()}
+
+        one, two, three = keys(3)
+        while holders() != {one: ["a"], two: ["a", "b"], three: ["b"]}:
+            pass
         del homes[0]
-        assert [copy.home_id for copy in answer(found, keys(3))[keys(2)[1]]] == ["b"]
-
-
-def test_an_index_that_its_owner_has_just_begun_is_found_later(tmp_path) -> None:
-    (tmp_path / "new").mkdir()
-    with reader([Neighbour("new", tmp_path / "new")]) as found:
-        assert answer(found, keys(1)) == {}
-        with home(tmp_path / "new", keys(1)):
-            assert set(answer(found, keys(1))) == set(keys(1))
+        while holders() != {two: ["b"], three: ["b"]}:
+            pass
 
 
 def damage_index(tmp_path, damage: str) -> None:
@@ -123,30 +120,27 @@ def damage_index(tmp_path, damage: str) -> None:
     if damage == "garbage":
         length = data.stat().st_size
         data.write_bytes(data.read_bytes()[:8192] + os.urandom(length - 8192))
-    elif damage == "cut":
-        os.truncate(data, 8192)
     else:
         data.unlink()
         data.mkdir()
 
 
-@pytest.mark.parametrize("damage", ["garbage", "cut", "directory"])
+@pytest.mark.parametrize("damage", ["garbage", "directory"])
 def test_a_damaged_index_is_left_alone_and_the_others_are_read(tmp_path, damage: str, caplog) -> None:
     damage_index(tmp_path, damage)
     with reader([Neighbour("bad", tmp_path / "bad"), Neighbour("good", tmp_path / "good")]) as found:
         assert set(answer(found, keys(3))) == set(keys(3))
-        assert "bad" in caplog.text
-        assert set(answer(found, keys(3))) == set(keys(3))
+        for _ in range(3):
+            assert set(answer(found, keys(3))) == set(keys(3))
+        assert caplog.text.count("does not read home bad") == 1
 
 
-@pytest.mark.parametrize("damage", ["garbage", "cut", "directory"])
-def test_tools_read_all_of_the_other_indexes_too(tmp_path, damage: str) -> None:
-    damage_index(tmp_path, damage)
-    bad, good, absent = read_indexes([tmp_path / name for name in ("bad", "good", "absent")])
-    assert bad.blocks is None and bad.problem and str(tmp_path) not in bad.problem
-    assert good.problem is None and good.segments == (SEGMENT,)
-    assert (good.blocks.keys, good.blocks.generations.tolist()) == (keys(3), [1000, 1001, 1002])
-    assert not absent.exists and absent.problem is None
+def test_an_index_that_was_made_anew_is_read_anew(tmp_path) -> None:
+    with reader([Neighbour("one", tmp_path / "one")]) as found:
+        for names in (keys(3), keys(3, 7)):
+            with home(tmp_path / "one", names):
+                assert set(answer(found, keys(10))) == set(names)
+            (tmp_path / "one" / "data.mdb").unlink()
 
 
 def test_an_owner_stopped_inside_a_write_transaction_holds_nobody_up(tmp_path) -> None:
@@ -163,20 +157,6 @@ def test_an_owner_stopped_inside_a_write_transaction_holds_nobody_up(tmp_path) -
         owner.wait()
 
 
-def test_an_engine_with_thousands_of_files_open_reads_other_homes_too(tmp_path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
-    source = os.open(tmp_path, os.O_RDONLY)
-    files = [os.dup(source) for _ in range(1100)]
-    try:
-        with home(tmp_path / "one", keys(2)), reader([Neighbour("one", tmp_path / "one")]) as found:
-            assert set(answer(found, keys(2))) == set(keys(2))
-    finally:
-        for fd in (*files, source):
-            os.close(fd)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 def test_the_child_is_started_anew_when_it_was_killed(tmp_path) -> None:
     homes = [Neighbour("one", tmp_path / "one"), Neighbour("two", tmp_path / "two")]
     with home(tmp_path / "one", keys(3)), home(tmp_path / "two", keys(3, 3)), reader(homes) as found:
@@ -184,14 +164,6 @@ def test_the_child_is_started_anew_when_it_was_killed(tmp_path) -> None:
         os.kill(found._reader._process.pid, signal.SIGKILL)
         # The first home is blamed for it; the second is read by a new child.
         assert set(answer(found, keys(6))) == set(keys(3, 3))
-
-
-def test_an_engine_that_may_start_no_process_does_without(tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
-    with home(tmp_path / "one", keys(3)), reader([Neighbour("one", tmp_path / "one")]) as found:
-        assert answer(found, keys(3)) == {}
-        assert "could not be started" in caplog.text
-        assert answer(found, keys(3)) == {}
 
 
 def test_questions_are_bounded_and_closing_ends_the_child(tmp_path) -> None:
@@ -204,10 +176,9 @@ def test_questions_are_bounded_and_closing_ends_the_child(tmp_path) -> None:
         assert not found.any
 
 
-@pytest.mark.parametrize("said", [b"a line on standard output\n", b"\3" + bytes(7) + b"abc"])
-def test_an_answer_that_is_none_of_ours(tmp_path, monkeypatch, said: bytes) -> None:
-    """As where something prints while Python starts, or where another version was installed meanwhile."""
-    (tmp_path / "sitecustomize.py").write_text(f"import os\nos.write(1, {said!r})\n")
+def test_an_answer_that_is_none_of_ours(tmp_path, monkeypatch) -> None:
+    """As where something prints while Python starts."""
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.write(1, b'a line on standard output')\n")
     monkeypatch.syspath_prepend(tmp_path)
     reader = ReaderProcess()
     with pytest.raises(ReaderFailed, match="no sound answer"):

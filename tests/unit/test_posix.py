@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import threading
 
 import pytest
 
+from kvdisk.device import aio
 from kvdisk.device.base import Op, Transfer
 from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import ALIGNMENT
@@ -72,23 +72,6 @@ def test_a_call_that_stops_between_blocks_is_an_io_error(device, fd, monkeypatch
     assert run(device, Op.WRITE, Transfer(fd, 0, (make_memory(2 * ALIGNMENT),))) == {0: errno.EIO}
 
 
-def test_an_interrupted_call_is_made_again(device, fd, monkeypatch):
-    real, calls = os.pwritev, []
-
-    def interrupted(*arguments):
-        calls.append(arguments)
-        if len(calls) < 3:
-            raise InterruptedError(errno.EINTR, "interrupted")
-        return real(*arguments)
-
-    monkeypatch.setattr(os, "pwritev", interrupted)
-    memory = make_memory(ALIGNMENT)
-    data = fill(memory, 2)
-    assert run(device, Op.WRITE, Transfer(fd, 0, (memory,))) == {}
-    assert os.pread(fd, ALIGNMENT, 0) == data
-    assert len(calls) == 3
-
-
 def test_a_full_drive_is_its_errno(device, fd):
     full = os.open("/dev/full", os.O_RDWR)
     try:
@@ -98,36 +81,6 @@ def test_a_full_drive_is_its_errno(device, fd):
         assert run(device, Op.WRITE, *batch) == {0: errno.ENOSPC}
     finally:
         os.close(full)
-
-
-def test_a_file_that_was_closed_underneath_is_ebadf(device, tmp_path):
-    gone = os.open(tmp_path / "gone", os.O_RDWR | os.O_CREAT, 0o600)
-    device.attach_file(gone)
-    os.close(gone)
-    assert run(device, Op.READ, Transfer(gone, 0, (make_memory(ALIGNMENT),))) == {0: errno.EBADF}
-
-
-def test_memory_cannot_go_away_under_a_batch(device, fd, monkeypatch):
-    started, go = threading.Event(), threading.Event()
-    real = os.pwritev
-
-    def late(*arguments):
-        started.set()
-        assert go.wait(WAIT_S)
-        return real(*arguments)
-
-    monkeypatch.setattr(os, "pwritev", late)
-    mapping = mmap.mmap(-1, ALIGNMENT)
-    with memoryview(mapping) as memory:
-        data = fill(memory, 4)
-        device.submit(Op.WRITE, [Transfer(fd, 0, (memory,))])
-    assert started.wait(WAIT_S)
-    with pytest.raises(BufferError):
-        mapping.close()
-    go.set()
-    assert device.drain()[0].errors == {}
-    assert os.pread(fd, ALIGNMENT, 0) == data
-    mapping.close()
 
 
 def test_a_call_that_python_refuses_is_an_error_and_the_threads_live_on(device, fd, monkeypatch):
@@ -141,18 +94,36 @@ def test_a_call_that_python_refuses_is_an_error_and_the_threads_live_on(device, 
     assert run(device, Op.WRITE, *batch) == {}
 
 
-def test_poll_comes_back_empty_while_a_batch_runs_and_with_it_when_it_has_ended(device, fd, monkeypatch):
-    go = threading.Event()
-    real = os.preadv
+@pytest.mark.parametrize("kernel_queue", [True, False])
+def test_writes_that_hang_hold_up_no_read(tmp_path, monkeypatch, kernel_queue):
+    """As on a file system that is frozen: the submission of a write does not come back."""
+    go, begun = threading.Event(), threading.Event()
+    monkeypatch.setattr(aio, "serves", lambda _fd: True)
+    device = PosixDevice(threads=2, kernel_queue=kernel_queue)
+    fd = os.open(tmp_path / "direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    os.posix_fallocate(fd, 0, 8 * ALIGNMENT)
+    device.attach_file(fd)
+    writes = getattr(device._files[fd][Op.WRITE], "_context", None)
 
-    def late(*arguments):
-        assert go.wait(WAIT_S)
-        return real(*arguments)
+    def hanging(real, is_write):
+        def call(*arguments):
+            if is_write(*arguments):
+                begun.set()
+                assert go.wait(WAIT_S)
+            return real(*arguments)
 
-    os.pwrite(fd, bytes(ALIGNMENT), 0)
-    monkeypatch.setattr(os, "preadv", late)
-    ticket = device.submit(Op.READ, [Transfer(fd, 0, (make_memory(ALIGNMENT),))])
-    assert device.poll() == []
-    assert device.poll(0.01) == []
+        return call
+
+    submit = hanging(aio._Kernel.submit, lambda _kernel, context, *_: context is writes)
+    monkeypatch.setattr(aio._Kernel, "submit", submit)
+    monkeypatch.setattr(os, "pwritev", hanging(os.pwritev, lambda *_: True))
+    memory = make_memory(ALIGNMENT)
+    late = {device.submit(Op.WRITE, [Transfer(fd, at * ALIGNMENT, (memory,))]) for at in range(8)}
+    assert begun.wait(WAIT_S)
+    for at in range(3):
+        ticket = device.submit(Op.READ, [Transfer(fd, at * ALIGNMENT, (make_memory(ALIGNMENT),))])
+        assert device.poll(WAIT_S) == [(ticket, {})]
     go.set()
-    assert device.poll(WAIT_S) == [(ticket, {})]
+    assert {outcome.ticket for outcome in device.drain() if not outcome.errors} == late
+    device.close()
+    os.close(fd)

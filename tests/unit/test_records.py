@@ -117,14 +117,6 @@ def test_columns_are_the_records_or_are_corrupt_for_the_same_reason(sound, odd, 
         assert found == expected
 
 
-@pytest.mark.parametrize("version", [0, 2, 255])
-def test_another_version_is_refused_by_its_number(version: int) -> None:
-    for record, encode, decode in ((BLOCK, encode_block, decode_block), (SEGMENT, encode_segment, decode_segment)):
-        key, value = encode(record)
-        with pytest.raises(CorruptRecord, match=f"version {version}"):
-            decode(key, bytes([version]) + value[1:])
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [

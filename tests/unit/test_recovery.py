@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import random
@@ -38,7 +37,6 @@ from kvdisk import recovery
 from kvdisk.blocks import BlockKey, Slot
 from kvdisk.device import rebuild
 from kvdisk.device.segment import scan_file
-from kvdisk.device.store import Store
 from kvdisk.errors import CorruptRecord, DeviceError
 from kvdisk.geometry import slot_offset
 from kvdisk.index.base import BlockRecord
@@ -51,64 +49,11 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-def other_boot(path: Path) -> None:
-    change_home(path, boot_id="another")
-
-
-def change_home(path: Path, **changes: object) -> None:
-    file = home_path(path) / "HOME"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
-def flip(file: Path, rng: random.Random, bits: int = 3) -> None:
-    raw = bytearray(file.read_bytes())
-    for _ in range(bits):
-        raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
-    file.write_bytes(raw)
-
-
 def _garbage(index: Path) -> None:
     (index / "data.mdb").write_bytes(random.Random(1).randbytes(50_000))
 
 
-def _cut_short(index: Path) -> None:
-    os.truncate(index / "data.mdb", 8192)
-
-
-def _to_directory(index: Path) -> None:
-    (index / "data.mdb").unlink()
-    (index / "data.mdb").mkdir()
-
-
-def _to_link(index: Path) -> None:
-    (index / "data.mdb").rename(index.parent / "elsewhere")
-    (index / "data.mdb").symlink_to(index.parent / "elsewhere")
-
-
-def _index_to_link(index: Path) -> None:
-    index.rename(index.with_name("elsewhere"))
-    index.symlink_to(index.with_name("elsewhere"))
-
-
-def _index_to_file(index: Path) -> None:
-    shutil.rmtree(index)
-    index.write_text("no directory")
-
-
-DAMAGES = [
-    shutil.rmtree,
-    lambda index: (index / "data.mdb").unlink(),
-    _garbage,
-    _cut_short,
-    _to_directory,
-    _to_link,
-    _index_to_link,
-    _index_to_file,
-]
-
-
-@pytest.mark.parametrize("clean", [True, False])
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(("damage", "clean"), [(shutil.rmtree, True), (_garbage, False), (_garbage, True)])
 def test_whatever_happened_to_the_index_the_blocks_are_served(path, damage, clean, caplog):
     expected = make_store(path, clean=clean)
     damage(home_path(path) / "index")
@@ -120,25 +65,6 @@ def test_whatever_happened_to_the_index_the_blocks_are_served(path, damage, clea
     caplog.clear()
     assert served(path) == expected
     assert not any("rebuil" in record.message for record in caplog.records), "once is enough"
-
-
-def test_flipped_bits_after_a_clean_end_never_reach_lmdb(path):
-    """They could end the process, or name slots of other blocks."""
-    expected = make_store(path)
-    for seed in range(12):
-        flip(home_path(path) / "index" / "data.mdb", random.Random(seed))
-        assert served(path) == expected, f"seed {seed}"
-
-
-def test_after_a_crash_of_the_machine_the_headers_decide(path):
-    expected = make_store(path, clean=False)
-    other_boot(path)
-    index = LmdbIndex(home_path(path) / "index", map_bytes=8 << 20)
-    index.delete([(0, key_of(0))])  # what may not have reached the drive
-    index.close()
-    assert served(path) == expected
-    with hold_index(path) as index:
-        assert len(list(index.blocks())) == 20
 
 
 def hold_index(path: Path) -> closing[LmdbIndex]:
@@ -159,32 +85,17 @@ def _emptied(index: Path) -> None:
     os.truncate(index / "data.mdb", 0)
 
 
-def _emptied_without_a_mark(index: Path) -> None:
-    _emptied(index)
-    (index / "open").unlink()
-
-
-def _begun_anew(index: Path) -> None:
-    _emptied_without_a_mark(index)
-    LmdbIndex(index, map_bytes=8 << 20).close()
-
-
-EMPTIED = [_emptied, _emptied_without_a_mark, _begun_anew]
-
-
-@pytest.mark.parametrize("empty", EMPTIED)
-def test_an_index_that_knows_no_segment_beside_segments_is_made_anew_in_the_same_boot(path, empty, caplog):
+def test_an_index_that_was_emptied_is_made_anew_in_the_same_boot(path, caplog):
     expected = make_store(path, clean=False)
-    empty(home_path(path) / "index")
+    _emptied(home_path(path) / "index")
     assert served(path) == expected
     assert caplog.text.count("rebuilds the index of home") == 1
     assert served(path) == expected
 
 
-@pytest.mark.parametrize("empty", EMPTIED)
-def test_nothing_is_cut_from_a_home_whose_index_was_emptied(path, empty):
+def test_nothing_is_cut_from_a_home_whose_index_was_emptied(path):
     expected = make_store(path, clean=False)
-    empty(home_path(path) / "index")
+    _emptied(home_path(path) / "index")
     home = hold(path)
     with pytest.raises(CorruptRecord):
         recovery.cut_home(home, [(0, key_of(0))], [3])
@@ -260,42 +171,11 @@ def _missing(home):
     file_of(home, 2, 1).unlink()
 
 
-def _truncated(home):
-    os.truncate(file_of(home, 2, 1), file_of(home, 2, 1).stat().st_size - 1)
-
-
-def _empty(home):
-    os.truncate(file_of(home, 2, 0), 0)
-
-
-def _segment_header(home):
-    with file_of(home, 2, 1).open("r+b") as file:
-        file.seek(20)
-        file.write(b"\xff")
-
-
-def _other_segments_file(home):
-    shutil.copyfile(file_of(home, 0, 1), file_of(home, 2, 1))
-
-
 def _other_ranks_file(home):
     shutil.copyfile(file_of(home, 2, 0), file_of(home, 2, 1))
 
 
-def _directory(home):
-    file_of(home, 2, 1).unlink()
-    file_of(home, 2, 1).mkdir()
-
-
-def _symlink(home):
-    file_of(home, 2, 1).rename(home.path / "elsewhere")
-    file_of(home, 2, 1).symlink_to(home.path / "elsewhere")
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [_missing, _truncated, _empty, _segment_header, _other_segments_file, _other_ranks_file, _directory, _symlink],
-)
+@pytest.mark.parametrize("damage", [_missing, _other_ranks_file])
 def test_a_segment_that_is_not_sound_on_every_rank_goes(path, damage):
     expected = make_store(path)
     home = hold(path)
@@ -303,14 +183,6 @@ def test_a_segment_that_is_not_sound_on_every_rank_goes(path, damage):
     home.close(clean=False)
     assert rebuilt(path) == expected - of_segment(expected, 2)
     assert not (home_path(path) / "segments" / "2").exists()
-
-
-def test_a_segment_number_that_is_none_goes_too(path):
-    expected = make_store(path)
-    segments = home_path(path) / "segments"
-    (segments / "2").rename(segments / str(1 << 40))
-    assert rebuilt(path) == expected - of_segment(expected, 2)
-    assert sorted(os.listdir(home_path(path) / "segments")) == ["0", "1", "3"]
 
 
 def change_header(home, segment: int, rank: int, slot: int, at: int) -> None:
@@ -322,62 +194,13 @@ def change_header(home, segment: int, rank: int, slot: int, at: int) -> None:
         file.write(bytes([byte ^ 0x10]))
 
 
-@pytest.mark.parametrize("at", [0, 9, 24, 70, 210, 400, 4090])
+@pytest.mark.parametrize("at", [24, 4090])
 def test_a_header_that_is_not_sound_on_some_rank_is_no_block(path, at):
     expected = make_store(path)
     home = hold(path)
     change_header(home, 2, 1, 3, at)
     home.close(clean=False)
     assert rebuilt(path) == {row for row in expected if row.slot != Slot(2, 3)}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"generation": 99},
-        {"key": key_of(777)},
-        {"epoch": 5},
-        {"parent": key_of(778)},
-        {"fingerprint": b"x" * 32},
-        {"payload_bytes": 3999},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("ranks", [(1,), (0,)])
-def test_ranks_that_disagree_make_no_block(path, changes, ranks):
-    expected = make_store(path)
-    (row,) = (row for row in expected if row.slot == Slot(2, 3))
-    said = {"key": row.key, "generation": row.generation, "parent": row.parent} | changes
-    home = hold(path)
-    write_block(home, row.slot, ranks=ranks, **said)
-    home.close(clean=False)
-    assert rebuilt(path) == expected - {row}
-
-
-def test_what_all_ranks_say_alike_and_is_not_of_this_home_is_no_block(path):
-    expected = make_store(path)
-    home = hold(path)
-    write_block(home, Slot(0, 6), key_of(901), 1, fingerprint=b"y" * 32)
-    write_block(home, Slot(0, 7), key_of(902), 1, payload_bytes=100)
-    home.close(clean=False)
-    assert rebuilt(path) == expected
-
-
-def test_of_several_slots_with_one_key_the_newest_generation_wins(path):
-    expected = make_store(path)
-    (row,) = (row for row in expected if row.slot == Slot(2, 3))
-    home = hold(path)
-    write_block(home, Slot(0, 6), row.key, row.generation - 1)
-    write_block(home, Slot(0, 7), row.key, row.generation + 1)
-    home.close(clean=False)
-    assert rebuilt(path) == expected - {row} | {Row(row.key, Slot(0, 7), row.generation + 1, 0, None)}
-
-
-def test_slots_that_are_read_one_by_one(path, monkeypatch):
-    """As those of large blocks are."""
-    monkeypatch.setattr("kvdisk.device.rebuild._SMALL_SLOT_BYTES", 8192)
-    expected = make_store(path)
-    assert rebuilt(path) == expected
 
 
 # -- broken off --------------------------------------------------------------------------------
@@ -413,7 +236,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_rebuild_that_is_killed_is_done_again(path):
     expected = make_store(path)
-    for at in range(1, 40):
+    for at in range(1, 60, 3):
         index = home_path(path) / "index"
         if index.is_dir() and (index / "data.mdb").exists():
             _garbage(index)
@@ -447,14 +270,13 @@ def test_a_home_that_does_not_say_what_it_holds_is_given_up(path, monkeypatch, c
     assert not old.exists()
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS])
 @pytest.mark.parametrize("call", ["scan_home", "remove_lost", "write_index"])
-def test_a_drive_that_fails_in_a_rebuild_costs_this_start_and_no_block(path, monkeypatch, caplog, code, call):
+def test_a_drive_that_fails_in_a_rebuild_costs_this_start_and_no_block(path, monkeypatch, caplog, call):
     expected = make_store(path)
     shutil.rmtree(home_path(path) / "index")
 
     def fails(*_, **__):
-        raise DeviceError(code, "no")
+        raise DeviceError(errno.EIO, "no")
 
     with monkeypatch.context() as patch:
         patch.setattr(recovery, call, fails)
@@ -467,55 +289,30 @@ def test_a_drive_that_fails_in_a_rebuild_costs_this_start_and_no_block(path, mon
     assert len(os.listdir(path / "homes")) == 2
 
 
-def failing_scan(failing):
-    def scan(folder, segment, rank):
-        if failing(folder, segment):
-            raise DeviceError(errno.EIO, "no")
-        return scan_file(folder, segment, rank)
-
-    return scan
-
-
 def test_a_drive_none_of_whose_segments_can_be_read_loses_none(tmp_path, monkeypatch):
     """It is the drive, and not the segments."""
     dirs = [tmp_path / "a", tmp_path / "b"]
     expected = make_store(dirs, 4, drives=2)
     shutil.rmtree(home_path(dirs[0]) / "index")
+
+    def scan(folder, segment, rank):
+        if folder.path.is_relative_to(dirs[1]):
+            raise DeviceError(errno.EIO, "no")
+        return scan_file(folder, segment, rank)
+
     with monkeypatch.context() as patch:
-        patch.setattr(rebuild, "scan_file", failing_scan(lambda folder, _: folder.path.is_relative_to(dirs[1])))
+        patch.setattr(rebuild, "scan_file", scan)
         assert served(dirs) == set()
     assert served(dirs) == expected
 
 
-def test_one_segment_that_cannot_be_read_costs_no_other(path, monkeypatch):
-    expected = make_store(path)
-    shutil.rmtree(home_path(path) / "index")
-    with monkeypatch.context() as patch:
-        patch.setattr(rebuild, "scan_file", failing_scan(lambda _, segment: segment == 2))
-        assert served(path) == expected - of_segment(expected, 2)
-
-
-def test_a_drive_that_fails_once_the_slots_are_read_loses_no_block(path, monkeypatch):
-    expected = make_store(path)
-    shutil.rmtree(home_path(path) / "index")
-
-    def fails(*_):
-        raise OSError(errno.EIO, "no")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(rebuild, "os", SimpleNamespace(preadv=fails))
-        assert served(path) == set()
-    assert served(path) == expected
-
-
-@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
-def test_a_process_that_lacks_files_or_memory_deletes_nothing(path, monkeypatch, code):
+def test_a_process_that_lacks_files_deletes_nothing(path, monkeypatch):
     expected = make_store(path)
     shutil.rmtree(home_path(path) / "index")
 
     def lacks(folder, segment, rank):
         if segment == 2:
-            raise DeviceError(code, "no more")
+            raise DeviceError(errno.EMFILE, "no more")
         return scan_file(folder, segment, rank)
 
     with monkeypatch.context() as patch:
@@ -565,23 +362,6 @@ def test_on_a_full_drive_the_files_go_before_the_records(path, monkeypatch):
     assert served(path) == expected - of_segment(expected, 3)
 
 
-def test_a_segment_that_cannot_be_removed_costs_no_other(path, monkeypatch):
-    parts = start(path)
-    for segment in range(10):
-        parts.index.put_segment(make_segment(parts.home, segment, slots=200))
-        write_block(parts.home, Slot(segment, 0), key_of(segment), 5 + segment)
-        parts.index.put([BlockRecord(0, key_of(segment), Slot(segment, 0), 5 + segment)])
-    end(parts)
-
-    def fails(*arguments):
-        raise DeviceError(5, "no")
-
-    monkeypatch.setattr(recovery, "drop_segment", fails)
-    kept = served(path, cap_bytes=24 << 20)
-    assert 0 < len(kept) < 10
-    assert len(os.listdir(home_path(path) / "segments")) == 10, "each rank tries again when it joins"
-
-
 def test_an_index_file_that_is_too_long_for_the_cap_is_made_anew(path):
     large = start(path, cap_bytes=1 << 30)
     keys = [BlockKey(number.to_bytes(4, "big") * 31 + bytes(2)) for number in range(40_000)]
@@ -614,14 +394,3 @@ def test_segments_on_all_drives_are_rebuilt(tmp_path):
     assert served(dirs) == expected
     with hold_index(dirs[0]) as index:
         assert [record.drive for record in index.segments()] == [0, 0, 1, 1]
-
-
-def test_a_segment_number_on_two_drives_counts_on_the_first(tmp_path):
-    dirs = [tmp_path / "a", tmp_path / "b"]
-    expected = make_store(dirs, 2, drives=2)
-    home = Store.open(dirs).hold_home(home_path(dirs[0]).name)
-    make_segment(home, 0, drive=1)
-    home.close(clean=False)
-    shutil.rmtree(home_path(dirs[0]) / "index")
-    assert served(dirs) == expected
-    assert not list((tmp_path / "b").glob("homes/*/segments/0"))

@@ -135,31 +135,6 @@ def test_nobody_steps_for_a_commit_that_never_ends(full):
     assert not served.manager.has_pending_work(served.engine.now)
 
 
-def test_what_no_step_has_sent_yet_is_stepped_for_however_long_it_was_quiet():
-    served = Served(drives=1, segments=2)
-    served.serve("aabbx")
-    served.steps(4)
-    served.engine.now += 1000.0
-    served.parts.transfers.add(JobKind.DEMOTE, [], [])  # as a request's end leaves a store to the next step
-    assert served.manager.has_pending_work(served.engine.now)
-
-
-def test_nobody_steps_for_an_index_that_takes_nothing():
-    """What was evicted to make room is in limbo for as long as that lasts."""
-    served = Served(drives=1, segments=1)
-    served.serve("aabbx")
-    served.commits = False
-    served.index.refuse_puts = True
-    served.serve("ccddx")
-    served.steps(4)
-    assert served.parts.demotions.count(0) and served.parts.nvme.pool.limbo == [2]
-    assert not served.manager.has_pending_work(served.engine.now)
-    served.index.refuse_puts = False
-    served.commits = True
-    served.steps(4)
-    assert served.on_nvme("ccdd") == [0, 0]
-
-
 @pytest.mark.parametrize("read_ahead", [False, True])
 def test_what_waits_for_files_that_do_not_open_is_bounded(read_ahead, monkeypatch):
     monkeypatch.setattr("kvdisk.manager.neighbours.MOST_FILE_JOBS", 4)
