@@ -100,7 +100,7 @@ def late_slots_released_before_the_device_has_ended_them(patch: Patch) -> None:
     def finish(original: Any, self: Runner, work: Work) -> None:
         original(self, work)
         if work.late:
-            self.released.append(work.job.id)
+            self._report.released[work.job.id] = 1
 
     def end_late(original: Any, self: Runner, part: Part) -> None:
         self._parts.give_back(part)
@@ -148,13 +148,13 @@ def store_reported_before_its_write_ended(patch: Patch) -> None:
     def send(original: Any, self: Runner, part: Part, op: Op) -> dict[int, Reason]:
         failed = original(self, part, op)
         if op is Op.WRITE:
-            self.finished.append((part.work.job.id, JobResult()))
+            self._report.results[part.work.job.id] = JobResult()
         return failed
 
     def finish(self: Runner, work: Work) -> None:
         del self._works[work.job.id]
         if not _writes(work):
-            self.finished.append((work.job.id, work.result()))
+            self._report.results[work.job.id] = work.result()
 
     wrap(patch, Runner, "_send", send)
     patch.setattr(Runner, "_finish", finish)

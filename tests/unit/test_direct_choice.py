@@ -73,13 +73,6 @@ def test_what_is_demanded_goes_however_fast(tmp_path):
     choice.direct.staging.close()
 
 
-def test_what_is_slower_is_not_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(directs, "FASTER", 1e9)
-    choice = choose(tmp_path)
-    assert (choice.direct, choice.usable) == (None, True)
-    assert "moves nothing straight" in choice.line
-
-
 def test_a_way_that_fails_is_not_kept_though_demanded(tmp_path):
     choice = choose(tmp_path, lambda: OnFiles(FaultyDevice(PosixDevice(), FaultPlan(fail={1: errno.EIO}))), always=True)
     assert (choice.direct, choice.usable) == (None, False)

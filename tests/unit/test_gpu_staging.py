@@ -79,14 +79,6 @@ def test_headers_come_from_the_host_and_leave_payloads_alone(staging):
     assert (staging.tensor(0)[:, HEADER_BYTES:] == 7).all()
 
 
-def test_work_goes_to_the_lane_of_its_direction(staging):
-    staging._lanes.log.clear()
-    staging.start_sums(0, [0], 8192, Lane.STORE)
-    staging.start_headers(0, [0])
-    staging.start_sums(0, [0], 8192, Lane.LOAD)
-    assert staging._lanes.log == [("record", Lane.STORE), ("record", Lane.STORE), ("record", Lane.LOAD)]
-
-
 def at_address(buffer: Buffer) -> bytes:
     assert isinstance(buffer, GpuRange)
     return ctypes.string_at(buffer.address, buffer.nbytes)

@@ -22,19 +22,6 @@ BLOCKS = [5, 1, 2, 3, 40, 17, 16, 47]
 """Neighbours and strangers, in no order."""
 
 
-@pytest.fixture(params=[False, True], ids=["through host memory", "direct"])
-def rank(request):
-    made = Rank(direct=request.param)
-    yield made
-    made.mover.close()
-
-
-def test_files_are_opened_in_order_before_anything_else(rank):
-    results = rank.run()
-    assert rank.files.calls == ["home abab", "open 0", "open 1"]
-    assert all(results[job_id].failed == {} and results[job_id].ranks == 1 for job_id in rank.opening)
-
-
 @pytest.mark.parametrize("group", [0, 1])
 def test_cpu_round_trip(rank, group):
     before = {block: rank.payload(group, block) for block in BLOCKS}
@@ -102,25 +89,6 @@ def test_neighbouring_slots_are_one_transfer(rank):
     assert [length // GROUPS[0].slot_bytes for _, _, length in batch] == [3, 1]
 
 
-def test_a_job_larger_than_staging_and_part(rank):
-    before = [rank.payload(0, block) for block in range(GPU_BLOCKS)]
-    assert rank.do(JobKind.STORE, [move(b, 0, b, nvme=b) for b in range(GPU_BLOCKS)]) == {}
-    rank.erase()
-    assert rank.do(JobKind.LOAD, [move(b, 0, b, nvme=b) for b in range(GPU_BLOCKS)]) == {}
-    assert [rank.payload(0, block) for block in range(GPU_BLOCKS)] == before
-
-
-def test_one_staging_slot_is_enough():
-    rank = Rank(staging_slots=1, cpu_slots=0)
-    moves = [move(b, b % 2, b, nvme=b) for b in range(6)]
-    before = [rank.payload(b % 2, b) for b in range(6)]
-    assert rank.do(JobKind.STORE, moves) == {}
-    rank.erase()
-    assert rank.do(JobKind.LOAD, moves) == {}
-    assert [rank.payload(b % 2, b) for b in range(6)] == before
-    rank.mover.close()
-
-
 def test_jobs_without_moves_or_with_no_source_end(rank):
     assert rank.do(JobKind.LOAD) == {}
     assert rank.do(JobKind.LOAD, [move(1, 0, 1)]) == {0: Reason.ABSENT}
@@ -138,18 +106,6 @@ def test_the_next_reads_are_under_way_while_one_is_awaited(rank):
     rank.device.plan.hold = False
     rank.device.release()
     assert rank.run()[job_id].failed == {}
-
-
-def test_a_load_does_not_wait_behind_a_long_store(rank):
-    rank.do(JobKind.STORE, [move(1, 0, 1, rank.cpu(0, 47))])
-    long = [rank.submit(JobKind.STORE, [move(b, 0, b, rank.cpu(0, b)) for b in range(40)]) for _ in range(3)]
-    rank.mover.turn()
-    load = rank.submit(JobKind.LOAD, [move(1, 0, 44, rank.cpu(0, 47))])
-    rank.mover.turn()
-    assert load in rank.poll()
-    assert not set(long) & set(rank.results)
-    rank.run()
-    assert set(long) <= set(rank.results)
 
 
 def test_fenced_stores_go_before_all_else(rank):
@@ -219,17 +175,6 @@ def test_a_dropped_segment_waits_for_its_transfers_and_what_follows_waits_for_it
     assert rank.do(JobKind.LOAD, [move(3, 0, 3, nvme=3)]) == {}
 
 
-def test_wait_any(rank):
-    rank.run()
-    assert not rank.mover.wait_any(0.001)  # nothing is out
-    threaded = Rank(threaded=True)
-    moves = [move(b, 0, b, rank.cpu(0, b)) for b in range(8)]
-    job_id = threaded.submit(JobKind.STORE, moves)
-    while job_id not in threaded.poll():
-        assert threaded.mover.wait_any(WAIT_S)
-    threaded.mover.close()
-
-
 def test_two_ranks_on_real_files(tmp_path):
     """The same numbers on both ranks, other bytes; each answers every job once; a move fails if one rank failed it."""
     home = Store.open(tmp_path).acquire_home(FINGERPRINT, {}, 1 << 30)
@@ -288,40 +233,6 @@ def test_two_ranks_on_real_files(tmp_path):
     assert both(JobKind.LOAD, [move(b, b % 2, b, nvme=b) for b in on_drive]) == {3: Reason.CHECKSUM}
     for rank in ranks:
         rank.mover.close()
-    home.close(clean=True)
-
-
-def test_many_jobs_at_once_are_each_reported_once(tmp_path):
-    home = Store.open(tmp_path).acquire_home(FINGERPRINT, {}, 1 << 30)
-    rank = Rank(
-        device=PosixDevice(threads=2),
-        files=HomeFiles(tmp_path, 0, 1),
-        threaded=True,
-        home=HomeSpec(home.id, FINGERPRINT),
-    )
-    before = [rank.payload(b % 2, b) for b in range(GPU_BLOCKS)]
-    chance = random.Random(5)
-    rounds: list[list[int]] = []
-    for kind in (JobKind.STORE, JobKind.DEMOTE, JobKind.LOAD):
-        order = chance.sample(range(GPU_BLOCKS), GPU_BLOCKS)
-        jobs = []
-        while order:
-            blocks, order = order[: (size := chance.randint(1, 9))], order[size:]
-            uses = {
-                JobKind.STORE: lambda b: move(b, b % 2, b, rank.cpu(b % 2, b)),
-                JobKind.DEMOTE: lambda b: move(b, b % 2, cpu=rank.cpu(b % 2, b), nvme=b),
-                JobKind.LOAD: lambda b: move(b, b % 2, b, nvme=b),
-            }[kind]
-            jobs.append(rank.submit(kind, [uses(b) for b in blocks]))
-        rounds.append(jobs)
-        while not set(jobs) <= set(rank.poll()):
-            assert rank.mover.wait_any(WAIT_S)
-        if kind is JobKind.DEMOTE:
-            rank.erase()
-    assert set(rank.results) == {*rank.opening, *(job_id for jobs in rounds for job_id in jobs)}
-    assert all(result.failed == {} for result in rank.results.values())
-    assert [rank.payload(b % 2, b) for b in range(GPU_BLOCKS)] == before
-    rank.mover.close()
     home.close(clean=True)
 
 
