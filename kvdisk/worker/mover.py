@@ -57,7 +57,6 @@ class Mover:
         self._changed = threading.Condition()
         self._gate = Gate()
         self._given_up = self._gate.given_up
-        """Jobs of which no copy from the GPU may begin any more."""
         self._runner = Runner(
             resources,
             self._gate,
@@ -136,10 +135,8 @@ class Mover:
             with self._changed:
                 self._changed.wait_for(lambda: not self._fenced, 0.0 if self._hangs else FENCE_S)
                 self._hangs = bool(self._fenced)
-                self._given_up |= self._fenced
-                self._fenced.clear()
-            with self._gate.lock:
-                pass  # a copy that was just beginning has begun
+                unbegun, self._fenced = self._fenced, set()
+            self._gate.give_up(unbegun)
         self._copier.hold_model()
         with self._changed:
             self._report.stats.observe("fence_seconds", max(0.0, self._clock() - started_s))
@@ -158,10 +155,8 @@ class Mover:
         """
         with self._changed:
             self._runner.halt()
-            self._given_up.update(self._out)
             self._changed.notify_all()
-        with self._gate.lock:
-            pass  # a copy that was just beginning has begun
+        self._gate.give_up(self.out)
         self._copier.hold_model()
 
     def poll(self) -> Report:

@@ -132,6 +132,7 @@ class Part:
     ``drive``: see ``OpenFile``; NO_DRIVE where the route has none, or the segments are not open. On
     a direct route ``arena`` is GPU staging, which has of an arena what copier and device need.
     ``leg``: legs begun. ``late``: its moves have failed, and the device still owns its slots.
+    ``end``, ``began_s``: of its last copy.
     """
 
     work: Work
@@ -145,6 +146,8 @@ class Part:
     staging: list[int] = field(default_factory=list)
     leg: int = 0
     late: bool = False
+    end: Event | None = None
+    began_s: float = 0.0
 
     @property
     def slot_bytes(self) -> int:

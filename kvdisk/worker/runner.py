@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvdisk.blocks import JobId
 from kvdisk.device.base import Op, Outcome
@@ -56,13 +56,16 @@ _COUNTED = {
 
 @dataclass(slots=True)
 class Gate:
-    """``given_up``: stores of which no copy from the GPU may begin any more. One begins within ``lock``.
-
-    Who has added a store, and has held the lock after that, may give its blocks away.
-    """
+    """``given_up``: stores of which no copy from the GPU may begin any more. One begins within ``lock``."""
 
     given_up: set[JobId] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def give_up(self, job_ids: Iterable[JobId]) -> None:
+        """Give stores up; when it returns, each of their copies from the GPU has begun, or never will."""
+        self.given_up.update(job_ids)
+        with self.lock:
+            pass
 
 
 class Runner:
@@ -472,15 +475,6 @@ class Runner:
 _urgency = attrgetter("urgency")
 
 
-class _Copy(NamedTuple):
-    """A leg under way. ``moved_bytes``: between GPU and host memory, 0 for none."""
-
-    part: Part
-    end: Event
-    began_s: float
-    moved_bytes: int
-
-
 class Copies:
     """Copies under way on copier and GPU. The mover's thread calls everything.
 
@@ -492,7 +486,7 @@ class Copies:
         self._resources = resources
         self._stats = stats
         self._clock = clock
-        self._under_way: tuple[deque[_Copy], ...] = (deque(), deque())
+        self._under_way: tuple[deque[Part], ...] = (deque(), deque())
         """Of stores and of loads. The order of each kind is kept: they are a lane of the GPU each."""
 
     @property
@@ -507,7 +501,7 @@ class Copies:
 
     def gathers(self, work: Work) -> bool:
         """Whether a copy of a store reads the GPU's blocks."""
-        return any(copy.part.work is work and copy.part.leg == 1 for copy in self._under_way[0])
+        return any(part.work is work and part.leg == 1 for part in self._under_way[0])
 
     @property
     def busy(self) -> bool:
@@ -516,13 +510,11 @@ class Copies:
 
     def start(self, part: Part, leg: Leg) -> bool:
         """Start a leg of a part; return whether it has ended already. If not, ``ended`` yields it."""
-        payload_bytes = self._resources.geometry.groups[part.group].payload_bytes
-        moves = leg in {Leg.GATHER, Leg.SCATTER} and not part.route.direct
-        began_s = self._clock()
-        copy = _Copy(part, self._begin(part, leg, payload_bytes), began_s, moves * len(part.positions) * payload_bytes)
+        part.began_s = self._clock()
+        part.end = self._begin(part, leg)
         copies = self._under_way[not part.route.gathers]
-        copies.append(copy)
-        if len(copies) > 1 or not copy.end.query():
+        copies.append(part)
+        if len(copies) > 1 or not part.end.query():
             return False
         self._count(copies.popleft())
         return True
@@ -530,28 +522,31 @@ class Copies:
     def ended(self, *, wait: bool = False) -> Iterator[Part]:
         """Yield the parts whose copies have ended. ``wait``: for all of them."""
         for copies in self._under_way:
-            while copies and (wait or copies[0].end.query()):
-                copy = copies.popleft()
-                if wait:
-                    copy.end.synchronize()
-                self._count(copy)
-                yield copy.part
+            while copies and (wait or _end_of(copies[0]).query()):
+                part = copies.popleft()
+                _end_of(part).synchronize()
+                self._count(part)
+                yield part
 
     def abandon(self) -> None:
         """After an error of ours: wait for each copy under way, and forget it. Does not raise."""
         for copies in self._under_way:
             while copies:
                 with suppress(Exception):  # a GPU that fails copies nothing any more
-                    copies[0].end.synchronize()
+                    _end_of(copies[0]).synchronize()
                 copies.popleft()
 
-    def _count(self, copy: _Copy) -> None:
-        if copy.moved_bytes:
-            route = "gpu_to_cpu" if copy.part.route.gathers else "cpu_to_gpu"
-            self._stats.observe(f"transfer_bytes.{route}", copy.moved_bytes)
-            self._stats.observe(f"transfer_seconds.{route}", max(0.0, self._clock() - copy.began_s))
+    def _count(self, part: Part) -> None:
+        """Count what a copy has moved between GPU and host memory, if anything."""
+        if not part.route.direct:
+            route = "gpu_to_cpu" if part.route.gathers else "cpu_to_gpu"
+            self._stats.observe(f"transfer_bytes.{route}", len(part.positions) * self._payload_bytes(part))
+            self._stats.observe(f"transfer_seconds.{route}", max(0.0, self._clock() - part.began_s))
 
-    def _begin(self, part: Part, leg: Leg, payload_bytes: int) -> Event:
+    def _payload_bytes(self, part: Part) -> int:
+        return self._resources.geometry.groups[part.group].payload_bytes
+
+    def _begin(self, part: Part, leg: Leg) -> Event:
         from kvdisk.worker.copier import Lane, Slots  # imports torch
 
         copier, moves, after = self._resources.copier, part.work.job.moves, part.work.after
@@ -561,9 +556,14 @@ class Copies:
             if leg is Leg.SEAL:
                 return staging.start_headers(part.size_class, part.slots)
             lane = Lane.STORE if part.route.gathers else Lane.LOAD
-            return staging.start_sums(part.size_class, part.slots, payload_bytes, lane)
+            return staging.start_sums(part.size_class, part.slots, self._payload_bytes(part), lane)
         blocks = [moves[position].block for position in part.positions]
         slots = Slots(part.arena, part.size_class, part.slots)
         if leg is Leg.GATHER:
             return copier.gather(part.group, blocks, slots, after)
         return copier.scatter(part.group, slots, blocks, after)
+
+
+def _end_of(part: Part) -> Event:
+    assert part.end is not None, "no copy of it is under way"
+    return part.end

@@ -13,7 +13,7 @@ from support.simulator import run_seeds
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.slot_headers import SlotHeaders
 
-SEEDS = 80
+SEEDS = 40
 SHIFT = 10_000 * int(os.environ.get("KVDISK_TORTURE_SEED", "0"))
 
 

@@ -8,7 +8,6 @@ import errno
 import logging
 
 import pytest
-import torch
 from ranks import FINGERPRINT, GROUPS, CpuLanes, Rank, move, segment_of
 
 from kvdisk.device.base import Op
@@ -82,17 +81,6 @@ def test_nothing_of_it_is_in_host_memory_and_the_host_can_verify_it(rank, group)
     )
 
 
-def test_what_was_stored_straight_is_loaded_through_host_memory(rank):
-    moves, before = store(rank)
-    by_host(rank)
-    assert rank.do(JobKind.LOAD, moves) == {}
-    assert {b: rank.payload(0, b) for b in STORED} == before
-    assert rank.do(JobKind.PROMOTE, [move(b, cpu=rank.cpu(0, b), nvme=b) for b in STORED]) == {}
-    rank.erase()
-    assert rank.do(JobKind.LOAD, [move(b, 0, b, rank.cpu(0, b)) for b in STORED]) == {}
-    assert {b: rank.payload(0, b) for b in STORED} == before
-
-
 def test_slots_that_a_gpu_cannot_verify_are_read_again_and_their_segment_by_the_host_from_then_on(rank):
     direct = by_host(rank)
     moves, before = store(rank)
@@ -109,29 +97,6 @@ def test_slots_that_a_gpu_cannot_verify_are_read_again_and_their_segment_by_the_
     assert len(rank.device.submitted) - seen == twice / 2
     rank.do(JobKind.DROP_SEGMENT, segment=segment_of(0))
     assert rank.direct.route(Route.LOAD_STAGED, rank.classes[0], moves[0]) is Route.LOAD_DIRECT
-
-
-def test_both_kinds_in_one_part(rank):
-    """Only what the GPU cannot verify is read twice, and a bad one among them is refused."""
-    direct = by_host(rank)
-    moves, before = store(rank)
-    straight(rank, direct)
-    mixed = [move(b, 0, b, nvme=b, generation=8) for b in (1, 3)]
-    for each in mixed:  # the model computes them again
-        for layer, data in zip(rank.layers[0], split(before[each.block]), strict=True):
-            layer[each.block] = data
-    assert rank.do(JobKind.STORE, mixed) == {}
-    rank.erase()
-    wanted = [mixed[0] if b == 1 else mixed[1] if b == 3 else moves[b] for b in STORED]
-    rank.flip(0, 4, HEADER_BYTES + 3)
-    assert rank.do(JobKind.LOAD, wanted) == {4: Reason.CHECKSUM}
-    assert rank.is_erased(0, 4)
-    assert all(rank.payload(0, b) == before[b] for b in STORED if b != 4)
-
-
-def split(payload: bytes):
-    size = len(payload) // 3
-    return [torch.frombuffer(bytearray(payload[at * size : (at + 1) * size]), dtype=torch.uint8) for at in range(3)]
 
 
 def test_hosts_seal_what_a_gpu_shall_read(rank):
@@ -177,15 +142,6 @@ def test_a_way_that_keeps_failing_is_not_gone_any_more(rank, caplog):
     assert not arena_untouched(rank)
     assert rank.do(JobKind.STORE, [move(30, 0, 30, nvme=30)]) == {}
     assert read_header(slot_on_drive(rank, 0, 30)).checksum_kind == MULTILINEAR, "a later start may read it straight"
-
-
-def test_a_write_that_fails_straight_is_a_failed_store(rank):
-    first = rank.device._transfers + 1
-    rank.device.plan.fail = {first: errno.EIO, first + 2: errno.EIO}
-    moves = [move(b, 0, b, nvme=b) for b in range(2)]
-    assert rank.do(JobKind.STORE, moves) == {1: Reason.IO_ERROR}
-    rank.device.plan.full = True
-    assert rank.do(JobKind.STORE, moves) == dict.fromkeys(range(2), Reason.NO_SPACE)
 
 
 class Later:
@@ -245,15 +201,3 @@ def test_close_waits_for_the_gpu(rank):
     assert lanes.events[0].ended
     assert rank.poll()[job].failed == dict.fromkeys(range(2), Reason.CANCELLED)
     assert rank.device.submitted == []
-
-
-def test_only_the_sizes_and_directions_that_were_chosen():
-    rank = Rank(direct=True)
-    rank.direct.loads = frozenset({rank.classes[0]})
-    rank.direct.stores = frozenset({rank.classes[1]})
-    for group, kinds in ((0, MULTILINEAR), (1, MULTILINEAR)):
-        assert rank.do(JobKind.STORE, [move(b, group, b, nvme=b) for b in range(2)]) == {}
-        assert read_header(slot_on_drive(rank, group, 0)).checksum_kind == kinds
-    used = [any(any(bytes(rank.staging.run_view(at, 0, 8))) for at in [rank.classes[group]]) for group in (0, 1)]
-    assert used == [True, False]
-    rank.mover.close()

@@ -8,13 +8,11 @@ import logging
 import threading
 
 import pytest
-from ranks import FINGERPRINT, GPU_BLOCKS, GROUPS, Rank, move, segment_of
+from ranks import GPU_BLOCKS, GROUPS, Rank, move, segment_of
 
-from kvdisk.device.header import SlotIdentity, seal_slot
-from kvdisk.geometry import HEADER_BYTES, Namespace
+from kvdisk.geometry import HEADER_BYTES
 from kvdisk.messages import JobKind, Plan, Reason
 from kvdisk.worker.copier import HostCopier
-from kvdisk.worker.runner import MOST_SCATTERS
 
 WAIT_S = 600.0
 
@@ -40,30 +38,6 @@ def test_a_flipped_byte_in_the_cpu_tier(rank):
     rank.erase()
     rank.arena.view(rank.classes[0], 4)[HEADER_BYTES + 7] ^= 1
     refused_alone(rank, moves, 4, Reason.CHECKSUM)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"namespace": Namespace(bytes(32), 0)},
-        {"namespace": Namespace(FINGERPRINT, 1)},
-        {"key": move(99).key},
-        {"generation": 8},
-        {"rank": 1, "rank_count": 2},
-        {"payload_bytes": 6000},
-    ],
-)
-def test_the_slot_was_sealed_for_others(rank, change):
-    moves = [move(0, 0, 0, rank.cpu(0, 0))]
-    rank.do(JobKind.STORE, moves)
-    rank.erase()
-    size, namespace = GROUPS[0].payload_bytes, Namespace(FINGERPRINT, 0)
-    sealed = SlotIdentity(namespace, moves[0].key, moves[0].generation, size, 0, 1)
-    slot = rank.arena.view(rank.classes[0], 0)
-    seal_slot(slot, sealed._replace(**change), None)
-    refused_alone(rank, moves, 0, Reason.HEADER)
-    seal_slot(slot, sealed, None)
-    assert rank.do(JobKind.LOAD, moves) == {}
 
 
 def test_promotion_of_a_corrupt_slot_fails_alone(rank):
@@ -104,49 +78,6 @@ def test_a_full_drive(rank, caplog):
         rank.do(JobKind.DEMOTE, moves[:1])
     assert len(caplog.records) == 2
     assert "more like it" in caplog.records[1].message
-
-
-def test_a_segment_that_is_not_open(rank):
-    moves = rank.stored(4)
-    rank.do(JobKind.DROP_SEGMENT, segment=segment_of(0))
-    rank.layers[1][0][9] = 5
-    rank.do(JobKind.STORE, [move(9, 1, 9, nvme=9)])
-    rank.erase()
-    assert rank.do(JobKind.LOAD, [*moves, move(9, 1, 9, nvme=9)]) == dict.fromkeys(range(4), Reason.IO_ERROR)
-    assert not rank.is_erased(1, 9)
-
-
-def test_what_has_not_started_in_time_fails(rank):
-    """Scatters are waited for, however long they take, and what waits behind them is given up."""
-    count = 2 * GPU_BLOCKS
-    moves = [move(b % GPU_BLOCKS, 0, b % GPU_BLOCKS, rank.cpu(0, b % GPU_BLOCKS)) for b in range(count)]
-    assert rank.do(JobKind.STORE, moves[:GPU_BLOCKS]) == {}
-    rank.erase()
-    copier = rank.mover._copier
-    copier.held = True
-    load = rank.submit(JobKind.LOAD, moves)
-    rank.run()
-    rank.now_s = 11.0
-    assert load not in rank.run()
-    copier.held = False
-    failed = rank.run()[load].failed
-    assert set(failed.values()) == {Reason.DEADLINE}
-    assert len(failed) == rank.stats["deadline_misses"] == count - 4 * MOST_SCATTERS
-    assert rank.stats["late_moves"] == 0
-    assert not any(rank.is_erased(0, moves[at].block) for at in set(range(count)) - set(failed))
-
-
-def test_void_loads_end_as_failed_whatever_they_read(rank):
-    moves = rank.stored(GPU_BLOCKS)
-    rank.device.plan.hold = True
-    load = rank.submit(JobKind.LOAD, moves)
-    rank.run()
-    rank.mover.submit(Plan(void=(load,)))
-    assert load not in rank.run()
-    rank.device.plan.hold = False
-    rank.device.release()
-    assert rank.run()[load].failed == dict.fromkeys(range(GPU_BLOCKS), Reason.CANCELLED)
-    assert all(rank.is_erased(0, at) for at in range(GPU_BLOCKS))
 
 
 def test_void_reaches_a_result_that_nobody_has_polled_for(rank):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-from ranks import GPU_BLOCKS, GROUPS, NamedFiles, Rank, keeping, move, segment_of
+from ranks import GPU_BLOCKS, NamedFiles, Rank, keeping, move, segment_of
 
 from kvdisk.messages import JobKind, Move, Reason
 from kvdisk.worker.runner import MOST_LATE, MOST_WRITES
@@ -49,47 +49,6 @@ def test_a_late_read_is_reported_and_touches_nothing_when_it_ends(rank, caplog):
     assert all(rank.is_erased(0, at) for at in late)
     assert len(rank.device.submitted) == seen
     assert rank.do(JobKind.LOAD, moves) == {}
-
-
-def test_staging_is_reused_only_after_the_device_has_ended(rank):
-    moves = rank.stored(GPU_BLOCKS)
-    hang_next(rank)
-    rank.submit(JobKind.LOAD, moves[:2])
-    pass_deadline(rank)
-    assert fresh_staging(rank, lambda: rank.do(JobKind.LOAD, moves[2:])) == {2, 3}
-    rank.device.let_go()
-    rank.run()
-    assert fresh_staging(rank, lambda: rank.do(JobKind.LOAD, moves)) == {0, 1}
-
-
-def fresh_staging(rank: Rank, act) -> set[int]:
-    """Which of the eight slots are written by what ``act`` does; it does not fail."""
-    slot_bytes = GROUPS[0].slot_bytes
-    memory = rank.staging_view(rank.classes[0], 8)
-    memory[:] = b"\x11" * len(memory)
-    assert act() == {}
-    return {at for at in range(8) if memory[at * slot_bytes : at * slot_bytes + 8] != b"\x11" * 8}
-
-
-@pytest.mark.parametrize("kind", [JobKind.STORE, JobKind.DEMOTE])
-def test_a_late_write_ends_its_job_and_writes_when_it_ends(rank, kind):
-    """The store's gather has ended: its GPU block is not read any more."""
-    payload = rank.payload(0, 1)
-    moves = [move(1, 0, 1, nvme=1)]
-    if kind is JobKind.DEMOTE:
-        rank.do(JobKind.STORE, [move(1, 0, 1, rank.cpu(0, 0))])
-        moves = [move(1, cpu=rank.cpu(0, 0), nvme=1)]
-    hang_next(rank)
-    job = rank.submit(kind, moves)
-    pass_deadline(rank)
-    assert rank.results[job].failed == {0: Reason.DEADLINE}
-    assert rank.results[job].late == {0}
-    rank.erase()
-    rank.device.let_go()
-    rank.run()
-    assert rank.released == {job: 1}
-    assert rank.do(JobKind.LOAD, [move(1, 0, 1, nvme=1)]) == {}
-    assert rank.payload(0, 1) == payload
 
 
 def test_late_batches_are_bounded_and_then_nothing_starts(rank):
