@@ -58,7 +58,6 @@ LAYOUTS = [
     layers_in_falling_order,
     layers_with_a_gap,
 ]
-STACKS = [3, 1, 1, 3, 3, 2]
 
 
 def payload(layers, block: int) -> bytes:
@@ -68,16 +67,6 @@ def payload(layers, block: int) -> bytes:
 def arena_for(*groups: LayerBlocks) -> Arena:
     sizes = [HEADER_BYTES + round_up(group.payload_bytes, ALIGNMENT) for group in groups]
     return Arena(sizes, [SLOTS] * len(sizes), pin=False)
-
-
-@pytest.mark.parametrize(("layout", "count"), list(zip(LAYOUTS, STACKS, strict=True)))
-def test_layers_at_a_regular_distance_are_one_stack(layout, count):
-    layers = layout()
-    blocks = LayerBlocks(layers)
-    assert len(blocks.stacks) == count
-    assert blocks.payload_bytes == sum(layer.shape[1] for layer in layers)
-    joined = b"".join(bytes(stack.blocks[3].contiguous().numpy()) for stack in blocks.stacks)
-    assert joined == payload(layers, 3)
 
 
 def make_copiers(groups):

@@ -72,12 +72,6 @@ def test_a_full_drive(rank, caplog):
     assert len(caplog.records) == 1  # one cause, one warning
     rank.device.plan.full = False
     assert rank.do(JobKind.DEMOTE, moves) == {}
-    rank.device.plan.full = True
-    rank.now_s += 100.0
-    with caplog.at_level(logging.WARNING, "kvdisk.worker"):
-        rank.do(JobKind.DEMOTE, moves[:1])
-    assert len(caplog.records) == 2
-    assert "more like it" in caplog.records[1].message
 
 
 def test_void_reaches_a_result_that_nobody_has_polled_for(rank):

@@ -9,7 +9,7 @@ import time
 import pytest
 from ranks import Rank, move
 
-from kvdisk.messages import Job, JobKind, Plan, Reason
+from kvdisk.messages import JobKind, Plan, Reason
 from kvdisk.worker.mover import URGENT_S
 
 BLOCKS = range(20)
@@ -21,37 +21,6 @@ def until(condition) -> None:
     while not condition():
         assert time.monotonic() < end_s
         time.sleep(0.001)
-
-
-def save(rank: Rank, moves) -> Job:
-    job = rank.job(JobKind.STORE, moves)
-    rank.mover.protect(Plan((job,), urgent=(job.id,)), rank.mover.compute_done())
-    return job
-
-
-def test_what_the_blocks_held_is_stored_though_they_are_overwritten_at_once(rank):
-    before = {block: rank.payload(0, block) for block in BLOCKS}
-    job = save(rank, [move(block, 0, block, rank.cpu(0, block)) for block in BLOCKS])
-    rank.erase()
-    assert rank.run()[job.id].failed == {}
-    assert rank.do(JobKind.LOAD, [move(block, 0, block, rank.cpu(0, block)) for block in BLOCKS]) == {}
-    assert {block: rank.payload(0, block) for block in BLOCKS} == before
-
-
-def test_the_drive_is_not_waited_for_and_what_has_not_begun_never_begins(rank):
-    before = {block: rank.payload(0, block) for block in BLOCKS}
-    rank.device.plan.hold = True
-    job = save(rank, [move(block, 0, block, nvme=block) for block in BLOCKS])
-    rank.erase()
-    rank.device.plan.hold = False
-    rank.device.release()
-    failed = rank.run()[job.id].failed
-    assert set(failed.values()) == {Reason.DEADLINE}, "staging was full, and nobody waits for the drive"
-    saved = [block for block in BLOCKS if block not in failed]
-    assert 0 < len(saved) < len(BLOCKS)
-    assert rank.do(JobKind.LOAD, [move(block, 0, block, nvme=block) for block in saved]) == {}
-    assert all(rank.payload(0, block) == before[block] for block in saved)
-    assert all(rank.is_erased(0, block) for block in failed)
 
 
 @pytest.mark.parametrize("held", [False, True])

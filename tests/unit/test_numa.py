@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,11 +68,3 @@ def test_an_arena_is_near_its_gpu_before_it_is_pinned(cuda, monkeypatch, node, p
     ((found, byte_count),) = cuda
     assert found.startswith(policy)
     assert byte_count == 16 * 8192
-
-
-def test_an_arena_that_cannot_be_near_serves_where_it_is(cuda, monkeypatch, caplog):
-    monkeypatch.setattr(arenas, "node_of", lambda *_: 63)
-    with caplog.at_level(logging.WARNING, "kvdisk.worker"):
-        Arena([8192], [16], pin=True).close()
-    assert "NUMA node 63" in caplog.text
-    assert [policy for policy, _ in cuda] == ["default"]
