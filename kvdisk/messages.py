@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole wire between the manager (scheduler process) and the workers: plain values.
 
-A ``Plan`` goes down each engine step, a ``Report`` comes back. Nothing in them is a path or an
-address, and none of their fields is of a foreign class.
+A ``Plan`` goes down each engine step, a ``Report`` comes back. They hold no path and no
+address, and no value of another package.
 """
 
 from __future__ import annotations
@@ -124,12 +124,15 @@ class Job(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One step's work. ``fence``: stores to whose GPU blocks this step writes: sent in earlier plans, or in this one.
-    Before it writes their copies from the GPU end; what of them cannot begin at once is given up.
-    ``void``: loads already sent whose bytes stopped being right (a reset): they end as failed whatever they read.
-    ``urgent``: stores of this plan of what a preemption takes away: as ``fence``, but what cannot begin has a moment.
-    ``idle``: no model runs in this step, which is there for transfers or commits: a worker may wait a moment for them.
-    ``off``: the scheduler's half is off, for good, and a worker that gets it is off, too: its loads end as failed.
+    """One step's work.
+
+    ``fence``: stores, of earlier plans or this one, whose GPU blocks this step overwrites. The model
+    waits until their copies from the GPU have ended; a copy that cannot begin at once is given up.
+    ``urgent``: stores of this plan that save what a preemption takes away: like ``fence``, but a copy
+    may wait a moment before it begins. ``void``: loads of earlier plans whose bytes are no longer
+    right, after a reset: they end as failed. ``idle``: no model runs in this step, so that a worker
+    may wait briefly for transfers. ``off``: the scheduler's half has switched itself off for good;
+    the worker does so too, and its loads end as failed.
     """
 
     jobs: tuple[Job, ...] = ()
@@ -158,11 +161,11 @@ class Plan(NamedTuple):
 
 @dataclass(slots=True)
 class JobResult:
-    """How a job ended: ranks that answered, and the failed moves (position in ``Job.moves``) of any of them.
+    """How a job ended: how many ranks answered, and which moves failed on any of them (position in ``Job.moves``).
 
-    A job without moves that failed has position -1. ``late``: moves among the failed (DEADLINE) that the device of
-    some rank has begun and not ended: it may still touch their slots, in memory and on the drive, until all of the
-    ``late_ranks`` ranks concerned have named the job in ``Report.released``.
+    A failed job without moves has position -1. ``late``: moves that failed with DEADLINE while the device of some
+    rank had begun them. It may still touch their slots, in memory and on the drive, until all ``late_ranks`` ranks
+    have named the job in ``Report.released``.
     """
 
     ranks: int = 1
@@ -173,11 +176,11 @@ class JobResult:
 
 @dataclass(slots=True)
 class Report:
-    """What one rank, or after ``merge`` several, finished since the last report.
+    """What one rank, or several after ``merge``, finished since the last report.
 
-    ``released``: by job, how many ranks' late moves have ended; in the report of the result or a later one.
-    ``copied``: by store that has not ended, on how many ranks nothing of it reads the GPU any more.
-    ``off``: a rank has switched itself off, and the other results may be missing: the scheduler's half does so, too.
+    ``released``: by job, on how many ranks its late moves have ended; never before the job's result.
+    ``copied``: by store that has not ended, on how many ranks it has stopped reading the GPU. ``off``: a rank has
+    switched itself off, and results may be missing: the scheduler's half switches itself off too.
     """
 
     results: dict[JobId, JobResult] = field(default_factory=dict)

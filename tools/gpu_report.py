@@ -148,8 +148,8 @@ def measure_copies(lanes: Lanes, block_bytes: int, total_bytes: int, repetitions
     slots, blocks = list(range(count)), list(range(count))[::-1]
     found = []
     for name, act in (
-        ("gather", lambda: copier.wait(copier.gather(0, blocks, Slots(arena, 0, slots)))),
-        ("scatter", lambda: copier.wait(copier.scatter(0, Slots(arena, 0, slots), blocks))),
+        ("gather", lambda: copier.gather(0, blocks, Slots(arena, 0, slots)).synchronize()),
+        ("scatter", lambda: copier.scatter(0, Slots(arena, 0, slots), blocks).synchronize()),
     ):
         speed, samples = median_speed(count * block_bytes, act, repetitions)
         found.append({"what": name, "block_bytes": block_bytes, "bytes_per_s": speed, "samples": samples})
@@ -252,8 +252,7 @@ class Route:
 def unverified() -> Iterator[None]:
     """Let loads go without their checksums, to see what these cost."""
     with (
-        patch("kvdisk.worker.slot_headers.check_slot", lambda *_: None),
-        patch("kvdisk.worker.slot_headers.SlotHeaders.check_direct", lambda *_: ({}, [])),
+        patch("kvdisk.worker.slot_headers.SlotHeaders.check", lambda *_: ({}, [])),
         patch("kvdisk.worker.gpu_staging.PayloadSums.of", lambda *_: None),
     ):
         yield

@@ -71,14 +71,13 @@ class Arena:
             self._pin()
 
     def _come_near(self, gpu: int) -> None:
-        """Let the memory come from the node of a GPU, before it is touched. Farther memory serves as well, slower."""
+        """Let the memory come from the NUMA node of a GPU, before it is touched. Where it cannot, it is only slower."""
         import torch
 
         properties = torch.cuda.get_device_properties(gpu)
         if not hasattr(properties, "pci_bus_id"):
             return  # an older torch, or not a CUDA device
-        address = pci_address(properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
-        node = node_of(address)
+        node = node_of(properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
         if node is None:
             return
         try:
@@ -165,29 +164,13 @@ _PREFERRED = 1
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
-def pci_address(domain: int, bus: int, device: int) -> str:
-    """Return the name that sysfs has for a GPU's PCI function."""
-    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
-
-
-def node_of(address: str, sys: Path = SYS) -> int | None:
-    """Return the node of a PCI device; None where that is not known, or there is no other node with memory."""
+def node_of(domain: int, bus: int, device: int, sys: Path = SYS) -> int | None:
+    """Return the NUMA node of a PCI device; None where that is not known."""
     try:
-        nodes = parse_list((sys / "devices/system/node/has_memory").read_text())
-        node = int((sys / "bus/pci/devices" / address / "numa_node").read_text())
+        node = int((sys / f"bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/numa_node").read_text())
     except (OSError, ValueError):
         return None
-    return node if node in nodes and len(nodes) > 1 else None
-
-
-def parse_list(text: str) -> set[int]:
-    """Return the numbers of a list as sysfs writes it, such as ``0-1,4``. Raises ValueError for anything else."""
-    numbers: set[int] = set()
-    for part in text.strip().split(","):
-        if part:
-            first, _, last = part.partition("-")
-            numbers.update(range(int(first), int(last or first) + 1))
-    return numbers
+    return node if node >= 0 else None
 
 
 def prefer_node(start: int, byte_count: int, node: int) -> None:

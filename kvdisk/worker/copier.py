@@ -9,9 +9,9 @@ stacks. Layers that do not fit a stack become stacks of their own, one operation
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,12 +19,9 @@ import torch
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, contiguous_runs, round_up
 from kvdisk.worker.arena import Arena
 
-Mark = object
-"""A point in the model's work, made by ``compute_done``; None: nothing to wait for."""
-
 
 class Event(Protocol):
-    """A point in a stream of device work (``torch.cuda.Event`` is one)."""
+    """A point in a stream of device work, such as the end of a copy (``torch.cuda.Event`` is one)."""
 
     def query(self) -> bool:
         """Whether the device has passed it."""
@@ -33,13 +30,15 @@ class Event(Protocol):
         """Wait until it has."""
 
 
-class CopyTicket:
-    """One gather or scatter under way; ``event`` is None when it ended before it was returned."""
+class Passed:
+    """``Event`` of what has ended already."""
 
-    __slots__ = ("event",)
+    def query(self) -> bool:
+        """See ``Event``."""
+        return True
 
-    def __init__(self, event: Event | None = None) -> None:
-        self.event = event
+    def synchronize(self) -> None:
+        """See ``Event``."""
 
 
 class Slots(NamedTuple):
@@ -55,13 +54,17 @@ class Copier(Protocol):
 
     ``group``: KV-cache group. ``blocks``: GPU block ids. ``slots``: one for each block; only their
     payload takes part, though a gather may overwrite their headers. ``after``: the copy begins when
-    this point in the model's work has passed. From the call until ``done`` or ``wait`` say that the
-    copy ended, the copier owns the slots and blocks. ``compute_done`` and ``hold_model`` are called
-    on the model's thread, all else on the mover's.
+    this point in the model's work has passed. From the call until the event that it returns has
+    passed, the copier owns the slots and blocks. ``compute_done`` and ``hold_model`` are called on
+    the model's thread, all else on the mover's.
     """
 
-    def compute_done(self) -> Mark:
-        """Mark the model's work launched so far; a copy given the mark begins after it."""
+    def thread(self) -> AbstractContextManager[Any]:
+        """Return what the mover's thread runs within: its GPU is the current one, and it may write what vLLM made
+        in inference mode."""
+
+    def compute_done(self) -> Event | None:
+        """Return the end of the model's work launched so far, for ``after``; None: it has ended."""
 
     def hold_model(self) -> None:
         """Let the model's next work begin after every gather that was started so far.
@@ -69,17 +72,11 @@ class Copier(Protocol):
         On the device; does not wait on the host.
         """
 
-    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Mark = None) -> CopyTicket:
+    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:
         """Start copying blocks to slots."""
 
-    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Mark = None) -> CopyTicket:
+    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event:
         """Start copying slots to blocks. A forward pass launched once the copy is done sees them."""
-
-    def done(self, ticket: CopyTicket) -> bool:
-        """Whether a copy has ended. Does not wait."""
-
-    def wait(self, ticket: CopyTicket) -> None:
-        """Return when a copy has ended."""
 
 
 class Stack(NamedTuple):
@@ -171,14 +168,19 @@ class HostCopier:
     def __init__(self, groups: Sequence[LayerBlocks]) -> None:
         self._groups = tuple(groups)
 
-    def compute_done(self) -> Mark:
+    def thread(self) -> AbstractContextManager[Any]:
+        """See ``Copier``."""
+        mode: AbstractContextManager[Any] = torch.inference_mode()
+        return mode
+
+    def compute_done(self) -> Event | None:
         """See ``Copier``. The CPU platform's forward pass has ended when it returns."""
         return None
 
     def hold_model(self) -> None:
         """See ``Copier``. A gather has ended when it returns."""
 
-    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Mark = None) -> CopyTicket:  # noqa: ARG002
+    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:  # noqa: ARG002
         """See ``Copier``."""
         stacks = self._groups[group].stacks
         payloads, indices = slots.arena.tensor(slots.size_class), slots.indices
@@ -192,9 +194,9 @@ class HostCopier:
                     torch.index_select(stack.blocks, 0, at[start : start + count], out=target[first : first + count])
             else:
                 target.numpy()[np.array(indices)] = stack.blocks.numpy()[at.numpy()]
-        return CopyTicket()
+        return Passed()
 
-    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Mark = None) -> CopyTicket:  # noqa: ARG002
+    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event:  # noqa: ARG002
         """See ``Copier``."""
         stacks = self._groups[group].stacks
         payloads, indices = slots.arena.tensor(slots.size_class), slots.indices
@@ -208,15 +210,7 @@ class HostCopier:
                     target[at[start : start + count]] = source[first : first + count]
             else:
                 target[at] = source[np.array(indices)]
-        return CopyTicket()
-
-    def done(self, ticket: CopyTicket) -> bool:
-        """See ``Copier``."""
-        return ticket.event is None
-
-    def wait(self, ticket: CopyTicket) -> None:
-        """See ``Copier``."""
-        assert ticket.event is None
+        return Passed()
 
 
 def _run_by_run(runs: Sequence[tuple[int, int]], stacks: Sequence[Stack]) -> bool:
@@ -302,7 +296,14 @@ class CudaCopier:
         for lane in Lane:
             lanes.wait(lane, zeroed)
 
-    def compute_done(self) -> Mark:
+    @contextmanager
+    def thread(self) -> Iterator[None]:
+        """See ``Copier``."""
+        device = self._lanes.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), torch.inference_mode():
+            yield
+
+    def compute_done(self) -> Event | None:
         """See ``Copier``."""
         return self._lanes.record(None)
 
@@ -310,13 +311,13 @@ class CudaCopier:
         """See ``Copier``."""
         self._lanes.wait(None, self._lanes.record(Lane.STORE))
 
-    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Mark = None) -> CopyTicket:
+    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:
         """See ``Copier``."""
         layers, indices = self._groups[group], slots.indices
         tensor = slots.arena.tensor(slots.size_class)
         with self._lanes.on(Lane.STORE):
             if after is not None:
-                self._lanes.wait(Lane.STORE, cast(Event, after))
+                self._lanes.wait(Lane.STORE, after)
             at = self._lanes.numbers(blocks)
             for start, count, scratch in self._parts(Lane.STORE, tensor, len(blocks)):
                 for stack in layers.stacks:
@@ -329,9 +330,9 @@ class CudaCopier:
                 for run_start, run in contiguous_runs(indices[start : start + count], count):
                     first = indices[start + run_start]
                     tensor[first : first + run].copy_(scratch[run_start : run_start + run], non_blocking=True)
-            return CopyTicket(self._lanes.record(Lane.STORE))
+            return self._lanes.record(Lane.STORE)
 
-    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Mark = None) -> CopyTicket:
+    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event:
         """See ``Copier``. The blocks' earlier owner has ended with ``after``."""
         layers, indices = self._groups[group], slots.indices
         tensor = slots.arena.tensor(slots.size_class)
@@ -342,20 +343,11 @@ class CudaCopier:
                     first = indices[start + run_start]
                     scratch[run_start : run_start + run].copy_(tensor[first : first + run], non_blocking=True)
                 if after is not None and start == 0:
-                    self._lanes.wait(Lane.LOAD, cast(Event, after))
+                    self._lanes.wait(Lane.LOAD, after)
                 for stack in layers.stacks:
                     target = layers.widened(stack.blocks)
                     target.index_copy_(0, at[start : start + count], layers.widened(_payload_part(scratch, stack)))
-            return CopyTicket(self._lanes.record(Lane.LOAD))
-
-    def done(self, ticket: CopyTicket) -> bool:
-        """See ``Copier``."""
-        return ticket.event is None or ticket.event.query()
-
-    def wait(self, ticket: CopyTicket) -> None:
-        """See ``Copier``."""
-        if ticket.event is not None:
-            ticket.event.synchronize()
+            return self._lanes.record(Lane.LOAD)
 
     def _parts(self, lane: Lane, slots: torch.Tensor, total: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yield (first position, count, scratch (count, slot_bytes)) of parts that fit the scratch."""

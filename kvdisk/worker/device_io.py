@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from kvdisk.blocks import Tier
 from kvdisk.device.base import Device, Op, Outcome, Transfer
 from kvdisk.errors import QuietLog
+from kvdisk.geometry import contiguous_runs, slot_offset
 from kvdisk.messages import Reason
 from kvdisk.stats import Stats
-from kvdisk.worker.routes import OpenFile, Part, split_transfer, transfers_of
+from kvdisk.worker.routes import OpenFile, Part
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -58,9 +59,9 @@ class DeviceIo:
     def uses(self, segment: int) -> bool:
         """Whether a batch under way, late or not, names the segment."""
         return any(
-            place is not None and place.segment == segment
+            part.work.job.moves[position].slots[Tier.NVME].segment == segment
             for part in (flight.part for flight in self._flights.values())
-            for place in (part.work.job.moves[position].slots.get(Tier.NVME) for position in part.positions)
+            for position in part.positions
         )
 
     @property
@@ -135,14 +136,6 @@ class DeviceIo:
             found.append((part, {**dict.fromkeys(part.positions, Reason.DEADLINE), **flight.failed}))
         return found
 
-    def abandon(self) -> list[Part]:
-        """Wait until nothing is under way, and forget the parts; return those that were late."""
-        self._device.drain()
-        late = [flight.part for flight in self._flights.values() if flight.part.late]
-        self._flights.clear()
-        self.late.clear()
-        return late
-
     def _submit(self, flight: _Flight) -> None:
         self._flights[self._device.submit(flight.op, flight.transfers)] = flight
         self.reads += flight.op is Op.READ
@@ -166,3 +159,47 @@ class DeviceIo:
         if again:
             self._submit(_Flight(flight.part, flight.op, again, alone, flight.sent_s, flight.failed))
         return bool(again)
+
+
+def transfers_of(part: Part, files: Mapping[int, OpenFile]) -> tuple[list[Transfer], list[list[int]], list[int]]:
+    """Merge neighbouring slots of a part into one transfer for each run within a segment.
+
+    Returns the transfers, for each of them the positions of its moves, and the positions of moves
+    whose segment is not open.
+    """
+    moves, positions, slots = part.work.job.moves, part.positions, part.slots
+    places = [moves[position].slots[Tier.NVME] for position in positions]
+    transfers: list[Transfer] = []
+    members: list[list[int]] = []
+    unopened: list[int] = []
+    start, total = 0, len(positions)
+    while start < total:
+        segment, first = places[start]
+        end = start + 1
+        while end < total and places[end] == (segment, first + end - start):
+            end += 1
+        file = files.get(segment)
+        if file is None:
+            unopened += positions[start:end]
+        else:
+            assert file.slot_bytes == part.slot_bytes, "slots of another size"
+            assert first + end - start <= file.slot_count, "a slot behind the segment's last"
+            buffers = tuple(
+                part.arena.run_view(part.size_class, slots[start + at], count)
+                for at, count in contiguous_runs(slots[start:end], end - start)
+            )
+            transfers.append(Transfer(file.fd, slot_offset(file.slot_bytes, first), buffers))
+            members.append(positions[start:end])
+        start = end
+    return transfers, members, unopened
+
+
+def split_transfer(transfer: Transfer, slot_bytes: int, count: int) -> list[Transfer]:
+    """Cut a transfer of ``count`` slots into one for each slot."""
+    views = [
+        buffer[start : start + slot_bytes]
+        for buffer in transfer.buffers
+        for start in range(0, buffer.nbytes, slot_bytes)
+    ]
+    assert len(views) == count
+    return [Transfer(transfer.fd, transfer.offset + at * slot_bytes, (view,)) for at, view in enumerate(views)]

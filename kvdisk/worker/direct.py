@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -115,23 +116,23 @@ def choose_direct(
     from kvdisk.worker.gpu_staging import GpuStaging
 
     arena, staging = Arena(slot_sizes, slot_counts, pin=lanes.device.type == "cuda"), None
-    report = DirectReport()
+    found = DirectReport()
     try:
         staging = GpuStaging(slot_sizes, slot_counts, lanes)
-        report = _try(directory, file_bytes, make_device, arena, staging)
+        found = _try(directory, file_bytes, make_device, arena, staging)
     except Exception as error:  # torch's of a full GPU, kvikio's, the file system's
-        report.problems.append(" ".join(str(error).split()) or type(error).__name__)
-    if report.silent:
-        _given_up.append((arena, staging))
-        return DirectChoice(None, report.line(slot_sizes), False)
-    arena.close()
-    usable = not report.problems and {each.size_class for each in report.figures} == set(range(len(slot_sizes)))
+        found.problems.append(" ".join(str(error).split()) or type(error).__name__)
+    usable = not found.problems and {each.size_class for each in found.speeds} == set(range(len(slot_sizes)))
     if always:
-        report.loads = set(range(len(slot_sizes))) if usable else set()
-        report.stores = report.loads
-    line = report.line(slot_sizes)
-    if staging is not None and report.loads | report.stores:
-        return DirectChoice(Direct(staging, frozenset(report.loads), frozenset(report.stores)), line, usable)
+        found.loads = set(range(len(slot_sizes))) if usable else set()
+        found.stores = found.loads
+    line = found.line(slot_sizes)
+    if found.silent:
+        _given_up.append((arena, staging))
+        return DirectChoice(None, line, False)
+    arena.close()
+    if staging is not None and found.loads | found.stores:
+        return DirectChoice(Direct(staging, frozenset(found.loads), frozenset(found.stores)), line, usable)
     if staging is not None:
         staging.close()
     return DirectChoice(None, line, usable)
@@ -142,24 +143,24 @@ def _try(
 ) -> DirectReport:
     with nameless_file(directory, file_bytes) as (opened, _):
         device, fd = make_device(), os.dup(opened)
-        report = try_direct(fd, file_bytes, device, arena, staging)
-        if report.silent:
+        found = try_direct(fd, file_bytes, device, arena, staging)
+        if found.silent:
             _given_up.append((device, fd))  # open: what has not ended may still use the number
         else:
             device.close()
             os.close(fd)
-        return report
+        return found
 
 
 FASTER = 1.1
 """So many times as fast as host memory in runs of neighbours, and not slower in single slots, has it to be."""
 PART_BYTES = 8 << 20
 BUDGET_S = 1.0
-_MOST_REPETITIONS = 5
+_MOST_ROUNDS = 5
 _GIVE_UP_S = 5.0
 
 
-class Figure(NamedTuple):
+class Speed(NamedTuple):
     """Medians of bytes per second. ``run``: whether neighbours were moved together."""
 
     size_class: int
@@ -178,7 +179,7 @@ class DirectReport:
 
     loads: set[int] = field(default_factory=set)
     stores: set[int] = field(default_factory=set)
-    figures: list[Figure] = field(default_factory=list)
+    speeds: list[Speed] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     silent: bool = False
 
@@ -189,13 +190,13 @@ class DirectReport:
             for what, which in (("loads", self.loads), ("stores", self.stores))
             if which
         ]
-        what = " and ".join(chosen) if chosen else "nothing"
         speeds = [
             f"{slot_sizes[each.size_class]} bytes {each.op.value} {'in runs' if each.run else 'alone'} "
             f"{each.direct / 1e6:.0f} ({each.host / 1e6:.0f} into host memory)"
-            for each in self.figures
+            for each in self.speeds
         ]
         why = "; ".join([*self.problems, *(["MB/s: " + ", ".join(speeds)] if speeds else [])])
+        what = " and ".join(chosen) or "nothing"
         return f"kvdisk moves {what} straight between drive and GPU: {why or 'there was no room to try it'}"
 
 
@@ -203,22 +204,13 @@ class _Silence(Exception):
     """A batch has not ended in time."""
 
 
-def try_direct(
-    fd: int,
-    file_bytes: int,
-    device: Device,
-    arena: Arena,
-    staging: GpuStaging,
-    *,
-    budget_s: float = BUDGET_S,
-    repetitions: int = _MOST_REPETITIONS,
-) -> DirectReport:
+def try_direct(fd: int, file_bytes: int, device: Device, arena: Arena, staging: GpuStaging) -> DirectReport:
     """Write and read every size of slot both ways, compare the bytes, and measure.
 
     ``fd``: a file of ``file_bytes`` allocated bytes that is nobody else's, on the drive that moves are made to, and
     which ``device`` does not know yet. ``device``: of both kinds of memory; the caller's to close, and of no
     other use before. ``arena``: host staging of the same sizes. Both memories' bytes are overwritten. Only the drive's
-    times are compared: a copy of one part hides behind that of the next. Waits, for about ``budget_s`` for each size;
+    times are compared: a copy of one part hides behind that of the next. Waits, for about ``BUDGET_S`` for each size;
     raises nothing that a drive can cause.
     """
     report = DirectReport()
@@ -227,14 +219,12 @@ def try_direct(
     device.attach_file(fd)
     try:
         for size_class, slot_bytes in enumerate(arena.slot_sizes):
-            counts = (arena.slot_counts[size_class], staging.slot_counts[size_class], file_bytes // slot_bytes)
-            if min(counts) >= 2:
-                trial = _Trial(fd, device, arena, staging, size_class, min(counts))
-                trial.run(report, budget_s, repetitions)
+            count = min(arena.slot_counts[size_class], staging.slot_counts[size_class], file_bytes // slot_bytes)
+            if count >= 2:
+                _Trial(fd, device, arena, staging, size_class, count).run(report)
     except _Silence:
-        report = DirectReport(problems=[f"the drive has not answered for {_GIVE_UP_S:.0f} s"], silent=True)
-    if not report.silent:
-        device.detach_file(fd)
+        return DirectReport(problems=[f"the drive has not answered for {_GIVE_UP_S:.0f} s"], silent=True)
+    device.detach_file(fd)
     return report
 
 
@@ -251,46 +241,45 @@ class _Trial:
         self._count = count
         self._random = random.Random(size_class)  # noqa: S311 - the same places for both
 
-    def run(self, report: DirectReport, budget_s: float, repetitions: int) -> None:
+    def run(self, report: DirectReport) -> None:
         """Add what is found to the report. Raises _Silence."""
         problem = self._check()
         if problem:
             report.problems.append(f"of {self._slot_bytes} bytes {problem}")
             return
-        samples: dict[tuple[Op, bool, bool], list[float]] = {}
-        deadline_s = time.monotonic() + budget_s
-        for repetition in range(repetitions):
-            for op in (Op.WRITE, Op.READ):
-                for run in (True, False):
-                    for direct in (False, True):
-                        if not repetition or time.monotonic() < deadline_s:
-                            samples.setdefault((op, run, direct), []).append(self._sample(op, run, direct))
+        samples: dict[tuple[Op, bool, bool], list[float]] = {
+            case: [] for case in product((Op.WRITE, Op.READ), (True, False), (False, True))
+        }
+        deadline_s = time.monotonic() + BUDGET_S
+        for case in list(samples) * _MOST_ROUNDS:
+            if not samples[case] or time.monotonic() < deadline_s:
+                samples[case].append(self._sample(*case))
         for op, chosen in ((Op.READ, report.loads), (Op.WRITE, report.stores)):
             ratios = {}
             for run in (True, False):
-                host, straight = (statistics.median(samples[op, run, way]) for way in (False, True))
-                report.figures.append(Figure(self._size_class, op, run, host, straight))
-                ratios[run] = straight / host
+                host, direct = (statistics.median(samples[op, run, way]) for way in (False, True))
+                report.speeds.append(Speed(self._size_class, op, run, host, direct))
+                ratios[run] = direct / host
             if ratios[True] >= FASTER and ratios[False] >= 1.0:
                 chosen.add(self._size_class)
 
     def _check(self) -> str:
         """Return what is wrong with bytes that go the one way and come the other, "" for nothing."""
-        host, gpu = self._arena.tensor(self._size_class), self._staging.tensor(self._size_class)
-        for direct_op, said in ((Op.WRITE, "written"), (Op.READ, "read")):
+        pair = self._arena.run_view(self._size_class, 0, 2)
+        host, gpu = self._arena.tensor(self._size_class)[:2], self._staging.tensor(self._size_class)[:2]
+        for straight, said in ((Op.WRITE, "written"), (Op.READ, "read")):
             data = self._random.randbytes(2 * self._slot_bytes)
-            pair = self._arena.run_view(self._size_class, 0, 2)
             pair[:] = data
-            gpu[:2].copy_(host[:2] if direct_op is Op.WRITE else 0 * host[:2])
-            host_op = Op.READ if direct_op is Op.WRITE else Op.WRITE
-            if direct_op is Op.WRITE:
-                pair[:] = bytes(len(data))
+            gpu.zero_()
+            if straight is Op.WRITE:
+                gpu.copy_(host)
+                host.zero_()
             for op in (Op.WRITE, Op.READ):
-                errors = self._move(op, [Transfer(self._fd, 0, (self._room(op is direct_op, 0, 2),))])
-                if errors:
-                    return f"a {op.value} that was tried failed {'straight' if op is direct_op else 'in host memory'}"
-            if host_op is Op.WRITE:
-                host[:2].copy_(gpu[:2])
+                batch = [Transfer(self._fd, 0, (self._slots(op is straight, 0, 2),))]
+                if self._await({self._device.submit(op, batch)}):
+                    return f"a {op.value} that was tried failed {'straight' if op is straight else 'in host memory'}"
+            if straight is Op.READ:
+                host.copy_(gpu)
             if pair != data:
                 return f"what was {said} straight is not what is on the drive"
         return ""
@@ -304,24 +293,19 @@ class _Trial:
         began_s = time.monotonic()
         tickets = set()
         for start in range(0, self._count, each):
-            count = min(each, self._count - start)
-            if run:
-                batch = [Transfer(self._fd, start * self._slot_bytes, (self._room(direct, start, count),))]
-            else:
-                batch = [
-                    Transfer(self._fd, places[at] * self._slot_bytes, (self._room(direct, at, 1),))
-                    for at in range(start, start + count)
-                ]
+            at = range(start, min(start + each, self._count))
+            moved = [(start, start, len(at))] if run else [(places[slot], slot, 1) for slot in at]
+            batch = [
+                Transfer(self._fd, place * self._slot_bytes, (self._slots(direct, slot, count),))
+                for place, slot, count in moved
+            ]
             tickets.add(self._device.submit(op, batch))
         self._await(tickets)
         return self._count * self._slot_bytes / max(time.monotonic() - began_s, 1e-9)
 
-    def _room(self, direct: bool, start: int, count: int) -> Buffer:
+    def _slots(self, direct: bool, start: int, count: int) -> Buffer:
         memory = self._staging if direct else self._arena
         return memory.run_view(self._size_class, start, count)
-
-    def _move(self, op: Op, batch: Sequence[Transfer]) -> dict[int, int]:
-        return self._await({self._device.submit(op, batch)})
 
     def _await(self, tickets: set[int]) -> dict[int, int]:
         """Wait for batches; return the errors of them all. Raises _Silence."""

@@ -149,11 +149,10 @@ FILE_KINDS = frozenset({JobKind.OPEN_HOME, JobKind.OPEN_SEGMENT, JobKind.DROP_SE
 
 
 class _Done(NamedTuple):
-    """What became of a job. ``fd``: of the segment it opened; ``started``: False if cancelled."""
+    """What became of a job. ``fd``: of the segment it opened."""
 
     fd: int = -1
     error: BaseException | None = None
-    started: bool = True
 
 
 class FileJobs:
@@ -174,25 +173,26 @@ class FileJobs:
         self._threaded = threaded
         self.open: dict[int, OpenFile] = {}
         self.ended = 0
-        self._queued: deque[Job] = deque()
-        self._out: deque[Job] = deque()
-        """Jobs with the thread, in order, and those of which ``turn`` has not heard the end."""
+        self._jobs: deque[Job] = deque()
+        """Those that have not ended, in order; the thread has the first ``_handed``."""
+        self._handed = 0
         self._tasks: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[_Done] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[_Done | None] = queue.SimpleQueue()
+        """In the order of the jobs; None: it was not started, for the mover closes."""
         self._stopping = False
         self._thread: threading.Thread | None = None
 
     def add(self, job: Job) -> None:
         """Queue a job."""
         assert job.kind in FILE_KINDS
-        self._queued.append(job)
+        self._jobs.append(job)
 
     def needed_by(self, job: Job) -> int:
         """Return the number of the last job that opens or drops a segment of ``job``; 0: none."""
         last = 0
-        if self._out or self._queued:
+        if self._jobs:
             named = {move.slots[Tier.NVME].segment for move in job.moves if Tier.NVME in move.slots}
-            for number, other in enumerate((*self._out, *self._queued), self.ended + 1):
+            for number, other in enumerate(self._jobs, self.ended + 1):
                 if other.segment is not None and other.segment.segment in named:
                     last = number
         return last
@@ -200,19 +200,20 @@ class FileJobs:
     def turn(self) -> list[tuple[Job, Reason | None]]:
         """Start what can start; return the jobs that have ended, and why they failed."""
         ended: list[tuple[Job, Reason | None]] = []
-        while self._hand_over() | self._collect(ended):
-            pass
+        happened = True
+        while happened:
+            while self._handed and not self._done.empty():
+                ended.append(self._end(self._done.get()))
+            happened = self._hand_over()
         return ended
 
     def stop(self) -> list[tuple[Job, Reason | None]]:
         """End what has started, however long it takes; return all jobs left, others as CANCELLED."""
         self._stopping = True
-        ended: list[tuple[Job, Reason | None]] = []
-        while self._out:
-            ended.append(self._note(self._done.get()))
-        while self._queued:
-            ended.append((self._queued.popleft(), Reason.CANCELLED))
-            self.ended += 1
+        ended = [self._end(self._done.get()) for _ in range(self._handed)]
+        ended += [(job, Reason.CANCELLED) for job in self._jobs]
+        self.ended += len(self._jobs)
+        self._jobs.clear()
         return ended
 
     def close(self) -> None:
@@ -222,47 +223,41 @@ class FileJobs:
             self._tasks.put(None)
             self._thread.join()
             self._thread = None
-        for opened in self.open.values():
-            self._device.detach_file(opened.fd)
-        self.open.clear()
+        for segment in list(self.open):
+            self._detach(segment)
         self._files.close()
 
     def _hand_over(self) -> bool:
-        handed = False
-        while self._queued and not self._must_wait(self._queued[0]):
-            job = self._queued.popleft()
-            if job.kind is JobKind.DROP_SEGMENT and job.segment is not None:
-                opened = self.open.pop(job.segment.segment, None)
-                if opened is not None:
-                    self._device.detach_file(opened.fd)
-            self._out.append(job)
-            handed = True
-            if not self._threaded:
-                self._done.put(self._run(job))
-                continue
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="kvdisk-files", daemon=True)
-                self._thread.start()
-            self._tasks.put(job)
-        return handed
-
-    def _must_wait(self, job: Job) -> bool:
-        """Whether a drop has to wait: for batches of its segment, or for an opening."""
-        if job.kind is not JobKind.DROP_SEGMENT:
+        """Give the thread one more job; return whether there was one that has not to wait."""
+        if self._handed == len(self._jobs):
             return False
-        assert job.segment is not None
-        return bool(self._out) or self._uses(job.segment.segment)
+        job = self._jobs[self._handed]
+        if job.kind is JobKind.DROP_SEGMENT:
+            assert job.segment is not None
+            # It waits for batches of its segment, and for its opening.
+            if self._handed or self._uses(job.segment.segment):
+                return False
+            self._detach(job.segment.segment)
+        self._handed += 1
+        if not self._threaded:
+            self._done.put(self._run(job))
+            return True
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="kvdisk-files", daemon=True)
+            self._thread.start()
+        self._tasks.put(job)
+        return True
 
-    def _collect(self, ended: list[tuple[Job, Reason | None]]) -> bool:
-        count = len(ended)
-        while self._out and not self._done.empty():
-            ended.append(self._note(self._done.get()))
-        return len(ended) > count
+    def _detach(self, segment: int) -> None:
+        opened = self.open.pop(segment, None)
+        if opened is not None:
+            self._device.detach_file(opened.fd)
 
-    def _note(self, done: _Done) -> tuple[Job, Reason | None]:
-        job = self._out.popleft()
+    def _end(self, done: _Done | None) -> tuple[Job, Reason | None]:
+        job = self._jobs.popleft()
+        self._handed -= 1
         self.ended += 1
-        if not done.started:
+        if done is None:
             return job, Reason.CANCELLED
         if isinstance(done.error, KvdiskError):
             self._log.warn(job.kind.name, f"{job.kind.name} failed: {done.error}")
@@ -280,24 +275,21 @@ class FileJobs:
 
     def _work(self) -> None:
         while (job := self._tasks.get()) is not None:
-            self._done.put(_Done(started=False) if self._stopping else self._run(job))
+            self._done.put(None if self._stopping else self._run(job))
 
     def _run(self, job: Job) -> _Done:
         try:
-            return _Done(self._change(job))
+            if job.kind is JobKind.OPEN_HOME:
+                assert job.home is not None
+                self._files.open_home(job.home)
+                return _Done()
+            assert job.segment is not None
+            if job.kind is JobKind.OPEN_SEGMENT:
+                return _Done(self._files.open_segment(job.segment))
+            self._files.drop_segment(job.segment)
+            return _Done()
         except BaseException as error:  # the mover's thread tells failures from errors of ours
             return _Done(error=error)
-
-    def _change(self, job: Job) -> int:
-        if job.kind is JobKind.OPEN_HOME:
-            assert job.home is not None
-            self._files.open_home(job.home)
-            return -1
-        assert job.segment is not None
-        if job.kind is JobKind.OPEN_SEGMENT:
-            return self._files.open_segment(job.segment)
-        self._files.drop_segment(job.segment)
-        return -1
 
 
 def _reason_of(error: KvdiskError) -> Reason:

@@ -18,7 +18,7 @@ from kvdisk.device.base import Buffer
 from kvdisk.device.checksum import LANES, ROW_BYTES, ROW_WORDS, WORD_BYTES, multipliers
 from kvdisk.device.pair import GpuRange
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, contiguous_runs, round_up
-from kvdisk.worker.copier import CopyTicket, Lane, Lanes
+from kvdisk.worker.copier import Event, Lane, Lanes
 
 SCRATCH_BYTES = 8 << 20
 """GPU memory in which sums are computed, for each lane; never less than one slot's payload."""
@@ -82,7 +82,7 @@ class GpuStaging:
     goes to: sums of what was gathered to STORE, of what was read to LOAD. On a CPU (tests) it is host memory.
 
     The staging owns its memory until ``close``, when neither a copy nor a batch may be in flight. The mover's thread
-    calls everything. A ticket is asked for its end through the copier, as any copy's. Raises torch's
+    calls everything. Raises torch's
     OutOfMemoryError where the GPU has not so much left.
     """
 
@@ -146,11 +146,11 @@ class GpuStaging:
         return memoryview(self._heads[size_class][index].numpy())
 
     def digest(self, size_class: int, index: int) -> bytes:
-        """Return a payload's checksum of kind MULTILINEAR, once the ticket of ``start_sums`` has ended."""
+        """Return a payload's checksum of kind MULTILINEAR, once the event of ``start_sums`` has passed."""
         sums: bytes = self._host_sums[size_class][index].numpy().astype("<i8").tobytes()
         return sums
 
-    def start_sums(self, size_class: int, slots: Sequence[int], payload_bytes: int, lane: Lane) -> CopyTicket:
+    def start_sums(self, size_class: int, slots: Sequence[int], payload_bytes: int, lane: Lane) -> Event:
         """Compute the checksums of slots, and bring them to host memory; on lane LOAD with their headers."""
         with self._lanes.on(lane):
             for start, count in contiguous_runs(slots, len(slots)):
@@ -161,16 +161,16 @@ class GpuStaging:
                 sums = self._sums[size_class][run]
                 self._payload_sums[lane].of(self._tensors[size_class][run], payload_bytes, sums)
                 self._host_sums[size_class][run].copy_(sums, non_blocking=True)
-            return CopyTicket(self._lanes.record(lane))
+            return self._lanes.record(lane)
 
-    def start_headers(self, size_class: int, slots: Sequence[int]) -> CopyTicket:
+    def start_headers(self, size_class: int, slots: Sequence[int]) -> Event:
         """Copy headers, which were filled in host memory, in front of the payloads."""
         with self._lanes.on(Lane.STORE):
             for start, count in contiguous_runs(slots, len(slots)):
                 run = slice(slots[start], slots[start] + count)
                 heads = self._heads[size_class][run].to(self._lanes.device, non_blocking=True)
                 self._tensors[size_class][run, :HEADER_BYTES].copy_(heads)
-            return CopyTicket(self._lanes.record(Lane.STORE))
+            return self._lanes.record(Lane.STORE)
 
     def close(self) -> None:
         """Give the memory back to the GPU. Idempotent."""

@@ -13,10 +13,10 @@ from kvdisk.blocks import JobId
 from kvdisk.geometry import FINGERPRINT_BYTES
 from kvdisk.messages import JobResult, Plan, Reason, Report
 from kvdisk.worker.routes import Resources
-from kvdisk.worker.runner import PART_BYTES, Runner
+from kvdisk.worker.runner import PART_BYTES, Gate, Runner
 
 if TYPE_CHECKING:
-    from kvdisk.worker.copier import Mark
+    from kvdisk.worker.copier import Event
 
 _DEVICE_WAIT_S = 0.001
 """Longest look at the device before new plans are looked for."""
@@ -55,9 +55,11 @@ class Mover:
         self._io_deadline_s = io_deadline_s
         self._clock = clock
         self._changed = threading.Condition()
+        self._gate = Gate()
+        self._given_up = self._gate.given_up
         self._runner = Runner(
             resources,
-            self,
+            self._gate,
             fingerprint=fingerprint,
             io_deadline_s=io_deadline_s,
             clock=clock,
@@ -65,14 +67,11 @@ class Mover:
             threaded=threaded,
         )
         # Under the condition's lock, which nobody holds while waiting for anything:
-        self._inbox: list[tuple[Plan, Mark, float]] = []
+        self._inbox: list[tuple[Plan, Event | None, float]] = []
         self._fenced: set[JobId] = set()
         """Jobs of which some copy from the GPU has not begun, while ``protect`` waits for them."""
-        self._given_up: set[JobId] = set()
-        """Jobs of which no copy from the GPU may begin any more."""
         self._hangs = False
         """``protect`` waited in vain, and no turn has ended since: the next step need not wait, too."""
-        self._launching = False
         self._out: dict[JobId, int] = {}
         """Moves of each job that was submitted and not yet polled for."""
         self._void: set[JobId] = set()
@@ -88,11 +87,11 @@ class Mover:
 
     # -- the model's thread --------------------------------------------------------------------
 
-    def compute_done(self) -> Mark:
+    def compute_done(self) -> Event | None:
         """Note the model's work launched so far, for ``submit``."""
         return self._copier.compute_done()
 
-    def submit(self, plan: Plan, after: Mark = None) -> None:
+    def submit(self, plan: Plan, after: Event | None = None) -> None:
         """Take over a plan. Each job is reported exactly once. Not after ``close``.
 
         A job with late moves is released once, too. ``after``: copies from and to the GPU's blocks
@@ -115,7 +114,7 @@ class Mover:
                 self._fenced.update(job_id for job_id in (*plan.urgent, *plan.fence) if job_id in self._out)
             self._changed.notify_all()
 
-    def protect(self, plan: Plan, after: Mark = None) -> None:
+    def protect(self, plan: Plan, after: Event | None = None) -> None:
         """Take over a plan, and let the model's next work wait for the copies of its fenced stores.
 
         ``plan``: ``Plan.fence`` and ``Plan.urgent``, with those of their jobs that are new. Waits,
@@ -136,9 +135,8 @@ class Mover:
             with self._changed:
                 self._changed.wait_for(lambda: not self._fenced, 0.0 if self._hangs else FENCE_S)
                 self._hangs = bool(self._fenced)
-                self._given_up |= self._fenced
-                self._fenced.clear()
-                self._changed.wait_for(lambda: not self._launching)
+                unbegun, self._fenced = self._fenced, set()
+            self._gate.give_up(unbegun)
         self._copier.hold_model()
         with self._changed:
             self._report.stats.observe("fence_seconds", max(0.0, self._clock() - started_s))
@@ -157,9 +155,8 @@ class Mover:
         """
         with self._changed:
             self._runner.halt()
-            self._given_up.update(self._out)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._launching)
+        self._gate.give_up(self.out)
         self._copier.hold_model()
 
     def poll(self) -> Report:
@@ -213,12 +210,12 @@ class Mover:
             self._runner.attach()
         with self._changed:
             inbox, self._inbox = self._inbox, []
-        for plan, mark, deadline_s in inbox:
+        for plan, after, deadline_s in inbox:
             for job in plan.jobs:
                 if job.id in plan.urgent:
-                    self._runner.add(job, mark, deadline_s - self._io_deadline_s + URGENT_S, urgent=True)
+                    self._runner.add(job, after, deadline_s - self._io_deadline_s + URGENT_S, urgent=True)
                 else:
-                    self._runner.add(job, mark, deadline_s)
+                    self._runner.add(job, after, deadline_s)
             self._runner.fence(plan.fence)
             self._runner.void(plan.void)
         happened = self._runner.turn(self._clock() if now_s is None else now_s, wait_s) or bool(inbox)
@@ -226,21 +223,25 @@ class Mover:
         return happened
 
     def _run(self) -> None:
-        happened = True
         try:
-            while not self._closing:
-                if happened or self._runner.at_device:
-                    wait_s = _COPY_WAIT_S if self._runner.copying else _DEVICE_WAIT_S
-                    happened = self.turn(0.0 if happened else wait_s)
-                    continue
-                with self._changed:
-                    if not self._inbox and not self._closing:
-                        wait_s = _COPY_WAIT_S if self._runner.copying else _FILES_WAIT_S
-                        self._changed.wait(None if self._runner.idle else wait_s)
-                happened = True
+            with self._copier.thread():
+                self._turn_until_closed()
         except BaseException as error:  # whatever it is, the model's thread shall hear of it
             self._error = error
         self._finish()
+
+    def _turn_until_closed(self) -> None:
+        happened = True
+        while not self._closing:
+            if happened or self._runner.at_device:
+                wait_s = _COPY_WAIT_S if self._runner.copying else _DEVICE_WAIT_S
+                happened = self.turn(0.0 if happened else wait_s)
+                continue
+            with self._changed:
+                if not self._inbox and not self._closing:
+                    wait_s = _COPY_WAIT_S if self._runner.copying else _FILES_WAIT_S
+                    self._changed.wait(None if self._runner.idle else wait_s)
+            happened = True
 
     def _finish(self) -> None:
         """End the runner's work, in order if it can be, and answer for all jobs."""
@@ -271,7 +272,6 @@ class Mover:
             self._ended = True
             self._inbox.clear()
             self._fenced.clear()
-            self._launching = False
             self._cancel_rest()
             self._changed.notify_all()
 
@@ -285,34 +285,15 @@ class Mover:
                     job_id for job_id in self._fenced if job_id in coming or not runner.has_launched(job_id)
                 }
                 self._changed.notify_all()
-        if not runner.finished and not runner.released and not runner.copied and runner.stats.empty:
+        report = runner.take_report()
+        if report.empty:
             return
         with self._changed:
-            for job_id, result in runner.finished:
-                void = job_id in self._void
-                self._report.results[job_id] = self._cancelled(job_id, result) if void else result
-            for job_id in runner.released:
-                self._report.released[job_id] = 1
-            runner.released = []
-            for job_id in runner.copied:
-                self._report.copied[job_id] = 1
-            runner.copied = []
-            self._report.stats.merge(runner.stats.take())
-            if runner.finished:
-                runner.finished = []
+            for job_id in self._void.intersection(report.results):
+                report.results[job_id] = self._cancelled(job_id, report.results[job_id])
+            self._report.merge(report)
+            if report.results:
                 self._changed.notify_all()
-
-    def claim(self, job_id: JobId) -> bool:
-        """See ``Gate``. Until ``launched`` a step that must know waits."""
-        with self._changed:
-            self._launching = job_id not in self._given_up
-            return self._launching
-
-    def launched(self) -> None:
-        """See ``Gate``."""
-        with self._changed:
-            self._launching = False
-            self._changed.notify_all()
 
     def _cancel_rest(self) -> None:
         for job_id in self._out:

@@ -9,24 +9,28 @@ is verified and scattered, the next one's read is in flight. The bounds below ar
 from __future__ import annotations
 
 import logging
+import threading
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter, is_
+from typing import TYPE_CHECKING
 
 from kvdisk.blocks import JobId
 from kvdisk.device.base import Op, Outcome
-from kvdisk.device.header import XXH3_128
 from kvdisk.errors import QuietLog
-from kvdisk.messages import Job, JobKind, JobResult, Reason
+from kvdisk.messages import Job, JobKind, Reason, Report
 from kvdisk.stats import Stats
 from kvdisk.worker.device_io import DeviceIo
 from kvdisk.worker.files import FILE_KINDS, FileJobs
-from kvdisk.worker.routes import Leg, Lot, LotQueues, Part, Parts, Resources, Route, Work, lots_of
+from kvdisk.worker.routes import Leg, Part, Parts, Resources, Route, Work
 from kvdisk.worker.slot_headers import SlotHeaders
 
 if TYPE_CHECKING:
-    from kvdisk.worker.copier import CopyTicket, Mark
+    from kvdisk.worker.copier import Event
 
 logger = logging.getLogger("kvdisk.worker")
 
@@ -50,22 +54,23 @@ _COUNTED = {
 }
 
 
-class Gate(Protocol):
-    """Who is asked before a copy from the GPU begins."""
+@dataclass(slots=True)
+class Gate:
+    """``given_up``: stores of which no copy from the GPU may begin any more. One begins within ``lock``."""
 
-    def claim(self, job_id: JobId) -> bool:
-        """Whether a copy of this store may begin. ``launched`` follows when it has, or will not."""
+    given_up: set[JobId] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def launched(self) -> None:
-        """A claimed copy has begun, or will not."""
+    def give_up(self, job_ids: Iterable[JobId]) -> None:
+        """Give stores up; when it returns, each of their copies from the GPU has begun, or never will."""
+        self.given_up.update(job_ids)
+        with self.lock:
+            pass
 
 
 class Runner:
     """See the module. One thread calls everything.
 
-    ``finished``: results not yet taken; ``released``: jobs among them or before, whose late moves
-    the device has all ended; ``copied``: stores of which nothing reads the GPU any more, where
-    there is no CPU tier, so that the drive has them yet to write. ``stats``: counts likewise.
     ``fingerprint``: of the namespace until a home is named. ``io_deadline_s``: how long a batch may
     be at the device. ``part_bytes``: aim for the size of a part. ``threaded``: see ``FileJobs``.
     """
@@ -85,24 +90,22 @@ class Runner:
         self._gate = gate
         self._clock = clock
         self._io_deadline_s = io_deadline_s
-        self._geometry = resources.geometry
-        self._headers = SlotHeaders(resources.geometry, resources.rank, fingerprint)
-        self.finished: list[tuple[JobId, JobResult]] = []
-        self.released: list[JobId] = []
-        self.copied: list[JobId] = []
-        self.stats = Stats()
+        self._headers = SlotHeaders(resources.geometry, resources.rank, fingerprint, resources.direct)
+        self._report = Report()
+        self._stats = Stats()
         self._log = QuietLog(clock, logger)
-        self._device_io = DeviceIo(resources.device, self.stats, self._log, clock)
+        self._device_io = DeviceIo(resources.device, self._stats, self._log, clock)
         self._files = FileJobs(
             resources.files, resources.device, self._log, uses=self._device_io.uses, threaded=threaded
         )
         self._works: dict[JobId, Work] = {}
-        self._queues = LotQueues()
+        self._queue: list[Part] = []
+        """Parts that have not started, the most urgent first."""
         self._waiting: list[Work] = []
         """Jobs that name a segment which is being opened or dropped."""
         self._parts = Parts(resources, part_bytes)
         self._direct = resources.direct
-        self._copies = Copies(resources, self.stats, clock)
+        self._copies = Copies(resources, self._stats, clock)
         self._writes = 0
         self._stopping = False
 
@@ -113,9 +116,9 @@ class Runner:
 
     # -- intake --------------------------------------------------------------------------------
 
-    def add(self, job: Job, mark: Mark, deadline_s: float, *, urgent: bool = False) -> None:
+    def add(self, job: Job, after: Event | None, deadline_s: float, *, urgent: bool = False) -> None:
         """Take a job in. It waits for earlier jobs that open or drop a segment of its own."""
-        work = Work(job, mark, deadline_s, urgent=urgent)
+        work = Work(job, after, deadline_s, urgent=urgent)
         self._works[job.id] = work
         if job.kind in FILE_KINDS:
             if job.home is not None:
@@ -132,18 +135,18 @@ class Runner:
         """Begin these stores' copies from the GPU first; what cannot begin at once fails."""
         for job_id in job_ids:
             work = self._works.get(job_id)
-            if work is not None and work.to_launch != 0:
+            if work is not None and not self.has_launched(job_id):
                 work.urgent = work.fenced = True
-                self._queues.hurry(job_id)
+                self._queue.sort(key=_urgency)
                 if work in self._waiting:
-                    self._waiting.remove(work)
-                    work.left = len(work.job.moves)
-                    self._fail(work, dict.fromkeys(range(work.left), Reason.OVERWRITTEN))
+                    self._fail_waiting(work, Reason.OVERWRITTEN)
 
     def has_launched(self, job_id: JobId) -> bool:
         """Whether every copy from the GPU of a job that was added has begun, or never will."""
         work = self._works.get(job_id)
-        return work is None or work.to_launch == 0
+        return work is None or (
+            work not in self._waiting and not any(part.work is work and part.route.gathers for part in self._queue)
+        )
 
     def void(self, job_ids: Iterable[JobId]) -> None:
         """End these loads as failed, and start nothing more of them. Ended ones stay as they are."""
@@ -151,19 +154,21 @@ class Runner:
             work = self._works.get(job_id)
             if work is not None and work.job.kind is JobKind.LOAD:
                 work.void = True
-        for lot in self._queues.remove(lambda lot: lot.work.void):
-            self._fail_rest(lot, Reason.CANCELLED)
+        self._fail_queued(lambda part: part.work.void, Reason.CANCELLED)
 
     def _admit(self, work: Work) -> None:
-        for lot in lots_of(
-            work, self._geometry, self._parts.slots, self._files.open, self._resources.rank, self._direct
-        ):
-            if work.void:
-                self._fail_rest(lot, Reason.CANCELLED)
-            else:
-                self._queues.add(lot)
-        if work.left == 0 and work.job.id in self._works:
+        parts = self._parts.cut(work, self._files.open)
+        if work.left == 0:
             self._finish(work)
+        self._enqueue(parts)
+
+    def _enqueue(self, parts: Iterable[Part]) -> None:
+        """Let parts wait for their turn, unless nothing of their job may start any more."""
+        for part in parts:
+            if part.work.void or self._stopping:
+                self._fail(part.work, dict.fromkeys(part.positions, Reason.CANCELLED))
+            else:
+                insort(self._queue, part, key=_urgency)
 
     def _note_files(self, ended: Iterable[tuple[Job, Reason | None]]) -> bool:
         """Finish ended jobs of files, and admit what waited for them; return whether any ended."""
@@ -211,18 +216,21 @@ class Runner:
         happened |= self._expire(now_s)
         return (self._cancel_unstarted() if self._stopping else self._start()) or happened
 
+    def take_report(self) -> Report:
+        """Return what has ended since the last call."""
+        report, self._report = self._report, Report()
+        report.stats = self._stats.take()
+        return report
+
     def halt(self) -> None:
         """Begin no leg any more; what has begun ends, the rest is CANCELLED. Any thread."""
         self._stopping = True
 
     def _cancel_unstarted(self) -> bool:
-        gone, waiting = self._queues.remove(lambda _: True), self._waiting
-        for lot in gone:
-            self._fail_rest(lot, Reason.CANCELLED)
-        self._waiting = []
+        waiting = list(self._waiting)
         for work in waiting:
-            self._finish(work.cancelled())
-        return bool(gone) or bool(waiting)
+            self._fail_waiting(work, Reason.CANCELLED)
+        return self._fail_queued(lambda _: True, Reason.CANCELLED) or bool(waiting)
 
     def stop(self) -> None:
         """End what is under way, however long it takes; the rest is CANCELLED. Then ``idle``."""
@@ -231,8 +239,7 @@ class Runner:
         self._note_files(self._files.stop())
         while self._device_io.busy:
             self._reap(self._device_io.drain())
-        for part in self._copies.await_all():
-            self._advance(part)
+        self._reap_copies(wait=True)
         assert self.idle
 
     def await_copies(self) -> None:
@@ -241,11 +248,8 @@ class Runner:
         self._copies.abandon()
 
     def abandon(self) -> None:
-        """After ``await_copies``: wait for the device, then fail every open job with CANCELLED."""
-        for part in self._device_io.abandon():
-            self._end_late(part)
-        for work in list(self._works.values()):
-            self._finish(work.cancelled())
+        """After ``await_copies``: wait for the device. Nothing is reported any more."""
+        self._resources.device.drain()
 
     def close(self) -> None:
         """Close device and files, when ``idle`` or after ``abandon``."""
@@ -253,54 +257,45 @@ class Runner:
         self._resources.device.close()
 
     def _start(self) -> bool:
-        for lot in list(self._queues.heads()):
-            if lot.route.gathers and not self._gate.claim(lot.work.job.id):
-                self._queues.pop(lot)
-                self._fail_rest(lot, Reason.OVERWRITTEN)
-                return True
-            part = self._take(lot)
-            if part is None:
-                if lot.route.gathers:
-                    self._gate.launched()
-                if lot.work.fenced:
-                    self._queues.pop(lot)
-                    self._fail_rest(lot, Reason.OVERWRITTEN)
-                    return True
-            else:
-                if lot.taken == len(lot.positions):
-                    self._queues.pop(lot)
-                self._writes += part.route.writes
+        """Start the first part that can be. One that cannot holds up what is behind it on its route."""
+        held_up: set[tuple[Route, bool]] = set()
+        for part in self._queue:
+            route, work = part.route, part.work
+            if (route, work.urgent) in held_up:
+                continue
+            if self._has_room(part) and self._parts.lend(part):
+                self._queue.remove(part)
+                self._writes += route.writes
                 self._advance(part)
                 return True
+            if work.fenced or (route.gathers and work.job.id in self._gate.given_up):
+                return self._fail_queued(partial(is_, part), Reason.OVERWRITTEN)
+            held_up.add((route, work.urgent))
         return False
 
-    def _take(self, lot: Lot) -> Part | None:
-        """Cut the next part from a lot; None where it has to wait for parts under way."""
-        route = lot.route
-        if (
-            (route.reads and self._device_io.reads >= (MOST_READS // 2 if route is Route.PROMOTE else MOST_READS))
-            or (route.writes and self._writes >= MOST_WRITES)
-            or (route.gathers and self._copies.of_stores >= MOST_GATHERS and not lot.work.urgent)
-            or (route.scatters and self._copies.of_loads >= MOST_SCATTERS)
-        ):
-            return None
-        return self._parts.cut(lot)
+    def _has_room(self, part: Part) -> bool:
+        """Whether one more part of its route may be under way."""
+        route = part.route
+        most_reads = MOST_READS // 2 if route is Route.PROMOTE else MOST_READS
+        return (
+            not (route.reads and self._device_io.reads >= most_reads)
+            and not (route.writes and self._writes >= MOST_WRITES)
+            and not (route.gathers and self._copies.of_stores >= MOST_GATHERS and not part.work.urgent)
+            and not (route.scatters and self._copies.of_loads >= MOST_SCATTERS)
+        )
 
     def _expire(self, now_s: float) -> bool:
         """Fail what has not started by its deadline, and what its drive would not take."""
         stuck = {(drive, op is Op.WRITE) for drive, _ in self._device_io.late for op in Op if self._is_stuck(drive, op)}
-        gone = self._queues.remove(lambda lot: lot.work.deadline_s < now_s or (lot.drive, lot.route.writes) in stuck)
         waiting = [work for work in self._waiting if work.deadline_s < now_s]
-        if not gone and not waiting:
-            return False
-        self._log.warn("deadline", "the drive or the copies cannot keep up: moves were given up unstarted")
-        for lot in gone:
-            self._fail_rest(lot, Reason.DEADLINE)
         for work in waiting:
-            self._waiting.remove(work)
-            work.left = len(work.job.moves)
-            self._fail(work, dict.fromkeys(range(work.left), Reason.DEADLINE))
-        return True
+            self._fail_waiting(work, Reason.DEADLINE)
+        failed = self._fail_queued(
+            lambda part: part.work.deadline_s < now_s or (part.drive, part.route.writes) in stuck, Reason.DEADLINE
+        )
+        if failed or waiting:
+            self._log.warn("deadline", "the drive or the copies cannot keep up: moves were given up unstarted")
+        return failed or bool(waiting)
 
     def _is_stuck(self, drive: int, op: Op) -> bool:
         late = self._device_io.late
@@ -312,7 +307,7 @@ class Runner:
         for part, failed in found:
             late = [position for position, reason in failed.items() if reason is Reason.DEADLINE]
             self._log.warn("late", f"a drive has not moved {len(late)} blocks in {self._io_deadline_s:g} s")
-            self.stats.add("late_moves", len(late))
+            self._stats.add("late_moves", len(late))
             self._writes -= part.route.writes
             part.work.late.update(late)
             part.work.late_parts += 1
@@ -327,18 +322,16 @@ class Runner:
         ``part.leg``: legs begun. What has started ends as usual; when stopping, or void, no further
         leg starts.
         """
-        legs, direct = part.route.legs, self._direct if part.route.direct else None
+        legs, direct = part.route.legs, part.route.direct
         while part.positions and part.leg < len(legs):
             if part.leg == 1 and part.route.gathers:
-                part.work.note_gathered(len(part.positions))
                 self._note_copied(part.work)
             leg = legs[part.leg]
             part.leg += 1
             if leg is Leg.CHECK:
                 self._check(part)
-            elif leg is Leg.SEAL and direct is None:
-                kind = XXH3_128 if self._direct is None else self._direct.checksum_kind(part.size_class)
-                self._headers.seal(part, kind)
+            elif leg is Leg.SEAL and not direct:
+                self._headers.seal(part)
             elif part.leg > 1 and (self._stopping or part.work.void):
                 self._drop(part, dict.fromkeys(part.positions, Reason.CANCELLED))
             elif leg in {Leg.READ, Leg.WRITE}:
@@ -346,15 +339,19 @@ class Runner:
                 if part.positions:
                     return
             else:
-                if leg is Leg.SEAL and direct is not None:
-                    self._headers.seal_direct(part, direct.staging)
-                ended = self._copies.start(part, leg)
-                if leg is Leg.GATHER:
-                    part.work.note_launched(len(part.positions))
-                    self._gate.launched()
-                if not ended:
+                if leg is Leg.SEAL:
+                    self._headers.seal(part)
+                if not (self._gather(part) if leg is Leg.GATHER else self._copies.start(part, leg)):
                     return
         self._end(part)
+
+    def _gather(self, part: Part) -> bool:
+        """Start a part's copy from the GPU, unless its store was given up; return whether that has ended."""
+        with self._gate.lock:
+            if part.work.job.id not in self._gate.given_up:
+                return self._copies.start(part, Leg.GATHER)
+        self._drop(part, dict.fromkeys(part.positions, Reason.OVERWRITTEN))
+        return True
 
     def _send(self, part: Part, op: Op) -> dict[int, Reason]:
         if self._is_stuck(part.drive, op):
@@ -369,20 +366,18 @@ class Runner:
                 self._drop(part, self._note_direct(part, failed) if failed and part.route.direct else failed)
                 self._advance(part)
 
-    def _reap_copies(self) -> bool:
+    def _reap_copies(self, *, wait: bool = False) -> bool:
         ended = False
-        for part in self._copies.ended():
+        for part in self._copies.ended(wait=wait):
             ended = True
             self._advance(part)
         return ended
 
     def _check(self, part: Part) -> None:
-        if self._direct is not None and part.route.direct:
-            bad, unknown = self._headers.check_direct(part, self._direct.staging)
+        bad, unknown = self._headers.check(part)
+        if self._direct is not None and unknown:
             self._direct.note_of_host(part.work.job.moves[position] for position in unknown)
             self._load_by_host(part, unknown)
-        else:
-            bad = self._headers.check(part)
         for position, reason in bad.items():
             move = part.work.job.moves[position]
             self._log.warn(reason.name, f"a block was refused: {reason.name} of {dict(move.slots)}")
@@ -408,11 +403,7 @@ class Runner:
             return
         positions = [position for position in part.positions if position in positions]  # in the order of their slots
         part.drop(dict.fromkeys(positions, Reason.IO_ERROR))
-        lot = Lot(part.work, Route.LOAD_STAGED, part.group, part.drive, positions)
-        if self._stopping or part.work.void:
-            self._fail_rest(lot, Reason.CANCELLED)
-        else:
-            self._queues.add(lot)
+        self._enqueue(self._parts.cut_by_host(part, positions))
 
     # -- endings -------------------------------------------------------------------------------
 
@@ -435,20 +426,30 @@ class Runner:
         if work.left:  # nobody has been told
             work.late.difference_update(part.positions)
         elif not work.late_parts:
-            self.released.append(work.job.id)
+            self._report.released[work.job.id] = 1
 
-    def _fail_rest(self, lot: Lot, reason: Reason) -> None:
-        if lot.route.gathers:
-            lot.work.note_launched(len(lot.positions) - lot.taken)
-            lot.work.note_gathered(len(lot.positions) - lot.taken)
-            self._note_copied(lot.work)
-        self._fail(lot.work, dict.fromkeys(lot.positions[lot.taken :], reason))
+    def _fail_queued(self, wanted: Callable[[Part], bool], reason: Reason) -> bool:
+        """Fail the parts of the queue that are ``wanted``; return whether there were any."""
+        before, self._queue = self._queue, []
+        gone: list[Part] = []
+        for part in before:
+            (gone if wanted(part) else self._queue).append(part)
+        for part in gone:
+            self._fail(part.work, dict.fromkeys(part.positions, reason))
+        return bool(gone)
+
+    def _fail_waiting(self, work: Work, reason: Reason) -> None:
+        """Fail a job that waits for its files."""
+        self._waiting.remove(work)
+        work.left = len(work.job.moves)
+        self._fail(work, dict.fromkeys(range(work.left), reason))
 
     def _fail(self, work: Work, failed: Mapping[int, Reason]) -> None:
         work.failed.update(failed)
         for reason in failed.values():
             if reason in _COUNTED:
-                self.stats.add(_COUNTED[reason])
+                self._stats.add(_COUNTED[reason])
+        self._note_copied(work)
         self._close_moves(work, len(failed))
 
     def _close_moves(self, work: Work, count: int) -> None:
@@ -458,24 +459,20 @@ class Runner:
             self._finish(work)
 
     def _note_copied(self, work: Work) -> None:
-        if work.to_gather == 0 and not work.told_copied and self._resources.arena is None:
-            work.told_copied = True
-            self.copied.append(work.job.id)
+        """Report once that nothing of a store to the drive reads the GPU any more."""
+        if work.job.kind is not JobKind.STORE or work.copied or self._resources.arena is not None:
+            return
+        if self.has_launched(work.job.id) and not self._copies.gathers(work):
+            work.copied = True
+            self._report.copied[work.job.id] = 1
 
     def _finish(self, work: Work) -> None:
-        if work.job.kind is JobKind.STORE:
-            self._note_copied(work)
+        self._note_copied(work)
         del self._works[work.job.id]
-        self.finished.append((work.job.id, work.result()))
+        self._report.results[work.job.id] = work.result()
 
 
-class _Copy(NamedTuple):
-    """A leg under way. ``moved_bytes``: between GPU and host memory, 0 for none."""
-
-    part: Part
-    ticket: CopyTicket
-    began_s: float
-    moved_bytes: int
+_urgency = attrgetter("urgency")
 
 
 class Copies:
@@ -489,7 +486,7 @@ class Copies:
         self._resources = resources
         self._stats = stats
         self._clock = clock
-        self._under_way: tuple[deque[_Copy], ...] = (deque(), deque())
+        self._under_way: tuple[deque[Part], ...] = (deque(), deque())
         """Of stores and of loads. The order of each kind is kept: they are a lane of the GPU each."""
 
     @property
@@ -502,6 +499,10 @@ class Copies:
         """Number of parts that are being verified on the GPU, or scattered."""
         return len(self._under_way[1])
 
+    def gathers(self, work: Work) -> bool:
+        """Whether a copy of a store reads the GPU's blocks."""
+        return any(part.work is work and part.leg == 1 for part in self._under_way[0])
+
     @property
     def busy(self) -> bool:
         """Whether a copy has to be asked for its end."""
@@ -509,61 +510,60 @@ class Copies:
 
     def start(self, part: Part, leg: Leg) -> bool:
         """Start a leg of a part; return whether it has ended already. If not, ``ended`` yields it."""
-        payload_bytes = self._resources.geometry.groups[part.group].payload_bytes
-        moves = leg in {Leg.GATHER, Leg.SCATTER} and not part.route.direct
-        began_s = self._clock()
-        copy = _Copy(part, self._begin(part, leg, payload_bytes), began_s, moves * len(part.positions) * payload_bytes)
+        part.began_s = self._clock()
+        part.end = self._begin(part, leg)
         copies = self._under_way[not part.route.gathers]
-        copies.append(copy)
-        if len(copies) > 1 or not self._resources.copier.done(copy.ticket):
+        copies.append(part)
+        if len(copies) > 1 or not part.end.query():
             return False
         self._count(copies.popleft())
         return True
 
-    def ended(self) -> Iterator[Part]:
-        """Yield the parts whose copies have ended."""
+    def ended(self, *, wait: bool = False) -> Iterator[Part]:
+        """Yield the parts whose copies have ended. ``wait``: for all of them."""
         for copies in self._under_way:
-            while copies and self._resources.copier.done(copies[0].ticket):
-                copy = copies.popleft()
-                self._count(copy)
-                yield copy.part
-
-    def await_all(self) -> Iterator[Part]:
-        """Wait for each copy under way, and yield its part then."""
-        for copies in self._under_way:
-            while copies:
-                copy = copies.popleft()
-                self._resources.copier.wait(copy.ticket)
-                self._count(copy)
-                yield copy.part
+            while copies and (wait or _end_of(copies[0]).query()):
+                part = copies.popleft()
+                _end_of(part).synchronize()
+                self._count(part)
+                yield part
 
     def abandon(self) -> None:
         """After an error of ours: wait for each copy under way, and forget it. Does not raise."""
         for copies in self._under_way:
             while copies:
                 with suppress(Exception):  # a GPU that fails copies nothing any more
-                    self._resources.copier.wait(copies[0].ticket)
+                    _end_of(copies[0]).synchronize()
                 copies.popleft()
 
-    def _count(self, copy: _Copy) -> None:
-        if copy.moved_bytes:
-            route = "gpu_to_cpu" if copy.part.route.gathers else "cpu_to_gpu"
-            self._stats.observe(f"transfer_bytes.{route}", copy.moved_bytes)
-            self._stats.observe(f"transfer_seconds.{route}", max(0.0, self._clock() - copy.began_s))
+    def _count(self, part: Part) -> None:
+        """Count what a copy has moved between GPU and host memory, if anything."""
+        if not part.route.direct:
+            route = "gpu_to_cpu" if part.route.gathers else "cpu_to_gpu"
+            self._stats.observe(f"transfer_bytes.{route}", len(part.positions) * self._payload_bytes(part))
+            self._stats.observe(f"transfer_seconds.{route}", max(0.0, self._clock() - part.began_s))
 
-    def _begin(self, part: Part, leg: Leg, payload_bytes: int) -> CopyTicket:
+    def _payload_bytes(self, part: Part) -> int:
+        return self._resources.geometry.groups[part.group].payload_bytes
+
+    def _begin(self, part: Part, leg: Leg) -> Event:
         from kvdisk.worker.copier import Lane, Slots  # imports torch
 
-        copier, moves, after = self._resources.copier, part.work.job.moves, part.work.mark
+        copier, moves, after = self._resources.copier, part.work.job.moves, part.work.after
         if leg is Leg.SUM or leg is Leg.SEAL:
             assert self._resources.direct is not None
             staging = self._resources.direct.staging
             if leg is Leg.SEAL:
                 return staging.start_headers(part.size_class, part.slots)
             lane = Lane.STORE if part.route.gathers else Lane.LOAD
-            return staging.start_sums(part.size_class, part.slots, payload_bytes, lane)
+            return staging.start_sums(part.size_class, part.slots, self._payload_bytes(part), lane)
         blocks = [moves[position].block for position in part.positions]
         slots = Slots(part.arena, part.size_class, part.slots)
         if leg is Leg.GATHER:
             return copier.gather(part.group, blocks, slots, after)
         return copier.scatter(part.group, slots, blocks, after)
+
+
+def _end_of(part: Part) -> Event:
+    assert part.end is not None, "no copy of it is under way"
+    return part.end

@@ -23,53 +23,55 @@ from kvdisk.messages import Move, Reason
 from kvdisk.worker.routes import Part
 
 if TYPE_CHECKING:
-    from kvdisk.worker.gpu_staging import GpuStaging
+    from kvdisk.worker.direct import Direct
 
 
 class SlotHeaders:
-    """Seals and checks the parts of one rank. An opened home replaces ``fingerprint``."""
+    """Seals and checks the parts of one rank. An opened home replaces ``fingerprint``.
 
-    def __init__(self, geometry: Geometry, rank: int, fingerprint: bytes) -> None:
+    ``direct``: whose staging has the slots of direct routes, with their sums computed, and says
+    which kind of checksum the others get.
+    """
+
+    def __init__(self, geometry: Geometry, rank: int, fingerprint: bytes, direct: Direct | None) -> None:
         self.fingerprint = fingerprint
         self._geometry = geometry
         self._part = geometry.part_of(rank)
+        self._direct = direct
 
-    def seal(self, part: Part, kind: int = XXH3_128) -> None:
-        """Write the header of every slot of a part behind its payload's checksum of this kind."""
+    def seal(self, part: Part) -> None:
+        """Write the header of every slot of a part; of a direct one to host memory, to be copied from there."""
+        size_class, direct = part.size_class, self._direct
+        kind = XXH3_128 if direct is None else direct.checksum_kind(size_class)
         for _, slot, move, identity in self._each(part):
-            seal_slot(part.arena.view(part.size_class, slot), identity, move.parent, kind)
+            if direct is not None and part.route.direct:
+                header, digest = direct.staging.header(size_class, slot), direct.staging.digest(size_class, slot)
+                fill_header(header, identity, move.parent, digest, MULTILINEAR)
+            else:
+                seal_slot(part.arena.view(size_class, slot), identity, move.parent, kind)
 
-    def check(self, part: Part) -> dict[int, Reason]:
-        """Verify every slot of a part; return HEADER or CHECKSUM by position of the bad ones."""
-        bad: dict[int, Reason] = {}
-        for position, slot, _, identity in self._each(part):
-            reason = check_slot(part.arena.view(part.size_class, slot), identity)
-            if reason is not None:
-                bad[position] = reason
-        return bad
-
-    def seal_direct(self, part: Part, staging: GpuStaging) -> None:
-        """Fill the headers of a part in GPU staging, whose sums are computed, to be copied there."""
-        for _, slot, move, identity in self._each(part):
-            digest = staging.digest(part.size_class, slot)
-            fill_header(staging.header(part.size_class, slot), identity, move.parent, digest, MULTILINEAR)
-
-    def check_direct(self, part: Part, staging: GpuStaging) -> tuple[dict[int, Reason], list[int]]:
-        """As ``check`` for a part in GPU staging, whose sums have been computed.
+    def check(self, part: Part) -> tuple[dict[int, Reason], list[int]]:
+        """Verify every slot of a part; return HEADER or CHECKSUM by position of the bad ones.
 
         Also returns the positions of sound headers with a checksum that a GPU does not compute:
-        nothing is known of their payloads.
+        nothing is known of their payloads. There are such on direct routes only.
         """
         bad: dict[int, Reason] = {}
         unknown: list[int] = []
         for position, slot, _, identity in self._each(part):
-            named = named_checksum(staging.header(part.size_class, slot), identity)
-            if named is None:
-                bad[position] = Reason.HEADER
-            elif named[0] != MULTILINEAR:
-                unknown.append(position)
-            elif named[1] != staging.digest(part.size_class, slot):
-                bad[position] = Reason.CHECKSUM
+            if self._direct is not None and part.route.direct:
+                staging = self._direct.staging
+                named = named_checksum(staging.header(part.size_class, slot), identity)
+                if named is None:
+                    bad[position] = Reason.HEADER
+                elif named[0] != MULTILINEAR:
+                    unknown.append(position)
+                elif named[1] != staging.digest(part.size_class, slot):
+                    bad[position] = Reason.CHECKSUM
+            else:
+                reason = check_slot(part.arena.view(part.size_class, slot), identity)
+                if reason is not None:
+                    bad[position] = reason
         return bad, unknown
 
     def _each(self, part: Part) -> Iterator[tuple[int, int, Move, SlotIdentity]]:

@@ -56,12 +56,12 @@ def test_as_the_host_copier(layers, arena, scratch_slots, neighbours):
     on_host = [layer.cpu() for layer in layers]
     reference = Arena(arena.slot_sizes, arena.slot_counts, pin=False)
     HostCopier([LayerBlocks(on_host)]).gather(0, sources, Slots(reference, 0, slots))
-    copier.wait(copier.gather(0, sources, Slots(arena, 0, slots), after=copier.compute_done()))
+    copier.gather(0, sources, Slots(arena, 0, slots), after=copier.compute_done()).synchronize()
     assert torch.equal(arena.tensor(0)[slots, HEADER_BYTES:], reference.tensor(0)[slots, HEADER_BYTES:])
 
     targets = chance.sample(range(BLOCKS), count)
     HostCopier([LayerBlocks(on_host)]).scatter(0, Slots(reference, 0, slots), targets)
-    copier.wait(copier.scatter(0, Slots(arena, 0, slots), targets, after=copier.compute_done()))
+    copier.scatter(0, Slots(arena, 0, slots), targets, after=copier.compute_done()).synchronize()
     for layer, expected in zip(layers, on_host, strict=True):
         assert torch.equal(layer.cpu(), expected)
     reference.close()
@@ -75,9 +75,9 @@ def test_a_gather_waits_for_the_model_and_sees_what_it_wrote(layers, arena):
         layer.fill_(0x5A)
     mark = copier.compute_done()
     ticket = copier.gather(0, list(range(10)), Slots(arena, 0, list(range(10))), after=mark)
-    assert not copier.done(ticket)
-    copier.wait(ticket)
-    assert copier.done(ticket)
+    assert not ticket.query()
+    ticket.synchronize()
+    assert ticket.query()
     payload = sum(layer.shape[1] for layer in layers)
     assert (arena.tensor(0)[:10, HEADER_BYTES : HEADER_BYTES + payload] == 0x5A).all()
 
@@ -91,7 +91,7 @@ def test_a_scatter_waits_for_earlier_work_on_the_blocks(layers, arena):
     for layer in layers:
         layer.fill_(0xFF)
     ticket = copier.scatter(0, Slots(arena, 0, [1, 2, 3]), [30, 10, 20], after=copier.compute_done())
-    copier.wait(ticket)
+    ticket.synchronize()
     torch.cuda.synchronize()
     for layer in layers:
         assert (layer[[30, 10, 20]] == 0x11).all()
@@ -103,7 +103,7 @@ def test_a_forward_pass_launched_after_done_sees_the_load(layers, arena):
     for value in range(1, 20):
         arena.tensor(0).fill_(value)
         ticket = copier.scatter(0, Slots(arena, 0, list(range(40))), list(range(40)), after=copier.compute_done())
-        while not copier.done(ticket):
+        while not ticket.query():
             pass
         seen = torch.stack([layer[:40].float().mean() for layer in layers])
         assert seen.tolist() == [float(value)] * len(layers)
@@ -121,7 +121,7 @@ def test_stores_and_loads_at_once_do_not_mix(layers, arena):
             copier.scatter(0, Slots(arena, 0, [40 + at]), [50 + at]),
         ]
     for ticket in tickets:
-        copier.wait(ticket)
+        ticket.synchronize()
     offset = HEADER_BYTES
     for layer, old in zip(layers, before, strict=True):
         assert torch.equal(arena.tensor(0)[:40, offset : offset + layer.shape[1]], old[:40])

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kvdisk.device.checksum import multilinear_digest
-from kvdisk.device.pair import GpuRange
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, round_up
 from kvdisk.worker.copier import CudaCopier, CudaLanes, Lane, LayerBlocks, Slots
 from kvdisk.worker.gpu_staging import GpuStaging, PayloadSums
@@ -47,53 +46,33 @@ def parts():
     staging.close()
 
 
-def test_its_memory_is_aligned_and_a_range(parts):
-    *_, staging, _ = parts
-    whole = staging.memory
-    assert isinstance(whole, GpuRange)
-    assert whole.address % 65536 == 0
-    assert staging.run_view(0, 5, 2).address == staging.tensor(0)[5].data_ptr()
-
-
 @pytest.mark.parametrize("slots", [list(range(7, 27)), random.Random(1).sample(range(32), 20)])
 def test_gather_sum_seal_sum_and_scatter(parts, slots):
     _, layers, copier, staging, payload_bytes = parts
     blocks = random.Random(2).sample(range(96), len(slots))
     payloads = [b"".join(layer[block].cpu().numpy().tobytes() for layer in layers) for block in blocks]
-    copier.wait(copier.gather(0, blocks, Slots(staging, 0, slots), after=copier.compute_done()))
-    copier.wait(staging.start_sums(0, slots, payload_bytes, Lane.STORE))
+    copier.gather(0, blocks, Slots(staging, 0, slots), after=copier.compute_done()).synchronize()
+    staging.start_sums(0, slots, payload_bytes, Lane.STORE).synchronize()
     for slot, payload in zip(slots, payloads, strict=True):
         assert staging.digest(0, slot) == multilinear_digest(memoryview(payload))
         staging.header(0, slot)[:] = bytes([slot]) * HEADER_BYTES
-    copier.wait(staging.start_headers(0, slots))
+    staging.start_headers(0, slots).synchronize()
     for slot in slots:
         staging.header(0, slot)[:] = bytes(HEADER_BYTES)
-    copier.wait(staging.start_sums(0, slots, payload_bytes, Lane.LOAD))
+    staging.start_sums(0, slots, payload_bytes, Lane.LOAD).synchronize()
     for slot, payload in zip(slots, payloads, strict=True):
         assert staging.digest(0, slot) == multilinear_digest(memoryview(payload))
         assert staging.header(0, slot) == bytes([slot]) * HEADER_BYTES
     for layer in layers:
         layer.zero_()
     targets = random.Random(3).sample(range(96), len(slots))
-    copier.wait(copier.scatter(0, Slots(staging, 0, slots), targets, after=copier.compute_done()))
+    copier.scatter(0, Slots(staging, 0, slots), targets, after=copier.compute_done()).synchronize()
     for target, payload in zip(targets, payloads, strict=True):
         assert b"".join(layer[target].cpu().numpy().tobytes() for layer in layers) == payload
 
 
-def test_a_changed_byte_changes_the_sum(parts):
-    _, _, copier, staging, payload_bytes = parts
-    staging.tensor(0).fill_(3)
-    copier.wait(staging.start_sums(0, [4], payload_bytes, Lane.LOAD))
-    before = staging.digest(0, 4)
-    for at in (0, 1, 7, 8, 4095, 4096, payload_bytes - 1):
-        staging.tensor(0)[4, HEADER_BYTES + at] ^= 0x80
-        copier.wait(staging.start_sums(0, [4], payload_bytes, Lane.LOAD))
-        assert staging.digest(0, 4) != before, at
-        staging.tensor(0)[4, HEADER_BYTES + at] ^= 0x80
-
-
 def test_both_lanes_at_once_do_not_mix(parts):
-    _, _, copier, staging, payload_bytes = parts
+    *_, staging, payload_bytes = parts
     staging.tensor(0).copy_(torch.randint(0, 256, staging.tensor(0).shape, dtype=torch.uint8, device=GPU))
     if GPU.type == "cuda":
         torch.cuda.synchronize()
@@ -105,7 +84,7 @@ def test_both_lanes_at_once_do_not_mix(parts):
             staging.start_sums(0, [16 + at], payload_bytes, Lane.LOAD),
         ]
     for ticket in tickets:
-        copier.wait(ticket)
+        ticket.synchronize()
     for slot in range(32):
         payload = before[slot, HEADER_BYTES : HEADER_BYTES + payload_bytes]
         assert staging.digest(0, slot) == multilinear_digest(memoryview(payload))

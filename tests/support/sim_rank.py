@@ -16,7 +16,7 @@ from kvdisk.blocks import JobId, Slot, Tier
 from kvdisk.config import Config
 from kvdisk.messages import Job, JobKind, Report
 from kvdisk.worker.arena import Arena
-from kvdisk.worker.copier import CopyTicket, HostCopier, LayerBlocks, Mark, Slots
+from kvdisk.worker.copier import Event, HostCopier, LayerBlocks, Passed, Slots
 from kvdisk.worker.mover import Mover
 from kvdisk.worker.routes import Resources
 from support.addressed_device import AddressedDevice
@@ -74,26 +74,17 @@ class SimCopier(HostCopier):
             "scatter": deque(),
         }
 
-    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Mark = None) -> CopyTicket:
+    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:
         """See ``Copier``."""
         now = slots._replace(indices=list(slots.indices))
         copy = partial(self._copy, "gather", blocks, super().gather, group, list(blocks), now, after)
         return self._begin("gather", copy, blocks)
 
-    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Mark = None) -> CopyTicket:
+    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event:
         """See ``Copier``."""
         now = slots._replace(indices=list(slots.indices))
         copy = partial(self._copy, "scatter", blocks, super().scatter, group, now, list(blocks), after)
         return self._begin("scatter", copy, blocks)
-
-    def done(self, ticket: CopyTicket) -> bool:
-        """See ``Copier``."""
-        return ticket.event is None or ticket.event.query()
-
-    def wait(self, ticket: CopyTicket) -> None:
-        """See ``Copier``."""
-        if ticket.event is not None:
-            ticket.event.synchronize()
 
     def hold_model(self) -> None:
         """See ``Copier``: before the model goes on, every gather that was started has ended."""
@@ -115,20 +106,20 @@ class SimCopier(HostCopier):
             self._end(kind, len(self._pending[kind]))
 
     def _copy(
-        self, kind: str, blocks: Sequence[int], copy: Callable[..., CopyTicket], *args: object, **kwargs: object
+        self, kind: str, blocks: Sequence[int], copy: Callable[..., Event], *args: object, **kwargs: object
     ) -> None:
         for block in blocks:
             assert self._users[kind](block), f"a {kind} touches block {block}, and its job has been reported"
         copy(*args, **kwargs)
 
-    def _begin(self, kind: str, copy: Callable[[], object], blocks: Sequence[int]) -> CopyTicket:
+    def _begin(self, kind: str, copy: Callable[[], object], blocks: Sequence[int]) -> Event:
         slow = self._world.weather.slow_copies
         if not self._pending[kind] and (not slow or self._world.rng.random() >= slow):
             copy()
-            return CopyTicket()
+            return Passed()
         event = _CopyEnd(lambda: self._end(kind, until=event))
         self._pending[kind].append((copy, event, list(blocks)))
-        return CopyTicket(event)
+        return event
 
     def _end(self, kind: str, count: int = 1, until: _CopyEnd | None = None) -> None:
         pending = self._pending[kind]
@@ -215,8 +206,7 @@ class SimRank(LocalRank):
     def reads(self, block_id: int) -> bool:
         """Whether a store is reading a GPU block, or may begin to."""
         runner = self.mover._runner
-        lots = [lot for queue in runner._queues._order for lot in queue if lot.route.gathers]
-        moves = [lot.work.job.moves[at] for lot in lots for at in lot.positions[lot.taken :]]
+        moves = [part.work.job.moves[at] for part in runner._queue if part.route.gathers for at in part.positions]
         moves += [move for work in runner._waiting if work.job.kind is JobKind.STORE for move in work.job.moves]
         inbox = [job for plan, _, _ in self.mover._inbox for job in plan.jobs if job.kind is JobKind.STORE]
         moves += [move for job in inbox for move in job.moves]

@@ -22,3 +22,14 @@ def owner(path: Path) -> Iterator[Owner]:
     owner = Owner(path)
     yield owner
     owner.kill()
+
+
+@pytest.fixture(params=[False, True], ids=["through host memory", "direct"])
+def rank(request):
+    """One rank; what its way straight to a GPU and the way through host memory have in common."""
+    from ranks import Rank  # imports torch
+
+    made = Rank(direct=request.param)
+    made.run()
+    yield made
+    made.close()

@@ -105,15 +105,24 @@ class CpuLanes:
         return torch.tensor(values)
 
 
-class TicketCopier(HostCopier):
-    """Asks tickets of GPU staging for their end, too."""
+class HeldCopier(HostCopier):
+    """No copy is known to have ended while it is ``held``."""
 
-    def done(self, ticket) -> bool:
-        return ticket.event is None or ticket.event.query()
+    held = False
 
-    def wait(self, ticket) -> None:
-        if ticket.event is not None:
-            ticket.event.synchronize()
+    def query(self) -> bool:
+        return not self.held
+
+    def synchronize(self) -> None:
+        pass
+
+    def gather(self, *args, **fields):
+        super().gather(*args, **fields)
+        return self
+
+    def scatter(self, *args, **fields):
+        super().scatter(*args, **fields)
+        return self
 
 
 class Rank:
@@ -159,7 +168,7 @@ class Rank:
             rank,
             self.arena,
             self.staging,
-            copier or TicketCopier([LayerBlocks(layers) for layers in self.layers]),
+            copier or HeldCopier([LayerBlocks(layers) for layers in self.layers]),
             AddressedDevice(self.device) if direct else self.device,
             self.files,
             self.direct,
@@ -208,6 +217,25 @@ class Rank:
         """Run one job to its end; return its failed moves."""
         job_id = self.submit(kind, moves, **fields)
         return self.run()[job_id].failed
+
+    def stored(self, count: int, group: int = 0, segments: tuple[int, ...] = ()) -> list[Move]:
+        """Store blocks 0.. to the same numbers on the drive, and erase them; return the moves that load them.
+
+        ``segments``: of each of them, where that is not the group's.
+        """
+        moves = [move(block, group, block, nvme=block) for block in range(count)]
+        for at, segment in enumerate(segments):
+            moves[at] = moves[at]._replace(slots={Tier.NVME: Slot(segment, at)})
+        assert self.do(JobKind.STORE, moves) == {}
+        self.erase()
+        return moves
+
+    def close(self) -> None:
+        """End the mover; all staging is given back."""
+        self.device.plan.hold = False
+        self.device.release()
+        self.mover.close()
+        assert self.mover._runner._parts.all_given_back, "staging is lost"
 
     def cpu(self, group: int, index: int) -> Slot:
         return Slot(self.classes[group], index)

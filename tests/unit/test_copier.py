@@ -5,47 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import CpuLanes
 
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, round_up
 from kvdisk.worker.arena import Arena
-from kvdisk.worker.copier import CudaCopier, HostCopier, LayerBlocks, Slots
+from kvdisk.worker.copier import CudaCopier, HostCopier, Lane, LayerBlocks, Slots
 
 BLOCKS = 20
 SLOTS = 24
-
-
-class Now:
-    """An event that is always passed."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None: ...
-
-
-class HostLanes:
-    """``Lanes`` whose work is done when it is given; notes what was asked for."""
-
-    device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.log: list[tuple] = []
-
-    def on(self, lane):
-        return contextlib.nullcontext()
-
-    def record(self, lane):
-        self.log.append(("record", lane and lane.value))
-        return Now()
-
-    def wait(self, lane, event) -> None:
-        self.log.append(("wait", lane.value if lane else "model"))
-
-    def numbers(self, values):
-        return torch.tensor(values)
 
 
 def random_bytes(*shape: int) -> torch.Tensor:
@@ -87,7 +58,6 @@ LAYOUTS = [
     layers_in_falling_order,
     layers_with_a_gap,
 ]
-STACKS = [3, 1, 1, 3, 3, 2]
 
 
 def payload(layers, block: int) -> bytes:
@@ -99,20 +69,10 @@ def arena_for(*groups: LayerBlocks) -> Arena:
     return Arena(sizes, [SLOTS] * len(sizes), pin=False)
 
 
-@pytest.mark.parametrize(("layout", "count"), list(zip(LAYOUTS, STACKS, strict=True)))
-def test_layers_at_a_regular_distance_are_one_stack(layout, count):
-    layers = layout()
-    blocks = LayerBlocks(layers)
-    assert len(blocks.stacks) == count
-    assert blocks.payload_bytes == sum(layer.shape[1] for layer in layers)
-    joined = b"".join(bytes(stack.blocks[3].contiguous().numpy()) for stack in blocks.stacks)
-    assert joined == payload(layers, 3)
-
-
 def make_copiers(groups):
-    one_slot = CudaCopier(groups, HostLanes(), 0)
+    one_slot = CudaCopier(groups, CpuLanes(), 0)
     assert one_slot.scratch_bytes == HEADER_BYTES + round_up(max(g.payload_bytes for g in groups), ALIGNMENT)
-    return [HostCopier(groups), one_slot, CudaCopier(groups, HostLanes(), 10 * one_slot.scratch_bytes)]
+    return [HostCopier(groups), one_slot, CudaCopier(groups, CpuLanes(), 10 * one_slot.scratch_bytes)]
 
 
 SLOT_ORDERS = {
@@ -135,8 +95,8 @@ def test_there_and_back(layout, which, slots):
     sources = chance.sample(range(BLOCKS), len(slots))
     before = [payload(layers, block) for block in range(BLOCKS)]
     ticket = copier.gather(1, sources, Slots(arena, 1, slots), after=copier.compute_done())
-    copier.wait(ticket)
-    assert copier.done(ticket)
+    ticket.synchronize()
+    assert ticket.query()
     size = groups[1].payload_bytes
     for slot, block in zip(slots, sources, strict=True):
         assert bytes(arena.view(1, slot)[HEADER_BYTES : HEADER_BYTES + size]) == before[block]
@@ -148,60 +108,29 @@ def test_there_and_back(layout, which, slots):
         layer.zero_()
     targets = chance.sample(range(BLOCKS), len(slots))
     ticket = copier.scatter(1, Slots(arena, 1, slots), targets, after=copier.compute_done())
-    copier.wait(ticket)
-    assert copier.done(ticket)
+    ticket.synchronize()
+    assert ticket.query()
     for target, source in zip(targets, sources, strict=True):
         assert payload(layers, target) == before[source]
     assert not any(any(payload(layers, block)) for block in range(BLOCKS) if block not in targets)
     arena.close()
 
 
-def test_bytes_between_the_layers_are_left_alone():
-    whole = random_bytes(BLOCKS, 160)
-    before = whole.clone()
-    layers = [whole[:, 16:80], whole[:, 80:144]]
-    groups = [LayerBlocks(layers)]
-    arena = arena_for(*groups)
-    copier = HostCopier(groups)
-    copier.scatter(0, Slots(arena, 0, [0, 1]), [4, 9])
-    changed = (whole != before).any(1).nonzero().flatten().tolist()
-    assert changed == [4, 9]
-    assert torch.equal(whole[:, :16], before[:, :16])
-    assert torch.equal(whole[:, 144:], before[:, 144:])
-    arena.close()
-
-
-@pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("size", [63, 64])
-def test_blocks_made_in_inference_mode(which, size):
-    """vLLM may make its tensors so, and in-place changes to them are then refused outside of that mode."""
-    with torch.inference_mode():
-        groups = [LayerBlocks([torch.zeros(BLOCKS, size, dtype=torch.uint8) for _ in range(2)])]
-    arena = arena_for(*groups)
-    arena.tensor(0).fill_(9)
-    copier = make_copiers(groups)[which]
-    copier.wait(copier.scatter(0, Slots(arena, 0, [1]), [2]))
-    copier.wait(copier.gather(0, [2, 3], Slots(arena, 0, [4, 5])))
-    assert bytes(arena.view(0, 4)[HEADER_BYTES : HEADER_BYTES + 2 * size]) == b"\x09" * 2 * size
-    assert bytes(arena.view(0, 5)[HEADER_BYTES : HEADER_BYTES + 2 * size]) == bytes(2 * size)
-    arena.close()
-
-
 def test_the_model_is_waited_for_before_its_blocks_are_read_or_written():
     groups = [LayerBlocks(separate_layers())]
-    arena, lanes = arena_for(*groups), HostLanes()
+    arena, lanes = arena_for(*groups), CpuLanes()
     copier = CudaCopier(groups, lanes, 0)
     lanes.log.clear()
     mark = copier.compute_done()
     copier.gather(0, [1, 2], Slots(arena, 0, [1, 2]), after=mark)
-    assert lanes.log == [("record", None), ("wait", "store"), ("record", "store")]
+    assert lanes.log == [("record", None), ("wait", Lane.STORE), ("record", Lane.STORE)]
     lanes.log.clear()
     for slots in ([1, 2], [1]):
         copier.scatter(0, Slots(arena, 0, slots), slots, after=mark)
-    assert lanes.log == [("wait", "load"), ("record", "load")] * 2
+    assert lanes.log == [("wait", Lane.LOAD), ("record", Lane.LOAD)] * 2
     lanes.log.clear()
     copier.scatter(0, Slots(arena, 0, [1]), [1])
-    assert lanes.log == [("record", "load")]
+    assert lanes.log == [("record", Lane.LOAD)]
     arena.close()
 
 
@@ -209,7 +138,7 @@ def test_a_gather_carries_no_stale_bytes_out():
     """Header and padding of a slot come from the scratch: never anything but zeros."""
     groups = [LayerBlocks(separate_layers())]
     arena = arena_for(*groups)
-    copier = CudaCopier(groups, HostLanes(), 0)
+    copier = CudaCopier(groups, CpuLanes(), 0)
     arena.tensor(0).fill_(0x77)
     copier.scatter(0, Slots(arena, 0, [0, 1]), [0, 1])
     copier.gather(0, [0, 1], Slots(arena, 0, [4, 5]))
@@ -220,8 +149,29 @@ def test_a_gather_carries_no_stale_bytes_out():
 
 
 def test_the_model_waits_for_the_gathers_that_were_started_and_for_nothing_else():
-    lanes = HostLanes()
+    lanes = CpuLanes()
     copier = CudaCopier([LayerBlocks(layers_behind_each_other())], lanes, 1 << 20)
     lanes.log.clear()
     copier.hold_model()
-    assert lanes.log == [("record", "store"), ("wait", "model")]
+    assert lanes.log == [("record", Lane.STORE), ("wait", None)]
+
+
+@pytest.mark.parametrize("size", [63, 64])
+def test_the_movers_thread_has_the_models_gpu_and_may_write_what_was_made_in_inference_mode(size, monkeypatch):
+    with torch.inference_mode():
+        groups = [LayerBlocks([torch.zeros(BLOCKS, size, dtype=torch.uint8) for _ in range(2)])]
+    arena, lanes = arena_for(*groups), CpuLanes()
+    arena.tensor(0).fill_(9)
+    for copier in (HostCopier(groups), CudaCopier(groups, lanes, 0)):
+        with copier.thread():
+            assert torch.is_inference_mode_enabled()
+            copier.scatter(0, Slots(arena, 0, [1]), [2])
+            copier.gather(0, [2, 3], Slots(arena, 0, [4, 5]))
+        assert bytes(arena.view(0, 4)[HEADER_BYTES : HEADER_BYTES + 2 * size]) == b"\x09" * 2 * size
+        assert bytes(arena.view(0, 5)[HEADER_BYTES : HEADER_BYTES + 2 * size]) == bytes(2 * size)
+    arena.close()
+    entered = []
+    lanes.device = SimpleNamespace(type="cuda", index=3)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(entered.append(device)))
+    with copier.thread():
+        assert entered == [lanes.device]

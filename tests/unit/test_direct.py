@@ -4,19 +4,17 @@ no leg begins before the GPU has ended the one before. What both ways have in co
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import logging
 
 import pytest
-import torch
-from ranks import FINGERPRINT, GPU_BLOCKS, GROUPS, CpuLanes, Rank, move, segment_of
+from ranks import FINGERPRINT, GROUPS, CpuLanes, Rank, move, segment_of
 
 from kvdisk.device.base import Op
 from kvdisk.device.header import MULTILINEAR, XXH3_128, SlotIdentity, check_slot, read_header
 from kvdisk.geometry import HEADER_BYTES, Namespace, slot_offset
-from kvdisk.messages import JobKind, Plan, Reason
-from kvdisk.worker.direct import MOST_FAILURES, Direct
+from kvdisk.messages import JobKind, Reason
+from kvdisk.worker.direct import MOST_FAILURES
 from kvdisk.worker.routes import Route
 
 STORED = range(6)
@@ -32,16 +30,15 @@ def rank():
     made.mover.close()
 
 
-def by_host(rank: Rank) -> Direct:
+def by_host(rank: Rank) -> tuple[frozenset[int], frozenset[int]]:
     """Let staged moves go through host memory from now on; return what was before."""
-    before = rank.direct
-    assert before is not None
-    rank.mover._runner._direct = dataclasses.replace(before, loads=frozenset(), stores=frozenset())
+    before = rank.direct.loads, rank.direct.stores
+    rank.direct.loads = rank.direct.stores = frozenset()
     return before
 
 
-def straight(rank: Rank, before: Direct) -> None:
-    rank.mover._runner._direct = before
+def straight(rank: Rank, before: tuple[frozenset[int], frozenset[int]]) -> None:
+    rank.direct.loads, rank.direct.stores = before
 
 
 def slot_on_drive(rank: Rank, group: int, index: int) -> memoryview:
@@ -84,17 +81,6 @@ def test_nothing_of_it_is_in_host_memory_and_the_host_can_verify_it(rank, group)
     )
 
 
-def test_what_was_stored_straight_is_loaded_through_host_memory(rank):
-    moves, before = store(rank)
-    by_host(rank)
-    assert rank.do(JobKind.LOAD, moves) == {}
-    assert {b: rank.payload(0, b) for b in STORED} == before
-    assert rank.do(JobKind.PROMOTE, [move(b, cpu=rank.cpu(0, b), nvme=b) for b in STORED]) == {}
-    rank.erase()
-    assert rank.do(JobKind.LOAD, [move(b, 0, b, rank.cpu(0, b)) for b in STORED]) == {}
-    assert {b: rank.payload(0, b) for b in STORED} == before
-
-
 def test_slots_that_a_gpu_cannot_verify_are_read_again_and_their_segment_by_the_host_from_then_on(rank):
     direct = by_host(rank)
     moves, before = store(rank)
@@ -110,30 +96,7 @@ def test_slots_that_a_gpu_cannot_verify_are_read_again_and_their_segment_by_the_
     assert {b: rank.payload(0, b) for b in STORED} == before
     assert len(rank.device.submitted) - seen == twice / 2
     rank.do(JobKind.DROP_SEGMENT, segment=segment_of(0))
-    assert direct.route(Route.LOAD_STAGED, rank.classes[0], moves[0]) is Route.LOAD_DIRECT
-
-
-def test_both_kinds_in_one_part(rank):
-    """Only what the GPU cannot verify is read twice, and a bad one among them is refused."""
-    direct = by_host(rank)
-    moves, before = store(rank)
-    straight(rank, direct)
-    mixed = [move(b, 0, b, nvme=b, generation=8) for b in (1, 3)]
-    for each in mixed:  # the model computes them again
-        for layer, data in zip(rank.layers[0], split(before[each.block]), strict=True):
-            layer[each.block] = data
-    assert rank.do(JobKind.STORE, mixed) == {}
-    rank.erase()
-    wanted = [mixed[0] if b == 1 else mixed[1] if b == 3 else moves[b] for b in STORED]
-    rank.flip(0, 4, HEADER_BYTES + 3)
-    assert rank.do(JobKind.LOAD, wanted) == {4: Reason.CHECKSUM}
-    assert rank.is_erased(0, 4)
-    assert all(rank.payload(0, b) == before[b] for b in STORED if b != 4)
-
-
-def split(payload: bytes):
-    size = len(payload) // 3
-    return [torch.frombuffer(bytearray(payload[at * size : (at + 1) * size]), dtype=torch.uint8) for at in range(3)]
+    assert rank.direct.route(Route.LOAD_STAGED, rank.classes[0], moves[0]) is Route.LOAD_DIRECT
 
 
 def test_hosts_seal_what_a_gpu_shall_read(rank):
@@ -181,54 +144,6 @@ def test_a_way_that_keeps_failing_is_not_gone_any_more(rank, caplog):
     assert read_header(slot_on_drive(rank, 0, 30)).checksum_kind == MULTILINEAR, "a later start may read it straight"
 
 
-def test_a_write_that_fails_straight_is_a_failed_store(rank):
-    first = rank.device._transfers + 1
-    rank.device.plan.fail = {first: errno.EIO, first + 2: errno.EIO}
-    moves = [move(b, 0, b, nvme=b) for b in range(2)]
-    assert rank.do(JobKind.STORE, moves) == {1: Reason.IO_ERROR}
-    rank.device.plan.full = True
-    assert rank.do(JobKind.STORE, moves) == dict.fromkeys(range(2), Reason.NO_SPACE)
-
-
-def test_a_short_read(rank):
-    store(rank)
-    tail = move(40, 0, 40, nvme=GPU_BLOCKS - 1)
-    assert rank.do(JobKind.LOAD, [tail]) == {0: Reason.IO_ERROR}, "behind the end of what was written"
-    assert rank.is_erased(0, 40)
-
-
-def test_void_and_stop_while_moves_wait_for_the_host(rank):
-    direct = by_host(rank)
-    moves, _ = store(rank)
-    straight(rank, direct)
-    rank.device.plan.hold = True
-    job = rank.submit(JobKind.LOAD, moves)
-    rank.run()
-    rank.mover.submit(Plan(void=(job,)))
-    rank.device.plan.hold = False
-    rank.device.release()
-    assert rank.run()[job].failed == dict.fromkeys(range(len(moves)), Reason.CANCELLED)
-    assert all(rank.is_erased(0, b) for b in STORED)
-    rank.device.plan.hold = True
-    job = rank.submit(JobKind.LOAD, moves)
-    rank.run()
-    rank.mover.close()
-    failed = rank.poll()[job].failed
-    assert failed == dict.fromkeys(range(len(moves)), Reason.CANCELLED)
-    assert rank.mover._runner._parts.all_given_back
-
-
-def test_nothing_is_read_again_for_a_mover_that_closes(rank):
-    direct = by_host(rank)
-    moves, _ = store(rank)
-    straight(rank, direct)
-    direct.staging._lanes = SlowLanes()
-    job = rank.submit(JobKind.LOAD, moves)
-    rank.run()
-    rank.mover.close()
-    assert rank.poll()[job].failed == dict.fromkeys(range(len(moves)), Reason.CANCELLED)
-
-
 class Later:
     """An event that has not come."""
 
@@ -258,7 +173,7 @@ def test_no_leg_begins_before_the_gpu_has_ended_the_last(rank):
     before = [rank.payload(0, b) for b in range(2)]
     job = rank.submit(JobKind.STORE, moves)
     rank.run()
-    assert rank.mover._runner._works[job].to_gather == 0, "the sums are of staging, and the blocks may be overwritten"
+    assert not rank.mover._runner._copies.gathers(rank.mover._runner._works[job]), "the blocks may be overwritten"
     rank.erase()
     assert (len(lanes.events), rank.device.submitted) == (1, [])
     lanes.events[0].ended = True
@@ -286,31 +201,3 @@ def test_close_waits_for_the_gpu(rank):
     assert lanes.events[0].ended
     assert rank.poll()[job].failed == dict.fromkeys(range(2), Reason.CANCELLED)
     assert rank.device.submitted == []
-
-
-def test_only_the_sizes_and_directions_that_were_chosen():
-    rank = Rank(direct=True)
-    rank.direct.loads = frozenset({rank.classes[0]})
-    rank.direct.stores = frozenset({rank.classes[1]})
-    for group, kinds in ((0, MULTILINEAR), (1, MULTILINEAR)):
-        assert rank.do(JobKind.STORE, [move(b, group, b, nvme=b) for b in range(2)]) == {}
-        assert read_header(slot_on_drive(rank, group, 0)).checksum_kind == kinds
-    used = [any(any(bytes(rank.staging.run_view(at, 0, 8))) for at in [rank.classes[group]]) for group in (0, 1)]
-    assert used == [True, False]
-    rank.mover.close()
-
-
-def test_many_jobs_at_once_on_the_movers_thread():
-    rank = Rank(direct=True, threaded=True)
-    before = {b: rank.payload(0, b) for b in range(GPU_BLOCKS)}
-    jobs = {rank.submit(JobKind.STORE, [move(b, 0, b, nvme=b) for b in range(at, at + 6)]) for at in range(0, 48, 6)}
-    while not jobs <= set(rank.poll()):
-        rank.mover.wait_any(1.0)
-    assert not any(rank.results[job].failed for job in jobs)
-    rank.erase()
-    jobs = {rank.submit(JobKind.LOAD, [move(b, 0, b, nvme=b) for b in range(at, 48, 8)]) for at in range(8)}
-    while not jobs <= set(rank.poll()):
-        rank.mover.wait_any(1.0)
-    assert not any(rank.results[job].failed for job in jobs)
-    assert {b: rank.payload(0, b) for b in range(GPU_BLOCKS)} == before
-    rank.mover.close()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import logging
 import os
@@ -71,19 +70,6 @@ def test_what_is_demanded_goes_however_fast(tmp_path):
     assert [device.closed for device in OnFiles.made] == [True]
     assert open_files() == before
     choice.direct.staging.close()
-
-
-def test_what_is_slower_is_not_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(directs, "FASTER", 1e9)
-    choice = choose(tmp_path)
-    assert (choice.direct, choice.usable) == (None, True)
-    assert "moves nothing straight" in choice.line
-
-
-def test_a_way_that_fails_is_not_kept_though_demanded(tmp_path):
-    choice = choose(tmp_path, lambda: OnFiles(FaultyDevice(PosixDevice(), FaultPlan(fail={1: errno.EIO}))), always=True)
-    assert (choice.direct, choice.usable) == (None, False)
-    assert "failed straight" in choice.line
 
 
 def test_what_cannot_be_made_is_said(tmp_path, monkeypatch):

@@ -51,19 +51,6 @@ def test_transfers_go_on_while_a_segment_is_made_and_its_own_wait(rank):
     assert all(result.failed == {} for result in rank.results.values())
 
 
-def test_jobs_of_files_keep_their_order(rank):
-    make = rank.submit(JobKind.OPEN_SEGMENT, segment=SLOW)
-    drop = rank.submit(JobKind.DROP_SEGMENT, segment=SLOW)
-    again = rank.submit(JobKind.OPEN_SEGMENT, segment=SLOW)
-    other = rank.submit(JobKind.OPEN_SEGMENT, segment=SLOW._replace(segment=8))
-    store = rank.submit(JobKind.STORE, [slow_move(2)])
-    assert not rank.mover.wait_any(0.001)
-    rank.files.slow[7].set()
-    await_jobs(rank, make, drop, again, other, store)
-    assert all(result.failed == {} for result in rank.results.values())
-    assert rank.files.calls[-4:] == ["open 7", "drop 7", "open 7", "open 8"]
-
-
 def test_a_job_that_waits_for_a_segment_is_given_up_in_time(rank):
     rank.submit(JobKind.OPEN_SEGMENT, segment=SLOW)
     waits = rank.submit(JobKind.STORE, [slow_move(2)])

@@ -15,7 +15,7 @@ from ranks import CpuLanes
 from kvdisk.device.base import Buffer
 from kvdisk.device.checksum import multilinear_digest
 from kvdisk.device.pair import GpuRange
-from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, round_up
+from kvdisk.geometry import HEADER_BYTES, round_up
 from kvdisk.worker.copier import Lane
 from kvdisk.worker.gpu_staging import GpuStaging, PayloadSums
 
@@ -49,24 +49,6 @@ def test_the_sums_are_those_of_numpy(payload_bytes, count, scratch_slots, seed):
         assert not slots[at, HEADER_BYTES + payload_bytes : HEADER_BYTES + rows].any()
 
 
-@pytest.mark.parametrize("slots", [[1, 2, 3], [4], [5, 0, 1, 3]])
-def test_sums_of_some_slots_and_their_headers(staging, slots):
-    random_bytes = torch.Generator().manual_seed(1)
-    whole = staging.tensor(0)
-    whole.copy_(torch.randint(0, 256, whole.shape, dtype=torch.uint8, generator=random_bytes))
-    before = whole.clone()
-    staging.start_sums(0, slots, 5000, Lane.LOAD)
-    for slot in range(6):
-        if slot in slots:
-            payload = bytes(before[slot, HEADER_BYTES : HEADER_BYTES + 5000].numpy())
-            assert staging.digest(0, slot) == multilinear_digest(memoryview(payload))
-            assert staging.header(0, slot) == bytes(before[slot, :HEADER_BYTES].numpy())
-        else:
-            assert staging.digest(0, slot) == bytes(16)
-            assert torch.equal(whole[slot], before[slot])
-            assert not any(staging.header(0, slot))
-
-
 def test_headers_come_from_the_host_and_leave_payloads_alone(staging):
     staging.tensor(0).fill_(7)
     for slot in (0, 2, 3):
@@ -79,34 +61,9 @@ def test_headers_come_from_the_host_and_leave_payloads_alone(staging):
     assert (staging.tensor(0)[:, HEADER_BYTES:] == 7).all()
 
 
-def test_work_goes_to_the_lane_of_its_direction(staging):
-    staging._lanes.log.clear()
-    staging.start_sums(0, [0], 8192, Lane.STORE)
-    staging.start_headers(0, [0])
-    staging.start_sums(0, [0], 8192, Lane.LOAD)
-    assert staging._lanes.log == [("record", Lane.STORE), ("record", Lane.STORE), ("record", Lane.LOAD)]
-
-
 def at_address(buffer: Buffer) -> bytes:
     assert isinstance(buffer, GpuRange)
     return ctypes.string_at(buffer.address, buffer.nbytes)
-
-
-def test_ranges_are_the_slots(staging):
-    for size_class in (0, 1):
-        whole = staging.tensor(size_class)
-        whole.copy_((torch.arange(whole.numel()) % 251).to(torch.uint8).view(whole.shape))
-    assert at_address(staging.run_view(0, 2, 3)) == bytes(staging.tensor(0)[2:5].contiguous().view(-1).numpy())
-    assert at_address(staging.run_view(1, 2, 1)) == bytes(staging.tensor(1)[2].numpy())
-    assert staging.memory.nbytes == staging.total_bytes
-    for size_class, count in ((0, 6), (1, 3)):
-        for slot in range(count):
-            place = staging.run_view(size_class, slot, 1)
-            assert place.address % ALIGNMENT == 0
-            assert staging.memory.address <= place.address
-            assert place.address + place.nbytes <= staging.memory.address + staging.memory.nbytes
-    with pytest.raises(AssertionError):
-        staging.run_view(0, 5, 2)
 
 
 def test_a_range_keeps_the_memory_until_it_is_gone(staging):

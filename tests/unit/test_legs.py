@@ -1,40 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the moves of a job are ordered before they are taken in parts."""
+"""Into which parts a job is cut, and in which order."""
 
 from __future__ import annotations
 
+from ranks import Rank, segment_of
+
 from kvdisk.blocks import JobId, Slot, Tier, make_block_key
-from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.messages import Job, JobKind, Move
-from kvdisk.worker.routes import NO_DRIVE, OpenFile, Route, Work, lots_of
-
-GEOMETRY = Geometry((GroupGeometry(0, 16, 4096),), 1, 16)
+from kvdisk.worker.routes import NO_DRIVE, OpenFile, Parts, Route, Work
 
 
-def load(slots: list[Slot]) -> Work:
-    moves = tuple(
-        Move(make_block_key(at.to_bytes(4, "big"), 0), 1, block=at + 1, slots={Tier.NVME: slot})
-        for at, slot in enumerate(slots)
-    )
-    return Work(Job(JobId(1), JobKind.LOAD, moves, request_id="one"), None, 0.0)
-
-
-def files(**drives: int) -> dict[int, OpenFile]:
-    """Open segments, by ``s<number>``, on these drives."""
-    return {int(name[1:]): OpenFile(100, GEOMETRY.slot_sizes[0], 8, drive) for name, drive in drives.items()}
+def cut(slots: list[Slot], **drives: int) -> list[tuple[Route, int, list[Slot]]]:
+    """Route, drive and slots of a load's parts, of two slots each; ``drives``: of the open segments ``s<number>``."""
+    moves = tuple(Move(make_block_key(bytes([at]), 0), 1, at, {Tier.NVME: slot}) for at, slot in enumerate(slots))
+    files = {int(name[1:]): OpenFile(100, segment_of(0).slot_bytes, 8, drive) for name, drive in drives.items()}
+    rank = Rank()
+    work = Work(Job(JobId(1), JobKind.LOAD, moves, request_id="one"), None, 0.0)
+    parts = Parts(rank.mover._runner._resources, 2 * segment_of(0).slot_bytes).cut(work, files)
+    rank.mover.close()
+    assert work.left == len(slots)
+    return [(part.route, part.drive, [slots[at] for at in part.positions]) for part in parts]
 
 
 def test_one_drive_is_read_in_the_order_of_its_slots():
-    slots = [Slot(5, 0), Slot(3, 2), Slot(3, 0), Slot(3, 1)]
-    (lot,) = lots_of(load(slots), GEOMETRY, [2], files(s3=1, s5=1), 0)
-    assert (lot.route, lot.drive) == (Route.LOAD_STAGED, 1)
-    assert lot.positions == [2, 3, 1, 0]
+    found = cut([Slot(5, 0), Slot(3, 2), Slot(3, 0), Slot(3, 1)], s3=1, s5=1)
+    assert found == [
+        (Route.LOAD_STAGED, 1, [Slot(3, 0), Slot(3, 1)]),
+        (Route.LOAD_STAGED, 1, [Slot(3, 2), Slot(5, 0)]),
+    ]
 
 
 def test_drives_are_read_in_turn_a_part_at_a_time():
     slots = [Slot(segment, index) for segment in (7, 4) for index in range(5)] + [Slot(9, 0), Slot(8, 1)]
-    lots = lots_of(load(slots), GEOMETRY, [2], files(s4=0, s7=1, s8=1), 0)
-    assert [(lot.drive, [slots[at] for at in lot.positions]) for lot in lots] == [
+    assert [(drive, taken) for _, drive, taken in cut(slots, s4=0, s7=1, s8=1)] == [
         (0, [Slot(4, 0), Slot(4, 1)]),
         (1, [Slot(7, 0), Slot(7, 1)]),
         (NO_DRIVE, [Slot(9, 0)]),

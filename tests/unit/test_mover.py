@@ -3,53 +3,16 @@
 
 from __future__ import annotations
 
-import random
-import threading
-
-import pytest
-from ranks import FINGERPRINT, GPU_BLOCKS, GROUPS, NamedFiles, Rank, move, segment_of
+from ranks import FINGERPRINT, GPU_BLOCKS, GROUPS, Rank, move, segment_of
 
 from kvdisk.device.header import read_header
-from kvdisk.device.posix import PosixDevice
-from kvdisk.device.store import Store
-from kvdisk.geometry import HEADER_BYTES, Namespace
-from kvdisk.messages import HomeSpec, JobKind, Plan, Reason, Report
-from kvdisk.worker.files import HomeFiles
+from kvdisk.geometry import Namespace
+from kvdisk.messages import JobKind, Plan, Reason
 from kvdisk.worker.runner import MOST_READS, MOST_WRITES
 
 WAIT_S = 600.0
 BLOCKS = [5, 1, 2, 3, 40, 17, 16, 47]
 """Neighbours and strangers, in no order."""
-
-
-@pytest.fixture(params=[False, True], ids=["through host memory", "direct"])
-def rank(request):
-    made = Rank(direct=request.param)
-    yield made
-    made.mover.close()
-
-
-def test_files_are_opened_in_order_before_anything_else(rank):
-    results = rank.run()
-    assert rank.files.calls == ["home abab", "open 0", "open 1"]
-    assert all(results[job_id].failed == {} and results[job_id].ranks == 1 for job_id in rank.opening)
-
-
-@pytest.mark.parametrize("group", [0, 1])
-def test_cpu_round_trip(rank, group):
-    before = {block: rank.payload(group, block) for block in BLOCKS}
-    slots = dict(zip(BLOCKS, [0, 1, 2, 30, 31, 7, 9, 8], strict=True))
-    moves = [move(block, group, block, rank.cpu(group, slots[block])) for block in BLOCKS]
-    assert rank.do(JobKind.STORE, moves) == {}
-    rank.erase()
-    back = [move(block, group, (block + 20) % GPU_BLOCKS, rank.cpu(group, slots[block])) for block in BLOCKS]
-    assert rank.do(JobKind.LOAD, back) == {}
-    for block, payload in before.items():
-        assert rank.payload(group, (block + 20) % GPU_BLOCKS) == payload
-        assert rank.is_erased(1 - group, (block + 20) % GPU_BLOCKS)
-    copied = len(BLOCKS) * GROUPS[group].payload_bytes
-    assert rank.stats.sum_of("transfer_bytes.gpu_to_cpu") == rank.stats.sum_of("transfer_bytes.cpu_to_gpu") == copied
-    assert rank.stats.sum_of("transfer_bytes.cpu_to_nvme") == rank.stats.sum_of("transfer_bytes.nvme_to_cpu") == 0
 
 
 def test_what_is_sealed_names_home_epoch_key_and_parent(rank):
@@ -102,25 +65,6 @@ def test_neighbouring_slots_are_one_transfer(rank):
     assert [length // GROUPS[0].slot_bytes for _, _, length in batch] == [3, 1]
 
 
-def test_a_job_larger_than_staging_and_part(rank):
-    before = [rank.payload(0, block) for block in range(GPU_BLOCKS)]
-    assert rank.do(JobKind.STORE, [move(b, 0, b, nvme=b) for b in range(GPU_BLOCKS)]) == {}
-    rank.erase()
-    assert rank.do(JobKind.LOAD, [move(b, 0, b, nvme=b) for b in range(GPU_BLOCKS)]) == {}
-    assert [rank.payload(0, block) for block in range(GPU_BLOCKS)] == before
-
-
-def test_one_staging_slot_is_enough():
-    rank = Rank(staging_slots=1, cpu_slots=0)
-    moves = [move(b, b % 2, b, nvme=b) for b in range(6)]
-    before = [rank.payload(b % 2, b) for b in range(6)]
-    assert rank.do(JobKind.STORE, moves) == {}
-    rank.erase()
-    assert rank.do(JobKind.LOAD, moves) == {}
-    assert [rank.payload(b % 2, b) for b in range(6)] == before
-    rank.mover.close()
-
-
 def test_jobs_without_moves_or_with_no_source_end(rank):
     assert rank.do(JobKind.LOAD) == {}
     assert rank.do(JobKind.LOAD, [move(1, 0, 1)]) == {0: Reason.ABSENT}
@@ -138,18 +82,6 @@ def test_the_next_reads_are_under_way_while_one_is_awaited(rank):
     rank.device.plan.hold = False
     rank.device.release()
     assert rank.run()[job_id].failed == {}
-
-
-def test_a_load_does_not_wait_behind_a_long_store(rank):
-    rank.do(JobKind.STORE, [move(1, 0, 1, rank.cpu(0, 47))])
-    long = [rank.submit(JobKind.STORE, [move(b, 0, b, rank.cpu(0, b)) for b in range(40)]) for _ in range(3)]
-    rank.mover.turn()
-    load = rank.submit(JobKind.LOAD, [move(1, 0, 44, rank.cpu(0, 47))])
-    rank.mover.turn()
-    assert load in rank.poll()
-    assert not set(long) & set(rank.results)
-    rank.run()
-    assert set(long) <= set(rank.results)
 
 
 def test_fenced_stores_go_before_all_else(rank):
@@ -217,138 +149,6 @@ def test_a_dropped_segment_waits_for_its_transfers_and_what_follows_waits_for_it
     assert all(results[job_id].failed == {} for job_id in (load, drop, make, later))
     assert rank.files.calls[-2:] == ["drop 0", "open 0"]
     assert rank.do(JobKind.LOAD, [move(3, 0, 3, nvme=3)]) == {}
-
-
-def test_wait_any(rank):
-    rank.run()
-    assert not rank.mover.wait_any(0.001)  # nothing is out
-    threaded = Rank(threaded=True)
-    moves = [move(b, 0, b, rank.cpu(0, b)) for b in range(8)]
-    job_id = threaded.submit(JobKind.STORE, moves)
-    while job_id not in threaded.poll():
-        assert threaded.mover.wait_any(WAIT_S)
-    threaded.mover.close()
-
-
-def test_two_ranks_on_real_files(tmp_path):
-    """The same numbers on both ranks, other bytes; each answers every job once; a move fails if one rank failed it."""
-    home = Store.open(tmp_path).acquire_home(FINGERPRINT, {}, 1 << 30)
-    # Both are made below; a rank that joins late would else sweep away what the other is just making.
-    spec = HomeSpec(home.id, FINGERPRINT, known_segments=(0, 1))
-    ranks = [
-        Rank(
-            rank=number,
-            rank_count=2,
-            cpu_slots=24,
-            device=PosixDevice(threads=2),
-            files=HomeFiles(tmp_path, number, 2),
-            threaded=True,
-            home=spec,
-        )
-        for number in range(2)
-    ]
-    chance = random.Random(3)
-    order = chance.sample(range(GPU_BLOCKS), 40)
-    before = [[rank.payload(b % 2, b) for b in range(GPU_BLOCKS)] for rank in ranks]
-    assert before[0] != before[1]
-    in_cpu, on_drive = order[:20], order[20:]
-
-    def both(kind, moves) -> Report:
-        merged = Report()
-        job_ids = {rank.submit(kind, moves) for rank in ranks}
-        assert len(job_ids) == 1
-        for rank in ranks:
-            while not job_ids <= set(merged_ids := rank.results):
-                assert rank.mover.wait_any(WAIT_S)
-                report = rank.mover.poll()
-                assert not set(report.results) & set(merged_ids)
-                rank.results.update(report.results)
-                merged.merge(report)
-        (job_id,) = job_ids
-        assert merged.results[job_id].ranks == 2
-        return merged.results[job_id].failed
-
-    cpu = {b: ranks[0].cpu(b % 2, at) for at, b in enumerate(in_cpu)}
-    assert both(JobKind.STORE, [move(b, b % 2, b, cpu[b]) for b in in_cpu]) == {}
-    assert both(JobKind.STORE, [move(b, b % 2, b, nvme=b) for b in on_drive]) == {}
-    assert both(JobKind.DEMOTE, [move(b, b % 2, cpu=cpu[b], nvme=b) for b in in_cpu[:8]]) == {}
-    for rank in ranks:
-        rank.erase()
-    from_cpu = [move(b, b % 2, b, cpu[b]) for b in in_cpu]
-    from_drive = [move(b, b % 2, b, nvme=b) for b in on_drive + in_cpu[:8]]
-    assert both(JobKind.LOAD, from_cpu + from_drive) == {}
-    for rank, payloads in zip(ranks, before, strict=True):
-        assert [rank.payload(b % 2, b) for b in order] == [payloads[b] for b in order]
-
-    broken = on_drive[3]
-    path = tmp_path / "homes" / home.id / "segments" / str(broken % 2) / "rank1.kv"
-    with path.open("r+b") as file:
-        file.seek(HEADER_BYTES + broken * GROUPS[broken % 2].slot_bytes + HEADER_BYTES + 100)
-        file.write(b"\xaa\xab\xac\xad")
-    assert both(JobKind.LOAD, [move(b, b % 2, b, nvme=b) for b in on_drive]) == {3: Reason.CHECKSUM}
-    for rank in ranks:
-        rank.mover.close()
-    home.close(clean=True)
-
-
-def test_many_jobs_at_once_are_each_reported_once(tmp_path):
-    home = Store.open(tmp_path).acquire_home(FINGERPRINT, {}, 1 << 30)
-    rank = Rank(
-        device=PosixDevice(threads=2),
-        files=HomeFiles(tmp_path, 0, 1),
-        threaded=True,
-        home=HomeSpec(home.id, FINGERPRINT),
-    )
-    before = [rank.payload(b % 2, b) for b in range(GPU_BLOCKS)]
-    chance = random.Random(5)
-    rounds: list[list[int]] = []
-    for kind in (JobKind.STORE, JobKind.DEMOTE, JobKind.LOAD):
-        order = chance.sample(range(GPU_BLOCKS), GPU_BLOCKS)
-        jobs = []
-        while order:
-            blocks, order = order[: (size := chance.randint(1, 9))], order[size:]
-            uses = {
-                JobKind.STORE: lambda b: move(b, b % 2, b, rank.cpu(b % 2, b)),
-                JobKind.DEMOTE: lambda b: move(b, b % 2, cpu=rank.cpu(b % 2, b), nvme=b),
-                JobKind.LOAD: lambda b: move(b, b % 2, b, nvme=b),
-            }[kind]
-            jobs.append(rank.submit(kind, [uses(b) for b in blocks]))
-        rounds.append(jobs)
-        while not set(jobs) <= set(rank.poll()):
-            assert rank.mover.wait_any(WAIT_S)
-        if kind is JobKind.DEMOTE:
-            rank.erase()
-    assert set(rank.results) == {*rank.opening, *(job_id for jobs in rounds for job_id in jobs)}
-    assert all(result.failed == {} for result in rank.results.values())
-    assert [rank.payload(b % 2, b) for b in range(GPU_BLOCKS)] == before
-    rank.mover.close()
-    home.close(clean=True)
-
-
-def test_submit_and_poll_do_not_wait_for_a_device_that_hangs():
-    """The device's ``poll`` blocks until the test lets go; the model's thread goes on meanwhile."""
-    let_go, hanging = threading.Event(), threading.Event()
-
-    class Hanging(PosixDevice):
-        def poll(self, timeout_s: float = 0.0):
-            hanging.set()
-            assert let_go.wait(WAIT_S)
-            return super().poll(timeout_s)
-
-    rank = Rank(device=Hanging(), files=NamedFiles(), threaded=True)
-    first = rank.submit(JobKind.STORE, [move(1, 0, 1, nvme=1)])
-    assert hanging.wait(WAIT_S)
-    second = rank.submit(JobKind.STORE, [move(2, 0, 2, rank.cpu(0, 2))])
-    rank.mover.submit(Plan(fence=(second,)))
-    assert not {first, second} & set(rank.poll())
-    assert not rank.mover.wait_any(0.0)
-    let_go.set()
-    while not {first, second} <= set(rank.poll()):
-        assert rank.mover.wait_any(WAIT_S)
-    assert rank.results[second].failed == {}
-    # The names in NamedFiles are no open files: the device refuses them.
-    assert rank.results[first].failed == {0: Reason.IO_ERROR}
-    rank.mover.close()
 
 
 def test_stores_through_staging_are_several_at_the_drive_and_leave_half_of_it_to_loads():

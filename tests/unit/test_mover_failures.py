@@ -8,33 +8,13 @@ import logging
 import threading
 
 import pytest
-from ranks import FINGERPRINT, GPU_BLOCKS, GROUPS, Rank, move, segment_of
+from ranks import GPU_BLOCKS, GROUPS, Rank, move, segment_of
 
-from kvdisk.device.header import SlotIdentity, seal_slot
-from kvdisk.device.memory import MemoryDevice
-from kvdisk.geometry import HEADER_BYTES, Namespace
-from kvdisk.messages import HomeSpec, JobKind, Plan, Reason
-from kvdisk.testing.faulty_device import FaultyDevice
+from kvdisk.geometry import HEADER_BYTES
+from kvdisk.messages import JobKind, Plan, Reason
 from kvdisk.worker.copier import HostCopier
-from kvdisk.worker.files import HomeFiles
-from kvdisk.worker.runner import MOST_SCATTERS
 
 WAIT_S = 600.0
-
-
-@pytest.fixture(params=[False, True], ids=["through host memory", "direct"])
-def rank(request):
-    made = Rank(direct=request.param)
-    yield made
-    made.mover.close()
-
-
-def stored(rank: Rank, count: int = 8, group: int = 0):
-    """Store blocks 0.. to the same numbers on the drive, and erase them; return the moves that load them."""
-    moves = [move(b, group, b, nvme=b) for b in range(count)]
-    assert rank.do(JobKind.STORE, moves) == {}
-    rank.erase()
-    return moves
 
 
 def refused_alone(rank: Rank, moves, bad: int, reason: Reason, **fields) -> None:
@@ -45,31 +25,11 @@ def refused_alone(rank: Rank, moves, bad: int, reason: Reason, **fields) -> None
 
 @pytest.mark.parametrize("byte", [HEADER_BYTES, HEADER_BYTES + GROUPS[0].payload_bytes - 1])
 def test_a_flipped_payload_byte_on_the_drive(rank, byte):
-    moves = stored(rank)
+    moves = rank.stored(8)
     rank.flip(0, 5, byte)
     refused_alone(rank, moves, 5, Reason.CHECKSUM)
     assert rank.stats["verification_failures.checksum"] == 1
     assert rank.stats["verification_failures.header"] == rank.stats["io_errors.read"] == 0
-
-
-def test_a_flipped_header_byte_on_the_drive(rank):
-    moves = stored(rank)
-    rank.flip(0, 2, 1000)
-    refused_alone(rank, moves, 2, Reason.HEADER)
-    assert rank.stats["verification_failures.header"] == 1
-
-
-def test_a_byte_that_flips_on_the_way(rank):
-    moves = stored(rank)
-    rank.device.plan.corrupt = {1: HEADER_BYTES + 4}
-    refused_alone(rank, moves, 0, Reason.CHECKSUM)
-
-
-def test_bytes_behind_the_payload_do_not_matter(rank):
-    assert GROUPS[0].slot_bytes > HEADER_BYTES + GROUPS[0].payload_bytes
-    moves = stored(rank)
-    rank.flip(0, 5, HEADER_BYTES + GROUPS[0].payload_bytes)
-    assert rank.do(JobKind.LOAD, moves) == {}
 
 
 def test_a_flipped_byte_in_the_cpu_tier(rank):
@@ -80,32 +40,8 @@ def test_a_flipped_byte_in_the_cpu_tier(rank):
     refused_alone(rank, moves, 4, Reason.CHECKSUM)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"namespace": Namespace(bytes(32), 0)},
-        {"namespace": Namespace(FINGERPRINT, 1)},
-        {"key": move(99).key},
-        {"generation": 8},
-        {"rank": 1, "rank_count": 2},
-        {"payload_bytes": 6000},
-    ],
-)
-def test_the_slot_was_sealed_for_others(rank, change):
-    moves = [move(0, 0, 0, rank.cpu(0, 0))]
-    rank.do(JobKind.STORE, moves)
-    rank.erase()
-    size, namespace = GROUPS[0].payload_bytes, Namespace(FINGERPRINT, 0)
-    sealed = SlotIdentity(namespace, moves[0].key, moves[0].generation, size, 0, 1)
-    slot = rank.arena.view(rank.classes[0], 0)
-    seal_slot(slot, sealed._replace(**change), None)
-    refused_alone(rank, moves, 0, Reason.HEADER)
-    seal_slot(slot, sealed, None)
-    assert rank.do(JobKind.LOAD, moves) == {}
-
-
 def test_promotion_of_a_corrupt_slot_fails_alone(rank):
-    stored(rank)
+    rank.stored(8)
     rank.flip(0, 1, HEADER_BYTES + 1)
     moves = [move(b, cpu=rank.cpu(0, b), nvme=b) for b in range(4)]
     assert rank.do(JobKind.PROMOTE, moves) == {1: Reason.CHECKSUM}
@@ -136,99 +72,14 @@ def test_a_full_drive(rank, caplog):
     assert len(caplog.records) == 1  # one cause, one warning
     rank.device.plan.full = False
     assert rank.do(JobKind.DEMOTE, moves) == {}
-    rank.device.plan.full = True
-    rank.now_s += 100.0
-    with caplog.at_level(logging.WARNING, "kvdisk.worker"):
-        rank.do(JobKind.DEMOTE, moves[:1])
-    assert len(caplog.records) == 2
-    assert "more like it" in caplog.records[1].message
-
-
-def test_a_segment_that_is_not_open(rank):
-    moves = stored(rank, 4)
-    rank.do(JobKind.DROP_SEGMENT, segment=segment_of(0))
-    rank.layers[1][0][9] = 5
-    rank.do(JobKind.STORE, [move(9, 1, 9, nvme=9)])
-    rank.erase()
-    assert rank.do(JobKind.LOAD, [*moves, move(9, 1, 9, nvme=9)]) == dict.fromkeys(range(4), Reason.IO_ERROR)
-    assert not rank.is_erased(1, 9)
-
-
-def test_a_segment_that_cannot_be_made(rank):
-    rank.files.broken = {7}
-    spec = segment_of(0)._replace(segment=7)
-    assert rank.do(JobKind.OPEN_SEGMENT, segment=spec) == {-1: Reason.NO_SPACE}
-    assert rank.do(JobKind.DROP_SEGMENT, segment=spec) == {}
-
-
-def test_real_files_that_cannot_be_had(tmp_path):
-    rank = Rank(
-        files=HomeFiles(tmp_path, 0, 1),
-        device=FaultyDevice(MemoryDevice()),
-        home=HomeSpec("ab" * 16, bytes(32)),
-    )
-    results = rank.run()
-    assert [results[job_id].failed for job_id in rank.opening] == [{-1: Reason.IO_ERROR}] * 3
-    assert rank.do(JobKind.DROP_SEGMENT, segment=segment_of(0)) == {-1: Reason.IO_ERROR}
-    assert list(tmp_path.iterdir()) == []
-    rank.mover.close()
-
-
-def test_what_has_not_started_in_time_fails(rank):
-    """Scatters are waited for, however long they take, and what waits behind them is given up."""
-    count = 2 * GPU_BLOCKS
-    moves = [move(b % GPU_BLOCKS, 0, b % GPU_BLOCKS, rank.cpu(0, b % GPU_BLOCKS)) for b in range(count)]
-    assert rank.do(JobKind.STORE, moves[:GPU_BLOCKS]) == {}
-    rank.erase()
-    copier = rank.mover._copier
-    copier.done = lambda _: False
-    load = rank.submit(JobKind.LOAD, moves)
-    rank.run()
-    rank.now_s = 11.0
-    assert load not in rank.run()
-    del copier.done
-    failed = rank.run()[load].failed
-    assert set(failed.values()) == {Reason.DEADLINE}
-    assert len(failed) == rank.stats["deadline_misses"] == count - 4 * MOST_SCATTERS
-    assert rank.stats["late_moves"] == 0
-    assert not any(rank.is_erased(0, moves[at].block) for at in set(range(count)) - set(failed))
-
-
-def test_void_loads_end_as_failed_whatever_they_read(rank):
-    moves = stored(rank, GPU_BLOCKS)
-    rank.device.plan.hold = True
-    load = rank.submit(JobKind.LOAD, moves)
-    rank.run()
-    rank.mover.submit(Plan(void=(load,)))
-    assert load not in rank.run()
-    rank.device.plan.hold = False
-    rank.device.release()
-    assert rank.run()[load].failed == dict.fromkeys(range(GPU_BLOCKS), Reason.CANCELLED)
-    assert all(rank.is_erased(0, at) for at in range(GPU_BLOCKS))
 
 
 def test_void_reaches_a_result_that_nobody_has_polled_for(rank):
-    moves = stored(rank, 2)
+    moves = rank.stored(2)
     load = rank.submit(JobKind.LOAD, moves)
     while rank.mover.turn():
         pass
     rank.mover.submit(Plan(void=(load, 999)))
-    assert rank.run()[load].failed == dict.fromkeys(range(2), Reason.CANCELLED)
-
-
-def test_void_reaches_a_load_that_ends_in_this_instant(rank):
-    moves = stored(rank, 2)
-    load = rank.submit(JobKind.LOAD, moves)
-    poll = rank.device.poll
-
-    def poll_while_the_model_resets(timeout_s: float = 0.0):
-        rank.mover.submit(Plan(void=(load,)))
-        return poll(timeout_s)
-
-    rank.device.poll = poll_while_the_model_resets
-    rank.mover.turn()
-    rank.mover.turn()
-    rank.device.poll = poll
     assert rank.run()[load].failed == dict.fromkeys(range(2), Reason.CANCELLED)
 
 
@@ -256,18 +107,6 @@ def test_close_ends_what_has_started_and_cancels_the_rest(rank):
     assert rank.files.closed
     rank.mover.close()
     assert rank.poll() is results
-
-
-def test_close_waits_for_the_device_on_the_movers_thread():
-    rank = Rank(threaded=True)
-    rank.device.plan.hold = True
-    job_id = rank.submit(JobKind.STORE, [move(1, 0, 1, nvme=1)])
-    closer = threading.Thread(target=rank.mover.close)
-    closer.start()
-    closer.join(WAIT_S)
-    assert not closer.is_alive()
-    assert set(rank.poll()) == {*rank.opening, job_id}
-    assert rank.files.closed
 
 
 def test_an_error_of_ours_ends_all_jobs_and_is_raised_once():
@@ -322,7 +161,7 @@ def test_after_an_error_of_ours_nobody_waits_for_a_drive_that_hangs(monkeypatch)
 
 def test_a_halt_begins_nothing_more_and_ends_what_has_begun():
     rank = Rank()
-    moves = stored(rank, 2)
+    moves = rank.stored(2)
     rank.device.plan.hold = True
     begun = rank.submit(JobKind.LOAD, moves)
     rank.mover.turn()

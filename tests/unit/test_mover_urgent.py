@@ -9,7 +9,7 @@ import time
 import pytest
 from ranks import Rank, move
 
-from kvdisk.messages import Job, JobKind, Plan, Reason
+from kvdisk.messages import JobKind, Plan, Reason
 from kvdisk.worker.mover import URGENT_S
 
 BLOCKS = range(20)
@@ -21,64 +21,6 @@ def until(condition) -> None:
     while not condition():
         assert time.monotonic() < end_s
         time.sleep(0.001)
-
-
-@pytest.fixture(params=[False, True], ids=["through host memory", "direct"])
-def rank(request):
-    made = Rank(staging_slots=8, direct=request.param)
-    made.run()
-    yield made
-    made.device.plan.hold = False
-    made.device.release()
-    made.mover.close()
-
-
-def save(rank: Rank, moves) -> Job:
-    job = rank.job(JobKind.STORE, moves)
-    rank.mover.protect(Plan((job,), urgent=(job.id,)), rank.mover.compute_done())
-    return job
-
-
-def test_what_the_blocks_held_is_stored_though_they_are_overwritten_at_once(rank):
-    before = {block: rank.payload(0, block) for block in BLOCKS}
-    job = save(rank, [move(block, 0, block, rank.cpu(0, block)) for block in BLOCKS])
-    rank.erase()
-    assert rank.run()[job.id].failed == {}
-    assert rank.do(JobKind.LOAD, [move(block, 0, block, rank.cpu(0, block)) for block in BLOCKS]) == {}
-    assert {block: rank.payload(0, block) for block in BLOCKS} == before
-
-
-def test_urgent_stores_go_before_loads_and_other_stores(rank):
-    rank.do(JobKind.STORE, [move(1, 0, 1, rank.cpu(0, 47))])
-    other = rank.submit(JobKind.STORE, [move(block, 0, block, rank.cpu(0, block)) for block in range(10)])
-    load = rank.submit(JobKind.LOAD, [move(1, 0, 44, rank.cpu(0, 47))])
-    job = save(rank, [move(block, 0, block, rank.cpu(0, block)) for block in range(20, 30)])
-    assert job.id in rank.poll()
-    assert not {other, load} & set(rank.results)
-    assert {other, load} <= set(rank.run())
-
-
-def test_the_drive_is_not_waited_for_and_what_has_not_begun_never_begins(rank):
-    before = {block: rank.payload(0, block) for block in BLOCKS}
-    rank.device.plan.hold = True
-    job = save(rank, [move(block, 0, block, nvme=block) for block in BLOCKS])
-    rank.erase()
-    rank.device.plan.hold = False
-    rank.device.release()
-    failed = rank.run()[job.id].failed
-    assert set(failed.values()) == {Reason.DEADLINE}, "staging was full, and nobody waits for the drive"
-    saved = [block for block in BLOCKS if block not in failed]
-    assert 0 < len(saved) < len(BLOCKS)
-    assert rank.do(JobKind.LOAD, [move(block, 0, block, nvme=block) for block in saved]) == {}
-    assert all(rank.payload(0, block) == before[block] for block in saved)
-    assert all(rank.is_erased(0, block) for block in failed)
-
-
-def test_a_segment_that_is_being_made_is_not_waited_for_either():
-    rank = Rank()
-    job = save(rank, [move(1, 0, 1, nvme=1)])
-    assert rank.run()[job.id].failed in ({}, {0: Reason.DEADLINE})
-    rank.mover.close()
 
 
 @pytest.mark.parametrize("held", [False, True])
