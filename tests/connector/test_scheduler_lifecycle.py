@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from byte_bench import ByteBench, Engines, prompt_of
 from schedulers import BLOCK_TOKENS
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import FinishReason, RequestStatus
 
 from kvdisk.blocks import Tier
@@ -45,6 +46,9 @@ def test_a_life_step_by_step(engines: Engines) -> None:
     assert not output.scheduled_new_reqs and not output.num_scheduled_tokens
     assert counts(bench) == (0, 0, 1)
     bench.assert_waits(request, 2 * BLOCK_TOKENS)
+    assert bench.connector.get_external_cache_hit_sources(request, 2 * BLOCK_TOKENS) == {
+        CacheHitSource.HOST: 2 * BLOCK_TOKENS
+    }
     assert bench.pool.get_num_free_blocks() == free - 2
     assert bench.hashed(bench.table("a")) == [False, False]
     bench.release()

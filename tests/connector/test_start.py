@@ -253,6 +253,7 @@ def test_one_changed_weight_is_another_model(engine_config: Any) -> None:
     ("name", "value"),
     [
         ("cache_config__cache_dtype", "fp8"),
+        ("model_config__dtype", "bfloat16"),
         ("parallel_config__tensor_parallel_size", 2),
         ("model_config__quantization", "awq"),
         ("cache_config__prefix_caching_hash_algo", "sha256_cbor"),
