@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from byte_bench import ByteBench, Engines, prompt_of
-from schedulers import BLOCK_TOKENS
+from byte_bench import ByteBench
+from schedulers import BLOCK_TOKENS, Engines, prompt_of
 from vllm.v1.request import FinishReason, RequestStatus
 
 from kvdisk.blocks import Tier

@@ -10,8 +10,8 @@ import random
 from typing import Any
 
 import pytest
-from byte_bench import SLOT_BYTES, ByteBench, Engines, prompt_of
-from schedulers import BLOCK_TOKENS
+from byte_bench import SLOT_BYTES, ByteBench
+from schedulers import BLOCK_TOKENS, Engines, prompt_of
 from vllm.v1.request import RequestStatus
 
 from kvdisk.blocks import Tier, group_of
