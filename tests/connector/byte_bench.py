@@ -328,4 +328,3 @@ class ByteBench(Bench):
         """Nothing is held, pinned or remembered of any request."""
         super().assert_quiet()
         assert all(worker.worker.mover._runner.idle and not worker.worker._loads for worker in self.workers)
-
