@@ -16,10 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from kvdisk.blocks import Tier
 from kvdisk.errors import ConfigError
-from kvdisk.manager.jobs import StoreSources
-from kvdisk.manager.manager import TierManager
 from kvdisk.messages import JobKind
-from kvdisk.worker.mover import Mover
 
 pytestmark = pytest.mark.vllm
 
@@ -197,37 +194,3 @@ def test_new_weights_while_stores_are_out(engines: Engines, pipelined: bool) -> 
     bench.run()
     assert bench.in_tier(Tier.CPU) == set(bench.keys("a")[:3]), "stored again, computed with the new weights"
     assert_right_copies(bench, prompt_of(1, TOKENS))
-
-
-# -- the tests themselves: each of these bugs must be caught ---------------------------------------
-
-
-def _forget_targets_of_loads(patch: pytest.MonkeyPatch) -> None:
-    plan = TierManager.plan_load
-
-    def forgetting(self: TierManager, request_id: str, local: int, external: int, blocks: Any) -> None:
-        plan(self, request_id, local, external, blocks)
-        self._sources._note_reused()
-        targets = {block for group in blocks for block in group}
-        self._sources._reused = [(block, record) for block, record in self._sources._reused if block not in targets]
-
-    patch.setattr(TierManager, "plan_load", forgetting)
-
-
-def _forget_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StoreSources, "take_fence", lambda self, overwritten: ())
-
-
-def _let_the_step_go_on(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Mover, "protect", Mover.submit)
-
-
-@pytest.mark.parametrize(
-    ("plant", "loads"), [(_forget_targets_of_loads, True), (_forget_all, False), (_let_the_step_go_on, False)]
-)
-def test_a_fence_that_is_forgotten_is_noticed(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch, plant: Any, loads: bool
-) -> None:
-    plant(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_they_are_copied_before_the_next_one_writes_to_them(engines, {}, loads)

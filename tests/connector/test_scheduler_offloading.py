@@ -39,17 +39,15 @@ def per_group(bench: ByteBench, keys: list[bytes]) -> list[int]:
 @pytest.mark.parametrize(
     ("prompt", "sampled", "stored", "with_decode", "hit"),
     [
-        (31, 1, 0, 0, 0),
-        (31, 2, 0, 1, 0),  # the last token sampled has no KV
+        (31, 1, 0, 0, 0),  # the last token sampled has no KV
+        (31, 2, 0, 1, 0),
         (32, 1, 1, 1, 0),  # one token is left to compute
-        (33, 1, 1, 1, 1),
         (64, 33, 2, 3, 1),
         (100, 30, 3, 4, 3),
         (600, 2, 18, 18, 18),  # in more than one step
     ],
 )
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize(("groups", "pipelined"), [(name, at % 2 == 0) for at, name in enumerate(GROUPS)])
 def test_what_a_prompt_leaves_and_what_the_next_one_finds(
     engines: Engines, pipelined: bool, groups: str, prompt: int, sampled: int, stored: int, with_decode: int, hit: int
 ) -> None:
@@ -149,18 +147,6 @@ def test_what_is_being_stored_is_not_stored_again(engines: Engines) -> None:
     bench.assert_quiet()
 
 
-def test_one_that_is_aborted_before_its_turn_leaves_nothing(engines: Engines) -> None:
-    bench = engines.make(max_seqs=1)
-    bench.add("a", prompt_of(1, 100), max_tokens=4)
-    bench.step()
-    bench.add("b", prompt_of(2, 100), max_tokens=4)
-    bench.step()
-    bench.abort("b")
-    bench.run()
-    assert bench.stored() == bench.keys("a")[:3]
-    bench.assert_quiet()
-
-
 def test_a_store_counts_when_every_rank_has_answered(engines: Engines) -> None:
     bench = engines.make(ranks=2)
     bench.hold, bench.hold_rank = {JobKind.STORE}, 1
@@ -237,16 +223,12 @@ def test_a_victim_may_come_back_before_anybody_heard_of_its_stores(engines: Engi
 @pytest.mark.parametrize(
     ("served", "kept"),
     [
-        ("ab", "ab"),
         ("abc", "bc"),  # the one that was used longest ago leaves
         ("abac", "ac"),  # a was loaded
-        ("abacb", "cb"),
-        ("abcabc", "bc"),
     ],
 )
-@pytest.mark.parametrize("eviction", ["lru"])
-def test_who_leaves_a_full_tier(engines: Engines, eviction: str, served: str, kept: str) -> None:
-    bench = engines.make(extra={"cpu_bytes": 4 * SLOT_BYTES, "eviction": eviction})
+def test_who_leaves_a_full_tier(engines: Engines, served: str, kept: str) -> None:
+    bench = engines.make(extra={"cpu_bytes": 4 * SLOT_BYTES, "eviction": "lru"})
     keys = {}
     for at, name in enumerate(served):
         bench.serve(f"{name}{at}", prompt_of(ord(name), 70))
