@@ -73,10 +73,11 @@ def test_what_a_prompt_leaves_and_what_the_next_one_finds(
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("source", ["cpu", "nvme", "nvme through staging", "nvme, after a restart"])
+@pytest.mark.parametrize("source", ["cpu", "nvme", "nvme through staging", "nvme, after a restart", "nvme, read ahead"])
 def test_every_way_back_to_the_gpu(engines: Engines, source: str, groups: str) -> None:
     extra = {"cpu_bytes": 0} if "staging" in source else {}
-    bench = engines.make(nvme=source != "cpu", extra=extra, **GROUPS[groups])
+    more = {"max_seqs": 1} if "ahead" in source else {}
+    bench = engines.make(nvme=source != "cpu", extra=extra, **more, **GROUPS[groups])
     prompts = {name: prompt_of(number, 290) for number, name in enumerate("abc")}
     bench.serve("first", prompt_of(9, 290))  # while it runs the first segment is made
     for name, prompt in prompts.items():
@@ -88,13 +89,16 @@ def test_every_way_back_to_the_gpu(engines: Engines, source: str, groups: str) -
         bench = engines.make(nvme=True, extra=extra, **GROUPS[groups])
         assert bench.in_tier(Tier.NVME) == stored
     else:
-        bench.forget(*([Tier.CPU] if source == "nvme" else []))
+        bench.forget(*([Tier.CPU] if source in {"nvme", "nvme, read ahead"} else []))
+    if "ahead" in source:
+        bench.add("running", prompt_of(8, 100), 8)
     for name, prompt in prompts.items():
         bench.add(f"{name} again", prompt, 3)
     bench.run()
     loads = bench.jobs_of(JobKind.LOAD)
     assert [job.request_id for job in loads] == ["a again", "b again", "c again"]
-    assert all((Tier.NVME not in move.slots) == (source == "cpu") for job in loads for move in job.moves)
+    in_memory = source in {"cpu", "nvme, read ahead"}
+    assert all((Tier.NVME not in move.slots) == in_memory for job in loads for move in job.moves)
     assert "failed_loads" not in bench.counters()
     bench.assert_quiet()
 

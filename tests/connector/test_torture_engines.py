@@ -65,7 +65,7 @@ def test_two_of_them_in_a_multi_connector(model: Path, expected: list[list[int]]
     with EngineChild(model, tmp_path / "log", env=HERE, **GPU, kv_transfer_config=transfer) as engine:
         for at in range(ROUNDS):
             run_round(engine, SEED + at, expected)
-            first, second = engine.call("torture_acts:audit")["connectors"]
+            first, second = engine.call("engine_acts:audit")["connectors"]
         assert first["counters"]["loaded_blocks"] > 0
         assert second["counters"]["stored_blocks"] > 0
         for name in ("stored_blocks", "loaded_blocks"):
@@ -83,7 +83,7 @@ def test_two_engines_with_one_store(model: Path, expected: list[list[int]], tmp_
     for at in range(2):
         for engine in engines:
             run_round(engine, SEED + 10 * at, expected)
-            engine.call("torture_acts:audit")
+            engine.call("engine_acts:audit")
         verify_store(tmp_path / "store", 12 * MIB)
     assert engines[1].counters()["loaded_blocks_foreign"] > 0
     engines[0].kill()
@@ -107,7 +107,7 @@ def test_damage_between_starts(model: Path, expected: list[list[int]], tmp_path:
         }
         with EngineChild(model, tmp_path / "log", extra_config=extra, env=HERE, **GPU) as engine:
             run_round(engine, 10 * seed, expected, 25)
-            engine.call("torture_acts:audit")
+            engine.call("engine_acts:audit")
         for kind in kinds:
             damage(store, kind, rng)
 

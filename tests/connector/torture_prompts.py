@@ -39,7 +39,7 @@ def make_prompts(seed: int, count: int) -> list[list[int]]:
 
 
 def make_requests(seed: int, prompts: list[list[int]], count: int) -> list[dict[str, Any]]:
-    """Requests of one round, see ``torture_acts.run_requests``; ``which`` is the prompt."""
+    """Requests of one round, see ``engine_acts.run_requests``; ``which`` is the prompt."""
     rng = random.Random(seed)
     requests = []
     for _ in range(count):

@@ -33,7 +33,7 @@ def answers_alone(model: Path, log: Path) -> list[list[int]]:
 
 def run_round(engine: EngineChild, seed: int, expected: list[list[int]], count: int = 40) -> None:
     requests = make_requests(seed, PROMPTS, count)
-    result = engine.call("torture_acts:run_requests", requests, seed)
+    result = engine.call("engine_acts:run_requests", requests, seed)
     for at, samples in result["ended"].items():
         request = requests[int(at)]
         for tokens in samples:
