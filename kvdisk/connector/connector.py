@@ -26,9 +26,9 @@ from vllm.v1.request import RequestStatus
 
 from kvdisk.config import Config
 from kvdisk.connector.adapter import groups_to_tell, refuse_unsupported
-from kvdisk.connector.log import join_log
 from kvdisk.connector.metrics import KVDiskPromMetrics, KVDiskStats
 from kvdisk.connector.off import OWN_POLICIES, SchedulerOff, WorkerOff, say_off
+from kvdisk.connector.plugin import join_log
 from kvdisk.connector.scheduler_side import SchedulerSide
 from kvdisk.connector.worker_side import WorkerSide
 from kvdisk.errors import ConfigError
