@@ -45,8 +45,7 @@ def run_requests(llm: Any, requests: list[dict[str, Any]], seed: int) -> dict[st
     ended: dict[int, list[list[int]]] = {}
     step = 0
     run_id = f"{seed}-{time.monotonic_ns()}"
-    changed_s = time.monotonic()
-    progress = 0
+    end_s = time.monotonic() + 2 * STUCK_S
     while waiting or engine.has_unfinished_requests():
         while waiting and (requests[waiting[0]]["at"] <= step or not engine.has_unfinished_requests()):
             at = waiting.pop(0)
@@ -73,10 +72,7 @@ def run_requests(llm: Any, requests: list[dict[str, Any]], seed: int) -> dict[st
                 del aborts[name]
         outputs = engine.step()
         step += 1
-        seen = len(ended) * 100000 + sum(sum(len(o.token_ids) for o in out.outputs) for out in outputs)
-        if outputs or seen != progress:
-            progress, changed_s = seen, time.monotonic()
-        assert time.monotonic() - changed_s < STUCK_S, f"stuck at step {step}: {describe(llm)}"
+        assert time.monotonic() < end_s, f"stuck at step {step}: {describe(llm)}"
         for output in outputs:
             if output.finished:
                 at = int(output.request_id.rsplit("-", 1)[1])

@@ -202,15 +202,6 @@ def test_a_reset_takes_back_what_was_told_and_keeps_the_order(plain: Engines) ->
     view.check(bench)
 
 
-def test_too_many_events_end_in_a_clean_sheet(plain: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = plain.make(events=True)
-    bench.connector.scheduler._journal._most_waiting = 3
-    bench.serve("a", PROMPT)
-    kinds = [type(event) for event in bench.published if getattr(event, "medium", "none") != "GPU"]
-    assert kinds == [AllBlocksCleared, BlockStored]
-    assert bench.counters()["lost_events"] == 3
-
-
 # -- limits of a request ---------------------------------------------------------------------------
 
 

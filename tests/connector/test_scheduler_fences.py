@@ -83,18 +83,6 @@ def test_they_are_copied_before_the_next_one_writes_to_them(
     assert_right_copies(bench, prompt_of(1, TOKENS), prompt_of(2, TOKENS))
 
 
-def test_blocks_of_several_stores_are_taken_in_several_steps(engines: Engines) -> None:
-    bench = engines.make(num_blocks=8, max_batched_tokens=BLOCK_TOKENS, extra={"store_decode": True})
-    finish_with_stores_out(bench, max_tokens=32)
-    assert len(bench.jobs_of(JobKind.STORE)) == 4
-    longest = prompt_of(2, 7 * BLOCK_TOKENS - 2)
-    request = bench.add("next", longest, max_tokens=1)
-    for _ in range(12):
-        bench.step()
-    assert request.is_finished()
-    assert_right_copies(bench, prompt_of(1, TOKENS), longest)
-
-
 def test_blocks_that_a_window_has_passed_are_free_though_their_stores_are_out(engines: Engines) -> None:
     bench = engines.make(num_blocks=16, window_tokens=BLOCK_TOKENS + 1, extra={"store_decode": True})
     bench.hold = {JobKind.STORE}

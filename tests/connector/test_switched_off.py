@@ -80,7 +80,6 @@ def bench(engines: Engines, request: pytest.FixtureRequest) -> ByteBench:
     return engines.make(threaded=True, window_tokens=request.param, events=True)
 
 
-one_group = pytest.mark.parametrize("bench", [None], indirect=True, ids=["one group"])
 two_groups = pytest.mark.parametrize("bench", [2 * BLOCK_TOKENS], indirect=True, ids=["two groups"])
 """A load that fails is told by its blocks, or by its request."""
 
@@ -132,18 +131,6 @@ def test_an_error_in_a_hook_of_the_scheduler(
 ) -> None:
     warm(bench)
     raised = plant(monkeypatch, bench.connector.scheduler, hook, after=after)
-    serve_mixed(bench)
-    assert raised
-    assert_off(bench, caplog)
-
-
-@one_group
-@pytest.mark.parametrize("name", ["lookup", "plan_load", "plan_store", "take_plan", "settle", "request_finished"])
-def test_an_error_in_the_manager(
-    bench: ByteBench, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    warm(bench)
-    raised = plant(monkeypatch, bench.connector.scheduler._manager, name, after=True)
     serve_mixed(bench)
     assert raised
     assert_off(bench, caplog)
@@ -334,23 +321,16 @@ def test_what_is_to_end_the_engine_does(
 # -- a worker's half -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("hook", "after"), moments(*WORKER_HOOKS, last=("collect",)))
+@pytest.mark.parametrize(
+    ("hook", "after"), [*moments(*WORKER_HOOKS, last=("collect",)), ("mover.submit", True), ("mover.poll", True)]
+)
 def test_an_error_in_a_hook_of_a_worker(
     bench: ByteBench, hook: str, after: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     warm(bench)
-    raised = plant(monkeypatch, bench.workers[0].worker, hook, after=after)
-    serve_mixed(bench)
-    assert raised
-    assert_off(bench, caplog)
-
-
-@pytest.mark.parametrize("name", ["submit", "poll"])
-def test_an_error_in_a_call_of_the_mover(
-    bench: ByteBench, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    warm(bench)
-    raised = plant(monkeypatch, bench.workers[0].worker.mover, name, after=True)
+    half: Any = bench.workers[0].worker
+    owner = half.mover if hook.startswith("mover.") else half
+    raised = plant(monkeypatch, owner, hook.removeprefix("mover."), after=after)
     serve_mixed(bench)
     assert raised
     assert_off(bench, caplog)

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 from engine_child import EngineChild
-from torture_prompts import verify_store
-from torture_rounds import GPU, HERE, MIB, ROUNDS, SEED, run_round
+from torture_rounds import GPU, HERE, MIB, ROUNDS, SEED, run_round, verify_store
 
 pytestmark = [pytest.mark.vllm, pytest.mark.torture]
 

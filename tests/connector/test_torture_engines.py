@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from engine_child import STEADY, EngineChild, EngineError
 from torture_damage import damage
-from torture_prompts import verify_store
-from torture_rounds import GPU, HERE, MIB, PROMPTS, ROUNDS, SEED, run_round
+from torture_rounds import GPU, HERE, MIB, PROMPTS, ROUNDS, SEED, run_round, verify_store
 
 pytestmark = [pytest.mark.vllm, pytest.mark.torture]
 
