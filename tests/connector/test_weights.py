@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that change in memory: KV from before is never served after, nor KV from after to an engine that loads files."""
+"""Weights that change in memory: KV from before is never served after, nor the other way round from the files."""
 
 from __future__ import annotations
 
