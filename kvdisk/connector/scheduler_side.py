@@ -54,7 +54,7 @@ _SOURCES = {Tier.CPU: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
 class SchedulerSide:
     """Translates between vLLM's requests and blocks and the ``TierManager``.
 
-    That exists once the block pool is bound; where layers of one group differ, once the workers have told their sizes.
+    That exists once the block pool is bound; where layers of one group differ, once the workers have sent their sizes.
     """
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -74,7 +74,7 @@ class SchedulerSide:
         publishes = publishes_events(vllm_config)
         self._writer = EventWriter(self._geometry, event_groups(kv_cache_config)) if publishes else None
         self._journal: Journal | None = None
-        self._told: dict[str, int] = {}
+        self._described: dict[str, int] = {}
         if recompute_failed_loads(vllm_config):
             logger.warning("kvdisk sets kv_load_failure_policy to recompute: a block that fails to load is computed.")
 
@@ -96,12 +96,12 @@ class SchedulerSide:
         if self._namespace is not None:
             self._assemble(self._namespace)
 
-    def take_worker_groups(self, told: Sequence[list[KVCacheGroupSpec]]) -> None:
-        """Take the KV-cache groups of those workers that have told them: whole, where ours may have one layer's size.
+    def take_worker_groups(self, by_worker: Sequence[list[KVCacheGroupSpec]]) -> None:
+        """Take the KV-cache groups that workers sent: they have every layer's size, where ours may have one layer's.
 
         Comes once, after the pool and before the first request. Raises ConfigError where sizes are not agreed upon.
         """
-        for groups in told:
+        for groups in by_worker:
             self._kv_cache_config = replace(self._kv_cache_config, kv_cache_groups=groups)
             geometry = geometry_of(self._vllm_config, self._kv_cache_config)
             if self._parts is None and self._context is not None:
@@ -135,7 +135,7 @@ class SchedulerSide:
         self._describe(request)
 
     def _follow_session(self, request: Request) -> None:
-        """Notice what no hook tells: that the prompt of a streaming session, a request with a queue, has grown."""
+        """Notice what no hook reports: that the prompt of a streaming session, a request with a queue, has grown."""
         self._manager.prompt_changed(request.request_id, request.num_prompt_tokens)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
@@ -175,7 +175,7 @@ class SchedulerSide:
             if self._manager.may_offer(request.request_id, computed_tokens):
                 self._describe(request)
                 self._manager.plan_store(request.request_id, computed_tokens, block_ids, time.monotonic())
-        self._told.pop(request.request_id, None)
+        self._described.pop(request.request_id, None)
         return not self._manager.request_finished(request.request_id)
 
     # -- steps ---------------------------------------------------------------------------------
@@ -239,8 +239,8 @@ class SchedulerSide:
 
     def _describe(self, request: Request) -> None:
         if self._writer is not None:
-            told = self._told.get(request.request_id, 0)
-            self._told[request.request_id] = self._writer.descriptions.remember(request, told)
+            known = self._described.get(request.request_id, 0)
+            self._described[request.request_id] = self._writer.descriptions.remember(request, known)
 
     # -- metrics and end -----------------------------------------------------------------------
 
@@ -257,6 +257,6 @@ class SchedulerSide:
         return SchedulerOff(self._parts, self._unsent, publishes=self._journal is not None)
 
     def shutdown(self) -> None:
-        """Commit and release the home. Idempotent."""
+        """Commit, and release the engine store. Idempotent."""
         if self._parts is not None:
             self._parts.close()

@@ -236,7 +236,7 @@ class Bench:
         assert self.pool.get_num_free_blocks() == len(self.pool.blocks) - 1
         for one in scheduler.kv_cache_manager.coordinator.single_type_managers:
             assert not one.req_to_blocks
-        assert not side._requests and not side._local_tokens and not side._told
+        assert not side._requests and not side._local_tokens and not side._described
         assert not manager._requests and len(manager._transfers) == 0
         catalog = manager._catalog
         assert not any(catalog.pins(row, tier) for row in catalog.rows() for tier in (Tier.CPU, Tier.NVME))

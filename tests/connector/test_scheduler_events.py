@@ -117,7 +117,7 @@ def test_decoded_blocks_are_told_with_their_tokens(plain: Engines) -> None:
     last = of_kvdisk(bench, BlockStored)[-1]
     assert last.token_ids == list(request.all_token_ids)[BLOCKS * BLOCK_TOKENS : (BLOCKS + 1) * BLOCK_TOKENS]
     assert last.parent_block_hash == request.block_hashes[BLOCKS - 1]
-    assert not bench.connector.scheduler._told, "nothing is kept of a request that is gone"
+    assert not bench.connector.scheduler._described, "nothing is kept of a request that is gone"
 
 
 def test_tokens_are_remembered_of_the_last_blocks_only(plain: Engines) -> None:

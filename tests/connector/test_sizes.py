@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvdisk.blocks import Tier
-from kvdisk.connector.adapter import groups_to_tell
+from kvdisk.connector.adapter import handshake_groups
 from kvdisk.connector.connector import KVDiskHandshake
 from kvdisk.errors import ConfigError
 from kvdisk.messages import JobKind
@@ -29,7 +29,7 @@ BOTH = 3 * ONE_LAYER
 
 def handshake(bench: Bench) -> KVDiskHandshake:
     """What a worker tells, as it comes from another process."""
-    groups = groups_to_tell(KVCacheConfig(64, [], bench.worker_groups, hash_block_size=BLOCK_TOKENS))
+    groups = handshake_groups(KVCacheConfig(64, [], bench.worker_groups, hash_block_size=BLOCK_TOKENS))
     assert groups is not None
     return pickle.loads(pickle.dumps(KVDiskHandshake(groups)))  # noqa: S301 - our own
 
