@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from schedulers import BLOCK_TOKENS, Bench, Engines
 from support.fake_neighbours import FakeHome, FakeNeighbours
-from vllm.sampling_params import SamplingParams
 
 from kvdisk import assembly
 from kvdisk.blocks import BlockKey, Tier
@@ -192,16 +191,6 @@ def test_what_the_gpu_has_lost_before_their_turn_one_loads_for_all(restarted: Re
     assert bench.scheduler.reset_prefix_cache()
     finish(bench, *"bcd")
     assert bench.loads() == [("a", BLOCKS), ("b", BLOCKS)]
-
-
-def test_one_that_does_not_read_the_prefix_cache_does_not_wait(restarted: Restart) -> None:
-    bench = restarted(PROMPT)
-    bench.hold = {JobKind.LOAD}
-    bench.add("a", PROMPT)
-    reads_nothing = SamplingParams(max_tokens=2, ignore_eos=True, skip_reading_prefix_cache=True)
-    bench.add("b", PROMPT, sampling_params=reads_nothing)
-    assert bench.step().num_scheduled_tokens == {"b": len(PROMPT)}
-    finish(bench, *"ab")
 
 
 def test_with_a_sliding_window_one_waits_only_for_what_it_can_use(restarted: Restart) -> None:

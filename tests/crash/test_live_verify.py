@@ -7,7 +7,6 @@ import shutil
 import time
 from pathlib import Path
 
-import pytest
 from live_children import WAIT_S, Child
 from support.live_engine import LiveEngine
 from support.live_load import LiveLoad, LoadShape
@@ -55,10 +54,9 @@ def slowly(done_bytes: int, total_bytes: int) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("replicated", [False, True])
-def test_several_drives_and_ranks_that_share(replicated: bool, quick_path: Path) -> None:
+def test_several_drives_and_ranks_that_share(quick_path: Path) -> None:
     dirs = [quick_path / name for name in "abc"]
-    model = LiveModel(ranks=2, replicated=replicated)
+    model = LiveModel(ranks=2, replicated=True)
     listed = [str(path) for path in dirs]
     config = model.config(listed[0], blocks=300, cpu_bytes=1 << 20, store_dirs=listed, store_decode=True)
     engine = LiveEngine(config, model)
@@ -74,7 +72,7 @@ def test_several_drives_and_ranks_that_share(replicated: bool, quick_path: Path)
     assert set(where) == {0, 1, 2}
     verdict = verify_store(dirs)
     assert not wrong(verdict) and verdict.homes[0].blocks == sum(map(len, where.values()))
-    assert verdict.homes[0].slots == verdict.homes[0].blocks * (1 if replicated else 2)
+    assert verdict.homes[0].slots == verdict.homes[0].blocks
     expected = []
     for drive, places in where.items():
         segment, slot = places[0]
