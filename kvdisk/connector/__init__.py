@@ -1,21 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door to vLLM. ``KVDiskConnector`` is loaded when it is asked for, so that importing this package is cheap."""
+"""The door to vLLM. ``KVDiskConnector`` is loaded when it is asked for, so that importing this package is cheap.
+
+``drain`` and ``counters`` are for engines in the caller's process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``): tests, the
+demo, notebooks. There nothing steps the engine after ``generate`` returns, so transfers would not settle.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 __all__ = ["KVDiskConnector", "counters", "drain"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load the connector, or the tools for in-process engines, on first use."""
+    """Load the connector on first use."""
     if name == "KVDiskConnector":
         from kvdisk.connector.connector import KVDiskConnector
 
         return KVDiskConnector
-    if name in {"counters", "drain"}:
-        from kvdisk.connector import inprocess
-
-        return getattr(inprocess, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def drain(llm: LLM, timeout_s: float = 60.0) -> bool:
+    """Step the engine until no transfer is out and every record is committed; False when the time ran out.
+
+    Call it between ``generate`` calls, from the thread that calls them.
+    """
+    connector = _connector_of(llm)
+    end_s = time.monotonic() + timeout_s
+    while connector.has_pending_push_work():
+        if time.monotonic() > end_s:
+            return False
+        llm.llm_engine.step()
+    return True
+
+
+def counters(llm: LLM) -> dict[str, int]:
+    """Return the totals of kvdisk's counters since the engine started, by series, see ``kvdisk.stats``."""
+    return dict(_connector_of(llm).counters())
+
+
+def _connector_of(llm: LLM) -> Any:
+    return llm.llm_engine.engine_core.engine_core.scheduler.connector

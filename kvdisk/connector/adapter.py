@@ -160,7 +160,7 @@ def sizes_are_certain(kv_cache_config: KVCacheConfig) -> bool:
     )
 
 
-def groups_to_tell(kv_cache_config: KVCacheConfig) -> list[KVCacheGroupSpec] | None:
+def handshake_groups(kv_cache_config: KVCacheConfig) -> list[KVCacheGroupSpec] | None:
     """Return a worker's groups where the scheduler's lack something, else None: other connectors' handshakes go on."""
     groups = kv_cache_config.kv_cache_groups
     return groups if any(isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs) for group in groups) else None

@@ -25,10 +25,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.request import RequestStatus
 
 from kvdisk.config import Config
-from kvdisk.connector.adapter import groups_to_tell, refuse_unsupported
-from kvdisk.connector.log import join_log
+from kvdisk.connector.adapter import handshake_groups, refuse_unsupported
 from kvdisk.connector.metrics import KVDiskPromMetrics, KVDiskStats
 from kvdisk.connector.off import OWN_POLICIES, SchedulerOff, WorkerOff, say_off
+from kvdisk.connector.plugin import join_log
 from kvdisk.connector.scheduler_side import SchedulerSide
 from kvdisk.connector.worker_side import WorkerSide
 from kvdisk.errors import ConfigError
@@ -174,8 +174,8 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVDiskHandshake | None:
-        """Tell what the scheduler cannot know of the KV cache."""
-        groups = groups_to_tell(self._kv_cache_config)
+        """Send what the scheduler cannot know of the KV cache."""
+        groups = handshake_groups(self._kv_cache_config)
         return None if groups is None else KVDiskHandshake(groups)
 
     @guarded
@@ -243,10 +243,10 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self._scheduler.bind_pool(gpu_block_pool)
 
     def set_xfer_handshake_metadata(self, metadata: dict[Any, KVConnectorHandshakeMetadata]) -> None:
-        """Hear what the workers have told, of any rank; as a child of ``MultiConnector`` also another's."""
-        told = [one.groups for one in metadata.values() if isinstance(one, KVDiskHandshake)]
+        """Take what the workers sent, of any rank; as a child of ``MultiConnector`` also another connector's."""
+        by_worker = [one.groups for one in metadata.values() if isinstance(one, KVDiskHandshake)]
         assert isinstance(self._scheduler, SchedulerSide)
-        self._scheduler.take_worker_groups(told)
+        self._scheduler.take_worker_groups(by_worker)
 
     set_xfer_handshake_metadata_pp_aware = set_xfer_handshake_metadata
 
@@ -303,7 +303,7 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @guarded
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Tell what became loadable, and what went, since the last call."""
+        """Return events of what became loadable, and what went, since the last call."""
         return self.scheduler.take_events()
 
     @guarded
@@ -335,7 +335,7 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @guarded
     def shutdown(self) -> None:
-        """Stop the worker's half, or commit and release the home."""
+        """Stop the worker's half, or commit and release the engine store."""
         for side in (self._worker, self._scheduler):
             if side is not None:
                 side.shutdown()

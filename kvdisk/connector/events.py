@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The manager's journal as vLLM's KV-cache events, for routers that know what each engine holds. Scheduler thread only.
 
-A stored block is told with its tokens and its parent's hash while those are remembered: of the requests that came
-last. Of other blocks (found on the drive at start, or promoted long after) only the hash is told, in the form that
-vLLM's own offloading connector has for it: no tokens, block size 0. A reader that has seen the hash knows the rest.
+An event of a stored block has its tokens and its parent's hash while those are remembered: of the latest requests.
+Other blocks (found on the drive at start, or promoted long after) have their hash alone, in the form of vLLM's own
+offloading connector: no tokens, block size 0. A reader that has seen the hash knows the rest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MOST_REMEMBERED = 65536
-"""Hashes whose tokens are remembered, at 8 bytes a token and about 200 a hash; the first heard of go first."""
+"""Hashes whose tokens are remembered, at 8 bytes a token and about 200 a hash; the oldest go first."""
 
 _MEDIA = {Tier.CPU: MEDIUM_CPU, Tier.NVME: MEDIUM_STORAGE}
 _LOCALITY = "LOCAL"
@@ -47,7 +47,7 @@ class _Stretch(NamedTuple):
 
 
 class BlockDescriptions:
-    """Tokens and parents of the blocks of late requests, by hash."""
+    """Tokens and parents of the blocks of the latest requests, by hash."""
 
     def __init__(self, geometry: Geometry, most: int = MOST_REMEMBERED) -> None:
         self._hash_tokens = geometry.hash_tokens
@@ -56,19 +56,19 @@ class BlockDescriptions:
         self._most = most
         self._known: dict[bytes, tuple[_Stretch, int]] = {}
 
-    def remember(self, request: Request, told: int) -> int:
-        """Remember a request's hashes from number ``told`` on; return how many it has.
+    def remember(self, request: Request, known: int) -> int:
+        """Remember a request's hashes from number ``known`` on; return how many it has.
 
         Not of requests whose hashes cover more than tokens: a reader that hashed these tokens would take the
         blocks for those of another prompt.
         """
         count = len(request.block_hashes)
-        if count <= told or request.cache_salt or request.mm_features or request.prompt_embeds is not None:
+        if count <= known or request.cache_salt or request.mm_features or request.prompt_embeds is not None:
             return count
-        first = max(0, told - self._lead)
+        first = max(0, known - self._lead)
         tokens = request.all_token_ids[first * self._hash_tokens : count * self._hash_tokens]
         stretch = _Stretch(first, list(request.block_hashes[first:]), array("q", tokens))
-        for at in range(told - first, count - first):
+        for at in range(known - first, count - first):
             block_hash = stretch.hashes[at]
             self._known.pop(block_hash, None)
             self._known[block_hash] = (stretch, at)

@@ -2,7 +2,7 @@
 """What is left of a half of the connector after an error of ours: nothing is stored or loaded until the engine ends.
 
 Each class answers the hooks of its half, and uses nothing of what failed but what it names. vLLM waits for two things:
-that every load which it was promised is reported, failed if need be, and that the home is closed in the end.
+that every load which it was promised is reported, failed if need be, and that the engine store is closed at the end.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class SchedulerOff:
         """It is off already."""
 
     def shutdown(self) -> None:
-        """Commit what is queued, and release the home. Idempotent."""
+        """Commit what is queued, and release the engine store. Idempotent."""
         if self._parts is not None:
             self._parts.close()
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's plugin entry point: makes the name ``KVDiskConnector`` known in every process of an engine."""
+"""How kvdisk joins vLLM: the plugin entry point, which every process of an engine calls, and the log."""
 
 from __future__ import annotations
+
+import logging
 
 
 def register() -> None:
@@ -10,3 +12,17 @@ def register() -> None:
 
     if "KVDiskConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector("KVDiskConnector", "kvdisk.connector.connector", "KVDiskConnector")
+
+
+def join_log() -> None:
+    """Let kvdisk's lines go where vLLM's go, at vLLM's level, unless somebody has said where they go. Idempotent.
+
+    vLLM shows only the lines of its own loggers.
+    """
+    ours, theirs = logging.getLogger("kvdisk"), logging.getLogger("vllm")
+    if ours.hasHandlers() or not theirs.handlers:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    if ours.level == logging.NOTSET:
+        ours.setLevel(theirs.level)

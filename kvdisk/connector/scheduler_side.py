@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +26,11 @@ from kvdisk.connector.adapter import (
     sizes_are_certain,
     step_blocks_of,
 )
-from kvdisk.connector.controls import Controls
 from kvdisk.connector.events import EventWriter
 from kvdisk.connector.identity import fingerprint_of
 from kvdisk.connector.off import SchedulerOff, unfilled_blocks
-from kvdisk.errors import ConfigError
+from kvdisk.errors import ConfigError, QuietLog
+from kvdisk.manager.requests import RequestLimits
 from kvdisk.messages import Plan, Report
 from kvdisk.stats import Stats
 
@@ -48,13 +48,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvdisk.connector")
 
+MOST_LOAD = "max_load_tokens"
+STORE_LIMIT = "max_offload_tokens"
+
 _SOURCES = {Tier.CPU: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
 
 
 class SchedulerSide:
     """Translates between vLLM's requests and blocks and the ``TierManager``.
 
-    That exists once the block pool is bound; where layers of one group differ, once the workers have told their sizes.
+    That exists once the block pool is bound; where layers of one group differ, once the workers have sent their sizes.
     """
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -74,7 +77,7 @@ class SchedulerSide:
         publishes = publishes_events(vllm_config)
         self._writer = EventWriter(self._geometry, event_groups(kv_cache_config)) if publishes else None
         self._journal: Journal | None = None
-        self._told: dict[str, int] = {}
+        self._described: dict[str, int] = {}
         if recompute_failed_loads(vllm_config):
             logger.warning("kvdisk sets kv_load_failure_policy to recompute: a block that fails to load is computed.")
 
@@ -96,12 +99,12 @@ class SchedulerSide:
         if self._namespace is not None:
             self._assemble(self._namespace)
 
-    def take_worker_groups(self, told: Sequence[list[KVCacheGroupSpec]]) -> None:
-        """Take the KV-cache groups of those workers that have told them: whole, where ours may have one layer's size.
+    def take_worker_groups(self, by_worker: Sequence[list[KVCacheGroupSpec]]) -> None:
+        """Take the KV-cache groups that workers sent: they have every layer's size, where ours may have one layer's.
 
         Comes once, after the pool and before the first request. Raises ConfigError where sizes are not agreed upon.
         """
-        for groups in told:
+        for groups in by_worker:
             self._kv_cache_config = replace(self._kv_cache_config, kv_cache_groups=groups)
             geometry = geometry_of(self._vllm_config, self._kv_cache_config)
             if self._parts is None and self._context is not None:
@@ -135,7 +138,7 @@ class SchedulerSide:
         self._describe(request)
 
     def _follow_session(self, request: Request) -> None:
-        """Notice what no hook tells: that the prompt of a streaming session, a request with a queue, has grown."""
+        """Notice what no hook reports: that the prompt of a streaming session, a request with a queue, has grown."""
         self._manager.prompt_changed(request.request_id, request.num_prompt_tokens)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
@@ -175,7 +178,7 @@ class SchedulerSide:
             if self._manager.may_offer(request.request_id, computed_tokens):
                 self._describe(request)
                 self._manager.plan_store(request.request_id, computed_tokens, block_ids, time.monotonic())
-        self._told.pop(request.request_id, None)
+        self._described.pop(request.request_id, None)
         return not self._manager.request_finished(request.request_id)
 
     # -- steps ---------------------------------------------------------------------------------
@@ -239,8 +242,8 @@ class SchedulerSide:
 
     def _describe(self, request: Request) -> None:
         if self._writer is not None:
-            told = self._told.get(request.request_id, 0)
-            self._told[request.request_id] = self._writer.descriptions.remember(request, told)
+            known = self._described.get(request.request_id, 0)
+            self._described[request.request_id] = self._writer.descriptions.remember(request, known)
 
     # -- metrics and end -----------------------------------------------------------------------
 
@@ -257,6 +260,39 @@ class SchedulerSide:
         return SchedulerOff(self._parts, self._unsent, publishes=self._journal is not None)
 
     def shutdown(self) -> None:
-        """Commit and release the home. Idempotent."""
+        """Commit, and release the engine store. Idempotent."""
         if self._parts is not None:
             self._parts.close()
+
+
+class Controls:
+    """Reads a request's limits from its ``kv_transfer_params``.
+
+    A wrong value is ignored, and logged at most once a minute. Other keys belong to other connectors. The names are
+    those of vLLM's own offloading connector.
+    """
+
+    def __init__(self) -> None:
+        self._log = QuietLog(time.monotonic, logger)
+
+    def read(self, params: Any) -> RequestLimits:
+        """Return the limits of a request; ``params``: what came with it, of any form."""
+        if params is None:
+            return RequestLimits()
+        if not isinstance(params, Mapping):
+            self._log.warn("params", f"kv_transfer_params must be a mapping, not {type(params).__name__}; ignored.")
+            return RequestLimits()
+        return RequestLimits(self._tokens(params, MOST_LOAD), self._tokens(params, STORE_LIMIT))
+
+    def _tokens(self, params: Mapping[Any, Any], name: str) -> int | None:
+        value = params.get(name)
+        if value is None or (type(value) is int and value >= 0):
+            return value
+        self._log.warn(name, f"{name} must be a number of tokens, 0 or more, not {_short(value)}; ignored.")
+        return None
+
+
+def _short(value: Any) -> str:
+    """Return a value that came from outside so that a log can take it."""
+    text = repr(value) if isinstance(value, str | int | float) else type(value).__name__
+    return text if len(text) <= 40 else f"{text[:40]}..."

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -24,7 +24,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from kvdisk.blocks import BlockKey, Tier, make_block_key
+from kvdisk.blocks import Tier
 from kvdisk.connector.connector import KVDiskConnector
 from kvdisk.geometry import HEADER_BYTES, slot_offset
 from kvdisk.messages import Job, JobKind, Plan
@@ -37,11 +37,6 @@ _WORDS = 64
 """Words of KV of one token, in each group."""
 _MASK = (1 << 64) - 1
 _FACTOR = 6364136223846793005
-
-
-def prompt_of(number: int, tokens: int) -> list[int]:
-    """Return a prompt that shares no block with another number's."""
-    return [(number * 37 + at * 7 + at // 500) % 500 for at in range(tokens)]
 
 
 class GatedMover(Mover):
@@ -112,19 +107,22 @@ class ByteBench(Bench):
     ``hold`` as in ``Bench``: not a byte of these jobs moves. ``fail`` spoils the sources of a job's moves as it begins,
     in the way that ``damage`` names: "payload", "header", "cut" (the file ends before it), "late" (past the deadline:
     all moves fail). ``fail_of``: the only request meant; ``hold_rank``, ``fail_rank``: the rank meant, -1: each.
-    ``pipelined``: a step's results arrive after the next one was scheduled.
+    ``pipelined``: a step's results arrive after the next one was scheduled. ``threaded``: the product's worker, whose
+    mover has its thread; then these last six are without effect.
     """
 
-    def __init__(self, folder: Path, *, extra: Any = None, **more: Any) -> None:
+    def __init__(self, folder: Path, *, extra: Any = None, threaded: bool = False, **more: Any) -> None:
         super().__init__(folder, extra=SETTINGS | dict(extra or {}), **more)
         self.weights = 0
+        self._threaded = threaded
+        self._end_s = time.monotonic() + 600.0
+        self.plans: list[Plan] = []
         self.damage = "payload"
         self.fail_of = ""
         self.hold_rank = self.fail_rank = -1
         self.store = Path(dict(extra or {}).get("store_dirs", "/nowhere"))
         self.outputs: dict[str, list[Any]] = {}
         self._texts: dict[str, Text] = {}
-        self._known: dict[str, Request] = {}
         self._named: dict[bytes, tuple[Text, int]] = {}
         self._named_of: dict[str, int] = {}
         self.behind: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
@@ -133,7 +131,7 @@ class ByteBench(Bench):
         self._views: list[list[np.ndarray]] = []
         self.workers = [self._make_worker(rank) for rank in range(self.ranks)]
 
-    def _make_worker(self, rank: int) -> Worker:
+    def _make_worker(self, rank: int) -> KVDiskConnector:
         config = copy.copy(self.config)
         config.parallel_config = copy.copy(config.parallel_config)
         config.parallel_config.rank = rank
@@ -143,6 +141,10 @@ class ByteBench(Bench):
             tensors[group.layer_names[0]] = tensor = torch.zeros(shape, dtype=torch.int64)
             views.append(tensor.numpy().view(np.uint64))
         self._views.append(views)
+        if self._threaded:
+            plain = KVDiskConnector(config, KVConnectorRole.WORKER, self.cache)
+            plain.register_kv_caches(tensors)
+            return plain
         worker = Worker(config, KVConnectorRole.WORKER, self.cache)
         with mock.patch("kvdisk.worker.mover.Mover", GatedMover):
             worker.register_kv_caches(tensors)
@@ -152,62 +154,19 @@ class ByteBench(Bench):
     def close(self) -> None:
         for worker in self.workers:
             worker.shutdown()
-        self.connector.shutdown()
+        super().close()
 
     # -- requests ------------------------------------------------------------------------------
 
     def make_request(self, request_id: str, *arguments: Any, **more: Any) -> Request:
-        request = self._known[request_id] = super().make_request(request_id, *arguments, **more)
+        request = super().make_request(request_id, *arguments, **more)
         self._texts[request_id] = Text(list(request.prompt_token_ids), [])
         self._named_of[request_id] = 0
         return request
 
-    def table(self, request_id: str, group: int = 0) -> list[int]:
-        """Return a request's block table."""
-        return list(self.scheduler.kv_cache_manager.get_block_ids(request_id)[group])
-
-    def keys(self, request_id: str, group: int = 0) -> list[BlockKey]:
-        """Return the keys of a request's full blocks, in a group whose blocks are as large as what is hashed."""
-        return [make_block_key(block_hash, group) for block_hash in self._known[request_id].block_hashes]
-
     def sampled(self, request_id: str) -> list[int]:
         """Return what a request has sampled."""
-        return list(self._known[request_id].output_token_ids)
-
-    def jobs_of(self, kind: JobKind, request_id: str | None = None) -> list[Job]:
-        return [job for job in self.jobs if job.kind is kind and request_id in {None, job.request_id}]
-
-    def stored(self) -> list[BlockKey]:
-        """Return the keys of all blocks that were to be stored, in order."""
-        return [move.key for job in self.jobs_of(JobKind.STORE) for move in job.moves]
-
-    def in_tier(self, tier: Tier) -> set[BlockKey]:
-        """Return the keys of the copies that can be loaded from a tier."""
-        return set(self._manager._catalog.ready_keys(tier))
-
-    def serve(self, request_id: str, prompt: Iterable[int], max_tokens: int = 1, **more: Any) -> Request:
-        """Serve one request alone, until all that comes of it has ended."""
-        request = self.add(request_id, prompt, max_tokens, **more)
-        self.run()
-        return request
-
-    def run_until_finished(self, request_id: str) -> None:
-        """Step until a request is over, whatever still comes of it."""
-        while request_id in self.scheduler.requests:
-            self.step()
-
-    def forget(self, *tiers: Tier) -> None:
-        """Drop what the GPU's prefix cache has, and all copies in these tiers."""
-        assert self.scheduler.reset_prefix_cache()
-        catalog = self._manager._catalog
-        for tier in tiers:
-            space = {Tier.CPU: self._manager._tiers.get(Tier.CPU), Tier.NVME: self._manager._tiers.get(Tier.NVME)}[tier]
-            for row in list(catalog.rows_in(tier)):
-                space.discard(row)
-
-    @property
-    def _manager(self) -> Any:
-        return self.connector.scheduler._manager
+        return list(self.known[request_id].output_token_ids)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -221,6 +180,7 @@ class ByteBench(Bench):
         """Schedule a step and run it; its results wait for ``update``."""
         output = self.scheduler.schedule()
         plan = output.kv_connector_metadata.plan
+        self.plans.append(plan)
         self.jobs.extend(plan.jobs)
         self.void |= set(plan.void)
         results: list[Any] = [self._run_rank(rank, output) for rank in range(self.ranks)]
@@ -233,27 +193,25 @@ class ByteBench(Bench):
         for outputs in self.scheduler.update_from_output(output, results).values():
             for one in outputs.outputs:
                 self.outputs.setdefault(one.request_id, []).append(one)
-                text, told = self._texts[one.request_id], self._known[one.request_id].output_token_ids
-                start = len(self._known[one.request_id].prompt_token_ids)
+                text, told = self._texts[one.request_id], self.known[one.request_id].output_token_ids
+                start = len(self.known[one.request_id].prompt_token_ids)
                 text.grow(start + len(told))
                 assert list(told) == text.tokens[start : start + len(told)], "a wrong token"
         self._check_cache()
 
     def run(self, steps: int = 200) -> None:
-        """Step until nothing is left to do."""
-        for _ in range(steps):
-            if not self.behind and not self.scheduler.has_requests():
-                return
-            self.step()
-            if self.connector.scheduler._parts.index is not None:
-                assert self.connector.scheduler._parts.index.flush(600.0)
-            if self.behind and not self.scheduler.requests:
-                self.update()
-        raise AssertionError(f"still busy after {steps} steps")
+        super().run(1 << 62 if self._threaded else steps)
+
+    def _is_idle(self) -> bool:
+        assert time.monotonic() < self._end_s, "it never ends"
+        if self.behind and not self.scheduler.requests:
+            self.update()
+        return not self.behind and super()._is_idle()
 
     def _run_rank(self, rank: int, output: SchedulerOutput) -> ModelRunnerOutput:
         worker = self.workers[rank]
-        worker.worker.mover.hold = self.hold if self.hold_rank in {-1, rank} else set()
+        if not self._threaded:
+            worker.worker.mover.hold = self.hold if self.hold_rank in {-1, rank} else set()
         for view in self._views[rank]:  # vLLM's second-generation runner zeroes before it calls the hook
             view[list(output.new_block_ids_to_zero or ())] = 0
         worker.handle_preemptions(output.kv_connector_metadata)
@@ -263,7 +221,8 @@ class ByteBench(Bench):
             KVConnectorModelRunnerMixin._get_kv_connector_output(output) as transfer,
         ):
             self._forward(rank, output)
-        worker.worker.mover.skew_s = 0.0
+        if not self._threaded:
+            worker.worker.mover.skew_s = 0.0
         return self._model_output(output, transfer)
 
     def _forward(self, rank: int, output: SchedulerOutput) -> None:
@@ -292,7 +251,7 @@ class ByteBench(Bench):
 
     def _check_cache(self) -> None:
         """Compare every block that the engine's prefix cache would serve."""
-        for request in self._known.values():
+        for request in self.known.values():
             for at in range(self._named_of[request.request_id], len(request.block_hashes)):
                 self._named[request.block_hashes[at]] = (self._texts[request.request_id], (at + 1) * BLOCK_TOKENS)
             self._named_of[request.request_id] = len(request.block_hashes)
@@ -353,10 +312,6 @@ class ByteBench(Bench):
 
     # -- the end -------------------------------------------------------------------------------
 
-    def references(self) -> list[int]:
-        """Return the ids of the GPU blocks that somebody holds."""
-        return [block.block_id for block in self.pool.blocks[1:] if block.ref_cnt]
-
     def assert_waits(self, request: Request, computed_tokens: int) -> None:
         """A load of the request is out: it is not scheduled, holds blocks, and none of what comes is in the cache."""
         scheduler = self.scheduler
@@ -371,36 +326,5 @@ class ByteBench(Bench):
 
     def assert_quiet(self) -> None:
         """Nothing is held, pinned or remembered of any request."""
-        scheduler, side, manager = self.scheduler, self.connector.scheduler, self._manager
-        assert not scheduler.requests and not scheduler.running
-        assert not scheduler.waiting and not scheduler.kv_holding_waiting
-        assert not scheduler.finished_recving_kv_req_ids and not scheduler.failed_recving_kv_req_ids
-        assert not self.references()
-        assert self.pool.get_num_free_blocks() == len(self.pool.blocks) - 1
-        for one in scheduler.kv_cache_manager.coordinator.single_type_managers:
-            assert not one.req_to_blocks
-        assert not side._requests and not side._local_tokens and not side._told
-        assert not manager._requests and len(manager._transfers) == 0
-        catalog = manager._catalog
-        assert not any(catalog.pins(row, tier) for row in catalog.rows() for tier in (Tier.CPU, Tier.NVME))
+        super().assert_quiet()
         assert all(worker.worker.mover._runner.idle and not worker.worker._loads for worker in self.workers)
-
-
-class Engines:
-    """Makes benches in one folder. ``nvme``: with a store, one for all, whose home each takes over from the last."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._made: list[ByteBench] = []
-        (folder / "model").mkdir()
-        (folder / "model" / "weights.bin").write_bytes(b"a store needs weights that have an identity")
-
-    def make(self, *, nvme: bool = False, extra: Any = None, **more: Any) -> ByteBench:
-        store = {"store_dirs": str(self._folder / "store"), "nvme_bytes": "64MiB", "segment_bytes": "1MiB"}
-        bench = ByteBench(self._folder / "model", extra=(store if nvme else {}) | dict(extra or {}), **more)
-        self._made.append(bench)
-        return bench
-
-    def close(self) -> None:
-        while self._made:
-            self._made.pop().close()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import tiny_models
-from byte_bench import Engines
+from byte_bench import ByteBench
+from schedulers import Bench, Engines
 from torture_rounds import answers_alone
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +30,15 @@ def tiny_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def engines(tmp_path: Path) -> Iterator[Engines]:
     """Makes schedulers with real workers."""
-    made = Engines(tmp_path)
+    made = Engines(tmp_path, ByteBench)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Iterator[Engines]:
+    """Makes schedulers whose workers only answer."""
+    made = Engines(tmp_path, Bench)
     yield made
     made.close()
 

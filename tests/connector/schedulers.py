@@ -43,7 +43,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvdisk.blocks import JobId
+from kvdisk.blocks import BlockKey, JobId, Tier, make_block_key
 from kvdisk.connector.connector import KVDiskConnector, KVDiskMetadata, KVDiskWorkerMetadata
 from kvdisk.connector.plugin import register
 from kvdisk.messages import Job, JobKind, JobResult, Plan, Reason, Report
@@ -65,6 +65,11 @@ MODEL = {
 
 BENCH_SETTINGS = {"cpu_bytes": "16MiB", "lookup_wait_s": 600.0, "min_load_tokens": 0, "io_deadline_s": 600.0}
 """Every hit is loaded, however short, and waited for: else the machine's speed would decide."""
+
+
+def prompt_of(number: int, tokens: int) -> list[int]:
+    """Return a prompt that shares no block with another number's."""
+    return [(number * 37 + at * 7 + at // 500) % 500 for at in range(tokens)]
 
 
 class Bench:
@@ -146,6 +151,7 @@ class Bench:
         self.fail: dict[JobKind, tuple[int, ...]] = {}
         self.jobs: list[Job] = []
         self.tokens: dict[str, list[int]] = {}
+        self.known: dict[str, Request] = {}
         self.group_count = len(groups)
         self.invalid: set[int] = set()
         self.void: set[JobId] = set()
@@ -167,8 +173,73 @@ class Bench:
     def pool(self) -> Any:
         return self.scheduler.kv_cache_manager.block_pool
 
+    @property
+    def _manager(self) -> Any:
+        return self.connector.scheduler._manager
+
     def counters(self) -> dict[str, int]:
         return dict(self.connector.counters())
+
+    def jobs_of(self, kind: JobKind, request_id: str | None = None) -> list[Job]:
+        return [job for job in self.jobs if job.kind is kind and request_id in {None, job.request_id}]
+
+    def stored(self) -> list[BlockKey]:
+        """Return the keys of all blocks that were to be stored, in order."""
+        return [move.key for job in self.jobs_of(JobKind.STORE) for move in job.moves]
+
+    def loads(self) -> list[tuple[str | None, int]]:
+        """Return of each load its request and how many blocks it brings."""
+        return [(job.request_id, len(job.moves)) for job in self.jobs_of(JobKind.LOAD)]
+
+    def keys(self, request_id: str, group: int = 0) -> list[BlockKey]:
+        """Return the keys of a request's full blocks, in a group whose blocks are as large as what is hashed."""
+        return [make_block_key(block_hash, group) for block_hash in self.known[request_id].block_hashes]
+
+    def table(self, request_id: str, group: int = 0) -> list[int]:
+        """Return a request's block table."""
+        return list(self.scheduler.kv_cache_manager.get_block_ids(request_id)[group])
+
+    def in_tier(self, tier: Tier) -> set[BlockKey]:
+        """Return the keys of the copies that can be loaded from a tier."""
+        return set(self._manager._catalog.ready_keys(tier))
+
+    def references(self) -> list[int]:
+        """Return the ids of the GPU blocks that somebody holds."""
+        return [block.block_id for block in self.pool.blocks[1:] if block.ref_cnt]
+
+    def serve(self, request_id: str, prompt: Iterable[int], max_tokens: int = 1, **more: Any) -> Request:
+        """Serve one request alone, until all that comes of it has ended."""
+        request = self.add(request_id, prompt, max_tokens, **more)
+        self.run()
+        return request
+
+    def run_until_finished(self, request_id: str) -> None:
+        """Step until a request is over, whatever still comes of it."""
+        while request_id in self.scheduler.requests:
+            self.step()
+
+    def forget(self, *tiers: Tier) -> None:
+        """Drop what the GPU's prefix cache has, and all copies in these tiers."""
+        assert self.scheduler.reset_prefix_cache()
+        catalog = self._manager._catalog
+        for tier in tiers:
+            for row in list(catalog.rows_in(tier)):
+                self._manager._tiers.get(tier).discard(row)
+
+    def assert_quiet(self) -> None:
+        """Nothing is held, pinned or remembered of any request."""
+        scheduler, side, manager = self.scheduler, self.connector.scheduler, self._manager
+        assert not scheduler.requests and not scheduler.running
+        assert not scheduler.waiting and not scheduler.kv_holding_waiting
+        assert not scheduler.finished_recving_kv_req_ids and not scheduler.failed_recving_kv_req_ids
+        assert not self.references()
+        assert self.pool.get_num_free_blocks() == len(self.pool.blocks) - 1
+        for one in scheduler.kv_cache_manager.coordinator.single_type_managers:
+            assert not one.req_to_blocks
+        assert not side._requests and not side._local_tokens and not side._described
+        assert not manager._requests and len(manager._transfers) == 0
+        catalog = manager._catalog
+        assert not any(catalog.pins(row, tier) for row in catalog.rows() for tier in (Tier.CPU, Tier.NVME))
 
     def add(
         self, request_id: str, prompt: Iterable[int], max_tokens: int = 2, params: Any = None, **more: Any
@@ -185,13 +256,14 @@ class Bench:
         sampling = more.pop("sampling_params", None) or SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         if params is not None:
             sampling.extra_args = {"kv_transfer_params": params}
-        return Request(
+        request = self.known[request_id] = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
             sampling_params=None if "pooling_params" in more else sampling,
             block_hasher=self._hasher,
             **{"pooling_params": None} | more,
         )
+        return request
 
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
@@ -206,13 +278,26 @@ class Bench:
         self.scheduler.update_from_output(output, self._model_output(output, transfer))
         return output
 
-    def run(self, steps: int = 60) -> None:
-        """Step until nothing is left to do."""
+    def run(self, steps: int = 200) -> None:
+        """Step until nothing is left to do, each step with all committed that the one before gave the index."""
         for _ in range(steps):
-            if not self.scheduler.has_requests():
+            if self._is_idle():
                 return
             self.step()
+            self.commit()
         raise AssertionError(f"still busy after {steps} steps")
+
+    def _is_idle(self) -> bool:
+        return not self.scheduler.has_requests()
+
+    def commit(self) -> None:
+        """Wait until what the index was given is committed."""
+        index = self.connector.scheduler._parts.index if self.connector is not None else None
+        assert index is None or index.flush(600.0)
+
+    def close(self) -> None:
+        """End it, as vLLM does."""
+        self.connector.shutdown()
 
     def _work(self, metadata: KVConnectorMetadata) -> KVConnectorOutput:
         if isinstance(metadata, KVDiskMetadata):
@@ -328,3 +413,24 @@ def vllm_config(
     )
     config.cache_config.num_gpu_blocks = num_blocks
     return config
+
+
+class Engines:
+    """Makes benches in one folder. ``nvme``: with a store, one for all, whose home each takes over from the last."""
+
+    def __init__(self, folder: Path, kind: type[Bench]) -> None:
+        self._folder = folder
+        self._kind = kind
+        self._made: list[Any] = []
+        (folder / "model").mkdir()
+        (folder / "model" / "weights.bin").write_bytes(b"a store needs weights that have an identity")
+
+    def make(self, *, nvme: bool = False, extra: Any = None, **more: Any) -> Any:
+        store = {"store_dirs": str(self._folder / "store"), "nvme_bytes": "64MiB", "segment_bytes": "1MiB"}
+        bench = self._kind(self._folder / "model", extra=(store if nvme else {}) | dict(extra or {}), **more)
+        self._made.append(bench)
+        return bench
+
+    def close(self) -> None:
+        while self._made:
+            self._made.pop().close()

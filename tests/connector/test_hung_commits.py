@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from schedulers import BLOCK_TOKENS
-from worked_scheduler import WorkedBench
+from schedulers import BLOCK_TOKENS, Engines
 
 from kvdisk import assembly
 from kvdisk.device.home import Home
@@ -45,13 +44,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def test_an_idle_engine_rests_and_ends_though_a_commit_hangs(
-    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, model = tmp_path / "store", tmp_path / "model"
-    model.mkdir()
-    (model / "weights.bin").write_bytes(b"a store needs weights that have an identity")
-    extra = {"store_dirs": str(store), "nvme_bytes": "64MiB", "device": "posix"}
-    bench = WorkedBench(model, extra=extra)
+    bench = engines.make(threaded=True, nvme=True)
     request = bench.add("a", PROMPT, max_tokens=4)
     end_s = time.monotonic() + WAIT_S
     nvme = bench.connector.scheduler._parts.nvme
@@ -65,9 +60,9 @@ def test_an_idle_engine_rests_and_ends_though_a_commit_hangs(
     assert nvme.uncommitted
     writes: list[Any] = []
     monkeypatch.setattr(Home, "_write", lambda *arguments, **_: writes.append(arguments))
-    bench.close()
+    engines.close()
     assert not writes, "nothing more is written to a file system that hangs"
-    (home,) = list_homes(store)
+    (home,) = list_homes(tmp_path / "store")
     assert home.record is not None and not home.record.clean
-    (owner,) = list_owners(store, WAIT_S)
+    (owner,) = list_owners(tmp_path / "store", WAIT_S)
     assert owner.alive, "the commit may end yet, so that nobody may take the home over"

@@ -25,27 +25,27 @@ def reset_while_it_serves(engine: EngineChild, resets: int) -> None:
     """Assert that all of so many resets succeed under load, and that nothing from before one is served after it."""
     expected = []
     for weights in range(2):
-        engine.call("reset_acts:use_weights", weights)
-        engine.call("weight_acts:reset_all")
+        engine.call("engine_acts:use_weights", weights)
+        engine.call("engine_acts:reset_all")
         answers = engine.generate(PROMPTS, TOKENS, together=False)
         expected.append([answer.tokens for answer in answers])
     assert all(one != other for one, other in zip(*expected, strict=True)), "else the test shows nothing"
-    engine.call("reset_acts:use_weights", 0)
-    engine.call("weight_acts:reset_all")
-    counts = engine.call("reset_acts:reset_under_load", PROMPTS, expected, resets, STEPS_BETWEEN)
+    engine.call("engine_acts:use_weights", 0)
+    engine.call("engine_acts:reset_all")
+    counts = engine.call("engine_acts:reset_under_load", PROMPTS, expected, resets, STEPS_BETWEEN)
     assert counts["reset"] == resets
     assert counts["open"] == 8 * resets and counts["compared"] >= 3 * resets, counts
     assert counts["stores out"] > 0, counts
     print(counts)
-    engine.call("torture_acts:audit")
+    engine.call("engine_acts:audit")
 
 
-@pytest.mark.parametrize("resets", [10, pytest.param(60, marks=pytest.mark.torture)])
-def test_resets_under_load(tiny_llama: Path, tmp_path: Path, resets: int) -> None:
+@pytest.mark.torture
+def test_resets_under_load(tiny_llama: Path, tmp_path: Path) -> None:
     extra = {"cpu_bytes": "4MiB", "store_dirs": str(tmp_path / "store"), **STORE}
     too_few = {"num_gpu_blocks_override": 40}  # for the prefix cache to keep what is asked for again
     with EngineChild(tiny_llama, tmp_path / "log", extra_config=extra, env=ENV, **(LIMITS | too_few)) as engine:
-        reset_while_it_serves(engine, resets)
+        reset_while_it_serves(engine, 60)
         assert engine.counters()["loaded_blocks"] > 0
 
 
@@ -56,24 +56,24 @@ def test_slow_and_hanging_writes_without_a_cpu_tier(tiny_llama: Path, tmp_path: 
 
         def serve(seed: int) -> tuple[int, bool]:
             prompts = [random.Random(1000 * seed + at).choices(range(10, 500), k=190) for at in range(60)]
-            steps, stores_are_out = engine.call("reset_acts:run_load", prompts, TOKENS, 16)
+            steps, stores_are_out = engine.call("engine_acts:run_load", prompts, TOKENS, 16)
             return steps, stores_are_out
 
         serve(1)
         engine.drain()
         usual, _ = serve(2)
         engine.drain()
-        engine.call("reset_acts:delay_writes", 0.5)
+        engine.call("engine_acts:delay_writes", 0.5)
         slow, stores_are_out = serve(3)
         assert stores_are_out
         reset_while_it_serves(engine, resets)
-        engine.call("reset_acts:delay_writes", 0)
+        engine.call("engine_acts:delay_writes", 0)
         engine.drain()
-        engine.call("reset_acts:hang_next_write")
+        engine.call("engine_acts:hang_next_write")
         hung, stores_are_out = serve(4)
         assert stores_are_out
-        engine.call("reset_acts:let_go")
-        engine.call("torture_acts:audit")
+        engine.call("engine_acts:let_go")
+        engine.call("engine_acts:audit")
         print(f"steps of 60 requests: {usual}, slow writes {slow}, one that hangs {hung}")
         assert max(slow, hung) <= 1.05 * usual + 1, (usual, slow, hung)
         assert engine.counters()["stored_blocks"] > 0

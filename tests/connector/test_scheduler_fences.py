@@ -9,17 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from byte_bench import ByteBench, Engines, prompt_of
-from schedulers import BLOCK_TOKENS
+from byte_bench import ByteBench
+from schedulers import BLOCK_TOKENS, Engines, prompt_of
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import RequestStatus
 
 from kvdisk.blocks import Tier
 from kvdisk.errors import ConfigError
-from kvdisk.manager.jobs import StoreSources
-from kvdisk.manager.manager import TierManager
 from kvdisk.messages import JobKind
-from kvdisk.worker.mover import Mover
 
 pytestmark = pytest.mark.vllm
 
@@ -84,18 +81,6 @@ def test_they_are_copied_before_the_next_one_writes_to_them(
     assert bool(bench.jobs_of(JobKind.LOAD, "next")) == loads
     assert request.is_finished(), "it had all five blocks, whatever was to be copied from them first"
     assert_right_copies(bench, prompt_of(1, TOKENS), prompt_of(2, TOKENS))
-
-
-def test_blocks_of_several_stores_are_taken_in_several_steps(engines: Engines) -> None:
-    bench = engines.make(num_blocks=8, max_batched_tokens=BLOCK_TOKENS, extra={"store_decode": True})
-    finish_with_stores_out(bench, max_tokens=32)
-    assert len(bench.jobs_of(JobKind.STORE)) == 4
-    longest = prompt_of(2, 7 * BLOCK_TOKENS - 2)
-    request = bench.add("next", longest, max_tokens=1)
-    for _ in range(12):
-        bench.step()
-    assert request.is_finished()
-    assert_right_copies(bench, prompt_of(1, TOKENS), longest)
 
 
 def test_blocks_that_a_window_has_passed_are_free_though_their_stores_are_out(engines: Engines) -> None:
@@ -197,37 +182,3 @@ def test_new_weights_while_stores_are_out(engines: Engines, pipelined: bool) -> 
     bench.run()
     assert bench.in_tier(Tier.CPU) == set(bench.keys("a")[:3]), "stored again, computed with the new weights"
     assert_right_copies(bench, prompt_of(1, TOKENS))
-
-
-# -- the tests themselves: each of these bugs must be caught ---------------------------------------
-
-
-def _forget_targets_of_loads(patch: pytest.MonkeyPatch) -> None:
-    plan = TierManager.plan_load
-
-    def forgetting(self: TierManager, request_id: str, local: int, external: int, blocks: Any) -> None:
-        plan(self, request_id, local, external, blocks)
-        self._sources._note_reused()
-        targets = {block for group in blocks for block in group}
-        self._sources._reused = [(block, record) for block, record in self._sources._reused if block not in targets]
-
-    patch.setattr(TierManager, "plan_load", forgetting)
-
-
-def _forget_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StoreSources, "take_fence", lambda self, overwritten: ())
-
-
-def _let_the_step_go_on(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Mover, "protect", Mover.submit)
-
-
-@pytest.mark.parametrize(
-    ("plant", "loads"), [(_forget_targets_of_loads, True), (_forget_all, False), (_let_the_step_go_on, False)]
-)
-def test_a_fence_that_is_forgotten_is_noticed(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch, plant: Any, loads: bool
-) -> None:
-    plant(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_they_are_copied_before_the_next_one_writes_to_them(engines, {}, loads)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from byte_bench import ByteBench, Engines, prompt_of
-from schedulers import BLOCK_TOKENS
+from byte_bench import ByteBench
+from schedulers import BLOCK_TOKENS, Engines, prompt_of
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import FinishReason, RequestStatus
 
 from kvdisk.blocks import Tier
@@ -45,6 +46,9 @@ def test_a_life_step_by_step(engines: Engines) -> None:
     assert not output.scheduled_new_reqs and not output.num_scheduled_tokens
     assert counts(bench) == (0, 0, 1)
     bench.assert_waits(request, 2 * BLOCK_TOKENS)
+    assert bench.connector.get_external_cache_hit_sources(request, 2 * BLOCK_TOKENS) == {
+        CacheHitSource.HOST: 2 * BLOCK_TOKENS
+    }
     assert bench.pool.get_num_free_blocks() == free - 2
     assert bench.hashed(bench.table("a")) == [False, False]
     bench.release()
@@ -105,20 +109,6 @@ def test_nobody_hits_blocks_that_are_not_loaded_yet(engines: Engines) -> None:
     bench.assert_quiet()
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_a_prompt_of_full_blocks_leaves_its_last_one_to_compute(engines: Engines, pipelined: bool) -> None:
-    bench = warm(engines.make(pipelined=pipelined), 2 * BLOCK_TOKENS)
-    bench.hold = {JobKind.LOAD}
-    request = bench.add("a", prompt_of(1, 2 * BLOCK_TOKENS), max_tokens=4)
-    bench.step()
-    bench.assert_waits(request, BLOCK_TOKENS)
-    assert len(bench.table("a")) == 1
-    bench.release()
-    bench.run()
-    assert bench.counters()["hit_tokens.cpu"] == BLOCK_TOKENS
-    bench.assert_quiet()
-
-
 def test_one_that_finds_no_room_to_go_on_comes_back(engines: Engines) -> None:
     """Its blocks are loaded, and the next one it needs is somebody else's: it is preempted, and comes back later."""
     bench = warm(engines.make(num_blocks=6), 2 * BLOCK_TOKENS + 1)
@@ -176,8 +166,7 @@ def test_one_that_is_loaded_goes_on_though_a_victim_finds_no_room(engines: Engin
     bench.assert_quiet()
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
-@pytest.mark.parametrize("limit", [1, 2, 8])
+@pytest.mark.parametrize(("limit", "pipelined"), [(1, True), (2, False), (8, True)])
 def test_loads_count_among_the_requests_that_may_run(engines: Engines, limit: int, pipelined: bool) -> None:
     """More requests than may run at once, all of which load: whatever the engine's limit, all are served."""
     bench = engines.make(max_seqs=limit, pipelined=pipelined)

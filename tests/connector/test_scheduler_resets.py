@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from schedulers import BLOCK_TOKENS, Bench
+from schedulers import BLOCK_TOKENS, Bench, Engines
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
@@ -54,10 +53,9 @@ class Core(EngineCoreProc):
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    made = Bench(tmp_path / "model")
-    made.add("a", PROMPT)
-    made.run()
+def bench(plain: Engines) -> Bench:
+    made: Bench = plain.make()
+    made.serve("a", PROMPT)
     assert made.scheduler.reset_prefix_cache(), "drained: kvdisk keeps what it has"
     return made
 
@@ -75,8 +73,7 @@ def loading(bench: Bench) -> Bench:
 def hits(bench: Bench) -> int:
     """Serve the prompt once more; return the tokens that kvdisk gives."""
     before = bench.counters().get("hit_tokens.cpu", 0)
-    bench.add("again", PROMPT)
-    bench.run()
+    bench.serve("again", PROMPT)
     return bench.counters().get("hit_tokens.cpu", 0) - before
 
 
@@ -88,6 +85,13 @@ def test_a_reset_of_the_gpus_cache_leaves_the_tiers(bench: Bench) -> None:
 def test_a_reset_of_the_connector_too_serves_nothing_from_before(bench: Bench) -> None:
     assert bench.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     assert hits(bench) == 0
+
+
+def test_where_the_user_says_that_the_weights_stay_the_tiers_stay(plain: Engines) -> None:
+    bench = plain.make(extra={"on_reset": "keep"})
+    bench.serve("a", PROMPT)
+    assert bench.scheduler.reset_prefix_cache(reset_connector=True)
+    assert hits(bench) == 4 * BLOCK_TOKENS
 
 
 def test_with_a_load_out_a_plain_reset_says_no_and_resets_the_connector(loading: Bench) -> None:

@@ -6,16 +6,15 @@ from __future__ import annotations
 import pickle
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from other_connectors import OTHER, register_other
-from schedulers import BLOCK_TOKENS, Bench
+from schedulers import BLOCK_TOKENS, Bench, Engines
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvdisk.blocks import Tier
-from kvdisk.connector.adapter import groups_to_tell
+from kvdisk.connector.adapter import handshake_groups
 from kvdisk.connector.connector import KVDiskHandshake
 from kvdisk.errors import ConfigError
 from kvdisk.messages import JobKind
@@ -30,7 +29,7 @@ BOTH = 3 * ONE_LAYER
 
 def handshake(bench: Bench) -> KVDiskHandshake:
     """What a worker tells, as it comes from another process."""
-    groups = groups_to_tell(KVCacheConfig(64, [], bench.worker_groups, hash_block_size=BLOCK_TOKENS))
+    groups = handshake_groups(KVCacheConfig(64, [], bench.worker_groups, hash_block_size=BLOCK_TOKENS))
     assert groups is not None
     return pickle.loads(pickle.dumps(KVDiskHandshake(groups)))  # noqa: S301 - our own
 
@@ -40,22 +39,21 @@ def tell(bench: Bench, *told: KVConnectorHandshakeMetadata) -> None:
     bench.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, at): one for at, one in enumerate(told)})
 
 
-def test_the_sizes_are_those_of_the_workers(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "model", two_sizes=True)
+def test_the_sizes_are_those_of_the_workers(plain: Engines) -> None:
+    bench = plain.make(two_sizes=True)
     tell(bench, handshake(bench), handshake(bench))
     (group,) = bench.connector.scheduler._geometry.groups
     assert group.payload_bytes == BOTH
     slots = bench.connector.scheduler._manager._tiers.get(Tier.CPU).pool.total
     assert slots == [(16 << 20) // group.slot_bytes]
     for name in ("a", "b"):
-        bench.add(name, PROMPT)
-        bench.run()
-        assert bench.scheduler.reset_prefix_cache()
+        bench.serve(name, PROMPT)
+        bench.forget()
     assert [job.kind for job in bench.jobs] == [JobKind.STORE, JobKind.LOAD]
 
 
-def test_without_what_the_workers_have_to_tell_nothing_starts(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "model", two_sizes=True)
+def test_without_what_the_workers_have_to_tell_nothing_starts(plain: Engines) -> None:
+    bench = plain.make(two_sizes=True)
     with pytest.raises(ConfigError, match="no handshake came"):
         bench.add("a", PROMPT)
     with pytest.raises(ConfigError, match="no handshake came"):
@@ -64,8 +62,8 @@ def test_without_what_the_workers_have_to_tell_nothing_starts(tmp_path: Path) ->
         tell(bench, KVConnectorHandshakeMetadata())
 
 
-def test_workers_that_differ_are_refused(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "model", two_sizes=True)
+def test_workers_that_differ_are_refused(plain: Engines) -> None:
+    bench = plain.make(two_sizes=True)
     other = deepcopy(handshake(bench))
     specs = other.groups[0].kv_cache_spec.kv_cache_specs
     specs["full.1"] = replace(specs["full.1"], num_kv_heads=4)
@@ -73,21 +71,21 @@ def test_workers_that_differ_are_refused(tmp_path: Path) -> None:
         tell(bench, handshake(bench), other)
 
 
-def test_a_worker_that_differs_from_a_scheduler_that_was_certain_is_refused(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "model")
+def test_a_worker_that_differs_from_a_scheduler_that_was_certain_is_refused(plain: Engines) -> None:
+    bench = plain.make()
     tell(bench)
     with pytest.raises(ConfigError, match=rf"\[{ONE_LAYER}\] bytes.*\[{BOTH}\]"):
         tell(bench, handshake(bench))
 
 
-def test_a_multi_connector_passes_on_what_is_told(tmp_path: Path) -> None:
+def test_a_multi_connector_passes_on_what_is_told(plain: Engines) -> None:
     register_other()
-    bench = Bench(tmp_path / "model", two_sizes=True, others=("KVDiskConnector", OTHER))
+    bench = plain.make(two_sizes=True, others=("KVDiskConnector", OTHER))
     tell(bench, handshake(bench))
     assert bench.connector.scheduler._geometry.groups[0].payload_bytes == BOTH
 
 
-def test_a_worker_keeps_silent_where_the_scheduler_knows(tmp_path: Path) -> None:
+def test_a_worker_keeps_silent_where_the_scheduler_knows(plain: Engines) -> None:
     """Of a ``MultiConnector`` only the first child that says something is heard."""
-    bench = Bench(tmp_path / "model")
+    bench = plain.make()
     assert bench.connector.get_handshake_metadata() is None

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 from engine_child import EngineChild
-from torture_prompts import verify_store
-from torture_rounds import GPU, HERE, MIB, ROUNDS, SEED, run_round
+from torture_rounds import GPU, HERE, MIB, ROUNDS, SEED, run_round, verify_store
 
 pytestmark = [pytest.mark.vllm, pytest.mark.torture]
 
@@ -86,14 +85,14 @@ def test_workload(name: str, model: Path, expected: list[list[int]], tmp_path: P
             for at in range(ROUNDS):
                 seed = SEED + 100 * start + at
                 run_round(engine, seed, expected)
-                (facts,) = engine.call("torture_acts:audit")["connectors"]
+                (facts,) = engine.call("engine_acts:audit")["connectors"]
                 counters = facts["counters"]
                 bad = {name for name in counters if name.endswith("_failures") or name.startswith("failed")}
                 assert not bad, f"seed {seed}: {counters}"
                 if "nvme_bytes" in extra:
                     assert verify_store(store, extra["nvme_bytes"]) + facts["dropped_puts"] >= facts["nvme_blocks"]
                 if at == 0 and start == 0:
-                    assert engine.call("torture_acts:reset", True), "with the connector's cache"
+                    assert engine.call("engine_acts:reset", True), "with the connector's cache"
             # What is saved of a victim is mostly still in the engine's own cache when it comes back.
             assert counters.get("stored_blocks" if name.startswith("victims") else "loaded_blocks", 0) > 0
         if "nvme_bytes" in extra:

@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import random
-import threading
 from pathlib import Path
 
 import pytest
-from engine_child import STEADY, EngineChild, EngineError
+from engine_child import STEADY, EngineChild
 from torture_damage import damage
-from torture_prompts import verify_store
-from torture_rounds import GPU, HERE, MIB, PROMPTS, ROUNDS, SEED, run_round
+from torture_rounds import GPU, HERE, MIB, ROUNDS, SEED, run_round, verify_store
 
 pytestmark = [pytest.mark.vllm, pytest.mark.torture]
 
@@ -65,7 +63,7 @@ def test_two_of_them_in_a_multi_connector(model: Path, expected: list[list[int]]
     with EngineChild(model, tmp_path / "log", env=HERE, **GPU, kv_transfer_config=transfer) as engine:
         for at in range(ROUNDS):
             run_round(engine, SEED + at, expected)
-            first, second = engine.call("torture_acts:audit")["connectors"]
+            first, second = engine.call("engine_acts:audit")["connectors"]
         assert first["counters"]["loaded_blocks"] > 0
         assert second["counters"]["stored_blocks"] > 0
         for name in ("stored_blocks", "loaded_blocks"):
@@ -83,7 +81,7 @@ def test_two_engines_with_one_store(model: Path, expected: list[list[int]], tmp_
     for at in range(2):
         for engine in engines:
             run_round(engine, SEED + 10 * at, expected)
-            engine.call("torture_acts:audit")
+            engine.call("engine_acts:audit")
         verify_store(tmp_path / "store", 12 * MIB)
     assert engines[1].counters()["loaded_blocks_foreign"] > 0
     engines[0].kill()
@@ -107,38 +105,6 @@ def test_damage_between_starts(model: Path, expected: list[list[int]], tmp_path:
         }
         with EngineChild(model, tmp_path / "log", extra_config=extra, env=HERE, **GPU) as engine:
             run_round(engine, 10 * seed, expected, 25)
-            engine.call("torture_acts:audit")
+            engine.call("engine_acts:audit")
         for kind in kinds:
             damage(store, kind, rng)
-
-
-@ONE_GROUP
-def test_killed_at_any_moment(model: Path, expected: list[list[int]], tmp_path: Path) -> None:
-    """A few times: ``tests/crash`` does it by the hundred, with engines that have no model."""
-    store = tmp_path / "store"
-    for start in range(2):
-        seed = SEED + 2000 + start
-        rng = random.Random(seed)
-        extra = {
-            "cpu_bytes": rng.choice([0, 4 * MIB]),
-            "store_dirs": str(store),
-            "nvme_bytes": 16 * MIB,
-            "segment_bytes": 300_000,
-            "index_commit_s": rng.choice([0, 0.05, 0.3]),
-        }
-        engine = EngineChild(model, tmp_path / "log", extra_config=extra, layout="own", **GPU)
-        killed = threading.Event()
-        killer = threading.Timer(rng.random() * 2, lambda engine=engine, killed=killed: (killed.set(), engine.kill()))
-        killer.start()
-        try:
-            for _ in range(50):
-                chosen = rng.sample(range(len(PROMPTS)), 10)
-                answers = engine.generate([PROMPTS[at] for at in chosen], 8)
-                assert [one.tokens for one in answers] == [expected[at][:8] for at in chosen], f"seed {seed}"
-                engine.reset()
-        except EngineError:
-            assert killed.is_set(), f"seed {seed}: it ended before it was killed"
-        finally:
-            engine.kill()
-            killer.join()
-        verify_store(store, 16 * MIB)

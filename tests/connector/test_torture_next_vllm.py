@@ -18,13 +18,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.torture]
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = "0.33.0"
 FOLDER = ROOT / "build" / f"vllm-{VERSION}-python"
-FILES = (
-    "test_scheduler_*.py",
-    "test_switched_off.py",
-    "test_hung_commits.py",
-    "test_window_failures.py",
-    "test_sizes.py",
-)
+FILES = ("test_scheduler_*.py", "test_switched_off.py", "test_hung_commits.py", "test_sizes.py")
 WHICH = "not gpu and not torture"
 
 

@@ -8,13 +8,64 @@ baseline, request after request, serves all of them. A failure names its seed. `
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
+from typing import Any
 
 from engine_child import EngineChild
-from torture_prompts import MOST_TOKENS, make_prompts, make_requests
 
+from kvdisk.cli import verify
+from kvdisk.cli.survey import survey_store
+
+BLOCK_TOKENS = 32
+LONGEST = 360
+MOST_TOKENS = 32
 SEED = int(os.environ.get("KVDISK_TORTURE_SEED", "0"))
 HERE = {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))}
+
+
+def _length(rng: random.Random) -> int:
+    """Any length, or one beside a whole number of blocks."""
+    blocks = rng.randrange(1, LONGEST // BLOCK_TOKENS + 1)
+    length = rng.choice([rng.randrange(1, LONGEST), blocks * BLOCK_TOKENS + rng.choice([-1, 0, 1])])
+    return max(1, min(LONGEST, length))
+
+
+def make_prompts(seed: int, count: int) -> list[list[int]]:
+    """Prompts whose prefixes branch at random places."""
+    rng = random.Random(seed)
+    roots = [[rng.randrange(10, 500) for _ in range(LONGEST)] for _ in range(4)]
+    prompts = []
+    for _ in range(count):
+        base = rng.choice(roots)[: _length(rng)]
+        base = base + [rng.randrange(10, 500) for _ in range(LONGEST - len(base))]
+        prompts.append(base[: _length(rng)])
+        if rng.random() < 0.3:
+            roots.append(base)
+    return prompts
+
+
+def make_requests(seed: int, prompts: list[list[int]], count: int) -> list[dict[str, Any]]:
+    """Requests of one round, see ``engine_acts.run_requests``; ``which`` is the prompt."""
+    rng = random.Random(seed)
+    requests = []
+    for _ in range(count):
+        which = rng.randrange(len(prompts))
+        requests.append(
+            {
+                "which": which,
+                "prompt": prompts[which],
+                "max_tokens": rng.randrange(1, MOST_TOKENS + 1),
+                "at": rng.randrange(3 * count),
+                "abort": rng.randrange(30) if rng.random() < 0.2 else None,
+                "salt": "salt" if rng.random() < 0.1 else None,
+                "logprobs": rng.random() < 0.1,
+                "n": 2 if rng.random() < 0.1 else 1,
+            }
+        )
+    return requests
+
+
 PROMPTS = make_prompts(SEED, 50)
 ROUNDS = 2
 MIB = 1 << 20
@@ -33,7 +84,7 @@ def answers_alone(model: Path, log: Path) -> list[list[int]]:
 
 def run_round(engine: EngineChild, seed: int, expected: list[list[int]], count: int = 40) -> None:
     requests = make_requests(seed, PROMPTS, count)
-    result = engine.call("torture_acts:run_requests", requests, seed)
+    result = engine.call("engine_acts:run_requests", requests, seed)
     for at, samples in result["ended"].items():
         request = requests[int(at)]
         for tokens in samples:
@@ -41,3 +92,16 @@ def run_round(engine: EngineChild, seed: int, expected: list[list[int]], count: 
             assert tokens == wanted, f"seed {seed}, request {at}: wrong tokens, {len(request['prompt'])} in the prompt"
     for request, at in zip(requests, range(count), strict=True):
         assert request["abort"] is not None or str(at) in result["ended"], f"seed {seed}: request {at} has no answer"
+
+
+def verify_store(store: Path, cap_bytes: int) -> int:
+    """Assert that the store is sound, below its cap, and that every record's slot holds its block; return the records.
+
+    For a store that nobody has damaged; an engine that has it open must be idle.
+    """
+    survey = survey_store(store)
+    assert not survey.problems, survey.problems
+    assert all(home.allocated_bytes <= cap_bytes for home in survey.homes), (survey.homes, cap_bytes)
+    verdict = verify.verify_store([store])
+    assert not verdict.wrong and not any(home.problems for home in verdict.homes), verdict
+    return sum(home.blocks for home in verdict.homes)

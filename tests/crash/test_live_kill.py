@@ -105,9 +105,3 @@ def outlive(directory: Path, seed: int) -> None:
 
 def test_a_worker_outlives_its_scheduler(tmp_path: Path) -> None:
     outlive(tmp_path, SEED)
-
-
-@pytest.mark.torture
-@pytest.mark.parametrize("seed", [SEED + 2])
-def test_workers_outlive_their_schedulers(seed: int, tmp_path: Path) -> None:
-    outlive(tmp_path, seed)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from live_children import WAIT_S, wait_for
+from live_children import wait_for
 from support.live_engine import LiveEngine
 from support.live_model import LiveModel
 
@@ -21,19 +21,6 @@ def start(store: Path, model: LiveModel, *, blocks: int = 200, **config: object)
     return LiveEngine(model.config(dirs[0], blocks=blocks, **config), model)
 
 
-def serve(engine: LiveEngine, prompts: list[str], name: str) -> None:
-    """Serve prompts one after the other, from a cold GPU, until all that follows from it is done."""
-    for number, prompt in enumerate(prompts):
-        engine.pool.forget_all()
-        request = engine.add(f"{name} {number}", prompt, 1)
-        request.finishing = True
-        engine.run_until_quiet()
-    index = engine.parts.index
-    assert index is not None
-    assert index.flush(WAIT_S)
-    engine.step()
-
-
 def meets(engine: LiveEngine, others: int) -> None:
     """Wait until an engine has seen so many other homes."""
     wait_for(lambda: len(engine.parts.neighbours._homes) == others, f"{others} homes that are seen")
@@ -44,10 +31,10 @@ def test_what_one_stored_the_other_loads(windowed: bool, quick_path: Path) -> No
     model = LiveModel(windowed=windowed)
     one, two = (start(quick_path / "store", model) for _ in range(2))
     meets(two, 1)
-    serve(one, PROMPTS, "one")
+    one.serve(PROMPTS)
     held = one.manager.stats["demoted_blocks"]
     assert held > 20
-    serve(two, PROMPTS, "two")
+    two.serve(PROMPTS)
     stats = two.manager.stats
     # Loaded on the way or read ahead while another load had the turn: either way they came from the first's home.
     assert stats["promoted_blocks"] > 20
@@ -57,7 +44,7 @@ def test_what_one_stored_the_other_loads(windowed: bool, quick_path: Path) -> No
     assert two.manager.neighbour_segments == 0
     # They are in the second's memory now, and are loaded from there.
     loaded, promoted = stats["loaded_blocks"], stats["promoted_blocks"]
-    serve(two, PROMPTS, "again")
+    two.serve(PROMPTS)
     assert stats["loaded_blocks"] > loaded
     # Only a window that begins elsewhere now may need a block that it did not need before.
     assert stats["promoted_blocks"] <= promoted + (len(PROMPTS) if windowed else 0)
@@ -68,15 +55,15 @@ def test_what_one_stored_the_other_loads(windowed: bool, quick_path: Path) -> No
 def test_an_orphan_serves_until_it_is_taken_over(quick_path: Path) -> None:
     model = LiveModel()
     one, two = (start(quick_path / "store", model) for _ in range(2))
-    serve(one, PROMPTS, "one")
+    one.serve(PROMPTS)
     one.close()
     meets(two, 1)
-    serve(two, PROMPTS[:3], "two")
+    two.serve(PROMPTS[:3])
     promoted = two.manager.stats["promoted_blocks"]
     assert promoted > 10
     three = start(quick_path / "store", model)
     assert len(three.manager._catalog) > 20, "the third has taken over what the first left"
-    serve(two, PROMPTS[3:], "on")
+    two.serve(PROMPTS[3:])
     assert two.manager.stats["promoted_blocks"] > promoted, "from its new owner's home"
     three.close()
     two.close()
@@ -87,7 +74,7 @@ def test_an_owner_that_evicts_under_a_reader_causes_a_miss(quick_path: Path) -> 
     one = start(quick_path / "store", model, blocks=24, segment_blocks=4)
     two = start(quick_path / "store", model)
     meets(two, 1)
-    serve(one, PROMPTS[:1], "one")
+    one.serve(PROMPTS[:1])
     stored = one.manager.stats["stored_blocks"]
     assert one.manager.stats["demoted_blocks"] == stored > 0, (
         "a fresh store's first request needs no second to be written"
@@ -104,14 +91,14 @@ def test_an_owner_that_evicts_under_a_reader_causes_a_miss(quick_path: Path) -> 
 
     wait_for(known, "an answer")
     for round_number in range(4):
-        serve(one, [f"{round_number}{number} entirely different words" for number in range(6)], f"more {round_number}")
+        one.serve([f"{round_number}{number} entirely different words" for number in range(6)])
     assert one.manager.stats["evicted_blocks.nvme"] > 0
     two.run_until_quiet()
     stats = two.manager.stats
     assert stats["foreign_failures"] > 0, stats.counts
     assert stats["verification_failures.header"] + stats["io_errors.read"] + stats["failed_loads"] > 0
     failures = stats["foreign_failures"]
-    serve(two, PROMPTS[:1], "later")
+    two.serve(PROMPTS[:1])
     assert stats["foreign_failures"] == failures, "what failed is not asked for again"
     two.close()
     one.close()
@@ -122,13 +109,13 @@ def test_weights_in_memory_end_it(quick_path: Path) -> None:
     model = LiveModel()
     one, two = (start(quick_path / "store", model) for _ in range(2))
     meets(two, 1)
-    serve(one, PROMPTS, "one")
+    one.serve(PROMPTS)
     two.change_weights()
-    serve(two, PROMPTS, "two")
+    two.serve(PROMPTS)
     assert two.manager.stats["foreign_questions"] == 0
     assert two.manager.stats["demoted_blocks"] > 20, "it stores for itself, in its epoch"
     meets(one, 1)
-    serve(one, [f"{prompt}, and more than before" for prompt in PROMPTS], "one again")
+    one.serve([f"{prompt}, and more than before" for prompt in PROMPTS])
     assert one.manager.stats["loaded_blocks_foreign"] == 0
     assert one.manager.stats[f"hit_tokens.{Tier.CPU.name.lower()}"] > 0
     two.close()

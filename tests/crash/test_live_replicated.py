@@ -17,7 +17,7 @@ from support.live_engine import LiveEngine
 from support.live_model import LiveModel
 from support.live_process import ProcessSettings
 from support.live_rank import LocalRank, make_worker
-from test_live_neighbours import PROMPTS, meets, serve
+from test_live_neighbours import PROMPTS
 
 from kvdisk.assembly import WorkerParts
 from kvdisk.config import Config
@@ -44,7 +44,7 @@ def _files(store: Path) -> dict[int, list[str]]:
 @pytest.mark.parametrize("cpu_bytes", ["1MiB", 0], ids=["from memory", "through staging"])
 def test_each_block_is_written_once_and_read_by_all(cpu_bytes: object, quick_path: Path) -> None:
     engine = start(quick_path / "store", cpu_bytes=cpu_bytes)
-    serve(engine, PROMPTS, "one")
+    engine.serve(PROMPTS)
     blocks = audit(engine)
     stats = engine.manager.stats
     groups = [int.from_bytes(record.key[-2:], "big") for record in engine.parts.index.blocks()]
@@ -58,7 +58,7 @@ def test_each_block_is_written_once_and_read_by_all(cpu_bytes: object, quick_pat
 
     again = start(quick_path / "store", cpu_bytes=cpu_bytes)
     assert audit(again) == blocks
-    serve(again, PROMPTS, "again")
+    again.serve(PROMPTS)
     stats = again.manager.stats
     assert stats["hit_tokens.nvme"] > 0
     assert stats["failed_loads"] == 0
@@ -71,37 +71,16 @@ def test_each_block_is_written_once_and_read_by_all(cpu_bytes: object, quick_pat
 
 def test_a_lost_index_is_rebuilt_from_the_one_file_of_each_segment(quick_path: Path) -> None:
     engine = start(quick_path / "store")
-    serve(engine, PROMPTS, "one")
+    engine.serve(PROMPTS)
     blocks = audit(engine)
     engine.close()
     (index,) = (quick_path / "store").glob("homes/*/index")
     shutil.rmtree(index)
     again = start(quick_path / "store")
     assert audit(again) == blocks
-    serve(again, PROMPTS, "again")
+    again.serve(PROMPTS)
     assert again.manager.stats["hit_tokens.nvme"] > 0
     again.close()
-
-
-def test_another_engine_reads_them_too(quick_path: Path) -> None:
-    one, two = (start(quick_path / "store") for _ in range(2))
-    meets(two, 1)
-    serve(one, PROMPTS, "one")
-    serve(two, PROMPTS, "two")
-    assert two.manager.stats["promoted_blocks"] > 20
-    assert not two.manager.stats["failed_loads"]
-    for engine in (one, two):
-        audit(engine)
-        engine.close()
-
-
-def test_a_model_with_parts_finds_nothing_of_one_without(quick_path: Path) -> None:
-    engine = start(quick_path / "store")
-    serve(engine, PROMPTS, "one")
-    engine.close()
-    other = start(quick_path / "store", model=LiveModel(ranks=RANKS, windowed=True))
-    assert audit(other) == 0
-    other.close()
 
 
 class _Refusing(HomeFiles):
@@ -124,7 +103,7 @@ def test_a_segment_that_not_all_ranks_can_open_is_given_up(quick_path: Path, mon
         return LocalRank(config, model, rank, block_count, make)
 
     engine = start(quick_path / "store", make_rank=make_rank)
-    serve(engine, PROMPTS[:2], "one")
+    engine.serve(PROMPTS[:2])
     audit(engine)
     files = _files(quick_path / "store")
     assert all(segment % RANKS == RANKS - 1 for segment in files), "those of others are gone, with their files"
@@ -143,7 +122,7 @@ def test_a_writer_that_has_no_room_undoes_the_segment(quick_path: Path, monkeypa
 
     monkeypatch.setattr(HomeFiles, "open_segment", open_segment)
     engine = start(quick_path / "store")
-    serve(engine, PROMPTS[:2], "one")
+    engine.serve(PROMPTS[:2])
     assert made
     assert engine.manager.stats["segment_failures"] > 0
     audit(engine)
@@ -151,8 +130,7 @@ def test_a_writer_that_has_no_room_undoes_the_segment(quick_path: Path, monkeypa
     engine.close()
 
 
-@pytest.mark.parametrize("rank_processes", [False, True], ids=["one process", "a process each"])
-def test_under_load_with_evictions_and_resets(rank_processes: bool, quick_path: Path) -> None:
+def test_under_load_with_evictions_and_resets(quick_path: Path) -> None:
     settings = ProcessSettings(
         str(quick_path / "store"),
         seed=SEED,
@@ -162,7 +140,6 @@ def test_under_load_with_evictions_and_resets(rank_processes: bool, quick_path: 
         blocks=24,
         requests=150,
         resets=0.02,
-        rank_processes=rank_processes,
         audit=True,
     )
     for number in range(2):

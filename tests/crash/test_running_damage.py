@@ -77,8 +77,7 @@ CASES: dict[str, tuple[Damage, str]] = {
 }
 
 
-@pytest.mark.parametrize("cpu_bytes", [0, 16 * 2 * SLOT_BYTES], ids=["no memory tier", "small memory tier"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "cpu_bytes"), [(case, at % 2 * 16 * 2 * SLOT_BYTES) for at, case in enumerate(CASES)])
 def test_damage_while_running(case: str, cpu_bytes: int, quick_path: Path, request: pytest.FixtureRequest) -> None:
     damage, counter = CASES[case]
     rng = random.Random(f"{SEED} {case}")

@@ -129,6 +129,17 @@ class LiveEngine(FakeEngine):
             assert time.monotonic() < end_s, f"stuck: {self.describe()}"
             self.step()
 
+    def serve(self, prompts: Sequence[str], outputs: int = 1) -> None:
+        """Serve prompts one after the other, each from a cold GPU, until all that follows from it is committed."""
+        for prompt in prompts:
+            self.pool.forget_all()
+            self.add(f"at step {self.step_count}", prompt, outputs).finishing = True
+            self.run_until_quiet()
+        index = self.parts.index
+        if index is not None:
+            assert index.flush(STUCK_S)
+            self.step()
+
     def describe(self) -> str:
         """Return what is under way, for a message."""
         requests = ", ".join(f"{one.id} {one.status.value} {one.computed}/{len(one.tokens)}" for one in self.queued)

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from kvdisk.connector.log import join_log
+from kvdisk.connector.plugin import join_log
 
 ROOT, OURS, THEIRS = (logging.getLogger(name) for name in (None, "kvdisk", "vllm"))
 
