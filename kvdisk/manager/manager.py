@@ -14,18 +14,17 @@ from itertools import pairwise
 from kvdisk.blocks import BlockKey, JobId, Tier
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import Neighbours
-from kvdisk.manager.accounting import Gauges, Served
 from kvdisk.manager.admission import Demand
 from kvdisk.manager.chains import TIERS
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.events import Journal
-from kvdisk.manager.jobs import StoreSources
+from kvdisk.manager.jobs import StoreSources, Transfers
 from kvdisk.manager.loads import LoadPlanner, LoadThreshold
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.prefetch import GpuLoads, PendingReads, Promotions
-from kvdisk.manager.requests import RequestLimits, RequestState
+from kvdisk.manager.requests import HitCounts, RequestLimits, RequestState
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.stores import StorePlanner
@@ -74,10 +73,10 @@ class TierManager:
         demand = Demand(store_policy, [space.admission for space in tiers])
         self._sources = StoreSources(parts.context)
         self._threshold = LoadThreshold(parts.config.min_load_tokens, parts.geometry.step_tokens)
-        self._served = Served(parts.geometry, parts.stats, [space.tier for space in tiers])
+        self._hits = HitCounts(parts.geometry, parts.stats, [space.tier for space in tiers])
         self._settlement = Settlement(parts, tiers, store_policy, self._requests, self._neighbours, reads, nvme)
         self._promotions = Promotions(parts, tiers, demand, self._neighbours, reads)
-        self._loads = LoadPlanner(parts, tiers, self._served, demand, self._neighbours, reads, self._threshold)
+        self._loads = LoadPlanner(parts, tiers, self._hits, demand, self._neighbours, reads, self._threshold)
         self._stores = StorePlanner(
             parts, tiers, store_policy, demand, self._sources, self._neighbours, first_generation
         )
@@ -115,9 +114,9 @@ class TierManager:
 
     def request_finished(self, request_id: str) -> bool:
         """Forget a request; return whether its GPU blocks may be freed now: always, a fence protects copies."""
-        self._promotions.leave(request_id)
         request = self._requests.pop(request_id, None)
         if request is not None:
+            self._promotions.leave(request)
             self._stores.finished(request)
             if request.load_job is not None:
                 self._reads.to_gpu.end(request.load_job)  # the engine does not keep what it brings
@@ -137,7 +136,7 @@ class TierManager:
                 if job_id is not None:
                     self._urgent.append(job_id)
                 if not request.loading and request.most_load_tokens != 0:  # it can have been taken up in this very step
-                    self._promotions.enqueue_first(request)
+                    self._promotions.enqueue(request, first=True)
 
     def neighbour_has(self, key: BlockKey) -> bool:
         """Whether a neighbour is thought to have a block."""
@@ -171,24 +170,25 @@ class TierManager:
         ``block_ids``: the request's block table by group; 0 means that the engine needs no block
         there. A block that is gone by now becomes a failed move, which the engine recomputes.
         """
-        self._promotions.leave(request_id)
-        self._loads.plan(self._requests[request_id], local_tokens, external_tokens, block_ids)
+        request = self._requests[request_id]
+        self._promotions.leave(request)
+        self._loads.plan(request, local_tokens, external_tokens, block_ids)
 
     def served_tokens(self, request_id: str) -> dict[Tier, int]:
         """Return how the last planned load of a request divides between the tiers, in tokens."""
         request = self._requests.get(request_id)
-        return dict(request.served) if request is not None else {}
+        return dict(request.hit_tokens) if request is not None else {}
 
     # -- stores --------------------------------------------------------------------------------
 
     def may_offer(self, request_id: str, computed_tokens: int) -> bool:
         """Whether ``plan_store`` could have something to do: cheap, for every request of every step, which runs."""
-        self._promotions.leave(request_id)
         request = self._requests.get(request_id)
         if request is None:
             return False
+        self._promotions.leave(request)
         if request.asked is not None:
-            self._served.passed_over(request)
+            self._hits.passed_over(request)
         return self._stores.may_offer(request, computed_tokens)
 
     def plan_store(self, request_id: str, computed_tokens: int, block_ids: Sequence[Sequence[int]], now: float) -> None:
@@ -294,7 +294,7 @@ class TierManager:
             space.reset()
         self._catalog.hide_all()
         for request in self._requests.values():
-            request.served.clear()
+            request.hit_tokens.clear()
             request.stale = True
 
     # -- questions of the engine ---------------------------------------------------------------
@@ -321,3 +321,41 @@ class TierManager:
             or any(demotions.can_go_on(now, silent=False) for demotions in self._demotions)
             or any(space.uncommitted for space in self._tiers)
         )
+
+
+_JOBS = {
+    "queued_jobs.store": (JobKind.STORE,),
+    "queued_jobs.load": (JobKind.LOAD,),
+    "queued_jobs.demote": (JobKind.DEMOTE,),
+    "queued_jobs.promote": (JobKind.PROMOTE,),
+    "queued_jobs.files": (JobKind.OPEN_HOME, JobKind.OPEN_SEGMENT, JobKind.DROP_SEGMENT),
+}
+
+
+class Gauges:
+    """How full the tiers are, and what waits: read now and then, see ``kvdisk.stats``."""
+
+    def __init__(self, transfers: Transfers, tiers: Tiers, demotions: Sequence[Demotions]) -> None:
+        self._transfers = transfers
+        self._tiers = tiers
+        self._demotions = demotions
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is planned or under way, or a change of the index waits for its commit."""
+        return len(self._transfers) > 0 or any(space.uncommitted for space in self._tiers)
+
+    @property
+    def planned_jobs(self) -> int:
+        """Jobs that were ever planned. While that stays the same, and the engine is not busy, so does what is read."""
+        return self._transfers.planned
+
+    def read(self) -> dict[str, float]:
+        """Return every gauge that there is, by series, but for those of the engine's own blocks."""
+        count = self._transfers.count
+        found: dict[str, float] = {series: sum(map(count, kinds)) for series, kinds in _JOBS.items()}
+        for space in self._tiers:
+            found |= space.gauges()
+        if self._tiers.landing is not None:
+            found["backlog_blocks"] = sum(demotions.total for demotions in self._demotions)
+        return found

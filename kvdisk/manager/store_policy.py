@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from itertools import compress, islice
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from kvdisk.blocks import BlockKey
 from kvdisk.config import make_own
@@ -245,12 +245,6 @@ class StorePolicy(Protocol):
 
 class NoStores(StorePolicy):
     """Offers nothing: what other policies, a user's own too, differ from."""
-
-
-def own_method(policy: StorePolicy, name: str) -> Any:
-    """Return a policy's method; None where it is that of ``StorePolicy``, which need not be called."""
-    method = getattr(policy, name)
-    return None if getattr(method, "__func__", None) is getattr(StorePolicy, name) else method
 
 
 class OnCompute(NoStores):

@@ -15,9 +15,8 @@ from kvdisk.blocks import Tier
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.accounting import Served
 from kvdisk.manager.jobs import MoveDetail
-from kvdisk.manager.requests import RequestState
+from kvdisk.manager.requests import HitCounts, RequestState
 from kvdisk.stats import Stats
 
 ONE = Geometry((GroupGeometry(0, 4, 4096),), 1, 4)
@@ -37,21 +36,21 @@ class Desk:
     def __init__(self, geometry: Geometry = ONE, *, has_cpu: bool = True, has_nvme: bool = True) -> None:
         self.stats = Stats()
         tiers = [tier for tier, there in ((Tier.CPU, has_cpu), (Tier.NVME, has_nvme)) if there]
-        self.served = Served(geometry, self.stats, tiers)
+        self.counts = HitCounts(geometry, self.stats, tiers)
         self.request = RequestState("r", [], 100, geometry)
 
     def load(self, local: int, external: int, sources: list[tuple[int, int, str]]) -> None:
         """Plan a load whose blocks (group, position) come from these sources."""
         where = {CPU: Tier.CPU, NVME: Tier.NVME, NOWHERE: None}
         details = [MoveDetail(0, group, position, where[source]) for group, position, source in sources]
-        self.served.loaded(self.request, local, external, details)
+        self.counts.loaded(self.request, local, external, details)
 
 
 def test_a_hit_that_is_partly_on_the_gpu_in_memory_and_on_nvme():
     desk = Desk()
     desk.request.asked = (8, 27, 12)
     desk.load(8, 12, [(0, 2, CPU), (0, 3, NVME), (0, 4, CPU)])
-    assert desk.request.served == {Tier.CPU: 8, Tier.NVME: 4}
+    assert desk.request.hit_tokens == {Tier.CPU: 8, Tier.NVME: 4}
     assert counted(desk.stats) == {
         "lookup_tokens": 16,  # from 8 to 24, the last multiple of a block
         "hit_tokens.cpu": 8,
@@ -63,7 +62,7 @@ def test_a_hit_that_is_partly_on_the_gpu_in_memory_and_on_nvme():
         "missed_tokens.nvme": 4,
         "missed_blocks.nvme": 1,
     }
-    desk.served.passed_over(desk.request)
+    desk.counts.passed_over(desk.request)
     assert desk.stats["lookup_tokens"] == 16, "it was counted when its load was planned"
 
 
@@ -73,7 +72,7 @@ def test_a_miss_counts_when_the_request_runs_and_not_each_time_it_asks():
         desk.request.asked = (0, 17, 0)
     assert counted(desk.stats) == {}
     for _ in range(3):
-        desk.served.passed_over(desk.request)
+        desk.counts.passed_over(desk.request)
     assert counted(desk.stats) == {
         "lookup_tokens": 16,
         "missed_tokens.cpu": 16,
@@ -86,7 +85,7 @@ def test_a_miss_counts_when_the_request_runs_and_not_each_time_it_asks():
 def test_a_promise_that_the_engine_did_not_take_is_no_miss():
     desk = Desk()
     desk.request.asked = (0, 17, 8)
-    desk.served.passed_over(desk.request)
+    desk.counts.passed_over(desk.request)
     assert counted(desk.stats) == {}
 
 
@@ -96,7 +95,7 @@ def test_a_tier_that_does_not_exist_is_not_asked_and_serves_nothing(tier, other)
     desk = Desk(has_cpu=tier == "cpu", has_nvme=tier == "nvme")
     desk.request.asked = (0, 21, 12)
     desk.load(0, 12, [(0, 1, tier), (0, 2, NOWHERE)])
-    assert desk.request.served == {Tier[tier.upper()]: 12, Tier[other.upper()]: 0}
+    assert desk.request.hit_tokens == {Tier[tier.upper()]: 12, Tier[other.upper()]: 0}
     assert not [series for series in counted(desk.stats) if series.endswith(other)]
     assert (desk.stats[f"hit_tokens.{tier}"], desk.stats[f"missed_tokens.{tier}"]) == (12, 8)
 
@@ -105,7 +104,7 @@ def test_with_several_groups_a_token_is_of_the_farthest_tier_that_one_of_its_blo
     desk = Desk(TWO)
     desk.request.asked = (4, 17, 8)
     desk.load(4, 8, [(0, 1, CPU), (0, 2, CPU), (1, 4, NVME), (1, 5, CPU)])
-    assert desk.request.served == {Tier.CPU: 6, Tier.NVME: 2}
+    assert desk.request.hit_tokens == {Tier.CPU: 6, Tier.NVME: 2}
     # Missed are the block from 12 on and, of the window group, those that reach what a hit up to 16 needs.
     assert (desk.stats["missed_blocks.nvme"], desk.stats["missed_tokens.nvme"]) == (1 + 2, 4)
     assert (desk.stats["hit_blocks.cpu"], desk.stats["hit_blocks.nvme"]) == (3, 1)
@@ -114,8 +113,8 @@ def test_with_several_groups_a_token_is_of_the_farthest_tier_that_one_of_its_blo
 def test_a_wait_is_measured_once_from_its_first_answer_to_the_last():
     desk = Desk()
     for now in (10.0, 10.5, 11.0):
-        desk.served.waits(desk.request, now)
-    desk.served.waited(desk.request, 12.5)
+        desk.counts.waits(desk.request, now)
+    desk.counts.waited(desk.request, 12.5)
     assert desk.request.waited_since_s is None
     samples = desk.stats.samples["wait_seconds"]
     assert (samples.count, samples.total, desk.stats["lookup_waits"]) == (1, 2.5, 3)

@@ -108,7 +108,7 @@ def test_reading_ahead_looks_at_the_head_of_the_line():
     assert waiting.steps <= MOST_SEEN
     assert len(waiting) < MANY + 1, "those of whom nothing is to be read ahead have left the line"
     before = waiting.steps
-    promotions.enqueue_first(parts.parts.manager._requests[f"request {MANY - 1}"])
+    promotions.enqueue(parts.parts.manager._requests[f"request {MANY - 1}"], first=True)
     assert waiting is promotions._waiting and waiting.steps == before, "a victim goes to the head at no cost"
     assert next(iter(waiting)) == f"request {MANY - 1}"
 
