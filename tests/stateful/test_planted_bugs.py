@@ -66,7 +66,7 @@ BUGS = {
             if record is None:
                 continue
             record.released = record.late_ranks""",
-        (on.NVME_ONLY,),
+        (on.WINDOW,),
     ),
     "idle engine that waits for late moves": Bug(
         jobs,
@@ -186,7 +186,10 @@ BUGS = {
         "watermark.candidates(storable, released, now); return range(storable)",
     ),
     "refused free block offered every step": Bug(
-        store_policy, "self._unused[key] = block", "self._due[key] = block", (on.SPILLOVER_REUSE,)
+        store_policy,
+        "            self._unused[key] = block\n",
+        "            self._due[key] = block\n",
+        (on.SPILLOVER_REUSE,),
     ),
     "free blocks stored and not watched": Bug(
         stores, "if watched:", "if watched and request is not None:", on.SPILLOVER_SIZES
