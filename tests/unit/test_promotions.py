@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from support.fake_engine import FakeEngine
 from support.fake_neighbours import FakeNeighbours
 from support.fake_ranks import FakeRank
@@ -142,61 +141,6 @@ def test_a_victim_is_read_ahead_before_those_that_came_later():
     assert keys(jobs) == [keys_of(PROMPTS[3]), keys_of(PROMPTS[0])]
 
 
-def test_jobs_in_flight_and_requests_looked_at_are_bounded(monkeypatch):
-    monkeypatch.setattr(prefetch, "MAX_PROMOTE_JOBS", 3)
-    monkeypatch.setattr(prefetch, "MAX_PROMOTE_MOVES", 3)
-    queue = Queue()
-    queue.add(PROMPTS[0])
-    queue.add(PROMPTS[1])
-    jobs = queue.promoted(work=False)
-    assert [len(job.moves) for job in jobs] == [3, 1, 3]
-    assert queue.promoted(work=False) == [], "three are out"
-    queue.work()
-    assert keys(queue.promoted()) == []
-    assert keys(queue.promoted()) == [keys_of(PROMPTS[1])[3:]]
-    monkeypatch.setattr(prefetch, "MOST_EXAMINED", 1)
-    for prompt in PROMPTS[3:5]:
-        queue.add(prompt)
-    assert len(queue.promoted()) == 1, "the blocks of one request were looked for"
-    assert len(queue.promoted()) == 1
-    queue.finish()
-
-
-def test_a_share_of_the_tier_is_read_ahead_and_given_back():
-    queue = Queue(cpu_slots=10)
-    second, third = queue.add(PROMPTS[0]), queue.add(PROMPTS[1])
-    assert keys(queue.promoted()) == [keys_of(PROMPTS[0]), keys_of(PROMPTS[1])[:1]]
-    assert queue.promoted() == []
-    queue.engine.abort(second)
-    assert keys(queue.promoted()) == [keys_of(PROMPTS[1])[1:]]
-    queue.engine.abort(third)
-    queue.finish()
-
-
-def test_reading_ahead_spares_what_is_pinned_or_to_be_demoted():
-    """The tier is full: of one copy that a job uses, and one that waits for NVMe, which takes nothing for now."""
-    queue = Queue(cpu_slots=2)
-    cpu, catalog = queue.parts.cpu, queue.parts.catalog
-    assert cpu is not None and queue.parts.nvme is not None
-    queue.parts.nvme.segments.drives.write_failed(0, queue.now + 10.0, "a test")
-    queue.finish()
-    for prompt in ("uux", "vvx"):
-        queue.add(prompt).finishing = True
-        queue.step()
-        queue.step()
-    assert (queue.on_cpu("uux"), queue.on_cpu("vvx"), queue.parts.demotions.count(0)) == ([True], [True], 1)
-    (used,) = (catalog.find(key) for key in keys_of("vvx"))
-    catalog.pin((used,), Tier.CPU)
-    queue.add(RUNNING)
-    queue.step()
-    queue.add(PROMPTS[0])
-    assert queue.promoted() == []
-    cpu.unpin((used,))
-    assert keys(queue.promoted()) == [keys_of(PROMPTS[0])[:1]]
-    assert (queue.on_cpu("uux"), queue.on_cpu("vvx")) == ([True], [False])
-    queue.finish()
-
-
 def test_what_the_tier_has_of_a_hit_stays_while_the_rest_is_read_ahead():
     queue = Queue(cpu_slots=6)
     queue.end_first()
@@ -253,48 +197,6 @@ def test_each_wait_has_its_own_bound():
     assert [looked_up(seconds) for seconds in (2.5, 4.4)] == [None, None]
     assert looked_up(4.6) == 8
     assert manager.stats["wait_timeouts"] == 1
-
-
-def test_a_promotion_that_hangs_is_waited_for_no_longer_than_its_deadline():
-    queue = Queue(lookup_wait_s=60.0)
-    queue.add(PROMPTS[3])
-    (job,) = queue.promoted(work=False)
-    queue.ranks[0].hang(job.id, 0, whole=True)
-    queue.first.finishing = True
-    queue.step(work=False)  # its results are known from here on
-    assert queue.ranks[0].late == 2
-    request = queue.engine.queued[0]
-    # The drive does not answer, and is left alone; the request is computed, and does not wait for it.
-    assert queue.parts.manager.lookup(request.id, 0, len(request.tokens), queue.now) == 0
-    rows = [queue.parts.catalog.find(key) for key in keys_of(PROMPTS[3])]
-    assert [queue.parts.catalog.state(row, Tier.CPU) for row in rows] == [CopyState.DOOMED] * 2
-    queue.ranks[0].end_late()
-    queue.ranks[0].end_late()
-    queue.step()
-    assert queue.on_cpu(PROMPTS[3]) == [False, False]
-    assert [queue.parts.catalog.state(row, Tier.NVME) for row in rows] == [CopyState.READY] * 2
-    queue.finish()
-
-
-@pytest.mark.parametrize("started", [False, True])
-def test_a_reset_ends_promotions_without_a_copy(started):
-    queue = Queue()
-    queue.add(PROMPTS[0])
-    if started:
-        assert len(queue.promoted(work=False)) == 1
-    else:
-        queue.parts.manager._promotions.plan()
-        assert queue.parts.transfers.count(JobKind.PROMOTE) == 1
-    queue.watch.reset(1, 1)
-    queue.engine.reset(1)
-    assert queue.parts.transfers.count(JobKind.PROMOTE) == started, "what no worker has seen is taken back"
-    manager = queue.parts.manager
-    assert not manager._promotions._reads.any, "nobody waits for what is of no use"
-    assert manager._promotions._taken == [0]
-    queue.step()
-    assert queue.on_cpu(PROMPTS[0]) == [False] * 4
-    queue.finish()
-    assert queue.parts.manager.stats["hit_tokens.cpu"] == 0
 
 
 def test_nothing_is_read_ahead_where_the_user_says_so():
