@@ -5,20 +5,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.fake_engine import FakeEngine
-from support.fake_neighbours import FakeNeighbours
-from support.fake_ranks import FakeRank
-from support.fake_requests import FakeRequest, key_of
-from support.manager_parts import ManagerParts, Sizes
-from support.manager_watch import ManagerWatch
+from support.manager_parts import Sizes
+from support.small_engine import SmallEngine
 
-from kvdisk.blocks import BlockKey, Tier
+from kvdisk.blocks import BlockKey, Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager import prefetch
 from kvdisk.manager.catalog import CopyState
-from kvdisk.messages import Job, JobKind, Plan
+from kvdisk.messages import Job, JobKind
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 PROMPTS = ("aabbccddx", "eeffgghhx", "iijjkkllx", "mmnnx", "ooppx", "qqrrx")
@@ -27,54 +22,17 @@ RUNNING = "z"
 """It has no full block, so it is neither stored nor read ahead; it runs until it is told to finish."""
 
 
-class Queue:
+class Queue(SmallEngine):
     """An engine that runs one request at a time. ``PROMPTS`` lie on NVMe, and nothing of them in memory."""
 
     def __init__(self, cpu_slots: int = 64, **config: object) -> None:
         values = {"store_dirs": (Path("/nowhere"),), "nvme_bytes": 1, "cpu_bytes": 1, "min_load_tokens": 0} | config
-        self.sizes = Sizes(GEOMETRY, Config(**values), 60, (cpu_slots,), (64,), 1, PROMPTS, most_running=1)  # type: ignore[arg-type]
-        self.ranks, self.index, self.now = [FakeRank(0)], MemoryIndex(), 1000.0
-        self.live(0)
+        super().__init__(Sizes(GEOMETRY, Config(**values), 60, (cpu_slots,), (64,), 1, PROMPTS, most_running=1))  # type: ignore[arg-type]
         for prompt in (*PROMPTS, LONGER):
-            request = self.add(prompt)
-            request.finishing = True
-            while self.engine.requests or self.parts.manager.has_pending_work(self.now):
-                self.step()
-        assert self.index.flush(0.0)
-        self.ranks, self.index = [rank.survivor() for rank in self.ranks], self.index.reopened()
-        self.live(10_000)
+            self.serve(prompt)
+        self.restart()
         self.first = self.add(RUNNING)
         self.step()
-
-    def live(self, first_generation: int) -> None:
-        self.engine = FakeEngine(GEOMETRY, self.sizes.block_count, self.ranks, self.sizes.most_running)
-        self.engine.now = self.now
-        neighbours = FakeNeighbours([])
-        self.parts = ManagerParts.make(self.sizes, self.engine, self.index, first_generation, neighbours)
-        self.watch = ManagerWatch(self.sizes, self.parts, self.engine, self.ranks, self.index)
-        self.added = 0
-
-    def add(self, prompt: str) -> FakeRequest:
-        self.added += 1
-        return self.engine.add(f"request {self.added}", prompt, 0)
-
-    def step(self, *, work: bool = True) -> Plan:
-        """Run a step, in which the rank ends all that it has, if it is to work; return its plan."""
-        self.now += 0.01
-        self.engine.now = self.now
-        self.engine.schedule(16)
-        plan = self.engine._plan
-        self.engine.forward()
-        if work:
-            self.work()
-        self.engine.update()
-        self.watch.check()
-        return plan
-
-    def work(self) -> None:
-        while self.ranks[0].runnable:
-            self.ranks[0].run_job(self.ranks[0].runnable[0])
-        self.index.commit()
 
     def promoted(self, *, work: bool = True) -> list[Job]:
         """Run a step; return the promotions of its plan."""
@@ -86,26 +44,9 @@ class Queue:
         rows = [catalog.find(key) for key in keys_of(prompt)]
         return [row >= 0 and catalog.state(row, Tier.CPU) == CopyState.READY for row in rows]
 
-    def end_first(self) -> None:
-        """Let the request that runs end, so that the next one's turn comes."""
-        self.first.finishing = True
-        self.step()
-
-    def finish(self) -> None:
-        """Run all requests to their end."""
-        for _ in range(100):
-            for request in self.engine.queued:
-                request.finishing = True
-            if not self.engine.requests and not self.parts.manager.has_pending_work(self.now):
-                self.watch.check_quiet()
-                return
-            self.step()
-        raise AssertionError("it never becomes quiet")
-
 
 def keys_of(prompt: str) -> list[BlockKey]:
-    request = FakeRequest("any", prompt, len(prompt), len(prompt), [])
-    return [key_of(request, GEOMETRY.groups[0], position) for position in range(len(prompt) // 2)]
+    return [make_block_key(prompt[:end].encode(), 0) for end in range(2, len(prompt) + 1, 2)]
 
 
 def keys(jobs: list[Job]) -> list[list[BlockKey]]:
@@ -143,7 +84,8 @@ def test_a_victim_is_read_ahead_before_those_that_came_later():
 
 def test_what_the_tier_has_of_a_hit_stays_while_the_rest_is_read_ahead():
     queue = Queue(cpu_slots=6)
-    queue.end_first()
+    queue.first.finishing = True
+    queue.step()
     for prompt in PROMPTS[3:]:
         queue.add(prompt).finishing = True
         for _ in range(4):

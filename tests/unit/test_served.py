@@ -6,21 +6,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.fake_engine import FakeEngine
-from support.fake_ranks import FakeRank
-from support.manager_parts import ManagerParts, Sizes
-from support.manager_watch import ManagerWatch
+from support.manager_parts import Sizes
+from support.small_engine import SmallEngine
 
-from kvdisk.blocks import Tier
+from kvdisk.blocks import Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.jobs import MoveDetail
 from kvdisk.manager.requests import HitCounts, RequestState
 from kvdisk.stats import Stats
 
 ONE = Geometry((GroupGeometry(0, 4, 4096),), 1, 4)
 TWO = Geometry((GroupGeometry(0, 4, 4096), GroupGeometry(1, 2, 4096, window_tokens=5)), 1, 2)
+SMALL = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 CPU, NVME, NOWHERE = "cpu", "nvme", "nowhere"
 
 
@@ -122,59 +120,52 @@ def test_a_wait_is_measured_once_from_its_first_answer_to_the_last():
 
 def test_gauges_and_hits_of_an_engine():
     """An engine with four blocks in memory and eight on NVMe, through its real manager."""
-    geometry = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
     config = Config(store_dirs=(Path("/nowhere"),), nvme_bytes=1, cpu_bytes=4, nvme_admission="all", prefetch=False)
-    sizes = Sizes(geometry, config, 40, (4,), (8,), 1, ())
-    rank, index = FakeRank(0), MemoryIndex()
-    engine = FakeEngine(geometry, sizes.block_count, [rank])
-    parts = ManagerParts.make(sizes, engine, index, 0)
-    ManagerWatch(sizes, parts, engine, [rank], index)
-    gauges = parts.manager.gauges
-    stats, slot_bytes = parts.manager.stats, geometry.slot_sizes[0]
+    small = SmallEngine(Sizes(SMALL, config, 40, (4,), (8,), 1, ()))
+    gauges, stats, slot_bytes = small.manager.gauges, small.manager.stats, SMALL.slot_sizes[0]
 
     def serve(text: str) -> dict[str, int]:
-        engine.pool.forget_all()
+        small.engine.pool.forget_all()
         before = dict(stats.counts)
-        request = engine.add(f"{text} {engine.step_count}", text, 1)
-        while request.id in engine.requests or parts.manager.has_pending_work(engine.now):
-            request.finishing = True
-            engine.schedule(8)
-            engine.forward()
-            while rank.runnable:
-                rank.run_job(rank.runnable[0])
-            engine.update()
-            index.commit()
-        return {
-            name: count - before.get(name, 0) for name, count in counted(stats).items() if count != before.get(name)
-        }
+        small.serve(text)
+        found = {name: count - before.get(name, 0) for name, count in counted(stats).items()}
+        return {name: count for name, count in found.items() if count}
 
     missed = {f"missed_{what}.{tier}": count for what, count in (("tokens", 4), ("blocks", 2)) for tier in (CPU, NVME)}
     assert serve("aabbx") == {"lookup_tokens": 4, **missed}
     assert serve("aabbx") == {"lookup_tokens": 4, "hit_tokens.cpu": 4, "hit_blocks.cpu": 2}
     serve("ccddx"), serve("eeffx")
-    assert serve("aabbx") == {
-        "lookup_tokens": 4,
-        "missed_tokens.cpu": 4,
-        "missed_blocks.cpu": 2,
-        "hit_tokens.nvme": 4,
-        "hit_blocks.nvme": 2,
-    }
+    of_cpu = {"missed_tokens.cpu": 4, "missed_blocks.cpu": 2}
+    assert serve("aabbx") == {"lookup_tokens": 4, **of_cpu, "hit_tokens.nvme": 4, "hit_blocks.nvme": 2}
     read = gauges.read()
     assert (read["used_bytes.nvme"], read["capacity_bytes.nvme"]) == (6 * slot_bytes, 8 * slot_bytes)
-    assert (read["held_blocks.cpu"], read["used_bytes.cpu"], read["capacity_bytes.cpu"]) == (
-        4,
-        4 * slot_bytes,
-        4 * slot_bytes,
-    )
-    assert read["fragmentation_ratio"] == 1, "two free slots are a short run"
+    assert (read["held_blocks.cpu"], read["used_bytes.cpu"]) == (4, 4 * slot_bytes)
     assert read["uncommitted_changes"] == read["backlog_blocks"] == read["queued_jobs.load"] == 0
     assert not gauges.busy
-    assert parts.nvme is not None
-    parts.nvme.drop(parts.catalog.rows_in(Tier.NVME, 0)[:1])
+    small.parts.nvme.drop(small.parts.catalog.rows_in(Tier.NVME, 0)[:1])
     read = gauges.read()
-    assert (read["held_blocks.nvme"], read["used_bytes.nvme"], read["limbo_blocks"]) == (5, 5 * slot_bytes, 1)
-    assert read["uncommitted_changes"] == 1 and gauges.busy
-    engine.add("the last", "gghhx", 1)
-    engine.schedule(8)
-    assert gauges.busy and gauges.read()["queued_jobs.store"] == 1
-    assert len(parts.manager._sources) == 2
+    assert (read["held_blocks.nvme"], read["limbo_blocks"], read["uncommitted_changes"]) == (5, 1, 1)
+    assert gauges.busy
+    small.add("gghhx")
+    small.engine.schedule(8)
+    assert gauges.read()["queued_jobs.store"] == 1
+
+
+@pytest.mark.parametrize("cold", [False, True], ids=["in the GPU's cache", "in the tier"])
+def test_what_is_asked_for_again_stays(cold):
+    """A request that has its blocks, from a tier or from the GPU's own cache, counts as a use of their copies."""
+    small = SmallEngine(Sizes(SMALL, Config(cpu_bytes=1), 40, (8,), (), 0, ()))
+    catalog = small.parts.catalog
+
+    def held(text: str) -> list[bool]:
+        rows = [catalog.find(make_block_key(text[:end].encode(), 0)) for end in (2, 4)]
+        return [row >= 0 and catalog.is_ready(row) for row in rows]
+
+    for text in ("aabbx", "ccddx", "eeffx", "gghhx"):
+        small.serve(text)
+        assert held(text) == [True, True]
+    if cold:
+        small.engine.pool.forget_all()
+    small.serve("aabbx")
+    small.serve("iijjx")
+    assert [held(text) for text in ("iijjx", "aabbx", "ccddx")] == [[True, True], [True, True], [False, False]]

@@ -8,17 +8,14 @@ import types
 from typing import ClassVar
 
 import pytest
-from support.fake_engine import FakeEngine
 from support.fake_pool import FakePool
-from support.fake_ranks import FakeRank
-from support.manager_parts import ManagerParts, Sizes
-from support.manager_watch import ManagerWatch
+from support.manager_parts import Sizes
+from support.small_engine import SmallEngine
 
 from kvdisk.blocks import BlockKey, make_block_key
 from kvdisk.config import Config
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.admission import AdmitAll
 from kvdisk.manager.store_policy import (
     AHEAD_STEPS,
@@ -30,6 +27,7 @@ from kvdisk.manager.store_policy import (
     make_store_policy,
 )
 
+GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 KEYS = [make_block_key(bytes([position]), 0) for position in range(40)]
 
 
@@ -146,31 +144,16 @@ def test_what_is_known_is_bounded():
 
 @pytest.mark.parametrize("cpu_slots", [4, 16])
 def test_an_idle_engine_comes_to_rest_though_the_tier_cannot_hold_what_is_free(cpu_slots):
-    geometry = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
-    sizes = Sizes(geometry, Config(cpu_bytes=1, store_policy="spillover"), 14, (cpu_slots,), (), 0, ())
-    rank, index = FakeRank(0), MemoryIndex()
-    engine = FakeEngine(geometry, sizes.block_count, [rank])
-    parts = ManagerParts.make(sizes, engine, index, 1)
-    ManagerWatch(sizes, parts, engine, [rank], index)
-    for number, prompt in enumerate(("aabbccddt", "eeffgghht", "iijjkkllt", "mmnnooppt", "qqrrssttt")):
-        engine.add(str(number), prompt, 0).finishing = True
-        while engine.requests:
-            step(engine, rank)
-    step(engine, rank)
+    small = SmallEngine(Sizes(GEOMETRY, Config(cpu_bytes=1, store_policy="spillover"), 14, (cpu_slots,), (), 0, ()))
+    for prompt in ("aabbccddt", "eeffgghht", "iijjkkllt", "mmnnooppt", "qqrrssttt"):
+        small.add(prompt).finishing = True
+        while small.engine.requests:
+            small.step(seconds=1.0)
     for _ in range(40):
-        if not parts.manager.has_pending_work(engine.now):
+        small.step(seconds=1.0)
+        if not small.manager.has_pending_work(small.now):
             return
-        step(engine, rank)
     raise AssertionError("it goes on storing what has been stored")
-
-
-def step(engine: FakeEngine, rank: FakeRank) -> None:
-    """Run a step, whose transfers end in the course of the next."""
-    engine.now += 1.0
-    rank.work_off()
-    engine.schedule(16)
-    engine.forward()
-    engine.update()
 
 
 class EveryOther(NoStores):
@@ -253,17 +236,10 @@ def test_a_users_own_policies_may_change_what_they_have_offered_and_are_told_of_
     module = types.ModuleType("my_policies")
     vars(module).update(Pruning=Pruning, Telling=Telling)
     monkeypatch.setitem(sys.modules, "my_policies", module)
-    geometry = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
     config = Config(cpu_bytes=1, store_policy="my_policies:Pruning", cpu_admission="my_policies:Telling")
-    sizes = Sizes(geometry, config, 14, (16,), (), 0, ())
-    rank, index = FakeRank(0), MemoryIndex()
-    engine = FakeEngine(geometry, sizes.block_count, [rank])
-    parts = ManagerParts.make(sizes, engine, index, 1)
-    ManagerWatch(sizes, parts, engine, [rank], index)
+    small = SmallEngine(Sizes(GEOMETRY, config, 14, (16,), (), 0, ()))
     Telling.told.clear()
-    engine.add("a", "aabbccddt", 0).finishing = True
-    while engine.requests:
-        step(engine, rank)
-    step(engine, rank)
-    assert parts.manager.stats["stored_blocks"] == 4
+    small.serve("aabbccddt")
+    assert small.manager.stats["stored_blocks"] == 4
+    small.step()
     assert Telling.told[-1] == 12
