@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of a request's prefix can be loaded, whether it is worth it, and the jobs that load it.
 
-A load that ends takes some seconds however little it brings, and in that time the engine computes tokens. With
-``min_load_tokens: "auto"`` the least is learnt, for the tier that the slowest block of a hit comes from:
+A load takes its time however little it brings, and in that time the engine computes tokens. With
+``min_load_tokens: "auto"`` the threshold is learnt, for the tier that the slowest block of a hit comes from:
 
     least tokens = tokens computed per second x seconds of the quickest recent load from that tier
 
-rounded down to whole blocks, and at most ``MOST_BLOCKS`` of them. That errs on the side of loading: the part of a load
-that grows with its length counts for nothing, and until both are known every hit is loaded. One request in
-``TRIED_ANYWAY`` has its short hit loaded all the same, so that what was learnt is tried again.
+rounded down to whole blocks, and at most ``MOST_BLOCKS`` of them. Until both are known every hit is loaded, and one
+request in ``TRIED_ANYWAY`` has its short hit loaded all the same, so that what was learnt is tried again.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class LoadThreshold:
         return self._least[tier] if self._fixed_tokens is None else self._fixed_tokens
 
     def stepped(self, now: float, tokens: int, jobs: tuple[Job, ...]) -> None:
-        """A step begins that computes so many tokens, and sends these jobs out; the one before has ended."""
+        """Learn the engine's rate: a step begins that computes so many tokens, and sends these jobs out."""
         if self._fixed_tokens is not None:
             return
         last, self._last_step = self._last_step, (now, tokens)
@@ -89,7 +88,7 @@ class LoadThreshold:
                 self._sent_s[job.id] = now
 
     def settled(self, record: JobRecord, now: float) -> None:
-        """A load was settled; of one that brought all that it was sent for the time is noted."""
+        """Learn the time of a settled load, if it brought all that it was sent for."""
         sent_s = self._sent_s.pop(record.job.id, None)
         if sent_s is None or record.failed or not record.job.moves:
             return

@@ -100,7 +100,7 @@ class TierManager:
             self._promotions.enqueue(request)
 
     def prompt_changed(self, request_id: str, prompt_tokens: int) -> None:
-        """A session's prompt may have grown: its last answer is a part of it, less that answer's last token."""
+        """Take in a session's new prompt: its last answer is a part of it, less that answer's last token."""
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -109,11 +109,11 @@ class TierManager:
             self._stores.restarted(request_id)
 
     def follows(self, request_id: str) -> bool:
-        """Whether the request is known: not so for those that kvdisk leaves alone."""
+        """Whether the request is followed: kvdisk leaves some alone."""
         return request_id in self._requests
 
     def request_finished(self, request_id: str) -> bool:
-        """Forget a request; return whether its GPU blocks may be freed now: always, a fence protects copies."""
+        """Forget a request; return whether its GPU blocks may be freed now: always, since the fence protects copies."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._promotions.leave(request)
@@ -123,10 +123,10 @@ class TierManager:
         return True
 
     def preempt(self, request_ids: Iterable[str], now: float, overwritten: Collection[int] = ()) -> None:
-        """Save what the victims have lost; they wait again.
+        """Save what the victims have lost; they wait again. Call it once a step, before stores are planned.
 
-        Once a step, before its stores are planned. What the store policy saves of them is in the step's plan as
-        ``Plan.urgent``. ``overwritten``: GPU blocks that the model runner writes to before the urgent jobs begin.
+        The step's plan has what the store policy saves of them as ``Plan.urgent``. ``overwritten``: GPU blocks that
+        the model runner writes to before the urgent jobs begin.
         """
         for request_id in request_ids:
             request = self._requests.get(request_id)
@@ -182,7 +182,7 @@ class TierManager:
     # -- stores --------------------------------------------------------------------------------
 
     def may_offer(self, request_id: str, computed_tokens: int) -> bool:
-        """Whether ``plan_store`` could have something to do: cheap, for every request of every step, which runs."""
+        """Whether ``plan_store`` could have something to do. Cheap: call it for every request that a step runs."""
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -209,7 +209,7 @@ class TierManager:
         """Return the step's plan: what was decided since the last one, stores of free blocks, demotions, promotions.
 
         ``step_tokens``: what the step computes; 0: not known, and nothing is learnt from it. ``now_s``: seconds since
-        the Unix epoch, for what is told of uses; 0: as before. ``overwritten``: see ``preempt``.
+        the Unix epoch, for the uses of blocks; 0: as before. ``overwritten``: see ``preempt``.
         """
         for space in self._tiers:
             self._state.released += space.refresh(now, now_s)
@@ -248,12 +248,11 @@ class TierManager:
             self._settlement.release(record)
 
     def note_invalid_blocks(self, blocks: set[int], report: Report) -> None:
-        """Learn which GPU blocks of a step were not filled by a load. Call it before ``settle`` of the same report.
+        """Learn which GPU blocks of a step no load has filled. Call it before ``settle`` of the same report.
 
-        Those that are not of a load of kvdisk's own were for another connector to fill while the model ran, which has
-        computed on what was there: no store that is out leaves a copy, and nothing is saved, or stored from the
-        engine's cache, of a request that is preempted or ends before it has gone on. What is computed again is offered
-        again.
+        Blocks that no load of kvdisk's own failed to fill were another connector's, and the model has computed on what
+        was there. So no store that is out leaves a copy, and what requests hold is not stored, or saved when they are
+        preempted, until it is computed again.
         """
         if blocks - self._transfers.failed_load_blocks(report):
             self._transfers.fail_stores()
@@ -273,12 +272,11 @@ class TierManager:
             self._state.released += space.commit()
 
     def reset(self, epoch: int) -> None:
-        """The weights may have changed: nothing stored before is served again by this engine.
+        """Serve nothing of before any more, because the weights may have changed: move to ``epoch``.
 
-        Moves to ``epoch`` (never used before, not FILE_EPOCH). Records of the old one stay on NVMe
-        for engines that load the files. Jobs on their way end without leaving a copy; loads on
-        their way end as failed, and are recomputed. Requests that go on with what they have computed
-        store nothing more; those that start again do.
+        ``epoch``: never used before, not FILE_EPOCH. Records of the old one stay on NVMe for engines that load the
+        files. Jobs on their way leave no copy; loads on their way fail, and are recomputed. Requests that go on with
+        what they have computed store nothing more; those that start again do.
         """
         assert epoch not in {FILE_EPOCH, self._state.epoch}
         self._state.epoch = epoch
@@ -300,11 +298,10 @@ class TierManager:
     # -- questions of the engine ---------------------------------------------------------------
 
     def has_pending_work(self, now: float) -> bool:
-        """Whether steps are needed: a job is out, a record is not committed, or a demotion can be planned, or a store
-        that has waited for room.
+        """Whether steps are needed: for a job, a commit, a demotion, or a store that has waited for room.
 
-        Not for zombies, nor when nothing has been heard of jobs and commits for long: a drive or a file system that
-        never answers would keep an idle engine stepping.
+        Not for zombies, nor where jobs and commits have been silent for long: a drive or a file system that never
+        answers must not keep an idle engine stepping.
         """
         if self._stores.has_leftovers(now):
             return True
@@ -323,15 +320,6 @@ class TierManager:
         )
 
 
-_JOBS = {
-    "queued_jobs.store": (JobKind.STORE,),
-    "queued_jobs.load": (JobKind.LOAD,),
-    "queued_jobs.demote": (JobKind.DEMOTE,),
-    "queued_jobs.promote": (JobKind.PROMOTE,),
-    "queued_jobs.files": (JobKind.OPEN_HOME, JobKind.OPEN_SEGMENT, JobKind.DROP_SEGMENT),
-}
-
-
 class Gauges:
     """How full the tiers are, and what waits: read now and then, see ``kvdisk.stats``."""
 
@@ -347,13 +335,15 @@ class Gauges:
 
     @property
     def planned_jobs(self) -> int:
-        """Jobs that were ever planned. While that stays the same, and the engine is not busy, so does what is read."""
+        """Jobs that were ever planned. While there are no new ones, and the engine is not busy, no gauge changes."""
         return self._transfers.planned
 
     def read(self) -> dict[str, float]:
         """Return every gauge that there is, by series, but for those of the engine's own blocks."""
         count = self._transfers.count
-        found: dict[str, float] = {series: sum(map(count, kinds)) for series, kinds in _JOBS.items()}
+        moves = (JobKind.STORE, JobKind.LOAD, JobKind.DEMOTE, JobKind.PROMOTE)
+        found: dict[str, float] = {f"queued_jobs.{kind.name.lower()}": count(kind) for kind in moves}
+        found["queued_jobs.files"] = sum(count(kind) for kind in JobKind if kind not in moves)
         for space in self._tiers:
             found |= space.gauges()
         if self._tiers.landing is not None:

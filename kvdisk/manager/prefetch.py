@@ -103,7 +103,7 @@ class PendingReads:
         self._rows[kind].update(zip(keys, rows, strict=True))
 
     def end(self, kind: JobKind, keys: Sequence[BlockKey], rows: Sequence[int]) -> None:
-        """The job is settled. After a reset a key may stand for another row."""
+        """Forget the blocks of a settled job. After a reset a key may stand for another row."""
         rows_of = self._rows[kind]
         for key, row in zip(keys, rows, strict=True):
             if rows_of.get(key) == row:

@@ -89,16 +89,16 @@ class RequestState:
             keys.extend(make_block_keys(hashes, group.group))
 
     def limit_loads(self, tokens: int) -> None:
-        """A load failed at this position: no hit reaches beyond it any more."""
+        """Let no hit reach beyond this position any more, because a load failed there."""
         self.load_limit_tokens = tokens if self.load_limit_tokens is None else min(tokens, self.load_limit_tokens)
 
     def may_wait_again(self) -> None:
-        """What comes now is worth a wait, however it fared before: it is preempted, or another load has begun."""
+        """Begin a new wait, however the last one ended: it is preempted, or another load has begun."""
         self.wait_started_s = None
         self.gave_up_waiting = False
 
     def await_load(self, job_id: JobId) -> None:
-        """It has come to wait for another's load: a wait of its own."""
+        """Wait for another request's load, which is a wait of its own."""
         if job_id != self.awaited_load:
             self.awaited_load = job_id
             self.may_wait_again()

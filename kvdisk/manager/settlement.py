@@ -24,12 +24,6 @@ from kvdisk.messages import JobKind, Move, Reason
 
 _SOURCE_IS_BAD = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
 """Failures of a load after which its source copy is dropped. A deadline says nothing about the copy."""
-_TIMED = {
-    JobKind.STORE: "job_seconds.store",
-    JobKind.LOAD: "job_seconds.load",
-    JobKind.DEMOTE: "job_seconds.demote",
-    JobKind.PROMOTE: "job_seconds.promote",
-}
 
 
 class Settlement:
@@ -58,9 +52,8 @@ class Settlement:
 
     def settle(self, record: JobRecord, now: float, now_s: int) -> None:
         """End a job that every rank has answered. ``now_s``: seconds since the Unix epoch."""
-        kind = record.job.kind
-        if kind in _TIMED and record.sent_s is not None:
-            self._stats.observe(_TIMED[kind], max(0.0, now - record.sent_s))
+        if record.job.moves and record.sent_s is not None:
+            self._stats.observe(f"job_seconds.{record.job.kind.name.lower()}", max(0.0, now - record.sent_s))
         self._state.released += 1
         self._end(record, now, now_s)
 
@@ -146,10 +139,7 @@ class Settlement:
     # -- what was read -----------------------------------------------------------------------------
 
     def _end_read(self, record: JobRecord, now: float, now_s: int) -> None:
-        """End a load or a promotion: its sources, which were used or are bad, and the copies in memory it wrote.
-
-        A request was promised nothing of a promotion, and reads what that did not bring from NVMe.
-        """
+        """End a load or a promotion: its sources, which were used or are bad, and the copies in memory it wrote."""
         if record.job.kind is JobKind.LOAD:
             self._end_load_of_request(record)
         for space in self._tiers:
