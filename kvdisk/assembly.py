@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvdisk.background import USES_S, Background, UsesKeeper
@@ -94,13 +95,11 @@ class SchedulerParts:
                 # The file system hangs, and writing HOME would. As the commit may end yet, the home stays ours, and not
                 # clean, until this process has ended.
                 return
-        if self.home is not None:
-            try:
+        try:
+            if self.home is not None:
                 self.home.close(clean=committed)
-            except DeviceError as error:
-                logger.warning(
-                    "kvdisk could not close its home in order, and the next start will look at it: %s", error
-                )
+        except DeviceError as error:
+            logger.warning("kvdisk could not close its home in order, and the next start will look at it: %s", error)
 
 
 def assemble_scheduler(
@@ -151,20 +150,14 @@ def assemble_scheduler(
 
 def _make_telemetry(manager: TierManager, geometry: Geometry, home: Home | None, model: str) -> Telemetry:
     """Return what tells of the engine; what its home's last owner has told there is replaced."""
-
-    def write_file(telemetry: dict[str, Any]) -> None:
-        assert home is not None
-        write_telemetry(home.path, telemetry)
-
+    folders = [] if home is None else [folder for folder in home.folders if folder is not None]
     telemetry = Telemetry(
         manager.stats,
         manager.gauges,
         model=model,
         ranks=geometry.rank_count,
-        drives=[]
-        if home is None
-        else [str(folder.path.parent.parent) for folder in home.folders if folder is not None],
-        write_file=None if home is None else write_file,
+        drives=[str(folder.path.parent.parent) for folder in folders],
+        write_file=None if home is None else partial(write_telemetry, home.path),
     )
     try:
         telemetry.write()
@@ -232,6 +225,16 @@ def _take_home(
             raise
         return index, nvme
 
+    def restore_or_rebuild(home: Home) -> tuple[LmdbIndex, NvmeSpace]:
+        try:
+            return restore(home)
+        except (CorruptRecord, DeviceError) as error:
+            if home.fresh or _is_of_process(error):
+                raise
+            logger.warning("kvdisk cannot read the index of home %s: %s", home.id, error)
+        rebuild_index(home, layout.index_bytes)
+        return restore(home)
+
     left_alone: set[str] = set()
     while True:
         home = store.acquire_home(
@@ -240,23 +243,16 @@ def _take_home(
         left_alone.add(home.id)
         try:
             try:
-                return home, *restore(home)
+                return home, *restore_or_rebuild(home)
             except (CorruptRecord, DeviceError) as error:
                 if home.fresh or _is_of_process(error):
                     raise
-                logger.warning("kvdisk cannot read the index of home %s: %s", home.id, error)
-            try:
-                rebuild_index(home, layout.index_bytes)
-                return home, *restore(home)
-            except CorruptRecord as error:
-                logger.warning("kvdisk gives up home %s, which cannot be rebuilt: %s", home.id, error)
-                store.discard(home)
-            except DeviceError as error:
-                if error.is_of_process:
-                    raise
-                logger.warning(
-                    "kvdisk leaves home %s as it is until the next start, and takes another: %s", home.id, error
-                )
+                if isinstance(error, CorruptRecord):
+                    logger.warning("kvdisk gives up home %s, which cannot be rebuilt: %s", home.id, error)
+                    store.discard(home)
+                    continue
+                text = "kvdisk leaves home %s as it is until the next start, and takes another: %s"
+                logger.warning(text, home.id, error)
                 with suppress(DeviceError):
                     home.close(clean=False)
         except BaseException:
@@ -354,26 +350,25 @@ def _pair_with_gpu(
     demanded = config.device == "gds"
     if not config.store_dirs or not (demanded or (config.device == "auto" and lanes is not None)):
         return disk, None
-    why: str | None
     if lanes is None:
-        why = "the model is not on a GPU"
+        why: str | None = "the model is not on a GPU"
     elif config.gpu_staging_bytes == 0:
         why = "gpu_staging_bytes is 0"
     else:
         why = gds_unavailable()
-        if why is None:
-            choice = choose_direct(
-                config.store_dirs[0],
-                geometry.slot_sizes,
-                _staging_slots(config.gpu_staging_bytes, geometry),
-                lanes,
-                lambda: PairDevice(PosixDevice(), GdsDevice()),
-                always=demanded,
-            )
-            why = choice.line
-            if choice.usable or not demanded:
-                logger.info("%s", choice.line)
-                return (disk, None) if choice.direct is None else (PairDevice(disk, GdsDevice()), choice.direct)
+    if lanes is not None and why is None:
+        choice = choose_direct(
+            config.store_dirs[0],
+            geometry.slot_sizes,
+            _staging_slots(config.gpu_staging_bytes, geometry),
+            lanes,
+            lambda: PairDevice(PosixDevice(), GdsDevice()),
+            always=demanded,
+        )
+        why = choice.line
+        if choice.usable or not demanded:
+            logger.info("%s", choice.line)
+            return (disk, None) if choice.direct is None else (PairDevice(disk, GdsDevice()), choice.direct)
     if demanded:
         disk.close()
         raise ConfigError(f"device 'gds' cannot be used: {why}.")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from kvdisk import __version__
 from kvdisk.device.telemetry_file import JSON_VERSION
-from kvdisk.manager.accounting import Gauges
+from kvdisk.manager.manager import Gauges
 from kvdisk.stats import FAILURES, Samples, Stats, by_metric
 
 logger = logging.getLogger("kvdisk")

@@ -8,6 +8,7 @@ has said that its device has ended them."""
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvdisk.blocks import JobId, Tier
@@ -15,6 +16,7 @@ from kvdisk.context import SchedulerContext
 from kvdisk.messages import HomeSpec, Job, JobKind, Move, Reason, Report, SegmentSpec
 
 _STORE, _LOAD = JobKind.STORE, JobKind.LOAD
+_CANCELLABLE = frozenset({_STORE, JobKind.DEMOTE, JobKind.PROMOTE})
 
 
 class MoveDetail(NamedTuple):
@@ -32,33 +34,36 @@ class MoveDetail(NamedTuple):
     target: Tier | None = None
 
 
+@dataclass(eq=False, slots=True)
 class JobRecord:
-    """A job on its way, or settled: ``failed`` is the union over ranks, by position of the move.
+    """A job on its way, or settled. ``request_id``: whose it is, if anybody's.
 
-    ``sent_s``: when its plan was taken, None: not yet.
+    ``failed``: the failed moves of all ranks, by position. ``sent_s``: when its plan was taken, None: not yet.
     ``late``: those of the failed moves that ``late_ranks`` ranks reported late, ``released`` of which have taken that
-    back; empty in a settled record of which nothing is late any more.
+    back; empty in a settled record of which nothing is late any more. ``ranks``, ``copied``: how many have answered,
+    and read nothing more from the GPU.
     """
 
-    def __init__(
-        self, job: Job, details: list[MoveDetail], request_id: str | None, failed: dict[int, Reason] | None = None
-    ) -> None:
-        self.job = job
-        self.details = details
-        self.request_id = request_id
-        self.sent_s: float | None = None
-        self.ranks = 0
-        self.failed: dict[int, Reason] = {} if failed is None else failed
-        self.late: set[int] = set()
-        self.late_ranks = 0
-        self.released = 0
-        self.copied = 0
+    job: Job
+    details: list[MoveDetail]
+    request_id: str | None
+    failed: dict[int, Reason] = field(default_factory=dict)
+    sent_s: float | None = None
+    ranks: int = 0
+    late: set[int] = field(default_factory=set)
+    late_ranks: int = 0
+    released: int = 0
+    copied: int = 0
+
+    def fail(self, position: int, reason: Reason) -> None:
+        """Note that a move failed, for the first reason that is heard of."""
+        self.failed.setdefault(position, reason)
 
 
 class Transfers:
-    """The table of jobs. ``rank_count`` answers settle a job. Zombies count nowhere: nobody waits for them.
+    """The table of jobs. ``rank_count`` answers settle a job.
 
-    There are at most as many as the ranks have late batches, which is bounded there, and slots that they hold.
+    Zombies count nowhere, since nobody waits for them. The ranks bound their late batches, and so the zombies.
     """
 
     def __init__(self, rank_count: int) -> None:
@@ -92,12 +97,10 @@ class Transfers:
     ) -> JobRecord:
         """Queue a job for the next plan. ``request_id``: whose it is, if anybody's."""
         assert len(moves) == len(details)
-        job_id = JobId(self._next_id)
-        self._next_id += 1
         owner = request_id if kind is _LOAD else None
-        job = Job(job_id, kind, tuple(moves), epoch, owner, home, segment, arrival)
-        record = JobRecord(job, details, request_id)
-        self._records[job_id] = record
+        job = Job(JobId(self._next_id), kind, tuple(moves), epoch, owner, home, segment, arrival)
+        self._next_id += 1
+        record = self._records[job.id] = JobRecord(job, details, request_id)
         self._counts[kind] += 1
         self._queued.append(job)
         return record
@@ -114,17 +117,16 @@ class Transfers:
 
     def take_queued(self, now: float) -> tuple[Job, ...]:
         """Return the jobs that no plan has carried yet, in order."""
-        queued = tuple(self._queued)
+        queued, self._queued = self._queued, []
         for job in queued:
             self._records[job.id].sent_s = now
-        self._queued = []
-        return queued
+        return tuple(queued)
 
     def cancel_queued(self) -> list[JobRecord]:
-        """Take back the jobs that no plan has carried yet; those of files and loads stay: somebody waits for them."""
-        cancelled = [self._remove(job.id) for job in self._queued if _cancellable(job)]
-        self._queued = [job for job in self._queued if not _cancellable(job)]
-        return cancelled
+        """Take back the jobs that no plan has carried yet. Jobs of files and loads stay: somebody waits for them."""
+        cancelled = [job.id for job in self._queued if job.kind in _CANCELLABLE]
+        self._queued = [job for job in self._queued if job.kind not in _CANCELLABLE]
+        return [self._remove(job_id) for job_id in cancelled]
 
     def sent_loads(self) -> tuple[JobId, ...]:
         """Return the loads that are queued or out."""
@@ -144,7 +146,7 @@ class Transfers:
         for record in self._records.values():
             if record.job.kind is _STORE:
                 for position in range(len(record.details)):
-                    record.failed.setdefault(position, Reason.CANCELLED)
+                    record.fail(position, Reason.CANCELLED)
 
     def absorb(self, report: Report) -> list[JobRecord]:
         """Count a report's answers; return the jobs that are settled by it, in the order of their plans.
@@ -156,7 +158,10 @@ class Transfers:
             record = self._records.get(job_id) or self._zombies.get(job_id)
             assert record is not None, f"job {job_id} was released more than once per rank, or nothing of it was late"
             record.released += ranks
-            self._release_if_due(job_id)
+            if job_id in self._zombies:
+                assert record.released <= record.late_ranks
+                if record.released == record.late_ranks:
+                    self._released.append(self._zombies.pop(job_id))
         for job_id, ranks in report.copied.items():
             record = self._records.get(job_id)
             if record is not None:
@@ -164,17 +169,15 @@ class Transfers:
                 if record.copied == self._rank_count:
                     self._copied.append(record)
         settled = []
-        results = report.results.items()
-        for job_id, result in sorted(results) if len(results) > 1 else results:
+        for job_id, result in sorted(report.results.items(), key=lambda answer: answer[0]):
             record = self._records.get(job_id)
             assert record is not None, f"job {job_id} answered more than once per rank, or never planned"
             record.ranks += result.ranks
             assert record.ranks <= self._rank_count
             for position, reason in result.failed.items():
-                record.failed.setdefault(position, reason)
-            if result.late_ranks:
-                record.late |= result.late
-                record.late_ranks += result.late_ranks
+                record.fail(position, reason)
+            record.late |= result.late
+            record.late_ranks += result.late_ranks
             if record.ranks == self._rank_count:
                 settled.append(self._remove(job_id))
                 if record.released == record.late_ranks:
@@ -193,29 +196,17 @@ class Transfers:
         copied, self._copied = self._copied, []
         return copied
 
-    def _release_if_due(self, job_id: JobId) -> None:
-        record = self._zombies.get(job_id)
-        if record is not None:
-            assert record.released <= record.late_ranks
-            if record.released == record.late_ranks:
-                self._released.append(self._zombies.pop(job_id))
-
     def _remove(self, job_id: JobId) -> JobRecord:
         record = self._records.pop(job_id)
         self._counts[record.job.kind] -= 1
         return record
 
 
-def _cancellable(job: Job) -> bool:
-    return job.kind in {_STORE, JobKind.DEMOTE, JobKind.PROMOTE}
-
-
 class StoreSources:
     """The fence: which GPU blocks stores still copy from, and which of them a step is about to overwrite.
 
-    A store holds no reference on a GPU block: the engine frees and reuses blocks as if nobody read them. The step
-    that writes to a source anew waits for its copy, in the worker, before it writes. A request's end, an abort, a
-    window that moves on and a preemption are all the same case.
+    A store holds no reference on a GPU block, and the engine frees and reuses it freely: when a request ends, is
+    aborted or preempted, or its window moves on. The worker delays the step that overwrites it until it is copied.
     """
 
     def __init__(self, context: SchedulerContext) -> None:
@@ -247,8 +238,8 @@ class StoreSources:
     def take_fence(self, overwritten: Collection[int]) -> tuple[JobId, ...]:
         """Return the stores whose sources this step writes to.
 
-        ``overwritten``: blocks that the model runner may write to before the worker can wait. Of a source among them
-        nobody can tell what was copied: its move fails, whatever the ranks answer.
+        ``overwritten``: blocks that the model runner may write to before the worker can wait. A move from one of them
+        fails whatever the ranks answer, because nobody can tell what it copied.
         """
         self._note_reused()
         found: dict[JobId, None] = {}
@@ -256,7 +247,7 @@ class StoreSources:
             if block in overwritten:
                 for position, move in enumerate(record.job.moves):
                     if move.block == block:
-                        record.failed.setdefault(position, Reason.OVERWRITTEN)
+                        record.fail(position, Reason.OVERWRITTEN)
             found[record.job.id] = None
         self._reused = []
         return tuple(found)

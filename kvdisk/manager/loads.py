@@ -1,25 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of a request's prefix can be loaded, whether it is worth it, and the jobs that load it.
 
-A load that ends takes some seconds however little it brings, and in that time the engine computes tokens. With
-``min_load_tokens: "auto"`` the least is learnt, for the tier that the slowest block of a hit comes from:
+A load takes its time however little it brings, and in that time the engine computes tokens. With
+``min_load_tokens: "auto"`` the threshold is learnt, for the tier that the slowest block of a hit comes from:
 
     least tokens = tokens computed per second x seconds of the quickest recent load from that tier
 
-rounded down to whole blocks, and at most ``MOST_BLOCKS`` of them. That errs on the side of loading: the part of a load
-that grows with its length counts for nothing, and until both are known every hit is loaded. One request in
-``TRIED_ANYWAY`` has its short hit loaded all the same, so that what was learnt is tried again.
+rounded down to whole blocks, and at most ``MOST_BLOCKS`` of them. Until both are known every hit is loaded, and one
+request in ``TRIED_ANYWAY`` has its short hit loaded all the same, so that what was learnt is tried again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import compress
-from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier
 from kvdisk.manager import neighbours
-from kvdisk.manager.accounting import Served
 from kvdisk.manager.admission import Demand
 from kvdisk.manager.catalog import ABSENT
 from kvdisk.manager.chains import NONE, TIERS
@@ -28,7 +26,7 @@ from kvdisk.manager.lookup import first_needed, longest_hit
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.prefetch import PendingReads
-from kvdisk.manager.requests import RequestState
+from kvdisk.manager.requests import HitCounts, RequestState
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import Job, JobKind, Move
 
@@ -77,7 +75,7 @@ class LoadThreshold:
         return self._least[tier] if self._fixed_tokens is None else self._fixed_tokens
 
     def stepped(self, now: float, tokens: int, jobs: tuple[Job, ...]) -> None:
-        """A step begins that computes so many tokens, and sends these jobs out; the one before has ended."""
+        """Learn the engine's rate: a step begins that computes so many tokens, and sends these jobs out."""
         if self._fixed_tokens is not None:
             return
         last, self._last_step = self._last_step, (now, tokens)
@@ -90,7 +88,7 @@ class LoadThreshold:
                 self._sent_s[job.id] = now
 
     def settled(self, record: JobRecord, now: float) -> None:
-        """A load was settled; of one that brought all that it was sent for the time is noted."""
+        """Learn the time of a settled load, if it brought all that it was sent for."""
         sent_s = self._sent_s.pop(record.job.id, None)
         if sent_s is None or record.failed or not record.job.moves:
             return
@@ -112,18 +110,23 @@ class LoadThreshold:
                 self._least[tier] = int(blocks) * self._step_tokens
 
 
-class _Block(NamedTuple):
-    """A block to be loaded. ``tier``: where its copy is read, in ``slot``; None: there is none."""
+@dataclass(slots=True)
+class _Block:
+    """A block to be loaded. ``source``: the tier whose copy is read; None: there is none.
+
+    ``target``: where the load leaves a copy, in ``row``; None: nowhere.
+    """
 
     key: BlockKey
-    row: int
-    generation: int
     parent: BlockKey | None
     group: int
     position: int
     gpu_block: int
-    tier: Tier | None = None
-    slot: Slot | None = None
+    row: int = NONE
+    generation: int = 0
+    source: Tier | None = None
+    target: Tier | None = None
+    slots: dict[Tier, Slot] = field(default_factory=dict)
 
 
 class LoadPlanner:
@@ -133,7 +136,7 @@ class LoadPlanner:
         self,
         parts: Parts,
         tiers: Tiers,
-        served: Served,
+        hits: HitCounts,
         demand: Demand,
         neighbours: NeighbourCopies,
         reads: PendingReads,
@@ -143,9 +146,10 @@ class LoadPlanner:
         self._geometry = parts.geometry
         self._catalog = parts.catalog
         self._transfers = parts.transfers
+        self._stats = parts.stats
         self._state = parts.state
         self._tiers = tiers
-        self._served = served
+        self._hits = hits
         self._demand = demand
         self._neighbours = neighbours
         self._reads = reads
@@ -182,17 +186,16 @@ class LoadPlanner:
             comes = coming > hit or asking or reader is not None or loader is not None
             if comes and self._may_wait(request, now):
                 self._state.prefetch_awaited |= reader is JobKind.PROMOTE
-                self._served.waits(request, now)
+                self._hits.waits(request, now)
                 return None
         tokens = hit - local_tokens
         if tokens <= 0 or (self._threshold.may_refuse(tokens) and not self._is_worth(request, local_tokens, hit)):
-            self._served.found_too_little(tokens)
+            self._stats.add("short_hits", int(tokens > 0))
             tokens = 0
         else:
             request.wait_started_s = None
         request.asked = (local_tokens, limit, tokens)
-        if request.waited_since_s is not None:
-            self._served.waited(request, now)
+        self._hits.waited(request, now)
         return tokens
 
     def _needed_keys(self, request: RequestState, local_tokens: int, hit: int) -> list[list[BlockKey]]:
@@ -240,7 +243,7 @@ class LoadPlanner:
         if not self._is_over(request, now):
             return True
         request.gave_up_waiting = True
-        self._served.gave_up_waiting()
+        self._stats.add("wait_timeouts")
         return False
 
     def _is_over(self, request: RequestState, now: float) -> bool:
@@ -258,26 +261,14 @@ class LoadPlanner:
             # window: the engine would cache a block that nobody wrote under its hash.
             positions = range(local_tokens // group.block_tokens, end_tokens // group.block_tokens)
             blocks += self._find_sources(request, group.group, positions, block_ids[group.group])
-        landing = self._land(blocks)
-        moves, details = [], []
-        for at, block in enumerate(blocks):
-            slots = {} if block.tier is None or block.slot is None else {block.tier: block.slot}
-            row, target = block.row, None
-            if at in landing:
-                row, target = landing[at]
-                slots[target] = self._catalog.slot(row, target)
-            moves.append(Move(block.key, block.generation, block.gpu_block, slots, block.parent))
-            details.append(MoveDetail(row, block.group, block.position, block.tier, target))
+        self._land(blocks)
+        moves = [Move(one.key, one.generation, one.gpu_block, one.slots, one.parent) for one in blocks]
+        details = [MoveDetail(one.row, one.group, one.position, one.source, one.target) for one in blocks]
         request.loading = True
         request.wait_started_s = None
-        self._served.loaded(request, local_tokens, external_tokens, details)
+        self._hits.loaded(request, local_tokens, external_tokens, details)
         record = self._transfers.add(
-            _LOAD,
-            moves,
-            details,
-            epoch=self._state.epoch,
-            request_id=request.request_id,
-            arrival=request.arrival,
+            _LOAD, moves, details, epoch=self._state.epoch, request_id=request.request_id, arrival=request.arrival
         )
         request.load_job = record.job.id
         self._reads.to_gpu.begin(record.job)
@@ -291,55 +282,47 @@ class LoadPlanner:
         for position, row in zip(positions, catalog.find_all(keys[positions.start : positions.stop]), strict=True):
             if not gpu_blocks[position]:
                 continue
-            key, tier = keys[position], catalog.readable_tier(row)
-            if tier is not None:
-                pinned.setdefault(tier, []).append(row)
-                slot, generation, parent = catalog.slot(row, tier), catalog.generations[row], catalog.parents[row]
-                found.append(_Block(key, row, generation, parent, group, position, gpu_blocks[position], tier, slot))
-            else:
-                parent = keys[position - 1] if position else None
-                found.append(self._find_hint(_Block(key, NONE, 0, parent, group, position, gpu_blocks[position])))
+            key, source = keys[position], catalog.readable_tier(row)
+            block = _Block(key, keys[position - 1] if position else None, group, position, gpu_blocks[position])
+            found.append(block)
+            hint = self._neighbours.hint(key) if source is None else None
+            if source is not None:
+                pinned.setdefault(source, []).append(row)
+                block.row, block.source, block.slots[source] = row, source, catalog.slot(row, source)
+                block.generation, block.parent = catalog.generations[row], catalog.parents[row]
+            elif hint is not None:
+                block.source, block.slots[neighbours.TIER] = neighbours.TIER, self._neighbours.pin(hint)
+                block.generation = hint.generation
         for tier, rows in pinned.items():
             catalog.pin(rows, tier)
-        self._demand.count_demand([block.key for block in found if block.tier is not None], request.request_id)
+        self._demand.count_demand([block.key for block in found if block.source is not None], request.request_id)
         return found
 
-    def _find_hint(self, block: _Block) -> _Block:
-        """Return a block with the copy that a neighbour is thought to have, if one is, pinned."""
-        hint = self._neighbours.hint(block.key)
-        if hint is None:
-            return block
-        return block._replace(generation=hint.generation, tier=neighbours.TIER, slot=self._neighbours.pin(hint))
-
-    def _land(self, blocks: Sequence[_Block]) -> dict[int, tuple[int, Tier]]:
+    def _land(self, blocks: Sequence[_Block]) -> None:
         """Begin copies in memory of blocks that are read from elsewhere, where admission and room allow.
 
-        The rest goes through staging. Returns rows and the tier, by the place of the block.
+        The rest goes through staging.
         """
         landing, catalog = self._tiers.landing, self._catalog
         if landing is None:
-            return {}
+            return
         vacant = []
-        for at, block in enumerate(blocks):
-            if block.tier is not None and block.tier is not landing.tier:
+        for block in blocks:
+            if block.source is not None and block.source is not landing.tier:
                 # A neighbour's block gets a row of its own, unless this engine is just writing or dropping that block.
                 row = block.row
                 if catalog.state(row, landing.tier) == ABSENT if row >= 0 else catalog.find(block.key) < 0:
-                    vacant.append(at)
-        wanted: dict[int, list[int]] = {}
-        for at in compress(vacant, landing.admission.admits([blocks[at].key for at in vacant])) if vacant else ():
-            wanted.setdefault(self._geometry.size_classes[blocks[at].group], []).append(at)
-        landed: dict[int, tuple[int, Tier]] = {}
-        for size_class, places in wanted.items():
-            slots = landing.allocate(size_class, len(places))
-            rows = []
-            for at, _ in zip(places, slots, strict=False):
-                block = blocks[at]
-                row = block.row
-                if row < 0:
-                    row = catalog.add(block.key, block.generation, self._state.epoch, block.parent)
-                rows.append(row)
-                landed[at] = (row, landing.tier)
+                    vacant.append(block)
+        wanted: dict[int, list[_Block]] = {}
+        for block in compress(vacant, landing.admission.admits([block.key for block in vacant])):
+            wanted.setdefault(self._geometry.size_classes[block.group], []).append(block)
+        for size_class, alike in wanted.items():
+            slots = landing.allocate(size_class, len(alike))
+            landed = alike[: len(slots)]
+            for block, slot in zip(landed, slots, strict=True):
+                if block.row < 0:
+                    block.row = catalog.add(block.key, block.generation, self._state.epoch, block.parent)
+                block.target, block.slots[landing.tier] = landing.tier, slot
+            rows = [block.row for block in landed]
             catalog.begin(rows, landing.tier, slots)
-            self._reads.begin(_LOAD, [blocks[at].key for at in places[: len(slots)]], rows)
-        return landed
+            self._reads.begin(_LOAD, [block.key for block in landed], rows)

@@ -60,8 +60,8 @@ class Reachable:
 
 
 class Lookups:
-    """One request's lookups. What is asked again while nothing has changed is remembered; so is the prefix that was
-    ready, as long as nothing is lost, wherever: what came since is looked for behind it."""
+    """One request's lookups. The last answer is kept while nothing has changed, and its ready prefix while no tier has
+    lost anything: what came since is looked for behind it."""
 
     def __init__(self, group_count: int) -> None:
         self._asked: tuple[int, ...] = ()
@@ -88,14 +88,7 @@ class Lookups:
         The ends are multiples of every group's block size, at most ``limit_tokens``. Full-attention groups need every
         block from ``local_tokens`` on; window groups only those that ``first_needed`` names.
         """
-        asked = (
-            local_tokens,
-            limit_tokens,
-            catalog.gains,
-            catalog.losses,
-            hint_changes,
-            *map(len, keys),
-        )
+        asked = (local_tokens, limit_tokens, catalog.gains, catalog.losses, hint_changes, *map(len, keys))
         if asked == self._asked:
             return self._hits
         losses = (catalog.losses, hint_changes)
@@ -114,7 +107,7 @@ class Lookups:
         local_tokens: int,
         limit_tokens: int,
     ) -> Hits:
-        """As ``hits``, without a look at what was asked last."""
+        """As ``hits``, but looks even where nothing has changed."""
         step = geometry.step_tokens
         for group in geometry.groups:
             limit_tokens = min(limit_tokens, len(keys[group.group]) * group.block_tokens)
@@ -143,12 +136,7 @@ class Lookups:
         )
 
     def _extend(
-        self,
-        catalog: Presences,
-        group: int,
-        keys: Sequence[BlockKey],
-        first: int,
-        last: int,
+        self, catalog: Presences, group: int, keys: Sequence[BlockKey], first: int, last: int
     ) -> tuple[int, int]:
         """Return up to where, at most ``last``, a full-attention group's blocks from ``first`` on are ready, or coming.
 
@@ -188,34 +176,19 @@ def longest_hit(
 
 
 class _Window:
-    """A window group's blocks, looked up from the last one down, as far as somebody asks."""
+    """The blocks of a window group up to ``end_tokens``; those that are local count as there."""
 
     def __init__(
-        self,
-        catalog: Presences,
-        group: GroupGeometry,
-        keys: Sequence[BlockKey],
-        local_tokens: int,
-        end_tokens: int,
+        self, catalog: Presences, group: GroupGeometry, keys: Sequence[BlockKey], local_tokens: int, end_tokens: int
     ) -> None:
+        local, end = local_tokens // group.block_tokens, end_tokens // group.block_tokens
         self.group = group
-        self._catalog = catalog
-        self._keys = keys
-        self._least = local_tokens // group.block_tokens
-        self._known = end_tokens // group.block_tokens
-        self._found = bytearray(self._known)
+        self._presences = _READY * local + catalog.presences(keys[local:end])
 
     def hole(self, first: int, last: int, least: Presence) -> int:
-        """Return the last position from ``first`` on and before ``last`` whose block is farther than ``least``, or -1.
-
-        Not below the end of what is local.
-        """
-        if first < self._known:
-            start = max(self._least, min(first, self._known - _SPAN))
-            self._found[start : self._known] = self._catalog.presences(self._keys[start : self._known])
-            self._known = start
-        hole = self._found.rfind(_NOWHERE, first, last)
-        return max(hole, self._found.rfind(_COMING, first, last)) if least is Presence.READY else hole
+        """Return the last position in ``first`` to ``last`` whose block is farther than ``least``, or -1."""
+        hole = self._presences.rfind(_NOWHERE, first, last)
+        return max(hole, self._presences.rfind(_COMING, first, last)) if least is Presence.READY else hole
 
 
 def _shorten(windows: Sequence[_Window], local_tokens: int, end: int, step: int, least: Presence) -> int:

@@ -14,18 +14,17 @@ from itertools import pairwise
 from kvdisk.blocks import BlockKey, JobId, Tier
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import Neighbours
-from kvdisk.manager.accounting import Gauges, Served
 from kvdisk.manager.admission import Demand
 from kvdisk.manager.chains import TIERS
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.events import Journal
-from kvdisk.manager.jobs import StoreSources
+from kvdisk.manager.jobs import StoreSources, Transfers
 from kvdisk.manager.loads import LoadPlanner, LoadThreshold
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.prefetch import GpuLoads, PendingReads, Promotions
-from kvdisk.manager.requests import RequestLimits, RequestState
+from kvdisk.manager.requests import HitCounts, RequestLimits, RequestState
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.stores import StorePlanner
@@ -74,10 +73,10 @@ class TierManager:
         demand = Demand(store_policy, [space.admission for space in tiers])
         self._sources = StoreSources(parts.context)
         self._threshold = LoadThreshold(parts.config.min_load_tokens, parts.geometry.step_tokens)
-        self._served = Served(parts.geometry, parts.stats, [space.tier for space in tiers])
+        self._hits = HitCounts(parts.geometry, parts.stats, [space.tier for space in tiers])
         self._settlement = Settlement(parts, tiers, store_policy, self._requests, self._neighbours, reads, nvme)
         self._promotions = Promotions(parts, tiers, demand, self._neighbours, reads)
-        self._loads = LoadPlanner(parts, tiers, self._served, demand, self._neighbours, reads, self._threshold)
+        self._loads = LoadPlanner(parts, tiers, self._hits, demand, self._neighbours, reads, self._threshold)
         self._stores = StorePlanner(
             parts, tiers, store_policy, demand, self._sources, self._neighbours, first_generation
         )
@@ -101,7 +100,7 @@ class TierManager:
             self._promotions.enqueue(request)
 
     def prompt_changed(self, request_id: str, prompt_tokens: int) -> None:
-        """A session's prompt may have grown: its last answer is a part of it, less that answer's last token."""
+        """Take in a session's new prompt: its last answer is a part of it, less that answer's last token."""
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -110,24 +109,24 @@ class TierManager:
             self._stores.restarted(request_id)
 
     def follows(self, request_id: str) -> bool:
-        """Whether the request is known: not so for those that kvdisk leaves alone."""
+        """Whether the request is followed: kvdisk leaves some alone."""
         return request_id in self._requests
 
     def request_finished(self, request_id: str) -> bool:
-        """Forget a request; return whether its GPU blocks may be freed now: always, a fence protects copies."""
-        self._promotions.leave(request_id)
+        """Forget a request; return whether its GPU blocks may be freed now: always, since the fence protects copies."""
         request = self._requests.pop(request_id, None)
         if request is not None:
+            self._promotions.leave(request)
             self._stores.finished(request)
             if request.load_job is not None:
                 self._reads.to_gpu.end(request.load_job)  # the engine does not keep what it brings
         return True
 
     def preempt(self, request_ids: Iterable[str], now: float, overwritten: Collection[int] = ()) -> None:
-        """Save what the victims have lost; they wait again.
+        """Save what the victims have lost; they wait again. Call it once a step, before stores are planned.
 
-        Once a step, before its stores are planned. What the store policy saves of them is in the step's plan as
-        ``Plan.urgent``. ``overwritten``: GPU blocks that the model runner writes to before the urgent jobs begin.
+        The step's plan has what the store policy saves of them as ``Plan.urgent``. ``overwritten``: GPU blocks that
+        the model runner writes to before the urgent jobs begin.
         """
         for request_id in request_ids:
             request = self._requests.get(request_id)
@@ -137,7 +136,7 @@ class TierManager:
                 if job_id is not None:
                     self._urgent.append(job_id)
                 if not request.loading and request.most_load_tokens != 0:  # it can have been taken up in this very step
-                    self._promotions.enqueue_first(request)
+                    self._promotions.enqueue(request, first=True)
 
     def neighbour_has(self, key: BlockKey) -> bool:
         """Whether a neighbour is thought to have a block."""
@@ -171,24 +170,25 @@ class TierManager:
         ``block_ids``: the request's block table by group; 0 means that the engine needs no block
         there. A block that is gone by now becomes a failed move, which the engine recomputes.
         """
-        self._promotions.leave(request_id)
-        self._loads.plan(self._requests[request_id], local_tokens, external_tokens, block_ids)
+        request = self._requests[request_id]
+        self._promotions.leave(request)
+        self._loads.plan(request, local_tokens, external_tokens, block_ids)
 
     def served_tokens(self, request_id: str) -> dict[Tier, int]:
         """Return how the last planned load of a request divides between the tiers, in tokens."""
         request = self._requests.get(request_id)
-        return dict(request.served) if request is not None else {}
+        return dict(request.hit_tokens) if request is not None else {}
 
     # -- stores --------------------------------------------------------------------------------
 
     def may_offer(self, request_id: str, computed_tokens: int) -> bool:
-        """Whether ``plan_store`` could have something to do: cheap, for every request of every step, which runs."""
-        self._promotions.leave(request_id)
+        """Whether ``plan_store`` could have something to do. Cheap: call it for every request that a step runs."""
         request = self._requests.get(request_id)
         if request is None:
             return False
+        self._promotions.leave(request)
         if request.asked is not None:
-            self._served.passed_over(request)
+            self._hits.passed_over(request)
         return self._stores.may_offer(request, computed_tokens)
 
     def plan_store(self, request_id: str, computed_tokens: int, block_ids: Sequence[Sequence[int]], now: float) -> None:
@@ -209,7 +209,7 @@ class TierManager:
         """Return the step's plan: what was decided since the last one, stores of free blocks, demotions, promotions.
 
         ``step_tokens``: what the step computes; 0: not known, and nothing is learnt from it. ``now_s``: seconds since
-        the Unix epoch, for what is told of uses; 0: as before. ``overwritten``: see ``preempt``.
+        the Unix epoch, for the uses of blocks; 0: as before. ``overwritten``: see ``preempt``.
         """
         for space in self._tiers:
             self._state.released += space.refresh(now, now_s)
@@ -248,12 +248,11 @@ class TierManager:
             self._settlement.release(record)
 
     def note_invalid_blocks(self, blocks: set[int], report: Report) -> None:
-        """Learn which GPU blocks of a step were not filled by a load. Call it before ``settle`` of the same report.
+        """Learn which GPU blocks of a step no load has filled. Call it before ``settle`` of the same report.
 
-        Those that are not of a load of kvdisk's own were for another connector to fill while the model ran, which has
-        computed on what was there: no store that is out leaves a copy, and nothing is saved, or stored from the
-        engine's cache, of a request that is preempted or ends before it has gone on. What is computed again is offered
-        again.
+        Blocks that no load of kvdisk's own failed to fill were another connector's, and the model has computed on what
+        was there. So no store that is out leaves a copy, and what requests hold is not stored, or saved when they are
+        preempted, until it is computed again.
         """
         if blocks - self._transfers.failed_load_blocks(report):
             self._transfers.fail_stores()
@@ -273,12 +272,11 @@ class TierManager:
             self._state.released += space.commit()
 
     def reset(self, epoch: int) -> None:
-        """The weights may have changed: nothing stored before is served again by this engine.
+        """Serve nothing of before any more, because the weights may have changed: move to ``epoch``.
 
-        Moves to ``epoch`` (never used before, not FILE_EPOCH). Records of the old one stay on NVMe
-        for engines that load the files. Jobs on their way end without leaving a copy; loads on
-        their way end as failed, and are recomputed. Requests that go on with what they have computed
-        store nothing more; those that start again do.
+        ``epoch``: never used before, not FILE_EPOCH. Records of the old one stay on NVMe for engines that load the
+        files. Jobs on their way leave no copy; loads on their way fail, and are recomputed. Requests that go on with
+        what they have computed store nothing more; those that start again do.
         """
         assert epoch not in {FILE_EPOCH, self._state.epoch}
         self._state.epoch = epoch
@@ -294,17 +292,16 @@ class TierManager:
             space.reset()
         self._catalog.hide_all()
         for request in self._requests.values():
-            request.served.clear()
+            request.hit_tokens.clear()
             request.stale = True
 
     # -- questions of the engine ---------------------------------------------------------------
 
     def has_pending_work(self, now: float) -> bool:
-        """Whether steps are needed: a job is out, a record is not committed, or a demotion can be planned, or a store
-        that has waited for room.
+        """Whether steps are needed: for a job, a commit, a demotion, or a store that has waited for room.
 
-        Not for zombies, nor when nothing has been heard of jobs and commits for long: a drive or a file system that
-        never answers would keep an idle engine stepping.
+        Not for zombies, nor where jobs and commits have been silent for long: a drive or a file system that never
+        answers must not keep an idle engine stepping.
         """
         if self._stores.has_leftovers(now):
             return True
@@ -321,3 +318,34 @@ class TierManager:
             or any(demotions.can_go_on(now, silent=False) for demotions in self._demotions)
             or any(space.uncommitted for space in self._tiers)
         )
+
+
+class Gauges:
+    """How full the tiers are, and what waits: read now and then, see ``kvdisk.stats``."""
+
+    def __init__(self, transfers: Transfers, tiers: Tiers, demotions: Sequence[Demotions]) -> None:
+        self._transfers = transfers
+        self._tiers = tiers
+        self._demotions = demotions
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is planned or under way, or a change of the index waits for its commit."""
+        return len(self._transfers) > 0 or any(space.uncommitted for space in self._tiers)
+
+    @property
+    def planned_jobs(self) -> int:
+        """Jobs that were ever planned. While there are no new ones, and the engine is not busy, no gauge changes."""
+        return self._transfers.planned
+
+    def read(self) -> dict[str, float]:
+        """Return every gauge that there is, by series, but for those of the engine's own blocks."""
+        count = self._transfers.count
+        moves = (JobKind.STORE, JobKind.LOAD, JobKind.DEMOTE, JobKind.PROMOTE)
+        found: dict[str, float] = {f"queued_jobs.{kind.name.lower()}": count(kind) for kind in moves}
+        found["queued_jobs.files"] = sum(count(kind) for kind in JobKind if kind not in moves)
+        for space in self._tiers:
+            found |= space.gauges()
+        if self._tiers.landing is not None:
+            found["backlog_blocks"] = sum(demotions.total for demotions in self._demotions)
+        return found

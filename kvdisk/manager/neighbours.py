@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Neighbours' copies: hints, asked for once per request, and their segments while loads read them.
 
-A neighbour is another engine on this host with the same store.
-
-What a neighbour said is a hint. Its owner may evict or overwrite the slot at any time, so a load from it fails
-verification then and is recomputed; and a copy that failed so is not asked for again. A segment is open only
-while a load uses it: an open file would keep its space on the drive after its owner dropped it. Scheduler thread only.
+A neighbour is another engine on this host with the same store. What it answers is a hint: it may evict or overwrite
+the slot at any time. A load then fails verification and is recomputed, and the copy is not asked for again. A segment
+is open only while a load uses it: an open file keeps its space on the drive. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ MOST_HINTS = 65536
 """Copies remembered, about 350 bytes each; the first heard of are forgotten first."""
 MOST_REJECTED = 8192
 MOST_FILE_JOBS = 1024
-"""With so many segments being opened or dropped nothing is promised: where files hang, each load would add two more."""
+"""With so many segments being opened or dropped no hint is used: where files hang, each load would add two more."""
 HINT_LIFE_S = 300.0
 """How long after an answer a copy is thought to be there."""
 MOST_FORGOTTEN = 256
@@ -45,6 +43,8 @@ _NOT_READY = bytes(presence != Presence.READY for presence in range(256))
 
 @dataclass(slots=True)
 class _OpenSegment:
+    """``users``: moves on their way that read it."""
+
     name: ForeignSegment
     spec: SegmentSpec
     users: int = 0
@@ -136,7 +136,7 @@ class NeighbourCopies:
         return key in self.hints
 
     def stop(self) -> None:
-        """Ask nobody any more: this engine's weights are no longer those of the files."""
+        """Ask nobody any more, because this engine's weights are no longer those of the files."""
         self._neighbours = None
         self.changes += 1
         self.hints.clear()

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks read from a drive into CPU slots: which are on their way, and those read ahead. Scheduler thread only.
+"""Which blocks are being read just now, and which are read ahead from NVMe. Scheduler thread only.
 
-A request that waits in the engine's queue has its NVMe blocks promoted, so that the queue hides the disk. What is
-promoted is an ordinary CPU copy: it may be evicted like any other, and its request reads it from NVMe then.
+A request that waits in the engine's queue has its NVMe blocks promoted, so that the queue hides the disk. A promoted
+copy is an ordinary CPU copy: once evicted, its request reads the block from NVMe.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
@@ -28,11 +27,10 @@ _READY = bytes([READY])
 
 
 class GpuLoads:
-    """Blocks that loads are just bringing to the GPU, so that one load serves all who want them.
+    """Blocks that loads are just bringing to the GPU, so that one load serves all who need them.
 
-    The engine has a loaded block in its prefix cache from the step after its load was settled on, before it looks up
-    any request that waits: whoever has waited for the load finds its blocks on the GPU. A block that two jobs load is
-    the later one's.
+    The engine has a loaded block in its prefix cache before it looks up any waiting request again: whoever has waited
+    for the load finds its blocks on the GPU. A block that two jobs load is the later one's.
 
     ``enabled``: whether the engine has a prefix cache. Without one nothing is noted, and so nobody waits.
     """
@@ -43,13 +41,13 @@ class GpuLoads:
         self._jobs: dict[JobId, Job] = {}
 
     def begin(self, job: Job) -> None:
-        """A load was planned."""
+        """Note a planned load."""
         if self._enabled:
             self._jobs[job.id] = job
             self._loaders.update(dict.fromkeys([move.key for move in job.moves], job.id))
 
     def end(self, job_id: JobId) -> None:
-        """A load was settled, or nobody will use what it brings. It may have ended before."""
+        """Forget a load that was settled, or whose blocks nobody will use. It may be forgotten already."""
         job = self._jobs.pop(job_id, None)
         if job is not None:
             for move in job.moves:
@@ -86,10 +84,8 @@ PREFETCH_DIVISOR = 2
 """Of each size class's CPU slots, one in so many may hold, or get, blocks read ahead for requests that still wait."""
 MOST_EXAMINED = 4
 """Requests whose blocks are looked for in one step: bounds a step."""
-
-
 MOST_SEEN = 16
-"""Requests at the head of the line that one step goes over; some may wait for what other homes have."""
+"""Requests at the head of the queue that one step goes over; some may wait for an answer of the neighbours."""
 
 
 class PendingReads:
@@ -107,7 +103,7 @@ class PendingReads:
         self._rows[kind].update(zip(keys, rows, strict=True))
 
     def end(self, kind: JobKind, keys: Sequence[BlockKey], rows: Sequence[int]) -> None:
-        """The job is settled. After a reset a key may stand for another row."""
+        """Forget the blocks of a settled job. After a reset a key may stand for another row."""
         rows_of = self._rows[kind]
         for key, row in zip(keys, rows, strict=True):
             if rows_of.get(key) == row:
@@ -132,28 +128,18 @@ class PendingReads:
             rows.clear()
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """A request in the engine's queue. ``wanted``: its blocks to be read ahead, with their parents, in the order of
-    its prompt; None: not looked for yet."""
-
-    request: RequestState
-    wanted: deque[tuple[BlockKey, BlockKey | None]] | None = None
+_Wanted = deque[tuple[BlockKey, BlockKey | None]]
+"""A waiting request's blocks to be read ahead, with their parents, in the order of its prompt."""
 
 
 class Promotions:
-    """Reads ahead for the requests that wait, in order of arrival. Does nothing where a tier is missing, or if told so.
+    """Reads ahead for the requests that wait, in order of arrival. Does nothing without a slower tier, or if told so.
 
-    Each block is read ahead once for a request's stay in the queue, so the reads are bounded whatever becomes of them.
+    Each block is read ahead once for a request's stay in the queue: that bounds the reads.
     """
 
     def __init__(
-        self,
-        parts: Parts,
-        tiers: Tiers,
-        demand: Demand,
-        neighbours: NeighbourCopies,
-        reads: PendingReads,
+        self, parts: Parts, tiers: Tiers, demand: Demand, neighbours: NeighbourCopies, reads: PendingReads
     ) -> None:
         self._geometry = parts.geometry
         self._context = parts.context
@@ -166,8 +152,8 @@ class Promotions:
         self._demand = demand
         self._neighbours = neighbours
         self._reads = reads
-        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
-        """Those with something left to be read ahead, or not looked at; in order of arrival."""
+        self._waiting: OrderedDict[RequestState, _Wanted | None] = OrderedDict()
+        """Those with something left to be read ahead, or (None) not looked at yet; in order of arrival."""
         self._ahead: dict[str, list[int]] = {}
         """By waiting request: slots by size class that were taken for it."""
         self._taken = [0] * len(parts.geometry.slot_sizes)
@@ -175,29 +161,22 @@ class Promotions:
 
     # -- the queue -----------------------------------------------------------------------------
 
-    def enqueue(self, request: RequestState) -> None:
-        """A request has come, and waits."""
+    def enqueue(self, request: RequestState, *, first: bool = False) -> None:
+        """Read ahead for a request that waits; with ``first`` before all others."""
         if self._landing is not None:
-            self._waiting[request.request_id] = _Waiting(request)
+            self.leave(request)
+            self._waiting[request] = None
+            self._waiting.move_to_end(request, last=not first)
 
-    def enqueue_first(self, request: RequestState) -> None:
-        """A request waits again, before those that came after it."""
-        if self._landing is not None:
-            self.leave(request.request_id)
-            self._waiting[request.request_id] = _Waiting(request)
-            self._waiting.move_to_end(request.request_id, last=False)
-
-    def leave(self, request_id: str) -> None:
-        """A request waits no more: it is loaded, runs or has ended. What was read ahead for it is left to the tier."""
-        self._waiting.pop(request_id, None)
-        if request_id in self._ahead:
-            for size_class, count in enumerate(self._ahead.pop(request_id)):
-                self._taken[size_class] -= count
+    def leave(self, request: RequestState) -> None:
+        """Read nothing more ahead for a request. What was read ahead for it is left to the tier."""
+        self._waiting.pop(request, None)
+        for size_class, count in enumerate(self._ahead.pop(request.request_id, ())):
+            self._taken[size_class] -= count
 
     def reset(self) -> None:
-        """The weights may have changed: what was read ahead is gone, and is looked for anew."""
-        for waiting in self._waiting.values():
-            waiting.wanted = None
+        """Forget what was read ahead, which is gone with the weights, and look for it anew."""
+        self._waiting = OrderedDict.fromkeys(self._waiting)
         self._ahead.clear()
         self._taken = [0] * len(self._taken)
         self._reads.forget_all()
@@ -215,21 +194,22 @@ class Promotions:
         if not any(space.is_open for space in self._tiers if space is not self._landing):
             return
         examined = 0
-        for request_id, waiting in list(islice(self._waiting.items(), MOST_SEEN)):
-            if waiting.wanted is None and not self._neighbours.is_asking(waiting.request):
+        for request, wanted in list(islice(self._waiting.items(), MOST_SEEN)):
+            if wanted is None:
+                if self._neighbours.is_asking(request):
+                    continue
                 if examined >= MOST_EXAMINED:
                     return
                 examined += 1
-                waiting.wanted = self._find_wanted(waiting.request)
-            while waiting.wanted:
+                wanted = self._waiting[request] = self._find_wanted(request)  # noqa: PLW2901
+            while wanted:
                 if self._transfers.count(JobKind.PROMOTE) >= MAX_PROMOTE_JOBS:
                     return
-                if not self._plan_job(request_id, waiting.wanted):
+                if not self._plan_job(request.request_id, wanted):
                     return  # for want of room: those behind it would take what comes free
-            if waiting.wanted is not None:
-                del self._waiting[request_id]
+            del self._waiting[request]
 
-    def _find_wanted(self, request: RequestState) -> deque[tuple[BlockKey, BlockKey | None]]:
+    def _find_wanted(self, request: RequestState) -> _Wanted:
         """Return what of a request's hit is to be read ahead; what the CPU tier has of it counts as used."""
         request.update_keys(self._geometry)
         known = max(request.prompt_tokens, len(request.hashes) * self._geometry.hash_tokens)
@@ -275,7 +255,7 @@ class Promotions:
                 found.append(blocks * group.block_tokens)
         return min(found[1:] or found)
 
-    def _plan_job(self, request_id: str, wanted: deque[tuple[BlockKey, BlockKey | None]]) -> bool:
+    def _plan_job(self, request_id: str, wanted: _Wanted) -> bool:
         """Plan one job of a request's first wanted blocks; False where there is no room for any."""
         assert self._landing is not None
         picked: list[tuple[BlockKey, BlockKey | None]] = []
@@ -286,33 +266,29 @@ class Promotions:
                 if self._landing.admission.admits((key,))[0]:
                     picked.append((key, parent))
         slots = self._take_slots(request_id, [key for key, _ in picked])
-        moves: list[Move] = []
-        details: list[MoveDetail] = []
+        made: list[tuple[Move, MoveDetail]] = []
         left: list[tuple[BlockKey, BlockKey | None]] = []
         for key, parent in picked:
             of_class = slots[self._geometry.size_classes[group_of(key)]]
-            if not of_class:
+            if of_class:
+                made.append(self._make_move(key, parent, of_class.popleft(), self._landing.tier))
+            else:
                 left.append((key, parent))
-                continue
-            move, detail = self._make_move(key, parent, of_class.popleft(), self._landing.tier)
-            self._reads.begin(JobKind.PROMOTE, (key,), (detail.row,))
-            moves.append(move)
-            details.append(detail)
         wanted.extendleft(reversed(left))
-        if moves:
+        if made:
+            moves, details = map(list, zip(*made, strict=True))
+            self._reads.begin(JobKind.PROMOTE, [move.key for move in moves], [detail.row for detail in details])
             self._transfers.add(JobKind.PROMOTE, moves, details, epoch=self._state.epoch, request_id=request_id)
-        return bool(moves) or not left
+        return bool(made) or not left
 
     def _take_slots(self, request_id: str, keys: list[BlockKey]) -> list[deque[Slot]]:
         """Take CPU slots for blocks, by size class, within the share of what may be read ahead."""
         assert self._landing is not None
-        wanted = [0] * len(self._taken)
-        for key in keys:
-            wanted[self._geometry.size_classes[group_of(key)]] += 1
+        wanted = Counter(self._geometry.size_classes[group_of(key)] for key in keys)
         ahead = self._ahead.setdefault(request_id, [0] * len(self._taken))
         slots: list[deque[Slot]] = []
-        for size_class, of_class in enumerate(wanted):
-            count = min(of_class, self._limits[size_class] - self._taken[size_class])
+        for size_class, limit in enumerate(self._limits):
+            count = min(wanted[size_class], limit - self._taken[size_class])
             taken = self._landing.allocate(size_class, count, keep_queued=True) if count > 0 else []
             ahead[size_class] += len(taken)
             self._taken[size_class] += len(taken)

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the manager keeps of a live request. Store watermarks are not here: they are the store policy's."""
+"""What the manager keeps of a live request, and counts of what requests found. Scheduler thread only.
+
+Store watermarks are not here: they are the store policy's.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey, JobId, Tier, make_block_key, make_block_keys
 from kvdisk.geometry import Geometry
-from kvdisk.manager.lookup import Lookups
+from kvdisk.manager.chains import TIERS
+from kvdisk.manager.jobs import MoveDetail
+from kvdisk.manager.lookup import Lookups, first_needed
+from kvdisk.stats import Stats
 
 
 class RequestLimits(NamedTuple):
@@ -34,7 +41,7 @@ class RequestState:
     ``stale``: what it has computed is of weights that are gone, and nothing of it is stored; until it starts again.
     ``question``: ticket of what the neighbours were asked, 0: nothing; ``asked_s``: when it was first looked up, or
     they were asked again.
-    ``served``: tokens of the last planned load by the tier they come from.
+    ``hit_tokens``: of the last planned load, by the tier they come from.
     ``asked``: the last lookup, until it is known what came of it: what the GPU had of its own, a bound of the hit, and
     what was promised beyond the former, in tokens. ``waited_since_s``: when the wait that goes on began.
     """
@@ -66,7 +73,7 @@ class RequestState:
         self.stale = False
         self.question = 0
         self.asked_s: float | None = None
-        self.served: dict[Tier, int] = {}
+        self.hit_tokens: dict[Tier, int] = {}
         self.asked: tuple[int, int, int] | None = None
         self.waited_since_s: float | None = None
 
@@ -82,16 +89,16 @@ class RequestState:
             keys.extend(make_block_keys(hashes, group.group))
 
     def limit_loads(self, tokens: int) -> None:
-        """A load failed at this position: no hit reaches beyond it any more."""
+        """Let no hit reach beyond this position any more, because a load failed there."""
         self.load_limit_tokens = tokens if self.load_limit_tokens is None else min(tokens, self.load_limit_tokens)
 
     def may_wait_again(self) -> None:
-        """What comes now is worth a wait, however it fared before: it is preempted, or another load has begun."""
+        """Begin a new wait, however the last one ended: it is preempted, or another load has begun."""
         self.wait_started_s = None
         self.gave_up_waiting = False
 
     def await_load(self, job_id: JobId) -> None:
-        """It has come to wait for another's load: a wait of its own."""
+        """Wait for another request's load, which is a wait of its own."""
         if job_id != self.awaited_load:
             self.awaited_load = job_id
             self.may_wait_again()
@@ -110,3 +117,102 @@ class RequestState:
                 self.lookups = Lookups(len(self.keys))
                 return True
         return False
+
+
+_Asked = tuple[int, int, int]
+"""A lookup, in tokens: what the GPU had, where the longest hit would have ended, what was promised beyond the GPU's."""
+
+
+class HitCounts:
+    """Counts what requests found in the tiers, and how long they waited for it, each time one is scheduled.
+
+    The fastest tier is asked for every token beyond the GPU's own, each other for what those before it have not got. A
+    neighbour's copy counts as NVMe's. What is not loaded is missed, whatever the reason.
+    """
+
+    def __init__(self, geometry: Geometry, stats: Stats, tiers: Sequence[Tier]) -> None:
+        self._geometry = geometry
+        self._stats = stats
+        self._tiers = tiers
+        self._nothing = dict.fromkeys(tiers, 0)
+
+    def waits(self, request: RequestState, now: float) -> None:
+        """Count a lookup that was answered 'not yet'."""
+        self._stats.add("lookup_waits")
+        if request.waited_since_s is None:
+            request.waited_since_s = now
+
+    def waited(self, request: RequestState, now: float) -> None:
+        """Measure the wait of a request that has got its answer, if it has waited."""
+        if request.waited_since_s is not None:
+            self._stats.observe("wait_seconds", max(0.0, now - request.waited_since_s))
+            request.waited_since_s = None
+
+    def _asked(self, request: RequestState) -> _Asked | None:
+        """Return the last lookup, which is dealt with from here on."""
+        asked, request.asked = request.asked, None
+        if asked is None:
+            return None
+        local_tokens, limit_tokens, promised_tokens = asked
+        step = self._geometry.step_tokens
+        return local_tokens, max(local_tokens, limit_tokens // step * step), promised_tokens
+
+    def passed_over(self, request: RequestState) -> None:
+        """Count the misses of a request that runs and was promised nothing."""
+        asked = self._asked(request)
+        if asked is not None and asked[2] == 0:
+            self._count(asked, asked[0], self._nothing, self._nothing)
+
+    def loaded(
+        self, request: RequestState, local_tokens: int, external_tokens: int, details: Sequence[MoveDetail]
+    ) -> None:
+        """Count a planned load; note in ``request.hit_tokens`` how it divides between the tiers."""
+        end_tokens = local_tokens + external_tokens
+        asked = self._asked(request) or (local_tokens, end_tokens, external_tokens)
+        sources = [detail.source for detail in details]
+        blocks = {tier: sources.count(tier) for tier in self._tiers}
+        tokens, left = dict(self._nothing), external_tokens
+        if blocks[self._tiers[0]] < len(details):
+            found = self._tokens_by_tier(local_tokens, details)
+            for tier in reversed(self._tiers[1:]):
+                tokens[tier] = min(found[tier], left)
+                left -= tokens[tier]
+        tokens[self._tiers[0]] = left
+        request.hit_tokens = {tier: tokens.get(tier, 0) for tier in TIERS}
+        self._count(asked, end_tokens, tokens, blocks)
+
+    def _tokens_by_tier(self, local_tokens: int, details: Sequence[MoveDetail]) -> Counter[Tier]:
+        """Return the tokens of each tier but the fastest: one is of the slowest that a block of its groups is in."""
+        groups, fastest = self._geometry.groups, self._tiers[0]
+        step = min(group.block_tokens for group in groups)
+        slowest: dict[int, Tier] = {}
+        for detail in details:
+            source = detail.source
+            if source is not None and source is not fastest:
+                start = detail.position * groups[detail.group].block_tokens
+                for token in range(max(start, local_tokens), start + groups[detail.group].block_tokens, step):
+                    slowest[token] = max(slowest.get(token, source), source)
+        found: Counter[Tier] = Counter(slowest.values())
+        return Counter({tier: count * step for tier, count in found.items()})
+
+    def _count(self, asked: _Asked, hit_end_tokens: int, tokens: dict[Tier, int], blocks: dict[Tier, int]) -> None:
+        """Count hits and misses. ``hit_end_tokens``: up to where the request has its KV now."""
+        start_tokens, end_tokens, _ = asked
+        asked_tokens, hit_tokens = end_tokens - start_tokens, sum(tokens.values())
+        missed_tokens, missed_blocks = max(0, asked_tokens - hit_tokens), 0
+        if end_tokens > hit_end_tokens:
+            for group in self._geometry.groups:
+                first = max(first_needed(group, start_tokens, end_tokens), hit_end_tokens // group.block_tokens)
+                missed_blocks += max(0, end_tokens // group.block_tokens - first)
+        stats = self._stats
+        stats.add("lookup_tokens", max(asked_tokens, hit_tokens))
+        for tier in reversed(self._tiers):  # what a slower one has, those before it have missed
+            name = tier.name.lower()
+            if tokens[tier] or blocks[tier]:
+                stats.add(f"hit_tokens.{name}", tokens[tier])
+                stats.add(f"hit_blocks.{name}", blocks[tier])
+            if missed_tokens or missed_blocks:
+                stats.add(f"missed_tokens.{name}", missed_tokens)
+                stats.add(f"missed_blocks.{name}", missed_blocks)
+            missed_tokens += tokens[tier]
+            missed_blocks += blocks[tier]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of copies, pins and touched blocks when a job is settled. Scheduler thread only.
+"""What becomes of copies, pins and requests when a job is settled. Scheduler thread only.
 
-A late move has failed, and its slots are zombies: its target is DOOMED and keeps its writer's pin, its source
-keeps its pin, until ``release``.
+A late move has failed, and a device may still touch its slots: its target is DOOMED and keeps its writer's pin,
+and its source keeps its pin, until ``release``. Of one chain the tail is settled first, so that its head ends as
+the most recently used.
 """
 
 from __future__ import annotations
@@ -23,16 +24,10 @@ from kvdisk.messages import JobKind, Move, Reason
 
 _SOURCE_IS_BAD = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
 """Failures of a load after which its source copy is dropped. A deadline says nothing about the copy."""
-_TIMED = {
-    JobKind.STORE: "job_seconds.store",
-    JobKind.LOAD: "job_seconds.load",
-    JobKind.DEMOTE: "job_seconds.demote",
-    JobKind.PROMOTE: "job_seconds.promote",
-}
 
 
 class Settlement:
-    """Ends jobs. Of one chain the tail is told of first, so that its head ends as the most recently used."""
+    """Ends jobs: gives back pins and slots, and tells tiers, requests and the store policy what came of them."""
 
     def __init__(
         self,
@@ -57,33 +52,30 @@ class Settlement:
 
     def settle(self, record: JobRecord, now: float, now_s: int) -> None:
         """End a job that every rank has answered. ``now_s``: seconds since the Unix epoch."""
-        kind = record.job.kind
-        if kind in _TIMED and record.sent_s is not None:
-            self._stats.observe(_TIMED[kind], max(0.0, now - record.sent_s))
+        if record.job.moves and record.sent_s is not None:
+            self._stats.observe(f"job_seconds.{record.job.kind.name.lower()}", max(0.0, now - record.sent_s))
         self._state.released += 1
         self._end(record, now, now_s)
 
     def cancel(self, record: JobRecord) -> None:
-        """End a job that no worker has seen: as if every move had failed, with no consequence for the tiers."""
+        """End a job that no worker has seen: every move has failed, and the tiers learn nothing from it."""
         record.failed = dict.fromkeys(range(len(record.details)), Reason.CANCELLED)
         self._end(record, 0.0, 0)
 
     def _end(self, record: JobRecord, now: float, now_s: int) -> None:
         kind = record.job.kind
         if kind is JobKind.STORE:
-            self._settle_store(record, now, now_s)
+            self._end_store(record, now, now_s)
         elif kind is JobKind.DEMOTE:
-            self._settle_demote(record, now, now_s)
-        elif kind is JobKind.LOAD:
-            self._settle_load(record, now, now_s)
-        elif kind is JobKind.PROMOTE:
-            self._settle_promote(record, now, now_s)
+            self._end_demotion(record, now, now_s)
+        elif kind in {JobKind.LOAD, JobKind.PROMOTE}:
+            self._end_read(record, now, now_s)
         elif record.job.segment is None or record.job.segment.source is None:
             assert self._files is not None
             self._files.settle_files(record, now)
 
     def release(self, record: JobRecord) -> None:
-        """Nothing touches the slots of a settled job's late moves any more: give their pins back."""
+        """Give back the pins of a settled job's late moves: nothing touches their slots any more."""
         self._state.released += 1
         for at in sorted(record.late, reverse=True):
             detail, move = record.details[at], record.job.moves[at]
@@ -96,27 +88,27 @@ class Settlement:
 
     # -- what was written ------------------------------------------------------------------------
 
-    def _settle_store(self, record: JobRecord, now: float, now_s: int) -> None:
-        written = self._settle_targets(record, now_s)
+    def _end_store(self, record: JobRecord, now: float, now_s: int) -> None:
+        written = self._end_targets(record, now_s)
         self._stats.add("stored_blocks", len(record.details) - len(record.failed))
         for tier, rows in written.items():
             self._tiers[tier].learn_writes(record, now)
-            self._offer(rows[::-1], tier)
+            self._offer_lower(rows[::-1], tier)
         for at in sorted(record.failed, reverse=True):
             detail, key, reason = record.details[at], record.job.moves[at].key, record.failed[at]
             if reason is Reason.OVERWRITTEN:
                 self._stats.add("overwritten_blocks")
             elif reason is not Reason.CANCELLED:
                 self._stats.add("failed_stores")
-            # It had its slot, and that is free again: only the back-off stands before the next offer.
+            # Its slot is free again: only the back-off stands before the next offer.
             why = (Refusal.NO_ROOM, self._state.released - 1, now)
             if record.request_id is None:
                 self._store_policy.refuse_free(key, *why)
             else:
                 self._store_policy.refuse(record.request_id, detail.group, (detail.position,), (key,), *why)
 
-    def _settle_demote(self, record: JobRecord, now: float, now_s: int) -> None:
-        written = self._settle_targets(record, now_s)
+    def _end_demotion(self, record: JobRecord, now: float, now_s: int) -> None:
+        written = self._end_targets(record, now_s)
         self._stats.add("demoted_blocks", sum(map(len, written.values())))
         self._stats.add("failed_stores", sum(reason is not Reason.CANCELLED for reason in record.failed.values()))
         for at, detail in enumerate(record.details):
@@ -125,8 +117,8 @@ class Settlement:
         for tier in written:
             self._tiers[tier].learn_writes(record, now)
 
-    def _settle_targets(self, record: JobRecord, now_s: int) -> dict[Tier, list[int]]:
-        """End the copies that a job wrote, or failed to; return those that are READY, by tier.
+    def _end_targets(self, record: JobRecord, now_s: int) -> dict[Tier, list[int]]:
+        """End the copies that a job wrote, or failed to. Return the READY ones by tier, the tail first.
 
         The slot of a late move stays taken until ``release``.
         """
@@ -146,74 +138,68 @@ class Settlement:
 
     # -- what was read -----------------------------------------------------------------------------
 
-    def _settle_load(self, record: JobRecord, now: float, now_s: int) -> None:
-        """Never promise a failed position again."""
-        self._reads.to_gpu.end(record.job.id)
-        request = self._requests.get(record.request_id or "")
-        if request is not None:
-            request.loading = False
-            for at in sorted(record.failed, reverse=True):
-                detail, key = record.details[at], record.job.moves[at].key
-                request.limit_loads(detail.position * self._geometry.groups[detail.group].block_tokens)
-                place = (request.request_id, detail.group, (detail.position,))
-                self._store_policy.refuse(*place, (key,), Refusal.NO_ROOM, -1, 0.0)
-        if record.failed:
-            self._stats.add("failed_loads", len(record.failed))
-        self._stats.add("loaded_blocks", len(record.details) - len(record.failed))
-        self._settle_reads(record, now, now_s)
-
-    def _settle_promote(self, record: JobRecord, now: float, now_s: int) -> None:
-        """As a load, but for the request: it was promised nothing, and reads from NVMe what was not promoted."""
-        self._stats.add("prefetched_blocks", self._settle_reads(record, now, now_s))
-        self._stats.add("failed_promotions", sum(reason is not Reason.CANCELLED for reason in record.failed.values()))
-
-    def _settle_reads(self, record: JobRecord, now: float, now_s: int) -> int:
-        """End a job's sources, which were used or are bad, and the copies in memory that it wrote; return how many."""
+    def _end_read(self, record: JobRecord, now: float, now_s: int) -> None:
+        """End a load or a promotion: its sources, which were used or are bad, and the copies in memory it wrote."""
+        if record.job.kind is JobKind.LOAD:
+            self._end_load_of_request(record)
         for space in self._tiers:
             space.learn_reads(record, now)
-        from_neighbours, landed = 0, []
+        self._end_sources(record)
+        for at in sorted(record.failed, reverse=True):
+            self._end_failed_source(record, at)
+        landed = [at for at in reversed(range(len(record.details))) if record.details[at].target is not None]
+        keys, rows = [record.job.moves[at].key for at in landed], [record.details[at].row for at in landed]
+        self._reads.end(record.job.kind, keys, rows)
+        self._stats.add("promoted_blocks", sum(at not in record.failed for at in landed))
+        ready = sum(map(len, self._end_targets(record, now_s).values()))
+        if record.job.kind is JobKind.PROMOTE:
+            failed = sum(reason is not Reason.CANCELLED for reason in record.failed.values())
+            self._stats.add("prefetched_blocks", ready)
+            self._stats.add("failed_promotions", failed)
+
+    def _end_load_of_request(self, record: JobRecord) -> None:
+        """Let a request go on after its load, and promise it no failed position again."""
+        self._reads.to_gpu.end(record.job.id)
+        self._stats.add("loaded_blocks", len(record.details) - len(record.failed))
+        self._stats.add("failed_loads", len(record.failed))
+        request = self._requests.get(record.request_id or "")
+        if request is None:
+            return
+        request.loading = False
+        for at in sorted(record.failed, reverse=True):
+            detail, key = record.details[at], record.job.moves[at].key
+            request.limit_loads(detail.position * self._geometry.groups[detail.group].block_tokens)
+            place = (request.request_id, detail.group, (detail.position,))
+            self._store_policy.refuse(*place, (key,), Refusal.NO_ROOM, -1, 0.0)
+
+    def _end_sources(self, record: JobRecord) -> None:
+        """Give back the pins of sources that were read well, and note that they were used."""
         read: dict[Tier, list[int]] = {}
         for at in reversed(range(len(record.details))):
             detail, move = record.details[at], record.job.moves[at]
-            if detail.target is not None:
-                landed.append((move.key, detail.row))
             if at in record.failed:
                 continue
             if is_neighbours(move.slots.get(Tier.NVME)):
-                from_neighbours += 1
-                self._settle_neighbours(move, None, late=False)
+                self._end_neighbours_copy(move, None, late=False)
+                if record.job.kind is JobKind.LOAD:
+                    self._stats.add("loaded_blocks_foreign")
             else:
                 assert detail.source is not None, "nothing was read, and nobody said so"
                 read.setdefault(detail.source, []).append(detail.row)
         for space in self._tiers:
-            if space.tier in read:
-                self._settle_sources(read[space.tier], space.tier)
-        if from_neighbours and record.job.kind is JobKind.LOAD:
-            self._stats.add("loaded_blocks_foreign", from_neighbours)
-        for at in sorted(record.failed, reverse=True):
-            self._settle_failed_source(record, at)
-        if not landed:
-            return 0
-        self._reads.end(record.job.kind, [key for key, _ in landed], [row for _, row in landed])
-        failed = sum(record.details[at].target is not None for at in record.failed)
-        if len(landed) > failed:
-            self._stats.add("promoted_blocks", len(landed) - failed)
-        return sum(map(len, self._settle_targets(record, now_s).values()))
+            rows = read.get(space.tier, [])
+            states = self._catalog.columns(space.tier).states
+            used = [row for row in rows if states[row] != DOOMED]
+            self._offer_lower(used, space.tier)  # their counts rose when the load was planned
+            space.unpin(rows)
+            space.access(used)
 
-    def _settle_sources(self, rows: list[int], tier: Tier) -> None:
-        """Copies were read well."""
-        states = self._catalog.columns(tier).states
-        used = [row for row in rows if states[row] != DOOMED]
-        self._offer(used, tier)  # their counts rose when the load was planned
-        self._tiers[tier].unpin(rows)
-        self._tiers[tier].access(used)
-
-    def _settle_failed_source(self, record: JobRecord, at: int) -> None:
-        """A source was not read: drop it where it is bad, or where it is sound offer it as one that was used."""
+    def _end_failed_source(self, record: JobRecord, at: int) -> None:
+        """End a source that was not read: drop a bad copy, and offer a sound one as one that was used."""
         (row, _, _, tier, _), move = record.details[at], record.job.moves[at]
         reason, late = record.failed[at], at in record.late
         if is_neighbours(move.slots.get(Tier.NVME)):
-            self._settle_neighbours(move, reason, late)
+            self._end_neighbours_copy(move, reason, late)
             return
         if tier is None:
             return
@@ -222,17 +208,18 @@ class Settlement:
             if reason in _SOURCE_IS_BAD and (reason is not Reason.IO_ERROR or self._catalog.readable(row, tier)):
                 self._tiers[tier].discard(row)
             else:
-                self._offer((row,), tier)
+                self._offer_lower((row,), tier)
         if not late:
             self._tiers[tier].unpin((row,))
 
-    def _settle_neighbours(self, move: Move, reason: Reason | None, late: bool) -> None:
+    def _end_neighbours_copy(self, move: Move, reason: Reason | None, late: bool) -> None:
+        slot = move.slots[Tier.NVME]
         if reason in _SOURCE_IS_BAD:
-            self._neighbours.reject(move.key, self._neighbours.home_of(move.slots[Tier.NVME]), move.generation)
+            self._neighbours.reject(move.key, self._neighbours.home_of(slot), move.generation)
         if not late:
-            self._neighbours.unpin(move.slots[Tier.NVME])
+            self._neighbours.unpin(slot)
 
-    def _offer(self, rows: Sequence[int], tier: Tier) -> None:
+    def _offer_lower(self, rows: Sequence[int], tier: Tier) -> None:
         """Offer copies that have become READY, or were used, to the next tier."""
         lower = self._tiers[tier].lower
         if lower is not None:

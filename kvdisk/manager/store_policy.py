@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from itertools import compress, islice
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from kvdisk.blocks import BlockKey
 from kvdisk.config import make_own
@@ -28,16 +29,13 @@ class Refusal(IntEnum):
     NO_ROOM = 2
 
 
+@dataclass(eq=False, slots=True)
 class Refused:
-    """A refusal for lack of room, of one block or of several that were refused together.
+    """A refusal for lack of room, of one block or of several together. ``released``: the number at that moment."""
 
-    ``released``: the number of ``released`` at that moment.
-    """
-
-    def __init__(self, released: int, retry_s: float, back_off_s: float) -> None:
-        self.released = released
-        self.retry_s = retry_s
-        self.back_off_s = back_off_s
+    released: int
+    retry_s: float
+    back_off_s: float
 
     @classmethod
     def make(cls, released: int, now: float, before: Refused | None) -> Refused:
@@ -53,10 +51,9 @@ class Refused:
 class Watermark:
     """Up to where one group's blocks of one request have been offered, and which below were refused.
 
-    A block refused for lack of reuse is offered again exactly when its count has risen, of which ``rise`` tells; those
-    refused for lack of room when room has come free since, with back-off. Nothing else is offered twice. Asking for
-    candidates while there are none takes a time that does not depend on how many wait: of thousands of running requests
-    each may have thousands of them.
+    A block refused for lack of reuse is offered again when its count has risen (``rise``), one refused for lack of room
+    when room has come free since, with back-off. Nothing else is offered twice. While nothing is to be offered, asking
+    costs the same however many blocks wait.
 
     ``unused``: refused for lack of reuse: positions by key.
     """
@@ -113,13 +110,13 @@ class Watermark:
         return offered
 
     def accept(self, positions: Sequence[int]) -> None:
-        """The blocks are stored, on their way, or of no use: they are not offered again."""
+        """Do not offer the blocks again: they are stored, on their way, or of no use."""
         if self._no_room:
             for position in positions:
                 self._no_room.pop(position, None)
 
     def rise(self, key: BlockKey) -> None:
-        """The count of a block has risen, which was refused for lack of reuse."""
+        """Offer a block again that was refused for lack of reuse: its count has risen."""
         position = self.unused.pop(key, None)
         if position is not None:
             self._risen.append(position)
@@ -132,8 +129,7 @@ class Watermark:
     def refuse(self, positions: Sequence[int], released: int, now: float) -> None:
         """Remember what was refused for lack of room; ``released`` is its number at this moment.
 
-        Blocks from the frontier on are offered anyway: what failed there was a load, or a store of
-        the request's life before a reset.
+        Blocks from the frontier on are offered anyway: their load failed, or a store from before a reset.
         """
         if self._risen:
             self._risen = [position for position in self._risen if position not in positions]
@@ -159,10 +155,9 @@ class FreeOffer(NamedTuple):
 class StorePolicy(Protocol):
     """Decides which blocks are offered, and when. As it is written here it offers nothing.
 
-    ``reached`` and ``free_offers`` are looked up once, at the start.
-    ``saves_victims``: whether ``preempted`` returns anything. Every offer is answered when all groups of its request
-    were asked, before any other question, by ``accept`` or ``refuse``, those of free blocks by ``accept_free`` or
-    ``refuse_free``; and one that was taken may be refused later, when its copy failed.
+    ``saves_victims``: whether ``preempted`` returns anything. Every offer is answered once all groups of its request
+    were asked, and before anything else is asked: by ``accept`` or ``refuse``, for free blocks by ``accept_free`` or
+    ``refuse_free``. An offer that was taken may be refused later, when its copy failed.
     ``released``: a number that rises when room comes free.
     """
 
@@ -247,12 +242,6 @@ class NoStores(StorePolicy):
     """Offers nothing: what other policies, a user's own too, differ from."""
 
 
-def own_method(policy: StorePolicy, name: str) -> Any:
-    """Return a policy's method; None where it is that of ``StorePolicy``, which need not be called."""
-    method = getattr(policy, name)
-    return None if getattr(method, "__func__", None) is getattr(StorePolicy, name) else method
-
-
 class OnCompute(NoStores):
     """Offers each full block in the step that computes it."""
 
@@ -305,12 +294,8 @@ class OnCompute(NoStores):
             return
         if why is Refusal.NOT_REUSED:
             watermark.refuse_unused(positions, keys)
-            unused, alone = self._unused, (watermark,)
-            if unused.keys().isdisjoint(keys):
-                unused.update(dict.fromkeys(keys, alone))
-            else:
-                for key in keys:
-                    unused[key] = unused.get(key, ()) + alone
+            for key in keys:
+                self._unused[key] = (*self._unused.get(key, ()), watermark)
         else:
             watermark.refuse(positions, released, now)
             if watermark.unused:  # one that another request has stored since, and whose load failed
@@ -336,7 +321,7 @@ class OnCompute(NoStores):
         self._waiting.discard(request_id)
 
     def _forget(self, watermark: Watermark, keys: Sequence[BlockKey]) -> None:
-        """A watermark does not wait for the counts of some blocks any more."""
+        """Wait no more, for a watermark, until the counts of some blocks rise."""
         for key in keys:
             del watermark.unused[key]
             others = tuple(other for other in self._unused.pop(key) if other is not watermark)
@@ -347,8 +332,7 @@ class OnCompute(NoStores):
 class OnPreemption(NoStores):
     """Offers what a preemption would lose, and nothing else.
 
-    It needs no watermark: each preemption offers all of the victim's full blocks once, those that are in a tier, or on
-    their way there, are accepted without a store, and one that is refused has been overwritten before room comes free.
+    A preemption offers all of the victim's full blocks once. One that is refused is overwritten before room comes free.
     """
 
     saves_victims = True
@@ -363,10 +347,10 @@ AHEAD_STEPS = 2
 
 
 class _Front:
-    """The blocks of the free queue from its head to a cursor, in order. Keeping it costs what has changed.
+    """The blocks of the free queue from its head to a cursor, in order. A step's cost is that of what has changed.
 
-    The engine takes blocks at the head, may put some before it, and takes others out anywhere when a request hits them,
-    of which ``leave`` tells. ``_members``: those of ``_blocks`` that have not left.
+    The engine takes blocks at the head, may put some before it, and takes others out anywhere when a request hits them
+    (``leave``). ``_members``: those of ``_blocks`` that have not left.
     """
 
     def __init__(self) -> None:
@@ -385,7 +369,7 @@ class _Front:
             yield from added
 
     def leave(self, block: int) -> None:
-        """A block has left the queue; it may come back, at its end."""
+        """Forget a block that has left the queue; it may come back, at its end."""
         self._members.discard(block)
 
     def _follow_head(self, context: SchedulerContext, most: int) -> list[KVCacheBlockView]:
@@ -414,11 +398,11 @@ class _Front:
 class Spillover(NoStores):
     """Offers free, cached blocks at the front of the engine's free queue.
 
-    The cursor stands behind the first blocks of the queue, as many as ``AHEAD_STEPS`` steps can take. A block is
-    offered when the cursor passes it; again when its refusal is over, or when it has left the queue and come back.
+    The cursor is behind the first blocks of the queue, as many as ``AHEAD_STEPS`` steps can take. A block is offered
+    when the cursor passes it; again when its refusal is over, or when it has left the queue and come back.
 
-    Only blocks of requests that kvdisk follows are offered (an adapter's are not), and that were reached since the last
-    reset: their keys are known, twice as many as the GPU has blocks; the last reached stay.
+    Only blocks of requests that kvdisk follows are offered (an adapter's are not), reached since the last reset. Of
+    these it knows the keys last reached, twice as many as the GPU has blocks.
     """
 
     def __init__(self) -> None:
@@ -461,11 +445,12 @@ class Spillover(NoStores):
                 self._add(offers, block)
         for block in self._front.advance(context):
             key = block.key
-            waiting = next((refused for refused in (self._unused, self._no_room) if key in refused), None)
             if key is None:
                 continue
-            if waiting is not None:
-                waiting[key] = block.block_id
+            if key in self._unused:
+                self._unused[key] = block.block_id
+            elif key in self._no_room:
+                self._no_room[key] = block.block_id
             elif key not in self._offered:
                 self._add(offers, block)
         self._blocks.update((key, offer.block) for key, offer in offers.items())

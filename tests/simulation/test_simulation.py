@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections import Counter
 
 import pytest
 from support import ENVIRONMENT
@@ -65,8 +64,3 @@ def test_a_failure_says_how_to_repeat_it(monkeypatch: pytest.MonkeyPatch) -> Non
         run_seeds(5, 1)
     assert "PYTHONPATH=tests python -m support.simulator --trace --seed 5" in caught.value.__notes__[0]
     assert len(caught.value.__notes__[1].splitlines()) > 10
-
-
-def test_the_counts_are_of_the_whole_run() -> None:
-    total = Counter(Simulation(7).run().counts) + Counter(Simulation(8).run().counts)
-    assert run_seeds(7, 2) == total

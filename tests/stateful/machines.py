@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the state machine is run: always the same examples, nothing kept between runs."""
+"""How the state machine is run, always on the same examples; and how bugs are planted that it has to catch."""
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -12,13 +14,16 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import invariant, run_state_machine_as_test
 from support.manager_machine import ManagerMachine
 from support.manager_parts import ManagerParts, Sizes
-from support.manager_sizes import ON_COMPUTE_SIZES
 
 from kvdisk.blocks import Tier
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.jobs import JobRecord, Transfers
 from kvdisk.manager.neighbours import is_neighbours
 from kvdisk.messages import JobKind
+
+EXAMPLES_FOR_A_BUG = (100, 1500)
+"""At most, in one of the sizes: a few in each, then many in each. The first that fails ends the search."""
+Patch = pytest.MonkeyPatch
 
 
 def run_machine(sizes: Sizes, examples: int, steps: int = 60, *, shrink: bool = True) -> None:
@@ -46,44 +51,38 @@ def run_machine(sizes: Sizes, examples: int, steps: int = 60, *, shrink: bool = 
     )
 
 
-EXAMPLES_FOR_A_BUG = (100, 1500)
-"""At most, in one of the sizes: a few in each, then many in each. The first that fails ends the search."""
-Patch = pytest.MonkeyPatch
-
-
-class Bugs(dict[str, Callable[[Patch], None]]):
-    """Bugs by name, each a function that plants it. ``sizes``: what the machine that has to find them runs over."""
-
-    def __init__(self, sizes: tuple[Sizes, ...] = ON_COMPUTE_SIZES) -> None:
-        super().__init__()
-        self._sizes = sizes
-        self._shows_in: dict[str, tuple[Sizes, ...]] = {}
-
-    def plant_in(self, *sizes: Sizes) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
-        """As ``plant``, of a bug that is looked for in these sizes alone: elsewhere it shows late, or never."""
-
-        def plant(planted: Callable[[Patch], None]) -> Callable[[Patch], None]:
-            self._shows_in[planted.__name__] = sizes
-            return self.plant(planted)
-
-        return plant
-
-    def plant(self, planted: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        """Take a bug into the table; a decorator."""
-        self[planted.__name__] = planted
-        return planted
-
-    def must_be_caught(self, name: str, patch: Patch) -> None:
-        """Plant a bug; fail unless the machine fails."""
-        self[name](patch)
-        with pytest.raises((AssertionError, KeyError, IndexError, ExceptionGroup)):
-            _search(self._shows_in.get(name, self._sizes))
+def must_catch_a_bug(sizes: Iterable[Sizes]) -> None:
+    """Fail unless the machine fails in one of these sizes."""
+    with pytest.raises((AssertionError, KeyError, IndexError, ExceptionGroup)):
+        _search(tuple(sizes))
 
 
 def _search(all_sizes: tuple[Sizes, ...]) -> None:
     for examples in EXAMPLES_FOR_A_BUG:
         for sizes in all_sizes:
             run_machine(sizes, examples, shrink=False)
+
+
+def plant(patch: Patch, module: ModuleType, old: str, new: str) -> None:
+    """Have the functions of a module run as if ``old``, which occurs once in its source, were ``new``."""
+    source = inspect.getsource(module)
+    assert source.count(old) == 1, f"{module.__name__} has {source.count(old)} places of {old!r}"
+    changed: dict[str, Any] = {"__name__": module.__name__}
+    exec(compile(source.replace(old, new), str(module.__file__), "exec"), changed)  # noqa: S102
+    for name, function in _functions(vars(module), module.__name__):
+        other = dict(_functions(changed, module.__name__))[name]
+        if function.__code__ != other.__code__:
+            patch.setattr(function, "__code__", other.__code__)
+
+
+def _functions(names: dict[str, Any], module: str) -> Iterator[tuple[str, FunctionType]]:
+    """Return the functions and methods that a module defines."""
+    for name, value in list(names.items()):
+        members = vars(value).items() if inspect.isclass(value) and value.__module__ == module else [("", value)]
+        for member, found in members:
+            function = getattr(found, "fget", None) or getattr(found, "__func__", found)
+            if isinstance(function, FunctionType) and function.__module__ == module:
+                yield f"{name}.{member}", function
 
 
 def wrap(patch: Patch, owner: type, name: str, around: Callable[..., Any]) -> None:
@@ -101,15 +100,15 @@ def tolerate_missing_pins(patch: Patch) -> None:
     wrap(patch, Catalog, "unpin", unpin)
 
 
-def forget_late(patch: Patch, kinds: set[JobKind]) -> None:
-    """Let jobs of these kinds be settled as if nothing of them were late."""
+def forget_late(patch: Patch, kind: JobKind) -> None:
+    """Let jobs of a kind be settled as if nothing of them were late."""
 
     def absorb(original: Any, self: Transfers, report: Any) -> list[JobRecord]:
         known = {**self._records, **self._zombies}
-        for job_id in [job_id for job_id in report.released if job_id not in known or known[job_id].job.kind in kinds]:
+        for job_id in [job_id for job_id in report.released if job_id not in known or known[job_id].job.kind is kind]:
             del report.released[job_id]
         for job_id, result in report.results.items():
-            if known[job_id].job.kind in kinds:
+            if known[job_id].job.kind is kind:
                 result.late, result.late_ranks = set(), 0
         return original(self, report)
 

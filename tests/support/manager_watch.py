@@ -172,6 +172,10 @@ class ManagerWatch:
         self._ranks_left[job.id] = len(self.ranks)
         self.reads.note_job(job, owner)
         config = self.sizes.config
+        request = self.engine.requests.get(owner or "")
+        if request is not None and job.kind is JobKind.STORE and config.store_policy == "on_compute":
+            of_prompt = all(len(move.key) - 2 <= request.prompt_tokens for move in job.moves)
+            assert config.store_decode or of_prompt, "a generated block is stored, and nobody asked"
         writes = _writes(job)
         paused = self.engine.now < self._write_failed_s + FIRST_BACK_OFF_S and job.id >= self._first_paused
         assert not (writes and paused), "a write during a back-off"

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kvdisk.blocks import Slot, Tier, make_block_key
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager import lookup
-from kvdisk.manager.catalog import Catalog, CopyState, Presence
-from kvdisk.manager.lookup import Hits, Lookups, first_needed
+from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.lookup import Hits, Lookups
 
 BLOCKS = 12
 SEGMENTS = 3
@@ -56,30 +56,6 @@ def _catalog(states, keys):
     return catalog
 
 
-def _by_definition(geometry, states, local, limit, there):
-    step = math.lcm(*(group.block_tokens for group in geometry.groups))
-    limit = min(limit, *(BLOCKS * group.block_tokens for group in geometry.groups))
-    for end in range(limit // step * step, local, -step):
-        if all(
-            states[group.group][position] in there
-            for group in geometry.groups
-            for position in range(local // group.block_tokens, end // group.block_tokens)
-            # A token is read by the next one at ``end`` if it lies less than a window before it.
-            if group.window_tokens is None or (position + 1) * group.block_tokens > end - group.window_tokens + 1
-        ):
-            return end
-    return local
-
-
-@given(situations(), st.sampled_from((1, 2, 256)))
-def test_the_longest_hits(situation, span):
-    geometry, states, local, limit = situation
-    keys = _keys(geometry)
-    expected = Hits(*(_by_definition(geometry, states, local, limit, there) for there in ("r", "rw")))
-    with mock.patch.object(lookup, "_SPAN", span):
-        assert Lookups(len(keys)).hits(_catalog(states, keys), geometry, keys, local, limit) == expected
-
-
 # --- The plain way: one block after the other, each asked for in each tier; nothing is remembered. ---
 
 
@@ -106,9 +82,11 @@ def _longest_hit(catalog, geometry, keys, local_tokens, limit_tokens, elsewhere,
     there = [[_is_there(catalog, key, elsewhere, coming=coming) for key in group_keys] for group_keys in keys]
     while end > local_tokens:
         if all(
-            all(there[group.group][first : end // group.block_tokens])
+            there[group.group][position]
             for group in geometry.groups
-            for first in [first_needed(group, local_tokens, end)]
+            for position in range(local_tokens // group.block_tokens, end // group.block_tokens)
+            # A token is read by the next one at ``end`` if it lies less than a window before it.
+            if group.window_tokens is None or (position + 1) * group.block_tokens > end - group.window_tokens + 1
         ):
             return end
         end -= step
@@ -188,16 +166,3 @@ def test_what_is_remembered_is_what_would_be_found(situation, events, span, miss
             row = catalog.find(key)
             assert catalog.is_ready(row) == _is_there(catalog, key, (), coming=False)
             assert catalog.is_coming(row) == _is_there(catalog, key, (), coming=True)
-
-
-def test_what_ends_while_its_drive_is_hidden_is_not_ready_when_the_drive_is_back():
-    catalog, (key,) = Catalog(), _keys(Geometry((GroupGeometry(0, 2, 100),), 1, 2))[0][:1]
-    row = catalog.add(key, 1, 0, None)
-    catalog.begin((row,), Tier.NVME, (Slot(3, 0),))
-    catalog.finish([row], Tier.NVME)
-    catalog.pin((row,), Tier.NVME)
-    catalog.hide(Tier.NVME, frozenset({3}))
-    catalog.doom(row, Tier.NVME)
-    catalog.hide(Tier.NVME, frozenset())
-    assert not catalog.is_ready(row)
-    assert catalog.presences([key]) == bytes([Presence.NOWHERE])

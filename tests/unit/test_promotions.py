@@ -5,21 +5,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-from support.fake_engine import FakeEngine
-from support.fake_neighbours import FakeNeighbours
-from support.fake_ranks import FakeRank
-from support.fake_requests import FakeRequest, key_of
-from support.manager_parts import ManagerParts, Sizes
-from support.manager_watch import ManagerWatch
+from support.manager_parts import Sizes
+from support.small_engine import SmallEngine
 
-from kvdisk.blocks import BlockKey, Tier
+from kvdisk.blocks import BlockKey, Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager import prefetch
 from kvdisk.manager.catalog import CopyState
-from kvdisk.messages import Job, JobKind, Plan
+from kvdisk.messages import Job, JobKind
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 PROMPTS = ("aabbccddx", "eeffgghhx", "iijjkkllx", "mmnnx", "ooppx", "qqrrx")
@@ -28,54 +22,17 @@ RUNNING = "z"
 """It has no full block, so it is neither stored nor read ahead; it runs until it is told to finish."""
 
 
-class Queue:
+class Queue(SmallEngine):
     """An engine that runs one request at a time. ``PROMPTS`` lie on NVMe, and nothing of them in memory."""
 
     def __init__(self, cpu_slots: int = 64, **config: object) -> None:
         values = {"store_dirs": (Path("/nowhere"),), "nvme_bytes": 1, "cpu_bytes": 1, "min_load_tokens": 0} | config
-        self.sizes = Sizes(GEOMETRY, Config(**values), 60, (cpu_slots,), (64,), 1, PROMPTS, most_running=1)  # type: ignore[arg-type]
-        self.ranks, self.index, self.now = [FakeRank(0)], MemoryIndex(), 1000.0
-        self.live(0)
+        super().__init__(Sizes(GEOMETRY, Config(**values), 60, (cpu_slots,), (64,), 1, PROMPTS, most_running=1))  # type: ignore[arg-type]
         for prompt in (*PROMPTS, LONGER):
-            request = self.add(prompt)
-            request.finishing = True
-            while self.engine.requests or self.parts.manager.has_pending_work(self.now):
-                self.step()
-        assert self.index.flush(0.0)
-        self.ranks, self.index = [rank.survivor() for rank in self.ranks], self.index.reopened()
-        self.live(10_000)
+            self.serve(prompt)
+        self.restart()
         self.first = self.add(RUNNING)
         self.step()
-
-    def live(self, first_generation: int) -> None:
-        self.engine = FakeEngine(GEOMETRY, self.sizes.block_count, self.ranks, self.sizes.most_running)
-        self.engine.now = self.now
-        neighbours = FakeNeighbours([])
-        self.parts = ManagerParts.make(self.sizes, self.engine, self.index, first_generation, neighbours)
-        self.watch = ManagerWatch(self.sizes, self.parts, self.engine, self.ranks, self.index)
-        self.added = 0
-
-    def add(self, prompt: str) -> FakeRequest:
-        self.added += 1
-        return self.engine.add(f"request {self.added}", prompt, 0)
-
-    def step(self, *, work: bool = True) -> Plan:
-        """Run a step, in which the rank ends all that it has, if it is to work; return its plan."""
-        self.now += 0.01
-        self.engine.now = self.now
-        self.engine.schedule(16)
-        plan = self.engine._plan
-        self.engine.forward()
-        if work:
-            self.work()
-        self.engine.update()
-        self.watch.check()
-        return plan
-
-    def work(self) -> None:
-        while self.ranks[0].runnable:
-            self.ranks[0].run_job(self.ranks[0].runnable[0])
-        self.index.commit()
 
     def promoted(self, *, work: bool = True) -> list[Job]:
         """Run a step; return the promotions of its plan."""
@@ -87,26 +44,9 @@ class Queue:
         rows = [catalog.find(key) for key in keys_of(prompt)]
         return [row >= 0 and catalog.state(row, Tier.CPU) == CopyState.READY for row in rows]
 
-    def end_first(self) -> None:
-        """Let the request that runs end, so that the next one's turn comes."""
-        self.first.finishing = True
-        self.step()
-
-    def finish(self) -> None:
-        """Run all requests to their end."""
-        for _ in range(100):
-            for request in self.engine.queued:
-                request.finishing = True
-            if not self.engine.requests and not self.parts.manager.has_pending_work(self.now):
-                self.watch.check_quiet()
-                return
-            self.step()
-        raise AssertionError("it never becomes quiet")
-
 
 def keys_of(prompt: str) -> list[BlockKey]:
-    request = FakeRequest("any", prompt, len(prompt), len(prompt), [])
-    return [key_of(request, GEOMETRY.groups[0], position) for position in range(len(prompt) // 2)]
+    return [make_block_key(prompt[:end].encode(), 0) for end in range(2, len(prompt) + 1, 2)]
 
 
 def keys(jobs: list[Job]) -> list[list[BlockKey]]:
@@ -142,64 +82,10 @@ def test_a_victim_is_read_ahead_before_those_that_came_later():
     assert keys(jobs) == [keys_of(PROMPTS[3]), keys_of(PROMPTS[0])]
 
 
-def test_jobs_in_flight_and_requests_looked_at_are_bounded(monkeypatch):
-    monkeypatch.setattr(prefetch, "MAX_PROMOTE_JOBS", 3)
-    monkeypatch.setattr(prefetch, "MAX_PROMOTE_MOVES", 3)
-    queue = Queue()
-    queue.add(PROMPTS[0])
-    queue.add(PROMPTS[1])
-    jobs = queue.promoted(work=False)
-    assert [len(job.moves) for job in jobs] == [3, 1, 3]
-    assert queue.promoted(work=False) == [], "three are out"
-    queue.work()
-    assert keys(queue.promoted()) == []
-    assert keys(queue.promoted()) == [keys_of(PROMPTS[1])[3:]]
-    monkeypatch.setattr(prefetch, "MOST_EXAMINED", 1)
-    for prompt in PROMPTS[3:5]:
-        queue.add(prompt)
-    assert len(queue.promoted()) == 1, "the blocks of one request were looked for"
-    assert len(queue.promoted()) == 1
-    queue.finish()
-
-
-def test_a_share_of_the_tier_is_read_ahead_and_given_back():
-    queue = Queue(cpu_slots=10)
-    second, third = queue.add(PROMPTS[0]), queue.add(PROMPTS[1])
-    assert keys(queue.promoted()) == [keys_of(PROMPTS[0]), keys_of(PROMPTS[1])[:1]]
-    assert queue.promoted() == []
-    queue.engine.abort(second)
-    assert keys(queue.promoted()) == [keys_of(PROMPTS[1])[1:]]
-    queue.engine.abort(third)
-    queue.finish()
-
-
-def test_reading_ahead_spares_what_is_pinned_or_to_be_demoted():
-    """The tier is full: of one copy that a job uses, and one that waits for NVMe, which takes nothing for now."""
-    queue = Queue(cpu_slots=2)
-    cpu, catalog = queue.parts.cpu, queue.parts.catalog
-    assert cpu is not None and queue.parts.nvme is not None
-    queue.parts.nvme.segments.drives.write_failed(0, queue.now + 10.0, "a test")
-    queue.finish()
-    for prompt in ("uux", "vvx"):
-        queue.add(prompt).finishing = True
-        queue.step()
-        queue.step()
-    assert (queue.on_cpu("uux"), queue.on_cpu("vvx"), queue.parts.demotions.count(0)) == ([True], [True], 1)
-    (used,) = (catalog.find(key) for key in keys_of("vvx"))
-    catalog.pin((used,), Tier.CPU)
-    queue.add(RUNNING)
-    queue.step()
-    queue.add(PROMPTS[0])
-    assert queue.promoted() == []
-    cpu.unpin((used,))
-    assert keys(queue.promoted()) == [keys_of(PROMPTS[0])[:1]]
-    assert (queue.on_cpu("uux"), queue.on_cpu("vvx")) == ([True], [False])
-    queue.finish()
-
-
 def test_what_the_tier_has_of_a_hit_stays_while_the_rest_is_read_ahead():
     queue = Queue(cpu_slots=6)
-    queue.end_first()
+    queue.first.finishing = True
+    queue.step()
     for prompt in PROMPTS[3:]:
         queue.add(prompt).finishing = True
         for _ in range(4):
@@ -253,48 +139,6 @@ def test_each_wait_has_its_own_bound():
     assert [looked_up(seconds) for seconds in (2.5, 4.4)] == [None, None]
     assert looked_up(4.6) == 8
     assert manager.stats["wait_timeouts"] == 1
-
-
-def test_a_promotion_that_hangs_is_waited_for_no_longer_than_its_deadline():
-    queue = Queue(lookup_wait_s=60.0)
-    queue.add(PROMPTS[3])
-    (job,) = queue.promoted(work=False)
-    queue.ranks[0].hang(job.id, 0, whole=True)
-    queue.first.finishing = True
-    queue.step(work=False)  # its results are known from here on
-    assert queue.ranks[0].late == 2
-    request = queue.engine.queued[0]
-    # The drive does not answer, and is left alone; the request is computed, and does not wait for it.
-    assert queue.parts.manager.lookup(request.id, 0, len(request.tokens), queue.now) == 0
-    rows = [queue.parts.catalog.find(key) for key in keys_of(PROMPTS[3])]
-    assert [queue.parts.catalog.state(row, Tier.CPU) for row in rows] == [CopyState.DOOMED] * 2
-    queue.ranks[0].end_late()
-    queue.ranks[0].end_late()
-    queue.step()
-    assert queue.on_cpu(PROMPTS[3]) == [False, False]
-    assert [queue.parts.catalog.state(row, Tier.NVME) for row in rows] == [CopyState.READY] * 2
-    queue.finish()
-
-
-@pytest.mark.parametrize("started", [False, True])
-def test_a_reset_ends_promotions_without_a_copy(started):
-    queue = Queue()
-    queue.add(PROMPTS[0])
-    if started:
-        assert len(queue.promoted(work=False)) == 1
-    else:
-        queue.parts.manager._promotions.plan()
-        assert queue.parts.transfers.count(JobKind.PROMOTE) == 1
-    queue.watch.reset(1, 1)
-    queue.engine.reset(1)
-    assert queue.parts.transfers.count(JobKind.PROMOTE) == started, "what no worker has seen is taken back"
-    manager = queue.parts.manager
-    assert not manager._promotions._reads.any, "nobody waits for what is of no use"
-    assert manager._promotions._taken == [0]
-    queue.step()
-    assert queue.on_cpu(PROMPTS[0]) == [False] * 4
-    queue.finish()
-    assert queue.parts.manager.stats["hit_tokens.cpu"] == 0
 
 
 def test_nothing_is_read_ahead_where_the_user_says_so():

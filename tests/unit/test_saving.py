@@ -71,26 +71,6 @@ def test_a_block_that_the_window_left_behind_is_saved_if_nobody_has_it(place, gi
     assert [key in place.stored for key in window] == [not given_away, not given_away, True, True]
 
 
-def test_only_full_blocks_of_computed_tokens_are_saved(place):
-    place.engine.add("a", "aabbccddt", 4)
-    place.step(7)
-    place.preempt()
-    place.step(1)
-    assert set(place.stored) == {
-        make_block_key(b"aabb", 0),
-        *(make_block_key(text.encode(), 1) for text in ("aa", "aabb", "aabbcc")),
-    }
-
-
-def test_what_is_stored_already_is_not_stored_again(place):
-    place.engine.add("a", "aabbccddt", 4)
-    for _ in range(2):
-        place.step()
-        place.preempt()
-    place.step()
-    assert len(place.stored) == len(set(place.stored)) >= 2 + 4
-
-
 def test_admission_is_told_who_wants_a_generated_block_before_it_is_asked(place, monkeypatch):
     told: set[tuple[bytes, str]] = set()
 

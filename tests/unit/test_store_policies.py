@@ -8,17 +8,14 @@ import types
 from typing import ClassVar
 
 import pytest
-from support.fake_engine import FakeEngine
 from support.fake_pool import FakePool
-from support.fake_ranks import FakeRank
-from support.manager_parts import ManagerParts, Sizes
-from support.manager_watch import ManagerWatch
+from support.manager_parts import Sizes
+from support.small_engine import SmallEngine
 
 from kvdisk.blocks import BlockKey, make_block_key
 from kvdisk.config import Config
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.admission import AdmitAll
 from kvdisk.manager.store_policy import (
     AHEAD_STEPS,
@@ -30,6 +27,7 @@ from kvdisk.manager.store_policy import (
     make_store_policy,
 )
 
+GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 KEYS = [make_block_key(bytes([position]), 0) for position in range(40)]
 
 
@@ -67,42 +65,6 @@ def test_on_preemption_offers_a_victims_blocks_and_nothing_else():
     assert not OnCompute().preempted("a", 0, 3)
 
 
-def test_on_compute_keeps_watermarks_by_request_and_group():
-    policy = OnCompute()
-    assert list(policy.offers("a", 0, 2, 0, 0.0)) == [0, 1]
-    assert list(policy.offers("a", 1, 1, 0, 0.0)) == [0]
-    assert list(policy.offers("b", 0, 2, 0, 0.0)) == [0, 1]
-    policy.accept("a", 0, [0])
-    policy.refuse("a", 0, (1,), KEYS[1:2], Refusal.NO_ROOM, 0, 0.0)
-    assert policy.waits("a")
-    assert not policy.waits("b")
-    assert list(policy.offers("a", 0, 2, 1, 1.0)) == [1]
-    policy.request_finished("a")
-    assert not policy.waits("a")
-    policy.refuse("a", 0, (1,), KEYS[1:2], Refusal.NO_ROOM, 0, 0.0)
-    assert not policy.waits("a"), "a store that fails after its request has ended"
-
-
-def test_on_compute_offers_what_was_not_reused_to_each_request_that_waits_for_it():
-    policy = OnCompute()
-    for request_id in "abc":
-        policy.offers(request_id, 0, 3, 0, 0.0)
-        policy.refuse(request_id, 0, (0, 2), (KEYS[0], KEYS[2]), Refusal.NOT_REUSED, 0, 0.0)
-        policy.accept(request_id, 0, (1,))
-        assert not policy.waits(request_id), "a step asks nothing for it"
-    policy.request_finished("b")
-    policy.wanted_again(KEYS[1:3])
-    assert [policy.waits(request_id) for request_id in "abc"] == [True, False, True]
-    assert [list(policy.offers(request_id, 0, 3, 0, 0.0)) for request_id in "ac"] == [[2], [2]]
-    policy.refuse("a", 0, (2,), KEYS[2:3], Refusal.NOT_REUSED, 0, 0.0)
-    policy.accept("c", 0, (2,))
-    policy.wanted_again(KEYS[2:3])
-    assert [policy.waits(request_id) for request_id in "ac"] == [True, False]
-    for request_id in "ac":
-        policy.request_finished(request_id)
-    assert not policy._unused, "nothing is kept of requests that are gone"
-
-
 def test_a_failed_load_ends_the_wait_for_a_count():
     """Another request has stored the block since it was refused, and it could not be read back."""
     policy = OnCompute()
@@ -114,16 +76,6 @@ def test_a_failed_load_ends_the_wait_for_a_count():
     policy.wanted_again(KEYS[:1])
     assert not policy.waits("a")
     assert not policy.offers("a", 0, 1, 0, 1.0)
-
-
-def test_spillover_offers_the_front_of_the_queue_and_each_block_once():
-    queue = Queue()
-    assert queue.offers() == [1, 2, 3, 4], "what two steps can take"
-    queue.accept(1, 2, 3, 4)
-    assert queue.offers() == [], "all before the cursor were offered"
-    assert queue.ahead == 4
-    queue.pool.take(2)
-    assert queue.offers() == [5, 6], "the engine has taken two, and two came before the cursor"
 
 
 def test_the_cursor_costs_what_has_changed(monkeypatch):
@@ -146,48 +98,6 @@ def test_the_cursor_costs_what_has_changed(monkeypatch):
         seen.clear()
         assert len(queue.offers()) == taken
         assert len(seen) <= taken + 2, "the head, and what came before the cursor"
-
-
-def test_the_front_is_found_again_whatever_happened_to_the_queue():
-    queue = Queue(blocks=30)
-    assert queue.offers() == [1, 2, 3, 4]
-    queue.accept(1, 2, 3, 4)
-    queue.pool.touch([3, 4])  # the cursor's block has left the queue
-    assert queue.offers() == [5, 6]
-    queue.accept(5, 6)
-    queue.pool.free_blocks([3, 4])
-    assert queue.offers() == [], "they are at the end of the queue now"
-    queue.pool.take(10)  # more than the front
-    assert queue.offers() == [13, 14, 15, 16]
-
-
-def test_a_block_comes_again_when_it_was_reached_and_has_come_to_the_front_again():
-    queue = Queue(blocks=6)
-    assert queue.offers() == [1, 2, 3, 4]
-    queue.accept(1, 2, 3, 4)
-    queue.pool.touch([1, 2])
-    queue.policy.reached("b", KEYS, 1, 2)
-    queue.pool.free_blocks([1, 2])  # behind the others
-    queue.pool.take(2)
-    assert queue.offers() == [5, 6, 2], "its copy may have been evicted since it was offered; nobody has reached 1"
-
-
-def test_a_refused_free_block_is_offered_again_when_things_have_changed():
-    queue = Queue(blocks=4)
-    assert queue.offers() == [1, 2, 3, 4]
-    queue.policy.refuse_free(KEYS[0], Refusal.NOT_REUSED, 0, 0.0)
-    queue.policy.refuse_free(KEYS[1], Refusal.NO_ROOM, 5, 0.0)
-    queue.accept(3, 4)
-    assert queue.offers(room=5, now=9.0) == []
-    assert queue.offers(room=6, now=0.01) == []
-    assert queue.offers(room=6, now=9.0) == [2]
-    queue.accept(2)
-    queue.policy.wanted_again(KEYS[2:])
-    assert queue.offers(room=6, now=9.0) == []
-    queue.policy.wanted_again(KEYS[:1])
-    assert queue.offers(room=6, now=9.0) == [1]
-    queue.accept(1)
-    assert queue.offers(room=7, now=99.0) == []
 
 
 def test_what_is_refused_together_comes_again_together_and_the_back_off_grows_only_where_that_fails():
@@ -224,26 +134,6 @@ def test_only_blocks_that_requests_have_reached_are_offered_with_their_parents()
     assert (second.key, second.parent) == (KEYS[1], KEYS[0])
 
 
-def test_nothing_of_before_a_reset_is_offered():
-    queue = Queue()
-    assert queue.offers() == [1, 2, 3, 4]
-    queue.policy.reset()
-    queue.pool.take(4)
-    assert queue.offers() == [], "the engine may not have forgotten them"
-    queue.policy.reached("b", KEYS, 8, 12)
-    queue.pool.take(4)
-    assert queue.offers() == [9, 10, 11, 12]
-
-
-def test_two_blocks_of_one_key_are_one_offer():
-    queue = Queue(blocks=4, known=1)
-    queue.pool.forget(2)
-    queue.pool.cache(KEYS[0], 2)
-    assert queue.offers() == [1]
-    queue.accept(1)
-    assert queue.offers() == []
-
-
 def test_what_is_known_is_bounded():
     queue = Queue(blocks=4)
     more = [BlockKey(bytes([7, 7, number // 256, number % 256])) for number in range(1000)]
@@ -252,33 +142,18 @@ def test_what_is_known_is_bounded():
     assert len(queue.policy._parents) == 2 * queue.pool.block_count
 
 
-@pytest.mark.parametrize("cpu_slots", [2, 4, 6, 16])
+@pytest.mark.parametrize("cpu_slots", [4, 16])
 def test_an_idle_engine_comes_to_rest_though_the_tier_cannot_hold_what_is_free(cpu_slots):
-    geometry = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
-    sizes = Sizes(geometry, Config(cpu_bytes=1, store_policy="spillover"), 14, (cpu_slots,), (), 0, ())
-    rank, index = FakeRank(0), MemoryIndex()
-    engine = FakeEngine(geometry, sizes.block_count, [rank])
-    parts = ManagerParts.make(sizes, engine, index, 1)
-    ManagerWatch(sizes, parts, engine, [rank], index)
-    for number, prompt in enumerate(("aabbccddt", "eeffgghht", "iijjkkllt", "mmnnooppt", "qqrrssttt")):
-        engine.add(str(number), prompt, 0).finishing = True
-        while engine.requests:
-            step(engine, rank)
-    step(engine, rank)
+    small = SmallEngine(Sizes(GEOMETRY, Config(cpu_bytes=1, store_policy="spillover"), 14, (cpu_slots,), (), 0, ()))
+    for prompt in ("aabbccddt", "eeffgghht", "iijjkkllt", "mmnnooppt", "qqrrssttt"):
+        small.add(prompt).finishing = True
+        while small.engine.requests:
+            small.step(seconds=1.0)
     for _ in range(40):
-        if not parts.manager.has_pending_work(engine.now):
+        small.step(seconds=1.0)
+        if not small.manager.has_pending_work(small.now):
             return
-        step(engine, rank)
     raise AssertionError("it goes on storing what has been stored")
-
-
-def step(engine: FakeEngine, rank: FakeRank) -> None:
-    """Run a step, whose transfers end in the course of the next."""
-    engine.now += 1.0
-    rank.work_off()
-    engine.schedule(16)
-    engine.forward()
-    engine.update()
 
 
 class EveryOther(NoStores):
@@ -361,17 +236,10 @@ def test_a_users_own_policies_may_change_what_they_have_offered_and_are_told_of_
     module = types.ModuleType("my_policies")
     vars(module).update(Pruning=Pruning, Telling=Telling)
     monkeypatch.setitem(sys.modules, "my_policies", module)
-    geometry = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
     config = Config(cpu_bytes=1, store_policy="my_policies:Pruning", cpu_admission="my_policies:Telling")
-    sizes = Sizes(geometry, config, 14, (16,), (), 0, ())
-    rank, index = FakeRank(0), MemoryIndex()
-    engine = FakeEngine(geometry, sizes.block_count, [rank])
-    parts = ManagerParts.make(sizes, engine, index, 1)
-    ManagerWatch(sizes, parts, engine, [rank], index)
+    small = SmallEngine(Sizes(GEOMETRY, config, 14, (16,), (), 0, ()))
     Telling.told.clear()
-    engine.add("a", "aabbccddt", 0).finishing = True
-    while engine.requests:
-        step(engine, rank)
-    step(engine, rank)
-    assert parts.manager.stats["stored_blocks"] == 4
+    small.serve("aabbccddt")
+    assert small.manager.stats["stored_blocks"] == 4
+    small.step()
     assert Telling.told[-1] == 12

@@ -108,9 +108,9 @@ def test_reading_ahead_looks_at_the_head_of_the_line():
     assert waiting.steps <= MOST_SEEN
     assert len(waiting) < MANY + 1, "those of whom nothing is to be read ahead have left the line"
     before = waiting.steps
-    promotions.enqueue_first(parts.parts.manager._requests[f"request {MANY - 1}"])
+    promotions.enqueue(parts.parts.manager._requests[f"request {MANY - 1}"], first=True)
     assert waiting is promotions._waiting and waiting.steps == before, "a victim goes to the head at no cost"
-    assert next(iter(waiting)) == f"request {MANY - 1}"
+    assert next(iter(waiting)).request_id == f"request {MANY - 1}"
 
 
 def test_what_was_heard_of_too_long_ago_is_forgotten_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs in tiers, admission and policies, planted by replacing methods, that the state machine must catch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count, islice
+from typing import Any
+
+import pytest
+from machines import Patch, forget_late, must_catch_a_bug, tolerate_missing_pins, wrap
+from support import manager_sizes as on
+from support.manager_parts import Sizes
+
+from kvdisk.blocks import Tier
+from kvdisk.manager.admission import AdmitReused, ReuseTable, WriteBudget
+from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.chains import Chains
+from kvdisk.manager.demotions import Demotions
+from kvdisk.manager.eviction import TailFirst
+from kvdisk.manager.manager import TierManager
+from kvdisk.manager.nvme import NvmeSpace
+from kvdisk.manager.pool import SlotPool
+from kvdisk.manager.store_policy import OnPreemption, Spillover
+from kvdisk.messages import JobKind
+
+BUGS: list[tuple[Callable[[Patch], None], tuple[Sizes, ...]]] = []
+
+
+def shows_in(*sizes: Sizes) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    """Take a bug into the list, which one of these sizes shows; a decorator."""
+
+    def add(planted: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        BUGS.append((planted, sizes))
+        return planted
+
+    return add
+
+
+@shows_in(on.QUEUE, on.ONE_GROUP)
+def slot_reused_before_its_deletion_is_committed(patch: Patch) -> None:
+    patch.setattr(SlotPool, "retain", lambda self, slots, ticket: self.release(slots))
+
+
+def after_a_demotion_is_planned(patch: Patch, act: Callable[[Demotions, list[int]], None]) -> None:
+    """Have something done with the rows of each planned demotion."""
+
+    def plan(original: Any, self: Demotions, now: float) -> None:
+        before = set(self._transfers._records)
+        original(self, now)
+        for job_id in set(self._transfers._records) - before:
+            record = self._transfers._records[job_id]
+            if record.job.kind is JobKind.DEMOTE:
+                act(self, [detail.row for detail in record.details])
+
+    wrap(patch, Demotions, "plan", plan)
+
+
+@shows_in(*on.ON_COMPUTE_SIZES)
+def demotion_without_a_pin(patch: Patch) -> None:
+    after_a_demotion_is_planned(patch, lambda self, rows: self._catalog.unpin(rows, Tier.CPU))
+    tolerate_missing_pins(patch)
+
+
+@shows_in(*on.ON_COMPUTE_SIZES)
+def index_written_when_planned(patch: Patch) -> None:
+    after_a_demotion_is_planned(patch, lambda self, rows: self._lower._record(rows, 0))
+
+
+@shows_in(*on.ON_COMPUTE_SIZES)
+def nvme_refusal_never_asked_again(patch: Patch) -> None:
+    def offer(original: Any, self: Demotions, rows: Sequence[int]) -> int:
+        asked = self.__dict__.setdefault("asked", set())
+        keys = {row: (self._catalog.keys[row], self._catalog.generations[row]) for row in rows}
+        new = [row for row in rows if keys[row] not in asked]
+        asked.update(keys.values())
+        return original(self, new)
+
+    wrap(patch, Demotions, "offer", offer)
+
+
+@shows_in(*on.ADMISSION_SIZES)
+def refused_block_not_asked_before_it_leaves(patch: Patch) -> None:
+    patch.setattr(Demotions, "keeps", lambda self, row: False)
+
+
+@shows_in(*on.ON_COMPUTE_SIZES)
+def pinned_copy_evicted(patch: Patch) -> None:
+    patch.setattr(Catalog, "evictable_in", lambda self, tier: lambda row: self.state(row, tier) == CopyState.READY)
+
+
+@shows_in(*on.ON_COMPUTE_SIZES)
+def head_evicted_before_its_tail(patch: Patch) -> None:
+    def victims(self: TailFirst, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        return list(islice(filter(evictable, self._policy.proposals()), count))
+
+    patch.setattr(TailFirst, "victims", victims)
+
+
+@shows_in(*on.ON_COMPUTE_SIZES)
+def parent_not_found_again_after_a_gap(patch: Patch) -> None:
+    patch.setattr(Chains, "take_orphans", lambda self, key: ())
+
+
+@shows_in(on.NVME_ONLY)
+def late_slot_of_a_load_freed_at_settlement(patch: Patch) -> None:
+    forget_late(patch, JobKind.LOAD)
+
+
+@shows_in(*on.ON_COMPUTE_SIZES)
+def late_slot_of_a_demotion_freed_at_settlement(patch: Patch) -> None:
+    forget_late(patch, JobKind.DEMOTE)
+
+
+@shows_in(on.NVME_REUSE)
+def late_slot_of_a_store_freed_at_settlement(patch: Patch) -> None:
+    forget_late(patch, JobKind.STORE)
+
+
+@shows_in(*on.QUEUE_SIZES)
+def late_slot_of_a_promotion_freed_at_settlement(patch: Patch) -> None:
+    forget_late(patch, JobKind.PROMOTE)
+
+
+@shows_in(on.REUSE_CPU)
+def one_request_counted_twice(patch: Patch) -> None:
+    numbers = count()
+
+    def want(original: Any, self: ReuseTable, key: Any, request_id: str) -> Any:
+        return original(self, key, f"{request_id} {next(numbers)}")
+
+    wrap(patch, ReuseTable, "want", want)
+
+
+@shows_in(on.REUSE_CPU)
+def counts_that_survive_a_reset(patch: Patch) -> None:
+    patch.setattr(AdmitReused, "reset", lambda self: None)
+
+
+@shows_in(on.NVME_BUDGET)
+def budget_overdrawn(patch: Patch) -> None:
+    wrap(patch, WriteBudget, "spend", lambda original, self, blocks, size: original(self, blocks // 2, size))
+
+
+@shows_in(on.NVME_BUDGET)
+def budget_that_a_restart_fills(patch: Patch) -> None:
+    def refresh(original: Any, self: WriteBudget, now: float) -> bool:
+        if self._refreshed_s is None:
+            self._bytes = float(self.burst_bytes)
+        return bool(original(self, now))
+
+    wrap(patch, WriteBudget, "refresh", refresh)
+
+
+@shows_in(on.BUDGET)
+def idle_engine_that_waits_for_the_budget(patch: Patch) -> None:
+    def has_pending_work(original: Any, self: TierManager, now: float) -> bool:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(NvmeSpace, "may_write", lambda space, now: space.segments.may_write(now))
+            return bool(original(self, now))
+
+    wrap(patch, TierManager, "has_pending_work", has_pending_work)
+
+
+@shows_in(*on.ON_PREEMPTION_SIZES)
+def blocks_stored_though_nobody_was_preempted(patch: Patch) -> None:
+    patch.setattr(OnPreemption, "offers", lambda self, request_id, group, storable, *_: range(storable))
+
+
+@shows_in(*on.SPILLOVER_SIZES)
+def free_block_offered_again_though_nobody_reached_it(patch: Patch) -> None:
+    def free_offers(original: Any, self: Spillover, *args: Any) -> Any:
+        self._offered.clear()
+        self._front = type(self._front)()
+        return original(self, *args)
+
+    wrap(patch, Spillover, "free_offers", free_offers)
+
+
+@pytest.mark.parametrize(("planted", "sizes"), BUGS, ids=[planted.__name__ for planted, _ in BUGS])
+def test_a_planted_bug_is_caught(
+    planted: Callable[[Patch], None], sizes: tuple[Sizes, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted(monkeypatch)
+    must_catch_a_bug(sizes)
