@@ -140,7 +140,7 @@ class Demotions:
                 catalog.keys[row],
                 catalog.generations[row],
                 slots={source: catalog.slot(row, source), target: slot},
-                parent=catalog.parents[row],
+                parent=catalog.parent(row),
             )
             for row, slot in zip(rows, slots, strict=True)
         ]

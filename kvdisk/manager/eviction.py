@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,13 @@ _ABSENT: Final = 2**32 - 1
 """Both neighbours of a row that is in no list. Unsigned integers are set in two thirds of the time of signed ones."""
 GROWN_ROWS = 64
 """Rows that an array grows by at a time."""
+
+
+class Keys(Protocol):
+    """The keys of the catalog's rows."""
+
+    def __getitem__(self, row: int, /) -> Any:
+        """Return the key of a row's block."""
 
 
 class RowLists:
@@ -194,7 +201,7 @@ class S3FifoPolicy:
     _LONGEST_STREAK = 8
     """Rows of the main queue that are proposed before one on probation is, whatever the shares."""
 
-    def __init__(self, keys: Sequence[BlockKey]) -> None:
+    def __init__(self, keys: Keys) -> None:
         self._keys = keys
         self._queues = RowLists(2)
         # By row: uses since it came to its queue, and whether that is the main one.
@@ -352,7 +359,7 @@ class CreditPolicy:
     The constants are those of decision 25.
     """
 
-    def __init__(self, keys: Sequence[BlockKey]) -> None:
+    def __init__(self, keys: Keys) -> None:
         self._keys = keys
         self._lists = RowLists(_CLASSES)
         # By row: how often it was used, up to the most that matter, and when last.
@@ -494,9 +501,7 @@ class LeftKeys:
         self._table = array("Q", [0])
         self.place_count = 0
 
-    def add(
-        self, rows: Sequence[int], keys: Sequence[BlockKey], uses: Sequence[int], last: Sequence[int], total: int
-    ) -> None:
+    def add(self, rows: Sequence[int], keys: Keys, uses: Sequence[int], last: Sequence[int], total: int) -> None:
         """Remember some rows, of a policy that had so many in total. ``keys``, ``uses``, ``last``: of all rows."""
         if not rows:
             return
@@ -629,7 +634,7 @@ class TailFirst:
         return child == NONE
 
 
-_POLICIES: Mapping[str, Callable[[Sequence[BlockKey]], EvictionPolicy]] = {
+_POLICIES: Mapping[str, Callable[[Keys], EvictionPolicy]] = {
     "credit": CreditPolicy,
     "lru": lambda _: LruPolicy(),
     "s3fifo": S3FifoPolicy,
@@ -637,7 +642,7 @@ _POLICIES: Mapping[str, Callable[[Sequence[BlockKey]], EvictionPolicy]] = {
 EVICTIONS = tuple(_POLICIES)
 
 
-def make_eviction(name: str, keys: Sequence[BlockKey]) -> EvictionPolicy:
+def make_eviction(name: str, keys: Keys) -> EvictionPolicy:
     """Return a new policy by its configuration name. ``keys``: of the catalog's rows, read when a row is given."""
     make = _POLICIES.get(name)
     if make is None:

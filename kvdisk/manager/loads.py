@@ -294,7 +294,7 @@ class LoadPlanner:
             key, tier = keys[position], catalog.readable_tier(row)
             if tier is not None:
                 pinned.setdefault(tier, []).append(row)
-                slot, generation, parent = catalog.slot(row, tier), catalog.generations[row], catalog.parents[row]
+                slot, generation, parent = catalog.slot(row, tier), catalog.generations[row], catalog.parent(row)
                 found.append(_Block(key, row, generation, parent, group, position, gpu_blocks[position], tier, slot))
             else:
                 parent = keys[position - 1] if position else None

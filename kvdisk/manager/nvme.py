@@ -159,7 +159,7 @@ class NvmeSpace(TierSpace):
                 catalog.keys[row],
                 catalog.slot(row, Tier.NVME),
                 catalog.generations[row],
-                catalog.parents[row],
+                catalog.parent(row),
                 now_s,
             )
             for row in rows

@@ -59,9 +59,9 @@ def restore_blocks(
     if len(stale):
         columns, groups = _only(columns, kept), groups[kept]
         table = None if table is None else table[kept]
-    parent_rows = _parent_rows(columns, table)
-    parents = _parents(columns, parent_rows)
-    copies = CommittedCopies(columns.keys, parents, parent_rows, columns.generations, columns.segments, columns.indices)
+    copies = CommittedCopies(
+        columns.keys, *_find_parents(columns, table), columns.generations, columns.segments, columns.indices
+    )
     catalog.fill(Tier.NVME, copies, FILE_EPOCH)
     # The last stored leaves last; within a second, a chain's tail (larger generation) leaves first.
     order = np.lexsort((~columns.generations, columns.stored_s)).astype(np.int32)
@@ -135,8 +135,10 @@ def _only(columns: BlockColumns, kept: _Flags) -> BlockColumns:
     )
 
 
-def _parent_rows(columns: BlockColumns, table: NDArray[np.uint8] | None) -> NDArray[np.int32]:
-    """Return for each block the position of its parent in ``columns``, or NONE. ``table``: see ``_table``."""
+def _find_parents(
+    columns: BlockColumns, table: NDArray[np.uint8] | None
+) -> tuple[NDArray[np.int32], dict[int, BlockKey]]:
+    """Return each block's parent as its position in ``columns``, or NONE; and by position those not among them."""
     keys = columns.keys
     rows = np.full(len(keys), NONE, np.int32)
     children = np.flatnonzero(columns.parent_bytes)
@@ -146,17 +148,20 @@ def _parent_rows(columns: BlockColumns, table: NDArray[np.uint8] | None) -> NDAr
         rows[children[found != NONE]] = found[found != NONE]
         children = children[found == NONE]
     ends = np.cumsum(columns.parent_bytes)
+    others: dict[int, BlockKey] = {}
     for child in children.tolist():  # where keys are not all of one length; else few
         end = int(ends[child])
-        parent = columns.parents[end - int(columns.parent_bytes[child]) : end]
+        parent = BlockKey(columns.parents[end - int(columns.parent_bytes[child]) : end])
         row = bisect_left(keys, parent)
         if row < len(keys) and keys[row] == parent:
             rows[child] = row
-    return _without_circles(rows)
+        else:
+            others[child] = parent
+    return _without_circles(rows), others
 
 
 def _without_circles(parent_rows: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the rows of parents; NONE where the way from a block to its head has no end, whatever its record says."""
+    """Return the rows of parents; NONE where the way from a block to its head has no end: a damaged record says so."""
     ahead = parent_rows.copy()
     for _ in range(len(parent_rows).bit_length() + 1):  # twice as far each time
         on_way = np.flatnonzero(ahead != NONE)
@@ -188,15 +193,3 @@ def _find_alike(table: NDArray[np.uint8], needles: NDArray[np.uint8]) -> NDArray
 def _word(rows: NDArray[np.uint8], start: int, dtype: str) -> NDArray[np.uint64]:
     words: NDArray[np.uint64] = np.ascontiguousarray(rows[:, start : start + _WORD_BYTES]).view(dtype).ravel()
     return words
-
-
-def _parents(columns: BlockColumns, parent_rows: NDArray[np.int32]) -> list[BlockKey | None]:
-    """Return each block's parent: the very object of ``keys`` where it is among them."""
-    choice = np.empty(len(columns.keys) + 1, np.object_)
-    choice[:-1] = columns.keys
-    parents: list[BlockKey | None] = choice[parent_rows].tolist()  # the last, for NONE, is None
-    ends = np.cumsum(columns.parent_bytes)
-    for row in np.flatnonzero((parent_rows == NONE) & (columns.parent_bytes > 0)).tolist():
-        end = int(ends[row])
-        parents[row] = BlockKey(columns.parents[end - int(columns.parent_bytes[row]) : end])
-    return parents

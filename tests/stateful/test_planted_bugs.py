@@ -13,7 +13,6 @@ from support.manager_sizes import CPU_ONLY, NVME_ONLY, NVME_REUSE, ONE_GROUP, QU
 
 from kvdisk.blocks import BlockKey, Tier, group_of
 from kvdisk.manager.catalog import Catalog, CopyState
-from kvdisk.manager.chains import Chains
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.eviction import TailFirst
 from kvdisk.manager.jobs import JobRecord, StoreSources, Transfers
@@ -272,7 +271,11 @@ def head_evicted_before_its_tail(patch: Patch) -> None:
 
 @BUGS.plant
 def parent_not_found_again_after_a_gap(patch: Patch) -> None:
-    patch.setattr(Chains, "take_orphans", lambda self, key: ())
+    def add(original: Any, self: Catalog, key: BlockKey, *args: Any) -> Any:
+        self._placeholders.pop(key, None)
+        return original(self, key, *args)
+
+    wrap(patch, Catalog, "add", add)
 
 
 @BUGS.plant_in(ONE_GROUP)

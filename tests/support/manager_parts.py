@@ -76,7 +76,7 @@ class Sizes:
 def ready_copies(catalog: Catalog, tier: Tier) -> dict[tuple[int, BlockKey], BlockKey | None]:
     """Return the parent of each block with a copy in a tier, by epoch and key, but for doomed copies."""
     return {
-        (catalog.epochs[row], catalog.keys[row]): catalog.parents[row]
+        (catalog.epochs[row], catalog.keys[row]): catalog.parent(row)
         for row in catalog.rows()
         if catalog.state(row, tier) in {CopyState.WRITING, CopyState.READY}
     }

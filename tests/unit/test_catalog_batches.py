@@ -36,7 +36,7 @@ def facts(catalog: Catalog) -> dict[BlockKey, tuple[object, ...]]:
         found[key] = (
             catalog.generations[row],
             catalog.epochs[row],
-            catalog.parents[row],
+            catalog.parent(row),
             catalog.keys[parent_row] if parent_row >= 0 else None,
             frozenset(children),
             tuple(catalog.state(row, tier) for tier in (Tier.CPU, Tier.NVME)),
@@ -130,7 +130,7 @@ def test_many_at_once_are_one_after_the_other(acts: list[Any], listens: bool) ->
         act(singly, Each(singly), number, what)
         assert facts(together) == facts(singly)
         assert (together.gains, together.losses) == (singly.gains, singly.losses)
-        assert together.chains._orphans.keys() == singly.chains._orphans.keys()
+        assert together._placeholders.keys() == singly._placeholders.keys()
         if together.journal is not None and singly.journal is not None:
             assert together.journal.take() == singly.journal.take()
         after = {key: presence_by_states(together, key) for key in before}

@@ -12,7 +12,7 @@ from support.fake_engine import FakeEngine
 from support.fake_ranks import FakeRank
 from support.manager_parts import ManagerParts, Sizes
 
-from kvdisk.blocks import BlockKey, JobId, Slot, Tier, make_block_key
+from kvdisk.blocks import JobId, Slot, Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
@@ -34,10 +34,9 @@ def parts():
     made = ManagerParts.make(sizes, FakeEngine(GEOMETRY, 40, [FakeRank(0)]), MemoryIndex(), 0)
     keys = [make_block_key(number.to_bytes(32, "big"), 0) for number in range(COUNT)]
     numbers = np.arange(COUNT)
-    nobody: list[BlockKey | None] = [None] * COUNT
     slots = (numbers // IN_SEGMENT).astype(np.uint32), (numbers % IN_SEGMENT).astype(np.uint32)
     heads = np.full(COUNT, NONE, np.int32)
-    made.catalog.fill(Tier.NVME, CommittedCopies(keys, nobody, heads, numbers.astype(np.uint64), *slots), 0)
+    made.catalog.fill(Tier.NVME, CommittedCopies(keys, heads, {}, numbers.astype(np.uint64), *slots), 0)
     return made
 
 

@@ -84,7 +84,7 @@ def test_what_is_restored_is_what_the_records_say_one_by_one(records):
         assert catalog.state(row, Tier.NVME) == CopyState.READY
         assert catalog.state(row, Tier.CPU) == CopyState.ABSENT
         assert (catalog.generations[row], catalog.epochs[row]) == (record.generation, FILE_EPOCH)
-        assert catalog.parents[row] == record.parent
+        assert catalog.parent(row) == record.parent or (catalog.parent(row) is None and in_circles(kept))
         assert catalog.pins(row, Tier.NVME) == catalog.pins(row, Tier.CPU) == 0
     for size_class, policy in enumerate(policies):
         order = [catalog.keys[row] for row in policy._policy.proposals()]
@@ -116,7 +116,7 @@ def test_a_restored_catalog_is_like_one_that_was_filled_block_by_block(records):
             row = catalog.add(record.key, record.generation, record.epoch, record.parent)
             catalog.begin((row,), Tier.NVME, (record.slot,))
             catalog.finish([row], Tier.NVME)
-            assert catalog.parents[row] is None or catalog.find(catalog.parents[row]) in {
+            assert catalog.parent(row) is None or catalog.find(catalog.parent(row)) in {
                 -1,
                 row,
                 catalog.chains.parent_rows[row],
@@ -125,21 +125,20 @@ def test_a_restored_catalog_is_like_one_that_was_filled_block_by_block(records):
 
 
 def in_circles(records: list[BlockRecord]) -> bool:
-    """Whether some block's way to its head has no end, other than by its naming itself alone."""
+    """Whether some block's way to its head has no end."""
     parents = {record.key: record.parent for record in records}
-    for block, parent in parents.items():
-        key, steps = parent, 0
-        while block != parent and key in parents and steps <= len(parents):
-            key, steps = parents[key], steps + 1
-        if block != parent and key in parents:
+    for ahead in parents.values():
+        for _ in parents:
+            ahead = parents.get(ahead)  # noqa: PLW2901
+        if ahead in parents:
             return True
     return False
 
 
-def trees(catalog: Catalog) -> tuple[dict[BlockKey, set[BlockKey]], dict[BlockKey, set[BlockKey]]]:
-    """Return who follows whom, and who waits for whom, by key; children that name each other end in an assertion."""
+def trees(catalog: Catalog) -> dict[BlockKey, set[BlockKey]]:
+    """Return who follows whom by key; children that name each other end in an assertion."""
     following: dict[BlockKey, set[BlockKey]] = {}
-    for row in catalog.rows():
+    for row in {*catalog.rows(), *catalog._placeholders.values()}:
         child = catalog.chains.first(row, Tier.NVME)
         while child >= 0:
             assert catalog.chains.parent_rows[child] == row
@@ -147,8 +146,7 @@ def trees(catalog: Catalog) -> tuple[dict[BlockKey, set[BlockKey]], dict[BlockKe
             assert catalog.keys[child] not in mine
             mine.add(catalog.keys[child])
             child = catalog.chains.next(child, Tier.NVME)
-    waiting = {key: {catalog.keys[row] for row in rows} for key, rows in catalog.chains._orphans.items()}
-    return following, waiting
+    return following
 
 
 @pytest.mark.parametrize("length", [2, 3, 5000])
