@@ -5,7 +5,8 @@ An index of ``--blocks`` blocks with sha256 keys, in chains of 100, is built in 
 closed cleanly. Each opening is a process of its own: the time is that of reading the file's sum (after a clean end)
 or of the child that reads the index first (after a kill), of ``LmdbIndex`` and of ``NvmeSpace.restore``. The RAM is
 what the process's resident memory has grown by, after freed memory was given back, divided by the blocks. Other homes
-are asked through a ``NeighbourReader``. A rebuild reads headers of slots of 64 KiB, past the system's memory.
+are asked through a ``NeighbourReader``. A pause is that of a full collection of garbage, beside the same in a
+process without a store. A rebuild reads headers of slots of 64 KiB, past the system's memory.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ SEGMENT_SLOTS = 4096
 CALL_BLOCKS = 500
 LOOKED_UP = 2000
 PROMPTS = 20
+STEPS = 50
 FLUSH_S = 600.0
 PARTS = ("open", "neighbours", "rebuild", "churn")
 GEOMETRY = Geometry((GroupGeometry(0, 16, 65536 - 4096),), 1, 16)
@@ -112,12 +114,21 @@ def resident_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
 
 
+def pause_s() -> float:
+    """Return the processor time of a full collection of garbage, the second one: nothing else runs meanwhile."""
+    gc.collect()
+    start_s = time.process_time()
+    gc.collect()
+    return time.process_time() - start_s
+
+
 def measure_opening(path: Path, block_count: int, eviction: str, after_kill: bool) -> dict[str, float]:
     """Open the store in this process, and look blocks up: each alone, and by prompts of LOOKED_UP as a request is."""
     prompts = [
         [key_of(first + number) for number in range(LOOKED_UP)]
         for first in range(0, block_count - LOOKED_UP + 1, block_count // PROMPTS)
     ]
+    empty_pause_s = pause_s()
     layout = NvmeLayout(0, (SEGMENT_SLOTS,), (1 << 62,))
     if after_kill:
         (path / "open").touch()
@@ -133,6 +144,8 @@ def measure_opening(path: Path, block_count: int, eviction: str, after_kill: boo
     open_s, open_cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
     assert len(catalog) == block_count
     grown = resident_bytes() - before
+    pause = pause_s() - empty_pause_s
+    steps = [step_s(nvme, now=1.0 + number) for number in range(STEPS)]
     times, hits = [], []
     for at, prompt in enumerate(prompts):
         if at % 2:
@@ -152,9 +165,19 @@ def measure_opening(path: Path, block_count: int, eviction: str, after_kill: boo
         "open_s": open_s,
         "open_cpu_s": open_cpu_s,
         "ram_bytes": grown / block_count,
+        "pause_ms": 1e3 * pause,
+        "step_us": 1e6 * statistics.median(steps),
         "lookup_us": 1e6 * statistics.median(times),
         "hit_us": 1e6 * statistics.median(hits),
     }
+
+
+def step_s(nvme: NvmeSpace, now: float) -> float:
+    """Return how long a step of the tier takes in which nothing is to be stored."""
+    start_s = time.perf_counter()
+    nvme.refresh(now, int(now))
+    nvme.make_room(now, [0])
+    return time.perf_counter() - start_s
 
 
 def in_a_child(path: Path, block_count: int, eviction: str, *, after_kill: bool) -> dict[str, float]:
@@ -180,6 +203,8 @@ def show_openings(path: Path, block_count: int, eviction: str, rounds: int) -> N
         say(f"open after {end}, s", [one["open_s"] for one in found])
         say(f"open after {end}, s of processor time, without the child", [one["open_cpu_s"] for one in found])
         say("RAM of a block, bytes", [one["ram_bytes"] for one in found], 0)
+        say("full collection of garbage, ms more than without a store", [one["pause_ms"] for one in found])
+        say("a step of the NVMe tier, us (median of each)", [one["step_us"] for one in found], 1)
         say(
             "lookup of an own block, one call of find and is_ready, us (median of each)",
             [f["lookup_us"] for f in found],

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import GROUP_BYTES, BlockKey, Slot
-from kvdisk.device.control import USES_FILE, HomeRecord, HomeSummary
+from kvdisk.device.control import HomeRecord, HomeSummary
 from kvdisk.device.segment import SegmentFileSummary
-from kvdisk.device.uses import UsesUnit, read_uses
+from kvdisk.device.uses import UsesRecords, find_uses, read_uses
 from kvdisk.index.base import BlockColumns, BlockRecord, SegmentRecord
 from kvdisk.index.columns import join_columns
 from kvdisk.index.reader_process import IndexContent, read_indexes
@@ -115,7 +115,7 @@ def read_namespaces(summaries: Sequence[HomeSummary]) -> list[ReadNamespace]:
         if index.problem is None and (index.exists or not summary.segments):
             ranks = ranks_of(summary.record, summary.segments)
             columns = Records(index.blocks).columns
-            blocks = join_home(columns, index.segments, ranks, read_uses(summary.path / USES_FILE))
+            blocks = join_home(columns, index.segments, ranks, read_uses(summary.path))
         name = summary.record.fingerprint if summary.record else summary.id
         groups.setdefault(name, []).append(ReadHome(summary, index, blocks))
     return [ReadNamespace(tuple(homes), _block_tokens(_latest(homes).record)) for homes in groups.values()]
@@ -149,7 +149,7 @@ def _block_tokens(record: HomeRecord | None) -> tuple[int | None, ...]:
 
 
 def join_home(
-    columns: BlockColumns, segments: Sequence[SegmentRecord], ranks: int, units: Sequence[UsesUnit] | None
+    columns: BlockColumns, segments: Sequence[SegmentRecord], ranks: int, uses: UsesRecords | None
 ) -> HomeColumns:
     """Put together what one home's index and USES file say."""
     count = len(columns.keys)
@@ -169,7 +169,7 @@ def join_home(
         names,
         parent_names,
         np.fromiter(map(row_of.get, parent_names, repeat(NONE)), np.int64, count),
-        *_uses_of(columns, units),
+        *_uses_of(columns, uses),
     )
 
 
@@ -188,25 +188,10 @@ def places_of(columns: BlockColumns) -> NDArray[np.uint64]:
 
 
 def _uses_of(
-    columns: BlockColumns, units: Sequence[UsesUnit] | None
+    columns: BlockColumns, records: UsesRecords | None
 ) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None, NDArray[np.bool_]]:
     """Return uses, last use, and whether USES names the block's generation."""
-    count = len(columns.keys)
-    is_known = np.zeros(count, np.bool_)
-    if units is None:
-        return None, None, is_known
-    uses, last_use_s = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    if not units or not count:
-        return uses, last_use_s, is_known
-    lengths = [len(unit.generations) for unit in units]
-    starts = np.array([unit.segment << 32 | unit.first for unit in units], np.uint64)
-    within = np.concatenate([np.arange(length, dtype=np.uint64) for length in lengths])
-    said = np.repeat(starts, lengths) + within
-    order = np.argsort(said, kind="stable")
-    sought = places_of(columns)
-    at = order[np.minimum(np.searchsorted(said, sought, sorter=order), len(said) - 1)]
-    generations = np.concatenate([unit.generations for unit in units])[at]
-    is_known = (said[at] == sought) & (generations == columns.generations)
-    uses[is_known] = np.concatenate([unit.uses for unit in units])[at][is_known]
-    last_use_s[is_known] = np.concatenate([unit.last_use_s for unit in units])[at][is_known]
-    return uses, last_use_s, is_known
+    if records is None:
+        return None, None, np.zeros(len(columns.keys), np.bool_)
+    found, is_known = find_uses(records, columns.generations)
+    return found["uses"].astype(np.int64), found["last_use_s"].astype(np.int64), is_known

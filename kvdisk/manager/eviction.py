@@ -108,20 +108,19 @@ class RowLists:
         """Return the row after this one in its list; negative after the newest."""
         return self._newer[row + self._ends] - self._ends
 
-    def fill(self, rows: NDArray[np.int32], number: int = 0) -> None:
-        """Fill an empty list with rows that are in none, the oldest first."""
-        if not len(rows):
-            return
+    def fill(self, rows: NDArray[np.int32], numbers: NDArray[np.uint8]) -> None:
+        """Fill empty lists with rows, the oldest first. ``numbers``: the list of each."""
         assert sum(self.counts) == 0
         places = rows.astype(np.uint32) + self._ends
-        older = np.full(int(places.max()) + 1, _ABSENT, np.uint32)
+        older = np.full(int(places.max(initial=self._ends - 1)) + 1, _ABSENT, np.uint32)
         older[: self._ends] = np.arange(self._ends)
         newer = older.copy()
-        older[places[1:]], newer[places[:-1]] = places[:-1], places[1:]
-        older[places[0]], newer[places[-1]] = number, number
-        older[number], newer[number] = places[-1], places[0]
+        for number in range(self._ends):
+            alike = places[numbers == number]
+            ring = np.concatenate(([number], alike)).astype(np.uint32)
+            older[ring], newer[ring] = np.roll(ring, 1), np.roll(ring, -1)
+            self.counts[number] = len(alike)
         self._older, self._newer = array("I", older.tobytes()), array("I", newer.tobytes())
-        self.counts[number] = len(rows)
 
 
 class EvictionPolicy(Protocol):
@@ -142,8 +141,11 @@ class EvictionPolicy(Protocol):
     def remove(self, rows: Sequence[int]) -> None:
         """Copies left the tier, for whatever reason; rows still have their keys. Those not there are ignored."""
 
-    def fill(self, rows: NDArray[np.int32]) -> None:
-        """Insert many rows at once, in this order, into an empty policy: what was there before a restart."""
+    def fill(self, rows: NDArray[np.int32], uses: NDArray[np.uint32]) -> None:
+        """Insert many rows at once, in this order, into an empty policy: what was there before a restart.
+
+        ``uses``: how often each was used since it was stored.
+        """
 
     def proposals(self) -> Iterator[int]:
         """Yield rows in the order in which they should leave. Removes none: a row that the caller leaves where it is
@@ -174,9 +176,9 @@ class LruPolicy:
         """Take rows out; those that are not there are ignored."""
         self._rows.remove([row for row in rows if self._rows.holds(row)])
 
-    def fill(self, rows: NDArray[np.int32]) -> None:
+    def fill(self, rows: NDArray[np.int32], uses: NDArray[np.uint32]) -> None:  # noqa: ARG002 - the order says all
         """Insert many rows, the oldest first."""
-        self._rows.fill(rows)
+        self._rows.fill(rows, np.zeros(len(rows), np.uint8))
 
     def proposals(self) -> Iterator[int]:
         """Yield from the oldest on."""
@@ -248,11 +250,12 @@ class S3FifoPolicy:
         queues.remove(in_main, 1)
         self._left.add([keys[row] for row in on_probation], life)
 
-    def fill(self, rows: NDArray[np.int32]) -> None:
-        """Insert many rows, the oldest first: all on probation, since nothing says which were used."""
-        count = int(rows.max()) + 1 if len(rows) else 0
-        self._uses, self._is_main = bytearray(count), bytearray(count)
-        self._queues.fill(rows)
+    def fill(self, rows: NDArray[np.int32], uses: NDArray[np.uint32]) -> None:
+        """Insert many rows, the oldest first: all on probation, which those that were used leave for the main queue."""
+        by_row = np.zeros(int(rows.max(initial=-1)) + 1, np.uint8)
+        by_row[rows] = np.minimum(uses, self._MOST_USES)
+        self._uses, self._is_main = bytearray(by_row), bytearray(len(by_row))
+        self._queues.fill(rows, np.zeros(len(rows), np.uint8))
 
     def proposals(self) -> Iterator[int]:
         """Yield from the oldest on of the queue that is above its share; rows that were used move on."""
@@ -419,15 +422,15 @@ class CreditPolicy:
             lists.remove(alike, number)
         self._left.add(rows, self._keys, self._uses, self._last, count)
 
-    def fill(self, rows: NDArray[np.int32]) -> None:
-        """Insert many rows, the oldest first: used once each, since nothing says how often they were."""
-        count = int(rows.max()) + 1 if len(rows) else 0
-        self._uses = bytearray(b"\1") * count
-        last = np.zeros(count, np.uint64)
-        last[rows] = np.arange(1, len(rows) + 1, dtype=np.uint64)
-        self._last = array("Q", last.tobytes())
+    def fill(self, rows: NDArray[np.int32], uses: NDArray[np.uint32]) -> None:
+        """Insert many rows, the oldest first, as if one were used after the other; being stored counts as a use."""
+        counts = np.minimum(uses, _MOST_USES - 1).astype(np.uint8) + np.uint8(1)
+        count = int(rows.max(initial=-1)) + 1
+        by_row, last = np.ones(count, np.uint8), np.zeros(count, np.uint64)
+        by_row[rows], last[rows] = counts, np.arange(1, len(rows) + 1, dtype=np.uint64)
+        self._uses, self._last = bytearray(by_row), array("Q", last.tobytes())
         self._now = len(rows)
-        self._lists.fill(rows)
+        self._lists.fill(rows, np.frombuffer(_TO_CLASS, np.uint8)[counts])
 
     def proposals(self) -> Iterator[int]:
         """Yield from the one on that counts as used longest ago. Within a class that is the order of last use."""

@@ -16,11 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import GROUP_BYTES, BlockKey, Slot, Tier
+from kvdisk.device.uses import UsesRecords
 from kvdisk.geometry import FILE_EPOCH, Geometry
 from kvdisk.index.base import BlockColumns, Index, SegmentRecord
 from kvdisk.manager.catalog import Catalog, CommittedCopies
 from kvdisk.manager.chains import NONE
 from kvdisk.manager.eviction import TailFirst
+from kvdisk.manager.uses import Uses
 
 _WORD_BYTES = 8
 _Flags = NDArray[np.bool_]
@@ -42,8 +44,13 @@ def restore_blocks(
     catalog: Catalog,
     policies: Sequence[TailFirst],
     segments: Mapping[int, SegmentRecord],
+    uses: Uses,
+    known_uses: UsesRecords,
 ) -> Restored:
-    """Adopt the blocks that can be served, in ``catalog`` (which has none yet) and by size class in ``policies``."""
+    """Adopt the blocks that can be served, in ``catalog`` (which has none yet) and by size class in ``policies``.
+
+    With ``uses``, which has none yet either: of ``known_uses`` what is of these blocks.
+    """
     columns = index.block_columns()
     table = _table(b"".join(columns.keys), set(map(len, columns.keys)))
     groups = _groups_of(columns.keys, table)
@@ -63,11 +70,14 @@ def restore_blocks(
         columns.keys, *_find_parents(columns, table), columns.generations, columns.segments, columns.indices
     )
     catalog.fill(Tier.NVME, copies, FILE_EPOCH)
-    # The last stored leaves last; within a second, a chain's tail (larger generation) leaves first.
-    order = np.lexsort((~columns.generations, columns.stored_s)).astype(np.int32)
+    uses.fill(columns.generations, known_uses)
+    # What was stored or used last leaves last; within a second, a chain's tail (larger generation) leaves first.
+    last_s = np.maximum(columns.stored_s, uses.table["last_use_s"])
+    order = np.lexsort((~columns.generations, last_s)).astype(np.int32)
     classes = np.array(geometry.size_classes)[groups[order]]
     for size_class, policy in enumerate(policies):
-        policy.fill(order[classes == size_class])
+        rows = order[classes == size_class]
+        policy.fill(rows, uses.table["uses"][rows])
     return restored
 
 

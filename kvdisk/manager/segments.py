@@ -34,16 +34,16 @@ class NvmeLayout:
         segment_bytes: int,
         geometry: Geometry,
         index_bytes_for: Callable[[int], int],
-        uses_charge_bytes: Callable[[int, int], int],
+        uses_charge_bytes: Callable[[int], int],
         drive_count: int = 1,
     ) -> NvmeLayout:
         """Divide ``budget_bytes`` (all ranks) between index, the file of uses, and size classes.
 
         ``index_bytes_for``: bytes of an index of so many blocks; ``uses_charge_bytes``: what the file for so many
-        slots and segments is charged with. Raises ConfigError where nothing fits.
+        slots is charged with. Raises ConfigError where nothing fits.
         """
         without = cls._divide(budget_bytes, segment_bytes, geometry, index_bytes_for, drive_count)
-        uses_bytes = uses_charge_bytes(without.most_slots(geometry), sum(without.most_segments(geometry)))
+        uses_bytes = uses_charge_bytes(without.most_slots(geometry))
         return cls._divide(budget_bytes - uses_bytes, segment_bytes, geometry, index_bytes_for, drive_count)
 
     @classmethod

@@ -127,7 +127,7 @@ def test_postponing_is_not_a_use():
 def test_filled_rows_are_used_once_in_the_order_given():
     policy = make(interval=10)
     rows = np.array([5, 3, 9], np.int32)
-    policy.fill(rows)
+    policy.fill(rows, np.zeros(3, np.uint32))
     assert order(policy) == [5, 3, 9]
     policy.insert((1,))
     policy.access((5,))

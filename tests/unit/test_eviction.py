@@ -18,7 +18,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["insert", "access", "remove"]), st.i
 @given(STEPS, st.permutations(range(8)).flatmap(lambda rows: st.integers(0, 8).map(lambda count: rows[:count])))
 def test_lru_is_an_ordered_dictionary(steps, filled):
     policy, model = LruPolicy(), OrderedDict.fromkeys(filled)
-    policy.fill(np.array(filled, np.int32))
+    policy.fill(np.array(filled, np.int32), np.arange(len(filled), dtype=np.uint32))
     for step, row in steps:
         if step == "insert" and row not in model:
             policy.insert((row,))
@@ -37,7 +37,7 @@ def test_lru_is_an_ordered_dictionary(steps, filled):
 @given(STEPS, st.permutations(range(8)).flatmap(lambda rows: st.integers(0, 8).map(lambda count: rows[:count])))
 def test_every_policy_proposes_each_row_that_it_has(name, steps, filled):
     policy, model = make_eviction(name, KEYS), set(filled)
-    policy.fill(np.array(filled, np.int32))
+    policy.fill(np.array(filled, np.int32), np.arange(len(filled), dtype=np.uint32))
     for step, row in steps:
         if step == "insert" and row not in model:
             policy.insert((row,))

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of, make_block_key
+from kvdisk.device.uses import USES_RECORD
 from kvdisk.geometry import FILE_EPOCH, Geometry, GroupGeometry
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.eviction import LruPolicy, TailFirst
 from kvdisk.manager.nvme_restore import restore_blocks
+from kvdisk.manager.uses import Uses
 
 GEOMETRY = Geometry((GroupGeometry(0, 4, 8192), GroupGeometry(1, 2, 4096), GroupGeometry(2, 4, 8192)), 1, 2)
+NO_USES = np.zeros(0, USES_RECORD)
 SMALL, LARGE = GEOMETRY.slot_sizes
 SEGMENTS = {
     2: SegmentRecord(2, SMALL, 4),
@@ -71,7 +75,7 @@ def test_what_is_restored_is_what_the_records_say_one_by_one(records):
     kept, stale, used, stale_slots = by_hand(index)
     catalog = Catalog()
     policies = [TailFirst(LruPolicy(), catalog, Tier.NVME) for _ in GEOMETRY.slot_sizes]
-    restored = restore_blocks(index, GEOMETRY, catalog, policies, SEGMENTS)
+    restored = restore_blocks(index, GEOMETRY, catalog, policies, SEGMENTS, Uses(), NO_USES)
     assert restored.stale == stale
     assert set(restored.stale_slots) == stale_slots
     assert len(restored.stale_slots) == len(stale_slots)
@@ -100,7 +104,7 @@ def test_a_restored_catalog_is_like_one_that_was_filled_block_by_block(records):
     assume(not in_circles(by_hand(index)[0]))  # only a damaged index has such; see below
     whole, single = Catalog(), Catalog()
     policies = [TailFirst(LruPolicy(), whole, Tier.NVME) for _ in GEOMETRY.slot_sizes]
-    restore_blocks(index, GEOMETRY, whole, policies, SEGMENTS)
+    restore_blocks(index, GEOMETRY, whole, policies, SEGMENTS, Uses(), NO_USES)
     for record in by_hand(index)[0]:
         row = single.add(record.key, record.generation, record.epoch, record.parent)
         single.begin([row], Tier.NVME, [record.slot])
@@ -160,7 +164,7 @@ def test_records_whose_parents_go_in_a_circle_leave_all_the_same(length: int) ->
         index.put([BlockRecord(FILE_EPOCH, name, Slot(0, at), at + 1, parent, at)])
     index.flush(1.0)
     order = TailFirst(LruPolicy(), catalog, Tier.NVME)
-    restore_blocks(index, geometry, catalog, [order], {0: segment})
+    restore_blocks(index, geometry, catalog, [order], {0: segment}, Uses(), NO_USES)
     for _ in range(length + 2):
         (row,) = order.victims(1, catalog.evictable_in(Tier.NVME))
         order.remove((row,))
