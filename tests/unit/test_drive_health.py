@@ -93,16 +93,6 @@ def test_pieces_go_to_the_drives_in_turn():
     assert turns.next_piece(1, [0, 1, 2]) == (0, 2), "each size class has turns of its own"
 
 
-def test_a_drive_without_room_loses_its_turn():
-    turns = Turns([4])
-    assert turns.next_piece(0, [1, 3]) == (1, 4)
-    turns.took(0, 2)
-    assert turns.next_piece(0, [1, 3]) == (1, 2), "a piece goes on"
-    assert turns.next_piece(0, [3]) == (3, 4)
-    turns.took(0, 4)
-    assert turns.next_piece(0, [1, 3]) == (1, 4)
-
-
 def test_a_segment_that_cannot_be_made_stops_only_the_making_of_segments():
     stats = Stats()
     drives = Drives(2, stats)

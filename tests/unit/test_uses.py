@@ -13,59 +13,30 @@ import numpy as np
 import pytest
 from cli_stores import run
 from rebuild_stores import CAP, home_path, make_store, start
-from support.fake_engine import FakeEngine
-from support.fake_ranks import FakeRank
-from support.fake_requests import key_of
-from support.manager_parts import ManagerParts, Sizes
-from support.manager_watch import ManagerWatch
+from tier_bench import TierBench
 
 from kvdisk.assembly import SchedulerParts
-from kvdisk.blocks import Tier
-from kvdisk.config import Config
+from kvdisk.blocks import Tier, make_block_key
 from kvdisk.device.cap import USES_OVERHEAD_BYTES
 from kvdisk.device.control import USES_FILE
 from kvdisk.device.uses import USES_RECORD, find_uses, read_uses, write_uses
-from kvdisk.geometry import Geometry, GroupGeometry, uses_bytes_for
-from kvdisk.index.memory_index import MemoryIndex
+from kvdisk.geometry import uses_bytes_for
 from kvdisk.manager.uses import Uses
 
-GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 
-
-class Served:
+class Served(TierBench):
     """An engine with an NVMe tier of twelve blocks and, if wanted, a CPU tier of eight before it."""
 
     def __init__(self, cpu_slots: int) -> None:
-        config = Config(
-            store_dirs=(Path("/nowhere"),), nvme_bytes=1, cpu_bytes=int(cpu_slots > 0), nvme_admission="all"
-        )
-        sizes = Sizes(GEOMETRY, config, 40, (cpu_slots,) if cpu_slots else (), (12,), 1, ())
-        ranks, index = [FakeRank(0)], MemoryIndex()
-        self.engine = FakeEngine(GEOMETRY, sizes.block_count, ranks)
-        self.rank, self.index, self.requests = ranks[0], index, 0
-        self.parts = ManagerParts.make(sizes, self.engine, index, 0)
-        self.watch = ManagerWatch(sizes, self.parts, self.engine, ranks, index)
+        super().__init__((cpu_slots,) if cpu_slots else (), (12,), nvme_admission="all")
+        self.serve("qqx")  # stores begin when the first segment is there
 
-    def step(self) -> None:
-        self.engine.schedule(8)
-        self.engine.forward()
-        while self.rank.runnable:
-            self.rank.run_job(self.rank.runnable[0])
-        self.engine.update()
-        self.index.flush(1)
-        self.engine.now += 1
-
-    def serve(self, text: str) -> list[tuple[int, int]]:
+    def uses(self, text: str) -> list[tuple[int, int]]:
         """Serve a prompt; return uses and last use of its blocks on NVMe."""
-        self.requests += 1
-        request = self.engine.add(f"request {self.requests}", text, 1)
-        keys = [key_of(request, GEOMETRY.groups[0], position) for position in range(len(text) // 2)]
-        while request.id in self.engine.requests:
-            request.finishing = True
-            self.step()
-        for _ in range(8):
-            self.step()
-        catalog, nvme = self.parts.catalog, self.parts.nvme
+        self.serve(text)
+        self.step()
+        keys = [make_block_key(text[: 2 * (position + 1)].encode(), 0) for position in range(len(text) // 2)]
+        catalog, nvme = self.catalog, self.parts.nvme
         rows = [catalog.find(key) for key in keys]
         assert all(catalog.readable(row, Tier.NVME) for row in rows)
         found, known = find_uses(nvme.uses.records(), np.array([catalog.generations[row] for row in rows], np.uint64))
@@ -77,15 +48,12 @@ class Served:
 @pytest.mark.parametrize("cold", [False, True], ids=["in the GPU's cache", "in the tier"])
 def test_each_request_that_finds_a_block_counts_once(cpu_slots, cold):
     served = Served(cpu_slots)
-    served.engine.add("request 0", "qqx", 1)
-    for _ in range(8):  # stores begin when the first segment is there
-        served.step()
-    assert served.serve("aabbx") == [(0, 0), (0, 0)], "the request that made it is no use"
+    assert served.uses("aabbx") == [(0, 0), (0, 0)], "the request that made it is no use"
     for times in (1, 2, 3):
         if cold:
             served.engine.pool.forget_all()
         before_s = int(served.engine.now)
-        (uses, last_use_s), *others = served.serve("aaccx" if times == 3 else "aabbx")
+        (uses, last_use_s), *others = served.uses("aaccx" if times == 3 else "aabbx")
         assert uses == times
         assert before_s <= last_use_s <= served.engine.now
     assert others == [(0, 0)], "cc came with the last"
