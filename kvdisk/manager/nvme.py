@@ -108,7 +108,7 @@ class NvmeSpace(TierSpace):
     # -- slots ---------------------------------------------------------------------------------
 
     def allocate(self, size_class: int, count: int, *, keep_queued: bool = False) -> list[Slot]:  # noqa: ARG002
-        """Take up to ``count`` free slots, in runs, piece by piece from the drives in turn; fewer, or none, for want.
+        """Take up to ``count`` free slots, run by run from the drives in turn; fewer, or none, for want.
 
         From the drives that could be written when ``may_write`` was last called. They are charged to the budget.
         """
@@ -118,7 +118,7 @@ class NvmeSpace(TierSpace):
         slots: list[Slot] = []
         drives = [drive for drive in self.segments.writable if self.pool.free_on(size_class, (drive,))]
         while drives and len(slots) < count:
-            drive, most = self._turns.next_piece(size_class, drives)
+            drive, most = self._turns.next_run(size_class, drives)
             taken = self.pool.allocate(size_class, min(most, count - len(slots)), drive)
             if taken:
                 self._turns.took(size_class, len(taken))

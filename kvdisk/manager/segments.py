@@ -18,6 +18,21 @@ from kvdisk.manager.jobs import JobRecord, Transfers
 from kvdisk.messages import HomeSpec, JobKind, Reason, SegmentSpec
 from kvdisk.stats import Stats
 
+logger = logging.getLogger("kvdisk.manager")
+
+RUN_BYTES = 16 << 20
+"""Of one rank's file: what goes to one drive before the next one's turn."""
+
+FIRST_BACK_OFF_S = 1.0
+LAST_BACK_OFF_S = 60.0
+FIRST_QUARANTINE_S = 60.0
+LAST_QUARANTINE_S = 3600.0
+FAILURES_IN_A_ROW = 8
+"""Blocks that a drive fails to read, with none between that it reads, before it is quarantined."""
+_OPENING_S = 60.0  # old copies stay so long because a segment is being made; on a drive that hangs it never is
+_WRITE_IS_BAD = frozenset({Reason.NO_SPACE, Reason.IO_ERROR})
+"""Failures of a write after which writes stop for a while; so does a write that the drive does not end in time."""
+
 
 @dataclass(frozen=True)
 class NvmeLayout:
@@ -93,19 +108,6 @@ class NvmeLayout:
         )
 
 
-PIECE_BYTES = 16 << 20
-"""Of one rank's file: what of a run of slots goes to one drive before the next one's turn."""
-
-logger = logging.getLogger("kvdisk.manager")
-
-FIRST_BACK_OFF_S = 1.0
-LAST_BACK_OFF_S = 60.0
-FIRST_QUARANTINE_S = 60.0
-LAST_QUARANTINE_S = 3600.0
-FAILURES_IN_A_ROW = 8
-"""Blocks that a drive fails to read, with none between that it reads, before it is quarantined."""
-
-
 @dataclass(slots=True)
 class _BackOff:
     """A time in which something is not tried again, twice as long after each failure."""
@@ -154,8 +156,11 @@ class Drives:
         assert count > 0
         self._drives = [_Drive() for _ in range(count)]
         self._stats = stats
-        self.quarantined: frozenset[int] = frozenset()
-        """As of the last failure or ``refresh``."""
+
+    @property
+    def quarantined(self) -> frozenset[int]:
+        """The drives that are neither read nor written, as of the last failure or ``refresh``."""
+        return frozenset(number for number, drive in enumerate(self._drives) if drive.quarantined_until_s is not None)
 
     def __len__(self) -> int:
         return len(self._drives)
@@ -168,7 +173,6 @@ class Drives:
                 drive.quarantined_until_s = None
                 drive.failures = FAILURES_IN_A_ROW - 1
                 returned = True
-                self._note_quarantined()
                 logger.warning("kvdisk tries drive %d of the store again.", number)
             if drive.quarantined_until_s is None and drive.writes.has_ended(now):
                 returned = True
@@ -236,53 +240,31 @@ class Drives:
             drive.quarantine_s,
         )
         drive.quarantine_s = min(drive.quarantine_s * 2, LAST_QUARANTINE_S)
-        self._note_quarantined()
-
-    def _note_quarantined(self) -> None:
-        self.quarantined = frozenset(
-            number for number, drive in enumerate(self._drives) if drive.quarantined_until_s is not None
-        )
 
 
 class Turns:
-    """Whose turn it is: of each size class a piece goes to one drive, the next to the next; so a load reads from all.
-
-    ``piece_slots``: slots of a piece by size class.
+    """Whose turn it is: of each size class a run of slots goes to one drive, the next to the next; so a load reads
+    from all. ``run_slots``: slots of a run by size class.
     """
 
-    def __init__(self, piece_slots: Sequence[int]) -> None:
-        assert all(count > 0 for count in piece_slots)
-        self._piece_slots = tuple(piece_slots)
-        self._drive = [0] * len(self._piece_slots)
-        self._left = list(self._piece_slots)
+    def __init__(self, run_slots: Sequence[int]) -> None:
+        assert all(count > 0 for count in run_slots)
+        self._run_slots = tuple(run_slots)
+        self._taken = [0] * len(self._run_slots)
 
     @classmethod
     def of_slots(cls, slot_sizes: Sequence[int]) -> Turns:
         """Return the turns for slots of these sizes in bytes."""
-        return cls([max(1, PIECE_BYTES // size) for size in slot_sizes])
+        return cls([max(1, RUN_BYTES // size) for size in slot_sizes])
 
-    def next_piece(self, size_class: int, drives: Sequence[int]) -> tuple[int, int]:
-        """Return which of ``drives`` (ascending, not empty) is to take how many slots at most."""
-        drive = next((drive for drive in drives if drive >= self._drive[size_class]), drives[0])
-        if drive != self._drive[size_class]:
-            self._drive[size_class] = drive
-            self._left[size_class] = self._piece_slots[size_class]
-        return drive, self._left[size_class]
+    def next_run(self, size_class: int, drives: Sequence[int]) -> tuple[int, int]:
+        """Return which of ``drives`` (not empty) is to take how many slots at most."""
+        turn, taken = divmod(self._taken[size_class], self._run_slots[size_class])
+        return drives[turn % len(drives)], self._run_slots[size_class] - taken
 
     def took(self, size_class: int, count: int) -> None:
-        """Note that so many slots of the piece were taken; with the last one the turn ends."""
-        self._left[size_class] -= count
-        assert self._left[size_class] >= 0
-        if self._left[size_class] == 0:
-            self._drive[size_class] += 1
-            self._left[size_class] = self._piece_slots[size_class]
-
-
-logger = logging.getLogger("kvdisk.manager")
-
-_OPENING_S = 60.0  # old copies stay so long because a segment is being made; on a drive that hangs it never is
-_WRITE_IS_BAD = frozenset({Reason.NO_SPACE, Reason.IO_ERROR})
-"""Failures of a write after which writes stop for a while; so does a write that the drive does not end in time."""
+        """Note that so many slots of the run were taken; with the last one the turn ends."""
+        self._taken[size_class] += count
 
 
 class Segments:

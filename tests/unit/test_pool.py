@@ -42,7 +42,7 @@ def test_a_slot_is_in_one_place_at_a_time(steps):
             used -= set(given_back)
             limbo |= dict.fromkeys(given_back, ticket)
         else:
-            committed = min(ticket, committed + number)
+            committed = min(ticket, committed + number // 3)
             pool.settle_limbo(committed)
             limbo = {slot: of for slot, of in limbo.items() if of > committed}
         pool.check()
