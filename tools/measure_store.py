@@ -23,9 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 from measure_neighbours import AskedHome
 from measure_rebuild import HomeOfHeaders, quiet
 
@@ -33,8 +34,9 @@ from kvdisk.blocks import BlockKey, Slot, make_block_key
 from kvdisk.config import EVICTIONS, Config
 from kvdisk.device.paths import sum_of_file
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.index.base import BlockRecord, SegmentRecord
+from kvdisk.index.base import BlockColumns, BlockRecord, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
+from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.admission import AdmitAll
 from kvdisk.manager.lookup import longest_hit
 from kvdisk.manager.nvme import NvmeSpace
@@ -46,7 +48,7 @@ SEGMENT_SLOTS = 4096
 CALL_BLOCKS = 500
 LOOKED_UP = 2000
 PROMPTS = 20
-STEPS = 50
+STEPS, EVICTED = 50, 64
 FLUSH_S = 600.0
 PARTS = ("open", "neighbours", "rebuild", "churn")
 GEOMETRY = Geometry((GroupGeometry(0, 16, 65536 - 4096),), 1, 16)
@@ -180,6 +182,72 @@ def step_s(nvme: NvmeSpace, now: float) -> float:
     return time.perf_counter() - start_s
 
 
+class GivenIndex(MemoryIndex):
+    """An index that gives columns and keeps nothing: what the scheduler holds of a store, without the drive."""
+
+    def __init__(self, block_count: int) -> None:
+        super().__init__()
+        self._count = block_count
+
+    def segments(self) -> Iterator[SegmentRecord]:
+        """Return full segments."""
+        count = -(-self._count // SEGMENT_SLOTS)
+        return (SegmentRecord(segment, GEOMETRY.slot_sizes[0], SEGMENT_SLOTS) for segment in range(count))
+
+    def block_columns(self) -> BlockColumns:
+        """Return blocks as ``record_of`` makes them; keys ascend."""
+        keys = [key_of(number) for number in range(self._count)]
+        order = np.array(sorted(range(self._count), key=keys.__getitem__))
+        chained = order % CHAIN_BLOCKS > 0
+        parents = b"".join(keys[number - 1] for number in order[chained])
+        return BlockColumns(
+            np.zeros(self._count, np.uint64),
+            [keys[number] for number in order],
+            (order // SEGMENT_SLOTS).astype(np.uint32),
+            (order % SEGMENT_SLOTS).astype(np.uint32),
+            (order + 10**18).astype(np.uint64),
+            parents,
+            np.where(chained, len(keys[0]), 0),
+            (1_700_000_000 + order // 500).astype(np.uint32),
+        )
+
+    def delete(self, names: Sequence[tuple[int, BlockKey]]) -> int:  # noqa: ARG002
+        """Return a ticket that no commit waits for."""
+        return 0
+
+
+def measure_pauses(block_count: int, eviction: str) -> dict[str, float]:
+    """Fill a tier without a drive, and evict from it as a step does; return processor times of steps and pauses."""
+    before, empty = resident_bytes(), pause_s()
+    config = Config(store_dirs=("/nowhere",), nvme_bytes=1, eviction=eviction)
+    parts = Parts.make(config, GEOMETRY, None)  # nobody asks the engine
+    nvme = NvmeSpace(parts, NvmeLayout(0, (SEGMENT_SLOTS,), (1 << 62,)), GivenIndex(block_count), AdmitAll())
+    start_s = time.process_time()
+    nvme.restore("0" * 32, bytes(32))
+    filled_s = time.process_time() - start_s
+    assert len(parts.catalog) == block_count
+    grown, pause = resident_bytes() - before, pause_s() - empty
+    steps = []
+    for number in range(PROMPTS):
+        start_s = time.process_time()
+        nvme.refresh(1.0 + number, 1_800_000_000)
+        nvme._evict(0, EVICTED)
+        steps.append(time.process_time() - start_s)
+    hits = []
+    for first in range(0, block_count - LOOKED_UP + 1, block_count // PROMPTS):
+        prompt = [key_of(first + number) for number in range(LOOKED_UP)]
+        start_s = time.process_time()
+        longest_hit(parts.catalog, GEOMETRY, [prompt], 0, LOOKED_UP * GEOMETRY.groups[0].block_tokens, coming=False)
+        hits.append(time.process_time() - start_s)
+    return {
+        "filled_s": filled_s,
+        "pause_ms": 1e3 * pause,
+        "ram_bytes": grown / block_count,
+        "evict_us": 1e6 * statistics.median(steps) / EVICTED,
+        "hit_us": 1e6 * statistics.median(hits) / LOOKED_UP,
+    }
+
+
 def in_a_child(path: Path, block_count: int, eviction: str, *, after_kill: bool) -> dict[str, float]:
     """Measure one opening in a fresh process."""
     command = [sys.executable, __file__, "--open", str(path), "--blocks", str(block_count), "--eviction", eviction]
@@ -265,9 +333,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cycles", type=int, default=5)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
+    parser.add_argument("--memory", action="store_true", help="only what the scheduler holds, without a drive")
     parser.add_argument("--open", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--after-kill", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.memory:
+        print(json.dumps(measure_pauses(options.blocks, options.eviction)))
+        return
     if options.open:
         print(json.dumps(measure_opening(options.open, options.blocks, options.eviction, options.after_kill)))
         return
