@@ -108,6 +108,13 @@ class RowLists:
         """Return the row after this one in its list; negative after the newest."""
         return self._newer[row + self._ends] - self._ends
 
+    def first(self, count: int, number: int = 0) -> list[int]:
+        """Return the oldest rows of a list, which has so many."""
+        rows = [self.oldest(number)]
+        while len(rows) < count:
+            rows.append(self.newer(rows[-1]))
+        return rows
+
     def fill(self, rows: NDArray[np.int32], numbers: NDArray[np.uint8]) -> None:
         """Fill empty lists with rows, the oldest first. ``numbers``: the list of each."""
         assert sum(self.counts) == 0
