@@ -103,15 +103,6 @@ class TestAdaptive:
         assert len(self.admitted(policy)) == pytest.approx(1000 * share, abs=40)
         assert admits(policy, KEY) == (share == 1), "one that is not known any more"
 
-    def test_a_second_request_lets_a_block_in(self):
-        policy = AdmitAdaptive(1 << 16)
-        policy.note_room(0, 1)
-        policy.want((KEY,), "1")
-        policy.distance = 1e9
-        assert not admits(policy, KEY)
-        policy.want((KEY,), "2")
-        assert admits(policy, KEY)
-
     def test_the_distance_is_learned(self):
         policy = AdmitAdaptive(1 << 16)
         for number in range(5000):

@@ -94,19 +94,3 @@ def test_without_a_cpu_tier_a_spent_budget_refuses_and_is_asked_again():
     assert served.held(OTHERS[1], Tier.NVME) == [True, True], "while its request lives it is offered again"
     request.finishing = True
     served.idle()
-
-
-def test_the_share_of_a_full_tier_goes_by_its_room():
-    served = Served("adaptive")
-    policy = served.parts.nvme.admission
-    assert served.parts.nvme.most_slots == 8
-    for text in (FIRST, *OTHERS[:2]):
-        served.serve(text)
-        assert served.held(text, Tier.NVME) == [True, True], "there is room"
-    policy.distance = 1e9
-    served.serve(OTHERS[2])
-    assert served.held(OTHERS[2], Tier.NVME) == [True, True], "the last of it"
-    served.serve(OTHERS[3])
-    assert served.held(OTHERS[3], Tier.NVME) == [False, False]
-    served.serve(OTHERS[3])
-    assert served.held(OTHERS[3], Tier.NVME) == [True, True]

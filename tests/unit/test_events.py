@@ -15,25 +15,6 @@ def told(journal: Journal) -> list[tuple[Tier, bool, list[BlockKey]]]:
     return [(tier, stored, list(keys)) for tier, stored, keys in journal.take().changes]
 
 
-def test_changes_come_in_their_order_and_in_pieces() -> None:
-    journal = Journal(Stats())
-    journal.note(Tier.NVME, True, KEYS[:5])
-    journal.note(Tier.CPU, True, KEYS[5:6])
-    journal.note(Tier.CPU, False, [])
-    journal.note(Tier.NVME, False, KEYS[:1])
-    pieces = []
-    while journal.waits:
-        taken = journal.take(2)
-        assert not taken.cleared
-        pieces.append([(change.tier, change.stored, list(change.keys)) for change in taken.changes])
-    assert pieces == [
-        [(Tier.NVME, True, KEYS[:2])],
-        [(Tier.NVME, True, KEYS[2:4])],
-        [(Tier.NVME, True, KEYS[4:5]), (Tier.CPU, True, KEYS[5:6])],
-        [(Tier.NVME, False, KEYS[:1])],
-    ]
-
-
 def test_when_too_much_waits_all_is_forgotten_and_that_is_said() -> None:
     stats = Stats()
     journal = Journal(stats, most_waiting=3)

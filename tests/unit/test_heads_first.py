@@ -53,20 +53,5 @@ def test_of_several_groups_the_same_head_is_stored(geometry, slots, step_tokens)
     assert memory.hit(PROMPT) == 4 * 2
 
 
-def test_what_was_refused_is_stored_before_what_comes_after_it():
-    memory = Memory(ONE, (16,))
-    memory.add(OTHER)
-    memory.step(26, work=False)
-    memory.add(PROMPT)
-    memory.step(8, work=False)
-    assert memory.manager.stats["refused_blocks.room"] == 1, "of four offers three had room"
-    memory.step(8)  # and then there is some again
-    memory.step(8)
-    memory.finish(8)
-    stored = [position for position, key in enumerate(_keys(PROMPT)) if memory.parts.catalog.find(key) >= 0]
-    assert stored == list(range(len(stored))), "a hole"
-    assert memory.hit(PROMPT) >= 3 * 2
-
-
 def _keys(prompt: str) -> list[bytes]:
     return [prompt[:end].encode() + bytes(2) for end in range(2, len(prompt) + 1, 2)]

@@ -121,14 +121,3 @@ def test_what_comes_free_in_any_order_is_one_run_again(order):
     pool.release([slots[at] for at in order])
     pool.check()
     assert pool.allocate(0, 10) == slots
-
-
-def test_segments_of_a_drive_that_go_take_their_free_slots_only():
-    pool = SlotPool(1)
-    for segment in range(3):
-        pool.add_segment(segment, 0, 4, drive=segment // 2)
-    pool.retire_segment(1)
-    assert (pool.free_on(0, (0,)), pool.free_on(0, (1,)), pool.free_on(0, (0, 1, 2))) == (4, 4, 8)
-    assert {slot.segment for slot in pool.allocate(0, 8, 0)} == {0}
-    assert pool.allocate(0, 8, 2) == []
-    pool.check()

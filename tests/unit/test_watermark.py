@@ -32,19 +32,6 @@ def test_refused_for_room_it_is_offered_when_room_came_free_with_back_off():
     assert candidates(watermark, 1, 99, now + 99) == []
 
 
-def test_blocks_refused_together_have_back_offs_of_their_own():
-    watermark = Watermark("a")
-    candidates(watermark, 3)
-    watermark.refuse((0, 1, 2), 0, 0.0)
-    first = FIRST_BACK_OFF_S + 0.001
-    assert candidates(watermark, 2, 1, first) == [0, 1], "the third is not storable any more"
-    watermark.accept((0,))
-    watermark.refuse((1,), 1, first)
-    assert candidates(watermark, 3, 2, first + FIRST_BACK_OFF_S + 0.001) == [2], "the second waits twice as long"
-    watermark.accept((2,))
-    assert candidates(watermark, 3, 2, first + 2 * FIRST_BACK_OFF_S + 0.001) == [1]
-
-
 @given(st.lists(st.tuples(st.integers(0, 6), st.sampled_from("arn"), st.booleans()), max_size=30))
 def test_nothing_is_skipped_for_good(steps):
     """Whatever is answered: with room, counts and time each position that was not accepted comes again."""
