@@ -84,7 +84,7 @@ class NvmeSpace(TierSpace):
     # -- start ---------------------------------------------------------------------------------
 
     def restore(self, home_id: str, fingerprint: bytes, known_uses: UsesRecords | None = None) -> None:
-        """Fill the catalog from the index and plan the jobs that open the home and its segments on every rank.
+        """Fill the catalog from the index and plan the jobs that open the engine store and its segments.
 
         ``known_uses``: what the engine store's USES file says, if it says anything.
         """
@@ -330,8 +330,8 @@ class NvmeSpace(TierSpace):
         return found
 
     def may_write(self, now: float) -> bool:
-        """Whether demotions may be planned: the home is open, some drive is in order with no back-off running, and
-        the budget is not spent."""
+        """Whether copies may be written: the store is open, some drive is in order and not in a back-off, and the
+        budget is not spent."""
         return self.segments.may_write(now) and (self._budget is None or self._budget.refresh(now))
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The segments of this engine's home, the budget they are cut from, and the health of their drives.
+"""The segments of this engine store, the budget they are cut from, and the health of their drives.
 
 Segments are made one at a time per size class as room is needed, up to the budget, and by jobs that every rank runs."""
 
@@ -283,7 +283,7 @@ class Segments:
         self.drives = Drives(drive_count, stats)
         self.writable = list(range(drive_count))
         self.home_open = True
-        """False once a rank could not open the home."""
+        """False once a rank could not open the engine store."""
         self._held: Counter[tuple[int, int]] = Counter()
         """Bytes of all that ``specs`` has, by slot size and drive."""
         self._attaching: set[int] = set()
@@ -293,7 +293,7 @@ class Segments:
     # -- from plan to end ----------------------------------------------------------------------
 
     def restore(self, records: Iterable[SegmentRecord], home_id: str, fingerprint: bytes) -> None:
-        """Take over what the index knows, and plan the jobs that open the home and its segments on every rank."""
+        """Take over what the index knows, and plan the jobs that open the engine store and its segments."""
         for record in records:
             self._note(SegmentSpec(record.segment, record.slot_bytes, record.slot_count, record.drive, create=False))
         self._next = max(self.specs, default=-1) + 1
@@ -317,7 +317,7 @@ class Segments:
 
     @property
     def is_opening(self) -> bool:
-        """Whether no new one may be planned yet: joining the home removes what the index does not know."""
+        """Whether no new one may be planned yet: opening the store removes what the index does not know."""
         return bool(self._attaching) or self._transfers.count(JobKind.OPEN_HOME) > 0
 
     def hold_up(self, now: float) -> bool:
@@ -345,7 +345,7 @@ class Segments:
         return True
 
     def home_failed(self) -> None:
-        """Some rank could not open the home."""
+        """Some rank could not open the engine store."""
         self.home_open = False
         logger.warning("kvdisk could not open its home on every rank; the NVMe tier is off until a restart.")
 
@@ -368,7 +368,7 @@ class Segments:
             logger.warning("kvdisk gives up segment %d, which could not be opened on every rank.", spec.segment)
 
     def surplus(self) -> list[SegmentSpec]:
-        """Return what to drop, the newest first, where the cap has become smaller than what the home holds."""
+        """Return what to drop, the newest first, where the cap has become smaller than what there is."""
         surplus = []
         for size_class, cap in enumerate(self._layout.class_bytes):
             mine = [spec for spec in self.specs.values() if self.class_of(spec) == size_class]
@@ -392,7 +392,7 @@ class Segments:
     # -- drives --------------------------------------------------------------------------------
 
     def may_write(self, now: float) -> bool:
-        """Whether the home is open, and some drive is in order with no back-off running."""
+        """Whether the engine store is open, and some drive is in order with no back-off running."""
         self.writable = self.drives.writable(now) if self.home_open else []
         return bool(self.writable)
 
@@ -425,7 +425,7 @@ class Segments:
         for at, move in enumerate(record.job.moves):
             spec = self.specs.get(move.slots[Tier.NVME].segment) if Tier.NVME in move.slots else None
             if spec is None or spec.segment in dropping:
-                continue  # not of this home, or its files could not be opened
+                continue  # a neighbour's, or its files could not be opened
             reason = record.failed.get(at)
             if reason is Reason.IO_ERROR or at in record.late:
                 self.drives.read_failed(spec.drive, now, hangs=at in record.late)
