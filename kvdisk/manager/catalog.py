@@ -172,6 +172,8 @@ class Catalog:
     def __init__(self) -> None:
         self._rows: dict[BlockKey, int] = {}
         self._placeholders: dict[BlockKey, int] = {}
+        """Those of the current epoch; ``_is_placeholder`` tells it of every row."""
+        self._is_placeholder = bytearray()
         self._vacant = array("i")
         self.gains = self.losses = 0
         self.keys: NDArray[np.object_] = np.empty(0, np.object_)
@@ -209,6 +211,7 @@ class Catalog:
         if row == NONE:
             row = self._take_vacant(key)
         self._rows[key] = row
+        self._is_placeholder[row] = False
         self.generations[row] = generation
         self.epochs[row] = epoch
         if parent is not None:
@@ -222,6 +225,7 @@ class Catalog:
             row = self._placeholders.get(parent, NONE)
         if row == NONE:
             row = self._placeholders[parent] = self._take_vacant(parent)
+            self._is_placeholder[row] = True
         return row
 
     def _take_vacant(self, key: BlockKey) -> int:
@@ -241,6 +245,7 @@ class Catalog:
         for columns in self._columns.values():
             columns.grow(count)
         self._presences += bytes([NOWHERE]) * count
+        self._is_placeholder += bytes(count)
         self.chains.grow(count)
         self._vacant.extend(range(first + count - 1, first - 1, -1))
 
@@ -260,6 +265,7 @@ class Catalog:
             else:
                 columns.grow(count)
         self._presences[:0] = bytes([READY]) * count
+        self._is_placeholder += bytes(count)
         self.gains += 1
         self.chains.fill(tier, copies.parent_rows)
         for row, parent in copies.other_parents.items():
@@ -404,21 +410,19 @@ class Catalog:
         if is_current:
             del self._rows[key]
         parent_row = self.chains.leave_parent(row)
-        if not self.chains.child_counts[row]:
-            self._free(row)
-        elif is_current:
+        self._is_placeholder[row] = True
+        if is_current and self.chains.child_counts[row]:
             self._placeholders[key] = row
-        if parent_row != NONE and not self.chains.child_counts[parent_row] and self._is_placeholder(parent_row):
-            if self._placeholders.get(self.keys[parent_row]) == parent_row:
-                del self._placeholders[self.keys[parent_row]]
-            self._free(parent_row)
-
-    def _is_placeholder(self, row: int) -> bool:
-        """Whether a row in use has no copies and waits for none; that of an earlier epoch is found nowhere."""
-        has_copies = any(columns.states[row] != ABSENT for columns in self._columns.values())
-        return not has_copies and self._rows.get(self.keys[row]) != row
+        for each in (row, parent_row):
+            if each != NONE and self._is_placeholder[each] and not self.chains.child_counts[each]:
+                self._free(each)
 
     def _free(self, row: int) -> None:
+        """Nobody follows a placeholder any more."""
+        key = self.keys[row]
+        if self._placeholders.get(key) == row:
+            del self._placeholders[key]
+        self._is_placeholder[row] = False
         self.keys[row] = _NOBODY
         self._vacant.append(row)
 

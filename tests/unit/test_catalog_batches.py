@@ -21,6 +21,9 @@ def keys_of(path: str) -> list[BlockKey]:
     return [BlockKey(path[: end + 1].encode()) for end in range(len(path))]
 
 
+PAIR = [BlockKey(b"a"), BlockKey(b"ab")]
+
+
 def facts(catalog: Catalog) -> dict[BlockKey, tuple[object, ...]]:
     """Return what is known of each block, by key and not by row."""
     found = {}
@@ -137,3 +140,17 @@ def test_many_at_once_are_one_after_the_other(acts: list[Any], listens: bool) ->
         assert bytes(after.values()) == together.presences(list(after))
         assert together.gains > counts[0] or not any(after[key] > before[key] for key in after)
         assert together.losses > counts[1] or not any(after[key] < before[key] for key in after)
+
+
+def test_rows_of_an_earlier_epoch_are_given_back_once() -> None:
+    catalog = Catalog()
+    old = [
+        catalog.add(key, at + 1, 0, parent) for at, (key, parent) in enumerate(zip(PAIR, (None, PAIR[0]), strict=True))
+    ]
+    catalog.begin(old, Tier.CPU, [Slot(0, 0), Slot(0, 1)])
+    catalog.finish(old, Tier.CPU)
+    catalog.hide_all()
+    catalog.drop(old[::-1], Tier.CPU)
+    assert len(catalog) == 0
+    rows = [catalog.add(key, 9, 1, None) for key in keys_of("abcdefgh")]
+    assert len({*rows}) == len(rows)
