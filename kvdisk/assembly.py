@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvdisk.background import USES_S, Background, UsesKeeper
+from kvdisk.background import Background
 from kvdisk.config import Config
 from kvdisk.context import SchedulerContext
 from kvdisk.device.base import Device
@@ -25,6 +25,7 @@ from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import choose_device
 from kvdisk.device.store import Store
 from kvdisk.device.telemetry_file import write_telemetry
+from kvdisk.device.uses import read_uses, write_uses
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
 from kvdisk.geometry import Geometry
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
@@ -57,6 +58,8 @@ _GPU_SCRATCH_BYTES = 64 << 20
 _LEAST_STAGING_SLOTS = 8
 _CLOSE_TIMEOUT_S = 30.0
 _UPKEEP_INTERVAL_S = 30.0
+USES_S = 600.0
+"""How often the USES file is written, where something has changed."""
 ORPHAN_SPARED_S = 900
 """How long after its last use an orphan may take room that the caps of the live owners no longer cover."""
 
@@ -77,10 +80,7 @@ class SchedulerParts:
         """Commit what is queued, note a clean end, and release the home. The workers are gone already."""
         committed = True
         if self.nvme is not None:
-            try:
-                self.nvme.uses.count_all()
-            except Exception:  # an error of ours may have left anything behind
-                logger.exception("kvdisk cannot count the last uses of its blocks")
+            self.nvme.uses.count(int(time.time()))
         self.background.close()
         if self.neighbours is not None:
             self.neighbours.close()
@@ -144,8 +144,19 @@ def assemble_scheduler(
     telemetry = _make_telemetry(manager, geometry, home, str(description.get("model", "")))
     jobs = [(WRITE_S, telemetry.write), (LOG_S, telemetry.log)]
     if home is not None and nvme is not None:
-        jobs.append((USES_S, UsesKeeper(nvme.uses, home.path).write))
+        jobs.append((USES_S, _uses_writer(nvme, home)))
     return SchedulerParts(manager, index, home, neighbours, nvme, telemetry, Background(jobs))
+
+
+def _uses_writer(nvme: NvmeSpace, home: Home) -> Callable[[], None]:
+    """Return what writes the USES file where something has changed since."""
+
+    def write() -> None:
+        if nvme.uses.is_changed:
+            nvme.uses.is_changed = False
+            write_uses(home.path, nvme.uses.records())
+
+    return write
 
 
 def _make_telemetry(manager: TierManager, geometry: Geometry, home: Home | None, model: str) -> Telemetry:
@@ -219,7 +230,7 @@ def _take_home(
         )
         try:
             nvme = make_space(layout, index, home.drive_count)
-            nvme.restore(home.id, fingerprint)
+            nvme.restore(home.id, fingerprint, read_uses(home.path))
         except BaseException:
             index.close()
             raise

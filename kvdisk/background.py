@@ -11,17 +11,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from kvdisk.device.uses import UsesFile, UsesUnit
-from kvdisk.errors import DeviceError, KvdiskError
-from kvdisk.manager.uses import Uses
+from kvdisk.errors import KvdiskError
 
 logger = logging.getLogger("kvdisk")
 
 CLOSE_TIMEOUT_S = 5.0
-USES_S = 60.0
-"""How often changed counts of uses are written."""
 
 
 class Background:
@@ -76,31 +71,3 @@ class Background:
             logger.exception("kvdisk has a bug in what it does in the background; it goes on without that")
             return False
         return True
-
-
-class UsesKeeper:
-    """Keeps counts of uses in the home's USES file: reads them at start, writes on demand.
-
-    Nothing that is wrong with the file is an error.
-
-    ``write`` is for one thread at a time; it waits for the disk, and the scheduler's thread does
-    not wait for it.
-    """
-
-    def __init__(self, uses: Uses, home_path: Path) -> None:
-        self._uses = uses
-        self._file = UsesFile(home_path)
-        counts = {segment: slot_count for segment, (_, slot_count) in uses.view.places.items()}
-        for unit in self._file.recall(counts):
-            uses.recall(*unit)
-
-    def write(self) -> None:
-        """Write what has changed. Raises DeviceError; it is written the next time then."""
-        changed, segments = self._uses.take_changed()
-        try:
-            is_whole = self._file.write([UsesUnit(*unit) for unit in changed], segments, int(time.time()))
-        except DeviceError:
-            self._uses.want_all()  # it may have been made anew, and lack the rest
-            raise
-        if not is_whole:
-            self._uses.want_all()

@@ -17,17 +17,16 @@ HEADER_BYTES = 4096
 SEGMENT_HEADER_BYTES = 4096
 SEGMENT_OVERHEAD_BYTES = 16384
 """Of a segment file, beside its bytes: a file system's list of extents, and a part of the directories."""
-USES_UNIT_SLOTS = 253
-"""Slots of which a unit of a home's file of uses speaks."""
-USES_UNIT_BYTES = 4096
+USES_RECORD_BYTES = 16
+"""Of a block, in a home's file of uses."""
 FINGERPRINT_BYTES = 32
 FILE_EPOCH = 0
 """The epoch of KV computed with the weights as the files have them; any other is private to one engine."""
 
 
-def uses_bytes_for(slot_count: int, segment_count: int) -> int:
-    """Return how long the file of uses of a home with so many slots, in so many segments, can become."""
-    return USES_UNIT_BYTES * (1 + slot_count // USES_UNIT_SLOTS + segment_count)
+def uses_bytes_for(slot_count: int) -> int:
+    """Return what the file of uses of a home with so many slots can take: twice its length, while it is replaced."""
+    return 2 * (ALIGNMENT + round_up(USES_RECORD_BYTES * slot_count, ALIGNMENT))
 
 
 class Namespace(NamedTuple):

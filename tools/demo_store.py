@@ -8,7 +8,6 @@ are made up. ``python tools/demo_store.py DIR`` makes one (500 MB) and leaves it
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import mmap
 import os
 import random
@@ -21,12 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvdisk.assembly import describe_geometry
 from kvdisk.blocks import BlockKey, Slot, make_block_key
 from kvdisk.device.header import SlotIdentity, seal_slot
 from kvdisk.device.home import Home
 from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
+from kvdisk.device.uses import USES_RECORD, write_uses
 from kvdisk.geometry import HEADER_BYTES, Geometry, GroupGeometry, Namespace, slot_offset
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
@@ -162,7 +164,7 @@ def fill(home: Home, model: Model, prompts: Prompts, slot_count: int, *, dropped
             ]
         )  # fmt: skip
         assert index.flush(60)
-    note_uses(home, [(places[id(block)], numbers[id(block)], block) for block in kept], slot_count)
+    note_uses(home, [(places[id(block)], numbers[id(block)], block) for block in kept])
     return index
 
 
@@ -184,25 +186,10 @@ def _without_ends(blocks: Sequence[Block], count: int, chance: random.Random) ->
     return [block for block in blocks if id(block) not in gone]
 
 
-def note_uses(home: Home, blocks: Sequence[tuple[Slot, int, Block]], slot_count: int) -> None:
-    """Write down how often blocks were used, where this kvdisk keeps that."""
-    if importlib.util.find_spec("kvdisk.device.uses") is None:
-        return
-    import numpy as np
-
-    uses = importlib.import_module("kvdisk.device.uses")
-    units = {}
-    for slot, generation, block in blocks:
-        first = slot.index // uses.UNIT_RECORDS * uses.UNIT_RECORDS
-        unit = units.get((slot.segment, first))
-        if unit is None:
-            count = min(uses.UNIT_RECORDS, slot_count - first)
-            columns = (np.zeros(count, dtype) for dtype in (np.uint64, np.uint32, np.uint32))
-            unit = units[slot.segment, first] = uses.UsesUnit(slot.segment, first, *columns)
-        at = slot.index - first
-        unit.generations[at], unit.uses[at], unit.last_use_s[at] = generation, block.uses, block.last_use_s
-    segments = frozenset(segment for segment, _ in units)
-    uses.UsesFile(home.path).write(list(units.values()), segments, max(block.last_use_s for _, _, block in blocks))
+def note_uses(home: Home, blocks: Sequence[tuple[Slot, int, Block]]) -> None:
+    """Write down how often blocks were used."""
+    records = [(generation, block.uses, block.last_use_s) for _, generation, block in blocks]
+    write_uses(home.path, np.array(records, USES_RECORD))
 
 
 class Plan(NamedTuple):

@@ -5,7 +5,9 @@ An index of ``--blocks`` blocks with sha256 keys, in chains of 100, is built in 
 closed cleanly. Each opening is a process of its own: the time is that of reading the file's sum (after a clean end)
 or of the child that reads the index first (after a kill), of ``LmdbIndex`` and of ``NvmeSpace.restore``. The RAM is
 what the process's resident memory has grown by, after freed memory was given back, divided by the blocks. Other homes
-are asked through a ``NeighbourReader``. A rebuild reads headers of slots of 64 KiB, past the system's memory.
+are asked through a ``NeighbourReader``. A pause is that of a full collection of garbage, beside the same in a process
+without a store; ``--memory`` measures it with steps and hits, without a drive. A rebuild reads
+headers of slots of 64 KiB, past the system's memory.
 """
 
 from __future__ import annotations
@@ -25,21 +27,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from kvdisk.assembly import describe_geometry
 from kvdisk.blocks import BlockKey, Slot, make_block_key
-from kvdisk.config import Config
+from kvdisk.config import EVICTIONS, Config
 from kvdisk.device.header import SlotHeader, write_header
 from kvdisk.device.home import Home
 from kvdisk.device.paths import sum_of_file
 from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
 from kvdisk.geometry import HEADER_BYTES, Geometry, GroupGeometry, Namespace, slot_offset
-from kvdisk.index.base import BlockRecord, SegmentRecord
+from kvdisk.index.base import BlockColumns, BlockRecord, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
+from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader
 from kvdisk.manager.admission import AdmitAll
 from kvdisk.manager.lookup import longest_hit
@@ -54,6 +59,7 @@ SEGMENT_SLOTS = 4096
 CALL_BLOCKS = 500
 LOOKED_UP = 2000
 PROMPTS = 20
+STEPS, EVICTED = 50, 64
 FLUSH_S = 600.0
 PARTS = ("open", "neighbours", "rebuild")
 FINGERPRINT = b"\x3f" * 32
@@ -106,6 +112,14 @@ def resident_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
 
 
+def pause_s() -> float:
+    """Return the processor time of a full collection of garbage, the second one: nothing else runs meanwhile."""
+    gc.collect()
+    start_s = time.process_time()
+    gc.collect()
+    return time.process_time() - start_s
+
+
 def measure_opening(path: Path, block_count: int, after_kill: bool) -> dict[str, float]:
     """Open the store in this process, and look prompts of LOOKED_UP blocks up."""
     prompts = [
@@ -115,7 +129,7 @@ def measure_opening(path: Path, block_count: int, after_kill: bool) -> dict[str,
     layout = NvmeLayout(0, (SEGMENT_SLOTS,), (1 << 62,))
     if after_kill:
         (path / "open").touch()
-    before = resident_bytes()
+    before, empty_pause_s = resident_bytes(), pause_s()
     start_s = time.perf_counter()
     if not after_kill:
         sum_of_file(path / "data.mdb")
@@ -127,6 +141,8 @@ def measure_opening(path: Path, block_count: int, after_kill: bool) -> dict[str,
     open_s = time.perf_counter() - start_s
     assert len(catalog) == block_count
     grown = resident_bytes() - before
+    pause = pause_s() - empty_pause_s
+    steps = [step_s(nvme, now=1.0 + number) for number in range(STEPS)]
     hits, tokens = [], LOOKED_UP * GEOMETRY.groups[0].block_tokens
     for prompt in prompts:
         start_s = time.perf_counter()
@@ -137,7 +153,83 @@ def measure_opening(path: Path, block_count: int, after_kill: bool) -> dict[str,
     return {
         "open_s": open_s,
         "ram_bytes": grown / block_count,
+        "pause_ms": 1e3 * pause,
+        "step_us": 1e6 * statistics.median(steps),
         "hit_us": 1e6 * statistics.median(hits),
+    }
+
+
+def step_s(nvme: NvmeSpace, now: float) -> float:
+    """Return how long a step of the tier takes in which nothing is to be stored."""
+    start_s = time.perf_counter()
+    nvme.refresh(now, int(now))
+    nvme.make_room(now, [0])
+    return time.perf_counter() - start_s
+
+
+class GivenIndex(MemoryIndex):
+    """An index that gives columns and keeps nothing: what the scheduler holds of a store, without the drive."""
+
+    def __init__(self, block_count: int) -> None:
+        super().__init__()
+        self._count = block_count
+
+    def segments(self) -> Iterator[SegmentRecord]:
+        """Return full segments."""
+        count = -(-self._count // SEGMENT_SLOTS)
+        return (SegmentRecord(segment, GEOMETRY.slot_sizes[0], SEGMENT_SLOTS) for segment in range(count))
+
+    def block_columns(self) -> BlockColumns:
+        """Return blocks as ``record_of`` makes them; keys ascend."""
+        keys = [key_of(number) for number in range(self._count)]
+        order = np.array(sorted(range(self._count), key=keys.__getitem__))
+        chained = order % CHAIN_BLOCKS > 0
+        parents = b"".join(keys[number - 1] for number in order[chained])
+        return BlockColumns(
+            np.zeros(self._count, np.uint64),
+            [keys[number] for number in order],
+            (order // SEGMENT_SLOTS).astype(np.uint32),
+            (order % SEGMENT_SLOTS).astype(np.uint32),
+            (order + 10**18).astype(np.uint64),
+            parents,
+            np.where(chained, len(keys[0]), 0),
+            (1_700_000_000 + order // 500).astype(np.uint32),
+        )
+
+    def delete(self, names: Sequence[tuple[int, BlockKey]]) -> int:  # noqa: ARG002
+        """Return a ticket that no commit waits for."""
+        return 0
+
+
+def measure_pauses(block_count: int, eviction: str) -> dict[str, float]:
+    """Fill a tier without a drive, and evict from it as a step does; return processor times of steps and pauses."""
+    before, empty = resident_bytes(), pause_s()
+    config = Config(store_dirs=("/nowhere",), nvme_bytes=1, eviction=eviction)
+    parts = Parts.make(config, GEOMETRY, None)  # nobody asks the engine
+    nvme = NvmeSpace(parts, NvmeLayout(0, (SEGMENT_SLOTS,), (1 << 62,)), GivenIndex(block_count), AdmitAll())
+    start_s = time.process_time()
+    nvme.restore("0" * 32, bytes(32))
+    filled_s = time.process_time() - start_s
+    assert len(parts.catalog) == block_count
+    grown, pause = resident_bytes() - before, pause_s() - empty
+    steps = []
+    for number in range(PROMPTS):
+        start_s = time.process_time()
+        nvme.refresh(1.0 + number, 1_800_000_000)
+        nvme._evict(0, EVICTED)
+        steps.append(time.process_time() - start_s)
+    hits = []
+    for first in range(0, block_count - LOOKED_UP + 1, block_count // PROMPTS):
+        prompt = [key_of(first + number) for number in range(LOOKED_UP)]
+        start_s = time.process_time()
+        longest_hit(parts.catalog, GEOMETRY, [prompt], 0, LOOKED_UP * GEOMETRY.groups[0].block_tokens, coming=False)
+        hits.append(time.process_time() - start_s)
+    return {
+        "filled_s": filled_s,
+        "pause_ms": 1e3 * pause,
+        "ram_bytes": grown / block_count,
+        "evict_us": 1e6 * statistics.median(steps) / EVICTED,
+        "hit_us": 1e6 * statistics.median(hits) / LOOKED_UP,
     }
 
 
@@ -251,6 +343,8 @@ def show_openings(path: Path, block_count: int, rounds: int) -> None:
         found = [in_a_child(path, block_count, after_kill=after_kill) for _ in range(rounds)]
         say(f"open after {end}, s", [one["open_s"] for one in found])
         say("RAM of a block, bytes", [one["ram_bytes"] for one in found], 0)
+        say("full collection of garbage, ms more than without a store", [one["pause_ms"] for one in found])
+        say("a step of the NVMe tier, us (median of each)", [one["step_us"] for one in found], 1)
         say(f"lookup of an own block, by prompts of {LOOKED_UP:,} blocks, us", [f["hit_us"] for f in found])
 
 
@@ -294,9 +388,14 @@ def main() -> None:
     parser.add_argument("--headers", type=int, default=100_000, help="of the rebuild; 64 KiB of the drive for each")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
+    parser.add_argument("--memory", action="store_true", help="only what the scheduler holds, without a drive")
+    parser.add_argument("--eviction", choices=EVICTIONS, default=Config().eviction, help="with --memory")
     parser.add_argument("--open", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--after-kill", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.memory:
+        print(json.dumps(measure_pauses(options.blocks, options.eviction)))
+        return
     if options.open:
         print(json.dumps(measure_opening(options.open, options.blocks, options.after_kill)))
         return

@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import GROUP_BYTES, BlockKey, Slot
-from kvdisk.device.control import USES_FILE, DriveFolder, HomeRecord, HomeSummary, read_record
+from kvdisk.device.control import DriveFolder, HomeRecord, HomeSummary, read_record
 from kvdisk.device.drives import Directories
 from kvdisk.device.listing import list_homes
 from kvdisk.device.segment import SegmentFileSummary
-from kvdisk.device.uses import UsesUnit, read_uses
+from kvdisk.device.uses import UsesRecords, find_uses, read_uses
 from kvdisk.errors import CorruptRecord
 from kvdisk.index.base import BlockColumns, BlockRecord, SegmentRecord
 from kvdisk.index.columns import join_columns
@@ -109,8 +109,8 @@ class ReadHome:
         """The blocks with what USES tells of them; None where the index cannot be read."""
         if self.problem is not None:
             return None
-        units = read_uses(self.summary.path / USES_FILE)
-        return join_home(self.records.columns, self.index.segments, self.ranks, units)
+        uses = read_uses(self.summary.path)
+        return join_home(self.records.columns, self.index.segments, self.ranks, uses)
 
     def folder(self, drive: int) -> DriveFolder | None:
         """Return its part on a drive; None where that directory was not named."""
@@ -193,7 +193,7 @@ def _block_tokens(record: HomeRecord | None) -> tuple[int | None, ...]:
 
 
 def join_home(
-    columns: BlockColumns, segments: Sequence[SegmentRecord], ranks: int, units: Sequence[UsesUnit] | None
+    columns: BlockColumns, segments: Sequence[SegmentRecord], ranks: int, uses: UsesRecords | None
 ) -> HomeColumns:
     """Put together what one engine store's index and USES file say."""
     count = len(columns.keys)
@@ -211,7 +211,7 @@ def join_home(
         np.frombuffer(tails, ">u2").astype(np.int64),
         of_segments(columns.segments, sizes, 0) * ranks,
         np.fromiter(map(row_of.get, above, repeat(NONE)), np.int64, count),
-        *_uses_of(columns, units),
+        *_uses_of(columns, uses),
     )
 
 
@@ -228,24 +228,10 @@ def places_of(columns: BlockColumns) -> NDArray[np.uint64]:
 
 
 def _uses_of(
-    columns: BlockColumns, units: Sequence[UsesUnit] | None
+    columns: BlockColumns, records: UsesRecords | None
 ) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None, NDArray[np.bool_]]:
     """Return uses, last use, and whether USES names the block's generation."""
-    count = len(columns.keys)
-    is_known = np.zeros(count, np.bool_)
-    if units is None:
-        return None, None, is_known
-    uses, last_use_s = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    if not units or not count:
-        return uses, last_use_s, is_known
-    said = np.concatenate(
-        [(unit.segment << 32 | unit.first) + np.arange(len(unit.generations), dtype=np.uint64) for unit in units]
-    )
-    order = np.argsort(said, kind="stable")
-    sought = places_of(columns)
-    at = order[np.minimum(np.searchsorted(said, sought, sorter=order), len(said) - 1)]
-    generations = np.concatenate([unit.generations for unit in units])[at]
-    is_known = (said[at] == sought) & (generations == columns.generations)
-    uses[is_known] = np.concatenate([unit.uses for unit in units])[at][is_known]
-    last_use_s[is_known] = np.concatenate([unit.last_use_s for unit in units])[at][is_known]
-    return uses, last_use_s, is_known
+    if records is None:
+        return None, None, np.zeros(len(columns.keys), np.bool_)
+    found, is_known = find_uses(records, columns.generations)
+    return found["uses"].astype(np.int64), found["last_use_s"].astype(np.int64), is_known

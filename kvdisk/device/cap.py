@@ -23,9 +23,9 @@ HOME_OVERHEAD_BYTES = 128 << 10
 USES_OVERHEAD_BYTES = 32 << 10
 
 
-def uses_charge_bytes(slot_count: int, segment_count: int) -> int:
-    """Return what USES of so many slots and segments can take beyond HOME_OVERHEAD_BYTES."""
-    return max(0, uses_bytes_for(slot_count, segment_count) - USES_OVERHEAD_BYTES)
+def uses_charge_bytes(slot_count: int) -> int:
+    """Return what USES of so many slots can take beyond HOME_OVERHEAD_BYTES."""
+    return max(0, uses_bytes_for(slot_count) - USES_OVERHEAD_BYTES)
 
 
 class Holding(NamedTuple):

@@ -44,7 +44,7 @@ class ReuseTable:
 
     def _clear(self) -> None:
         places = self._mask + 1
-        self._marks, self._times = array("I", [0]) * places, array("I", [0]) * places
+        self._tags, self._times = array("I", [0]) * places, array("I", [0]) * places
         self._counts = bytearray(places)
         self._requests = array("I", [0]) * (places * self._known)
 
@@ -52,23 +52,21 @@ class ReuseTable:
         """Count a request once per key. Return the keys that others had wanted, and whose counts have risen; and of
         each key's second request how many keys were met since the first."""
         if request_id != self._request[0]:
-            self._request = (request_id, _mark_of(request_id))
+            self._request = (request_id, _tag_of(request_id))
         request = self._request[1]
-        marks, counts, times, requests = self._marks, self._counts, self._times, self._requests
+        tags, counts, times, requests = self._tags, self._counts, self._times, self._requests
         known, most, mask, now = self._known, self.most, self._mask, self.now
         risen: list[BlockKey] = []
         ages: list[int] = []
         for key, name in zip(keys, map(number_of, keys), strict=True):  # all in one: it is done for every block
-            mark, place = name >> 32 | 1, name & mask
-            if marks[place] != mark:
+            tag, place = name >> 32 | 1, name & mask
+            if tags[place] != tag:
                 other = name >> 22 & mask
-                if marks[other] != mark:
+                if tags[other] != tag:
                     now += 1
-                    if marks[place] and (
-                        not marks[other] or (now - times[other] & _BITS) > (now - times[place] & _BITS)
-                    ):
+                    if tags[place] and (not tags[other] or (now - times[other] & _BITS) > (now - times[place] & _BITS)):
                         place = other
-                    marks[place], times[place], counts[place] = mark, now & _BITS, 1
+                    tags[place], times[place], counts[place] = tag, now & _BITS, 1
                     requests[place * known] = request
                     continue
                 place = other
@@ -108,23 +106,23 @@ class ReuseTable:
 
     def _find(self, keys: Sequence[BlockKey]) -> list[int]:
         """Return each key's place, or -1."""
-        marks, mask = self._marks, self._mask
+        tags, mask = self._tags, self._mask
         places = []
         for name in map(number_of, keys):
-            mark, place = name >> 32 | 1, name & mask
-            if marks[place] != mark:
+            tag, place = name >> 32 | 1, name & mask
+            if tags[place] != tag:
                 place = name >> 22 & mask
-                if marks[place] != mark:
+                if tags[place] != tag:
                     place = -1
             places.append(place)
         return places
 
 
-def _mark_of(request_id: str) -> int:
+def _tag_of(request_id: str) -> int:
     """Return 32 bits that are spread evenly, also over names that count up."""
-    mark = crc32(request_id.encode()) * 0x9E3779B1 & 0xFFFFFFFF
-    mark = (mark ^ mark >> 15) * 0x85EBCA77 & 0xFFFFFFFF
-    return mark ^ mark >> 13
+    tag = crc32(request_id.encode()) * 0x9E3779B1 & 0xFFFFFFFF
+    tag = (tag ^ tag >> 15) * 0x85EBCA77 & 0xFFFFFFFF
+    return tag ^ tag >> 13
 
 
 class AdmitReused:

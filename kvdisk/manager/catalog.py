@@ -86,13 +86,13 @@ _GROWN_ROWS = 64
 class CommittedCopies(NamedTuple):
     """Columns of blocks whose copies a committed record names, a row each; arrays of one length.
 
-    ``parent_rows``: positions in these columns, or -1 where the parent is not among them. ``parents``: the very
-    objects of ``keys`` where it is.
+    ``parent_rows``: positions in these columns, or -1. ``other_parents``: by position the parents that are not among
+    them.
     """
 
-    keys: list[BlockKey]
-    parents: list[BlockKey | None]
+    keys: Sequence[BlockKey]
     parent_rows: NDArray[np.int32]
+    other_parents: dict[int, BlockKey]
     generations: NDArray[np.uint64]
     segments: NDArray[np.uint32]
     indices: NDArray[np.uint32]
@@ -146,9 +146,14 @@ class TierColumns:
         found[hidden & (states == READY)] = NOWHERE
         return found
 
+    def held(self) -> NDArray[np.bool_]:
+        """Return of each row whether it has a copy."""
+        found: NDArray[np.bool_] = np.frombuffer(self.states, np.uint8) != ABSENT
+        return found
+
     def rows(self, segments: Iterable[int] | None = None) -> NDArray[np.intp]:
         """Return the rows with a copy, or with one in some segments, ascending; fast."""
-        found = np.frombuffer(self.states, np.uint8) != ABSENT
+        found = self.held()
         if segments is not None:
             found &= np.isin(np.frombuffer(self.segments, np.uint32), list(segments))
         return np.flatnonzero(found)
@@ -157,17 +162,21 @@ class TierColumns:
 class Catalog:
     """Rows of blocks. Row numbers are reused; hold one only while a pin or a copy keeps the row alive.
 
-    ``parents[row]`` is the very object of ``keys`` where the parent has a row. ``chains``: which rows follow which.
-    ``gains`` rises whenever some block comes nearer to being loaded, in the order of ``Presence``, and ``losses``
-    whenever some block comes to be farther from it: what was found holds until then.
+    A parent without copies keeps a row, too, as long as a block follows it: a placeholder, which nobody finds.
+    Nothing here is walked by the garbage collector block by block: a list or an object for each block would be.
+    ``keys``: by row, always the same array. ``chains``: which rows follow which. ``gains`` rises whenever some block
+    comes nearer to being loaded, in the order of ``Presence``, and ``losses`` whenever some block comes to be farther
+    from it: what was found holds until then.
     """
 
     def __init__(self) -> None:
         self._rows: dict[BlockKey, int] = {}
-        self._vacant: list[int] = []
+        self._placeholders: dict[BlockKey, int] = {}
+        """Those of the current epoch; ``_is_placeholder`` tells it of every row."""
+        self._is_placeholder = bytearray()
+        self._vacant = array("i")
         self.gains = self.losses = 0
-        self.keys: list[BlockKey] = []
-        self.parents: list[BlockKey | None] = []
+        self.keys: NDArray[np.object_] = np.empty(0, np.object_)
         self.generations = array("Q")
         self.epochs = array("Q")
         self._columns = {tier: TierColumns() for tier in TIERS}
@@ -178,7 +187,7 @@ class Catalog:
         """Told of each copy that becomes READY or ends, of the current epoch; None: nobody listens."""
 
     def __len__(self) -> int:
-        return len(self.keys) - len(self._vacant)
+        return int(np.count_nonzero(np.logical_or.reduce([columns.held() for columns in self._columns.values()])))
 
     # -- rows ----------------------------------------------------------------------------------
 
@@ -190,45 +199,62 @@ class Catalog:
         """Return the row, or -1, of each block."""
         return list(map(self._rows.get, keys, repeat(NONE)))
 
+    def parent(self, row: int) -> BlockKey | None:
+        """Return the key of the block before a row's in its chain; None of the first."""
+        parent_row = self.chains.parent_rows[row]
+        return None if parent_row == NONE else self.keys[parent_row]
+
     def add(self, key: BlockKey, generation: int, epoch: int, parent: BlockKey | None) -> int:
         """Make a row without copies for a key that has none. The caller begins a copy at once."""
-        if not self._vacant:
-            self._grow()
-        row, chains, rows_of = self._vacant.pop(), self.chains, self._rows
-        assert key not in rows_of
-        parent_row = NONE if parent is None else rows_of.get(parent, NONE)
-        rows_of[key] = row
-        self.keys[row] = key
+        assert key not in self._rows
+        row = self._placeholders.pop(key, NONE)
+        if row == NONE:
+            row = self._take_vacant(key)
+        self._rows[key] = row
+        self._is_placeholder[row] = False
         self.generations[row] = generation
         self.epochs[row] = epoch
-        self.parents[row] = parent if parent_row == NONE else self.keys[parent_row]
-        for child in chains.take_orphans(key):
-            self.parents[child] = key
-            chains.give_parent(child, row, [tier for tier in TIERS if self.state(child, tier) != ABSENT])
-        chains.parent_rows[row] = parent_row
-        if parent_row == NONE and parent is not None:
-            chains.await_parent(row, parent)
+        if parent is not None:
+            self.chains.set_parent(row, self._parent_row(parent))
         return row
 
-    def _grow(self) -> None:
+    def _parent_row(self, parent: BlockKey) -> int:
+        """Return the row of a block that another follows; it becomes a placeholder where there is none."""
+        row = self._rows.get(parent, NONE)
+        if row == NONE:
+            row = self._placeholders.get(parent, NONE)
+        if row == NONE:
+            row = self._placeholders[parent] = self._take_vacant(parent)
+            self._is_placeholder[row] = True
+        return row
+
+    def _take_vacant(self, key: BlockKey) -> int:
+        if not self._vacant:
+            self._grow(_GROWN_ROWS)
+        row = self._vacant.pop()
+        self.keys[row] = key
+        return row
+
+    def _grow(self, count: int) -> None:
         """Make vacant rows, a few at a time."""
-        count, first = _GROWN_ROWS, len(self.keys)
-        self.keys += [_NOBODY] * count
-        self.parents += [None] * count
+        first = len(self.generations)
+        if first + count > len(self.keys):
+            self.keys.resize(first + count + first // 8, refcheck=False)
         self.generations.frombytes(bytes(count * self.generations.itemsize))
         self.epochs.frombytes(bytes(count * self.epochs.itemsize))
         for columns in self._columns.values():
             columns.grow(count)
         self._presences += bytes([NOWHERE]) * count
+        self._is_placeholder += bytes(count)
         self.chains.grow(count)
-        self._vacant += range(first + count - 1, first - 1, -1)
+        self._vacant.extend(range(first + count - 1, first - 1, -1))
 
     def fill(self, tier: Tier, copies: CommittedCopies, epoch: int) -> None:
         """Take over many blocks at once as rows 0, 1, ... with a READY copy each; the catalog must be empty."""
-        assert not self.keys
+        assert not self.generations
         count = len(copies.keys)
-        self.keys += copies.keys
-        self.parents += copies.parents
+        self.keys.resize(count, refcheck=False)
+        self.keys[:] = copies.keys
         self._rows = dict(zip(copies.keys, range(count), strict=True))
         assert len(self._rows) == count, "a key twice"
         self.generations.frombytes(copies.generations.astype(np.uint64).tobytes())
@@ -239,8 +265,12 @@ class Catalog:
             else:
                 columns.grow(count)
         self._presences[:0] = bytes([READY]) * count
+        self._is_placeholder += bytes(count)
         self.gains += 1
-        self.chains.fill(tier, copies.parent_rows, copies.parents)
+        self.chains.fill(tier, copies.parent_rows)
+        for row, parent in copies.other_parents.items():
+            self.chains.set_parent(row, self._parent_row(parent))
+            self.chains.link((row,), tier)
 
     def hide_all(self) -> None:
         """Forget every key, for a new epoch: rows stay for their slots' sake, and are found by nobody."""
@@ -248,8 +278,8 @@ class Catalog:
             for tier in TIERS:
                 self.journal.note(tier, False, self.ready_keys(tier))
         self._rows.clear()
+        self._placeholders.clear()
         self.losses += 1
-        self.chains.forget_orphans()
 
     def rows_in(self, tier: Tier, segment: int | None = None) -> list[int]:
         """Return the rows with a copy in a tier, or in one of its segments, of all epochs, ascending; fast."""
@@ -325,7 +355,7 @@ class Catalog:
         changed, columns.hidden = segments ^ columns.hidden, segments
         self.gains += 1
         self.losses += 1
-        if self.keys:
+        if self.generations:
             rows = columns.rows(changed)
             found = np.maximum.reduce([each.presences(rows) for each in self._columns.values()])
             np.frombuffer(self._presences, np.uint8)[rows] = found
@@ -374,13 +404,26 @@ class Catalog:
         return slots
 
     def _vacate(self, row: int) -> None:
-        key, parent = self.keys[row], self.parents[row]
+        """A row has lost its last copy: it becomes a placeholder while others follow it, or vacant."""
+        key = self.keys[row]
         is_current = self._rows.get(key) == row
         if is_current:
             del self._rows[key]
-        self.chains.remove(row, parent, key if is_current else None)
+        parent_row = self.chains.leave_parent(row)
+        self._is_placeholder[row] = True
+        if is_current and self.chains.child_counts[row]:
+            self._placeholders[key] = row
+        for each in (row, parent_row):
+            if each != NONE and self._is_placeholder[each] and not self.chains.child_counts[each]:
+                self._free(each)
+
+    def _free(self, row: int) -> None:
+        """Nobody follows a placeholder any more."""
+        key = self.keys[row]
+        if self._placeholders.get(key) == row:
+            del self._placeholders[key]
+        self._is_placeholder[row] = False
         self.keys[row] = _NOBODY
-        self.parents[row] = None
         self._vacant.append(row)
 
     def pin(self, rows: Iterable[int], tier: Tier) -> None:

@@ -2,19 +2,18 @@
 """Which block follows which, tier by tier: trees over the catalog's rows, in arrays. Scheduler thread only.
 
 A block's parent is the block before it in its chain. A tier's tree links the copies in that tier to
-the row of their parent, whether or not that has a copy there too. A row whose parent has no row is
-kept by the parent's key, until the parent comes (back).
+the row of their parent, whether or not that has a copy there too.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdisk.blocks import BlockKey, Tier
+from kvdisk.blocks import Tier
 
 NONE = -1
 TIERS: tuple[Tier, ...] = tuple(tier for tier in Tier if tier is not Tier.GPU)
@@ -22,16 +21,18 @@ TIERS: tuple[Tier, ...] = tuple(tier for tier in Tier if tier is not Tier.GPU)
 
 
 class Chains:
-    """Trees of rows, which the catalog keeps. ``parent_rows[row]``, which the catalog sets for a row that comes: NONE
-    where no row is the parent's."""
+    """Trees of rows, which the catalog keeps. ``parent_rows[row]``: NONE where the block is the first of its chain.
+
+    ``child_counts[row]``: how many rows have this one as their parent, with copies or not yet.
+    """
 
     def __init__(self) -> None:
         self.parent_rows = array("i")
+        self.child_counts = array("I")
         # Of a row: its first child in a tier. Of a copy: its neighbours among the children of its parent.
         self._first = {tier: array("i") for tier in TIERS}
         self._next = {tier: array("i") for tier in TIERS}
         self._previous = {tier: array("i") for tier in TIERS}
-        self._orphans: dict[BlockKey, set[int]] = {}
 
     def first(self, row: int, tier: Tier) -> int:
         """Return a row whose copy in ``tier`` follows this row's block; NONE where there is none."""
@@ -44,58 +45,24 @@ class Chains:
     def grow(self, count: int) -> None:
         """Make place for so many more rows."""
         nothing = array("i", [NONE]) * count
+        self.child_counts.frombytes(bytes(count * self.child_counts.itemsize))
         self.parent_rows += nothing
         for arrays in (self._first, self._next, self._previous):
             for links in arrays.values():
                 links.extend(nothing)
 
-    def await_parent(self, row: int, parent: BlockKey) -> None:
-        """A row has come whose parent has none."""
-        self._orphans.setdefault(parent, set()).add(row)
-
-    def take_orphans(self, key: BlockKey) -> Iterable[int]:
-        """Return the rows that waited for their parent ``key``, which wait no more."""
-        return self._orphans.pop(key, ())
-
-    def give_parent(self, row: int, parent_row: int, tiers: Iterable[Tier]) -> None:
-        """A row's parent has come. ``tiers``: where the row has copies."""
+    def set_parent(self, row: int, parent_row: int) -> None:
+        """A row that has no copies and no parent yet gets its parent."""
         self.parent_rows[row] = parent_row
-        for tier in tiers:
-            self.link((row,), tier)
+        self.child_counts[parent_row] += 1
 
-    def remove(self, row: int, parent: BlockKey | None, key: BlockKey | None) -> None:
-        """A row has lost its last copy. ``key``: its own, for which children wait; None: never back."""
-        if parent is not None and self.parent_rows[row] == NONE:
-            self._forget_orphan(row, parent)
-        self.parent_rows[row] = NONE
-        for first in self._first.values():
-            if first[row] != NONE:
-                self._leave_children(row, key)
-                break
-
-    def _forget_orphan(self, row: int, parent: BlockKey) -> None:
-        waiting = self._orphans.get(parent)
-        if waiting is not None:
-            waiting.discard(row)
-            if not waiting:
-                del self._orphans[parent]
-
-    def _leave_children(self, row: int, key: BlockKey | None) -> None:
-        children: set[int] = set()
-        for tier in TIERS:
-            child = self._first[tier][row]
-            while child != NONE:
-                children.add(child)
-                child = self._next[tier][child]
-            self._first[tier][row] = NONE
-        for child in children:
-            self.parent_rows[child] = NONE
-        if children and key is not None:
-            self._orphans[key] = children
-
-    def forget_orphans(self) -> None:
-        """No parent that somebody waits for will come: its weights are gone."""
-        self._orphans.clear()
+    def leave_parent(self, row: int) -> int:
+        """A row has lost its last copy. Return the row of its parent, or NONE, which it does not follow any more."""
+        parent_row = self.parent_rows[row]
+        if parent_row != NONE:
+            self.parent_rows[row] = NONE
+            self.child_counts[parent_row] -= 1
+        return parent_row
 
     def link(self, rows: Iterable[int], tier: Tier) -> None:
         """Some rows' copies in a tier have begun."""
@@ -127,36 +94,20 @@ class Chains:
             if younger != NONE:
                 before[younger] = older
 
-    def fill(self, tier: Tier, parent_rows: NDArray[np.int32], parents: Sequence[BlockKey | None]) -> None:
-        """Take over rows 0, 1, ... which all have a copy in ``tier`` and nowhere else; there are none yet."""
+    def fill(self, tier: Tier, parent_rows: NDArray[np.int32]) -> None:
+        """Take over rows 0, 1, ... as if ``link`` were told of one after the other; there are none yet."""
         assert not self.parent_rows
         count = len(parent_rows)
-        nothing = np.full(count, NONE, np.int32)
+        self.grow(count)
         children = np.flatnonzero(parent_rows != NONE).astype(np.int32)
-        first, after, before = nothing.copy(), nothing.copy(), nothing.copy()
-        first[parent_rows[children]] = children
-        # Most are the only child; the others are linked in ascending order.
-        several = np.bincount(parent_rows[children], minlength=count) > 1
-        children = children[several[parent_rows[children]]]
         children = children[np.argsort(parent_rows[children], kind="stable")]
-        same = parent_rows[children[1:]] == parent_rows[children[:-1]]
-        after[children[:-1][same]] = children[1:][same]
-        before[children[1:][same]] = children[:-1][same]
-        heads = children[np.concatenate(([True], ~same))] if len(children) else children
-        first[parent_rows[heads]] = heads
-        self.parent_rows = _array(parent_rows)
-        for other in TIERS:
-            mine = other is tier
-            self._first[other] = _array(first if mine else nothing)
-            self._next[other] = _array(after if mine else nothing)
-            self._previous[other] = _array(before if mine else nothing)
-        for row in np.flatnonzero(parent_rows == NONE).tolist():
-            parent = parents[row]
-            if parent is not None:
-                self._orphans.setdefault(parent, set()).add(row)
-
-
-def _array(values: NDArray[np.int32]) -> array[int]:
-    filled = array("i")
-    filled.frombytes(np.ascontiguousarray(values, np.int32).tobytes())
-    return filled
+        parents = parent_rows[children]
+        first, after, before = (
+            np.frombuffer(links[tier], np.int32) for links in (self._first, self._next, self._previous)
+        )
+        first[parents] = children  # the last of each parent's
+        same = parents[1:] == parents[:-1]
+        after[children[1:][same]] = children[:-1][same]
+        before[children[:-1][same]] = children[1:][same]
+        np.frombuffer(self.parent_rows, np.int32)[:] = parent_rows
+        np.frombuffer(self.child_counts, np.uint32)[:] = np.bincount(parents, minlength=count)

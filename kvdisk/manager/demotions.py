@@ -7,11 +7,11 @@ other half always serves new blocks (invariant 8); of one slot that one. Schedul
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import compress
 
 from kvdisk.manager.catalog import ABSENT, READY
+from kvdisk.manager.eviction import RowLists
 from kvdisk.manager.jobs import MoveDetail
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import Parts
@@ -37,7 +37,8 @@ class Demotions:
         self._lower = lower
         self._neighbours = neighbours
         self._limits = [max(1, count // 2) for count in upper.pool.total]
-        self._queues: list[OrderedDict[int, None]] = [OrderedDict() for _ in upper.pool.total]
+        self._queued = RowLists(len(self._limits))
+        """By size class."""
         self.stalls = False
         upper.lower = self
 
@@ -65,9 +66,8 @@ class Demotions:
         taken = 0
         for row in rows:
             size_class = self._upper.class_of(row)
-            queue = self._queues[size_class]
-            if row not in queue and len(queue) < self._limits[size_class]:
-                queue[row] = None
+            if not self._queued.holds(row) and self.count(size_class) < self._limits[size_class]:
+                self._queued.append((row,), size_class)
                 taken += 1
         return taken
 
@@ -93,20 +93,21 @@ class Demotions:
 
     def is_queued(self, row: int) -> bool:
         """Whether a copy waits for its demotion."""
-        return row in self._queues[self._upper.class_of(row)]
+        return self._queued.holds(row)
 
     def forget(self, row: int) -> None:
         """A copy has ended."""
-        self._queues[self._upper.class_of(row)].pop(row, None)
+        if self._queued.holds(row):
+            self._queued.remove((row,), self._upper.class_of(row))
 
     def count(self, size_class: int) -> int:
         """Return how many copies of a size class are queued."""
-        return len(self._queues[size_class])
+        return self._queued.counts[size_class]
 
     @property
     def total(self) -> int:
         """How many copies are queued."""
-        return sum(map(len, self._queues))
+        return sum(self._queued.counts)
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -114,24 +115,24 @@ class Demotions:
         """Have room made in the lower tier for what is queued, and plan jobs for what has found some."""
         lower = self._lower
         if not lower.is_open:
-            for queue in self._queues:
-                queue.clear()
+            self._queued = RowLists(len(self._limits))
             return
         self.stalls = not lower.may_write(now)
-        lower.make_room(now, [len(queue) for queue in self._queues])
-        for size_class, queue in enumerate(self._queues):
-            while queue and lower.may_write(now):
+        lower.make_room(now, list(self._queued.counts))
+        for size_class in range(len(self._limits)):
+            while self.count(size_class) and lower.may_write(now):
                 if self._transfers.count(JobKind.DEMOTE) >= MAX_DEMOTE_JOBS:
                     return
-                if not self._plan_job(size_class, queue):
+                if not self._plan_job(size_class):
                     break
 
-    def _plan_job(self, size_class: int, queue: OrderedDict[int, None]) -> bool:
+    def _plan_job(self, size_class: int) -> bool:
         """Plan one job of the first that are queued; False where there is no room for any."""
-        slots = self._lower.allocate(size_class, min(MAX_DEMOTE_MOVES, len(queue)))
+        slots = self._lower.allocate(size_class, min(MAX_DEMOTE_MOVES, self.count(size_class)))
         if not slots:
             return False
-        rows, catalog = [queue.popitem(last=False)[0] for _ in slots], self._catalog
+        rows, catalog = self._queued.first(len(slots), size_class), self._catalog
+        self._queued.remove(rows, size_class)
         source, target = self._upper.tier, self._lower.tier
         catalog.begin(rows, target, slots)
         catalog.pin(rows, source)
@@ -140,7 +141,7 @@ class Demotions:
                 catalog.keys[row],
                 catalog.generations[row],
                 slots={source: catalog.slot(row, source), target: slot},
-                parent=catalog.parents[row],
+                parent=catalog.parent(row),
             )
             for row, slot in zip(rows, slots, strict=True)
         ]
@@ -152,6 +153,6 @@ class Demotions:
         """Whether what is queued can be planned. ``silent``: nothing was heard of commits for long: none is awaited."""
         lower = self._lower
         return lower.may_write(now) and any(
-            queue and not lower.is_stuck(size_class) and not (silent and lower.awaits_commit(size_class))
-            for size_class, queue in enumerate(self._queues)
+            count and not lower.is_stuck(size_class) and not (silent and lower.awaits_commit(size_class))
+            for size_class, count in enumerate(self._queued.counts)
         )

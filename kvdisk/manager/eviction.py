@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +18,16 @@ from kvdisk.manager.catalog import Catalog, number_of
 from kvdisk.manager.chains import NONE
 
 _ABSENT: Final = 2**32 - 1
-"""Both neighbours of a row that is in no list. Unsigned integers are set in two thirds of the time of signed ones."""
+"""Both neighbours of a row that is in no list."""
 GROWN_ROWS = 64
 """Rows that an array grows by at a time."""
+
+
+class Keys(Protocol):
+    """The keys of the catalog's rows."""
+
+    def __getitem__(self, row: int, /) -> Any:
+        """Return the key of a row's block."""
 
 
 class RowLists:
@@ -41,7 +48,7 @@ class RowLists:
         if not rows:
             return
         ends = self._ends
-        lacking = (rows[0] if len(rows) == 1 else max(rows)) + ends + 1 - len(self._older)
+        lacking = max(rows) + ends + 1 - len(self._older)
         if lacking > 0:
             nothing = array("I", [_ABSENT]) * (lacking + GROWN_ROWS)
             self._older += nothing
@@ -101,20 +108,26 @@ class RowLists:
         """Return the row after this one in its list; negative after the newest."""
         return self._newer[row + self._ends] - self._ends
 
-    def fill(self, rows: NDArray[np.int32], number: int = 0) -> None:
-        """Fill an empty list with rows that are in none, the oldest first."""
-        if not len(rows):
-            return
+    def first(self, count: int, number: int = 0) -> list[int]:
+        """Return the oldest rows of a list, which has so many."""
+        rows = [self.oldest(number)]
+        while len(rows) < count:
+            rows.append(self.newer(rows[-1]))
+        return rows
+
+    def fill(self, rows: NDArray[np.int32], numbers: NDArray[np.uint8]) -> None:
+        """Fill empty lists with rows, the oldest first. ``numbers``: the list of each."""
         assert sum(self.counts) == 0
         places = rows.astype(np.uint32) + self._ends
-        older = np.full(int(places.max()) + 1, _ABSENT, np.uint32)
+        older = np.full(int(places.max(initial=self._ends - 1)) + 1, _ABSENT, np.uint32)
         older[: self._ends] = np.arange(self._ends)
         newer = older.copy()
-        older[places[1:]], newer[places[:-1]] = places[:-1], places[1:]
-        older[places[0]], newer[places[-1]] = number, number
-        older[number], newer[number] = places[-1], places[0]
+        for number in range(self._ends):
+            alike = places[numbers == number]
+            ring = np.concatenate(([number], alike)).astype(np.uint32)
+            older[ring], newer[ring] = np.roll(ring, 1), np.roll(ring, -1)
+            self.counts[number] = len(alike)
         self._older, self._newer = array("I", older.tobytes()), array("I", newer.tobytes())
-        self.counts[number] = len(rows)
 
 
 class EvictionPolicy(Protocol):
@@ -135,8 +148,11 @@ class EvictionPolicy(Protocol):
     def remove(self, rows: Sequence[int]) -> None:
         """Copies left the tier, for whatever reason; rows still have their keys. Those not there are ignored."""
 
-    def fill(self, rows: NDArray[np.int32]) -> None:
-        """Insert many rows at once, in this order, into an empty policy: what was there before a restart."""
+    def fill(self, rows: NDArray[np.int32], uses: NDArray[np.uint32]) -> None:
+        """Insert many rows at once, in this order, into an empty policy: what was there before a restart.
+
+        ``uses``: how often each was used since it was stored.
+        """
 
     def proposals(self) -> Iterator[int]:
         """Yield rows in the order in which they should leave. Removes none: a row that the caller leaves where it is
@@ -165,11 +181,11 @@ class LruPolicy:
 
     def remove(self, rows: Sequence[int]) -> None:
         """Take rows out; those that are not there are ignored."""
-        self._rows.remove([row for row in rows if self._rows.holds(row)])
+        self._rows.remove(self._rows.held(rows))
 
-    def fill(self, rows: NDArray[np.int32]) -> None:
+    def fill(self, rows: NDArray[np.int32], uses: NDArray[np.uint32]) -> None:  # noqa: ARG002 - the order says all
         """Insert many rows, the oldest first."""
-        self._rows.fill(rows)
+        self._rows.fill(rows, np.zeros(len(rows), np.uint8))
 
     def proposals(self) -> Iterator[int]:
         """Yield from the oldest on."""
@@ -194,13 +210,14 @@ class S3FifoPolicy:
     _LONGEST_STREAK = 8
     """Rows of the main queue that are proposed before one on probation is, whatever the shares."""
 
-    def __init__(self, keys: Sequence[BlockKey]) -> None:
+    def __init__(self, keys: Keys) -> None:
         self._keys = keys
         self._queues = RowLists(2)
         # By row: uses since it came to its queue, and whether that is the main one.
         self._uses = bytearray()
         self._is_main = bytearray()
-        self._left = RecentKeys()
+        self._left = LeftKeys(1)
+        self._now = self._life = 0
 
     def insert(self, rows: Sequence[int]) -> None:
         """Put rows on probation, or in the main queue where they have left not long ago."""
@@ -208,18 +225,15 @@ class S3FifoPolicy:
             return
         lacking = max(rows) + 1 - len(self._uses)
         if lacking > 0:
-            nothing = bytes(lacking + GROWN_ROWS)
-            self._uses += nothing
-            self._is_main += nothing
-        uses, is_main, keys = self._uses, self._is_main, self._keys
-        back = self._left.take([keys[row] for row in rows])
-        for row, was_here in zip(rows, back, strict=True):
-            uses[row] = 0
-            is_main[row] = was_here
-        if any(back):
-            self._queues.append([row for row in rows if is_main[row]], 1)
-            rows = [row for row in rows if not is_main[row]]
-        self._queues.append(rows, 0)
+            self._uses += bytes(lacking + GROWN_ROWS)
+            self._is_main += bytes(lacking + GROWN_ROWS)
+        keys = self._keys
+        known = self._left.take([keys[row] for row in rows], self._now)
+        for at, row in enumerate(rows):
+            self._uses[row] = 0
+            self._is_main[row] = at in known and known[at][1] < self._life
+        for number in (1, 0):
+            self._queues.append([row for row in rows if self._is_main[row] == number], number)
 
     def access(self, rows: Sequence[int]) -> None:
         """Count a use of each."""
@@ -233,19 +247,21 @@ class S3FifoPolicy:
 
     def remove(self, rows: Sequence[int]) -> None:
         """Take rows out; those on probation are remembered. Rows that are not there are ignored."""
-        queues, is_main, keys = self._queues, self._is_main, self._keys
-        holds, life = queues.holds, sum(queues.counts)
-        on_probation = [row for row in rows if holds(row) and not is_main[row]]
-        in_main = [row for row in rows if holds(row) and is_main[row]] if len(on_probation) < len(rows) else ()
-        queues.remove(on_probation, 0)
-        queues.remove(in_main, 1)
-        self._left.add([keys[row] for row in on_probation], life)
+        held, life = self._queues.held(rows), sum(self._queues.counts)
+        left = [row for row in held if not self._is_main[row]]
+        self._queues.remove(left, 0)
+        self._queues.remove([row for row in held if self._is_main[row]], 1)
+        if left:
+            times = range(self._now + 1, self._now + 1 + len(left))
+            self._left.add([self._keys[row] for row in left], [0] * len(left), times, life)
+            self._now, self._life = times[-1], life
 
-    def fill(self, rows: NDArray[np.int32]) -> None:
-        """Insert many rows, the oldest first: all on probation, since nothing says which were used."""
-        count = int(rows.max()) + 1 if len(rows) else 0
-        self._uses, self._is_main = bytearray(count), bytearray(count)
-        self._queues.fill(rows)
+    def fill(self, rows: NDArray[np.int32], uses: NDArray[np.uint32]) -> None:
+        """Insert many rows, the oldest first: all on probation, which those that were used leave for the main queue."""
+        by_row = np.zeros(int(rows.max(initial=-1)) + 1, np.uint8)
+        by_row[rows] = np.minimum(uses, self._MOST_USES)
+        self._uses, self._is_main = bytearray(by_row), bytearray(len(by_row))
+        self._queues.fill(rows, np.zeros(len(rows), np.uint8))
 
     def proposals(self) -> Iterator[int]:
         """Yield from the oldest on of the queue that is above its share; rows that were used move on."""
@@ -272,49 +288,6 @@ class S3FifoPolicy:
             waiting[1] += 1
             if places[1] < 0:
                 places[1] = row
-
-
-class RecentKeys:
-    """Keys that were added not long ago, by their hashes in a fixed table: 8 bytes a place, one or two places a row.
-
-    A place keeps a part of the hash, never 0, and when it was written; a later key takes it over. A key may be
-    forgotten early, and, once in 2**32 times, another be taken for it: it decides nothing but who leaves first.
-    """
-
-    def __init__(self) -> None:
-        self._marks = array("I", [0])
-        self._times = array("I", [0])
-        self._mask = 0
-        self._now = 0
-        self._life = 0
-
-    def add(self, keys: Sequence[BlockKey], life: int) -> None:
-        """Remember each key until about ``life`` more have been added."""
-        if not keys:
-            return
-        if self._mask + 1 < life:  # the larger table is empty; it grows to more than asked for, so this is rare
-            size = 1 << (life - 1).bit_length()
-            self._marks, self._times, self._mask = array("I", [0]) * size, array("I", [0]) * size, size - 1
-        self._life = life
-        marks, times, mask, now = self._marks, self._times, self._mask, self._now
-        for name in map(number_of, keys):
-            now = (now + 1) & 0xFFFFFFFF
-            place = name & mask
-            marks[place] = name >> 31 & 0xFFFFFFFF | 1
-            times[place] = now
-        self._now = now
-
-    def take(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Return for each key whether it is remembered; forget it."""
-        marks, times, mask, now, life = self._marks, self._times, self._mask, self._now, self._life
-        found = []
-        for name in map(number_of, keys):
-            place = name & mask
-            known = marks[place] == name >> 31 & 0xFFFFFFFF | 1 and (now - times[place]) & 0xFFFFFFFF < life
-            if known:
-                marks[place] = 0
-            found.append(known)
-        return found
 
 
 _MOST_USES = 9
@@ -352,13 +325,13 @@ class CreditPolicy:
     The constants are those of decision 25.
     """
 
-    def __init__(self, keys: Sequence[BlockKey]) -> None:
+    def __init__(self, keys: Keys) -> None:
         self._keys = keys
         self._lists = RowLists(_CLASSES)
         # By row: how often it was used, up to the most that matter, and when last.
         self._uses = bytearray()
         self._last = array("Q")
-        self._left = LeftKeys()
+        self._left = LeftKeys(_FEWEST_PLACES)
         self._now = 0
         self._learnt = 0
         self.interval = 0.0
@@ -367,9 +340,12 @@ class CreditPolicy:
         """Make rows the newest; those that have left not long ago are used again."""
         if not rows:
             return
-        self._grow((rows[0] if len(rows) == 1 else max(rows)) + 1)
+        lacking = max(rows) + 1 - len(self._uses)
+        if lacking > 0:
+            self._uses += bytes(lacking + GROWN_ROWS)
+            self._last.frombytes(bytes(8 * (lacking + GROWN_ROWS)))
         uses, last, now, keys = self._uses, self._last, self._now, self._keys
-        known = self._left.take([keys[row] for row in rows], now) if self._left.place_count else {}
+        known = self._left.take([keys[row] for row in rows], now)
         for row in rows:
             now += 1
             uses[row] = 1
@@ -377,10 +353,8 @@ class CreditPolicy:
         self._now = now
         for at, (count, age) in known.items():
             uses[rows[at]] = self._count_use(count, age)
-        if known:
-            self._append(rows)
-        else:
-            self._lists.append(rows, 0)
+        for number, alike in self._by_class(rows):
+            self._lists.append(alike, number)
 
     def access(self, rows: Sequence[int]) -> None:
         """Count a use of each, and make rows the newest."""
@@ -410,17 +384,18 @@ class CreditPolicy:
         rows = lists.held(rows)
         for number, alike in self._by_class(rows):
             lists.remove(alike, number)
-        self._left.add(rows, self._keys, self._uses, self._last, count)
+        keys, uses, last = self._keys, self._uses, self._last
+        self._left.add([keys[row] for row in rows], [uses[row] for row in rows], [last[row] for row in rows], count)
 
-    def fill(self, rows: NDArray[np.int32]) -> None:
-        """Insert many rows, the oldest first: used once each, since nothing says how often they were."""
-        count = int(rows.max()) + 1 if len(rows) else 0
-        self._uses = bytearray(b"\1") * count
-        last = np.zeros(count, np.uint64)
-        last[rows] = np.arange(1, len(rows) + 1, dtype=np.uint64)
-        self._last = array("Q", last.tobytes())
+    def fill(self, rows: NDArray[np.int32], uses: NDArray[np.uint32]) -> None:
+        """Insert many rows, the oldest first, as if one were used after the other; being stored counts as a use."""
+        counts = np.minimum(uses, _MOST_USES - 1).astype(np.uint8) + np.uint8(1)
+        count = int(rows.max(initial=-1)) + 1
+        by_row, last = np.ones(count, np.uint8), np.zeros(count, np.uint64)
+        by_row[rows], last[rows] = counts, np.arange(1, len(rows) + 1, dtype=np.uint64)
+        self._uses, self._last = bytearray(by_row), array("Q", last.tobytes())
         self._now = len(rows)
-        self._lists.fill(rows)
+        self._lists.fill(rows, np.frombuffer(_TO_CLASS, np.uint8)[counts])
 
     def proposals(self) -> Iterator[int]:
         """Yield from the one on that counts as used longest ago. Within a class that is the order of last use."""
@@ -454,16 +429,6 @@ class CreditPolicy:
         self.interval += (age - self.interval) / self._learnt
         return min(count + 1, _MOST_USES)
 
-    def _grow(self, count: int) -> None:
-        lacking = count - len(self._uses)
-        if lacking > 0:
-            self._uses += bytes(lacking + GROWN_ROWS)
-            self._last.frombytes(bytes(8 * (lacking + GROWN_ROWS)))
-
-    def _append(self, rows: Sequence[int]) -> None:
-        for number, alike in self._by_class(rows):
-            self._lists.append(alike, number)
-
     def _by_class(self, rows: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
         """Return rows by class, each in the order given."""
         if len(rows) == 1:
@@ -478,49 +443,40 @@ class CreditPolicy:
 _TO_CLASS = bytes(_CLASS_OF[min(count, _MOST_USES)] for count in range(256))
 
 
+_FEWEST_PLACES = 1 << 18
+
+
 class LeftKeys:
     """Keys that have left, with their uses and their last, in a table by number: 8 bytes a place.
 
     A later key takes a place over, so that about as many are remembered as there are places: one to two for each
-    row, and no fewer than ``_FEWEST_PLACES``. Once in 2**27 times a key is taken for another: that decides nothing but
-    who leaves first. ``place_count``: 0 before the first is remembered. All of a place is in one integer, as a place is
-    hardly ever in the caches: from the top on 28 bits that tell keys apart, of which one is always set, 28 of the last
-    use, and 4 of the number of uses. All integers here stay below 2**62, up to which they are quick to reckon with.
+    row, and no fewer than ``fewest_places``. Once in 2**27 times a key is taken for another: that decides nothing but
+    who leaves first. A place is one integer below 2**60, as it is hardly ever in the caches: from the top on 28 bits
+    that tell keys apart, of which one is always set, 28 of the last use, and 4 of the number of uses.
     """
 
-    _FEWEST_PLACES = 1 << 18
+    def __init__(self, fewest_places: int) -> None:
+        self._fewest = fewest_places
+        self._table = array("Q")
 
-    def __init__(self) -> None:
-        self._table = array("Q", [0])
-        self.place_count = 0
-
-    def add(
-        self, rows: Sequence[int], keys: Sequence[BlockKey], uses: Sequence[int], last: Sequence[int], total: int
-    ) -> None:
-        """Remember some rows, of a policy that had so many in total. ``keys``, ``uses``, ``last``: of all rows."""
-        if not rows:
-            return
-        if self.place_count < max(total, 1):  # the larger table is empty; it doubles at least, so this is rare
-            size = max(self._FEWEST_PLACES, 1 << (total - 1).bit_length())
-            self._table = array("Q", [0]) * size
-            self.place_count = size
-        table, mask = self._table, self.place_count - 1
-        for row in rows:
-            name = number_of(keys[row]) & _NAME
-            table[name & mask] = (name >> 33 | 1) << 32 | (last[row] & _LAST) << 4 | uses[row]
+    def add(self, keys: Sequence[BlockKey], uses: Sequence[int], last: Sequence[int], total: int) -> None:
+        """Remember keys of a policy that had ``total`` rows. ``uses`` and ``last``: of each."""
+        if keys and len(self._table) < max(total, 1):  # the larger table is empty; it doubles at least: this is rare
+            self._table = array("Q", [0]) * max(self._fewest, 1 << (total - 1).bit_length())
+        table, mask = self._table, len(self._table) - 1
+        for key, count, time in zip(keys, uses, last, strict=True):
+            name = number_of(key) & _NAME
+            table[name & mask] = (name >> 33 | 1) << 32 | (time & _LAST) << 4 | count
 
     def take(self, keys: Sequence[BlockKey], now: int) -> dict[int, tuple[int, int]]:
         """Return by position the uses of each key that is remembered, and how long ago the last was; forget it."""
-        table, mask = self._table, self.place_count - 1
+        table, mask = self._table, len(self._table) - 1
         found: dict[int, tuple[int, int]] = {}
-        if mask < 0:
-            return found
-        for at, key in enumerate(keys):
+        for at, key in enumerate(keys) if table else ():
             name = number_of(key) & _NAME
-            place = name & mask
-            content = table[place]
+            content = table[name & mask]
             if content >> 32 == name >> 33 | 1:
-                table[place] = 0
+                table[name & mask] = 0
                 found[at] = content & 15, now - (content >> 4) & _LAST
         return found
 
@@ -580,17 +536,13 @@ class TailFirst:
 
     def _gather(self, top: int, count: int, evictable: Callable[[int], bool], found: dict[int, None]) -> None:
         """Add to ``found`` what may leave of the tree under ``top``, from its tails on."""
-        before = len(found)
-        start = self._start(top)
+        before, catalog = len(found), self._catalog
+        known, start, generation = self._reached
+        if known != top or catalog.generations[start] != generation or not catalog.evictable_in(self._tier)(start):
+            start = top
         self._walk(top, start, count, evictable, found)
         if len(found) == before and start != top and self._steps > 0:
             self._walk(top, top, count, evictable, found)  # what it reached last time is held back now
-
-    def _start(self, top: int) -> int:
-        known, row, generation = self._reached
-        catalog = self._catalog
-        same = known == top and catalog.generations[row] == generation and catalog.evictable_in(self._tier)(row)
-        return row if same else top
 
     def _walk(self, top: int, start: int, count: int, evictable: Callable[[int], bool], found: dict[int, None]) -> None:
         """Go through the tree under ``top``, children before parents, from ``start`` on towards ``top``."""
@@ -629,7 +581,7 @@ class TailFirst:
         return child == NONE
 
 
-_POLICIES: Mapping[str, Callable[[Sequence[BlockKey]], EvictionPolicy]] = {
+_POLICIES: Mapping[str, Callable[[Keys], EvictionPolicy]] = {
     "credit": CreditPolicy,
     "lru": lambda _: LruPolicy(),
     "s3fifo": S3FifoPolicy,
@@ -637,7 +589,7 @@ _POLICIES: Mapping[str, Callable[[Sequence[BlockKey]], EvictionPolicy]] = {
 EVICTIONS = tuple(_POLICIES)
 
 
-def make_eviction(name: str, keys: Sequence[BlockKey]) -> EvictionPolicy:
+def make_eviction(name: str, keys: Keys) -> EvictionPolicy:
     """Return a new policy by its configuration name. ``keys``: of the catalog's rows, read when a row is given."""
     make = _POLICIES.get(name)
     if make is None:

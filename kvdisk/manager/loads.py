@@ -289,7 +289,7 @@ class LoadPlanner:
             if source is not None:
                 pinned.setdefault(source, []).append(row)
                 block.row, block.source, block.slots[source] = row, source, catalog.slot(row, source)
-                block.generation, block.parent = catalog.generations[row], catalog.parents[row]
+                block.generation, block.parent = catalog.generations[row], catalog.parent(row)
             elif hint is not None:
                 block.source, block.slots[neighbours.TIER] = neighbours.TIER, self._neighbours.pin(hint)
                 block.generation = hint.generation

@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvdisk.blocks import Slot, Tier
+from kvdisk.device.uses import USES_RECORD, UsesRecords
 from kvdisk.index.base import BlockRecord, Index, IndexState, SegmentRecord
 from kvdisk.manager.admission import AdmissionPolicy, WriteBudget
 from kvdisk.manager.catalog import ABSENT, DOOMED
@@ -66,7 +69,7 @@ class NvmeSpace(TierSpace):
         self._index = index
         self._transfers = parts.transfers
         self.segments = Segments(parts.geometry, layout, parts.transfers, parts.stats, drive_count)
-        self.uses = Uses(parts.catalog)
+        self.uses = Uses()
         self._drops: dict[int, _Drop] = {}
         self._ticket = 0
         self._committed = 0
@@ -80,11 +83,17 @@ class NvmeSpace(TierSpace):
 
     # -- start ---------------------------------------------------------------------------------
 
-    def restore(self, home_id: str, fingerprint: bytes) -> None:
-        """Fill the catalog from the index and plan the jobs that open the home and its segments on every rank."""
+    def restore(self, home_id: str, fingerprint: bytes, known_uses: UsesRecords | None = None) -> None:
+        """Fill the catalog from the index and plan the jobs that open the engine store and its segments.
+
+        ``known_uses``: what the engine store's USES file says, if it says anything.
+        """
         records = sorted(self._index.segments())
+        if known_uses is None:
+            known_uses = np.zeros(0, USES_RECORD)
+        segments = {record.segment: record for record in records}
         restored = restore_blocks(
-            self._index, self._geometry, self._catalog, self._orders, {record.segment: record for record in records}
+            self._index, self._geometry, self._catalog, self._orders, segments, self.uses, known_uses
         )
         if restored.stale:
             self._ticket = self._index.delete(restored.stale)
@@ -92,8 +101,6 @@ class NvmeSpace(TierSpace):
         for spec in self.segments.specs.values():
             used = restored.used.get(spec.segment)
             self.pool.add_segment(spec.segment, self.segments.class_of(spec), spec.slot_count, used, spec.drive)
-        self.uses.add_segments((spec.segment, spec.slot_count) for spec in self.segments.specs.values())
-        self.uses.adopt_all()
         self.pool.retain(restored.stale_slots, self._ticket)
         for spec in self.segments.surplus():
             self._drop_segment(spec)
@@ -101,7 +108,7 @@ class NvmeSpace(TierSpace):
     # -- slots ---------------------------------------------------------------------------------
 
     def allocate(self, size_class: int, count: int, *, keep_queued: bool = False) -> list[Slot]:  # noqa: ARG002
-        """Take up to ``count`` free slots, in runs, piece by piece from the drives in turn; fewer, or none, for want.
+        """Take up to ``count`` free slots, run by run from the drives in turn; fewer, or none, for want.
 
         From the drives that could be written when ``may_write`` was last called. They are charged to the budget.
         """
@@ -111,7 +118,7 @@ class NvmeSpace(TierSpace):
         slots: list[Slot] = []
         drives = [drive for drive in self.segments.writable if self.pool.free_on(size_class, (drive,))]
         while drives and len(slots) < count:
-            drive, most = self._turns.next_piece(size_class, drives)
+            drive, most = self._turns.next_run(size_class, drives)
             taken = self.pool.allocate(size_class, min(most, count - len(slots)), drive)
             if taken:
                 self._turns.took(size_class, len(taken))
@@ -151,7 +158,7 @@ class NvmeSpace(TierSpace):
 
     def _record(self, rows: Sequence[int], now_s: int) -> None:
         """Queue the records of READY copies for the index. A full queue costs only their life after a restart."""
-        self.uses.begin(rows)
+        self.uses.begin(rows, [self._catalog.generations[row] for row in rows])
         catalog = self._catalog
         records = [
             BlockRecord(
@@ -159,7 +166,7 @@ class NvmeSpace(TierSpace):
                 catalog.keys[row],
                 catalog.slot(row, Tier.NVME),
                 catalog.generations[row],
-                catalog.parents[row],
+                catalog.parent(row),
                 now_s,
             )
             for row in rows
@@ -171,7 +178,7 @@ class NvmeSpace(TierSpace):
     def reached(self, rows: Sequence[int]) -> None:
         """A request has come to these blocks, which are in some tier; of one chain the tail comes first."""
         super().reached(rows)
-        self.uses.log.extend(rows)
+        self.uses.reached(rows)
 
     def drop(self, rows: Sequence[int]) -> None:
         """End unpinned copies: their records are deleted, their slots go to limbo."""
@@ -179,6 +186,7 @@ class NvmeSpace(TierSpace):
             return
         names = [(self._catalog.epochs[row], self._catalog.keys[row]) for row in rows]
         slots = self._end(rows)
+        self.uses.end(rows)
         self._ticket = self._index.delete(names)
         self.pool.retain(slots, self._ticket)
 
@@ -243,7 +251,6 @@ class NvmeSpace(TierSpace):
             self._drop_segment(spec)
         elif spec.create:
             self.segments.drives.segment_made(spec.drive)
-            self.uses.add_segments([(spec.segment, spec.slot_count)])
             self._ticket = self._index.put_segment(
                 SegmentRecord(spec.segment, spec.slot_bytes, spec.slot_count, spec.drive)
             )
@@ -263,7 +270,6 @@ class NvmeSpace(TierSpace):
         self.drop([row for row in rows if self._catalog.pins(row, Tier.NVME) == 0])
         if self.pool.has_segment(spec.segment):
             self.pool.retire_segment(spec.segment)
-        self.uses.drop_segment(spec.segment)
         self._drops[spec.segment] = _Drop(spec, pinned)
 
     def _is_in(self, row: int, segment: int) -> bool:
@@ -324,8 +330,8 @@ class NvmeSpace(TierSpace):
         return found
 
     def may_write(self, now: float) -> bool:
-        """Whether demotions may be planned: the home is open, some drive is in order with no back-off running, and
-        the budget is not spent."""
+        """Whether copies may be written: the store is open, some drive is in order and not in a back-off, and the
+        budget is not spent."""
         return self.segments.may_write(now) and (self._budget is None or self._budget.refresh(now))
 
     @property
@@ -350,13 +356,13 @@ class NvmeSpace(TierSpace):
         return True
 
     def reset(self) -> None:
-        """Forget what was counted. Records stay for engines that load the files."""
+        """Forget what was counted. UsesRecords stay for engines that load the files."""
         self.admission.reset()
 
     def refresh(self, now: float, now_s: int) -> bool:
         """Learn how far commits have come, and which drives may be used again. Return whether room may be free."""
         released = self.commit()
-        self.uses.count(now, now_s)
+        self.uses.count(now_s)
         resumed = self.segments.drives.refresh(now) and self.may_write(now)
         if self._budget is not None:
             resumed |= self._budget.refresh(now) and self._budget.take_resumed()

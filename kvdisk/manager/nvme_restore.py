@@ -7,22 +7,22 @@ time: columns come from the index, and columns go to the catalog.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import accumulate, compress, pairwise, repeat
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import GROUP_BYTES, BlockKey, Slot, Tier
+from kvdisk.device.uses import UsesRecords
 from kvdisk.geometry import FILE_EPOCH, Geometry
 from kvdisk.index.base import BlockColumns, Index, SegmentRecord
 from kvdisk.manager.catalog import Catalog, CommittedCopies
 from kvdisk.manager.chains import NONE
 from kvdisk.manager.eviction import TailFirst
+from kvdisk.manager.uses import Uses
 
-_WORD_BYTES = 8
 _Flags = NDArray[np.bool_]
 
 
@@ -42,11 +42,15 @@ def restore_blocks(
     catalog: Catalog,
     policies: Sequence[TailFirst],
     segments: Mapping[int, SegmentRecord],
+    uses: Uses,
+    known_uses: UsesRecords,
 ) -> Restored:
-    """Adopt the blocks that can be served, in ``catalog`` (which has none yet) and by size class in ``policies``."""
+    """Adopt the blocks that can be served, in ``catalog`` (which has none yet) and by size class in ``policies``.
+
+    With ``uses``, which has none yet either: of ``known_uses`` what is of these blocks.
+    """
     columns = index.block_columns()
-    table = _table(b"".join(columns.keys), set(map(len, columns.keys)))
-    groups = _groups_of(columns.keys, table)
+    groups = np.frombuffer(b"".join([key[-GROUP_BYTES:] for key in columns.keys]), ">u2").astype(np.int64)
     inside, suitable = _place(geometry, columns, groups, segments)
     fresh, used = _taken_slots(columns, inside, segments)
     kept = fresh & suitable & (columns.epochs == FILE_EPOCH)
@@ -58,29 +62,19 @@ def restore_blocks(
     )
     if len(stale):
         columns, groups = _only(columns, kept), groups[kept]
-        table = None if table is None else table[kept]
-    parent_rows = _parent_rows(columns, table)
-    parents = _parents(columns, parent_rows)
-    copies = CommittedCopies(columns.keys, parents, parent_rows, columns.generations, columns.segments, columns.indices)
+    copies = CommittedCopies(
+        columns.keys, *_find_parents(columns), columns.generations, columns.segments, columns.indices
+    )
     catalog.fill(Tier.NVME, copies, FILE_EPOCH)
-    # The last stored leaves last; within a second, a chain's tail (larger generation) leaves first.
-    order = np.lexsort((~columns.generations, columns.stored_s)).astype(np.int32)
+    uses.fill(columns.generations, known_uses)
+    # What was stored or used last leaves last; within a second, a chain's tail (larger generation) leaves first.
+    last_s = np.maximum(columns.stored_s, uses.table["last_use_s"])
+    order = np.lexsort((~columns.generations, last_s)).astype(np.int32)
     classes = np.array(geometry.size_classes)[groups[order]]
     for size_class, policy in enumerate(policies):
-        policy.fill(order[classes == size_class])
+        rows = order[classes == size_class]
+        policy.fill(rows, uses.table["uses"][rows])
     return restored
-
-
-def _groups_of(keys: Sequence[BlockKey], table: NDArray[np.uint8] | None) -> NDArray[np.int64]:
-    tails = b"".join([key[-GROUP_BYTES:] for key in keys]) if table is None else table[:, -GROUP_BYTES:].tobytes()
-    return np.frombuffer(tails, ">u2").astype(np.int64)
-
-
-def _table(joined: bytes, lengths: set[int]) -> NDArray[np.uint8] | None:
-    """Return joined keys as rows of bytes; None where they are not all of one length, or there are none."""
-    if len(lengths) != 1:
-        return None
-    return np.frombuffer(joined, np.uint8).reshape(-1, *lengths)
 
 
 def _place(
@@ -135,28 +129,22 @@ def _only(columns: BlockColumns, kept: _Flags) -> BlockColumns:
     )
 
 
-def _parent_rows(columns: BlockColumns, table: NDArray[np.uint8] | None) -> NDArray[np.int32]:
-    """Return for each block the position of its parent in ``columns``, or NONE. ``table``: see ``_table``."""
-    keys = columns.keys
-    rows = np.full(len(keys), NONE, np.int32)
-    children = np.flatnonzero(columns.parent_bytes)
-    wanted = _table(columns.parents, set(np.unique(columns.parent_bytes[children]).tolist()))
-    if table is not None and wanted is not None and table.shape[1] == wanted.shape[1] >= _WORD_BYTES:
-        found = _find_alike(table, wanted)
-        rows[children[found != NONE]] = found[found != NONE]
-        children = children[found == NONE]
-    ends = np.cumsum(columns.parent_bytes)
-    for child in children.tolist():  # where keys are not all of one length; else few
-        end = int(ends[child])
-        parent = columns.parents[end - int(columns.parent_bytes[child]) : end]
-        row = bisect_left(keys, parent)
-        if row < len(keys) and keys[row] == parent:
-            rows[child] = row
-    return _without_circles(rows)
+def _find_parents(columns: BlockColumns) -> tuple[NDArray[np.int32], dict[int, BlockKey]]:
+    """Return each block's parent as its position in ``columns``, or NONE; and by position those not among them."""
+    count = len(columns.keys)
+    row_of = dict(zip(columns.keys, range(count), strict=True))
+    ends = accumulate(columns.parent_bytes.tolist(), initial=0)
+    each = (BlockKey(columns.parents[start:end]) for start, end in pairwise(ends))
+    rows = np.fromiter(map(row_of.get, each, repeat(NONE)), np.int32, count)
+    others = {}
+    lengths, ends_of = columns.parent_bytes, np.cumsum(columns.parent_bytes)
+    for row in np.flatnonzero((rows == NONE) & (lengths > 0)).tolist():
+        others[row] = BlockKey(columns.parents[ends_of[row] - lengths[row] : ends_of[row]])
+    return _without_circles(rows), others
 
 
 def _without_circles(parent_rows: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the rows of parents; NONE where the way from a block to its head has no end, whatever its record says."""
+    """Return the rows of parents; NONE where the way from a block to its head has no end: a damaged record says so."""
     ahead = parent_rows.copy()
     for _ in range(len(parent_rows).bit_length() + 1):  # twice as far each time
         on_way = np.flatnonzero(ahead != NONE)
@@ -165,38 +153,3 @@ def _without_circles(parent_rows: NDArray[np.int32]) -> NDArray[np.int32]:
         ahead[on_way] = ahead[ahead[on_way]]
     parent_rows[ahead != NONE] = NONE
     return parent_rows
-
-
-def _find_alike(table: NDArray[np.uint8], needles: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return for each of ``needles`` its row in ``table``, whose rows ascend and are as long.
-
-    NONE where it is not there, and where another row with the same first word comes before it.
-    """
-    length = table.shape[1]
-    first, sought = _word(table, 0, ">u8").astype(np.uint64), _word(needles, 0, ">u8").astype(np.uint64)
-    order = np.argsort(sought)
-    at = np.empty(len(sought), np.int64)
-    at[order] = np.minimum(np.searchsorted(first, sought[order]), len(first) - 1)
-    same = first[at] == sought
-    for start in range(_WORD_BYTES, length - _WORD_BYTES + 1, _WORD_BYTES):
-        same &= _word(table, start, "u8")[at] == _word(needles, start, "u8")
-    for start in range(length - length % _WORD_BYTES, length):
-        same &= table[:, start][at] == needles[:, start]
-    return np.where(same, at, NONE)
-
-
-def _word(rows: NDArray[np.uint8], start: int, dtype: str) -> NDArray[np.uint64]:
-    words: NDArray[np.uint64] = np.ascontiguousarray(rows[:, start : start + _WORD_BYTES]).view(dtype).ravel()
-    return words
-
-
-def _parents(columns: BlockColumns, parent_rows: NDArray[np.int32]) -> list[BlockKey | None]:
-    """Return each block's parent: the very object of ``keys`` where it is among them."""
-    choice = np.empty(len(columns.keys) + 1, np.object_)
-    choice[:-1] = columns.keys
-    parents: list[BlockKey | None] = choice[parent_rows].tolist()  # the last, for NONE, is None
-    ends = np.cumsum(columns.parent_bytes)
-    for row in np.flatnonzero((parent_rows == NONE) & (columns.parent_bytes > 0)).tolist():
-        end = int(ends[row])
-        parents[row] = BlockKey(columns.parents[end - int(columns.parent_bytes[row]) : end])
-    return parents

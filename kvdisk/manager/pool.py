@@ -118,8 +118,6 @@ class SlotPool:
         """By segment: those of its drive and size class."""
         self._runs: list[dict[int, FreeRuns]] = [{} for _ in range(size_class_count)]
         """By size class and drive."""
-        self._places: list[list[FreeRuns]] = [[] for _ in range(size_class_count)]
-        """The same, by size class."""
         self._limbo: deque[tuple[int, list[_Range]]] = deque()
 
     def add_segment(
@@ -138,7 +136,6 @@ class SlotPool:
         found = self._runs[size_class]
         if drive not in found:
             found[drive] = FreeRuns()
-            self._places[size_class].append(found[drive])
         runs = self._runs_of[segment] = found[drive]
         for start, end in _ranges_of(states, _FREE):
             runs.add((segment << _SHIFT) + start, end - start)
@@ -169,9 +166,8 @@ class SlotPool:
         is, the longest are used up.
         """
         slots: list[Slot] = []
-        places, wanted = self._places[size_class], count
-        if drive is not None:
-            places = [runs for place, runs in self._runs[size_class].items() if place == drive]
+        by_drive, wanted = self._runs[size_class], count
+        places = [runs for place, runs in by_drive.items() if drive is None or place == drive]
         while wanted > 0:
             runs = _best(places, wanted)
             if runs is None or not runs.free:
@@ -217,9 +213,8 @@ class SlotPool:
                 self._runs_of[segment].add((segment << _SHIFT) + start, length)
 
     def used_indices(self, segment: int) -> list[int]:
-        """Return the indices of a segment's slots that copies hold. For tests and for dropping a segment."""
-        states = self._maps[segment]
-        return [index for index in range(len(states)) if states[index] == _USED]
+        """Return the indices of a segment's slots that copies hold: for tests."""
+        return [index for index, state in enumerate(self._maps[segment]) if state == _USED]
 
     def has_segment(self, segment: int) -> bool:
         """Whether the segment is in service."""

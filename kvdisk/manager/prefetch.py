@@ -302,7 +302,7 @@ class Promotions:
         source = catalog.readable_tier(row)
         if source is not None:
             catalog.pin((row,), source)
-            read_slot, parent = catalog.slot(row, source), catalog.parents[row]
+            read_slot, parent = catalog.slot(row, source), catalog.parent(row)
         else:
             hint = self._neighbours.hint(key)
             assert hint is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The segments of this engine's home, the budget they are cut from, and the health of their drives.
+"""The segments of this engine store, the budget they are cut from, and the health of their drives.
 
 Segments are made one at a time per size class as room is needed, up to the budget, and by jobs that every rank runs."""
 
@@ -18,6 +18,21 @@ from kvdisk.manager.jobs import JobRecord, Transfers
 from kvdisk.messages import HomeSpec, JobKind, Reason, SegmentSpec
 from kvdisk.stats import Stats
 
+logger = logging.getLogger("kvdisk.manager")
+
+RUN_BYTES = 16 << 20
+"""Of one rank's file: what goes to one drive before the next one's turn."""
+
+FIRST_BACK_OFF_S = 1.0
+LAST_BACK_OFF_S = 60.0
+FIRST_QUARANTINE_S = 60.0
+LAST_QUARANTINE_S = 3600.0
+FAILURES_IN_A_ROW = 8
+"""Blocks that a drive fails to read, with none between that it reads, before it is quarantined."""
+_OPENING_S = 60.0  # old copies stay so long because a segment is being made; on a drive that hangs it never is
+_WRITE_IS_BAD = frozenset({Reason.NO_SPACE, Reason.IO_ERROR})
+"""Failures of a write after which writes stop for a while; so does a write that the drive does not end in time."""
+
 
 @dataclass(frozen=True)
 class NvmeLayout:
@@ -34,16 +49,16 @@ class NvmeLayout:
         segment_bytes: int,
         geometry: Geometry,
         index_bytes_for: Callable[[int], int],
-        uses_charge_bytes: Callable[[int, int], int],
+        uses_charge_bytes: Callable[[int], int],
         drive_count: int = 1,
     ) -> NvmeLayout:
         """Divide ``budget_bytes`` (all ranks) between index, the file of uses, and size classes.
 
         ``index_bytes_for``: bytes of an index of so many blocks; ``uses_charge_bytes``: what the file for so many
-        slots and segments is charged with. Raises ConfigError where nothing fits.
+        slots is charged with. Raises ConfigError where nothing fits.
         """
         without = cls._divide(budget_bytes, segment_bytes, geometry, index_bytes_for, drive_count)
-        uses_bytes = uses_charge_bytes(without.most_slots(geometry), sum(without.most_segments(geometry)))
+        uses_bytes = uses_charge_bytes(without.most_slots(geometry))
         return cls._divide(budget_bytes - uses_bytes, segment_bytes, geometry, index_bytes_for, drive_count)
 
     @classmethod
@@ -91,19 +106,6 @@ class NvmeLayout:
             cap // (segment_charge_bytes(size, count) * geometry.part_count)
             for size, count, cap in zip(geometry.slot_sizes, self.slot_counts, self.class_bytes, strict=True)
         )
-
-
-PIECE_BYTES = 16 << 20
-"""Of one rank's file: what of a run of slots goes to one drive before the next one's turn."""
-
-logger = logging.getLogger("kvdisk.manager")
-
-FIRST_BACK_OFF_S = 1.0
-LAST_BACK_OFF_S = 60.0
-FIRST_QUARANTINE_S = 60.0
-LAST_QUARANTINE_S = 3600.0
-FAILURES_IN_A_ROW = 8
-"""Blocks that a drive fails to read, with none between that it reads, before it is quarantined."""
 
 
 @dataclass(slots=True)
@@ -154,8 +156,11 @@ class Drives:
         assert count > 0
         self._drives = [_Drive() for _ in range(count)]
         self._stats = stats
-        self.quarantined: frozenset[int] = frozenset()
-        """As of the last failure or ``refresh``."""
+
+    @property
+    def quarantined(self) -> frozenset[int]:
+        """The drives that are neither read nor written, as of the last failure or ``refresh``."""
+        return frozenset(number for number, drive in enumerate(self._drives) if drive.quarantined_until_s is not None)
 
     def __len__(self) -> int:
         return len(self._drives)
@@ -168,7 +173,6 @@ class Drives:
                 drive.quarantined_until_s = None
                 drive.failures = FAILURES_IN_A_ROW - 1
                 returned = True
-                self._note_quarantined()
                 logger.warning("kvdisk tries drive %d of the store again.", number)
             if drive.quarantined_until_s is None and drive.writes.has_ended(now):
                 returned = True
@@ -236,53 +240,31 @@ class Drives:
             drive.quarantine_s,
         )
         drive.quarantine_s = min(drive.quarantine_s * 2, LAST_QUARANTINE_S)
-        self._note_quarantined()
-
-    def _note_quarantined(self) -> None:
-        self.quarantined = frozenset(
-            number for number, drive in enumerate(self._drives) if drive.quarantined_until_s is not None
-        )
 
 
 class Turns:
-    """Whose turn it is: of each size class a piece goes to one drive, the next to the next; so a load reads from all.
-
-    ``piece_slots``: slots of a piece by size class.
+    """Whose turn it is: of each size class a run of slots goes to one drive, the next to the next; so a load reads
+    from all. ``run_slots``: slots of a run by size class.
     """
 
-    def __init__(self, piece_slots: Sequence[int]) -> None:
-        assert all(count > 0 for count in piece_slots)
-        self._piece_slots = tuple(piece_slots)
-        self._drive = [0] * len(self._piece_slots)
-        self._left = list(self._piece_slots)
+    def __init__(self, run_slots: Sequence[int]) -> None:
+        assert all(count > 0 for count in run_slots)
+        self._run_slots = tuple(run_slots)
+        self._taken = [0] * len(self._run_slots)
 
     @classmethod
     def of_slots(cls, slot_sizes: Sequence[int]) -> Turns:
         """Return the turns for slots of these sizes in bytes."""
-        return cls([max(1, PIECE_BYTES // size) for size in slot_sizes])
+        return cls([max(1, RUN_BYTES // size) for size in slot_sizes])
 
-    def next_piece(self, size_class: int, drives: Sequence[int]) -> tuple[int, int]:
-        """Return which of ``drives`` (ascending, not empty) is to take how many slots at most."""
-        drive = next((drive for drive in drives if drive >= self._drive[size_class]), drives[0])
-        if drive != self._drive[size_class]:
-            self._drive[size_class] = drive
-            self._left[size_class] = self._piece_slots[size_class]
-        return drive, self._left[size_class]
+    def next_run(self, size_class: int, drives: Sequence[int]) -> tuple[int, int]:
+        """Return which of ``drives`` (not empty) is to take how many slots at most."""
+        turn, taken = divmod(self._taken[size_class], self._run_slots[size_class])
+        return drives[turn % len(drives)], self._run_slots[size_class] - taken
 
     def took(self, size_class: int, count: int) -> None:
-        """Note that so many slots of the piece were taken; with the last one the turn ends."""
-        self._left[size_class] -= count
-        assert self._left[size_class] >= 0
-        if self._left[size_class] == 0:
-            self._drive[size_class] += 1
-            self._left[size_class] = self._piece_slots[size_class]
-
-
-logger = logging.getLogger("kvdisk.manager")
-
-_OPENING_S = 60.0  # old copies stay so long because a segment is being made; on a drive that hangs it never is
-_WRITE_IS_BAD = frozenset({Reason.NO_SPACE, Reason.IO_ERROR})
-"""Failures of a write after which writes stop for a while; so does a write that the drive does not end in time."""
+        """Note that so many slots of the run were taken; with the last one the turn ends."""
+        self._taken[size_class] += count
 
 
 class Segments:
@@ -301,7 +283,7 @@ class Segments:
         self.drives = Drives(drive_count, stats)
         self.writable = list(range(drive_count))
         self.home_open = True
-        """False once a rank could not open the home."""
+        """False once a rank could not open the engine store."""
         self._held: Counter[tuple[int, int]] = Counter()
         """Bytes of all that ``specs`` has, by slot size and drive."""
         self._attaching: set[int] = set()
@@ -311,7 +293,7 @@ class Segments:
     # -- from plan to end ----------------------------------------------------------------------
 
     def restore(self, records: Iterable[SegmentRecord], home_id: str, fingerprint: bytes) -> None:
-        """Take over what the index knows, and plan the jobs that open the home and its segments on every rank."""
+        """Take over what the index knows, and plan the jobs that open the engine store and its segments."""
         for record in records:
             self._note(SegmentSpec(record.segment, record.slot_bytes, record.slot_count, record.drive, create=False))
         self._next = max(self.specs, default=-1) + 1
@@ -335,7 +317,7 @@ class Segments:
 
     @property
     def is_opening(self) -> bool:
-        """Whether no new one may be planned yet: joining the home removes what the index does not know."""
+        """Whether no new one may be planned yet: opening the store removes what the index does not know."""
         return bool(self._attaching) or self._transfers.count(JobKind.OPEN_HOME) > 0
 
     def hold_up(self, now: float) -> bool:
@@ -363,7 +345,7 @@ class Segments:
         return True
 
     def home_failed(self) -> None:
-        """Some rank could not open the home."""
+        """Some rank could not open the engine store."""
         self.home_open = False
         logger.warning("kvdisk could not open its home on every rank; the NVMe tier is off until a restart.")
 
@@ -386,7 +368,7 @@ class Segments:
             logger.warning("kvdisk gives up segment %d, which could not be opened on every rank.", spec.segment)
 
     def surplus(self) -> list[SegmentSpec]:
-        """Return what to drop, the newest first, where the cap has become smaller than what the home holds."""
+        """Return what to drop, the newest first, where the cap has become smaller than what there is."""
         surplus = []
         for size_class, cap in enumerate(self._layout.class_bytes):
             mine = [spec for spec in self.specs.values() if self.class_of(spec) == size_class]
@@ -410,7 +392,7 @@ class Segments:
     # -- drives --------------------------------------------------------------------------------
 
     def may_write(self, now: float) -> bool:
-        """Whether the home is open, and some drive is in order with no back-off running."""
+        """Whether the engine store is open, and some drive is in order with no back-off running."""
         self.writable = self.drives.writable(now) if self.home_open else []
         return bool(self.writable)
 
@@ -443,7 +425,7 @@ class Segments:
         for at, move in enumerate(record.job.moves):
             spec = self.specs.get(move.slots[Tier.NVME].segment) if Tier.NVME in move.slots else None
             if spec is None or spec.segment in dropping:
-                continue  # not of this home, or its files could not be opened
+                continue  # a neighbour's, or its files could not be opened
             reason = record.failed.get(at)
             if reason is Reason.IO_ERROR or at in record.late:
                 self.drives.read_failed(spec.drive, now, hangs=at in record.late)

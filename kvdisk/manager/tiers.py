@@ -8,7 +8,7 @@ that has it. A further tier is a class here, a route of the worker, and a line o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvdisk.blocks import Slot, Tier, group_of
 from kvdisk.manager.admission import AdmissionPolicy
@@ -18,28 +18,8 @@ from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.pool import SlotPool
 
-
-class LowerTier(Protocol):
-    """Where copies go that leave a tier: ``Demotions``, as the tier above asks it."""
-
-    @property
-    def stalls(self) -> bool:
-        """Whether what is queued is not being written."""
-
-    def offer(self, rows: Sequence[int]) -> int:
-        """Ask for READY copies of the tier above; return how many are queued for it."""
-
-    def is_queued(self, row: int) -> bool:
-        """Whether a copy waits for its demotion."""
-
-    def count(self, size_class: int) -> int:
-        """Return how many copies of a size class wait for their demotion."""
-
-    def keeps(self, row: int) -> bool:
-        """Ask before a copy leaves for room. True: it waits for its demotion instead."""
-
-    def forget(self, row: int) -> None:
-        """A copy has ended."""
+if TYPE_CHECKING:
+    from kvdisk.manager.demotions import Demotions
 
 
 class TierSpace:
@@ -55,7 +35,7 @@ class TierSpace:
     def __init__(self, parts: Parts, tier: Tier, admission: AdmissionPolicy) -> None:
         self.tier = tier
         self.admission = admission
-        self.lower: LowerTier | None = None
+        self.lower: Demotions | None = None
         self._geometry = parts.geometry
         self._catalog = parts.catalog
         self._stats = parts.stats

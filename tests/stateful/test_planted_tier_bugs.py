@@ -12,10 +12,9 @@ from machines import Patch, forget_late, must_catch_a_bug, tolerate_missing_pins
 from support import manager_sizes as on
 from support.manager_parts import Sizes
 
-from kvdisk.blocks import Tier
+from kvdisk.blocks import BlockKey, Tier
 from kvdisk.manager.admission import AdmitReused, ReuseTable, WriteBudget
 from kvdisk.manager.catalog import Catalog, CopyState
-from kvdisk.manager.chains import Chains
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.eviction import TailFirst
 from kvdisk.manager.manager import TierManager
@@ -99,7 +98,11 @@ def head_evicted_before_its_tail(patch: Patch) -> None:
 
 @shows_in(*on.ON_COMPUTE_SIZES)
 def parent_not_found_again_after_a_gap(patch: Patch) -> None:
-    patch.setattr(Chains, "take_orphans", lambda self, key: ())
+    def add(original: Any, self: Catalog, key: BlockKey, *args: Any) -> Any:
+        self._placeholders.pop(key, None)
+        return original(self, key, *args)
+
+    wrap(patch, Catalog, "add", add)
 
 
 @shows_in(on.NVME_ONLY)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -76,7 +75,7 @@ class Sizes:
 def ready_copies(catalog: Catalog, tier: Tier) -> dict[tuple[int, BlockKey], BlockKey | None]:
     """Return the parent of each block with a copy in a tier, by epoch and key, but for doomed copies."""
     return {
-        (catalog.epochs[row], catalog.keys[row]): catalog.parents[row]
+        (catalog.epochs[row], catalog.keys[row]): catalog.parent(row)
         for row in catalog.rows()
         if catalog.state(row, tier) in {CopyState.WRITING, CopyState.READY}
     }
@@ -123,15 +122,16 @@ class WatchedCpuSpace(CpuSpace):
         ]
         before = ready_copies(catalog, Tier.CPU)
         lower = self.lower
-        queue = lower._queues[size_class] if isinstance(lower, Demotions) else OrderedDict()
-        waiting, short = list(queue), count - self.pool.free[size_class]
+        queued = 0 if lower is None else lower.count(size_class)
+        waiting = lower._queued.first(queued, size_class) if lower is not None and queued else []
+        short = count - self.pool.free[size_class]
         slots = super().allocate(size_class, count, keep_queued=keep_queued)
-        kept = all(row in queue for row in waiting)
+        kept = lower is None or all(map(lower.is_queued, waiting))
         assert kept or not keep_queued, "a copy that was to be demoted has left for a block read ahead"
         check_tails_first(before, catalog, Tier.CPU)
         lost = [key for row, key in only_here if catalog.state(row, Tier.CPU) == CopyState.ABSENT and self.wanted(key)]
-        if lost and isinstance(lower, Demotions) and not lower.stalls:
-            full = len(queue) >= lower._limits[size_class]
+        if lost and lower is not None and not lower.stalls:
+            full = lower.count(size_class) >= lower._limits[size_class]
             assert full, f"{lost!r} left the CPU tier, and NVMe was not asked"
             assert len(lost) <= short, f"{lost!r} left the CPU tier, and room was needed for {short} blocks"
         return slots

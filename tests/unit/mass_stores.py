@@ -16,10 +16,9 @@ from cli_stores import CAP, Model
 
 from kvdisk.assembly import describe_geometry
 from kvdisk.blocks import BlockKey, Slot, make_block_key
-from kvdisk.device.control import USES_FILE
 from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
-from kvdisk.device.uses import UNIT_RECORDS, UsesFile, UsesUnit
+from kvdisk.device.uses import USES_RECORD, write_uses
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.base import BlockColumns, BlockRecord, SegmentRecord
 from kvdisk.index.columns import ascending
@@ -94,25 +93,17 @@ def build_mass(
     write_index(home.index_path, records, columns, map_bytes=map_bytes_for(count))
     if uses:
         counts = np.where(is_prompt, np.arange(count) // per_prompt + 1, 0).astype(np.uint32)
-        write_all_uses(home.path, counts, np.where(counts, now_s - 30, 0).astype(np.uint32), now_s)
+        write_all_uses(home.path, counts, np.where(counts, now_s - 30, 0).astype(np.uint32))
     home.close(clean=True)
     return Mass(home.id, prompts, prompts * conversations, count)
 
 
-def write_all_uses(home_path: Path, counts: Any, last_use_s: Any, now_s: int) -> None:
-    """Write USES of blocks that lie one behind the other, with generations from 1 on."""
-    units = []
-    for first in range(0, len(counts), SEGMENT_SLOTS):
-        for start in range(first, min(first + SEGMENT_SLOTS, len(counts)), UNIT_RECORDS):
-            end = min(start + UNIT_RECORDS, first + SEGMENT_SLOTS, len(counts))
-            generations = np.arange(start + 1, end + 1).astype(np.uint64)
-            units.append(
-                UsesUnit(first // SEGMENT_SLOTS, start - first, generations, counts[start:end], last_use_s[start:end])
-            )
-    file = UsesFile(home_path)
-    file.recall({})
-    file.write(units, frozenset(range(-(-len(counts) // SEGMENT_SLOTS))), now_s)
-    assert (home_path / USES_FILE).exists()
+def write_all_uses(home_path: Path, counts: Any, last_use_s: Any) -> None:
+    """Write USES of blocks with generations from 1 on."""
+    records = np.zeros(len(counts), USES_RECORD)
+    records["generation"] = np.arange(1, len(counts) + 1)
+    records["uses"], records["last_use_s"] = counts, last_use_s
+    write_uses(home_path, records)
 
 
 def key(name: str, group: int = 0) -> BlockKey:
@@ -149,16 +140,13 @@ class Layer:
             self.put(name, names[at - 1] if at else parent, first + at, **how)
 
     def write_uses(self, uses: dict[str, int], *, generation_of: dict[str, int] | None = None) -> None:
-        generations, counts, last = np.zeros(64, np.uint64), np.zeros(64, np.uint32), np.zeros(64, np.uint32)
+        found = []
         for record in self.records:
             name = record.key.decode("latin-1")[0]
-            if record.slot.segment == 0 and name in uses:
-                generations[record.slot.index] = (generation_of or {}).get(name, record.generation)
-                counts[record.slot.index] = uses[name]
-                last[record.slot.index] = time.time() - 7200 if uses[name] else 0
-        file = UsesFile(self.home.path)
-        file.recall({})
-        file.write([UsesUnit(0, 0, generations, counts, last)], frozenset({0}), int(time.time()))
+            if name in uses:
+                generation = (generation_of or {}).get(name, record.generation)
+                found.append((generation, uses[name], int(time.time()) - 7200 if uses[name] else 0))
+        write_uses(self.home.path, np.array(found, USES_RECORD))
 
     def leave(self) -> str:
         self.index.put(self.records)

@@ -65,7 +65,7 @@ def rows(parts: SchedulerParts) -> set[Row]:
             Slot(*catalog.slot(row, Tier.NVME)),
             catalog.generations[row],
             catalog.epochs[row],
-            catalog.parents[row],
+            catalog.parent(row),
         )
         for row in catalog.rows()
     }

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import inspect
-
 import pytest
 
 from kvdisk.blocks import make_block_key
-from kvdisk.config import make_own
 from kvdisk.errors import ConfigError
 from kvdisk.manager.admission import (
-    AdmissionPolicy,
     AdmitAdaptive,
     AdmitAll,
     AdmitReused,
@@ -67,16 +63,6 @@ def test_the_table_is_bounded_and_forgets_what_was_wanted_longest_ago():
     assert sum(map(bool, held[1900:])) > 70 > sum(map(bool, held[:1000]))
 
 
-def test_the_age_of_a_second_want():
-    table = ReuseTable(2, 256)
-    assert table.want((KEY,), "1") == ([], [])
-    for number in range(10):
-        assert table.want((key_number(number),), "1") == ([], [])
-    assert table.want((KEY,), "1") == ([], []), "the same request"
-    assert table.want((OTHER, KEY), "2") == ([KEY], [11])
-    assert table.want((KEY,), "3") == ([], [])
-
-
 class TestAdaptive:
     @staticmethod
     def admitted(policy):
@@ -116,22 +102,6 @@ class TestAdaptive:
         assert policy.share == pytest.approx(share)
         assert len(self.admitted(policy)) == pytest.approx(1000 * share, abs=40)
         assert admits(policy, KEY) == (share == 1), "one that is not known any more"
-
-    def test_those_of_a_small_share_are_among_those_of_a_larger(self):
-        small, large = AdmitAdaptive(1 << 16), AdmitAdaptive(1 << 16)
-        for policy, distance in ((small, 150.0), (large, 110.0)):
-            policy.note_room(0, 100)
-            policy.distance = distance
-        assert self.admitted(small) < self.admitted(large)
-
-    def test_a_second_request_lets_a_block_in(self):
-        policy = AdmitAdaptive(1 << 16)
-        policy.note_room(0, 1)
-        policy.want((KEY,), "1")
-        policy.distance = 1e9
-        assert not admits(policy, KEY)
-        policy.want((KEY,), "2")
-        assert admits(policy, KEY)
 
     def test_the_distance_is_learned(self):
         policy = AdmitAdaptive(1 << 16)
@@ -202,9 +172,3 @@ def test_a_wrong_name_is_one_sentence_that_names_the_setting(text, said):
     with pytest.raises(ConfigError, match=said) as error:
         make_admission(text, 10, "nvme_admission")
     assert str(error.value).startswith("nvme_admission ") and str(error.value).count(".\n") == 0
-
-
-def test_a_class_needs_what_its_protocol_has():
-    methods = [name for name, _ in inspect.getmembers(AdmissionPolicy, inspect.isfunction) if not name.startswith("_")]
-    assert methods == ["admits", "note_room", "reset", "want"]
-    assert isinstance(make_own("nvme_admission", f"{__name__}:Own", AdmissionPolicy), Own)

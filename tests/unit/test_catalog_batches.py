@@ -21,6 +21,9 @@ def keys_of(path: str) -> list[BlockKey]:
     return [BlockKey(path[: end + 1].encode()) for end in range(len(path))]
 
 
+PAIR = [BlockKey(b"a"), BlockKey(b"ab")]
+
+
 def facts(catalog: Catalog) -> dict[BlockKey, tuple[object, ...]]:
     """Return what is known of each block, by key and not by row."""
     found = {}
@@ -36,7 +39,7 @@ def facts(catalog: Catalog) -> dict[BlockKey, tuple[object, ...]]:
         found[key] = (
             catalog.generations[row],
             catalog.epochs[row],
-            catalog.parents[row],
+            catalog.parent(row),
             catalog.keys[parent_row] if parent_row >= 0 else None,
             frozenset(children),
             tuple(catalog.state(row, tier) for tier in (Tier.CPU, Tier.NVME)),
@@ -130,10 +133,24 @@ def test_many_at_once_are_one_after_the_other(acts: list[Any], listens: bool) ->
         act(singly, Each(singly), number, what)
         assert facts(together) == facts(singly)
         assert (together.gains, together.losses) == (singly.gains, singly.losses)
-        assert together.chains._orphans.keys() == singly.chains._orphans.keys()
+        assert together._placeholders.keys() == singly._placeholders.keys()
         if together.journal is not None and singly.journal is not None:
             assert together.journal.take() == singly.journal.take()
         after = {key: presence_by_states(together, key) for key in before}
         assert bytes(after.values()) == together.presences(list(after))
         assert together.gains > counts[0] or not any(after[key] > before[key] for key in after)
         assert together.losses > counts[1] or not any(after[key] < before[key] for key in after)
+
+
+def test_rows_of_an_earlier_epoch_are_given_back_once() -> None:
+    catalog = Catalog()
+    old = [
+        catalog.add(key, at + 1, 0, parent) for at, (key, parent) in enumerate(zip(PAIR, (None, PAIR[0]), strict=True))
+    ]
+    catalog.begin(old, Tier.CPU, [Slot(0, 0), Slot(0, 1)])
+    catalog.finish(old, Tier.CPU)
+    catalog.hide_all()
+    catalog.drop(old[::-1], Tier.CPU)
+    assert len(catalog) == 0
+    rows = [catalog.add(key, 9, 1, None) for key in keys_of("abcdefgh")]
+    assert len({*rows}) == len(rows)

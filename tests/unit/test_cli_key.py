@@ -26,9 +26,9 @@ def path(tmp_path: Path) -> Path:
     make_store(path)
     parts = start(path)
     assert parts.nvme is not None
-    parts.nvme.uses.now_s = 1_700_000_500
     row = parts.manager._catalog.find(key_of(2))
-    parts.nvme.uses.log.extend([row] * 3)
+    parts.nvme.uses.reached([row] * 3)
+    parts.nvme.uses.count(1_700_000_500)
     parts.close()
     return path
 

@@ -67,13 +67,6 @@ class Memory:
         return set(range(8)) - held
 
 
-def test_the_oldest_leave_and_none_that_is_in_use():
-    memory = Memory()
-    memory.catalog.pin(memory.rows[1:2], memory.cpu.tier)
-    assert len(memory.cpu.allocate(0, 2)) == 2
-    assert memory.left() == {0, 2}
-
-
 @pytest.mark.parametrize("stalls", [False, True])
 def test_queued_copies_leave_only_while_none_is_written_and_nothing_else_can(stalls):
     memory = Memory()

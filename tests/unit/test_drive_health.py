@@ -81,26 +81,16 @@ def test_a_drive_that_does_not_answer_is_quarantined_at_once():
     assert drives.refresh(now + LAST_QUARANTINE_S)
 
 
-def test_pieces_go_to_the_drives_in_turn():
+def test_runs_go_to_the_drives_in_turn():
     turns = Turns([4, 2])
     placed = []
     for _ in range(12):
-        drive, most = turns.next_piece(0, [0, 1, 2])
+        drive, most = turns.next_run(0, [0, 1, 2])
         count = min(3, most)
         turns.took(0, count)
         placed += [drive] * count
     assert "".join(map(str, placed)).startswith("000011112222000011112222")
-    assert turns.next_piece(1, [0, 1, 2]) == (0, 2), "each size class has turns of its own"
-
-
-def test_a_drive_without_room_loses_its_turn():
-    turns = Turns([4])
-    assert turns.next_piece(0, [1, 3]) == (1, 4)
-    turns.took(0, 2)
-    assert turns.next_piece(0, [1, 3]) == (1, 2), "a piece goes on"
-    assert turns.next_piece(0, [3]) == (3, 4)
-    turns.took(0, 4)
-    assert turns.next_piece(0, [1, 3]) == (1, 4)
+    assert turns.next_run(1, [0, 1, 2]) == (0, 2), "each size class has turns of its own"
 
 
 def test_a_segment_that_cannot_be_made_stops_only_the_making_of_segments():

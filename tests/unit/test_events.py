@@ -15,25 +15,6 @@ def told(journal: Journal) -> list[tuple[Tier, bool, list[BlockKey]]]:
     return [(tier, stored, list(keys)) for tier, stored, keys in journal.take().changes]
 
 
-def test_changes_come_in_their_order_and_in_pieces() -> None:
-    journal = Journal(Stats())
-    journal.note(Tier.NVME, True, KEYS[:5])
-    journal.note(Tier.CPU, True, KEYS[5:6])
-    journal.note(Tier.CPU, False, [])
-    journal.note(Tier.NVME, False, KEYS[:1])
-    pieces = []
-    while journal.waits:
-        taken = journal.take(2)
-        assert not taken.cleared
-        pieces.append([(change.tier, change.stored, list(change.keys)) for change in taken.changes])
-    assert pieces == [
-        [(Tier.NVME, True, KEYS[:2])],
-        [(Tier.NVME, True, KEYS[2:4])],
-        [(Tier.NVME, True, KEYS[4:5]), (Tier.CPU, True, KEYS[5:6])],
-        [(Tier.NVME, False, KEYS[:1])],
-    ]
-
-
 def test_when_too_much_waits_all_is_forgotten_and_that_is_said() -> None:
     stats = Stats()
     journal = Journal(stats, most_waiting=3)
@@ -64,23 +45,3 @@ def test_the_catalog_tells_of_each_copy_that_can_be_read_and_of_its_end() -> Non
     assert told(journal) == [(Tier.CPU, False, [KEYS[0]])]
     catalog.drop((row,), Tier.CPU)
     assert told(journal) == [], "and not a second time"
-
-
-def test_what_an_epoch_hides_ends_at_once() -> None:
-    catalog = Catalog()
-    journal = catalog.journal = Journal(Stats())
-    for number in range(2):
-        row = catalog.add(KEYS[number], 1, 0, None)
-        catalog.begin((row,), Tier.NVME, (Slot(0, number),))
-    catalog.finish((0,), Tier.NVME)
-    journal.take()
-    catalog.hide_all()
-    assert told(journal) == [(Tier.NVME, False, KEYS[:1])]
-    again = catalog.add(KEYS[0], 2, 1, None)
-    catalog.begin((again,), Tier.NVME, (Slot(0, 2),))
-    catalog.finish((again,), Tier.NVME)
-    assert told(journal) == [(Tier.NVME, True, KEYS[:1])]
-    catalog.finish((1,), Tier.NVME)
-    catalog.drop((0,), Tier.NVME)
-    catalog.drop((1,), Tier.NVME)
-    assert told(journal) == [], "nobody reads the old epoch's copies"

@@ -12,7 +12,7 @@ import pytest
 from kvdisk.blocks import BlockKey, make_block_key
 from kvdisk.cli.indexes import HomeColumns, join_home
 from kvdisk.cli.prefixes import Prefix, each_prefix, find_prefixes, grow_forest
-from kvdisk.device.uses import UsesUnit
+from kvdisk.device.uses import USES_RECORD
 from kvdisk.index.base import BlockColumns, SegmentRecord
 from kvdisk.index.columns import ascending
 
@@ -65,9 +65,10 @@ class Wood:
             np.array(list(map(len, parents)), np.int64),
             np.zeros(len(rows), np.uint32),
         )
-        uses = np.array([row[4] for row in sorted_rows], np.uint32)
-        unit = UsesUnit(0, 0, columns.generations, uses, uses * 100)
-        return join_home(columns, [SegmentRecord(0, SLOT_BYTES, 1000)], 1, [unit])
+        uses = np.zeros(len(rows), USES_RECORD)
+        uses["generation"], uses["uses"] = columns.generations, [row[4] for row in sorted_rows]
+        uses["last_use_s"] = uses["uses"] * 100
+        return join_home(columns, [SegmentRecord(0, SLOT_BYTES, 1000)], 1, uses)
 
     def expected(self) -> dict[tuple[str, int, int], tuple[object, ...]]:
         """By hash, epoch and tokens of the first block: what the prefix is."""

@@ -16,38 +16,6 @@ def candidates(watermark: Watermark, limit: int, room: int = 0, now: float = 0.0
     return list(watermark.candidates(limit, room, now))
 
 
-def test_a_block_is_offered_once():
-    watermark = Watermark("a")
-    assert candidates(watermark, 2) == [0, 1]
-    watermark.accept((0, 1))
-    assert candidates(watermark, 2, 5, 9.0) == []
-    assert candidates(watermark, 4, 5, 9.0) == [2, 3]
-
-
-def test_refused_for_reuse_it_is_offered_when_its_count_rises_and_no_other():
-    watermark = Watermark("a")
-    candidates(watermark, 2)
-    watermark.refuse_unused((0, 1), KEYS[:2])
-    assert not watermark.waits
-    assert candidates(watermark, 2, 9, 9.0) == [], "room and time are nothing to it"
-    watermark.rise(KEYS[1])
-    assert watermark.waits
-    assert candidates(watermark, 2, 9, 9.0) == [1]
-    watermark.accept((1,))
-    watermark.rise(KEYS[1])
-    assert candidates(watermark, 2, 9, 9.0) == [], "it is stored"
-
-
-def test_a_block_whose_count_rises_waits_until_it_is_storable():
-    watermark = Watermark("a")
-    candidates(watermark, 4)
-    watermark.refuse_unused((1, 3), (KEYS[1], KEYS[3]))
-    for key in KEYS:
-        watermark.rise(key)
-    assert candidates(watermark, 2) == [1]
-    assert candidates(watermark, 4) == [3]
-
-
 def test_refused_for_room_it_is_offered_when_room_came_free_with_back_off():
     watermark = Watermark("a")
     candidates(watermark, 1, 7, 100.0)
@@ -62,25 +30,6 @@ def test_refused_for_room_it_is_offered_when_room_came_free_with_back_off():
     assert back_off_s == LAST_BACK_OFF_S
     watermark.accept((0,))
     assert candidates(watermark, 1, 99, now + 99) == []
-
-
-def test_blocks_refused_together_have_back_offs_of_their_own():
-    watermark = Watermark("a")
-    candidates(watermark, 3)
-    watermark.refuse((0, 1, 2), 0, 0.0)
-    first = FIRST_BACK_OFF_S + 0.001
-    assert candidates(watermark, 2, 1, first) == [0, 1], "the third is not storable any more"
-    watermark.accept((0,))
-    watermark.refuse((1,), 1, first)
-    assert candidates(watermark, 3, 2, first + FIRST_BACK_OFF_S + 0.001) == [2], "the second waits twice as long"
-    watermark.accept((2,))
-    assert candidates(watermark, 3, 2, first + 2 * FIRST_BACK_OFF_S + 0.001) == [1]
-
-
-def test_beyond_the_frontier_nothing_is_refused():
-    watermark = Watermark("a")
-    watermark.refuse((3,), 0, 0.0)
-    assert candidates(watermark, 5, 9, 9.0) == [0, 1, 2, 3, 4]
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.sampled_from("arn"), st.booleans()), max_size=30))

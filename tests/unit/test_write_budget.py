@@ -40,13 +40,6 @@ def test_no_24_hours_see_more_than_the_budget_and_all_of_it_can_be_used(blocks_a
     assert sum(count for _, count in written) >= 0.4 * 6 * (blocks_a_day - max(1, blocks_a_day / 24)) - 1
 
 
-def test_at_once_no_more_than_an_hours_share():
-    budget = WriteBudget(2400 * BLOCK, BLOCK)
-    budget.refresh(0.0)
-    assert budget.refresh(10 * DAY_S)
-    assert budget.affords(BLOCK) == 100
-
-
 def test_a_spent_budget_pauses_until_a_run_of_blocks_is_back():
     budget = WriteBudget(2400 * BLOCK, BLOCK)
     budget.refresh(0.0)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a collection of garbage walks must not grow with the store: it stops the engine for that long."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+from support.fake_pool import FakePool
+from tier_bench import TierBench
+
+from kvdisk.blocks import BlockKey, Slot, Tier, make_block_key
+from kvdisk.config import EVICTIONS, Config
+from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.index.base import BlockRecord, SegmentRecord
+from kvdisk.index.memory_index import MemoryIndex
+from kvdisk.manager.admission import AdmitAll
+from kvdisk.manager.nvme import NvmeSpace
+from kvdisk.manager.parts import Parts
+from kvdisk.manager.segments import NvmeLayout
+
+GEOMETRY = Geometry((GroupGeometry(0, 16, 4096),), 1, 16)
+SLOTS, CHAIN = 4096, 16
+ALLOWED = 2000
+"""Of what is walked; of blocks there are more."""
+
+
+class NoIndex(MemoryIndex):
+    """Keeps nothing: the real one keeps its records in a file."""
+
+    def put(self, records):
+        return 1
+
+    def delete(self, names):
+        return 1
+
+
+def make_tier(eviction: str, index: MemoryIndex) -> tuple[Parts, NvmeSpace]:
+    config = Config(store_dirs=(Path("/nowhere"),), nvme_bytes=1, eviction=eviction)
+    parts = Parts.make(config, GEOMETRY, FakePool(2, lambda _: None))
+    return parts, NvmeSpace(parts, NvmeLayout(0, (SLOTS,), (1 << 62,)), index, AdmitAll())
+
+
+def key_of(number: int) -> BlockKey:
+    return make_block_key(number.to_bytes(32, "big"), 0)
+
+
+def parent_of(number: int) -> BlockKey | None:
+    """The block before it; of each other chain the first has a parent that is not there."""
+    return key_of(number - 1 if number % CHAIN else 10**9 + number) if number % (2 * CHAIN) else None
+
+
+def walked() -> int:
+    """Return how many references a full collection follows."""
+    gc.collect()
+    return sum(len(gc.get_referents(each)) for each in gc.get_objects())
+
+
+def store(parts: Parts, nvme: NvmeSpace, numbers: range) -> None:
+    for start in range(numbers.start, numbers.stop, CHAIN):
+        slots = nvme.allocate(0, CHAIN)
+        rows = [
+            parts.catalog.add(key_of(number), number + 1, 0, parent_of(number))
+            for number in range(start, start + CHAIN)
+        ]
+        parts.catalog.begin(rows, Tier.NVME, slots)
+        nvme.finish(rows[::-1], 1000)
+        nvme.reached(rows[::-1])
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_blocks_that_are_stored_used_evicted_and_stored_again(eviction):
+    parts, nvme = make_tier(eviction, NoIndex())
+    nvme.pool.add_segment(0, 0, 3 * SLOTS)
+    store(parts, nvme, range(CHAIN))
+    before = walked()
+    store(parts, nvme, range(CHAIN, 3 * SLOTS))
+    assert walked() - before < ALLOWED
+    nvme._evict(0, SLOTS)
+    nvme.pool.settle_limbo(1)
+    assert walked() - before < ALLOWED
+    store(parts, nvme, range(3 * SLOTS, 4 * SLOTS))
+    assert walked() - before < ALLOWED
+    assert len(parts.catalog) == 3 * SLOTS
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_blocks_that_were_there_at_the_start(eviction):
+    def opened(segments: int) -> int:
+        index = MemoryIndex()
+        for segment in range(segments):
+            index.put_segment(SegmentRecord(segment, GEOMETRY.slot_sizes[0], SLOTS))
+        slots = (Slot(segment, at) for segment in range(segments) for at in range(SLOTS))
+        index.put([BlockRecord(0, key_of(at), slot, at + 1, parent_of(at), 1) for at, slot in enumerate(slots)])
+        index.commit()
+        parts, nvme = make_tier(eviction, index)
+        nvme.restore("0" * 32, bytes(32))
+        assert len(parts.catalog) == segments * SLOTS
+        nvme._index = NoIndex()
+        index.__dict__.clear()
+        return walked()
+
+    assert opened(3) - opened(1) < ALLOWED
+
+
+def test_copies_in_memory_that_wait_for_a_drive():
+    bench = TierBench((3 * SLOTS,), (8,), nvme_admission="all")
+    slots = bench.parts.cpu.allocate(0, 2 * SLOTS)
+    before = walked()
+    for start in range(0, SLOTS, CHAIN):
+        numbers = range(start, start + CHAIN)
+        rows = [bench.catalog.add(key_of(number), number + 1, 0, parent_of(number)) for number in numbers]
+        bench.catalog.begin(rows, Tier.CPU, slots[start : start + CHAIN])
+        bench.parts.cpu.finish(rows[::-1], 1000)
+        assert bench.parts.demotions.enqueue(rows) == CHAIN
+    assert walked() - before < ALLOWED
