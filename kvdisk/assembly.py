@@ -61,7 +61,8 @@ _UPKEEP_INTERVAL_S = 30.0
 USES_S = 600.0
 """How often the USES file is written, where something has changed."""
 ORPHAN_SPARED_S = 900
-"""How long after its last use an orphan may take room that the caps of the live owners no longer cover."""
+"""How long after its last use an orphan may take room that the caps of the live owners no longer
+cover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,8 @@ class SchedulerParts:
     background: Background
 
     def close(self) -> None:
-        """Commit what is queued, note a clean end, and release the home. The workers are gone already."""
+        """Commit what is queued, note a clean end, and release the home. The workers are gone
+        already."""
         committed = True
         if self.nvme is not None:
             self.nvme.uses.count(int(time.time()))
@@ -92,8 +94,8 @@ class SchedulerParts:
             committed = False
             logger.warning("kvdisk could not close its index in order, and the next start will look at it: %s", error)
             if isinstance(error, DeviceError) and error.errno == errno.ETIMEDOUT:
-                # The file system hangs, and writing HOME would. As the commit may end yet, the home stays ours, and not
-                # clean, until this process has ended.
+                # The file system hangs, and writing HOME would. As the commit may end yet, the home
+                # stays ours, and not clean, until this process has ended.
                 return
         try:
             if self.home is not None:
@@ -109,10 +111,12 @@ def assemble_scheduler(
     fingerprint: bytes | None,
     description: dict[str, Any],
 ) -> SchedulerParts:
-    """Build the scheduler's wing; with ``store_dirs``, take a home and fill the catalog from its index.
+    """Build the scheduler's wing; with ``store_dirs``, take a home and fill the catalog from its
+    index.
 
-    ``fingerprint``: of the namespace, None without an NVMe tier. Waits for the disk: for start only. Where a drive lets
-    us have no home, the CPU tier serves alone. Raises ConfigError, StoreLocked, DeviceError.
+    ``fingerprint``: of the namespace, None without an NVMe tier. Waits for the disk: for start
+    only. Where a drive lets us have no home, the CPU tier serves alone. Raises ConfigError,
+    StoreLocked, DeviceError.
     """
     parts = Parts.make(config, geometry, context)
     cpu_slots = geometry.cpu_slots(config.cpu_bytes)
@@ -178,7 +182,8 @@ def _make_telemetry(manager: TierManager, geometry: Geometry, home: Home | None,
 
 
 def _make_budget(config: Config, geometry: Geometry) -> WriteBudget | None:
-    """Return the budget of written bytes, if there is one. Raises ConfigError where it never allows a block."""
+    """Return the budget of written bytes, if there is one. Raises ConfigError where it never allows
+    a block."""
     bytes_per_day = config.nvme_write_bytes_per_day
     largest = max(geometry.slot_sizes) * geometry.part_count
     if bytes_per_day is not None and bytes_per_day < 2 * largest:
@@ -189,7 +194,8 @@ def _make_budget(config: Config, geometry: Geometry) -> WriteBudget | None:
 def _meet_neighbours(store: Store, home: Home, description: dict[str, Any]) -> NeighbourReader:
     """Read the store's other homes. Now and then note that this one is in use, and trim orphans.
 
-    An owner may die, and its cap with it; what it leaves is spared for a while, because it may be starting again.
+    An owner may die, and its cap with it; what it leaves is spared for a while, because it may be
+    starting again.
     """
 
     def find_homes() -> list[Neighbour]:
@@ -214,7 +220,8 @@ def _take_home(
 ) -> tuple[Home, LmdbIndex, NvmeSpace]:
     """Own a home whose index is sound, within its cap and read.
 
-    One that can never be rebuilt is deleted; one that a drive does not let us rebuild now is left for the next start.
+    One that can never be rebuilt is deleted; one that a drive does not let us rebuild now is left
+    for the next start.
     """
     assert config.nvme_bytes is not None
     budget_bytes = max(0, config.nvme_bytes - HOME_OVERHEAD_BYTES)
@@ -318,7 +325,8 @@ def assemble_worker(
 ) -> WorkerParts:
     """Build one rank's wing over vLLM's KV tensors, and start its thread.
 
-    ``layers``: for each group, its layers as uint8 tensors (num_blocks, layer bytes), all on one device.
+    ``layers``: for each group, its layers as uint8 tensors (num_blocks, layer bytes), all on one
+    device.
     """
     from kvdisk.worker.arena import Arena
     from kvdisk.worker.copier import CudaCopier, CudaLanes, HostCopier, LayerBlocks
@@ -354,7 +362,8 @@ def _staging_slots(byte_count: int | None, geometry: Geometry) -> list[int]:
 def _pair_with_gpu(
     config: Config, geometry: Geometry, lanes: Lanes | None, disk: Device
 ) -> tuple[Device, Direct | None]:
-    """Return the device for all of a worker's memory, and what of it goes straight between drive and GPU.
+    """Return the device for all of a worker's memory, and what of it goes straight between drive
+    and GPU.
 
     Raises ConfigError where ``device`` demands that, and it cannot be.
     """

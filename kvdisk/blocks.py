@@ -42,7 +42,8 @@ class Slot(NamedTuple):
 
 
 def make_block_key(block_hash: bytes, group: int) -> BlockKey:
-    """Return the key of the block with this vLLM hash in KV-cache group ``group`` (0 <= group < 65536)."""
+    """Return the key of the block with this vLLM hash in KV-cache group ``group`` (0 <= group <
+    65536)."""
     return BlockKey(block_hash + group.to_bytes(GROUP_BYTES, "big"))
 
 

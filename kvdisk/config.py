@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One frozen ``Config``, read once from ``kv_connector_extra_config``. Wrong values are one clear sentence at start."""
+"""One frozen ``Config``, read once from ``kv_connector_extra_config``. Wrong values are one clear
+sentence at start."""
 
 from __future__ import annotations
 
@@ -29,118 +30,128 @@ _CLASS_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 class Config:
     """Everything a user can set. Sizes are bytes, times are seconds.
 
-    ``docs/CONFIGURATION.md`` is made from what stands under each field: Markdown; then, where the default is not the
-    field's own, what it is; then examples, each a value as JSON.
+    ``docs/CONFIGURATION.md`` is made from what stands under each field: Markdown; then, where the
+    default is not the field's own, what it is; then examples, each a value as JSON.
     """
 
     store_dirs: tuple[Path, ...] = ()
-    """Where the NVMe tier lies: a directory, or a list with one directory on each drive. Blocks are spread over the
-    drives; the first directory has the indexes too, and stays the first. Paths are absolute; a directory that is
-    missing is made, its parent must exist. It must belong to the user that runs the engine and be writable by nobody
-    else, and is no symbolic link. Engines that name the same directories share what they store.
+    """Where the NVMe tier lies: a directory, or a list with one directory on each drive. Blocks are
+    spread over the drives; the first directory has the indexes too, and stays the first. Paths are
+    absolute; a directory that is missing is made, its parent must exist. It must belong to the user
+    that runs the engine and be writable by nobody else, and is no symbolic link. Engines that name
+    the same directories share what they store.
 
     Default: none: CPU tier only
     Example: "/nvme/kv"
     Example: ["/nvme0/kv", "/nvme1/kv"]
     """
     nvme_bytes: int | None = None
-    """The most that this engine may keep on all drives together, over all ranks and with the index. Where it is
-    reached, old blocks are evicted for new ones. Engines that share directories have a cap each, and together never
-    more than the sum. An engine that starts with a smaller cap than before first cuts what is there to it.
+    """The most that this engine may keep on all drives together, over all ranks and with the index.
+    Where it is reached, old blocks are evicted for new ones. Engines that share directories have a
+    cap each, and together never more than the sum. An engine that starts with a smaller cap than
+    before first cuts what is there to it.
 
     Default: required with `store_dirs`
     Example: "500GiB"
     """
     cpu_bytes: int = 4 << 30
-    """Host memory of the CPU tier over all ranks; with a GPU it is pinned at the start, near that GPU where the
-    machine says so. Without one it is taken as it is first used. Blocks are stored here first and loaded from here
-    fastest; what is stored on NVMe is written from here. 0: no CPU tier, and blocks go straight to the drive.
+    """Host memory of the CPU tier over all ranks; with a GPU it is pinned at the start, near that
+    GPU where the machine says so. Without one it is taken as it is first used. Blocks are stored
+    here first and loaded from here fastest; what is stored on NVMe is written from here. 0: no CPU
+    tier, and blocks go straight to the drive.
 
     Example: "64GiB"
     """
     staging_bytes: int | None = None
-    """Host memory of each worker for blocks on their way between GPU and drive that have no place in the CPU tier. It
-    is beside the tiers, and holds 8 blocks of each size at least, however little it is given.
+    """Host memory of each worker for blocks on their way between GPU and drive that have no place
+    in the CPU tier. It is beside the tiers, and holds 8 blocks of each size at least, however
+    little it is given.
 
     Default: 64 MiB
     Example: "256MiB"
     """
     gpu_staging_bytes: int | None = None
-    """The same in the memory of each worker's GPU, where blocks go straight between drive and GPU (see `device`); 16
-    MiB beside it are for checksums. 0: they never go that way.
+    """The same in the memory of each worker's GPU, where blocks go straight between drive and GPU
+    (see `device`); 16 MiB beside it are for checksums. 0: they never go that way.
 
     Default: 64 MiB
     Example: 0
     """
     store_policy: str = "on_compute"
-    """When blocks are stored. `"on_compute"`: each full block in the step that computes it. `"on_preemption"`: only
-    what a preemption would lose, generated tokens too. `"spillover"`: shortly before the GPU's cache drops them. Or a
-    class of your own, `"module:Class"`. With vLLM's prefix caching off `"spillover"` is refused, and for models with
-    sliding windows `"on_preemption"`. [Store policies](SCHEDULING.md#store-policies) has pictures of each.
+    """When blocks are stored. `"on_compute"`: each full block in the step that computes it.
+    `"on_preemption"`: only what a preemption would lose, generated tokens too. `"spillover"`:
+    shortly before the GPU's cache drops them. Or a class of your own, `"module:Class"`. With vLLM's
+    prefix caching off `"spillover"` is refused, and for models with sliding windows
+    `"on_preemption"`. [Store policies](SCHEDULING.md#store-policies) has pictures of each.
 
     Example: "spillover"
     """
     store_decode: bool = False
-    """Also store blocks of generated tokens. Pays where answers come back as the next prompt's beginning, as in
-    chats.
+    """Also store blocks of generated tokens. Pays where answers come back as the next prompt's
+    beginning, as in chats.
 
     Example: true
     """
     cpu_admission: str = "all"
-    """Which blocks may enter the CPU tier. `"all"`; `"reuse(n)"`: those that n distinct requests have wanted, n up to
-    16; `"adaptive"`; or a class of your own, `"module:Class"`. What each does: [admission](SCHEDULING.md#admission).
+    """Which blocks may enter the CPU tier. `"all"`; `"reuse(n)"`: those that n distinct requests
+    have wanted, n up to 16; `"adaptive"`; or a class of your own, `"module:Class"`. What each does:
+    [admission](SCHEDULING.md#admission).
 
     Example: "reuse(2)"
     """
     nvme_admission: str = "adaptive"
-    """Which blocks may enter the NVMe tier, with the same choices. `"adaptive"`: everything while there is room, then
-    the more by reuse the sooner copies are evicted. Memory still serves what NVMe refuses, while it is there.
+    """Which blocks may enter the NVMe tier, with the same choices. `"adaptive"`: everything while
+    there is room, then the more by reuse the sooner copies are evicted. Memory still serves what
+    NVMe refuses, while it is there.
 
     Example: "reuse(2)"
     """
     nvme_write_bytes_per_day: int | None = None
-    """The most that is written to NVMe in any 24 hours, over all ranks, for the drive's endurance. When it is spent,
-    reads and hits in memory go on ([the budget](SCHEDULING.md#admission)).
+    """The most that is written to NVMe in any 24 hours, over all ranks, for the drive's endurance.
+    When it is spent, reads and hits in memory go on ([the budget](SCHEDULING.md#admission)).
 
     Default: none
     Example: "2TB"
     """
     eviction: str = "credit"
-    """What a full tier evicts. `"credit"`: what was used longest ago, where uses before that one count as
-    well. `"lru"`: what was used longest ago, and nothing else; `"s3fifo"`: S3-FIFO, which resists scans. With
-    each the tail of a chain of blocks is evicted before its head.
+    """What a full tier evicts. `"credit"`: what was used longest ago, where uses before that one
+    count as well. `"lru"`: what was used longest ago, and nothing else; `"s3fifo"`: S3-FIFO, which
+    resists scans. With each the tail of a chain of blocks is evicted before its head.
 
     Example: "lru"
     """
     device: str = "auto"
-    """How bytes get to the drive and back. `"posix"`: with nothing but the kernel. `"auto"`: the same, after a small
-    file was written and read at the start, and a line of the log says what serves; with a GPU and GPUDirect Storage
-    (`pip install 'kvdisk[gds]'`) it also finds which sizes of blocks are faster straight between drive and GPU.
-    `"gds"`: all that can go that way does, or the engine does not start.
+    """How bytes get to the drive and back. `"posix"`: with nothing but the kernel. `"auto"`: the
+    same, after a small file was written and read at the start, and a line of the log says what
+    serves; with a GPU and GPUDirect Storage (`pip install 'kvdisk[gds]'`) it also finds which sizes
+    of blocks are faster straight between drive and GPU. `"gds"`: all that can go that way does, or
+    the engine does not start.
 
     Example: "posix"
     """
     lookup_wait_s: float = 2.0
-    """The longest that a request waits for a block that is just being stored or read, for another request's load, or
-    for what other engines of the store have. Other requests go on meanwhile; then it takes what is there.
+    """The longest that a request waits for a block that is just being stored or read, for another
+    request's load, or for what other engines of the store have. Other requests go on meanwhile;
+    then it takes what is there.
 
     Example: 0.5
     """
     io_deadline_s: float = 30.0
-    """A transfer that has not started by then, or takes longer on the drive, fails: a load is recomputed, a store is
-    not made. A drive that does not answer for so long is left alone for a while.
+    """A transfer that has not started by then, or takes longer on the drive, fails: a load is
+    recomputed, a store is not made. A drive that does not answer for so long is left alone for a
+    while.
 
     Example: 5
     """
     index_commit_s: float = 0.05
-    """The longest time that a stored block stays out of the index: a process that is killed loses at most the blocks
-    of so long, and other engines find them so much later.
+    """The longest time that a stored block stays out of the index: a process that is killed loses
+    at most the blocks of so long, and other engines find them so much later.
 
     Example: 0.5
     """
     min_load_tokens: int | None = None
-    """Hits of fewer tokens are computed instead of loaded. `"auto"`: what would be computed sooner than the quickest
-    recent load took. 0: every hit is loaded.
+    """Hits of fewer tokens are computed instead of loaded. `"auto"`: what would be computed sooner
+    than the quickest recent load took. 0: every hit is loaded.
 
     Default: `"auto"`: learnt
     Example: 512
@@ -152,22 +163,23 @@ class Config:
     Example: false
     """
     on_reset: str = "epoch"
-    """What a `reset_cache` of vLLM means, which comes after weights were updated in memory, and for less. `"epoch"`:
-    nothing from before is served again by this engine. `"keep"`: weights never change in memory here, so everything
-    is.
+    """What a `reset_cache` of vLLM means, which comes after weights were updated in memory, and for
+    less. `"epoch"`: nothing from before is served again by this engine. `"keep"`: weights never
+    change in memory here, so everything is.
 
     Example: "keep"
     """
     segment_bytes: int = 1 << 30
-    """What is taken of a drive at once: the length of one rank's segment file. Small stores take shorter ones, so
-    that there are four at least.
+    """What is taken of a drive at once: the length of one rank's segment file. Small stores take
+    shorter ones, so that there are four at least.
 
     Example: "256MiB"
     """
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Config:
-        """Build a Config from user values. Raises ConfigError, which names the key and the nearest known one."""
+        """Build a Config from user values. Raises ConfigError, which names the key and the nearest
+        known one."""
         known = {field.name for field in fields(cls)}
         for key in values:
             if key not in known:
@@ -191,7 +203,8 @@ class Config:
 
 
 def parse_bytes(key: str, value: Any) -> int:
-    """Read a size: an integer of bytes or text such as ``"500GiB"`` or ``"1.5TB"``. Raises ConfigError."""
+    """Read a size: an integer of bytes or text such as ``"500GiB"`` or ``"1.5TB"``. Raises
+    ConfigError."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
@@ -272,9 +285,11 @@ def _parse_admission(key: str, value: Any) -> str:
 
 
 def make_own(key: str, text: str, protocol: type) -> Any:
-    """Return a new object, built without arguments, of the class that a setting names as ``module:Class``.
+    """Return a new object, built without arguments, of the class that a setting names as
+    ``module:Class``.
 
-    ``protocol``: the class must have all that it has. Raises ConfigError, so that a slip is told at start.
+    ``protocol``: the class must have all that it has. Raises ConfigError, so that a slip is told at
+    start.
     """
     module, _, name = text.partition(":")
     try:

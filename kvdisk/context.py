@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the manager sees the engine's GPU block pool: two protocols, which the connector implements."""
+"""How the manager sees the engine's GPU block pool: two protocols, which the connector
+implements."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class KVCacheBlockView(Protocol):
 
     @property
     def key(self) -> BlockKey | None:
-        """What the engine's prefix cache knows the block by: a full block of its group; None: it does not know it."""
+        """What the engine's prefix cache knows the block by: a full block of its group; None: it
+        does not know it."""
 
 
 class SchedulerContext(Protocol):
@@ -38,13 +40,15 @@ class SchedulerContext(Protocol):
 
     @property
     def step_blocks(self) -> int:
-        """How many blocks the requests of one step can take from the free queue at most, loads aside."""
+        """How many blocks the requests of one step can take from the free queue at most, loads
+        aside."""
 
     def get_block(self, block_id: int) -> KVCacheBlockView:
         """Return the block with this id."""
 
     def watch(self, block_ids: Sequence[int]) -> None:
-        """Have ``take_reused`` name these blocks, once, when the engine hands them out to be written anew.
+        """Have ``take_reused`` name these blocks, once, when the engine hands them out to be
+        written anew.
 
         Takes no reference: the engine frees and reuses them as if nobody looked.
         """
@@ -53,14 +57,16 @@ class SchedulerContext(Protocol):
         """Watch these blocks no longer. Those that are not watched stay as they are."""
 
     def take_reused(self) -> Sequence[int]:
-        """Return the watched blocks that were handed out since the last call; they are watched no longer.
+        """Return the watched blocks that were handed out since the last call; they are watched no
+        longer.
 
-        Those handed out in a scheduler step are named from the step's plan on, before its model runs. When the engine
-        empties its prefix cache every watched block is named.
+        Those handed out in a scheduler step are named from the step's plan on, before its model
+        runs. When the engine empties its prefix cache every watched block is named.
         """
 
     def is_cached(self, key: BlockKey) -> bool:
         """Whether the engine's own prefix cache has a block now."""
 
     def iter_free_blocks(self, after: int | None = None) -> Iterator[KVCacheBlockView]:
-        """Yield the blocks of the free queue, the next to be reused first; with ``after``, those behind that one."""
+        """Yield the blocks of the free queue, the next to be reused first; with ``after``, those
+        behind that one."""

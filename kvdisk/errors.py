@@ -34,7 +34,8 @@ class CorruptRecord(KvdiskError):
 
 
 class DeviceError(KvdiskError):
-    """A system call on the store failed; ``errno`` says how (``errno.EIO`` for a short transfer)."""
+    """A system call on the store failed; ``errno`` says how (``errno.EIO`` for a short
+    transfer)."""
 
     def __init__(self, errno_: int, what: str) -> None:
         super().__init__(f"{what}: errno {errno_}")
@@ -56,7 +57,8 @@ class QuietLog:
         self._left_out: dict[str, int] = {}
 
     def warn(self, cause: str, text: str) -> None:
-        """Log ``text``, unless this ``cause`` (one of a closed list) was logged a short while ago."""
+        """Log ``text``, unless this ``cause`` (one of a closed list) was logged a short while
+        ago."""
         now_s = self._clock()
         last_s = self._last_s.get(cause)
         if last_s is not None and now_s - last_s < WARNING_INTERVAL_S:

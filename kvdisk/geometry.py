@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes that stay fixed for a namespace's life, and the arithmetic from slots to bytes. Pure; no I/O."""
+"""Sizes that stay fixed for a namespace's life, and the arithmetic from slots to bytes. Pure; no
+I/O."""
 
 from __future__ import annotations
 
@@ -16,21 +17,25 @@ HEADER_BYTES = 4096
 """Bytes of the header in front of each slot's payload, on the drive and in the arena alike."""
 SEGMENT_HEADER_BYTES = 4096
 SEGMENT_OVERHEAD_BYTES = 16384
-"""Of a segment file, beside its bytes: a file system's list of extents, and a part of the directories."""
+"""Of a segment file, beside its bytes: a file system's list of extents, and a part of the
+directories."""
 USES_RECORD_BYTES = 16
 """Of a block, in a home's file of uses."""
 FINGERPRINT_BYTES = 32
 FILE_EPOCH = 0
-"""The epoch of KV computed with the weights as the files have them; any other is private to one engine."""
+"""The epoch of KV computed with the weights as the files have them; any other is private to one
+engine."""
 
 
 def uses_bytes_for(slot_count: int) -> int:
-    """Return what the file of uses of a home with so many slots can take: twice its length, while it is replaced."""
+    """Return what the file of uses of a home with so many slots can take: twice its length, while
+    it is replaced."""
     return 2 * (ALIGNMENT + round_up(USES_RECORD_BYTES * slot_count, ALIGNMENT))
 
 
 class Namespace(NamedTuple):
-    """All blocks whose bytes mean the same: a fingerprint (32 bytes) and an epoch (0 <= epoch < 2**63)."""
+    """All blocks whose bytes mean the same: a fingerprint (32 bytes) and an epoch (0 <= epoch <
+    2**63)."""
 
     fingerprint: bytes
     epoch: int
@@ -41,8 +46,9 @@ class GroupGeometry:
     """One KV-cache group.
 
     ``block_tokens``: tokens of a block. ``payload_bytes``: one block's KV on one rank, all layers
-    of the group. ``window_tokens``: sliding window, or None for full attention. ``volatile_last``: the KV of a token
-    depends on the next one, too (a drafter's layers): that of a block's last token is not what its hash says.
+    of the group. ``window_tokens``: sliding window, or None for full attention. ``volatile_last``:
+    the KV of a token depends on the next one, too (a drafter's layers): that of a block's last
+    token is not what its hash says.
     """
 
     group: int
@@ -61,10 +67,11 @@ class GroupGeometry:
 class Geometry:
     """Sizes of one engine's blocks.
 
-    ``groups``: in order of their index, 0, 1, ... ``rank_count``: workers, each with its own part of a block.
-    ``hash_tokens``: tokens that one of vLLM's block hashes stands for; each group's ``block_tokens`` is a multiple.
-    ``replicated``: the KV is the same on every rank (MLA under tensor parallelism): a block has one part, which each
-    rank keeps in memory and one of them writes to the drive, for all to read.
+    ``groups``: in order of their index, 0, 1, ... ``rank_count``: workers, each with its own part
+    of a block. ``hash_tokens``: tokens that one of vLLM's block hashes stands for; each group's
+    ``block_tokens`` is a multiple. ``replicated``: the KV is the same on every rank (MLA under
+    tensor parallelism): a block has one part, which each rank keeps in memory and one of them
+    writes to the drive, for all to read.
     """
 
     groups: tuple[GroupGeometry, ...]
@@ -88,7 +95,8 @@ class Geometry:
         return 0 if self.replicated else rank
 
     def writes(self, rank: int, segment: int) -> bool:
-        """Whether a rank makes, writes and removes its part's file of a segment; the others only read it."""
+        """Whether a rank makes, writes and removes its part's file of a segment; the others only
+        read it."""
         return not self.replicated or segment % self.rank_count == rank
 
     @cached_property
@@ -108,7 +116,8 @@ class Geometry:
 
     @cached_property
     def shares(self) -> tuple[float, ...]:
-        """Share of a tier's bytes for each size class: the bytes its groups need per token, normalised.
+        """Share of a tier's bytes for each size class: the bytes its groups need per token,
+        normalised.
 
         A sliding-window group counts like a full one, so that no group starves another.
         """
@@ -119,7 +128,8 @@ class Geometry:
         return tuple(weight / total for weight in per_class)
 
     def cpu_slots(self, cpu_bytes: int) -> tuple[int, ...]:
-        """Slots of the CPU tier by size class, the same on each rank, for ``cpu_bytes`` over all ranks."""
+        """Slots of the CPU tier by size class, the same on each rank, for ``cpu_bytes`` over all
+        ranks."""
         per_rank = cpu_bytes / self.rank_count
         return tuple(int(per_rank * share) // size for share, size in zip(self.shares, self.slot_sizes, strict=True))
 
@@ -130,7 +140,8 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def slots_per_segment(segment_bytes: int, slot_bytes: int) -> int:
-    """Slots of one rank's file of ``segment_bytes`` (at least one, even where that needs a larger file)."""
+    """Slots of one rank's file of ``segment_bytes`` (at least one, even where that needs a larger
+    file)."""
     return max(1, (segment_bytes - SEGMENT_HEADER_BYTES) // slot_bytes)
 
 
@@ -140,7 +151,8 @@ def segment_file_bytes(slot_bytes: int, slot_count: int) -> int:
 
 
 def segment_charge_bytes(slot_bytes: int, slot_count: int) -> int:
-    """What one rank's file of a segment may take of the drive: its bytes, its part of directories and extents."""
+    """What one rank's file of a segment may take of the drive: its bytes, its part of directories
+    and extents."""
     return segment_file_bytes(slot_bytes, slot_count) + SEGMENT_OVERHEAD_BYTES
 
 
@@ -150,7 +162,8 @@ def slot_offset(slot_bytes: int, index: int) -> int:
 
 
 def contiguous_runs(indices: Sequence[int], longest: int) -> list[tuple[int, int]]:
-    """Cut positions of ``indices`` into runs of consecutive numbers: pairs (first position, count), count <= longest.
+    """Cut positions of ``indices`` into runs of consecutive numbers: pairs (first position, count),
+    count <= longest.
 
     ``contiguous_runs([4, 5, 9], 8) == [(0, 2), (2, 1)]``.
     """

@@ -19,11 +19,11 @@ from kvdisk.stats import Stats
 class JobKind(IntEnum):
     """The routes. Each is one job, reported once by each rank.
 
-    STORE: GPU block to CPU slot; without a CPU slot, through staging to the NVMe slot.
-    LOAD: CPU slot, or NVMe slot (into the CPU slot where one is named, else into staging), verified,
-    then to the GPU block.
-    DEMOTE: CPU slot to NVMe slot. PROMOTE: NVMe slot to CPU slot, verified.
-    OPEN_HOME, OPEN_SEGMENT, DROP_SEGMENT: files; every rank runs them before later jobs of the plan.
+    STORE: GPU block to CPU slot; without a CPU slot, through staging to the NVMe slot. LOAD: CPU
+    slot, or NVMe slot (into the CPU slot where one is named, else into staging), verified, then to
+    the GPU block. DEMOTE: CPU slot to NVMe slot. PROMOTE: NVMe slot to CPU slot, verified.
+    OPEN_HOME, OPEN_SEGMENT, DROP_SEGMENT: files; every rank runs them before later jobs of the
+    plan.
     """
 
     STORE = 1
@@ -49,7 +49,8 @@ class Reason(IntEnum):
     NO_SPACE = 5
     """The drive is full (ENOSPC, EDQUOT)."""
     DEADLINE = 6
-    """The leg had not started when its time was over, or the device had not ended it (``JobResult.late``)."""
+    """The leg had not started when its time was over, or the device had not ended it
+    (``JobResult.late``)."""
     CANCELLED = 7
     """The worker shut down first."""
     OVERWRITTEN = 8
@@ -59,8 +60,8 @@ class Reason(IntEnum):
 class Move(NamedTuple):
     """One block of a job. Fields that the route does not use are None (``block``: -1).
 
-    ``block`` is the GPU block id, ``slots`` the slot in each tier that the move reads or writes, ``parent`` the key
-    of the block before this one in its chain, where known.
+    ``block`` is the GPU block id, ``slots`` the slot in each tier that the move reads or writes,
+    ``parent`` the key of the block before this one in its chain, where known.
     """
 
     key: BlockKey
@@ -82,7 +83,8 @@ class HomeSpec(NamedTuple):
 
 
 FOREIGN_SEGMENTS = 1 << 31
-"""Segments of other engines' homes have numbers from here on, which the manager gives; its own stay below."""
+"""Segments of other engines' homes have numbers from here on, which the manager gives; its own stay
+below."""
 
 
 class ForeignSegment(NamedTuple):
@@ -95,8 +97,9 @@ class ForeignSegment(NamedTuple):
 class SegmentSpec(NamedTuple):
     """A segment to open or drop. ``create``: make the files; False: they must exist.
 
-    ``drive``: position in the home's list of drives. ``source``: None: of the home that was opened; else of
-    another engine's, opened to read only: dropping it closes it, and leaves the files alone.
+    ``drive``: position in the home's list of drives. ``source``: None: of the home that was opened;
+    else of another engine's, opened to read only: dropping it closes it, and leaves the files
+    alone.
     """
 
     segment: int
@@ -108,7 +111,8 @@ class SegmentSpec(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Work for every rank. ``epoch`` is part of each slot header; ``request_id`` and ``arrival`` only for LOAD.
+    """Work for every rank. ``epoch`` is part of each slot header; ``request_id`` and ``arrival``
+    only for LOAD.
 
     ``arrival``: the number of its request in order of arrival: loads of earlier ones go first.
     """
@@ -126,13 +130,13 @@ class Job(NamedTuple):
 class Plan(NamedTuple):
     """One step's work.
 
-    ``fence``: stores, of earlier plans or this one, whose GPU blocks this step overwrites. The model
-    waits until their copies from the GPU have ended; a copy that cannot begin at once is given up.
-    ``urgent``: stores of this plan that save what a preemption takes away: like ``fence``, but a copy
-    may wait a moment before it begins. ``void``: loads of earlier plans whose bytes are no longer
-    right, after a reset: they end as failed. ``idle``: no model runs in this step, so that a worker
-    may wait briefly for transfers. ``off``: the scheduler's half has switched itself off for good;
-    the worker does so too, and its loads end as failed.
+    ``fence``: stores, of earlier plans or this one, whose GPU blocks this step overwrites. The
+    model waits until their copies from the GPU have ended; a copy that cannot begin at once is
+    given up. ``urgent``: stores of this plan that save what a preemption takes away: like
+    ``fence``, but a copy may wait a moment before it begins. ``void``: loads of earlier plans whose
+    bytes are no longer right, after a reset: they end as failed. ``idle``: no model runs in this
+    step, so that a worker may wait briefly for transfers. ``off``: the scheduler's half has
+    switched itself off for good; the worker does so too, and its loads end as failed.
     """
 
     jobs: tuple[Job, ...] = ()
@@ -161,11 +165,12 @@ class Plan(NamedTuple):
 
 @dataclass(slots=True)
 class JobResult:
-    """How a job ended: how many ranks answered, and which moves failed on any of them (position in ``Job.moves``).
+    """How a job ended: how many ranks answered, and which moves failed on any of them (position in
+    ``Job.moves``).
 
-    A failed job without moves has position -1. ``late``: moves that failed with DEADLINE while the device of some
-    rank had begun them. It may still touch their slots, in memory and on the drive, until all ``late_ranks`` ranks
-    have named the job in ``Report.released``.
+    A failed job without moves has position -1. ``late``: moves that failed with DEADLINE while the
+    device of some rank had begun them. It may still touch their slots, in memory and on the drive,
+    until all ``late_ranks`` ranks have named the job in ``Report.released``.
     """
 
     ranks: int = 1
@@ -178,9 +183,10 @@ class JobResult:
 class Report:
     """What one rank, or several after ``merge``, finished since the last report.
 
-    ``released``: by job, on how many ranks its late moves have ended; never before the job's result.
-    ``copied``: by store that has not ended, on how many ranks it has stopped reading the GPU. ``off``: a rank has
-    switched itself off, and results may be missing: the scheduler's half switches itself off too.
+    ``released``: by job, on how many ranks its late moves have ended; never before the job's
+    result. ``copied``: by store that has not ended, on how many ranks it has stopped reading the
+    GPU. ``off``: a rank has switched itself off, and results may be missing: the scheduler's half
+    switches itself off too.
     """
 
     results: dict[JobId, JobResult] = field(default_factory=dict)
@@ -190,7 +196,8 @@ class Report:
     off: bool = False
 
     def merge(self, other: Report) -> Report:
-        """Add another rank's report of the same step to this one; a move failed if any rank failed it."""
+        """Add another rank's report of the same step to this one; a move failed if any rank failed
+        it."""
         for job_id, result in other.results.items():
             mine = self.results.get(job_id)
             if mine is None:

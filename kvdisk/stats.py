@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kvdisk counts and measures: the one table of metrics, and the values, which add up over steps and ranks.
+"""What kvdisk counts and measures: the one table of metrics, and the values, which add up over
+steps and ranks.
 
-A *series* is a metric, or one value of its label: ``stored_blocks``, ``hit_tokens.cpu``. Values are plain dictionaries
-by series, so that they travel as they are. docs/METRICS.md is this table in words.
+A *series* is a metric, or one value of its label: ``stored_blocks``, ``hit_tokens.cpu``. Values are
+plain dictionaries by series, so that they travel as they are. docs/METRICS.md is this table in
+words.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 MOST_SAMPLES = 1024
-"""Samples of one series that are kept one by one between two reports; of what is beyond, number and sum are."""
+"""Samples of one series that are kept one by one between two reports; of what is beyond, number and
+sum are."""
 
 
 class Kind(Enum):
-    """COUNTER: only rises. GAUGE: how it is now. HISTOGRAM: samples, of which number and sum only rise."""
+    """COUNTER: only rises. GAUGE: how it is now. HISTOGRAM: samples, of which number and sum only
+    rise."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -25,9 +29,11 @@ class Kind(Enum):
 
 
 class Metric(NamedTuple):
-    """One row of the table. ``label`` has one of ``values``; without ``values``, any: a number of a drive.
+    """One row of the table. ``label`` has one of ``values``; without ``values``, any: a number of a
+    drive.
 
-    ``about``: what is counted, in a phrase that names the unit. ``buckets``: upper bounds, of histograms.
+    ``about``: what is counted, in a phrase that names the unit. ``buckets``: upper bounds, of
+    histograms.
     """
 
     name: str
@@ -50,8 +56,9 @@ _C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 METRICS: Mapping[str, Metric] = {
     metric.name: metric
     for metric in (
-        # What requests found. The CPU tier is asked for every token that the GPU has not got, the NVMe tier (other
-        # homes of the store included) for those that the CPU tier has not got: hit / (hit + missed) is a tier's rate.
+        # What requests found. The CPU tier is asked for every token that the GPU has not got, the
+        # NVMe tier (other homes of the store included) for those that the CPU tier has not got: hit
+        # / (hit + missed) is a tier's rate.
         Metric("lookup_tokens", _C, "tokens beyond the GPU's own cache that requests asked the tiers for"),
         Metric("hit_tokens", _C, "tokens that requests were given from a tier", "tier", TIERS),
         Metric("missed_tokens", _C, "tokens that a tier was asked for, and that it did not give", "tier", TIERS),
@@ -125,8 +132,8 @@ METRICS: Mapping[str, Metric] = {
         Metric("drive_quarantined", _G, "1 while a drive is left alone, else 0", "drive"),
     )
 }
-"""Every metric by name. A block counts once however many ranks have a part of it, and so does a job; the bytes and
-parts of transfers, and the failures that workers find, count on each rank."""
+"""Every metric by name. A block counts once however many ranks have a part of it, and so does a
+job; the bytes and parts of transfers, and the failures that workers find, count on each rank."""
 
 
 FAILURES = {
@@ -173,7 +180,8 @@ def kind_of(series: str) -> Kind | None:
 
 @dataclass(slots=True)
 class Samples:
-    """What was measured of a series: how often, the sum, and of the first MOST_SAMPLES not taken yet each value."""
+    """What was measured of a series: how often, the sum, and of the first MOST_SAMPLES not taken
+    yet each value."""
 
     count: int = 0
     total: float = 0.0
@@ -188,7 +196,8 @@ class Samples:
 
 @dataclass(slots=True)
 class Stats:
-    """Values of series. A series that is not in the table, or is of another kind, is a programmer's error.
+    """Values of series. A series that is not in the table, or is of another kind, is a programmer's
+    error.
 
     ``changes`` rises with each change.
     """
@@ -253,7 +262,8 @@ class Stats:
 
 
 def by_metric(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by series as values by metric, those with a label as an object of its own: for people's JSON."""
+    """Return values by series as values by metric, those with a label as an object of its own: for
+    people's JSON."""
     found: dict[str, Any] = {}
     for series in sorted(values):
         name, _, value = series.partition(".")

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine tells of itself: values for vLLM's endpoint, a file in its home, and a line in the log.
+"""What an engine tells of itself: values for vLLM's endpoint, a file in its home, and a line in the
+log.
 
-The scheduler's thread calls ``take`` each step, which is next to nothing but a few times a second, and now and then
-leaves a snapshot; ``write`` and ``log`` do what may wait, on another thread (``kvdisk.background``).
+The scheduler's thread calls ``take`` each step, which is next to nothing but a few times a second,
+and now and then leaves a snapshot; ``write`` and ``log`` do what may wait, on another thread
+(``kvdisk.background``).
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ from kvdisk.stats import FAILURES, Samples, Stats, by_metric
 logger = logging.getLogger("kvdisk")
 
 TELL_S = 0.25
-"""How often changed counters are taken while jobs are under way; when the last has ended, at once."""
+"""How often changed counters are taken while jobs are under way; when the last has ended, at
+once."""
 LOOK_S = 1.0
-"""How often gauges are read, and a snapshot is left, while jobs are under way; when the last has ended, at once."""
+"""How often gauges are read, and a snapshot is left, while jobs are under way; when the last has
+ended, at once."""
 WRITE_S = 1.0
 LOG_S = 60.0
 _MOVED = {
@@ -56,7 +60,8 @@ class _Snapshot(NamedTuple):
 
 
 class Telemetry:
-    """See the module. ``stats``: the engine's totals, of which the samples are taken out here and nowhere else.
+    """See the module. ``stats``: the engine's totals, of which the samples are taken out here and
+    nowhere else.
 
     ``write_file``: takes the JSON object; None: there is no
     home. ``drives``: the directories of its parts.
@@ -98,12 +103,13 @@ class Telemetry:
 
     @property
     def is_due(self) -> bool:
-        """Whether ``take`` was not called since the last job ended: an idle engine should take one step more."""
+        """Whether ``take`` was not called since the last job ended: an idle engine should take one
+        step more."""
         return self._was_busy and not self._gauges.busy
 
     def take(self, now: float) -> Stats | None:
-        """Return what was counted and measured since the last time, if it is time: counters and samples as they rose,
-        gauges as they are. ``now``: seconds, monotonic."""
+        """Return what was counted and measured since the last time, if it is time: counters and
+        samples as they rose, gauges as they are. ``now``: seconds, monotonic."""
         stats, busy = self._stats, self._gauges.busy
         ended, self._was_busy = self._was_busy and not busy, busy
         changed = stats.changes != self._told_changes
@@ -120,7 +126,8 @@ class Telemetry:
         return fresh
 
     def take_rest(self) -> Stats:
-        """Return what counters and samples rose by, at the end of all: gauges are not read any more."""
+        """Return what counters and samples rose by, at the end of all: gauges are not read any
+        more."""
         fresh = self._advance(look=False)
         self._latest = self._told
         return fresh
@@ -185,9 +192,11 @@ class Telemetry:
 
 
 def summarize(rose: Stats, seconds: float | None = None) -> dict[str, str]:
-    """Return the few figures that matter, for one line: hits, bytes moved, fill, evictions, and failures if any.
+    """Return the few figures that matter, for one line: hits, bytes moved, fill, evictions, and
+    failures if any.
 
-    ``rose``: what counters and histograms rose by. ``seconds``: in how long, for rates; None: amounts.
+    ``rose``: what counters and histograms rose by. ``seconds``: in how long, for rates; None:
+    amounts.
     """
     found: dict[str, str] = {}
     for tier, name in (("cpu", "CPU"), ("nvme", "NVMe")):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the documentation says of commands, settings, counters and log lines is what the code has."""
+"""What the documentation says of commands, settings, counters and log lines is what the code
+has."""
 
 from __future__ import annotations
 
@@ -161,7 +162,8 @@ def test_the_calls_of_the_quick_start_run(store):
 
 
 def headings(shown: str) -> list[str]:
-    """Return the first word of each line that is not indented: the page is right about these, whatever the numbers."""
+    """Return the first word of each line that is not indented: the page is right about these,
+    whatever the numbers."""
     return re.findall(r"^[A-Z][a-z]+\b", shown, re.MULTILINE)
 
 
@@ -194,7 +196,8 @@ def test_configurations_in_the_text_are_right():
 
 
 def test_settings_that_the_text_names_are_there():
-    """A span such as `nvme_bytes: 5` or `"store_policy": "spillover"` names a setting and a value of it."""
+    """A span such as `nvme_bytes: 5` or `"store_policy": "spillover"` names a setting and a value
+    of it."""
     for path in prose():
         for span in spans(path.read_text()):
             if found := re.fullmatch(r'"?(\w+)"?: (true|false|[\d.]+|".*"|\[.*\])', span):
@@ -207,7 +210,8 @@ def test_settings_that_the_text_names_are_there():
 
 @cache
 def sentences() -> list[list[str]]:
-    """Return every text in the code that could be a log line or an error, cut where its values are."""
+    """Return every text in the code that could be a log line or an error, cut where its values
+    are."""
     found = []
     for path in sorted((ROOT / "kvdisk").rglob("*.py")):
         tree = ast.parse(path.read_text())
@@ -224,7 +228,8 @@ def sentences() -> list[list[str]]:
 
 
 def is_logged(line: str) -> bool:
-    """Whether the code can say this. An ellipsis at the end stands for the rest, another one for any word."""
+    """Whether the code can say this. An ellipsis at the end stands for the rest, another one for
+    any word."""
     whole = line.removesuffix("…").rstrip()
     said = whole.replace("…", "x")
     for pieces in sentences():
@@ -251,7 +256,8 @@ def test_symptoms_are_what_the_code_says():
 
 
 def quoted_lines(path: Path) -> list[str]:
-    """Return the lines of a page's blocks that are neither commands nor anything with a language."""
+    """Return the lines of a page's blocks that are neither commands nor anything with a
+    language."""
     said = [block for language, block in blocks(path.read_text()) if not language]
     return [line for block in said for line in block.splitlines() if re.match(r"kvdisk [a-z]+ |\w+ must be ", line)]
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation builds as a site without a warning, opens without a network, and shows what its sources say."""
+"""The documentation builds as a site without a warning, opens without a network, and shows what its
+sources say."""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ def test_the_site_asks_the_network_for_nothing(site):
 
 
 def test_lists_and_tables_are_not_taken_for_prose(site):
-    """GitHub begins a list without an empty line before it, and others do not: what is meant as one must be one."""
+    """GitHub begins a list without an empty line before it, and others do not: what is meant as one
+    must be one."""
     found = []
     for path in built(site):
         for paragraph in Reader(path.read_text()).paragraphs:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs planted in the sources of every wing, each of which the tests it names must catch.
 
-``tests/planted/*.toml`` has them: ``old`` occurs once in ``file``, and becomes ``new``. The manager's bugs that only a
-search finds are in ``tests/stateful``.
+``tests/planted/*.toml`` has them: ``old`` occurs once in ``file``, and becomes ``new``. The
+manager's bugs that only a search finds are in ``tests/stateful``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ BUGS: list[dict[str, str]] = [
     bug for path in sorted((ROOT / "tests/planted").glob("*.toml")) for bug in tomllib.loads(path.read_text())["bug"]
 ]
 STUCK_S = 900.0
-"""What takes so long hangs, on however busy a machine. A planted bug may make a test hang, which catches it."""
+"""What takes so long hangs, on however busy a machine. A planted bug may make a test hang, which
+catches it."""
 
 named = pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug["name"])
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The house rules that a machine can check: sizes, names, who imports what, and that the words match the code."""
+"""The house rules that a machine can check: sizes, names, who imports what, and that the words
+match the code."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``bench_tiers.py`` measures, and its peer: vLLM's own way to a drive, a file for each block (``fs_io_C``).
+"""What ``bench_tiers.py`` measures, and its peer: vLLM's own way to a drive, a file for each block
+(``fs_io_C``).
 
-The C extension is loaded from its file, without vLLM around it, and called as vLLM's tier for file systems does
-(``vllm/v1/kv_offload/tiering/fs``): a list of paths and of buffers for each call, threads of Python, files opened with
-O_DIRECT, each written under another name first. It is given more than it has in vLLM: directories exist already, and
-the blocks of a measurement are dealt out evenly, one call for each thread.
+The C extension is loaded from its file, without vLLM around it, and called as vLLM's tier for file
+systems does (``vllm/v1/kv_offload/tiering/fs``): a list of paths and of buffers for each call,
+threads of Python, files opened with O_DIRECT, each written under another name first. It is given
+more than it has in vLLM: directories exist already, and the blocks of a measurement are dealt out
+evenly, one call for each thread.
 """
 
 from __future__ import annotations
@@ -136,9 +138,10 @@ class VllmFiles:
 class _Files:
     """The files of a case's blocks.
 
-    They are emptied when they were measured, and removed at the end of the run only: ext4 passes over inodes that were
-    freed in the last minutes one by one, which would slow the next files down, and not in vLLM, which removes none. For
-    the same reason they lie where no run before had its files: ext4 is asked to spread directories over the drive.
+    They are emptied when they were measured, and removed at the end of the run only: ext4 passes
+    over inodes that were freed in the last minutes one by one, which would slow the next files
+    down, and not in vLLM, which removes none. For the same reason they lie where no run before had
+    its files: ext4 is asked to spread directories over the drive.
     """
 
     def __init__(self, extension: Any, case: Case, directory: Path, memory: memoryview, direct: bool) -> None:
@@ -189,7 +192,8 @@ class _Files:
             self._renew()
 
     def _run(self, count: int, call: Any) -> float:
-        """Deal the blocks out to threads, which are there already, and return what their calls took."""
+        """Deal the blocks out to threads, which are there already, and return what their calls
+        took."""
         tasks = [(self._paths[at::count], self._views(at, count)) for at in range(count)]
         with ThreadPoolExecutor(count) as pool:
             list(pool.map(lambda _: None, range(count)))
@@ -200,7 +204,8 @@ class _Files:
             return time.perf_counter() - began_s
 
     def _views(self, thread: int, count: int) -> list[memoryview]:
-        """Return the buffers of a thread's blocks: it has its own part of the memory, and goes round in it."""
+        """Return the buffers of a thread's blocks: it has its own part of the memory, and goes
+        round in it."""
         size = self._case.block_bytes
         slots = max(1, self._memory.nbytes // size // count)
         first = thread * slots if (thread + 1) * slots * size <= self._memory.nbytes else 0

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main job on real vLLM: prompts computed once, then loaded from memory, then from NVMe after a restart.
+"""The main job on real vLLM: prompts computed once, then loaded from memory, then from NVMe after a
+restart.
 
 Several users ask about the same long documents, which are cut from this repository's own text. vLLM
 alone answers first; its tokens are what every pass must give, or the exit code is 1. Time to first
@@ -38,7 +39,8 @@ MODEL_KIND = "demo-llama"
 DOCUMENTS = 3
 MAX_TOKENS = 16
 WARM_UP = list(range(10, 18))
-"""Shorter than a block, so that nothing of it is stored; pays for what a process does at its first request."""
+"""Shorter than a block, so that nothing of it is stored; pays for what a process does at its first
+request."""
 QUESTIONS = (
     "\n\nQuestion of the first user: what is the text above about, what does it promise, and under which"
     " conditions does a promise not hold? Name the places that say so, and quote each in one line.\nAnswer:",
@@ -56,7 +58,8 @@ class DemoError(Exception):
 
 @dataclass(frozen=True)
 class Pass:
-    """One row of the table. ``counted``: what kvdisk counted in it; ``nvme_bytes``: of blocks on the drive after it."""
+    """One row of the table. ``counted``: what kvdisk counted in it; ``nvme_bytes``: of blocks on
+    the drive after it."""
 
     name: str
     prompts: list[list[int]]
@@ -90,7 +93,8 @@ class Pass:
 
 
 class Demo:
-    """The engines and their passes. ``advance(what, weight)`` says what runs now and moves the progress bar."""
+    """The engines and their passes. ``advance(what, weight)`` says what runs now and moves the
+    progress bar."""
 
     def __init__(
         self,
@@ -156,7 +160,8 @@ def inspect(store: Path) -> dict[str, Any]:
 
 
 def verdict(passes: Sequence[Pass]) -> list[str]:
-    """Return what is wrong with the passes, in sentences; nothing where the demo showed what it is for."""
+    """Return what is wrong with the passes, in sentences; nothing where the demo showed what it is
+    for."""
     alone, *others = passes
     _, from_cpu, from_nvme = others
     wrong = [
@@ -219,7 +224,8 @@ def build_model() -> Path:
 
 
 def cut_prompts(model: Path, prompt_tokens: int) -> list[list[int]]:
-    """Return every user's prompt: a document of the repository's text and a question, document by document.
+    """Return every user's prompt: a document of the repository's text and a question, document by
+    document.
 
     The prompts of one document share all but the question. Raises DemoError.
     """

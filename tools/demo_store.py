@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store to show: two models, three homes, conversations and documents with shared beginnings, all of it sound.
+"""A store to show: two models, three homes, conversations and documents with shared beginnings, all
+of it sound.
 
-What an engine would have written is written by the rooms that an engine uses, but for the bytes of the blocks, which
-are made up. ``python tools/demo_store.py DIR`` makes one (500 MB) and leaves it with no owner.
+What an engine would have written is written by the rooms that an engine uses, but for the bytes of
+the blocks, which are made up. ``python tools/demo_store.py DIR`` makes one (500 MB) and leaves it
+with no owner.
 """
 
 from __future__ import annotations
@@ -81,14 +83,16 @@ class Block:
 
 @dataclass
 class Prompts:
-    """Chains of blocks that share beginnings, as one engine has met them. ``now_s``: when the last was."""
+    """Chains of blocks that share beginnings, as one engine has met them. ``now_s``: when the last
+    was."""
 
     chance: random.Random
     now_s: int
     blocks: list[Block] = field(default_factory=list)
 
     def extend(self, parent: Block | None, count: int, ago_s: float) -> Block:
-        """Compute and store so many blocks behind ``parent``, so many seconds ago; return the last."""
+        """Compute and store so many blocks behind ``parent``, so many seconds ago; return the
+        last."""
         for _ in range(count):
             key = make_block_key(self.chance.randbytes(32), 0)
             parent = Block(key, parent, int(self.now_s - ago_s))
@@ -104,7 +108,8 @@ class Prompts:
             last = last.parent
 
     def assistant(self, system_blocks: int, conversations: int, span_s: float) -> None:
-        """Conversations behind one system prompt, of a few turns each; every turn comes back with the ones before."""
+        """Conversations behind one system prompt, of a few turns each; every turn comes back with
+        the ones before."""
         system = self.extend(None, system_blocks, span_s)
         for _ in range(conversations):
             began_s = self.chance.uniform(0.02, 1.0) * span_s
@@ -125,7 +130,8 @@ class Prompts:
 
 
 def fill(home: Home, model: Model, prompts: Prompts, slot_count: int, *, dropped: float) -> LmdbIndex:
-    """Write blocks and their records, in segments of so many slots. ``dropped``: this share of them has left again.
+    """Write blocks and their records, in segments of so many slots. ``dropped``: this share of them
+    has left again.
 
     Those that left are ends of chains, as eviction has it.
     """
@@ -169,7 +175,8 @@ def fill(home: Home, model: Model, prompts: Prompts, slot_count: int, *, dropped
 
 
 def _without_ends(blocks: Sequence[Block], count: int, chance: random.Random) -> list[Block]:
-    """Take blocks away that no other one follows, the less used the sooner; return those that stay."""
+    """Take blocks away that no other one follows, the less used the sooner; return those that
+    stay."""
     followers: dict[int, int] = {}
     for block in blocks:
         if block.parent is not None:
@@ -193,7 +200,8 @@ def note_uses(home: Home, blocks: Sequence[tuple[Slot, int, Block]]) -> None:
 
 
 class Plan(NamedTuple):
-    """A home to make: its last use so many seconds ago, slots of a segment, share of blocks that have left again."""
+    """A home to make: its last use so many seconds ago, slots of a segment, share of blocks that
+    have left again."""
 
     model: Model
     ago_s: int
@@ -229,7 +237,8 @@ def prompts_of(number: int, now_s: int) -> Prompts:
 
 
 def branching_key() -> str:
-    """Return, in hex digits, the key of the last block of the first document: several questions follow it."""
+    """Return, in hex digits, the key of the last block of the first document: several questions
+    follow it."""
     blocks = prompts_of(len(PLANS) - 1, 0).blocks
     followed = Counter(id(block.parent) for block in blocks if block.parent is not None)
     return next(block for block in blocks if followed[id(block)] == DOCUMENT_QUESTIONS).key.hex()
@@ -237,9 +246,11 @@ def branching_key() -> str:
 
 @contextmanager
 def demo_store(path: Path, *, owned: bool = True, payload_bytes: int | None = None) -> Iterator[Path]:
-    """Make the store. While this runs, one of its homes has an owner, this process, unless told otherwise.
+    """Make the store. While this runs, one of its homes has an owner, this process, unless told
+    otherwise.
 
-    ``payload_bytes``: of a block on one rank, where the store shall be smaller than that of real models.
+    ``payload_bytes``: of a block on one rank, where the store shall be smaller than that of real
+    models.
     """
     now_s = int(time.time())
     clock = [float(now_s)]
@@ -256,7 +267,8 @@ def demo_store(path: Path, *, owned: bool = True, payload_bytes: int | None = No
             index = fill(home, model, prompts, plan.slot_count, dropped=plan.dropped)
             clock[0] = now_s - plan.ago_s
             home.mark_used()
-            # All have owners until the last one is made: an engine would take over an orphan of its model.
+            # All have owners until the last one is made: an engine would take over an orphan of its
+            # model.
             (end if is_owned else orphaned).callback(_close, home, index, clock, now_s - plan.ago_s, clean=not is_owned)
         orphaned.close()
         yield path

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What mkdocs asks of this project while it builds the site: every decision has its place in the navigation."""
+"""What mkdocs asks of this project while it builds the site: every decision has its place in the
+navigation."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ SECTION = "Decisions"
 
 
 def on_config(config: Any) -> Any:
-    """Put docs/decisions/*.md, which the navigation does not name one by one, behind their table, by number."""
+    """Put docs/decisions/*.md, which the navigation does not name one by one, behind their table,
+    by number."""
     section = next(_found(config.nav))
     for path in sorted((Path(config.docs_dir) / "decisions").glob("[0-9]*.md")):
         section.append({_title(path): path.relative_to(config.docs_dir).as_posix()})

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real vLLM engines on the CPU, each in a child process that is driven act by act.
 
-``EngineChild`` starts one and talks to it in JSON lines; the demo, the throughput measurement and the
-engine tests all run on it. Started as a script, this file is that child. It must stay cheap to import
-and keep its ``__main__`` guard, because vLLM's own processes import it again (spawn).
+``EngineChild`` starts one and talks to it in JSON lines; the demo, the throughput measurement and
+the engine tests all run on it. Started as a script, this file is that child. It must stay cheap to
+import and keep its ``__main__`` guard, because vLLM's own processes import it again (spawn).
 
 Layouts: ``inproc`` (scheduler, worker and connector in one process), ``own`` (the engine and its
 worker in processes of their own), ``tp2`` (``own`` with two workers, tensor parallel).
@@ -39,9 +39,11 @@ DEFAULTS: dict[str, Any] = {
     "disable_log_stats": False,
     "seed": 0,
 }
-"""Arguments of ``vllm.LLM`` unless a caller says otherwise. The CPU attention takes multiples of 32 tokens a block."""
+"""Arguments of ``vllm.LLM`` unless a caller says otherwise. The CPU attention takes multiples of 32
+tokens a block."""
 STEADY: dict[str, Any] = {"min_load_tokens": 0, "lookup_wait_s": 600.0, "io_deadline_s": 600.0}
-"""kvdisk's settings, likewise: every hit is loaded, and nothing is given up, however slow or busy the machine."""
+"""kvdisk's settings, likewise: every hit is loaded, and nothing is given up, however slow or busy
+the machine."""
 
 
 class EngineError(Exception):
@@ -51,8 +53,8 @@ class EngineError(Exception):
 class Answer(NamedTuple):
     """What one request got.
 
-    ``cached``: prompt tokens that were not computed, those in the GPU prefix cache and those that the
-    connector loaded together. ``ttft_s``: from the request's arrival to its first token.
+    ``cached``: prompt tokens that were not computed, those in the GPU prefix cache and those that
+    the connector loaded together. ``ttft_s``: from the request's arrival to its first token.
     """
 
     tokens: list[int]
@@ -61,7 +63,8 @@ class Answer(NamedTuple):
 
 
 def environment(layout: str, kv_gib: int) -> dict[str, str]:
-    """Return the environment of a child: this process's own, without settings that would change a run."""
+    """Return the environment of a child: this process's own, without settings that would change a
+    run."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -73,7 +76,8 @@ def environment(layout: str, kv_gib: int) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # Tensor parallelism would compile one small function with a C++ compiler at its first request, 3-17 s.
+        # Tensor parallelism would compile one small function with a C++ compiler at its first
+        # request, 3-17 s.
         "TORCHDYNAMO_DISABLE": "1",
     }
     if layout == "tp2":
@@ -87,11 +91,13 @@ def environment(layout: str, kv_gib: int) -> dict[str, str]:
 
 
 class EngineChild:
-    """One engine in a child process. Use it from one thread; as a context manager it is closed, or killed on an error.
+    """One engine in a child process. Use it from one thread; as a context manager it is closed, or
+    killed on an error.
 
-    ``extra_config``: the connector's configuration, or None for vLLM without kvdisk. ``log``: a file that
-    takes everything the engine prints. Further keywords go to ``vllm.LLM``. The constructor returns
-    when the engine is ready, or at once with ``wait=False`` (then call ``ready``).
+    ``extra_config``: the connector's configuration, or None for vLLM without kvdisk. ``log``: a
+    file that takes everything the engine prints. Further keywords go to ``vllm.LLM``. The
+    constructor returns when the engine is ready, or at once with ``wait=False`` (then call
+    ``ready``).
     """
 
     def __init__(
@@ -127,7 +133,8 @@ class EngineChild:
                 stdout=subprocess.PIPE,
                 stderr=log_file,
                 env=environment(layout, kv_gib) | dict(env or {}),
-                # A session of its own, so that kill() reaches the engine's and the workers' processes too.
+                # A session of its own, so that kill() reaches the engine's and the workers'
+                # processes too.
                 start_new_session=True,
             )
         threading.Thread(target=self._read, daemon=True).start()
@@ -148,7 +155,8 @@ class EngineChild:
         salt: str | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> list[Answer]:
-        """Decode greedily, past any end token, and return one answer per prompt (token ids), in order.
+        """Decode greedily, past any end token, and return one answer per prompt (token ids), in
+        order.
 
         ``together``: all requests at once, else one after the other. ``salt``: vLLM's cache salt.
         ``progress`` is called with the number of finished requests (only one after the other).
@@ -163,7 +171,8 @@ class EngineChild:
         return [Answer(*answer) for answer in self.ask(act, progress=progress)]
 
     def reset(self) -> None:
-        """Forget the GPU prefix cache, and nothing else. Drains first: blocks that a store reads would refuse it."""
+        """Forget the GPU prefix cache, and nothing else. Drains first: blocks that a store reads
+        would refuse it."""
         self.drain()
         assert self.ask({"act": "reset"}), "blocks are still held after a drain"
 
@@ -172,14 +181,15 @@ class EngineChild:
         self.ask({"act": "drain"})
 
     def counters(self) -> dict[str, int]:
-        """Return kvdisk's counters since the start, by the names of ``kvdisk.stats`` (in-process layout only)."""
+        """Return kvdisk's counters since the start, by the names of ``kvdisk.stats`` (in-process
+        layout only)."""
         return dict(self.ask({"act": "counters"}))
 
     def metrics(self) -> dict[str, float]:
         """Return every Prometheus metric of the engine, without the prefix ``vllm:``.
 
-        Summed over labels, and of what has a label besides the engine's also each value of that: ``name.value``. Of a
-        histogram ``name_count`` and ``name_sum``.
+        Summed over labels, and of what has a label besides the engine's also each value of that:
+        ``name.value``. Of a histogram ``name_count`` and ``name_sum``.
 
         In the layouts with processes, figures of idle steps travel with the next request, so a
         request of one token is made first.
@@ -187,23 +197,27 @@ class EngineChild:
         return dict(self.ask({"act": "metrics"}))
 
     def call(self, target: str, *arguments: Any) -> Any:
-        """Call ``module:function`` in the child with the LLM and JSON arguments; return its JSON result."""
+        """Call ``module:function`` in the child with the LLM and JSON arguments; return its JSON
+        result."""
         return self.ask({"act": "call", "target": target, "arguments": list(arguments)})
 
     def ask(
         self, act: Mapping[str, Any], timeout_s: float = ACT_S, progress: Callable[[int], None] | None = None
     ) -> Any:
-        """Run one act and return its result. Raises EngineError when the child fails or stays silent too long."""
+        """Run one act and return its result. Raises EngineError when the child fails or stays
+        silent too long."""
         self._send(act)
         return self._receive(timeout_s, progress)
 
     def cpu_s(self) -> float:
-        """Return the CPU seconds that the child has used, in all its threads; not those of further processes."""
+        """Return the CPU seconds that the child has used, in all its threads; not those of further
+        processes."""
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
-        """End the engine the orderly way and wait for it. Raises EngineError unless it ends with exit code 0."""
+        """End the engine the orderly way and wait for it. Raises EngineError unless it ends with
+        exit code 0."""
         if self._process.poll() is None:
             self._send({"act": "close"})
             self._receive(ACT_S, None)
@@ -215,14 +229,16 @@ class EngineChild:
             raise self._failed(f"the engine ended with code {code}")
 
     def kill(self) -> None:
-        """Kill the child and all its processes (signal 9) and wait for it. Does nothing after its end."""
+        """Kill the child and all its processes (signal 9) and wait for it. Does nothing after its
+        end."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     def kill_worker(self) -> None:
-        """Kill one of the worker processes (signal 9); in layout ``tp2``, where they are processes of their own."""
+        """Kill one of the worker processes (signal 9); in layout ``tp2``, where they are processes
+        of their own."""
         assert self.layout == "tp2"
         for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -341,7 +357,8 @@ class _Child:
 
 
 def child_main() -> None:
-    """Serve acts from stdin until ``close`` or the end of the input. The first line describes the engine."""
+    """Serve acts from stdin until ``close`` or the end of the input. The first line describes the
+    engine."""
     # Only this copy reaches the parent; whatever the engine prints goes to the log.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

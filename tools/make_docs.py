@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the pages that say what the code says: docs/CONFIGURATION.md from ``Config``, docs/CLI.md from the help, and
-the tables of docs/METRICS.md from ``kvdisk.stats``.
+"""Make the pages that say what the code says: docs/CONFIGURATION.md from ``Config``, docs/CLI.md
+from the help, and the tables of docs/METRICS.md from ``kvdisk.stats``.
 
-``--check`` writes nothing, and ends with 1 where a file is not what would be written. ``tests/test_docs.py`` holds them
-equal. What the commands print is in docs/output, which ``tools/make_pictures.py`` writes.
+``--check`` writes nothing, and ends with 1 where a file is not what would be written.
+``tests/test_docs.py`` holds them equal. What the commands print is in docs/output, which
+``tools/make_pictures.py`` writes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"))
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of Config as its documentation has it. ``default``, ``form``: Markdown. ``examples``: JSON."""
+    """One field of Config as its documentation has it. ``default``, ``form``: Markdown.
+    ``examples``: JSON."""
 
     key: str
     meaning: str
@@ -56,7 +58,8 @@ class Setting:
 
 
 def settings() -> list[Setting]:
-    """Return the settings in the order of Config. Raises ValueError where a field is not documented."""
+    """Return the settings in the order of Config. Raises ValueError where a field is not
+    documented."""
     (tree,) = ast.parse(inspect.getsource(Config)).body
     assert isinstance(tree, ast.ClassDef)
     said = {
@@ -161,7 +164,8 @@ the default. [Operating](OPERATING.md#limits-of-a-request) says what a request m
 
 
 def commands() -> Iterator[tuple[str, Any]]:
-    """Yield each command by its name, with blanks for one below another, in the order in which they are registered."""
+    """Yield each command by its name, with blanks for one below another, in the order in which they
+    are registered."""
     yield from _below("", typer.main.get_command(app))
 
 
@@ -206,7 +210,8 @@ def _command(name: str, command: Any) -> str:
 
 
 def _of_output(name: str) -> Any:
-    """Return what sorts the outputs of a command: its own before those with a number, others not at all."""
+    """Return what sorts the outputs of a command: its own before those with a number, others not at
+    all."""
     pattern = re.compile(rf"{re.escape(_anchor(name))}(?:-(\d+))?\.txt")
     return lambda path: (found := pattern.fullmatch(path.name)) and (1 + int(found[1] or 0))
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the commands on a store made for it; keep what they print in docs/output, and pictures of them in docs/pictures.
+"""Run the commands on a store made for it; keep what they print in docs/output, and pictures of
+them in docs/pictures.
 
-Needs Chromium, or Chrome, in the PATH, and the packages of the tests. The store (600 MB) is made in DIR, which must not
-exist and is removed at the end; the pages call it ``/nvme/kv``. Afterwards ``tools/make_docs.py`` puts the outputs into
-docs/CLI.md. Commands that this kvdisk does not have are left out, and said.
+Needs Chromium, or Chrome, in the PATH, and the packages of the tests. The store (600 MB) is made in
+DIR, which must not exist and is removed at the end; the pages call it ``/nvme/kv``. Afterwards
+``tools/make_docs.py`` puts the outputs into docs/CLI.md. Commands that this kvdisk does not have
+are left out, and said.
 """
 
 from __future__ import annotations
@@ -79,12 +81,14 @@ SVG = """\
 
 @dataclass(frozen=True)
 class Shown:
-    """A command to run, and what to keep of it: its output as ``name``.txt, with ``picture`` also as ``name``.png.
+    """A command to run, and what to keep of it: its output as ``name``.txt, with ``picture`` also
+    as ``name``.png.
 
-    ``typed``: with STORE, KEY, DRIVE and TRACE for the store, a block in it, the directory it lies in, and a trace.
-    Where the last word is a page (.html) that the command makes, that is the picture. ``columns``: of the terminal.
-    ``copy``: on a copy that nobody owns, since it changes the store. ``live``: on the store of two engines under load,
-    for so many seconds; what is on the terminal then is kept.
+    ``typed``: with STORE, KEY, DRIVE and TRACE for the store, a block in it, the directory it lies
+    in, and a trace. Where the last word is a page (.html) that the command makes, that is the
+    picture. ``columns``: of the terminal. ``copy``: on a copy that nobody owns, since it changes
+    the store. ``live``: on the store of two engines under load, for so many seconds; what is on the
+    terminal then is kept.
     """
 
     name: str
@@ -159,7 +163,8 @@ def removed(path: Path) -> Iterator[None]:
 
 @contextmanager
 def live_store(store: Path) -> Iterator[None]:
-    """Have two engines without a model, and with everything else real, serve requests from one store for a while."""
+    """Have two engines without a model, and with everything else real, serve requests from one
+    store for a while."""
     engines = []
     try:
         for seed in (1, 2):
@@ -282,7 +287,8 @@ def terminal_of(shown: Shown) -> dict[str, str]:
 
 
 def terminal(typed: str, lines: Sequence[Text], columns: int) -> str:
-    """Return a picture of a terminal in which a command was typed, as SVG without anything from elsewhere."""
+    """Return a picture of a terminal in which a command was typed, as SVG without anything from
+    elsewhere."""
     console = Console(record=True, width=columns, file=io.StringIO(), color_system="truecolor", force_terminal=True)
     for line in lines:
         line.rstrip()
@@ -291,7 +297,8 @@ def terminal(typed: str, lines: Sequence[Text], columns: int) -> str:
 
 
 def shoot(page: Path, target: Path, width: int, height: int) -> None:
-    """Open a page in a browser of this size, without a network; keep what is seen, less what is empty below it."""
+    """Open a page in a browser of this size, without a network; keep what is seen, less what is
+    empty below it."""
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
         raise SystemExit(f"kvdisk: none of {', '.join(BROWSERS)} is installed")

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kvdisk costs where it gains nothing: throughput on prompts that were never seen, with it and without it.
+"""What kvdisk costs where it gains nothing: throughput on prompts that were never seen, with it and
+without it.
 
 Two engines stay alive side by side, one with the connector and one without, and work in turn: never
-both at once. Each turn has prompts of its own, so there is nothing to hit and everything to store. Before the
-other engine's turn, stores are drained; that wait is shown, and not part of the throughput. The same
-engine can be a tenth faster or slower from one start to the next, so there are several pairs of engines.
-CPU time, of all threads of an in-process engine, is the figure to trust where others use the machine.
+both at once. Each turn has prompts of its own, so there is nothing to hit and everything to store.
+Before the other engine's turn, stores are drained; that wait is shown, and not part of the
+throughput. The same engine can be a tenth faster or slower from one start to the next, so there are
+several pairs of engines. CPU time, of all threads of an in-process engine, is the figure to trust
+where others use the machine.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ CONNECTED, ALONE = "with kvdisk", "vLLM alone"
 
 
 class Turn(NamedTuple):
-    """One engine's work on one set of prompts, how long its stores took to drain after it, and the CPU time of both."""
+    """One engine's work on one set of prompts, how long its stores took to drain after it, and the
+    CPU time of both."""
 
     work_s: float
     drain_s: float
@@ -59,7 +62,8 @@ def take_turn(engine: EngineChild, prompts: list[list[int]], max_tokens: int) ->
 def take_turns(
     engines: dict[str, EngineChild], pair: int, options: argparse.Namespace, console: Console
 ) -> Iterator[tuple[str, Turn]]:
-    """Yield turns of both engines, interleaved; which goes first changes with each round. The first is not counted."""
+    """Yield turns of both engines, interleaved; which goes first changes with each round. The first
+    is not counted."""
     for number in range(options.rounds + 1):
         order = list(engines) if (number + pair) % 2 else list(reversed(engines))
         for place, name in enumerate(order):

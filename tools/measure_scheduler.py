@@ -49,8 +49,8 @@ Samples = Iterator[tuple[float, float]]
 class BothSides:
     """Requests of an engine, and kvdisk's and vLLM's scheduler sides that follow them.
 
-    ``cpu_blocks``: of kvdisk's tier; ``their_blocks``: of vLLM's. ``store_dir``: where kvdisk has an NVMe tier as well,
-    with an index and all, in a store of its own.
+    ``cpu_blocks``: of kvdisk's tier; ``their_blocks``: of vLLM's. ``store_dir``: where kvdisk has
+    an NVMe tier as well, with an index and all, in a store of its own.
     """
 
     def __init__(self, cpu_blocks: int, store_dir: Path | None, their_blocks: int | None = None) -> None:
@@ -102,7 +102,8 @@ class BothSides:
         return [hashlib.sha256(self._random.randbytes(8)).digest() for _ in range(count)]
 
     def prefill(self, blocks: int) -> tuple[Any, Any]:
-        """Let a request come; return it, and the output of the step that computes its whole prompt."""
+        """Let a request come; return it, and the output of the step that computes its whole
+        prompt."""
         request = self.come(self.new_hashes(blocks))
         name = request.request_id
         output = self.output([name], {name: self.tables[name]})
@@ -147,7 +148,8 @@ class BothSides:
         return output
 
     def filling(self, count: int) -> Any:
-        """Return the output of a step of all requests in which ``count`` of them fill a block, and nobody else."""
+        """Return the output of a step of all requests in which ``count`` of them fill a block, and
+        nobody else."""
         for request in self.requests.values():
             if (request.num_computed_tokens + 1) % BLOCK_TOKENS == 0:  # filled its block in the last step
                 self._advance(request, 1)
@@ -167,7 +169,8 @@ class BothSides:
     # -- what is timed -------------------------------------------------------------------------
 
     def both(self, ours: Callable[[], Any], theirs: Callable[[], Any]) -> tuple[tuple[float, Any], tuple[float, Any]]:
-        """Time both, and return what each took and answered. Who comes second finds warm caches: they take turns."""
+        """Time both, and return what each took and answered. Who comes second finds warm caches:
+        they take turns."""
         if self._ours_first:
             mine = timed(ours)
             return mine, timed(theirs)
@@ -276,7 +279,8 @@ def stores(blocks: int, store_dir: Path | None) -> Samples:
 def hits(blocks: int, store_dir: Path | None) -> Samples:
     """Yield loads of the prompt that was used longest ago: per block, lookup, plan and settlement.
 
-    With NVMe, memory holds just less than two prompts: for what is loaded others are evicted from it.
+    With NVMe, memory holds just less than two prompts: for what is loaded others are evicted from
+    it.
     """
     sides = BothSides(1 << 16 if store_dir is None else 2 * blocks - blocks // 8, store_dir, 1 << 16)
     prompts: list[list[bytes]] = []

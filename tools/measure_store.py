@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure what a large store costs: opening it, RAM of a block, lookups, other homes, a rebuild.
 
-An index of ``--blocks`` blocks with sha256 keys, in chains of 100, is built in a fresh directory below ``--dir`` and
-closed cleanly. Each opening is a process of its own: the time is that of reading the file's sum (after a clean end)
-or of the child that reads the index first (after a kill), of ``LmdbIndex`` and of ``NvmeSpace.restore``. The RAM is
-what the process's resident memory has grown by, after freed memory was given back, divided by the blocks. Other homes
-are asked through a ``NeighbourReader``. A pause is that of a full collection of garbage, beside the same in a process
-without a store; ``--memory`` measures it with steps and hits, without a drive. A rebuild reads
-headers of slots of 64 KiB, past the system's memory.
+An index of ``--blocks`` blocks with sha256 keys, in chains of 100, is built in a fresh directory
+below ``--dir`` and closed cleanly. Each opening is a process of its own: the time is that of
+reading the file's sum (after a clean end) or of the child that reads the index first (after a
+kill), of ``LmdbIndex`` and of ``NvmeSpace.restore``. The RAM is what the process's resident memory
+has grown by, after freed memory was given back, divided by the blocks. Other homes are asked
+through a ``NeighbourReader``. A pause is that of a full collection of garbage, beside the same in a
+process without a store; ``--memory`` measures it with steps and hits, without a drive. A rebuild
+reads headers of slots of 64 KiB, past the system's memory.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ def resident_bytes() -> int:
 
 
 def pause_s() -> float:
-    """Return the processor time of a full collection of garbage, the second one: nothing else runs meanwhile."""
+    """Return the processor time of a full collection of garbage, the second one: nothing else runs
+    meanwhile."""
     gc.collect()
     start_s = time.process_time()
     gc.collect()
@@ -168,7 +170,8 @@ def step_s(nvme: NvmeSpace, now: float) -> float:
 
 
 class GivenIndex(MemoryIndex):
-    """An index that gives columns and keeps nothing: what the scheduler holds of a store, without the drive."""
+    """An index that gives columns and keeps nothing: what the scheduler holds of a store, without
+    the drive."""
 
     def __init__(self, block_count: int) -> None:
         super().__init__()
@@ -202,7 +205,8 @@ class GivenIndex(MemoryIndex):
 
 
 def measure_pauses(block_count: int, eviction: str) -> dict[str, float]:
-    """Fill a tier without a drive, and evict from it as a step does; return processor times of steps and pauses."""
+    """Fill a tier without a drive, and evict from it as a step does; return processor times of
+    steps and pauses."""
     before, empty = resident_bytes(), pause_s()
     config = Config(store_dirs=("/nowhere",), nvme_bytes=1, eviction=eviction)
     parts = Parts.make(config, GEOMETRY, None)  # nobody asks the engine
@@ -234,7 +238,8 @@ def measure_pauses(block_count: int, eviction: str) -> dict[str, float]:
 
 
 class Asked(NamedTuple):
-    """Seconds: of the call of ``ask``, of each call of ``poll`` until the answer, and from the one to the other."""
+    """Seconds: of the call of ``ask``, of each call of ``poll`` until the answer, and from the one
+    to the other."""
 
     ask_s: float
     polls_s: Sequence[float]
@@ -274,7 +279,8 @@ class AskedHome:
 
 
 class HomeOfHeaders:
-    """A home with whole segments of which only the headers were ever written: no payload is read in a rebuild."""
+    """A home with whole segments of which only the headers were ever written: no payload is read in
+    a rebuild."""
 
     def __init__(
         self,
@@ -366,7 +372,8 @@ def show_neighbours(path: Path, block_count: int, rounds: int) -> None:
 
 
 def show_rebuild(directory: Path, header_count: int, rounds: int) -> None:
-    """Measure a rebuild of a home of one rank with so many headers, each in the drive and not in memory."""
+    """Measure a rebuild of a home of one rank with so many headers, each in the drive and not in
+    memory."""
     logging.getLogger("kvdisk").setLevel(logging.ERROR)  # a rebuild warns
     home = HomeOfHeaders(directory / "store", GEOMETRY, -(-header_count // SEGMENT_SLOTS), SEGMENT_SLOTS, names_of)
     with contextlib.closing(home):

@@ -79,7 +79,8 @@ class Lru:
 
 
 class Arc:
-    """ARC (FAST '03): what was used once and what was used more often, in shares that follow what comes back."""
+    """ARC (FAST '03): what was used once and what was used more often, in shares that follow what
+    comes back."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -163,7 +164,8 @@ def run_belady(prompts: Sequence[Prompt], capacity: int) -> Counts:
     for at in reversed(range(never)):
         next_uses[at] = following.get(references[at], never)
         following[references[at]] = at
-    # The blocks that are there and when each is used again; the same as a heap, with some that have gone.
+    # The blocks that are there and when each is used again; the same as a heap, with some that have
+    # gone.
     kept: dict[Hashable, int] = {}
     latest: list[tuple[int, Hashable]] = []
     fresh: set[Hashable] = set()  # have not hit yet

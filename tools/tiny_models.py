@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random-weight models and a tokenizer trained on local text, so that the real engine runs without a model hub.
+"""Random-weight models and a tokenizer trained on local text, so that the real engine runs without
+a model hub.
 
 The weights are scaled so that greedy decoding depends on the whole prompt: attention is peaked
 (one wrong block of KV changes the tokens), and what the layers add outweighs the embedding of the
@@ -26,7 +27,8 @@ STAMP = "kvdisk_model.json"
 
 
 def train_tokenizer(texts: Iterable[str], directory: Path, vocabulary: int) -> None:
-    """Train a byte-level BPE tokenizer on ``texts`` and save it for transformers in ``directory``."""
+    """Train a byte-level BPE tokenizer on ``texts`` and save it for transformers in
+    ``directory``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -44,12 +46,14 @@ def train_tokenizer(texts: Iterable[str], directory: Path, vocabulary: int) -> N
 
 
 def demo_llama() -> Any:
-    """Return the configuration of the demo's model: 8 layers, hidden 512, grouped-query attention."""
+    """Return the configuration of the demo's model: 8 layers, hidden 512, grouped-query
+    attention."""
     return _llama(VOCABULARY, layers=8, hidden=512, intermediate=1408, heads=8, kv_heads=2, positions=8192)
 
 
 def tiny_llama() -> Any:
-    """Return the configuration of the smallest full-attention model of the tests (two KV heads, so TP=2 splits it)."""
+    """Return the configuration of the smallest full-attention model of the tests (two KV heads, so
+    TP=2 splits it)."""
     return _llama(TINY_VOCABULARY, layers=2, hidden=128, intermediate=256, heads=4, kv_heads=2, positions=2048)
 
 
@@ -82,10 +86,11 @@ def tiny_gemma3() -> Any:
 
 
 def tiny_gemma4() -> Any:
-    """Return the configuration of a model whose layers differ in the bytes of a token: heads of 64 and of 128.
+    """Return the configuration of a model whose layers differ in the bytes of a token: heads of 64
+    and of 128.
 
-    Two layers have a sliding window of 64 tokens, two have full attention. Without its hybrid KV-cache manager vLLM
-    puts all of them into one KV-cache group.
+    Two layers have a sliding window of 64 tokens, two have full attention. Without its hybrid
+    KV-cache manager vLLM puts all of them into one KV-cache group.
     """
     from transformers import Gemma4TextConfig
 
@@ -121,7 +126,8 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 def build(kind: str, directory: Path, texts: Sequence[str]) -> Path:
-    """Write the model ``kind`` (a key of ``KINDS``) with its tokenizer to ``directory`` and return the directory.
+    """Write the model ``kind`` (a key of ``KINDS``) with its tokenizer to ``directory`` and return
+    the directory.
 
     Does nothing where the same kind, seed and configuration have been built there before; the
     tokenizer is then the one of that time.
@@ -169,11 +175,13 @@ def _llama(
 
 
 def _spread(model: Any) -> None:
-    """Scale the random weights: unit gain everywhere, attention logits of ``ATTENTION_SPREAD``, a faint embedding."""
+    """Scale the random weights: unit gain everywhere, attention logits of ``ATTENTION_SPREAD``, a
+    faint embedding."""
     for name, tensor in model.state_dict().items():
         if tensor.dim() != 2:
-            # Norms keep their neutral initial value; Gemma's query and key norms would undo a scaled projection.
-            # Gemma 3 adds 1 to its, and divides the logits by the root of the head's size; Gemma 4 does neither.
+            # Norms keep their neutral initial value; Gemma's query and key norms would undo a
+            # scaled projection. Gemma 3 adds 1 to its, and divides the logits by the root of the
+            # head's size; Gemma 4 does neither.
             if name.endswith("q_norm.weight"):
                 tensor.fill_(ATTENTION_SPREAD / math.sqrt(len(tensor)) if tensor.any() else ATTENTION_SPREAD - 1.0)
             continue

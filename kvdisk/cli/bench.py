@@ -88,7 +88,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What a device reached. ``bytes_each``: of a transfer. ``run``: whether neighbours followed each other.
+    """What a device reached. ``bytes_each``: of a transfer. ``run``: whether neighbours followed
+    each other.
 
     ``samples``: bytes per second, one for each repetition.
     """
@@ -167,7 +168,8 @@ def bench(
 
 
 def measure(directory: Path, block_sizes: Sequence[int]) -> Bench:
-    """Measure the drive. Raises ConfigError: no room, no permission; DeviceError: the drive failed."""
+    """Measure the drive. Raises ConfigError: no room, no permission; DeviceError: the drive
+    failed."""
     for block_bytes in block_sizes:
         if block_bytes % ALIGNMENT or not 2 * ALIGNMENT <= block_bytes <= 1 << 30:
             raise ConfigError(f"--block-size must be a multiple of 4 KiB, 8 KiB to 1 GiB, not {block_bytes} bytes.")
@@ -197,7 +199,8 @@ def measure(directory: Path, block_sizes: Sequence[int]) -> Bench:
 
 
 def measure_drive(directory: Path, block_bytes: int, file_bytes: int = FILE_BYTES) -> DriveReport:
-    """Move a file of ``directory`` that nobody sees in blocks and in runs. Raises DeviceError, OSError."""
+    """Move a file of ``directory`` that nobody sees in blocks and in runs. Raises DeviceError,
+    OSError."""
     run_bytes = min(RUN_BYTES, file_bytes)
     block_bytes = min(block_bytes, run_bytes)
     memory = memoryview(mmap.mmap(-1, file_bytes))

@@ -70,8 +70,8 @@ class RankSlot:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A block in one engine store, as its index and USES have it. ``uses``, ``last_use_s``: null where USES
-    does not tell."""
+    """A block in one engine store, as its index and USES have it. ``uses``, ``last_use_s``: null
+    where USES does not tell."""
 
     home: str
     owner: Literal["alive", "orphan"]
@@ -110,7 +110,8 @@ class FoundBlock:
 
 @dataclass(frozen=True)
 class FoundKey:
-    """What a store has whose key begins so: one hash, in one or more namespaces, epochs and engine stores.
+    """What a store has whose key begins so: one hash, in one or more namespaces, epochs and engine
+    stores.
 
     ``key``: as it was given. ``groups``: all KV-cache groups that have a block of this hash;
     ``blocks`` are those of the lowest, or of the one in ``key``.

@@ -220,7 +220,8 @@ class Held:
 
 @dataclass(frozen=True)
 class HomeState(ReadHome):
-    """An engine store to choose of. ``why_whole``: why it can only stay or go as a whole; empty: it can be cut."""
+    """An engine store to choose of. ``why_whole``: why it can only stay or go as a whole; empty: it
+    can be cut."""
 
     why_whole: str = ""
 
@@ -245,7 +246,8 @@ class HomeState(ReadHome):
 
 
 def _held(store: Store, summaries: Sequence[HomeSummary]) -> tuple[Held, int]:
-    """Return what a store takes, and how much of it in folders on further drives that no engine store names."""
+    """Return what a store takes, and how much of it in folders on further drives that no engine
+    store names."""
     loose_bytes = 0
     named = {name for summary in summaries if summary.record for name in summary.record.drives}
     if all(summary.record for summary in summaries if summary.alive):  # else they may be that one's own
@@ -311,7 +313,8 @@ def _find_namespace(homes: Sequence[HomeState], wanted: str) -> bytes:
 
 @dataclass(frozen=True)
 class Condition:
-    """What to delete: what all of these that are not null say. ``everything``: none of them is given.
+    """What to delete: what all of these that are not null say. ``everything``: none of them is
+    given.
 
     ``to_bytes``: only until no more than that is allocated. ``older_than_s``: only blocks not used
     for so long. ``namespace``: only of this fingerprint.
@@ -346,7 +349,8 @@ class HomePlan:
 
 @dataclass
 class Plan:
-    """What is deleted of a store. ``keys``: blocks whose segments stay, with epochs, by engine store.
+    """What is deleted of a store. ``keys``: blocks whose segments stay, with epochs, by engine
+    store.
 
     ``in_use``: live engine stores that would have to change. ``kept``: sentences about those that
     stay, and might have gone. ``notes``: other sentences. ``short_bytes``: what would be allocated
@@ -373,8 +377,8 @@ class Going:
 
 @dataclass(frozen=True)
 class Deletion:
-    """What was asked for, planned and done. ``homes``: of which something goes; ``in_use``: ids of those that an
-    engine owns; ``after``: null where nothing was deleted. See ``Plan``."""
+    """What was asked for, planned and done. ``homes``: of which something goes; ``in_use``: ids of
+    those that an engine owns; ``after``: null where nothing was deleted. See ``Plan``."""
 
     json_version: int
     kvdisk_version: str
@@ -498,7 +502,8 @@ def _cut_to(home: HomeState, among: Mapping[int, int], excess_bytes: int) -> Hom
 
 
 def _worth(home: HomeState) -> tuple[dict[int, tuple[float, int]], dict[int, int]]:
-    """Return of each segment how recently it was used and how many blocks need it, and how many it has."""
+    """Return of each segment how recently it was used and how many blocks need it, and how many it
+    has."""
     assert home.blocks is not None
     numbers, at, counts = np.unique(home.blocks.columns.segments, return_inverse=True, return_counts=True)
     used_s = (np.bincount(at, home.ages.last_use_s) / counts).tolist()
@@ -532,7 +537,8 @@ def ages_of(blocks: HomeColumns) -> Ages:
 
 
 def carry_out(store: Store, plan: Plan) -> list[HomePlan]:
-    """Delete what is planned, and the folders that no engine store names; return the plan with results.
+    """Delete what is planned, and the folders that no engine store names; return the plan with
+    results.
 
     Raises StoreLocked and DeviceError before anything is deleted; what is wrong with one engine
     store is its result.

@@ -41,7 +41,8 @@ Table = dict[str, list[Any]]
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and of which engine stores nothing could be; what ``--export --json`` prints."""
+    """What was written, and of which engine stores nothing could be; what ``--export --json``
+    prints."""
 
     json_version: int
     path: Path

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine stores of a store as every command reads them: what is there, its index, and its USES, in columns.
+"""The engine stores of a store as every command reads them: what is there, its index, and its USES,
+in columns.
 
 A process of its own reads the indexes: see ``kvdisk.index.reader_process``.
 """
@@ -89,7 +90,8 @@ class ReadHome:
 
     @property
     def problem(self) -> str | None:
-        """Why the index cannot be read; None where it can. One that has neither files nor an index is new."""
+        """Why the index cannot be read; None where it can. One that has neither files nor an index
+        is new."""
         if self.index.problem is not None:
             return f"its index cannot be read ({self.index.problem})"
         return "its index is missing" if self.summary.segments and not self.index.exists else None
@@ -152,7 +154,8 @@ def by_namespace(homes: Sequence[ReadHome]) -> list[ReadNamespace]:
 
 
 def why_no_record(path: Path) -> str | None:
-    """Say why the HOME file of the engine store in this directory cannot be read; None where it can."""
+    """Say why the HOME file of the engine store in this directory cannot be read; None where it
+    can."""
     try:
         read_record(path)
     except FileNotFoundError:

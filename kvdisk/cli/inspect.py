@@ -91,16 +91,18 @@ def inspect(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file of --export.")] = False,
 ) -> None:
-    """Show what a store holds: namespaces, engine stores, segments, drives; the ages of blocks, and their reuse.
+    """Show what a store holds: namespaces, engine stores, segments, drives; the ages of blocks, and
+    their reuse.
 
-    With a KEY, one block: its record, the slot of every rank, its chain. Only reads, so it may look into a store that
-    engines are using, or into a copy. Needs neither a GPU nor vLLM.
+    With a KEY, one block: its record, the slot of every rank, its chain. Only reads, so it may look
+    into a store that engines are using, or into a copy. Needs neither a GPU nor vLLM.
 
     [bold]Exit codes[/bold]
 
     [cyan]0[/cyan]  all is fine
 
-    [cyan]1[/cyan]  something in the store is wrong, such as an index that cannot be read; the report says what
+    [cyan]1[/cyan]  something in the store is wrong, such as an index that cannot be read; the
+    report says what
 
     [cyan]2[/cyan]  no report: not a store, no permission, a newer format, or wrong usage
     """

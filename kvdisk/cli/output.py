@@ -176,7 +176,8 @@ def parse_size(key: str, text: str) -> int:
 
 
 def parse_age(key: str, text: str) -> int:
-    """Read ``90s``, ``30min``, ``12h``, ``7d``, ``2w``; return whole seconds. Raises ConfigError."""
+    """Read ``90s``, ``30min``, ``12h``, ``7d``, ``2w``; return whole seconds. Raises
+    ConfigError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text)
     if match is None or match[2] not in _AGES_S:
         raise ConfigError(f"{key} is a time such as 12h, 7d or 2w, and not {text!r}.")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefixes that a namespace's blocks share, as a tree, from the parents that the index has.
 
-A node is a block, however many engine stores hold a copy of it. KV-cache groups whose blocks have the same
-size in tokens share their nodes, since the same tokens have the same hash. Nodes that follow each
-other without a branch are one prefix. The tree is cut to a number of prefixes: those of which most
-is used (bytes times uses; where uses are not known, bytes times the other chains that share them),
-with those that lead there.
+A node is a block, however many engine stores hold a copy of it. KV-cache groups whose blocks have
+the same size in tokens share their nodes, since the same tokens have the same hash. Nodes that
+follow each other without a branch are one prefix. The tree is cut to a number of prefixes: those of
+which most is used (bytes times uses; where uses are not known, bytes times the other chains that
+share them), with those that lead there.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def each_prefix(prefixes: Sequence[Prefix], depth: int = 0) -> Iterator[tuple[in
 
 
 class Forest(NamedTuple):
-    """Nodes, and of each its parent (NONE: a root) and depth. ``node_of``: of each row, by engine store.
+    """Nodes, and of each its parent (NONE: a root) and depth. ``node_of``: of each row, by engine
+    store.
 
     ``is_whole``: whether the chain begins here, and not behind a block that nobody has.
     ``first_rows``: one of the node's rows, counted over all engine stores.
@@ -238,7 +239,8 @@ def find_prefixes(
 
 
 def locate(homes: Sequence[HomeColumns], row: int) -> tuple[int, int]:
-    """Return the position of the engine store of a row that counts over all of them, and its row there."""
+    """Return the position of the engine store of a row that counts over all of them, and its row
+    there."""
     for at, home in enumerate(homes):
         if row < len(home.groups):
             return at, row

@@ -71,7 +71,8 @@ def repair(directories: StoreDirectories, home: OnlyHome = None, as_json: AsJson
 
     [cyan]1[/cyan]  one could not be rebuilt; the report says why
 
-    [cyan]2[/cyan]  nothing was done: not a store, no such engine store, no permission, or wrong usage
+    [cyan]2[/cyan]  nothing was done: not a store, no such engine store, no permission, or wrong
+    usage
 
     [cyan]3[/cyan]  a live engine owns one, which was left alone; the others were rebuilt
     """

@@ -228,7 +228,8 @@ class Reuse:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over all engine stores but ``unreadable_homes``. ``cap_bytes``: of live owners together."""
+    """Sums over all engine stores but ``unreadable_homes``. ``cap_bytes``: of live owners
+    together."""
 
     namespaces: int
     homes: int
@@ -392,7 +393,8 @@ def _segment(
     begins: NDArray[np.bool_],
     ranks: int,
 ) -> Segment:
-    """Describe a segment. ``used``: slots that hold blocks, ascending; ``begins``: whether a read begins there."""
+    """Describe a segment. ``used``: slots that hold blocks, ascending; ``begins``: whether a read
+    begins there."""
     slots, blocks = record.slot_count, len(used)
     inside = used < slots
     free = np.diff(np.concatenate(([-1], np.unique(used[inside]), [slots]))) - 1
@@ -418,7 +420,8 @@ def _segment(
 
 
 def _unindexed(read: ReadHome, files: Sequence[SegmentFileSummary], used: int | None) -> Segment:
-    """Describe a segment of which only files are known. ``used``: 0 where the index has no record of it."""
+    """Describe a segment of which only files are known. ``used``: 0 where the index has no record
+    of it."""
     slot_bytes = slots = None
     try:
         folder = read.folder(files[0].drive)

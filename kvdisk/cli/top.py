@@ -189,11 +189,14 @@ def top(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Watch a store in use: each engine's hits, rates, fill and queues, and each drive's bytes; until ctrl-C.
+    """Watch a store in use: each engine's hits, rates, fill and queues, and each drive's bytes;
+    until ctrl-C.
 
-    Reads what engines tell of themselves, which is new once a second at most; engines may come and go.
+    Reads what engines tell of themselves, which is new once a second at most; engines may come and
+    go.
 
-    Without a terminal, and with --json, there is one frame, as with --once. Only reads; needs neither a GPU nor vLLM.
+    Without a terminal, and with --json, there is one frame, as with --once. Only reads; needs
+    neither a GPU nor vLLM.
 
     [bold]Exit codes[/bold]
 

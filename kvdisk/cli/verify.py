@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kvdisk verify``: reads the slots that a store's indexes name, and checks them as a load does.
 
-It writes nothing. On a store in use blocks are evicted while it is read, and others take their slots. So
-what does not match is wrong only where the index, asked again afterwards, still has the same record.
+It writes nothing. On a store in use blocks are evicted while it is read, and others take their
+slots. So what does not match is wrong only where the index, asked again afterwards, still has the
+same record.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ THREADS_PER_DRIVE = 4
 MOST_THREADS = 16
 PART_BYTES = 64 << 20
 _ASK_AGAIN_S = 600.0
-"""For an index that could be read at the start. Later its drive hangs, and what is wrong there is said."""
+"""For an index that could be read at the start. Later its drive hangs, and what is wrong there is
+said."""
 _ROUNDS = 3
 _KEY_LETTERS = 16
 
@@ -84,8 +86,8 @@ class Finding:
     or the field of its header that says something else than the index: "namespace", "epoch", "key",
     "generation", "payload_bytes", "rank", "rank_count", "parent". Of a file of which nothing can be
     used: "file"; what is about one slot is null then. ``path``: null where the drive was not named.
-    ``drive``: position among those of its engine store. ``what``: in words. ``offset_bytes``: of the slot in the
-    file.
+    ``drive``: position among those of its engine store. ``what``: in words. ``offset_bytes``: of
+    the slot in the file.
     """
 
     home: str
@@ -220,7 +222,8 @@ def verify_store(
     seed: int = 0,
     watch: Watch = lambda _done, _total: None,
 ) -> Verdict:
-    """Read and check. ``percent``: of each engine store's blocks, at random by ``seed``, at least one.
+    """Read and check. ``percent``: of each engine store's blocks, at random by ``seed``, at least
+    one.
 
     Ends early, with what was found, on KeyboardInterrupt. Raises as ``list_homes``.
     """
@@ -414,7 +417,8 @@ def _record(segment: SegmentRecord, slot: NamedSlot) -> BlockRecord:
 
 
 def _parts_of(home: ReadHome, mine: HomeVerdict, chosen: Sequence[int], indexes: IndexesNow) -> list[Part]:
-    """Cut an engine store into parts, and note the blocks that lie where its segments have no slots."""
+    """Cut an engine store into parts, and note the blocks that lie where its segments have no
+    slots."""
     record, blocks = home.summary.record, home.records.columns
     assert record is not None
     try:

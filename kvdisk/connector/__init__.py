@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door to vLLM. ``KVDiskConnector`` is loaded when it is asked for, so that importing this package is cheap.
+"""The door to vLLM. ``KVDiskConnector`` is loaded when it is asked for, so that importing this
+package is cheap.
 
-``drain`` and ``counters`` are for engines in the caller's process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``): tests, the
-demo, notebooks. There nothing steps the engine after ``generate`` returns, so transfers would not settle.
+``drain`` and ``counters`` are for engines in the caller's process
+(``VLLM_ENABLE_V1_MULTIPROCESSING=0``): tests, the demo, notebooks. There nothing steps the engine
+after ``generate`` returns, so transfers would not settle.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ def __getattr__(name: str) -> Any:
 
 
 def drain(llm: LLM, timeout_s: float = 60.0) -> bool:
-    """Step the engine until no transfer is out and every record is committed; False when the time ran out.
+    """Step the engine until no transfer is out and every record is committed; False when the time
+    ran out.
 
     Call it between ``generate`` calls, from the thread that calls them.
     """
@@ -40,7 +43,8 @@ def drain(llm: LLM, timeout_s: float = 60.0) -> bool:
 
 
 def counters(llm: LLM) -> dict[str, int]:
-    """Return the totals of kvdisk's counters since the engine started, by series, see ``kvdisk.stats``."""
+    """Return the totals of kvdisk's counters since the engine started, by series, see
+    ``kvdisk.stats``."""
     return dict(_connector_of(llm).counters())
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All that kvdisk knows of vLLM's insides, and all that differs between the versions it supports.
 
-vLLM's connector API calls itself experimental. Whatever is read from its objects beyond a hook's own
-arguments is read here, so that a new version means a change in this file.
+vLLM's connector API calls itself experimental. Whatever is read from its objects beyond a hook's
+own arguments is read here, so that a new version means a change in this file.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 SUPPORTED_VERSIONS = ((0, 32), (0, 33))
-"""0.32 is what the tests run on; 0.33 adds ``supports_sleep_mode`` and keeps no reference count on null blocks."""
+"""0.32 is what the tests run on; 0.33 adds ``supports_sleep_mode`` and keeps no reference count on
+null blocks."""
 
 SUPPORTED_DRAFTERS = frozenset({"ngram", "suffix", "eagle", "eagle3", "mtp"})
-"""Those with layers of their own have them in KV-cache groups that vLLM marks, or among the model's own."""
+"""Those with layers of their own have them in KV-cache groups that vLLM marks, or among the model's
+own."""
 
 _SUPPORTED_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 """Exact classes: a subclass may keep its KV in another way."""
@@ -55,7 +57,8 @@ def vllm_minor_version() -> tuple[int, int]:
 
 
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raise ConfigError, in one sentence that names it, for the first thing that kvdisk does not support."""
+    """Raise ConfigError, in one sentence that names it, for the first thing that kvdisk does not
+    support."""
     refused = next(_unsupported(vllm_config, kv_cache_config), None)
     if refused is not None:
         raise ConfigError(f"kvdisk does not support {refused}.")
@@ -86,7 +89,8 @@ def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ite
 
 def _unsupported_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
     if getattr(vllm_config.model_config, "use_mla", False) and not vllm_config.scheduler_config.enable_chunked_prefill:
-        # vLLM's reference of MLA for CPUs, which has it off, leaves out what was computed before a prompt's step.
+        # vLLM's reference of MLA for CPUs, which has it off, leaves out what was computed before a
+        # prompt's step.
         yield "MLA with chunked prefill off, where attention may begin with the first token that is not loaded"
     for group in kv_cache_config.kv_cache_groups:
         if group.host_resident or not group.enable_kv_transfer:
@@ -107,7 +111,8 @@ def _layer_specs(spec: KVCacheSpec, layer_names: Sequence[str]) -> dict[str, KVC
 
 
 def refuse_store_policy(store_policy: str, vllm_config: VllmConfig, geometry: Geometry) -> None:
-    """Raise ConfigError where vLLM's prefix cache is off, and a policy would store nothing, or nothing that hits."""
+    """Raise ConfigError where vLLM's prefix cache is off, and a policy would store nothing, or
+    nothing that hits."""
     if store_policy not in {"spillover", "on_preemption"} or vllm_config.cache_config.enable_prefix_caching:
         return
     if store_policy == "spillover":
@@ -124,11 +129,12 @@ def refuse_store_policy(store_policy: str, vllm_config: VllmConfig, geometry: Ge
 
 
 def recompute_failed_loads(vllm_config: VllmConfig) -> bool:
-    """Set ``kv_load_failure_policy`` to recompute; return whether it was not. Call it while the connector is built.
+    """Set ``kv_load_failure_policy`` to recompute; return whether it was not. Call it while the
+    connector is built.
 
-    The scheduler reads it afterwards, of the configuration that it has itself. A child of ``MultiConnector`` is given a
-    copy of that; then the outermost connector that is being built has it. Raises ConfigError where that one does not
-    show it, unless kvdisk's own says so already.
+    The scheduler reads it afterwards, of the configuration that it has itself. A child of
+    ``MultiConnector`` is given a copy of that; then the outermost connector that is being built has
+    it. Raises ConfigError where that one does not show it, unless kvdisk's own says so already.
     """
     frame: FrameType | None = sys._getframe()
     outer: VllmConfig | None = vllm_config
@@ -149,10 +155,11 @@ def recompute_failed_loads(vllm_config: VllmConfig) -> bool:
 
 
 def sizes_are_certain(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether the scheduler's configuration tells the sizes of all layers, and not of each group's first one only.
+    """Whether the scheduler's configuration tells the sizes of all layers, and not of each group's
+    first one only.
 
-    vLLM lets that layer stand for all of a group there; what remains of them is that layers which differ lie in KV
-    tensors of their own.
+    vLLM lets that layer stand for all of a group there; what remains of them is that layers which
+    differ lie in KV tensors of their own.
     """
     return all(
         sum(not names.isdisjoint(tensor.layers) for tensor in kv_cache_config.kv_cache_tensors) <= 1
@@ -161,13 +168,15 @@ def sizes_are_certain(kv_cache_config: KVCacheConfig) -> bool:
 
 
 def handshake_groups(kv_cache_config: KVCacheConfig) -> list[KVCacheGroupSpec] | None:
-    """Return a worker's groups where the scheduler's lack something, else None: other connectors' handshakes go on."""
+    """Return a worker's groups where the scheduler's lack something, else None: other connectors'
+    handshakes go on."""
     groups = kv_cache_config.kv_cache_groups
     return groups if any(isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs) for group in groups) else None
 
 
 def geometry_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometry:
-    """Return the sizes of this engine's blocks: of those that a configuration has, see ``sizes_are_certain``."""
+    """Return the sizes of this engine's blocks: of those that a configuration has, see
+    ``sizes_are_certain``."""
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         specs = _layer_specs(group.kv_cache_spec, group.layer_names)
@@ -214,7 +223,8 @@ def event_groups(kv_cache_config: KVCacheConfig) -> list[tuple[str, int | None]]
 def layer_blocks(
     kv_cache_config: KVCacheConfig, geometry: Geometry, kv_caches: dict[str, torch.Tensor]
 ) -> list[list[torch.Tensor]]:
-    """Return, for each group, its layers as uint8 views of shape (num_blocks, layer bytes) on vLLM's own memory.
+    """Return, for each group, its layers as uint8 views of shape (num_blocks, layer bytes) on
+    vLLM's own memory.
 
     Raises ConfigError where a layer's block is not one contiguous range of bytes.
     """
@@ -248,9 +258,11 @@ def _block_view(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor
 
 
 def overwritten_blocks(output: SchedulerOutput) -> set[int]:
-    """Return the GPU blocks that a model runner may write to before it calls ``handle_preemptions``.
+    """Return the GPU blocks that a model runner may write to before it calls
+    ``handle_preemptions``.
 
-    The second-generation runner zeroes new blocks and copies shared ones before it; the first-generation one after it.
+    The second-generation runner zeroes new blocks and copies shared ones before it; the
+    first-generation one after it.
     """
     found = set(output.new_block_ids_to_zero or ())
     found.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
@@ -258,7 +270,8 @@ def overwritten_blocks(output: SchedulerOutput) -> set[int]:
 
 
 def step_blocks_of(vllm_config: VllmConfig, geometry: Geometry) -> int:
-    """Return how many GPU blocks one step can take: for all its tokens, and one more for each request and group."""
+    """Return how many GPU blocks one step can take: for all its tokens, and one more for each
+    request and group."""
     limits = vllm_config.scheduler_config
     return sum(
         -(-limits.max_num_batched_tokens // group.block_tokens) + limits.max_num_seqs for group in geometry.groups
@@ -266,7 +279,8 @@ def step_blocks_of(vllm_config: VllmConfig, geometry: Geometry) -> int:
 
 
 class PooledBlock:
-    """``KVCacheBlockView`` of one of vLLM's blocks, for good. It keeps the key it has made of the block's last hash."""
+    """``KVCacheBlockView`` of one of vLLM's blocks, for good. It keeps the key it has made of the
+    block's last hash."""
 
     __slots__ = ("_block", "_geometry", "_key", "_named", "block_id")
 
@@ -284,7 +298,8 @@ class PooledBlock:
 
     @property
     def key(self) -> BlockKey | None:
-        """See ``KVCacheBlockView``: vLLM appends the group to the hash in four bytes, kvdisk in two.
+        """See ``KVCacheBlockView``: vLLM appends the group to the hash in four bytes, kvdisk in
+        two.
 
         None also where vLLM knows the block by a part of its tokens.
         """
@@ -303,7 +318,8 @@ class PooledBlock:
 
 
 class BlockPoolContext:
-    """``SchedulerContext`` over vLLM's ``BlockPool``. ``step_blocks``: see there. Scheduler thread only."""
+    """``SchedulerContext`` over vLLM's ``BlockPool``. ``step_blocks``: see there. Scheduler thread
+    only."""
 
     def __init__(self, pool: BlockPool, geometry: Geometry, step_blocks: int) -> None:
         for name in ("blocks", "free_block_queue", "get_cached_block", "enable_caching", "_reuse_watchers"):
@@ -343,7 +359,8 @@ class BlockPoolContext:
     def watch(self, block_ids: Sequence[int]) -> None:
         """See ``SchedulerContext``.
 
-        ``BlockPool.unpin_blocks``, vLLM's own way to the same watchers, would move free blocks to the end of the queue.
+        ``BlockPool.unpin_blocks``, vLLM's own way to the same watchers, would move free blocks to
+        the end of the queue.
         """
         for block_id in block_ids:
             assert block_id > 0, "the null block is nobody's"
@@ -377,7 +394,8 @@ _Watcher = Callable[["KVCacheBlock"], None]
 
 
 class _Watchers(dict[int, Any]):
-    """A pool's watchers by block, where one more joins those before: ``unpin_blocks`` would replace ours."""
+    """A pool's watchers by block, where one more joins those before: ``unpin_blocks`` would replace
+    ours."""
 
     def __init__(self, before: Mapping[int, _Watcher]) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``KVDiskConnector``: every hook of vLLM's KV connector contract, each in a few lines.
 
-One object lives in the scheduler (role SCHEDULER) and one in each worker (role WORKER); what they do
-is in ``scheduler_side`` and ``worker_side``, and in ``off`` after an error of ours.
+One object lives in the scheduler (role SCHEDULER) and one in each worker (role WORKER); what they
+do is in ``scheduler_side`` and ``worker_side``, and in ``off`` after an error of ours.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class KVDiskHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vL
 
 
 def guarded(hook: Callable[Concatenate[KVDiskConnector, _P], _R]) -> Callable[Concatenate[KVDiskConnector, _P], _R]:
-    """Let no error of a hook reach the engine: the first one puts this object's half off, and that answers the hook."""
+    """Let no error of a hook reach the engine: the first one puts this object's half off, and that
+    answers the hook."""
 
     def guarded_hook(self: KVDiskConnector, /, *arguments: _P.args, **more: _P.kwargs) -> _R:
         try:
@@ -114,7 +115,8 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         refuse_unsupported(vllm_config, kv_cache_config)
         config = Config.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config)
         if not config.cpu_bytes and kv_cache_config.needs_kv_cache_zeroing:
-            # Before the worker can wait for a copy, which is on its way to the drive sealed, whatever it has become.
+            # Before the worker can wait for a copy, which is on its way to the drive sealed,
+            # whatever it has become.
             raise ConfigError(
                 "kvdisk needs a CPU tier (cpu_bytes) where the engine zeroes KV blocks, as for this model."
             )
@@ -140,7 +142,8 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         return self._worker
 
     def _switch_off(self, error: Exception | None, hook: str) -> bool:
-        """Put this object's half off; return whether it was on. ``error``: None: another process has said why."""
+        """Put this object's half off; return whether it was on. ``error``: None: another process
+        has said why."""
         half = self._scheduler or self._worker
         assert half is not None
         off = half.switched_off()
@@ -163,7 +166,8 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:  # noqa: ARG003 - vLLM's signature
-        """Return False: sleep remaps the KV cache under the copies. Asked by vLLM 0.33 and later."""
+        """Return False: sleep remaps the KV cache under the copies. Asked by vLLM 0.33 and
+        later."""
         return False
 
     # -- worker ---------------------------------------------------------------------------------
@@ -243,7 +247,8 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self._scheduler.bind_pool(gpu_block_pool)
 
     def set_xfer_handshake_metadata(self, metadata: dict[Any, KVConnectorHandshakeMetadata]) -> None:
-        """Take what the workers sent, of any rank; as a child of ``MultiConnector`` also another connector's."""
+        """Take what the workers sent, of any rank; as a child of ``MultiConnector`` also another
+        connector's."""
         by_worker = [one.groups for one in metadata.values() if isinstance(one, KVDiskHandshake)]
         assert isinstance(self._scheduler, SchedulerSide)
         self._scheduler.take_worker_groups(by_worker)
@@ -315,7 +320,8 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @guarded
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return what was counted and measured since the last call; a worker's travels in its report."""
+        """Return what was counted and measured since the last call; a worker's travels in its
+        report."""
         stats = self._scheduler.take_stats() if self._scheduler is not None else None
         return KVDiskStats.of(stats) if stats is not None else None
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manager's journal as vLLM's KV-cache events, for routers that know what each engine holds. Scheduler thread only.
+"""The manager's journal as vLLM's KV-cache events, for routers that know what each engine holds.
+Scheduler thread only.
 
-An event of a stored block has its tokens and its parent's hash while those are remembered: of the latest requests.
-Other blocks (found on the drive at start, or promoted long after) have their hash alone, in the form of vLLM's own
-offloading connector: no tokens, block size 0. A reader that has seen the hash knows the rest.
+An event of a stored block has its tokens and its parent's hash while those are remembered: of the
+latest requests. Other blocks (found on the drive at start, or promoted long after) have their hash
+alone, in the form of vLLM's own offloading connector: no tokens, block size 0. A reader that has
+seen the hash knows the rest.
 """
 
 from __future__ import annotations
@@ -32,14 +34,16 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MOST_REMEMBERED = 65536
-"""Hashes whose tokens are remembered, at 8 bytes a token and about 200 a hash; the oldest go first."""
+"""Hashes whose tokens are remembered, at 8 bytes a token and about 200 a hash; the oldest go
+first."""
 
 _MEDIA = {Tier.CPU: MEDIUM_CPU, Tier.NVME: MEDIUM_STORAGE}
 _LOCALITY = "LOCAL"
 
 
 class _Stretch(NamedTuple):
-    """Consecutive hashes of one prompt and their tokens; ``first``: number of the first hash in its prompt."""
+    """Consecutive hashes of one prompt and their tokens; ``first``: number of the first hash in its
+    prompt."""
 
     first: int
     hashes: list[bytes]
@@ -59,8 +63,8 @@ class BlockDescriptions:
     def remember(self, request: Request, known: int) -> int:
         """Remember a request's hashes from number ``known`` on; return how many it has.
 
-        Not of requests whose hashes cover more than tokens: a reader that hashed these tokens would take the
-        blocks for those of another prompt.
+        Not of requests whose hashes cover more than tokens: a reader that hashed these tokens would
+        take the blocks for those of another prompt.
         """
         count = len(request.block_hashes)
         if count <= known or request.cache_salt or request.mm_features or request.prompt_embeds is not None:
@@ -77,7 +81,8 @@ class BlockDescriptions:
         return count
 
     def find(self, block_hash: bytes, block_tokens: int) -> tuple[bytes | None, list[int]] | None:
-        """Return the parent's hash (None: it begins a prompt) and the tokens of a block of ``block_tokens``."""
+        """Return the parent's hash (None: it begins a prompt) and the tokens of a block of
+        ``block_tokens``."""
         known = self._known.get(block_hash)
         if known is None:
             return None
@@ -90,7 +95,8 @@ class BlockDescriptions:
 
 
 class EventWriter:
-    """Writes what the journal says as vLLM's events. ``groups``: by index, the kind of attention and its window."""
+    """Writes what the journal says as vLLM's events. ``groups``: by index, the kind of attention
+    and its window."""
 
     def __init__(self, geometry: Geometry, groups: Sequence[tuple[str, int | None]]) -> None:
         self._geometry = geometry

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The namespace fingerprint: everything that decides what the bytes of a block mean.
 
-Two engines share stored blocks exactly when their fingerprints are equal, so whatever could change a
-byte of KV for the same block hash is in it: a doubt costs a miss, an omission a wrong token.
+Two engines share stored blocks exactly when their fingerprints are equal, so whatever could change
+a byte of KV for the same block hash is in it: a doubt costs a miss, an omission a wrong token.
 """
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ def _model_folder(model: ModelConfig) -> Path:
 
 
 def _digest_safetensors(file: Path, digest: Any) -> None:
-    """Add the header, and the start of each tensor: layout per the safetensors format (u64 length, JSON, data).
+    """Add the header, and the start of each tensor: layout per the safetensors format (u64 length,
+    JSON, data).
 
     Raises ConfigError where the file is not of that format.
     """

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvdisk's metrics in the form that vLLM passes from the scheduler to its log and its Prometheus endpoint.
+"""kvdisk's metrics in the form that vLLM passes from the scheduler to its log and its Prometheus
+endpoint.
 
-They travel as plain values (see ``KVDiskStats``), because vLLM hands them to another process. Samples of histograms go
-one by one: that is how Prometheus' client takes them, in one process or several, and so does Ray's.
+They travel as plain values (see ``KVDiskStats``), because vLLM hands them to another process.
+Samples of histograms go one by one: that is how Prometheus' client takes them, in one process or
+several, and so does Ray's.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ _COUNTS, _SAMPLES, _GAUGES = "counts", "samples", "gauges"
 
 
 def _or(instead: Callable[[], Returned]) -> Callable[[Callable[..., Returned]], Callable[..., Returned]]:
-    """Return ``instead()`` where a method raises: vLLM calls it where an error would end the server."""
+    """Return ``instead()`` where a method raises: vLLM calls it where an error would end the
+    server."""
 
     def guard(method: Callable[..., Returned]) -> Callable[..., Returned]:
         @wraps(method)
@@ -52,7 +55,8 @@ def _say_once() -> None:
 class KVDiskStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped here
     """``data``: what has risen, and how it is, by series as ``kvdisk.stats`` names them.
 
-    ``counts``: integers; ``samples``: [number, sum, [values, the first ones]]; ``gauges``: numbers. Empty: nothing.
+    ``counts``: integers; ``samples``: [number, sum, [values, the first ones]]; ``gauges``: numbers.
+    Empty: nothing.
     """
 
     data: dict[str, Any]
@@ -76,7 +80,8 @@ class KVDiskStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped he
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVDiskStats:
-        """Add those of a later time, or of another child of a ``MultiConnector``: of gauges the later ones are kept."""
+        """Add those of a later time, or of another child of a ``MultiConnector``: of gauges the
+        later ones are kept."""
         self._add(other)
         return self
 
@@ -97,9 +102,11 @@ class KVDiskStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped he
 
 
 class KVDiskPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is untyped here
-    """Every metric as ``vllm:kvdisk_<name>``, by engine and by its own label, in the process that serves ``/metrics``.
+    """Every metric as ``vllm:kvdisk_<name>``, by engine and by its own label, in the process that
+    serves ``/metrics``.
 
-    ``MultiConnector`` makes one object for all children of this class, and adds their values up before.
+    ``MultiConnector`` makes one object for all children of this class, and adds their values up
+    before.
     """
 
     def __init__(
@@ -112,7 +119,8 @@ class KVDiskPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM i
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics = {metric.name: self._make(metric) for metric in METRICS.values()}
         self._series: dict[tuple[int, str], Any] = {}
-        # Made at once, so that what nothing has moved reads 0 and is not missing. A gauge is missing until it is read.
+        # Made at once, so that what nothing has moved reads 0 and is not missing. A gauge is
+        # missing until it is read.
         for series, kind in SERIES.items():
             if kind is not Kind.GAUGE:
                 for engine in per_engine_labelvalues:
@@ -138,7 +146,8 @@ class KVDiskPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM i
 
     @_or(lambda: None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Take what one engine has counted and measured since the last call, as ``KVDiskStats.data`` has it."""
+        """Take what one engine has counted and measured since the last call, as
+        ``KVDiskStats.data`` has it."""
         stats = KVDiskStats(data=transfer_stats_data).stats
         for series, amount in stats.counts.items():
             self._of(engine_idx, series).inc(amount)
@@ -148,7 +157,8 @@ class KVDiskPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM i
             histogram = self._of(engine_idx, series)
             for value in samples.values:
                 histogram.observe(value)
-            # What came without its value, because there were too many, counts as its mean: number and sum are exact.
+            # What came without its value, because there were too many, counts as its mean: number
+            # and sum are exact.
             rest = samples.count - len(samples.values)
             for _ in range(rest):
                 histogram.observe((samples.total - sum(samples.values)) / rest)

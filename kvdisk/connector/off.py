@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is left of a half of the connector after an error of ours: nothing is stored or loaded until the engine ends.
+"""What is left of a half of the connector after an error of ours: nothing is stored or loaded until
+the engine ends.
 
-Each class answers the hooks of its half, and uses nothing of what failed but what it names. vLLM waits for two things:
-that every load which it was promised is reported, failed if need be, and that the engine store is closed at the end.
+Each class answers the hooks of its half, and uses nothing of what failed but what it names. vLLM
+waits for two things: that every load which it was promised is reported, failed if need be, and that
+the engine store is closed at the end.
 """
 
 from __future__ import annotations
@@ -63,9 +65,9 @@ def unfilled_blocks(blocks: KVCacheBlocks) -> list[list[int]]:
 class SchedulerOff:
     """The scheduler's half.
 
-    ``parts``: closed at the end. ``unsent``: by request, the GPU blocks of the loads that vLLM
-    was promised, and that no plan has carried: the workers are told to report them as failed. ``publishes``: whether
-    somebody was told what the tiers hold.
+    ``parts``: closed at the end. ``unsent``: by request, the GPU blocks of the loads that vLLM was
+    promised, and that no plan has carried: the workers are told to report them as failed.
+    ``publishes``: whether somebody was told what the tiers hold.
     """
 
     def __init__(
@@ -123,7 +125,8 @@ class SchedulerOff:
         return True
 
     def has_pending_work(self) -> bool:
-        """One step more, for workers and metrics. Requests that wait for loads keep the engine going themselves."""
+        """One step more, for workers and metrics. Requests that wait for loads keep the engine
+        going themselves."""
         return not self._stepped
 
     def take_events(self) -> list[KVCacheEvent]:
@@ -158,9 +161,10 @@ class SchedulerOff:
 
 
 class WorkerOff:
-    """A worker's half. ``loads``: those that the scheduler has not been told the end of. What has begun of them goes on
-    in the mover, to its end: only then the scheduler is told, that they have failed. ``failed_blocks``: of the loads
-    that were just reported. ``by_block``: whether these say which loads failed; else the requests do.
+    """A worker's half. ``loads``: those that the scheduler has not been told the end of. What has
+    begun of them goes on in the mover, to its end: only then the scheduler is told, that they have
+    failed. ``failed_blocks``: of the loads that were just reported. ``by_block``: whether these say
+    which loads failed; else the requests do.
     """
 
     def __init__(

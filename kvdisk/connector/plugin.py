@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How kvdisk joins vLLM: the plugin entry point, which every process of an engine calls, and the log."""
+"""How kvdisk joins vLLM: the plugin entry point, which every process of an engine calls, and the
+log."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import logging
 
 
 def register() -> None:
-    """Register the connector with vLLM's factory. May be called many times; vLLM calls it at start."""
+    """Register the connector with vLLM's factory. May be called many times; vLLM calls it at
+    start."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if "KVDiskConnector" not in KVConnectorFactory._registry:
@@ -15,7 +17,8 @@ def register() -> None:
 
 
 def join_log() -> None:
-    """Let kvdisk's lines go where vLLM's go, at vLLM's level, unless somebody has said where they go. Idempotent.
+    """Let kvdisk's lines go where vLLM's go, at vLLM's level, unless somebody has said where they
+    go. Idempotent.
 
     vLLM shows only the lines of its own loggers.
     """

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's half of the connector: hooks of vLLM's scheduler in, plans out. Scheduler thread only."""
+"""The scheduler's half of the connector: hooks of vLLM's scheduler in, plans out. Scheduler thread
+only."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ _SOURCES = {Tier.CPU: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
 class SchedulerSide:
     """Translates between vLLM's requests and blocks and the ``TierManager``.
 
-    That exists once the block pool is bound; where layers of one group differ, once the workers have sent their sizes.
+    That exists once the block pool is bound; where layers of one group differ, once the workers
+    have sent their sizes.
     """
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -93,16 +95,19 @@ class SchedulerSide:
         return self._parts.manager
 
     def bind_pool(self, pool: BlockPool) -> None:
-        """Take the engine's block pool, and build the manager over it, unless the workers must tell sizes first."""
+        """Take the engine's block pool, and build the manager over it, unless the workers must tell
+        sizes first."""
         assert self._context is None, "the block pool was bound twice"
         self._context = BlockPoolContext(pool, self._geometry, step_blocks_of(self._vllm_config, self._geometry))
         if self._namespace is not None:
             self._assemble(self._namespace)
 
     def take_worker_groups(self, by_worker: Sequence[list[KVCacheGroupSpec]]) -> None:
-        """Take the KV-cache groups that workers sent: they have every layer's size, where ours may have one layer's.
+        """Take the KV-cache groups that workers sent: they have every layer's size, where ours may
+        have one layer's.
 
-        Comes once, after the pool and before the first request. Raises ConfigError where sizes are not agreed upon.
+        Comes once, after the pool and before the first request. Raises ConfigError where sizes are
+        not agreed upon.
         """
         for groups in by_worker:
             self._kv_cache_config = replace(self._kv_cache_config, kv_cache_groups=groups)
@@ -127,7 +132,8 @@ class SchedulerSide:
     # -- requests ------------------------------------------------------------------------------
 
     def new_request(self, request: Request) -> None:
-        """Follow a request, except with a LoRA adapter: vLLM's hash names the adapter, not its content."""
+        """Follow a request, except with a LoRA adapter: vLLM's hash names the adapter, not its
+        content."""
         if request.lora_request is not None:
             return
         self._requests[request.request_id] = request
@@ -138,7 +144,8 @@ class SchedulerSide:
         self._describe(request)
 
     def _follow_session(self, request: Request) -> None:
-        """Notice what no hook reports: that the prompt of a streaming session, a request with a queue, has grown."""
+        """Notice what no hook reports: that the prompt of a streaming session, a request with a
+        queue, has grown."""
         self._manager.prompt_changed(request.request_id, request.num_prompt_tokens)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
@@ -195,7 +202,8 @@ class SchedulerSide:
             request = self._requests.get(request_id)
             if request is None:
                 continue
-            # Of the tokens computed when this step is over, only those whose ids are known are final.
+            # Of the tokens computed when this step is over, only those whose ids are known are
+            # final.
             computed_tokens = int(min(request.num_computed_tokens + scheduled_tokens, request.num_tokens))
             if request.streaming_queue is not None:
                 self._follow_session(request)
@@ -212,14 +220,16 @@ class SchedulerSide:
         return plan
 
     def settle(self, report: Report | None, invalid_blocks: set[int]) -> None:
-        """Take in what the workers finished, and which blocks of the step no load has filled, whosever it was."""
+        """Take in what the workers finished, and which blocks of the step no load has filled,
+        whosever it was."""
         if invalid_blocks:
             self._manager.note_invalid_blocks(invalid_blocks, report or Report())
         if report is not None:
             self._manager.settle(report, time.monotonic(), int(time.time()))
 
     def reset(self) -> bool:
-        """Answer ``reset_cache``: nothing stored so far is served again, unless the user said that weights stay."""
+        """Answer ``reset_cache``: nothing stored so far is served again, unless the user said that
+        weights stay."""
         if self._config.on_reset == "epoch":
             self._manager.reset(1 + secrets.randbits(62))
         return True
@@ -248,7 +258,8 @@ class SchedulerSide:
     # -- metrics and end -----------------------------------------------------------------------
 
     def take_stats(self) -> Stats | None:
-        """Return what was counted and measured since the last call, None where it is too early to say."""
+        """Return what was counted and measured since the last call, None where it is too early to
+        say."""
         return None if self._parts is None else self._parts.telemetry.take(time.monotonic())
 
     def counters(self) -> dict[str, int]:
@@ -268,8 +279,8 @@ class SchedulerSide:
 class Controls:
     """Reads a request's limits from its ``kv_transfer_params``.
 
-    A wrong value is ignored, and logged at most once a minute. Other keys belong to other connectors. The names are
-    those of vLLM's own offloading connector.
+    A wrong value is ignored, and logged at most once a minute. Other keys belong to other
+    connectors. The names are those of vLLM's own offloading connector.
     """
 
     def __init__(self) -> None:

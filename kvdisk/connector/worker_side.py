@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from kvdisk.worker.mover import Mover
 
 _IDLE_WAIT_S = 0.002
-"""How long a step without a forward pass waits for a transfer: instead of spinning, and no longer than a step."""
+"""How long a step without a forward pass waits for a transfer: instead of spinning, and no longer
+than a step."""
 
 
 class WorkerSide:
@@ -32,7 +33,8 @@ class WorkerSide:
         self._geometry = geometry_of(vllm_config, kv_cache_config)
         self._rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
         groups = self._geometry.groups
-        # Told of blocks, vLLM goes on from the first that failed: for what a window reaches before that there are none.
+        # Told of blocks, vLLM goes on from the first that failed: for what a window reaches before
+        # that there are none.
         self._by_block = len(groups) == 1 and groups[0].window_tokens is None
         self._parts: WorkerParts | None = None
         self._loads: dict[JobId, Job] = {}
@@ -52,12 +54,14 @@ class WorkerSide:
         return self._parts.mover
 
     def before_step(self, plan: Plan) -> None:
-        """Let the step wait for the copies of what it overwrites: nothing of it was launched yet."""
+        """Let the step wait for the copies of what it overwrites: nothing of it was launched
+        yet."""
         if plan.fence or plan.urgent:
             self.mover.protect(plan._replace(jobs=plan.jobs_before, void=()), self.mover.compute_done())
 
     def before_forward(self, plan: Plan) -> None:
-        """Start all that does not read what this step computes: loads go on beside the forward pass."""
+        """Start all that does not read what this step computes: loads go on beside the forward
+        pass."""
         jobs = plan.jobs_beside
         self._loads.update((job.id, job) for job in jobs if job.kind is JobKind.LOAD)
         if jobs or plan.void:
@@ -70,10 +74,11 @@ class WorkerSide:
             self.mover.submit(Plan(jobs), self.mover.compute_done())
 
     def collect(self, plan: Plan | None) -> tuple[set[str], set[str]]:
-        """Take the mover's results; return the requests whose load ended, and those among them that failed.
+        """Take the mover's results; return the requests whose load ended, and those among them that
+        failed.
 
-        With one KV-cache group, of full attention, ``failed_blocks`` names the blocks instead, and no request is
-        among the failed: vLLM recomputes from the first of them.
+        With one KV-cache group, of full attention, ``failed_blocks`` names the blocks instead, and
+        no request is among the failed: vLLM recomputes from the first of them.
         """
         if plan is not None and plan.idle:
             self.mover.wait_any(_IDLE_WAIT_S)

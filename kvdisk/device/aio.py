@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A drive's queue in the kernel: Linux AIO (``io_submit``), where a batch is one system call.
 
-A thread that calls ``preadv`` waits for the interpreter lock after each call; while Python code runs elsewhere in the
-process that is 5 ms a time. Here the calls of a batch are handed over together, the kernel keeps them all at the
-drive, and their ends come in together too. It is asynchronous for O_DIRECT only, and on file systems that
-do not wait in between: others are served by threads. Unlike io_uring it is allowed by the usual profile of containers.
+A thread that calls ``preadv`` waits for the interpreter lock after each call; while Python code
+runs elsewhere in the process that is 5 ms a time. Here the calls of a batch are handed over
+together, the kernel keeps them all at the drive, and their ends come in together too. It is
+asynchronous for O_DIRECT only, and on file systems that do not wait in between: others are served
+by threads. Unlike io_uring it is allowed by the usual profile of containers.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from kvdisk.geometry import ALIGNMENT
 
 SHORTEST_BYTES = 512 << 10
 LONGEST_BYTES = 2 << 20
-"""A call is cut to between these: long enough for the drive, short enough that a batch keeps it busy."""
+"""A call is cut to between these: long enough for the drive, short enough that a batch keeps it
+busy."""
 AHEAD_BYTES = 16 << 20
-"""What the kernel is given before any of it has ended: enough for the drive, and so little that batches end in their
-order, one by one, and whoever waits has something to do meanwhile."""
+"""What the kernel is given before any of it has ended: enough for the drive, and so little that
+batches end in their order, one by one, and whoever waits has something to do meanwhile."""
 BESIDE_READS_BYTES = 1 << 20
-"""The same of writes while reads are under way: a load waits for these, not for the demotions before it."""
+"""The same of writes while reads are under way: a load waits for these, not for the demotions
+before it."""
 _MOST_EVENTS = 512
 """Of each of a drive's two contexts: the machine's bound (``fs.aio-max-nr``) counts them."""
 _FULL_WAIT_S = 0.001
@@ -46,7 +49,8 @@ _PREAD, _PWRITE, _PREADV, _PWRITEV = 0, 1, 7, 8
 
 
 _IOCB = struct.Struct("=QIiHhIQQqQII")
-"""``struct iocb``: data, key, rw_flags, opcode, priority, fd, buffer, length, offset, reserved, flags, event fd."""
+"""``struct iocb``: data, key, rw_flags, opcode, priority, fd, buffer, length, offset, reserved,
+flags, event fd."""
 _EVENT = struct.Struct("=QQqq")
 """``struct io_event``: data, iocb, and the result twice."""
 
@@ -101,7 +105,8 @@ class _Kernel:
 
 
 def serves(fd: int) -> bool:
-    """Whether calls on an open file end later than they are submitted, so that the queue may be used for it."""
+    """Whether calls on an open file end later than they are submitted, so that the queue may be
+    used for it."""
     try:
         if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
             return False
@@ -123,12 +128,14 @@ class _Flight:
 
 
 class KernelQueue:
-    """``DriveQueue`` over a context of the kernel's. One thread waits for the ends, and submits what comes next.
+    """``DriveQueue`` over a context of the kernel's. One thread waits for the ends, and submits
+    what comes next.
 
-    A second one submits where the first has nothing to wait for: no caller waits in the kernel for a drive that
-    hangs. ``report`` is called for each batch, on one of the two. ``longest_bytes``: of a call, at most. ``reads``: the
-    queue of the drive's reads, where this is that of its writes, which make way for them. Raises OSError where the
-    kernel has none, forbids it or has no room (``fs.aio-max-nr``).
+    A second one submits where the first has nothing to wait for: no caller waits in the kernel for
+    a drive that hangs. ``report`` is called for each batch, on one of the two. ``longest_bytes``:
+    of a call, at most. ``reads``: the queue of the drive's reads, where this is that of its writes,
+    which make way for them. Raises OSError where the kernel has none, forbids it or has no room
+    (``fs.aio-max-nr``).
     """
 
     way = "aio"
@@ -197,7 +204,8 @@ class KernelQueue:
 
     @property
     def _has_room(self) -> bool:
-        """Whether the kernel may have more. There is always room for one call, after whose end this is asked again."""
+        """Whether the kernel may have more. There is always room for one call, after whose end this
+        is asked again."""
         making_way = self._reads is not None and bool(self._reads._flights)
         return self._bytes < (BESIDE_READS_BYTES if making_way else AHEAD_BYTES)
 
@@ -271,7 +279,8 @@ class KernelQueue:
                 self._stopped(number, result)
 
     def _least(self) -> int:
-        """Return how many ends to wait for: each look costs the interpreter lock, and no batch ends with fewer."""
+        """Return how many ends to wait for: each look costs the interpreter lock, and no batch ends
+        with fewer."""
         with self._lock:
             least = min([flight.left for flight in self._flights.values()], default=1)
             if self._waiting:
@@ -279,7 +288,8 @@ class KernelQueue:
         return max(1, least)
 
     def _sort(self, events: memoryview) -> tuple[list[_Flight], list[tuple[int, int]]]:
-        """Note what has ended well; return the batches that are through, and the other calls with their results."""
+        """Note what has ended well; return the batches that are through, and the other calls with
+        their results."""
         ended: list[_Flight] = []
         odd: list[tuple[int, int]] = []
         with self._lock:
@@ -329,7 +339,8 @@ class KernelQueue:
 
 
 def _place(op: Op, call: Call, vectors: list[Any]) -> tuple[int, int, int]:
-    """Return opcode, address and length; ``vectors`` keeps what they point to until they have been submitted."""
+    """Return opcode, address and length; ``vectors`` keeps what they point to until they have been
+    submitted."""
     buffers = call.buffers
     if len(buffers) == 1:
         return _PREAD if op is Op.READ else _PWRITE, _address(buffers[0]), buffers[0].nbytes

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``Device`` protocol: bytes between host memory and open segment files. A batch, not a block, is the unit."""
+"""The ``Device`` protocol: bytes between host memory and open segment files. A batch, not a block,
+is the unit."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 Buffer = memoryview
-"""A writable, contiguous, one-byte-item view whose address and length are multiples of ``geometry.ALIGNMENT``."""
+"""A writable, contiguous, one-byte-item view whose address and length are multiples of
+``geometry.ALIGNMENT``."""
 
 
 class Op(Enum):
@@ -64,13 +66,15 @@ class Device(Protocol):
     def submit(self, op: Op, batch: Sequence[Transfer]) -> int:
         """Start a batch (one transfer or more) and return its ticket.
 
-        Does not wait for the disk; raises nothing for operating failures, which come back in the outcome.
+        Does not wait for the disk; raises nothing for operating failures, which come back in the
+        outcome.
         """
 
     def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
         """Return the batches that ended since the last call.
 
-        Waits up to ``timeout_s`` for the first where none has; returns at once when nothing is in flight.
+        Waits up to ``timeout_s`` for the first where none has; returns at once when nothing is in
+        flight.
         """
 
     def drain(self) -> list[Outcome]:

@@ -2,9 +2,9 @@
 """The cap, as values: what all homes hold and may hold, and which must go for more room.
 
 The allocated bytes of all homes never exceed the caps of the live owners together. An owner keeps
-within its own cap by itself (its layout), so those without an owner can always make room, except for what cannot
-be deleted. The index of a live owner grows without asking, and counts at its full size. ``store``
-measures, and deletes.
+within its own cap by itself (its layout), so those without an owner can always make room, except
+for what cannot be deleted. The index of a live owner grows without asking, and counts at its full
+size. ``store`` measures, and deletes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from kvdisk.device.control import HomeRecord
 from kvdisk.geometry import uses_bytes_for
 
 HOME_OVERHEAD_BYTES = 128 << 10
-"""Of a home, beside index and segments: directories, HOME, LMDB's lock file, and so much of USES:"""
+"""Of a home, beside index and segments: directories, HOME, LMDB's lock file, and so much of
+USES:"""
 USES_OVERHEAD_BYTES = 32 << 10
 
 

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The payload checksum that a GPU computes as easily as numpy: two multilinear sums modulo 2**64. Pure, no I/O.
+"""The payload checksum that a GPU computes as easily as numpy: two multilinear sums modulo 2**64.
+Pure, no I/O.
 
-A payload, with zeros behind it up to a multiple of 4096 bytes, is rows of 512 words of 8 bytes. Of lane 0 and
-lane 1, which reads each word's bytes the other way round::
+A payload, with zeros behind it up to a multiple of 4096 bytes, is rows of 512 words of 8 bytes. Of
+lane 0 and lane 1, which reads each word's bytes the other way round::
 
-    row sum(lane, row) = sum over at of multiplier(lane, at) * word(row, at)
-    sum(lane)          = multiplier(4, lane) + sum over row of multiplier(2 + lane, row) * row sum(lane, row)
+    row sum(lane, row) = sum over at of multiplier(lane, at) * word(row, at) sum(lane)          =
+    multiplier(4, lane) + sum over row of multiplier(2 + lane, row) * row sum(lane, row)
 
-Multipliers are fixed, odd, and look random (splitmix64 of their place), as multilinear hashing wants them
-(Lemire and Kaser, "Strongly universal string hashing is fast", 2014). An odd multiplier never hides a change
-of one word. What changes only the high bits of a word changes only the high bits of lane 0's sum, where
-changes cancel more easily; but the low bits of lane 1's. docs/STORE.md says what that makes of chances.
+Multipliers are fixed, odd, and look random (splitmix64 of their place), as multilinear hashing
+wants them (Lemire and Kaser, "Strongly universal string hashing is fast", 2014). An odd multiplier
+never hides a change of one word. What changes only the high bits of a word changes only the high
+bits of lane 0's sum, where changes cancel more easily; but the low bits of lane 1's. docs/STORE.md
+says what that makes of chances.
 
 ``worker/gpu_staging.py`` computes the same with torch, bit for bit.
 """
@@ -34,7 +36,8 @@ _SUMS = struct.Struct("<QQ")
 
 @lru_cache(maxsize=64)
 def multipliers(table: int, count: int) -> NDArray[np.uint64]:
-    """Return the first ``count`` multipliers of a table: odd, the same for ever. Read only; any thread.
+    """Return the first ``count`` multipliers of a table: odd, the same for ever. Read only; any
+    thread.
 
     Tables 0 and 1: of words, by lane; 2 and 3: of rows, by lane; 4: what the sums start with.
     """

@@ -30,9 +30,11 @@ _BEFORE_STORE = frozenset({LOCK_FILE, HOMES, STORE_FILE, STORE_FILE + ".tmp", "l
 
 @dataclass(frozen=True, slots=True)
 class DriveName:
-    """A part of a home: the ``folder`` (32 hex digits) under ``homes`` in the directory with this ``store_id``.
+    """A part of a home: the ``folder`` (32 hex digits) under ``homes`` in the directory with this
+    ``store_id``.
 
-    The first of a home is its own directory in the store's first directory, and its ``folder`` is empty.
+    The first of a home is its own directory in the store's first directory, and its ``folder`` is
+    empty.
     """
 
     store_id: str
@@ -43,11 +45,12 @@ class DriveName:
 class HomeRecord:
     """What a HOME file says.
 
-    ``description``: plain JSON values for people and tools; the value under ``geometry`` must be equal for a
-    takeover. ``boot_id``: of the boot in which the index is whole as long as the machine runs; empty: it never is.
-    ``clean``: the last owner closed the home in order. ``index_sum``: of the index's data file since then, until an
-    owner is about to write to it; else empty. ``index_bytes``: what the index may grow to. ``drives``: where the
-    home's segments lie. Times: whole seconds since the Unix epoch.
+    ``description``: plain JSON values for people and tools; the value under ``geometry`` must be
+    equal for a takeover. ``boot_id``: of the boot in which the index is whole as long as the
+    machine runs; empty: it never is. ``clean``: the last owner closed the home in order.
+    ``index_sum``: of the index's data file since then, until an owner is about to write to it; else
+    empty. ``index_bytes``: what the index may grow to. ``drives``: where the home's segments lie.
+    Times: whole seconds since the Unix epoch.
     """
 
     format_version: int
@@ -63,7 +66,8 @@ class HomeRecord:
     drives: tuple[DriveName, ...]
 
     def suits(self, fingerprint: bytes, description: dict[str, Any]) -> bool:
-        """Return whether an engine of this fingerprint and description can read what the home holds."""
+        """Return whether an engine of this fingerprint and description can read what the home
+        holds."""
         return self.fingerprint == fingerprint and self.description.get("geometry") == description.get("geometry")
 
 
@@ -106,10 +110,12 @@ class HomePaths:
 
 @dataclass(frozen=True, slots=True)
 class HomeSummary(HomePaths):
-    """A home as ``list_homes`` found it. ``record`` is None where HOME is missing or does not decode.
+    """A home as ``list_homes`` found it. ``record`` is None where HOME is missing or does not
+    decode.
 
-    ``alive``: a process of its owner lives. ``allocated_bytes``: all the home's files and directories. ``folders``:
-    by position in the record's ``drives``; None where its directory was not named.
+    ``alive``: a process of its owner lives. ``allocated_bytes``: all the home's files and
+    directories. ``folders``: by position in the record's ``drives``; None where its directory was
+    not named.
     """
 
     id: str
@@ -175,7 +181,8 @@ def write_record(home_path: Path, record: HomeRecord, *, durable: bool) -> None:
 
 
 def check_directory(path: Path) -> None:
-    """Raise ConfigError unless ``path``, and ``homes`` in it, are directories that this user alone writes."""
+    """Raise ConfigError unless ``path``, and ``homes`` in it, are directories that this user alone
+    writes."""
     _check_own(path)
     if os.path.lexists(path / HOMES):
         _check_own(path / HOMES)
@@ -196,7 +203,8 @@ def _check_own(path: Path) -> None:
 
 
 class StoreRecord(NamedTuple):
-    """What a STORE file says. ``part_of``: store id of the store's first directory; None: this is it."""
+    """What a STORE file says. ``part_of``: store id of the store's first directory; None: this is
+    it."""
 
     store_id: str
     part_of: str | None
@@ -205,7 +213,8 @@ class StoreRecord(NamedTuple):
 def read_store(path: Path) -> StoreRecord | None:
     """Read STORE of a directory; None where the directory is empty, or was left half made.
 
-    Raises ConfigError where it is a store of another format or holds other files, CorruptRecord, OSError.
+    Raises ConfigError where it is a store of another format or holds other files, CorruptRecord,
+    OSError.
     """
     try:
         fields = paths.read_control(path / STORE_FILE)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directories of a store, one per drive: which may be, and which folders on them belong to which home.
+"""The directories of a store, one per drive: which may be, and which folders on them belong to
+which home.
 
-The first directory has the store's lock and, of each home, HOME, lock, index and a part of the segments. A further
-one has ``STORE``, which names the first (``part_of``), and ``homes/<folder>/segments``; a home's HOME says which
-folders are its own. What no HOME names was left by a crash.
+The first directory has the store's lock and, of each home, HOME, lock, index and a part of the
+segments. A further one has ``STORE``, which names the first (``part_of``), and
+``homes/<folder>/segments``; a home's HOME says which folders are its own. What no HOME names was
+left by a crash.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ def list_directories(directories: Directories) -> tuple[Path, ...]:
 
 
 def make_store(path: Path, now_s: int, part_of: str | None) -> str:
-    """Make a directory of a store; return its store id. Raises OSError. The caller holds the store lock."""
+    """Make a directory of a store; return its store id. Raises OSError. The caller holds the store
+    lock."""
     paths.make_directory(path / HOMES, exist_ok=True)
     store_id = uuid.uuid4().hex
     fields = {"format_version": FORMAT_VERSION, "store_id": store_id, "created_s": now_s}
@@ -62,7 +65,8 @@ def make_store(path: Path, now_s: int, part_of: str | None) -> str:
 
 
 def make_missing_directory(path: Path) -> None:
-    """Make a store's directory where there is none. Raises ConfigError where its parent is missing too, OSError."""
+    """Make a store's directory where there is none. Raises ConfigError where its parent is missing
+    too, OSError."""
     if not os.path.lexists(path):
         if not path.parent.is_dir():
             raise ConfigError(f"store_dirs: {path.parent}, where {path} would be made, is not a directory")
@@ -70,10 +74,11 @@ def make_missing_directory(path: Path) -> None:
 
 
 def open_further(first: Drive, path: Path, *, create: bool, now_s: int) -> Drive:
-    """Open a further directory of the store whose first is ``first``, or with ``create`` make it one.
+    """Open a further directory of the store whose first is ``first``, or with ``create`` make it
+    one.
 
-    Raises ConfigError where it is not fit or belongs elsewhere, CorruptRecord, DeviceError. To create, the caller holds
-    the store lock.
+    Raises ConfigError where it is not fit or belongs elsewhere, CorruptRecord, DeviceError. To
+    create, the caller holds the store lock.
     """
     with paths.device_errors(f"opening {path}"):
         if create:
@@ -116,7 +121,8 @@ def open_drives(
 
 
 def folders_of(drives: Sequence[Drive], home_path: Path, record: HomeRecord) -> tuple[DriveFolder | None, ...]:
-    """Return where the parts of a home lie, in the order of its record; None on a drive that is not among these."""
+    """Return where the parts of a home lie, in the order of its record; None on a drive that is not
+    among these."""
     where = {drive.store_id: drive.path for drive in drives[1:]}
     return (
         DriveFolder(home_path),
@@ -142,7 +148,8 @@ def with_all(drives: Sequence[Drive], names: Sequence[DriveName]) -> tuple[Drive
 
 
 def make_folders(folders: Iterable[DriveFolder | None]) -> None:
-    """Make what is missing of a home's folders; what is no directory there is removed. Raises OSError."""
+    """Make what is missing of a home's folders; what is no directory there is removed. Raises
+    OSError."""
     for folder in folders:
         assert folder is not None
         for path in (folder.path, folder.segments_path):
@@ -157,9 +164,11 @@ def make_folders(folders: Iterable[DriveFolder | None]) -> None:
 
 
 def write_in_place(fd: int) -> None:
-    """Let an empty file, or what will be made in a directory, be overwritten in place, where a file system copies.
+    """Let an empty file, or what will be made in a directory, be overwritten in place, where a file
+    system copies.
 
-    On btrfs the submission of a write would wait for the copy and its checksum. Others do not know it, or need not.
+    On btrfs the submission of a write would wait for the copy and its checksum. Others do not know
+    it, or need not.
     """
     flags = array("l", [0])
     with suppress(OSError):
@@ -169,7 +178,8 @@ def write_in_place(fd: int) -> None:
 
 
 def list_folders(drives: Sequence[Drive]) -> dict[DriveName, Path]:
-    """List what lies in further directories under the names of homes' folders; without what a drive refuses to say."""
+    """List what lies in further directories under the names of homes' folders; without what a drive
+    refuses to say."""
     found = {}
     for drive in drives[1:]:
         with suppress(OSError):

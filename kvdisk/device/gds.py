@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUDirect Storage through kvikio: whether it is here, and the device of GPU memory. ``kvikio`` is imported in this
-room only, and late.
+"""GPUDirect Storage through kvikio: whether it is here, and the device of GPU memory. ``kvikio`` is
+imported in this room only, and late.
 
-An import that works says nothing: kvikio imports and opens files without a GPU, falls back to host memory
-silently, and spins for ever where ``/proc/modules`` is missing. So what can be seen in files is looked at
-first, and kvikio is asked in a child process, which may hang or die without harm.
+An import that works says nothing: kvikio imports and opens files without a GPU, falls back to host
+memory silently, and spins for ever where ``/proc/modules`` is missing. So what can be seen in files
+is looked at first, and kvikio is asked in a child process, which may hang or die without harm.
 
-What a kvikio future leaves to its user: of an operation that kvikio cuts in tasks the future ends with the last task,
-while others may still move bytes if that one failed, so one call is one task; errors come without a number; nothing can
-be cancelled. A call may first wait for the model's work on the GPU's default stream. So threads of ours make the calls.
+What a kvikio future leaves to its user: of an operation that kvikio cuts in tasks the future ends
+with the last task, while others may still move bytes if that one failed, so one call is one task;
+errors come without a number; nothing can be cancelled. A call may first wait for the model's work
+on the GPU's default stream. So threads of ours make the calls.
 """
 
 from __future__ import annotations
@@ -53,12 +54,13 @@ else: print("here")
 
 
 def gds_unavailable(proc: Path = Path("/proc")) -> str | None:
-    """Return why GPUDirect Storage cannot be used on this machine, as one clause, or None where it can.
+    """Return why GPUDirect Storage cannot be used on this machine, as one clause, or None where it
+    can.
 
-    None says that driver and library are there; whether a file system takes part only a checked write and
-    read of a file on it can say. Where everything is there kvikio is asked in a child process, which takes
-    a second or two and never more than a minute; otherwise the answer comes at once. Any thread; raises
-    nothing. ``proc``: for tests.
+    None says that driver and library are there; whether a file system takes part only a checked
+    write and read of a file on it can say. Where everything is there kvikio is asked in a child
+    process, which takes a second or two and never more than a minute; otherwise the answer comes at
+    once. Any thread; raises nothing. ``proc``: for tests.
     """
     if importlib.util.find_spec("kvikio") is None:
         return "kvikio is not installed"
@@ -95,12 +97,14 @@ def _ask_kvikio(script: str, timeout_s: float) -> str | None:
 
 
 class GdsDevice(PosixDevice):
-    """``Device`` between files and GPU memory (``GpuRange`` in the place of ``Buffer``), without a copy in host memory.
+    """``Device`` between files and GPU memory (``GpuRange`` in the place of ``Buffer``), without a
+    copy in host memory.
 
-    Its queues are ``PosixDevice``'s on threads, ``threads`` of them for each drive and direction. To be made only where
-    ``gds_unavailable`` answered None: it forbids kvikio to fall back, so that what cannot be moved directly fails.
-    ``compat``: for tests with a stub of the driver only; buffers are host memory then. Files have to lie where O_DIRECT
-    is; one that cuFile cannot take fails all its transfers with EIO. Raises ConfigError where kvikio cannot be used.
+    Its queues are ``PosixDevice``'s on threads, ``threads`` of them for each drive and direction.
+    To be made only where ``gds_unavailable`` answered None: it forbids kvikio to fall back, so that
+    what cannot be moved directly fails. ``compat``: for tests with a stub of the driver only;
+    buffers are host memory then. Files have to lie where O_DIRECT is; one that cuFile cannot take
+    fails all its transfers with EIO. Raises ConfigError where kvikio cannot be used.
 
     kvikio's settings are those of the process, and are all set here.
     """
@@ -138,7 +142,8 @@ class GdsDevice(PosixDevice):
         return self.kind
 
     def attach_memory(self, memory: Buffer) -> None:
-        """See ``Device``. GPU memory is registered whole, as it was allocated; what is not is copied within the GPU."""
+        """See ``Device``. GPU memory is registered whole, as it was allocated; what is not is
+        copied within the GPU."""
         if not isinstance(memory, GpuRange) or self._compat:
             return
         try:
@@ -148,7 +153,8 @@ class GdsDevice(PosixDevice):
             logger.warning("kvdisk could not register %d bytes of GPU memory with cuFile: %s", memory.nbytes, error)
 
     def attach_file(self, fd: int) -> None:
-        """See ``Device``. kvikio opens the file once more by its descriptor, whatever its name is by now."""
+        """See ``Device``. kvikio opens the file once more by its descriptor, whatever its name is
+        by now."""
         super().attach_file(fd)
         self._cufiles[fd] = None
         try:
@@ -176,7 +182,8 @@ class GdsDevice(PosixDevice):
                 logger.warning("kvdisk could not take GPU memory back from cuFile: %s", error)
 
     def _run(self, op: Op, call: Call) -> int:
-        """Move the bytes of a call, each buffer as one task of kvikio's, and wait until nothing moves any more."""
+        """Move the bytes of a call, each buffer as one task of kvikio's, and wait until nothing
+        moves any more."""
         file, offset = self._cufiles[call.fd], call.offset
         if file is None:
             return errno.EIO
@@ -197,7 +204,8 @@ _TELLING = {
 
 
 def _errno_of(error: Exception) -> int:
-    """Return what an error of kvikio's says in words; EIO for a short read ("EOF") and whatever else it may be."""
+    """Return what an error of kvikio's says in words; EIO for a short read ("EOF") and whatever
+    else it may be."""
     if isinstance(error, OSError) and error.errno:
         return error.errno
     return next((number for words, number in _TELLING.items() if words in str(error)), errno.EIO)

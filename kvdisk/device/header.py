@@ -3,15 +3,14 @@
 
 Layout, little-endian::
 
-      0  magic 8, format version u16, checksum kind u8, 0 u8, rank u16, rank count u16, key length u16, 6 zeros
-     24  generation u64, epoch u64, payload bytes u64, fingerprint 32, key 128 (zero padded)
-    208  payload checksum 16, parent length u16 (0: none), 6 zeros, parent key 128 (zero padded)
-    360  zeros
-   4088  xxh3_64 of the 4088 bytes before it, u64
+      0  magic 8, format version u16, checksum kind u8, 0 u8, rank u16, rank count u16, key length
+      u16, 6 zeros 24  generation u64, epoch u64, payload bytes u64, fingerprint 32, key 128 (zero
+      padded) 208  payload checksum 16, parent length u16 (0: none), 6 zeros, parent key 128 (zero
+      padded) 360  zeros 4088  xxh3_64 of the 4088 bytes before it, u64
 
 Magic, version and the last field keep their place in every format version. What a reader knows
-beforehand lies together at the front, so that ``check_slot`` compares it in one go. Of the checksum's
-kind it knows nothing: a slot is verified by the kind that it names, whoever wrote it.
+beforehand lies together at the front, so that ``check_slot`` compares it in one go. Of the
+checksum's kind it knows nothing: a slot is verified by the kind that it names, whoever wrote it.
 """
 
 from __future__ import annotations

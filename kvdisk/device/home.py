@@ -22,7 +22,8 @@ NEW_INDEX = "index.new"
 
 
 def index_is_sound(index_path: Path, record: HomeRecord, boot_id: str) -> bool:
-    """Whether an index is what its last owner committed, as far as its file tells. Raises OSError."""
+    """Whether an index is what its last owner committed, as far as its file tells. Raises
+    OSError."""
     file = index_path / INDEX_FILE
     if not paths.is_directory(index_path) or os.path.lexists(index_path / INDEX_DAMAGED):
         return False
@@ -102,7 +103,8 @@ class Home(HomePaths):
         self._boot_id = boot_id
         self._now_s = now_s
         self._ending = threading.Lock()
-        """Held while HOME is written, so that ``mark_used`` and ``close`` do not undo each other."""
+        """Held while HOME is written, so that ``mark_used`` and ``close`` do not undo each
+        other."""
 
     @property
     def record(self) -> HomeRecord:

@@ -98,9 +98,11 @@ def _is_owned(store: Store, home_id: str) -> bool:
 def readable_indexes(
     store: Store, fingerprint: bytes, description: dict[str, Any], except_id: str
 ) -> list[tuple[str, Path]]:
-    """List the engine stores that an engine of this fingerprint and geometry may read: id and directory of the index.
+    """List the engine stores that an engine of this fingerprint and geometry may read: id and
+    directory of the index.
 
-    Takes no lock: any of them may vanish, and one that cannot be read hides no other. Raises DeviceError.
+    Takes no lock: any of them may vanish, and one that cannot be read hides no other. Raises
+    DeviceError.
     """
     wanted = json.loads(json.dumps(description))
     found = []
@@ -109,7 +111,8 @@ def readable_indexes(
             path, record = store.home_path(home_id), None
             with suppress(OSError, CorruptRecord):
                 record = read_record(path)
-            # An index that was not closed in order is whole only while the machine that wrote it runs.
+            # An index that was not closed in order is whole only while the machine that wrote it
+            # runs.
             if (
                 home_id != except_id
                 and record is not None

@@ -13,9 +13,9 @@ from kvdisk.geometry import ALIGNMENT
 class MemoryDevice:
     """``Device`` without a disk or a thread. File descriptors are names only and need not be open.
 
-    ``poll`` and ``drain`` run all batches submitted since, in order of submission; no byte moves before. A
-    file begins with ``file_bytes`` zeros, grows by writes, and keeps its bytes when it is detached and attached
-    again; ``contents`` shows them.
+    ``poll`` and ``drain`` run all batches submitted since, in order of submission; no byte moves
+    before. A file begins with ``file_bytes`` zeros, grows by writes, and keeps its bytes when it is
+    detached and attached again; ``contents`` shows them.
     """
 
     def __init__(self, file_bytes: int = 0) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""File-system calls that the rooms of the store share: modes, control files, locks, sums, removal."""
+"""File-system calls that the rooms of the store share: modes, control files, locks, sums,
+removal."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def device_errors(what: str) -> Iterator[None]:
 
 
 def make_directory(path: Path, *, exist_ok: bool = False) -> None:
-    """Make one directory of mode 0700, whatever the umask. Raises OSError; NotADirectoryError for a symlink.
+    """Make one directory of mode 0700, whatever the umask. Raises OSError; NotADirectoryError for a
+    symlink.
 
     FileNotFoundError also where somebody removes it meanwhile.
     """
@@ -66,7 +68,8 @@ def is_directory(path: Path) -> bool:
 
 
 def is_other_than_directory(path: Path) -> bool:
-    """Return whether there is something that is no directory; looks once, while others make and remove it."""
+    """Return whether there is something that is no directory; looks once, while others make and
+    remove it."""
     mode = _mode(path)
     return mode != 0 and not stat.S_ISDIR(mode)
 
@@ -80,14 +83,16 @@ def _mode(path: Path) -> int:
 
 
 def create_file(path: Path) -> int:
-    """Create a file of mode 0600, whatever the umask, that must not exist; return a descriptor to read and write it."""
+    """Create a file of mode 0600, whatever the umask, that must not exist; return a descriptor to
+    read and write it."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, FILE_MODE)
     os.fchmod(fd, FILE_MODE)
     return fd
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """Open a file that exists; return its descriptor, or -1 where something else is in its place. Raises OSError."""
+    """Open a file that exists; return its descriptor, or -1 where something else is in its place.
+    Raises OSError."""
     if not stat.S_ISREG(path.lstat().st_mode):
         return -1
     try:
@@ -103,10 +108,11 @@ def open_regular(path: Path, flags: int) -> int:
 
 
 def write_control(path: Path, value: dict[str, Any], *, durable: bool, keep: bool = True) -> None:
-    """Replace a JSON file in one step. ``durable``: it survives a loss of power from here on. Raises OSError.
+    """Replace a JSON file in one step. ``durable``: it survives a loss of power from here on.
+    Raises OSError.
 
-    ``keep``: what it replaces stays beside it, under another name, and is written over the next time, which then needs
-    no room; False for what only tells people something.
+    ``keep``: what it replaces stays beside it, under another name, and is written over the next
+    time, which then needs no room; False for what only tells people something.
     """
     temporary = path.with_name(path.name + ".tmp")
     encoded = (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
@@ -134,7 +140,8 @@ def write_control(path: Path, value: dict[str, Any], *, durable: bool, keep: boo
 
 
 def _open_kept(path: Path) -> int:
-    """Open what a control file was before, to write; -1 where there is none, or it is somebody else's file, too."""
+    """Open what a control file was before, to write; -1 where there is none, or it is somebody
+    else's file, too."""
     try:
         fd = open_regular(path, os.O_WRONLY)
     except OSError:
@@ -146,7 +153,8 @@ def _open_kept(path: Path) -> int:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two files change names in one step; False where there is only one, or the system cannot do that."""
+    """Let two files change names in one step; False where there is only one, or the system cannot
+    do that."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     names = os.fsencode(one), os.fsencode(other)
     return rename is not None and rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
@@ -155,7 +163,8 @@ def _exchange(one: Path, other: Path) -> bool:
 def read_control(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
-    Raises CorruptRecord, also for what is no regular file, or OSError (FileNotFoundError where there is none).
+    Raises CorruptRecord, also for what is no regular file, or OSError (FileNotFoundError where
+    there is none).
     """
     is_current = False
     while not is_current:  # what has been replaced meanwhile may have been written over
@@ -174,7 +183,8 @@ def read_control(path: Path) -> dict[str, Any]:
 
 
 def try_lock(fd: int, kind: int) -> bool:
-    """Take a flock of ``kind`` (LOCK_SH or LOCK_EX) if that needs no wait; return whether it was taken."""
+    """Take a flock of ``kind`` (LOCK_SH or LOCK_EX) if that needs no wait; return whether it was
+    taken."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -192,12 +202,15 @@ def wait_lock(fd: int, kind: int, timeout_s: float, what: str) -> None:
 
 
 def take_named_lock(path: Path, timeout_s: float, what: str, *, readonly: bool) -> int:
-    """Take the exclusive flock on a file that says who holds it; return its descriptor. Raises StoreLocked, OSError.
+    """Take the exclusive flock on a file that says who holds it; return its descriptor. Raises
+    StoreLocked, OSError.
 
-    Needs no room: where the drive has none the file does not say it. ``drop_named_lock`` releases it.
+    Needs no room: where the drive has none the file does not say it. ``drop_named_lock`` releases
+    it.
 
-    A holder that is stopped (SIGSTOP) holds nobody up: the file is replaced by a new one after STOPPED_WAIT_S, and the
-    old holder's lock means nothing from then on. So what is done under this lock must not rely on it alone.
+    A holder that is stopped (SIGSTOP) holds nobody up: the file is replaced by a new one after
+    STOPPED_WAIT_S, and the old holder's lock means nothing from then on. So what is done under this
+    lock must not rely on it alone.
     """
     deadline = time.monotonic() + timeout_s
     look_at = time.monotonic() + STOPPED_WAIT_S
@@ -221,7 +234,8 @@ def take_named_lock(path: Path, timeout_s: float, what: str, *, readonly: bool) 
 
 
 def _sign(fd: int, name: str) -> None:
-    """Write who holds a lock, always over the same bytes; where the drive has no room for them, nobody is named."""
+    """Write who holds a lock, always over the same bytes; where the drive has no room for them,
+    nobody is named."""
     try:
         os.pwrite(fd, f"{name:<16}".encode(), 0)
     except OSError:
@@ -269,7 +283,8 @@ def unlock(fd: int) -> int:
 
 
 def same_file(fd: int, path: Path) -> bool:
-    """Return whether ``path`` names the file that ``fd`` is open on: a lock on a removed file protects nothing."""
+    """Return whether ``path`` names the file that ``fd`` is open on: a lock on a removed file
+    protects nothing."""
     try:
         now = path.lstat()
     except FileNotFoundError:
@@ -314,7 +329,8 @@ def sum_of_file(path: Path) -> str:
 
 
 def allocated_bytes(path: Path) -> int:
-    """Return the bytes that the file system holds for ``path`` and all below it; what vanishes meanwhile counts 0."""
+    """Return the bytes that the file system holds for ``path`` and all below it; what vanishes
+    meanwhile counts 0."""
     try:
         status = path.lstat()
         total = status.st_blocks * STAT_BLOCK_BYTES
@@ -328,7 +344,8 @@ def allocated_bytes(path: Path) -> int:
 
 @contextmanager
 def _inside(directory: Path, names: Sequence[str]) -> Iterator[int]:
-    """Open ``directory/names[0]/names[1]/...`` but for the last and yield its descriptor. No symlink is followed."""
+    """Open ``directory/names[0]/names[1]/...`` but for the last and yield its descriptor. No
+    symlink is followed."""
     assert names and all(name not in {"", ".", ".."} and "/" not in name for name in names)
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     fd = os.open(directory, flags)
@@ -342,16 +359,18 @@ def _inside(directory: Path, names: Sequence[str]) -> Iterator[int]:
 
 
 def remove_empty(directory: Path, *names: str) -> None:
-    """Remove the empty directory ``directory/names[0]/names[1]/...``. Raises OSError, ENOTEMPTY where it is not."""
+    """Remove the empty directory ``directory/names[0]/names[1]/...``. Raises OSError, ENOTEMPTY
+    where it is not."""
     with _inside(directory, names) as parent:
         os.rmdir(names[-1], dir_fd=parent)
 
 
 def remove_anything(directory: Path, *names: str, first: str | None = None, trees: bool = True) -> None:
-    """Remove ``directory/names[0]/names[1]/...``, whatever it is: a tree, a file, a symlink. Gone already is no error.
+    """Remove ``directory/names[0]/names[1]/...``, whatever it is: a tree, a file, a symlink. Gone
+    already is no error.
 
-    ``first``: what goes before the rest of a tree. ``trees``: False leaves a directory as it is. No symlink is
-    followed, neither on the way nor below. Raises OSError.
+    ``first``: what goes before the rest of a tree. ``trees``: False leaves a directory as it is. No
+    symlink is followed, neither on the way nor below. Raises OSError.
     """
     with _inside(directory, names) as parent, suppress(FileNotFoundError):
         if not stat.S_ISDIR(os.lstat(names[-1], dir_fd=parent).st_mode):

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device that needs nothing but the kernel: O_DIRECT through the kernel's own queue, or calls on a few threads.
+"""The device that needs nothing but the kernel: O_DIRECT through the kernel's own queue, or calls
+on a few threads.
 
-While Python code runs elsewhere in the process, each system call waits for the interpreter lock when it
-returns. So few calls are made. Where the kernel takes a whole batch in one (``aio``), it does. Elsewhere a batch is
-cut into about as many tasks as there are threads, each a list of calls of ``preadv`` or ``pwritev`` of up to
-``longest_bytes``; the kernel keeps the drive busy within a long call.
+While Python code runs elsewhere in the process, each system call waits for the interpreter lock
+when it returns. So few calls are made. Where the kernel takes a whole batch in one (``aio``), it
+does. Elsewhere a batch is cut into about as many tasks as there are threads, each a list of calls
+of ``preadv`` or ``pwritev`` of up to ``longest_bytes``; the kernel keeps the drive busy within a
+long call.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from kvdisk.device.batches import Call, Done, DriveQueue, Tickets, cut, without
 from kvdisk.geometry import ALIGNMENT, round_up
 
 SHORTEST_BYTES = 1 << 20
-"""A task of a thread is not cut smaller than this: a drive reaches its speed at 1-2 MiB in a few calls at once."""
+"""A task of a thread is not cut smaller than this: a drive reaches its speed at 1-2 MiB in a few
+calls at once."""
 LONGEST_BYTES = 16 << 20
 
 logger = logging.getLogger("kvdisk.device")
@@ -74,13 +77,15 @@ class _ThreadQueue:
 
 
 class PosixDevice:
-    """``Device`` over system calls, in files opened with O_DIRECT or without, with two queues for each drive.
+    """``Device`` over system calls, in files opened with O_DIRECT or without, with two queues for
+    each drive.
 
-    ``threads``: for each direction on a drive that the kernel has no queue for, or of files without O_DIRECT.
-    ``longest_bytes``: of a call. ``kernel_queue``: False: threads for all.
+    ``threads``: for each direction on a drive that the kernel has no queue for, or of files without
+    O_DIRECT. ``longest_bytes``: of a call. ``kernel_queue``: False: threads for all.
 
-    A transfer of a file that is not attached fails with EBADF, so that a descriptor number used anew by
-    somebody else is never written to. Errors of a transfer are those of its first failed call in time.
+    A transfer of a file that is not attached fails with EBADF, so that a descriptor number used
+    anew by somebody else is never written to. Errors of a transfer are those of its first failed
+    call in time.
     """
 
     kind = "posix"
@@ -96,12 +101,14 @@ class PosixDevice:
         """By descriptor, the queues of the drive that a file lies on."""
         self._tickets = Tickets()
         self._queues: dict[tuple[int, bool], dict[Op, DriveQueue]] = {}
-        """By drive (``st_dev``) and whether they should be the kernel's; one that hangs is of no use to the others."""
+        """By drive (``st_dev``) and whether they should be the kernel's; one that hangs is of no
+        use to the others."""
         self._closed = False
 
     @property
     def name(self) -> str:
-        """See ``Device``. Once it has a file it says what serves: ``posix-aio``, ``posix-threads``, or both."""
+        """See ``Device``. Once it has a file it says what serves: ``posix-aio``, ``posix-threads``,
+        or both."""
         ways = {place.way for places in self._queues.values() for place in places.values()}
         return f"{self.kind}-{'/'.join(sorted(ways))}" if ways else self.kind
 

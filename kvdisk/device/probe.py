@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trial of a drive at start: through the kernel's queue or threads, what is written and read is right there.
+"""The trial of a drive at start: through the kernel's queue or threads, what is written and read is
+right there.
 
-The file has no name from its first moment, or from the next where the file system cannot make one so; a killed probe
-leaves nothing. It is there for a moment: the cap does not count it.
+The file has no name from its first moment, or from the next where the file system cannot make one
+so; a killed probe leaves nothing. It is there for a moment: the cap does not count it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _NO_NAMELESS = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL})
 
 _given_up: list[object] = []
-"""Devices that have not ended what they hold, and its memory: kept, for the drive may still come to it."""
+"""Devices that have not ended what they hold, and its memory: kept, for the drive may still come to
+it."""
 
 
 class Silence(Exception):
@@ -44,9 +46,11 @@ class Silence(Exception):
 
 
 class ProbeReport(NamedTuple):
-    """What a probe found. ``name``: what serves. ``kernel_queue``: whether the kernel's queue may be used.
+    """What a probe found. ``name``: what serves. ``kernel_queue``: whether the kernel's queue may
+    be used.
 
-    ``direct``: whether files there are opened with O_DIRECT, None where that is not known. ``why``: what was seen.
+    ``direct``: whether files there are opened with O_DIRECT, None where that is not known. ``why``:
+    what was seen.
     """
 
     directory: Path
@@ -65,8 +69,8 @@ class ProbeReport(NamedTuple):
 def choose_device(wanted: str, directories: Sequence[Path]) -> PosixDevice:
     """Return a new device for host memory, which is the caller's to close.
 
-    ``wanted``: one of ``config.DEVICES``. ``auto`` and ``gds`` try the first directory, and log one line. Without
-    directories nothing is tried, and nothing will move.
+    ``wanted``: one of ``config.DEVICES``. ``auto`` and ``gds`` try the first directory, and log one
+    line. Without directories nothing is tried, and nothing will move.
     """
     if not directories or wanted == "posix":
         return PosixDevice()
@@ -78,10 +82,12 @@ def choose_device(wanted: str, directories: Sequence[Path]) -> PosixDevice:
 def probe(
     directory: Path, make: Callable[[bool], Device] = lambda queue: PosixDevice(kernel_queue=queue)
 ) -> ProbeReport:
-    """Write and read a small file as a worker does, and compare. Raises nothing that a drive can cause.
+    """Write and read a small file as a worker does, and compare. Raises nothing that a drive can
+    cause.
 
-    ``directory``: of a store, made where it is missing. ``make``: makes the device, with the kernel's queue or without.
-    What moves wrong bytes through the kernel's queue is served by threads. Waits for the drive, a few seconds at most.
+    ``directory``: of a store, made where it is missing. ``make``: makes the device, with the
+    kernel's queue or without. What moves wrong bytes through the kernel's queue is served by
+    threads. Waits for the drive, a few seconds at most.
     """
     name, direct = "posix", None
     try:
@@ -103,7 +109,8 @@ def probe(
 
 @contextmanager
 def nameless_file(directory: Path, file_bytes: int) -> Iterator[tuple[int, bool]]:
-    """Open a file of so many allocated bytes that nobody else sees, and say whether it is direct. Raises OSError."""
+    """Open a file of so many allocated bytes that nobody else sees, and say whether it is direct.
+    Raises OSError."""
     fd = -1
     for direct in (os.O_DIRECT, 0):
         try:
@@ -149,7 +156,8 @@ def _open_nameless(directory: Path, direct: int) -> int:
 
 
 def _try(device: Device, fd: int) -> tuple[str, str]:
-    """Return what a device is called with the file, and what is wrong with what it moves. Raises Silence."""
+    """Return what a device is called with the file, and what is wrong with what it moves. Raises
+    Silence."""
     memory, silent = memoryview(mmap.mmap(-1, _TRIAL_BYTES)), False
     try:
         device.attach_memory(memory)

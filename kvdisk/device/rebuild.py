@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a home's slot headers say of its blocks: all that an index can be made from.
 
-Read are the segment headers and the 4 KiB header of every slot, on every rank; no payload: its checksum decides when it
-is loaded. A block counts where the headers of all ranks agree.
+Read are the segment headers and the 4 KiB header of every slot, on every rank; no payload: its
+checksum decides when it is loaded. A block counts where the headers of all ranks agree.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _BLOCK = np.dtype(
     [("segment", "u4"), ("index", "u4"), ("epoch", "u8"), ("generation", "u8"), ("key", "O"), ("parent", "O")]
 )
 Blocks: TypeAlias = NDArray[np.void]
-"""Blocks as their headers name them, in the order of their places: rows of segment, index, epoch, generation, and key
-and parent as bytes (no parent: empty)."""
+"""Blocks as their headers name them, in the order of their places: rows of segment, index, epoch,
+generation, and key and parent as bytes (no parent: empty)."""
 _NO_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL})
 """What the system says where a segment's file is missing, or something else is in its place."""
 
@@ -69,7 +69,8 @@ class HomeShape(NamedTuple):
 
     @classmethod
     def of(cls, fingerprint: bytes, description: Mapping[str, Any]) -> HomeShape:
-        """Read it from what ``HomeRecord.description`` has under ``geometry``. Raises CorruptRecord."""
+        """Read it from what ``HomeRecord.description`` has under ``geometry``. Raises
+        CorruptRecord."""
         try:
             geometry = description["geometry"]
             ranks = geometry["ranks"]
@@ -97,8 +98,9 @@ class FoundSegment(NamedTuple):
 
 @dataclass(slots=True)
 class Findings:
-    """``segments``: ascending. ``blocks``: of each epoch and key the newest generation; ``older_copies``: how many
-    there were beside. ``lost``: segments with files that are of no use, by drive and number, and why.
+    """``segments``: ascending. ``blocks``: of each epoch and key the newest generation;
+    ``older_copies``: how many there were beside. ``lost``: segments with files that are of no use,
+    by drive and number, and why.
     """
 
     segments: list[FoundSegment]
@@ -112,8 +114,9 @@ def scan_home(
 ) -> Findings:
     """Read all headers of a home that nobody writes to. ``folders``: its parts, by drive.
 
-    ``progress`` is called with segments read and segments in all, in this thread. Writes nothing. Raises DeviceError
-    where the directories, or all segments of a drive, cannot be read, or this process lacks open files or memory.
+    ``progress`` is called with segments read and segments in all, in this thread. Writes nothing.
+    Raises DeviceError where the directories, or all segments of a drive, cannot be read, or this
+    process lacks open files or memory.
     """
     places, lost = _find_segments(folders)
     segments: list[FoundSegment] = []
@@ -168,7 +171,8 @@ def _find_segments(folders: Sequence[DriveFolder | None]) -> tuple[dict[int, int
 
 
 def remove_lost(folders: Sequence[DriveFolder | None], lost: Sequence[tuple[int, int]]) -> None:
-    """Remove the directories of segments that are of no use, by drive and number. Raises DeviceError."""
+    """Remove the directories of segments that are of no use, by drive and number. Raises
+    DeviceError."""
     for drive, segment in lost:
         folder = folders[drive]
         assert folder is not None
@@ -177,7 +181,8 @@ def remove_lost(folders: Sequence[DriveFolder | None], lost: Sequence[tuple[int,
 
 
 def _read_segment(folder: DriveFolder, segment: int, drive: int, shape: HomeShape) -> tuple[FoundSegment, Blocks]:
-    """Read one segment on all ranks. Raises CorruptRecord, GeometryMismatch, DeviceError: it is of no use."""
+    """Read one segment on all ranks. Raises CorruptRecord, GeometryMismatch, DeviceError: it is of
+    no use."""
     with ExitStack() as stack:
         files: list[SegmentFile] = []
         for rank in range(shape.rank_count):
@@ -195,7 +200,8 @@ def _read_segment(folder: DriveFolder, segment: int, drive: int, shape: HomeShap
 
 
 def _headers(file: SegmentFile, shape: HomeShape) -> Blocks:
-    """Return the slot headers of a file that are sound; one that cannot be read is like one that is not.
+    """Return the slot headers of a file that are sound; one that cannot be read is like one that is
+    not.
 
     Raises DeviceError where none can be read.
     """
@@ -232,7 +238,8 @@ def _read_headers(file: SegmentFile, view: memoryview, first: int, count: int) -
 def decode_headers(view: memoryview, count: int, shape: HomeShape, file: SegmentFile) -> Blocks:
     """Return those of ``count`` headers in ``view`` that are sound and of this home and file.
 
-    As ``header.read_header`` reads each, but many at once. ``index``: from 0. Keeps nothing of ``view``.
+    As ``header.read_header`` reads each, but many at once. ``index``: from 0. Keeps nothing of
+    ``view``.
     """
     raw = np.frombuffer(view, _HEADER, count)
     likely = np.flatnonzero((raw["magic"] == np.frombuffer(MAGIC, np.uint8)).all(1) & (raw["rank"] == file.rank))
@@ -278,7 +285,8 @@ def agreed(one: Blocks, other: Blocks) -> Blocks:
 
 
 def newest(blocks: Blocks) -> Blocks:
-    """Return the blocks without older copies: of one epoch and key the newest generation, of several the first."""
+    """Return the blocks without older copies: of one epoch and key the newest generation, of
+    several the first."""
     order = np.lexsort((-np.arange(len(blocks)), blocks["generation"])).tolist()
     names = list(zip(blocks["epoch"].tolist(), blocks["key"].tolist(), strict=True))
     rows = {names[row]: row for row in order}  # the last of a name stays

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's segment file, ``segments/<n>/rank<r>.kv``: a 4 KiB header, then slots.
 
-Segment header, little-endian: magic 8, format version u16, rank u16, rank count u16, 2 zeros, segment u64,
-slot bytes u64, slot count u64, fingerprint 32, zeros; the last 8 of the 4096 bytes are the xxh3_64 of
-those before them.
+Segment header, little-endian: magic 8, format version u16, rank u16, rank count u16, 2 zeros,
+segment u64, slot bytes u64, slot count u64, fingerprint 32, zeros; the last 8 of the 4096 bytes are
+the xxh3_64 of those before them.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class SegmentFileSummary(NamedTuple):
 class SegmentFile:
     """An open segment file; ``fd`` is its own until ``close``.
 
-    ``direct``: transfers bypass the kernel's cache (O_DIRECT); False where the file system refused that.
-    Slot ``i`` begins at ``geometry.slot_offset(slot_bytes, i)``.
+    ``direct``: transfers bypass the kernel's cache (O_DIRECT); False where the file system refused
+    that. Slot ``i`` begins at ``geometry.slot_offset(slot_bytes, i)``.
     """
 
     __slots__ = ("direct", "fd", "header", "rank", "segment", "slot_bytes", "slot_count")
@@ -101,7 +101,8 @@ class SegmentFile:
         return self.slot_bytes, self.slot_count
 
     def close(self) -> None:
-        """Close the file; ``fd`` becomes -1. The caller detached it from its device before. Idempotent."""
+        """Close the file; ``fd`` becomes -1. The caller detached it from its device before.
+        Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -110,9 +111,9 @@ class SegmentFile:
 def create_segment(home: HasSegments, spec: SegmentSpec, rank: int, rank_count: int, fingerprint: bytes) -> SegmentFile:
     """Make this rank's file of a segment, all its bytes allocated, and open it.
 
-    The file appears under its name only when it is complete. Raises DeviceError, with nothing left behind:
-    ENOSPC, EDQUOT or EFBIG where there is no room, EEXIST where the segment has a file already, and whatever
-    else the system calls give. Blocks on the disk.
+    The file appears under its name only when it is complete. Raises DeviceError, with nothing left
+    behind: ENOSPC, EDQUOT or EFBIG where there is no room, EEXIST where the segment has a file
+    already, and whatever else the system calls give. Blocks on the disk.
     """
     header = SegmentHeader(spec.segment, rank, rank_count, spec.slot_bytes, spec.slot_count, fingerprint)
     final = segment_path(home, spec.segment, rank)
@@ -141,7 +142,8 @@ def create_segment(home: HasSegments, spec: SegmentSpec, rank: int, rank_count: 
 
 
 def _allocate_with_folder(path: Path, byte_count: int) -> None:
-    """Make a file and, where it lacks, its folder, which another rank that cleans up may remove while it is empty."""
+    """Make a file and, where it lacks, its folder, which another rank that cleans up may remove
+    while it is empty."""
     for tries_left in reversed(range(_FOLDER_TRIES)):
         try:
             make_directory(path.parent, exist_ok=True)
@@ -157,8 +159,9 @@ def open_segment(
 ) -> SegmentFile:
     """Open this rank's file of a segment that exists.
 
-    Raises DeviceError (ENOENT where there is none), CorruptRecord where its header does not decode or the file
-    is shorter than it says, GeometryMismatch where it was made for something else. Blocks on the disk.
+    Raises DeviceError (ENOENT where there is none), CorruptRecord where its header does not decode
+    or the file is shorter than it says, GeometryMismatch where it was made for something else.
+    Blocks on the disk.
     """
     file = scan_file(home, spec.segment, rank, os.O_RDWR if writable else os.O_RDONLY)
     expected = SegmentHeader(spec.segment, rank, rank_count, spec.slot_bytes, spec.slot_count, fingerprint)
@@ -170,13 +173,15 @@ def open_segment(
 
 
 def scan_file(home: HasSegments, segment: int, rank: int, flags: int = os.O_RDONLY) -> SegmentFile:
-    """Open a segment file, to read by default, whatever it was made for. Raises as ``open_segment``."""
+    """Open a segment file, to read by default, whatever it was made for. Raises as
+    ``open_segment``."""
     with device_errors(f"opening segment {segment} of rank {rank}"):
         return _open_existing(segment_path(home, segment, rank), flags)
 
 
 def read_segment_header(home: HasSegments, segment: int, rank: int) -> SegmentHeader:
-    """Return what a segment file says about itself, for tools that know nothing yet. Raises as ``open_segment``."""
+    """Return what a segment file says about itself, for tools that know nothing yet. Raises as
+    ``open_segment``."""
     file = scan_file(home, segment, rank)
     file.close()
     return file.header
@@ -185,7 +190,8 @@ def read_segment_header(home: HasSegments, segment: int, rank: int) -> SegmentHe
 def drop_segment(home: HasSegments, segment: int, rank: int) -> None:
     """Remove this rank's file of a segment, and the segment's directory with the last rank's.
 
-    What is gone already is no error. The caller closed its ``SegmentFile`` before. Raises DeviceError.
+    What is gone already is no error. The caller closed its ``SegmentFile`` before. Raises
+    DeviceError.
     """
     path = segment_path(home, segment, rank)
     with device_errors(f"dropping segment {segment} of rank {rank}"):
@@ -193,7 +199,8 @@ def drop_segment(home: HasSegments, segment: int, rank: int) -> None:
 
 
 def remove_unknown_segments(home: HasSegments, rank: int, known: Collection[int]) -> list[int]:
-    """Remove what a crash left of this rank: files of segments not in ``known``, and files never completed.
+    """Remove what a crash left of this rank: files of segments not in ``known``, and files never
+    completed.
 
     Returns the segments not in ``known`` whose file was removed, ascending. Raises DeviceError.
     """
@@ -212,7 +219,8 @@ def remove_unknown_segments(home: HasSegments, rank: int, known: Collection[int]
 
 
 def scan_segments(segments_path: Path, drive: int = 0) -> tuple[SegmentFileSummary, ...]:
-    """List the segment files below a ``segments`` directory, by segment and rank. Raises OSError."""
+    """List the segment files below a ``segments`` directory, by segment and rank. Raises
+    OSError."""
     found = []
     for segment in segment_numbers(segments_path):
         with suppress(FileNotFoundError), os.scandir(segments_path / str(segment)) as files:
@@ -226,7 +234,8 @@ def scan_segments(segments_path: Path, drive: int = 0) -> tuple[SegmentFileSumma
 
 
 def segment_numbers(segments_path: Path, *, also_no_directories: bool = False) -> list[int]:
-    """List the segments that have a directory, or anything else of their name, ascending. Raises OSError."""
+    """List the segments that have a directory, or anything else of their name, ascending. Raises
+    OSError."""
     try:
         with os.scandir(segments_path) as found:
             names = [item.name for item in found if also_no_directories or item.is_dir(follow_symlinks=False)]
@@ -247,7 +256,8 @@ def _temporary(path: Path) -> Path:
 
 
 def _remove_files(home: HasSegments, segment: int, names: Collection[str]) -> None:
-    """Remove files of a segment, whatever is in their place, and its directory where that is empty or is none."""
+    """Remove files of a segment, whatever is in their place, and its directory where that is empty
+    or is none."""
     way = home.segments_path.parent.name, home.segments_path.name, str(segment)
     homes = home.segments_path.parent.parent
     for name in names:
@@ -259,7 +269,8 @@ def _remove_files(home: HasSegments, segment: int, names: Collection[str]) -> No
 
 
 def _check_way(path: Path) -> None:
-    """Raise NotADirectoryError unless a file's segment, its ``segments`` and its home are directories, no symlinks."""
+    """Raise NotADirectoryError unless a file's segment, its ``segments`` and its home are
+    directories, no symlinks."""
     for directory in (path.parent.parent.parent, path.parent.parent, path.parent):
         if is_other_than_directory(directory):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
@@ -273,7 +284,8 @@ def _remove_if_empty(home: HasSegments, segment: int) -> None:
 
 
 def _allocate(path: Path, length_bytes: int) -> None:
-    # Not through an O_DIRECT descriptor: where a file system cannot allocate, libc writes single bytes instead.
+    # Not through an O_DIRECT descriptor: where a file system cannot allocate, libc writes single
+    # bytes instead.
     fd = create_file(path)
     try:
         os.posix_fallocate(fd, 0, length_bytes)
@@ -282,7 +294,8 @@ def _allocate(path: Path, length_bytes: int) -> None:
 
 
 def _discard(path: Path) -> None:
-    # A failed posix_fallocate leaves the space taken, and a descriptor elsewhere would keep it from the unlinked file.
+    # A failed posix_fallocate leaves the space taken, and a descriptor elsewhere would keep it from
+    # the unlinked file.
     with suppress(OSError):
         os.truncate(path, 0)
     with suppress(OSError):
@@ -290,7 +303,8 @@ def _discard(path: Path) -> None:
 
 
 def _open_direct(path: Path, flags: int, probe: Callable[[int], None]) -> tuple[int, bool]:
-    """Open with O_DIRECT, or without where opening or the first transfer, ``probe``, says that it cannot be."""
+    """Open with O_DIRECT, or without where opening or the first transfer, ``probe``, says that it
+    cannot be."""
     for direct in (os.O_DIRECT, 0):
         fd = -1
         try:

@@ -139,9 +139,9 @@ class Store:
 
         Taken over are only homes all of whose drives are among the store's; those that it has no
         folder on are added. Whether its index can be trusted is the next question: see ``Home``.
-        Deleted are unowned homes that are not complete, and what ``cap`` says must go for the home to
-        fit; on a drive without room even for HOME others go, too, one by one. ``cap_bytes``: over
-        all ranks. ``index_bytes``: what the index may grow to. ``except_ids``: homes that are
+        Deleted are unowned homes that are not complete, and what ``cap`` says must go for the home
+        to fit; on a drive without room even for HOME others go, too, one by one. ``cap_bytes``:
+        over all ranks. ``index_bytes``: what the index may grow to. ``except_ids``: homes that are
         neither taken over nor deleted. Raises StoreLocked, DeviceError.
         """
         assert len(fingerprint) == FINGERPRINT_BYTES
@@ -192,7 +192,8 @@ class Store:
         return max(fit, key=lambda found: found[:2])[2] if fit else None
 
     def _make_room(self, stock: Stock, mine: Holding | None, record: HomeRecord) -> None:
-        """Delete unowned homes until all fits once this home is owned; it counts with its cap at most."""
+        """Delete unowned homes until all fits once this home is owned; it counts with its cap at
+        most."""
         charged = 0
         if mine is not None:
             stock.homes.remove(mine)
@@ -259,7 +260,8 @@ class Store:
         return self.path / HOMES / home_id
 
     def folders(self, home_id: str, record: HomeRecord) -> tuple[DriveFolder | None, ...]:
-        """Return a home's folders in the order of its ``drives``; None on a drive not opened here."""
+        """Return a home's folders in the order of its ``drives``; None on a drive not opened
+        here."""
         return folders_of(self.drives, self.home_path(home_id), record)
 
     def now_s(self) -> int:
@@ -306,7 +308,8 @@ class Store:
 
     @contextmanager
     def _unowned(self, home_id: str) -> Iterator[Holding]:
-        """Hold the store lock and that of a home without an owner. Raises StoreLocked where it has one, DeviceError."""
+        """Hold the store lock and that of a home without an owner. Raises StoreLocked where it has
+        one, DeviceError."""
         with self.locked(), ExitStack() as stack:
             self.home_path(home_id).stat()
             found = self._take_stock_of(home_id, stack)
@@ -323,7 +326,8 @@ class Store:
     # -- room ----------------------------------------------------------------------------------
 
     def measure(self, home_id: str, record: HomeRecord | None) -> int:
-        """Return the bytes allocated for a home on all drives. Raises OSError of the first drive."""
+        """Return the bytes allocated for a home on all drives. Raises OSError of the first
+        drive."""
         total = paths.allocated_bytes(self.home_path(home_id))
         if record is not None:
             total += sum(self._measure(folder.path) for folder in self.folders(home_id, record)[1:] if folder)
@@ -374,7 +378,8 @@ class Store:
 
     @contextmanager
     def _stock(self, timeout_s: float | None = None) -> Iterator[Stock]:
-        """Hold the store lock, and of each unowned home the lock, with a stock that was taken meanwhile.
+        """Hold the store lock, and of each unowned home the lock, with a stock that was taken
+        meanwhile.
 
         A process that was stopped may have lost the store lock, and what it has seen is then of two
         times: it begins anew. So does one under whose eyes such a process went on and took a home
@@ -432,7 +437,8 @@ class Store:
         return not stock.exceeds(needed_bytes)
 
     def _delete(self, stock: Stock, home: Holding) -> None:
-        """Delete an unowned home. What cannot be deleted still counts, and nobody may take it over."""
+        """Delete an unowned home. What cannot be deleted still counts, and nobody may take it
+        over."""
         stock.homes.remove(home)
         if not self.delete_home(home.id, home.record):
             stock.homes.append(home._replace(record=None))
@@ -491,7 +497,8 @@ class Store:
 
 
 def _keep(lock_fd: int) -> int:
-    """Own the home whose lock is held exclusively until the store lock is released; return a descriptor of its own."""
+    """Own the home whose lock is held exclusively until the store lock is released; return a
+    descriptor of its own."""
     kept = os.dup(lock_fd)  # the same lock
     # A conversion lets go for an instant, in which only holders of the store lock would try.
     fcntl.flock(kept, fcntl.LOCK_SH)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FIGURES: what a running engine tells of itself, in its home, for ``kvdisk top`` and other tools.
 
-One JSON object, replaced in one step, not synced: it is worth nothing after its engine, and nothing else depends on
-it. What does not decode is damaged, or of another kvdisk, and is shown as unknown.
+One JSON object, replaced in one step, not synced: it is worth nothing after its engine, and nothing
+else depends on it. What does not decode is damaged, or of another kvdisk, and is shown as unknown.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ class DriveTelemetry(NamedTuple):
 
 
 class TelemetryRecord(NamedTuple):
-    """What a FIGURES file says. Times: seconds since the Unix epoch. ``pid``: of the engine, on ``host``.
+    """What a FIGURES file says. Times: seconds since the Unix epoch. ``pid``: of the engine, on
+    ``host``.
 
-    ``totals``: counters since the start, by series as ``kvdisk.stats`` names them; ``sums``: number and sum of the
-    samples of histograms, likewise; ``gauges``: as they were at ``time_s``. ``drives``: in the home's order.
+    ``totals``: counters since the start, by series as ``kvdisk.stats`` names them; ``sums``: number
+    and sum of the samples of histograms, likewise; ``gauges``: as they were at ``time_s``.
+    ``drives``: in the home's order.
     """
 
     time_s: float
@@ -56,7 +58,8 @@ def write_telemetry(home_path: Path, figures: dict[str, Any]) -> None:
 
 
 def read_telemetry(home_path: Path) -> TelemetryRecord | None:
-    """Return what FIGURES says, None where there is none. Raises CorruptRecord where it does not decode, OSError."""
+    """Return what FIGURES says, None where there is none. Raises CorruptRecord where it does not
+    decode, OSError."""
     try:
         fields = paths.read_control(home_path / FIGURES_FILE)
     except FileNotFoundError:
@@ -92,7 +95,8 @@ def read_telemetry(home_path: Path) -> TelemetryRecord | None:
 
 
 def _flat(found: Any, leaf: tuple[str, ...] = ()) -> list[tuple[str, Any]]:
-    """Return (series, value) of an object by metric. ``leaf``: the fields of a value that is an object itself."""
+    """Return (series, value) of an object by metric. ``leaf``: the fields of a value that is an
+    object itself."""
     flat: list[tuple[str, Any]] = []
     for name, value in found.items():
         if isinstance(value, dict) and not (leaf and all(key in value for key in leaf)):

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""A home's USES file: how often its blocks were used, and when last. Advisory: no engine needs it, none trusts it.
+r"""The USES file of an engine store: how often its blocks were used, and when last.
+
+Advisory: no engine needs it, and none trusts it.
 
 Layout, little-endian::
 
@@ -7,8 +9,9 @@ Layout, little-endian::
     24       records, of a block each: generation u64, uses u32, last use u32
     the end  xxh3_64 of all before it, u64
 
-A generation names one block and one time that it was stored. Times are seconds since the Unix epoch, 0: never. The
-file is replaced as a whole. One that is damaged, or of another version, says nothing.
+A generation names one block and one time that it was stored. Times are seconds since the Unix
+epoch, 0: never. The file is replaced as a whole. One that is damaged, or of another version, says
+nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +61,8 @@ def read_uses(home_path: Path) -> UsesRecords | None:
 
 
 def write_uses(home_path: Path, records: UsesRecords) -> None:
-    """Replace a home's USES file in one step, whatever is in its place. Waits for the disk. Raises OSError."""
+    """Replace a home's USES file in one step, whatever is in its place. Waits for the disk. Raises
+    OSError."""
     path = home_path / USES_FILE
     temporary = path.with_name(USES_FILE + ".tmp")
     paths.remove_anything(home_path, temporary.name)
@@ -77,7 +81,8 @@ def write_uses(home_path: Path, records: UsesRecords) -> None:
 
 
 def find_uses(records: UsesRecords, generations: NDArray[np.uint64]) -> tuple[UsesRecords, NDArray[np.bool_]]:
-    """Return the records of blocks by their generations, zeros where there is none, and which have one."""
+    """Return the records of blocks by their generations, zeros where there is none, and which have
+    one."""
     found = np.zeros(len(generations), USES_RECORD)
     by_generation = records[np.argsort(records["generation"])]
     order = np.argsort(generations)  # neighbours are looked for after each other, which is quicker by far

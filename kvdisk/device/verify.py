@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads slots of a segment file in long reads, and checks them as a load does. Writes nothing; for the tools."""
+"""Reads slots of a segment file in long reads, and checks them as a load does. Writes nothing; for
+the tools."""
 
 from __future__ import annotations
 
@@ -33,9 +34,9 @@ class NamedSlot(NamedTuple):
 class WrongSlot(NamedTuple):
     """A slot that must not be used.
 
-    ``check``: "read" (it cannot be read), "header" (it has no sound one), "version", "checksum" (of the payload), or
-    the field of the header that says something else: "namespace", "epoch", "key", "generation", "payload_bytes",
-    "rank", "rank_count", "parent". ``what``: the same in words.
+    ``check``: "read" (it cannot be read), "header" (it has no sound one), "version", "checksum" (of
+    the payload), or the field of the header that says something else: "namespace", "epoch", "key",
+    "generation", "payload_bytes", "rank", "rank_count", "parent". ``what``: the same in words.
     """
 
     slot: NamedSlot
@@ -51,7 +52,8 @@ def read_memory(slot_bytes: int) -> mmap.mmap:
 def check_slots(
     file: SegmentFile, rank_count: int, slots: Sequence[NamedSlot], memory: mmap.mmap
 ) -> Iterator[WrongSlot]:
-    """Yield those of ``slots``, ascending by number, that are wrong. Any thread; ``memory`` is its own meanwhile."""
+    """Yield those of ``slots``, ascending by number, that are wrong. Any thread; ``memory`` is its
+    own meanwhile."""
     assert len(memory) >= file.slot_bytes and file.slot_bytes % ALIGNMENT == 0
     view = memoryview(memory)
     for first, count in contiguous_runs([slot.number for slot in slots], len(memory) // file.slot_bytes):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queue between an index and its transactions: the writer thread, and what it does when a commit fails."""
+"""The queue between an index and its transactions: the writer thread, and what it does when a
+commit fails."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Table(IntEnum):
 class Operation(NamedTuple):
     """One record to put, or to delete where ``value`` is None.
 
-    ``ticket``: that of the call that it belongs to, on the last operation of the call; 0 on the others.
+    ``ticket``: that of the call that it belongs to, on the last operation of the call; 0 on the
+    others.
     """
 
     ticket: int
@@ -60,23 +62,28 @@ class Tables(Protocol):
         """
 
     def recover(self) -> None:
-        """After a failed commit, do what makes a retry promising. Raises KvdiskError where that fails too."""
+        """After a failed commit, do what makes a retry promising. Raises KvdiskError where that
+        fails too."""
 
 
 class CommitWriter:
-    """Commits operations in the order of their submission, on a thread of its own, which starts at once.
+    """Commits operations in the order of their submission, on a thread of its own, which starts at
+    once.
 
-    A batch is committed ``commit_s`` seconds after its first operation, or when MAX_TRANSACTION have gathered. When
-    a commit fails, the droppable operations of the batch are turned into deletions of their keys (a put may have been
-    meant to replace a record whose slot is then reused), and all is tried again in small transactions. What fails
-    again is held and retried with back-off, before anything else. Where puts were dropped, or something is held, the
-    state is REFUSING.
+    A batch is committed ``commit_s`` seconds after its first operation, or when MAX_TRANSACTION
+    have gathered. When a commit fails, the droppable operations of the batch are turned into
+    deletions of their keys (a put may have been meant to replace a record whose slot is then
+    reused), and all is tried again in small transactions. What fails again is held and retried with
+    back-off, before anything else. Where puts were dropped, or something is held, the state is
+    REFUSING.
 
-    REFUSING ends when puts have been committed, or anything has after the end of the back-off and there is room.
-    For the case that nothing but puts would come, ``admits_put`` lets one call of them through after each back-off.
+    REFUSING ends when puts have been committed, or anything has after the end of the back-off and
+    there is room. For the case that nothing but puts would come, ``admits_put`` lets one call of
+    them through after each back-off.
 
-    One lock guards the queue and the conditions of waiting; it is never held during a transaction. ``progress`` is
-    replaced as a whole and read without the lock. ``clock`` gives seconds; only tests need another.
+    One lock guards the queue and the conditions of waiting; it is never held during a transaction.
+    ``progress`` is replaced as a whole and read without the lock. ``clock`` gives seconds; only
+    tests need another.
     """
 
     def __init__(self, tables: Tables, commit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -108,7 +115,8 @@ class CommitWriter:
         return self._submitted_count - self._dealt_count
 
     def admits_put(self) -> bool:
-        """Whether puts are taken now. True while REFUSING means a probe: the caller must submit one call of puts."""
+        """Whether puts are taken now. True while REFUSING means a probe: the caller must submit one
+        call of puts."""
         if self.progress.state is IndexState.WRITABLE:
             return True
         if self._clock() < self._probe_at_s:
@@ -122,15 +130,16 @@ class CommitWriter:
         with self._changed:
             queued = len(self._queue)
             self._queue.extend(operations)
-            # The writer waits for the first of a batch and for a full batch; waking it in between costs the caller.
+            # The writer waits for the first of a batch and for a full batch; waking it in between
+            # costs the caller.
             if queued == 0 or queued < MAX_TRANSACTION <= len(self._queue):
                 self._changed.notify_all()
 
     def flush(self, ticket: int, timeout_s: float, tries: int = 2) -> bool:
         """Wait until the call with this ticket, and all before it, have been dealt with.
 
-        False after the time, or when so many ``tries`` have failed since this was called. Wakes the writer at once,
-        once out of a back-off too.
+        False after the time, or when so many ``tries`` have failed since this was called. Wakes the
+        writer at once, once out of a back-off too.
         """
         with self._changed:
             self._flush_ticket = ticket
@@ -143,7 +152,8 @@ class CommitWriter:
             return self.progress.committed >= ticket
 
     def stop(self, ticket: int, timeout_s: float) -> bool:
-        """Flush, and end the thread. False when it hangs in a commit: then the tables must not be closed."""
+        """Flush, and end the thread. False when it hangs in a commit: then the tables must not be
+        closed."""
         if not self.flush(ticket, timeout_s, tries=1):
             logger.warning("index: stopped with %d operations not committed", self.waiting)
         with self._changed:
@@ -165,7 +175,8 @@ class CommitWriter:
         except Exception:
             logger.exception("kvdisk stores nothing more on NVMe, because of this error; please report it.")
         finally:
-            # Also when a bug has ended the loop: nothing more will be committed, so nothing more may be stored.
+            # Also when a bug has ended the loop: nothing more will be committed, so nothing more
+            # may be stored.
             self._probe_at_s = math.inf
             self._publish(self.progress._replace(state=IndexState.REFUSING))
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``Index`` in LMDB (``lmdb_tables``), with batched commits on one writer thread (``commit_writer``)."""
+"""The ``Index`` in LMDB (``lmdb_tables``), with batched commits on one writer thread
+(``commit_writer``)."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 def write_index(path: Path | str, segments: Sequence[SegmentRecord], columns: BlockColumns, *, map_bytes: int) -> None:
-    """Make an index of these records in the directory ``path``, which exists and is empty, and sync it.
+    """Make an index of these records in the directory ``path``, which exists and is empty, and sync
+    it.
 
     Raises DeviceError; what is in ``path`` is then of no use.
     """
@@ -42,24 +44,28 @@ def write_index(path: Path | str, segments: Sequence[SegmentRecord], columns: Bl
 
 
 class LmdbIndex:
-    """See ``Index``. One environment in directory ``path``, which is made where it is missing (mode 0700, files 0600).
+    """See ``Index``. One environment in directory ``path``, which is made where it is missing (mode
+    0700, files 0600).
 
-    ``map_bytes``: what the data file may grow to, at least MIN_MAP_BYTES. A part of it is kept for deletions, so that
-    a full index can always delete (``map_bytes_for`` says how much is enough). ``commit_s``: longest time in seconds
-    from a call to the start of its commit. ``max_queued``: ``put`` is refused while that many operations or more wait.
+    ``map_bytes``: what the data file may grow to, at least MIN_MAP_BYTES. A part of it is kept for
+    deletions, so that a full index can always delete (``map_bytes_for`` says how much is enough).
+    ``commit_s``: longest time in seconds from a call to the start of its commit. ``max_queued``:
+    ``put`` is refused while that many operations or more wait.
 
-    ``readonly``: for the tools and for other engines: only ``segments``, ``blocks``, ``block_columns``, ``poll``,
-    ``flush`` and ``close``; ``map_bytes`` and ``commit_s`` mean nothing. Where there is no lock file, or it cannot be
-    opened (a copy in a read-only directory), it reads without a lock, which is safe only while nobody writes. It makes
-    no file.
+    ``readonly``: for the tools and for other engines: only ``segments``, ``blocks``,
+    ``block_columns``, ``poll``, ``flush`` and ``close``; ``map_bytes`` and ``commit_s`` mean
+    nothing. Where there is no lock file, or it cannot be opened (a copy in a read-only directory),
+    it reads without a lock, which is safe only while nobody writes. It makes no file.
 
-    A put that is dropped takes the record that it was to replace with it: that one may name a slot of another block.
+    A put that is dropped takes the record that it was to replace with it: that one may name a slot
+    of another block.
 
-    One thread calls everything; the writer's thread is inside. ``put``, ``delete``, ``put_segment``,
-    ``delete_segment`` and ``poll`` take at most a lock that is never held during I/O. Not to be carried over a fork.
+    One thread calls everything; the writer's thread is inside. ``put``, ``delete``,
+    ``put_segment``, ``delete_segment`` and ``poll`` take at most a lock that is never held during
+    I/O. Not to be carried over a fork.
 
-    Raises StoreLocked where this process has the environment open already, CorruptRecord where the files are no index
-    (opening, ``segments`` and ``blocks``), DeviceError where the system refuses.
+    Raises StoreLocked where this process has the environment open already, CorruptRecord where the
+    files are no index (opening, ``segments`` and ``blocks``), DeviceError where the system refuses.
     """
 
     def __init__(
@@ -81,12 +87,14 @@ class LmdbIndex:
 
     @property
     def complete(self) -> bool:
-        """Whether the owner had made the tables when this read-only index was opened; else open it again later."""
+        """Whether the owner had made the tables when this read-only index was opened; else open it
+        again later."""
         return self._tables.complete
 
     @property
     def damaged(self) -> bool:
-        """Whether a commit has met damage. It is noted beside the file, which no owner opens any more."""
+        """Whether a commit has met damage. It is noted beside the file, which no owner opens any
+        more."""
         return self._tables.damaged
 
     def segments(self) -> Iterator[SegmentRecord]:
@@ -96,13 +104,15 @@ class LmdbIndex:
             yield from map(decode_segment, *part)
 
     def blocks(self) -> Iterator[BlockRecord]:
-        """See ``Index.blocks``. One read transaction, which ends with the iterator: open, it makes the file grow."""
+        """See ``Index.blocks``. One read transaction, which ends with the iterator: open, it makes
+        the file grow."""
         assert not self._closed
         for part in self._tables.scan(Table.BLOCKS):
             yield from map(decode_block, *part)
 
     def find(self, epoch: int, keys: Sequence[BlockKey]) -> list[tuple[int, BlockRecord]]:
-        """Return the committed records of these keys, each with the key's position; in one short read transaction.
+        """Return the committed records of these keys, each with the key's position; in one short
+        read transaction.
 
         Waits for the disk where the file is not in memory. Raises CorruptRecord, DeviceError.
         """
@@ -149,8 +159,8 @@ class LmdbIndex:
     def close(self) -> None:
         """See ``Index.close``; at the end the files are synced.
 
-        Raises DeviceError when the sync failed or a commit hangs, CorruptRecord where a commit met damage; then the
-        caller must not set a clean flag.
+        Raises DeviceError when the sync failed or a commit hangs, CorruptRecord where a commit met
+        damage; then the caller must not set a clean flag.
         """
         if self._closed:
             return

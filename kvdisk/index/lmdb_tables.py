@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The LMDB environment under an index, and the only file that imports lmdb: transactions, errors, damaged files.
+"""The LMDB environment under an index, and the only file that imports lmdb: transactions, errors,
+damaged files.
 
-The environment runs with ``sync=False``: a commit is in the operating system's cache when it returns. A crash of the
-process does not lose it; a crash of the machine may, and then the home rebuilds the index from the slot headers.
+The environment runs with ``sync=False``: a commit is in the operating system's cache when it
+returns. A crash of the process does not lose it; a crash of the machine may, and then the home
+rebuilds the index from the slot headers.
 
-LMDB has no checksums, and in a damaged file it can end the process (an assertion of its own, SIGBUS). So that this
-happens once and not at every start, an owner leaves a mark while it has the index open; one that finds the mark of an
-owner which did not close lets a child process read the index first. Started as a module, this file is that child.
-Damage that a commit meets makes another mark of that one: by a rename, which takes no room and asks nothing of LMDB.
+LMDB has no checksums, and in a damaged file it can end the process (an assertion of its own,
+SIGBUS). So that this happens once and not at every start, an owner leaves a mark while it has the
+index open; one that finds the mark of an owner which did not close lets a child process read the
+index first. Started as a module, this file is that child. Damage that a commit meets makes another
+mark of that one: by a rename, which takes no room and asks nothing of LMDB.
 """
 
 from __future__ import annotations
@@ -36,9 +39,11 @@ MIN_MAP_BYTES = 1 << 20
 _MARK = "open"
 """A file beside LMDB's, there while an owner has the index open, and after one that was killed."""
 _NO_MARK = "closed"
-"""What it becomes when an owner closes, and was before: a rename takes no room, and a new file may."""
+"""What it becomes when an owner closes, and was before: a rename takes no room, and a new file
+may."""
 _DAMAGED_MARK = "damaged"
-"""What it becomes when a commit meets damage: nobody opens the index to write any more (also in ``device.home``)."""
+"""What it becomes when a commit meets damage: nobody opens the index to write any more (also in
+``device.home``)."""
 _PROBE_S = 300.0
 _PART_RECORDS = 16384
 _UNIT_BYTES = 4096
@@ -47,7 +52,8 @@ _RESERVE_UNITS = 128
 _LOCK_BYTES = 8192
 """Of LMDB's lock file: as it would make it, for 126 readers."""
 _BLOCK_RECORD_BYTES = 256
-"""Bytes to plan for a record with sha256 keys: 118-162 at first, 221 after any number of replacements (measured)."""
+"""Bytes to plan for a record with sha256 keys: 118-162 at first, 221 after any number of
+replacements (measured)."""
 _STEP_BYTES = 256 << 10
 _DAMAGED = (
     lmdb.InvalidError,
@@ -61,16 +67,18 @@ _TABLE_NAMES = {Table.BLOCKS: b"blocks", Table.SEGMENTS: b"segments"}
 
 
 def map_bytes_for(block_count: int) -> int:
-    """Return a map size in bytes that holds the records of ``block_count`` blocks and what is kept for deletions."""
+    """Return a map size in bytes that holds the records of ``block_count`` blocks and what is kept
+    for deletions."""
     kept_units = 2 * (MAX_TRANSACTION + _RESERVE_UNITS)
     return MIN_MAP_BYTES + _UNIT_BYTES * kept_units + _BLOCK_RECORD_BYTES * block_count
 
 
 def planned_bytes(record_count: int) -> int:
-    """Return how long LMDB's file can become by replacements alone, with so many records at a time; in whole steps.
+    """Return how long LMDB's file can become by replacements alone, with so many records at a time;
+    in whole steps.
 
-    Beside the records as loosely as they come to be packed, there are the units that the last two transactions have
-    freed: only the next but one can take them.
+    Beside the records as loosely as they come to be packed, there are the units that the last two
+    transactions have freed: only the next but one can take them.
     """
     packed_units = -(-_BLOCK_RECORD_BYTES * record_count // _UNIT_BYTES)
     units = packed_units + 2 * min(MAX_TRANSACTION, packed_units) + _RESERVE_UNITS // 4
@@ -78,9 +86,11 @@ def planned_bytes(record_count: int) -> int:
 
 
 class LmdbTables:
-    """The environment and its two named databases; the only class that does I/O. LMDB's errors end here.
+    """The environment and its two named databases; the only class that does I/O. LMDB's errors end
+    here.
 
-    The thread that opens it scans and closes; ``commit`` and ``recover`` are for the writer's thread.
+    The thread that opens it scans and closes; ``commit`` and ``recover`` are for the writer's
+    thread.
     """
 
     def __init__(self, path: Path, map_bytes: int, readonly: bool) -> None:
@@ -161,7 +171,8 @@ class LmdbTables:
         return has_room
 
     def append(self, table: Table, keys: Sequence[bytes], values: Sequence[bytes]) -> None:
-        """Commit many records, ascending, that come after all that the table has; the fastest way into a new one.
+        """Commit many records, ascending, that come after all that the table has; the fastest way
+        into a new one.
 
         The caller has nothing of value in these files until all is in them. Raises DeviceError.
         """
@@ -182,7 +193,8 @@ class LmdbTables:
             if isinstance(error, lmdb.MapFullError):
                 self._environment.reader_check()  # the slot of a killed reader holds freed space back
             elif isinstance(error, lmdb.PanicError):
-                # A failed write of the meta block ends an environment. Until a new one can be had, the error stays.
+                # A failed write of the meta block ends an environment. Until a new one can be had,
+                # the error stays.
                 self._environment.close()
                 self._open()
         except (lmdb.Error, OSError) as again:
@@ -199,7 +211,8 @@ class LmdbTables:
             (self._path / _MARK).rename(self._path / _DAMAGED_MARK)
 
     def close(self, *, in_order: bool = True) -> None:
-        """Sync and close; closed even where the sync raises. Not ``in_order``: the next owner looks at it first."""
+        """Sync and close; closed even where the sync raises. Not ``in_order``: the next owner looks
+        at it first."""
         try:
             if not self._readonly:
                 self._environment.sync(True)
@@ -233,8 +246,9 @@ class LmdbTables:
     def _extend_file(self) -> None:
         """Make the file as long as its meta block says it is.
 
-        Reading a map beyond the end of a file that someone cut short kills the process (SIGBUS); zeros are only an
-        error. A sound file may be some units short too, so its length proves nothing.
+        Reading a map beyond the end of a file that someone cut short kills the process (SIGBUS);
+        zeros are only an error. A sound file may be some units short too, so its length proves
+        nothing.
         """
         length = (self._environment.info()["last_pgno"] + 1) * self._unit_bytes
         data_file = self._path / "data.mdb"
@@ -242,9 +256,11 @@ class LmdbTables:
             os.truncate(data_file, length)
 
     def _allocate(self, record_count: int) -> None:
-        """Make the file as long as so many records can need, so that it grows with them and never by replacements.
+        """Make the file as long as so many records can need, so that it grows with them and never
+        by replacements.
 
-        Where the drive refuses that, the file grows as LMDB writes it; the next step is tried again.
+        Where the drive refuses that, the file grows as LMDB writes it; the next step is tried
+        again.
         """
         wanted_bytes = min(planned_bytes(record_count), self._map_units * self._unit_bytes)
         if wanted_bytes <= self._planned_bytes:
@@ -260,12 +276,14 @@ class LmdbTables:
                 os.close(fd)
 
     def _has_room(self, txn: lmdb.Transaction) -> bool:
-        """Whether deletions will still find free units after this transaction, and after one more of puts.
+        """Whether deletions will still find free units after this transaction, and after one more
+        of puts.
 
-        LMDB copies what it changes, and units that a transaction frees can be taken by the next but one. So besides
-        the live units there must be place for those that one transaction of full size frees, for the list of free
-        units, and a reserve for two small transactions of deletions; the third lives on what the first has freed.
-        An open read transaction of another process holds freed units back: then deletions can fail and are retried.
+        LMDB copies what it changes, and units that a transaction frees can be taken by the next but
+        one. So besides the live units there must be place for those that one transaction of full
+        size frees, for the list of free units, and a reserve for two small transactions of
+        deletions; the third lives on what the first has freed. An open read transaction of another
+        process holds freed units back: then deletions can fail and are retried.
         """
         stats = [txn.stat(database) for database in self._databases.values()]
         leaves = sum(each["leaf_pages"] for each in stats)
@@ -294,7 +312,8 @@ def _open_environment(path: Path, map_bytes: int, readonly: bool) -> lmdb.Enviro
 
 
 def _make_lock_file(path: Path) -> None:
-    """Make LMDB's lock file where there is none. LMDB would map a hole, and be killed (SIGBUS) on a full drive."""
+    """Make LMDB's lock file where there is none. LMDB would map a hole, and be killed (SIGBUS) on a
+    full drive."""
     if not path.exists():
         fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
         try:
@@ -315,14 +334,16 @@ def _is_file(path: Path) -> bool:
 
 
 def _check_files(path: Path, readonly: bool) -> None:
-    """Raise CorruptRecord where LMDB followed a symlink, or wait for ever at a pipe. A reader needs no lock file."""
+    """Raise CorruptRecord where LMDB followed a symlink, or wait for ever at a pipe. A reader needs
+    no lock file."""
     for name in ("data.mdb",) if readonly else ("data.mdb", "lock.mdb"):
         if os.path.lexists(path / name) and not _is_file(path / name):
             raise CorruptRecord(f"index {path}: {name} is not a file")
 
 
 def _leave_mark(path: Path) -> None:
-    """Leave the mark of an owner. Raises CorruptRecord where one has left it and the index cannot be read."""
+    """Leave the mark of an owner. Raises CorruptRecord where one has left it and the index cannot
+    be read."""
     mark = path / _MARK
     if (path / _DAMAGED_MARK).exists():
         raise CorruptRecord(f"index {path}: it was found to be damaged")
@@ -353,7 +374,8 @@ def _probe(path: Path) -> None:
 
 
 def main(path: Path) -> None:
-    """Be the child: read all, and go through the motions of a write. Whatever is raised says that it is damaged."""
+    """Be the child: read all, and go through the motions of a write. Whatever is raised says that
+    it is damaged."""
     environment = _open_environment(path, 0, readonly=False)
     databases = [environment.open_db(name, create=False) for name in _TABLE_NAMES.values()]
     with environment.begin() as txn:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``Index`` in RAM: the reference implementation, for tests and simulations. It commits when it is told to."""
+"""The ``Index`` in RAM: the reference implementation, for tests and simulations. It commits when it
+is told to."""
 
 from __future__ import annotations
 
@@ -23,10 +24,11 @@ from kvdisk.index.records import (
 class MemoryIndex:
     """See ``Index``. Nothing is committed but by ``commit``, ``flush`` and ``close``.
 
-    So a test can hold commits back, or stop between any two. One thread calls everything; there is no other.
+    So a test can hold commits back, or stop between any two. One thread calls everything; there is
+    no other.
 
-    ``max_queued``: ``put`` is refused while that many operations or more wait. ``refuse_puts``: while True, the state
-    is REFUSING and ``put`` answers None; a test may set it at any time.
+    ``max_queued``: ``put`` is refused while that many operations or more wait. ``refuse_puts``:
+    while True, the state is REFUSING and ``put`` answers None; a test may set it at any time.
     """
 
     def __init__(self, *, max_queued: int = 65536, refuse_puts: bool = False) -> None:
@@ -97,8 +99,8 @@ class MemoryIndex:
     def commit(self, call_count: int | None = None, *, fail: bool = False) -> None:
         """Deal with the oldest ``call_count`` queued calls, by default all.
 
-        ``fail``: as if the drive were full: puts are dropped (with the records that they were to replace), the other
-        operations are committed, and ``refuse_puts`` is set.
+        ``fail``: as if the drive were full: puts are dropped (with the records that they were to
+        replace), the other operations are committed, and ``refuse_puts`` is set.
         """
         for _ in range(len(self._queue) if call_count is None else min(call_count, len(self._queue))):
             table, items = self._queue.popleft()
@@ -113,7 +115,8 @@ class MemoryIndex:
         self.refuse_puts = self.refuse_puts or fail
 
     def reopened(self) -> MemoryIndex:
-        """Return what the next process finds after this one was killed or closed: an index of what was committed."""
+        """Return what the next process finds after this one was killed or closed: an index of what
+        was committed."""
         survivor = MemoryIndex(max_queued=self._max_queued)
         survivor._tables = {table: dict(items) for table, items in self._tables.items()}
         return survivor

@@ -32,7 +32,8 @@ from kvdisk.index.base import BlockColumns, BlockRecord, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex
 
 START_S = 15.0
-"""What the first answer may take besides: the process has to start, on a machine that may be busy."""
+"""What the first answer may take besides: the process has to start, on a machine that may be
+busy."""
 MOST_OPEN = 64
 """Indexes that the process keeps open. It closes the least recently used first."""
 _LENGTH = struct.Struct("<Q")
@@ -108,7 +109,8 @@ class ReaderProcess:
         return content
 
     def close_gone(self, timeout_s: float) -> None:
-        """Have indexes closed whose files are gone: open, they would keep their space on the drive."""
+        """Have indexes closed whose files are gone: open, they would keep their space on the
+        drive."""
         if self._process is not None:
             self._ask((), timeout_s)
 
@@ -232,7 +234,8 @@ class OpenIndexes:
             return str(error).replace(f"{path}: ", "").removeprefix("index "), None
 
     def close_gone(self) -> None:
-        """Close indexes whose files are gone, or are others: one that was rebuilt is a new file in the old place."""
+        """Close indexes whose files are gone, or are others: one that was rebuilt is a new file in
+        the old place."""
         for path, (inode, _) in list(self._open.items()):
             if _inode(path) != inode:
                 self._close(path)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bytes of index records, and with ``columns`` the only code that knows them.
 
-Blocks table, key: epoch (8 bytes, big-endian) and block key. Value, big-endian: version u8, segment u32,
-slot index u32, generation u64, stored_s u32, length of the parent key u8 (0: none), parent key.
+Blocks table, key: epoch (8 bytes, big-endian) and block key. Value, big-endian: version u8, segment
+u32, slot index u32, generation u64, stored_s u32, length of the parent key u8 (0: none), parent
+key.
 
 Segments table, key: segment u32, so that tables iterate in ascending order. Value: version u8,
 slot_bytes u64, slot_count u32, drive u16.
@@ -28,14 +29,16 @@ _SEGMENT = struct.Struct(">BQIH")
 
 
 def encode_block_key(epoch: int, key: BlockKey) -> bytes:
-    """Return the key bytes of a block's record. An epoch or key that a record cannot hold is a programmer's error."""
+    """Return the key bytes of a block's record. An epoch or key that a record cannot hold is a
+    programmer's error."""
     assert 0 <= epoch < EPOCH_LIMIT, epoch
     assert GROUP_BYTES <= len(key) <= MAX_KEY_BYTES, len(key)
     return epoch.to_bytes(EPOCH_BYTES, "big") + key
 
 
 def encode_block(record: BlockRecord) -> tuple[bytes, bytes]:
-    """Return the key and value bytes of a block's record. A field out of its range is a programmer's error."""
+    """Return the key and value bytes of a block's record. A field out of its range is a
+    programmer's error."""
     parent = record.parent or b""
     assert record.parent is None or GROUP_BYTES <= len(parent) <= MAX_KEY_BYTES, len(parent)
     segment, index = record.slot
@@ -44,7 +47,8 @@ def encode_block(record: BlockRecord) -> tuple[bytes, bytes]:
 
 
 def decode_block(key: bytes, value: bytes) -> BlockRecord:
-    """Return the record of these key and value bytes. Raises CorruptRecord for bytes that no record encodes to."""
+    """Return the record of these key and value bytes. Raises CorruptRecord for bytes that no record
+    encodes to."""
     if not EPOCH_BYTES + GROUP_BYTES <= len(key) <= EPOCH_BYTES + MAX_KEY_BYTES:
         raise CorruptRecord(f"block record: key of {len(key)} bytes")
     if len(value) < BLOCK_VALUE.size:
@@ -68,13 +72,15 @@ def encode_segment_key(segment: int) -> bytes:
 
 
 def encode_segment(record: SegmentRecord) -> tuple[bytes, bytes]:
-    """Return the key and value bytes of a segment's record. A field out of its range is a programmer's error."""
+    """Return the key and value bytes of a segment's record. A field out of its range is a
+    programmer's error."""
     value = _SEGMENT.pack(RECORD_VERSION, record.slot_bytes, record.slot_count, record.drive)
     return encode_segment_key(record.segment), value
 
 
 def decode_segment(key: bytes, value: bytes) -> SegmentRecord:
-    """Return the record of these key and value bytes. Raises CorruptRecord for bytes that no record encodes to."""
+    """Return the record of these key and value bytes. Raises CorruptRecord for bytes that no record
+    encodes to."""
     if len(key) != _SEGMENT_KEY.size or len(value) != _SEGMENT.size:
         raise CorruptRecord(f"segment record: key of {len(key)} and value of {len(value)} bytes")
     version, slot_bytes, slot_count, drive = _SEGMENT.unpack(value)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may enter a tier: the policies by name, who is told of demand, and the bytes written in a day."""
+"""Who may enter a tier: the policies by name, who is told of demand, and the bytes written in a
+day."""
 
 from __future__ import annotations
 
@@ -21,16 +22,18 @@ _BITS = 0xFFFFFFFF
 
 
 def places_for(slots: int) -> int:
-    """Return how many keys to track for a tier of so many slots: eight a slot, within bounds; a power of two."""
+    """Return how many keys to track for a tier of so many slots: eight a slot, within bounds; a
+    power of two."""
     return min(MOST_PLACES, max(FEWEST_PLACES, 1 << (8 * slots - 1).bit_length()))
 
 
 class ReuseTable:
     """Counts up to ``most`` distinct requests a key, of ``places`` keys at most (a power of two).
 
-    A place takes 9 bytes and 4 for each request that must be known again: 13 for two requests. A key has two places,
-    and of two that are taken the one that was wanted longest ago gives way. A key may be forgotten early and, about
-    once in 2**30 times, another be taken for it: that decides nothing but who is stored. ``now``: keys met so far.
+    A place takes 9 bytes and 4 for each request that must be known again: 13 for two requests. A
+    key has two places, and of two that are taken the one that was wanted longest ago gives way. A
+    key may be forgotten early and, about once in 2**30 times, another be taken for it: that decides
+    nothing but who is stored. ``now``: keys met so far.
     """
 
     def __init__(self, most: int, places: int) -> None:
@@ -49,8 +52,8 @@ class ReuseTable:
         self._requests = array("I", [0]) * (places * self._known)
 
     def want(self, keys: Sequence[BlockKey], request_id: str) -> tuple[list[BlockKey], list[int]]:
-        """Count a request once per key. Return the keys that others had wanted, and whose counts have risen; and of
-        each key's second request how many keys were met since the first."""
+        """Count a request once per key. Return the keys that others had wanted, and whose counts
+        have risen; and of each key's second request how many keys were met since the first."""
         if request_id != self._request[0]:
             self._request = (request_id, _tag_of(request_id))
         request = self._request[1]
@@ -90,7 +93,8 @@ class ReuseTable:
         return [counts[place] if place >= 0 else 0 for place in self._find(keys)]
 
     def first_requests(self, keys: Sequence[BlockKey], count: int) -> list[float]:
-        """Return of each key a number from 0 to 1 that stands for the first request that wanted it; 1: unknown.
+        """Return of each key a number from 0 to 1 that stands for the first request that wanted it;
+        1: unknown.
 
         -1 of a key that ``count`` requests or more wanted.
         """
@@ -126,7 +130,8 @@ def _tag_of(request_id: str) -> int:
 
 
 class AdmitReused:
-    """A block may enter once ``needed`` distinct requests wanted it. ``places``: of the ``ReuseTable``."""
+    """A block may enter once ``needed`` distinct requests wanted it. ``places``: of the
+    ``ReuseTable``."""
 
     def __init__(self, needed: int, places: int) -> None:
         self._needed = needed
@@ -155,15 +160,17 @@ class AdmitReused:
 
 
 class AdmitAdaptive(AdmitReused):
-    """Admits everything while there is room, and the fewer blocks that one request wanted the sooner copies leave.
+    """Admits everything while there is room, and the fewer blocks that one request wanted the
+    sooner copies leave.
 
-    ``distance``: how many keys are met, on average, between the first and the second request that want a block.
-    A tier of ``total`` slots that admits all holds a new block while about ``total`` others are met. So where ``total``
-    is ``distance`` or more, most of what comes back is still there, and all may enter. Below, new blocks push each
-    other out before they are used, and only a share of the requests, ``(total / distance) ** 6``, has its new blocks
-    admitted at once; those of others enter when a second request wants them. Which requests these are goes by a hash
-    of their names: one request's blocks are all in or all out, and asking twice changes nothing. A reset forgets the
-    counts, not the distance, which says nothing of the KV.
+    ``distance``: how many keys are met, on average, between the first and the second request that
+    want a block. A tier of ``total`` slots that admits all holds a new block while about ``total``
+    others are met. So where ``total`` is ``distance`` or more, most of what comes back is still
+    there, and all may enter. Below, new blocks push each other out before they are used, and only a
+    share of the requests, ``(total / distance) ** 6``, has its new blocks admitted at once; those
+    of others enter when a second request wants them. Which requests these are goes by a hash of
+    their names: one request's blocks are all in or all out, and asking twice changes nothing. A
+    reset forgets the counts, not the distance, which says nothing of the KV.
     """
 
     _STEEPNESS = 6
@@ -192,7 +199,8 @@ class AdmitAdaptive(AdmitReused):
         return risen
 
     def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Return whether there is room, or of each block whether two wanted it, or the first is one of the share."""
+        """Return whether there is room, or of each block whether two wanted it, or the first is one
+        of the share."""
         if self.is_open:
             return [True] * len(keys)
         share = self.share
@@ -212,19 +220,22 @@ class AdmitAdaptive(AdmitReused):
 class AdmissionPolicy(Protocol):
     """Decides for one tier. ``want`` is told before ``admits`` is asked for the same request.
 
-    The CPU tier's is asked when a request offers a block. The NVMe tier's is asked when a copy in the CPU tier becomes
-    READY, each time a request wants it there, and before it leaves; without a CPU tier, when a request offers it.
+    The CPU tier's is asked when a request offers a block. The NVMe tier's is asked when a copy in
+    the CPU tier becomes READY, each time a request wants it there, and before it leaves; without a
+    CPU tier, when a request offers it.
     """
 
     @property
     def is_open(self) -> bool:
-        """Whether ``admits`` would now return True for whichever block: many are then let in without a question."""
+        """Whether ``admits`` would now return True for whichever block: many are then let in
+        without a question."""
 
     def want(self, keys: Sequence[BlockKey], request_id: str) -> Sequence[BlockKey]:
-        """A request wanted these blocks (offered them, or was served from them). May be told again for the same one.
+        """A request wanted these blocks (offered them, or was served from them). May be told again
+        for the same one.
 
-        Returns those of which ``admits`` may answer otherwise than before: where they were refused they are offered
-        again.
+        Returns those of which ``admits`` may answer otherwise than before: where they were refused
+        they are offered again.
         """
 
     def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
@@ -258,7 +269,8 @@ class AdmitAll:
 
 
 def make_admission(text: str, slots: int, key: str = "admission") -> AdmissionPolicy:
-    """Return a new policy for a tier of so many slots. ``key``: the setting that ``text`` is the value of.
+    """Return a new policy for a tier of so many slots. ``key``: the setting that ``text`` is the
+    value of.
 
     Raises ConfigError.
     """
@@ -276,7 +288,8 @@ def make_admission(text: str, slots: int, key: str = "admission") -> AdmissionPo
 
 
 class Demand:
-    """Counts which blocks requests want: in the tiers' admissions, and for refused blocks that may be offered again.
+    """Counts which blocks requests want: in the tiers' admissions, and for refused blocks that may
+    be offered again.
 
     ``admissions``: of the tiers, the first of the one that stores go to.
     """
@@ -301,14 +314,16 @@ _RUN_BLOCKS = 64
 
 
 class WriteBudget:
-    """A bucket of bytes, over all ranks, that fills steadily: what is planned to be written is taken out of it.
+    """A bucket of bytes, over all ranks, that fills steadily: what is planned to be written is
+    taken out of it.
 
-    It holds an hour's share (``bytes_per_day / 24``, one block at least) and fills with the rest of the day's bytes
-    over a day, so that in no 24 hours more than ``bytes_per_day`` is written. It starts empty: a restart gives
-    nothing away. Once it holds less than one block, nothing is written until it holds enough for a run of blocks.
-    ``largest_bytes``: of a block, over all ranks. ``day_s``: length of a day.
-    Failed writes are not given back: the drive may have written them.
-    ``is_open``: whether blocks might be written when that was last asked. ``pauses``: how often it ran dry.
+    It holds an hour's share (``bytes_per_day / 24``, one block at least) and fills with the rest of
+    the day's bytes over a day, so that in no 24 hours more than ``bytes_per_day`` is written. It
+    starts empty: a restart gives nothing away. Once it holds less than one block, nothing is
+    written until it holds enough for a run of blocks. ``largest_bytes``: of a block, over all
+    ranks. ``day_s``: length of a day. Failed writes are not given back: the drive may have written
+    them. ``is_open``: whether blocks might be written when that was last asked. ``pauses``: how
+    often it ran dry.
     """
 
     def __init__(self, bytes_per_day: int, largest_bytes: int, day_s: float = 86_400.0) -> None:
@@ -332,7 +347,8 @@ class WriteBudget:
         return self.is_open
 
     def affords(self, block_bytes: int) -> int:
-        """Return how many blocks of so many bytes over all ranks may be written, as of the last ``refresh``."""
+        """Return how many blocks of so many bytes over all ranks may be written, as of the last
+        ``refresh``."""
         return int(self._bytes // block_bytes) if self.is_open else 0
 
     @property

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which copies this engine has, by key: arrays with a row per block, not an object. Scheduler thread only.
+"""Which copies this engine has, by key: arrays with a row per block, not an object. Scheduler
+thread only.
 
 A row lives while its block has a copy in any tier. Each copy's life follows ``TRANSITIONS``; pins
 count the jobs that use it. A copy is READY only when every rank's slot holds the key's bytes
@@ -23,7 +24,8 @@ from kvdisk.manager.chains import NONE, TIERS, Chains
 from kvdisk.manager.events import Journal
 
 number_of: Callable[[BlockKey], int] = xxh3_64_intdigest
-"""Return a key's number, of 64 bits, for tables by hash: the same in every process, as ``hash`` of bytes is not."""
+"""Return a key's number, of 64 bits, for tables by hash: the same in every process, as ``hash`` of
+bytes is not."""
 
 
 class CopyState(IntEnum):
@@ -64,7 +66,8 @@ TRANSITIONS: dict[tuple[CopyState, Change], CopyState] = {
 
 
 class Presence(IntEnum):
-    """Whether a block can be loaded: NOWHERE, from no tier; COMING: it is being written; READY: now."""
+    """Whether a block can be loaded: NOWHERE, from no tier; COMING: it is being written; READY:
+    now."""
 
     NOWHERE = 0
     COMING = 1
@@ -86,8 +89,8 @@ _GROWN_ROWS = 64
 class CommittedCopies(NamedTuple):
     """Columns of blocks whose copies a committed record names, a row each; arrays of one length.
 
-    ``parent_rows``: positions in these columns, or -1. ``other_parents``: by position the parents that are not among
-    them.
+    ``parent_rows``: positions in these columns, or -1. ``other_parents``: by position the parents
+    that are not among them.
     """
 
     keys: Sequence[BlockKey]
@@ -101,8 +104,9 @@ class CommittedCopies(NamedTuple):
 class TierColumns:
     """One tier's copies by row. The catalog changes them, and nobody else.
 
-    ``states``: each copy's ``CopyState``; where there is one, ``segments`` and ``indices`` are its slot's.
-    ``pins``: how many jobs use it, its writer counts. ``hidden``: segments that nobody is to read now.
+    ``states``: each copy's ``CopyState``; where there is one, ``segments`` and ``indices`` are its
+    slot's. ``pins``: how many jobs use it, its writer counts. ``hidden``: segments that nobody is
+    to read now.
     """
 
     def __init__(self) -> None:
@@ -160,13 +164,15 @@ class TierColumns:
 
 
 class Catalog:
-    """Rows of blocks. Row numbers are reused; hold one only while a pin or a copy keeps the row alive.
+    """Rows of blocks. Row numbers are reused; hold one only while a pin or a copy keeps the row
+    alive.
 
-    A parent without copies keeps a row, too, as long as a block follows it: a placeholder, which nobody finds.
-    Nothing here is walked by the garbage collector block by block: a list or an object for each block would be.
-    ``keys``: by row, always the same array. ``chains``: which rows follow which. ``gains`` rises whenever some block
-    comes nearer to being loaded, in the order of ``Presence``, and ``losses`` whenever some block comes to be farther
-    from it: what was found holds until then.
+    A parent without copies keeps a row, too, as long as a block follows it: a placeholder, which
+    nobody finds. Nothing here is walked by the garbage collector block by block: a list or an
+    object for each block would be. ``keys``: by row, always the same array. ``chains``: which rows
+    follow which. ``gains`` rises whenever some block comes nearer to being loaded, in the order of
+    ``Presence``, and ``losses`` whenever some block comes to be farther from it: what was found
+    holds until then.
     """
 
     def __init__(self) -> None:
@@ -184,7 +190,8 @@ class Catalog:
         self._presences = bytearray([NOWHERE])
         self.chains = Chains()
         self.journal: Journal | None = None
-        """Told of each copy that becomes READY or ends, of the current epoch; None: nobody listens."""
+        """Told of each copy that becomes READY or ends, of the current epoch; None: nobody
+        listens."""
 
     def __len__(self) -> int:
         return int(np.count_nonzero(np.logical_or.reduce([columns.held() for columns in self._columns.values()])))
@@ -219,7 +226,8 @@ class Catalog:
         return row
 
     def _parent_row(self, parent: BlockKey) -> int:
-        """Return the row of a block that another follows; it becomes a placeholder where there is none."""
+        """Return the row of a block that another follows; it becomes a placeholder where there is
+        none."""
         row = self._rows.get(parent, NONE)
         if row == NONE:
             row = self._placeholders.get(parent, NONE)
@@ -250,7 +258,8 @@ class Catalog:
         self._vacant.extend(range(first + count - 1, first - 1, -1))
 
     def fill(self, tier: Tier, copies: CommittedCopies, epoch: int) -> None:
-        """Take over many blocks at once as rows 0, 1, ... with a READY copy each; the catalog must be empty."""
+        """Take over many blocks at once as rows 0, 1, ... with a READY copy each; the catalog must
+        be empty."""
         assert not self.generations
         count = len(copies.keys)
         self.keys.resize(count, refcheck=False)
@@ -273,7 +282,8 @@ class Catalog:
             self.chains.link((row,), tier)
 
     def hide_all(self) -> None:
-        """Forget every key, for a new epoch: rows stay for their slots' sake, and are found by nobody."""
+        """Forget every key, for a new epoch: rows stay for their slots' sake, and are found by
+        nobody."""
         if self.journal is not None:
             for tier in TIERS:
                 self.journal.note(tier, False, self.ready_keys(tier))
@@ -282,7 +292,8 @@ class Catalog:
         self.losses += 1
 
     def rows_in(self, tier: Tier, segment: int | None = None) -> list[int]:
-        """Return the rows with a copy in a tier, or in one of its segments, of all epochs, ascending; fast."""
+        """Return the rows with a copy in a tier, or in one of its segments, of all epochs,
+        ascending; fast."""
         rows: list[int] = self._columns[tier].rows(None if segment is None else (segment,)).tolist()
         return rows
 
@@ -343,12 +354,14 @@ class Catalog:
         return [key for key, row in self._rows.items() if states[row] == READY]
 
     def evictable_in(self, tier: Tier) -> Callable[[int], bool]:
-        """Return who tells whether a row's copy may be dropped for room, READY and unpinned: to be used at once."""
+        """Return who tells whether a row's copy may be dropped for room, READY and unpinned: to be
+        used at once."""
         states, pins = self._columns[tier].states, self._columns[tier].pins
         return lambda row: states[row] == READY and pins[row] == 0
 
     def hide(self, tier: Tier, segments: frozenset[int]) -> None:
-        """Let nobody read copies in these segments of a tier, whose drive is quarantined, and all others again."""
+        """Let nobody read copies in these segments of a tier, whose drive is quarantined, and all
+        others again."""
         columns = self._columns[tier]
         if segments == columns.hidden:
             return
@@ -404,7 +417,8 @@ class Catalog:
         return slots
 
     def _vacate(self, row: int) -> None:
-        """A row has lost its last copy: it becomes a placeholder while others follow it, or vacant."""
+        """A row has lost its last copy: it becomes a placeholder while others follow it, or
+        vacant."""
         key = self.keys[row]
         is_current = self._rows.get(key) == row
         if is_current:
@@ -441,7 +455,8 @@ class Catalog:
             pins[row] -= 1
 
     def _note(self, rows: Iterable[int], tier: Tier, *, stored: bool) -> None:
-        """Tell of those copies that are READY, unless a new epoch has hidden them: then their end was told already."""
+        """Tell of those copies that are READY, unless a new epoch has hidden them: then their end
+        was told already."""
         if self.journal is not None:
             states = self._columns[tier].states
             for row in rows:
@@ -450,7 +465,8 @@ class Catalog:
                     self.journal.note(tier, stored, (key,))  # one by one: so they count for the journal's bound
 
     def _change(self, rows: Iterable[int], tier: Tier, change: int) -> None:
-        """Change the states of some copies by the table, and what is known of their blocks' presence."""
+        """Change the states of some copies by the table, and what is known of their blocks'
+        presence."""
         columns, presences = self._columns[tier], self._presences
         states, hidden = columns.states, columns.hidden
         others = [other for other in self._columns.values() if other is not columns]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which block follows which, tier by tier: trees over the catalog's rows, in arrays. Scheduler thread only.
+"""Which block follows which, tier by tier: trees over the catalog's rows, in arrays. Scheduler
+thread only.
 
 A block's parent is the block before it in its chain. A tier's tree links the copies in that tier to
 the row of their parent, whether or not that has a copy there too.
@@ -21,7 +22,8 @@ TIERS: tuple[Tier, ...] = tuple(tier for tier in Tier if tier is not Tier.GPU)
 
 
 class Chains:
-    """Trees of rows, which the catalog keeps. ``parent_rows[row]``: NONE where the block is the first of its chain.
+    """Trees of rows, which the catalog keeps. ``parent_rows[row]``: NONE where the block is the
+    first of its chain.
 
     ``child_counts[row]``: how many rows have this one as their parent, with copies or not yet.
     """
@@ -29,13 +31,15 @@ class Chains:
     def __init__(self) -> None:
         self.parent_rows = array("i")
         self.child_counts = array("I")
-        # Of a row: its first child in a tier. Of a copy: its neighbours among the children of its parent.
+        # Of a row: its first child in a tier. Of a copy: its neighbours among the children of its
+        # parent.
         self._first = {tier: array("i") for tier in TIERS}
         self._next = {tier: array("i") for tier in TIERS}
         self._previous = {tier: array("i") for tier in TIERS}
 
     def first(self, row: int, tier: Tier) -> int:
-        """Return a row whose copy in ``tier`` follows this row's block; NONE where there is none."""
+        """Return a row whose copy in ``tier`` follows this row's block; NONE where there is
+        none."""
         return self._first[tier][row]
 
     def next(self, row: int, tier: Tier) -> int:
@@ -57,7 +61,8 @@ class Chains:
         self.child_counts[parent_row] += 1
 
     def leave_parent(self, row: int) -> int:
-        """A row has lost its last copy. Return the row of its parent, or NONE, which it does not follow any more."""
+        """A row has lost its last copy. Return the row of its parent, or NONE, which it does not
+        follow any more."""
         parent_row = self.parent_rows[row]
         if parent_row != NONE:
             self.parent_rows[row] = NONE
@@ -95,7 +100,8 @@ class Chains:
                 before[younger] = older
 
     def fill(self, tier: Tier, parent_rows: NDArray[np.int32]) -> None:
-        """Take over rows 0, 1, ... as if ``link`` were told of one after the other; there are none yet."""
+        """Take over rows 0, 1, ... as if ``link`` were told of one after the other; there are none
+        yet."""
         assert not self.parent_rows
         count = len(parent_rows)
         self.grow(count)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a tier to the next: which copies that is asked to take, which of them wait, and the jobs that write them.
+"""From a tier to the next: which copies that is asked to take, which of them wait, and the jobs
+that write them.
 
-A copy that waits is not evicted: it is about to be written. At most half of the upper tier's slots wait, so that the
-other half always serves new blocks (invariant 8); of one slot that one. Scheduler thread only.
+A copy that waits is not evicted: it is about to be written. At most half of the upper tier's slots
+wait, so that the other half always serves new blocks (invariant 8); of one slot that one. Scheduler
+thread only.
 """
 
 from __future__ import annotations
@@ -45,10 +47,12 @@ class Demotions:
     # -- what is asked -----------------------------------------------------------------------------
 
     def offer(self, rows: Sequence[int]) -> int:
-        """Queue those READY copies that the lower tier admits, and neither has nor can read from a neighbour.
+        """Queue those READY copies that the lower tier admits, and neither has nor can read from a
+        neighbour.
 
-        Asked when a copy becomes READY, each time its key's count may have risen, and before it leaves.
-        Returns how many were queued: not those that are already, nor more than there is place for.
+        Asked when a copy becomes READY, each time its key's count may have risen, and before it
+        leaves. Returns how many were queued: not those that are already, nor more than there is
+        place for.
         """
         if not self._lower.is_open:
             return 0
@@ -62,7 +66,8 @@ class Demotions:
         return self.enqueue(wanted)
 
     def enqueue(self, rows: Sequence[int]) -> int:
-        """Queue READY copies; return how many: not those that are already, nor more than there is place for."""
+        """Queue READY copies; return how many: not those that are already, nor more than there is
+        place for."""
         taken = 0
         for row in rows:
             size_class = self._upper.class_of(row)
@@ -112,7 +117,8 @@ class Demotions:
     # -- steps -------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> None:
-        """Have room made in the lower tier for what is queued, and plan jobs for what has found some."""
+        """Have room made in the lower tier for what is queued, and plan jobs for what has found
+        some."""
         lower = self._lower
         if not lower.is_open:
             self._queued = RowLists(len(self._limits))
@@ -150,7 +156,8 @@ class Demotions:
         return True
 
     def can_go_on(self, now: float, *, silent: bool) -> bool:
-        """Whether what is queued can be planned. ``silent``: nothing was heard of commits for long: none is awaited."""
+        """Whether what is queued can be planned. ``silent``: nothing was heard of commits for long:
+        none is awaited."""
         lower = self._lower
         return lower.may_write(now) and any(
             count and not lower.is_stuck(size_class) and not (silent and lower.awaits_commit(size_class))

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became loadable from a tier and what left it, in order, for whoever routes requests. Scheduler thread only.
+"""What became loadable from a tier and what left it, in order, for whoever routes requests.
+Scheduler thread only.
 
-There is a journal only where somebody listens. It is read in pieces, once a step, and is bounded: when too much waits
-everything is forgotten, and the reader is told that nothing of before holds. That hides blocks, and invents none.
+There is a journal only where somebody listens. It is read in pieces, once a step, and is bounded:
+when too much waits everything is forgotten, and the reader is told that nothing of before holds.
+That hides blocks, and invents none.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class BlockChange(NamedTuple):
 
 @dataclass(slots=True)
 class Taken:
-    """What ``take`` returns. ``cleared``: forget all that was told before; then come ``changes``."""
+    """What ``take`` returns. ``cleared``: forget all that was told before; then come
+    ``changes``."""
 
     cleared: bool
     changes: list[BlockChange]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who leaves a tier: the policies by name, and the rule that of one chain the tail leaves before the head.
+"""Who leaves a tier: the policies by name, and the rule that of one chain the tail leaves before
+the head.
 
 A policy knows rows of the catalog and their order, nothing else. Scheduler thread only."""
 
@@ -143,24 +144,29 @@ class EvictionPolicy(Protocol):
         """Copies were used, the first of them first. Rows that are not there are ignored."""
 
     def postpone(self, row: int) -> None:
-        """A copy that could not leave is proposed later than others. Rows that are not there are ignored."""
+        """A copy that could not leave is proposed later than others. Rows that are not there are
+        ignored."""
 
     def remove(self, rows: Sequence[int]) -> None:
-        """Copies left the tier, for whatever reason; rows still have their keys. Those not there are ignored."""
+        """Copies left the tier, for whatever reason; rows still have their keys. Those not there
+        are ignored."""
 
     def fill(self, rows: NDArray[np.int32], uses: NDArray[np.uint32]) -> None:
-        """Insert many rows at once, in this order, into an empty policy: what was there before a restart.
+        """Insert many rows at once, in this order, into an empty policy: what was there before a
+        restart.
 
         ``uses``: how often each was used since it was stored.
         """
 
     def proposals(self) -> Iterator[int]:
-        """Yield rows in the order in which they should leave. Removes none: a row that the caller leaves where it is
-        is proposed again by a later call. Not to be advanced after any other call."""
+        """Yield rows in the order in which they should leave. Removes none: a row that the caller
+        leaves where it is is proposed again by a later call. Not to be advanced after any other
+        call."""
 
 
 class LruPolicy:
-    """Least recently used leaves first. Callers insert and access the blocks of a chain tail first."""
+    """Least recently used leaves first. Callers insert and access the blocks of a chain tail
+    first."""
 
     def __init__(self) -> None:
         self._rows = RowLists(1)
@@ -196,17 +202,20 @@ class LruPolicy:
 
 
 class S3FifoPolicy:
-    """S3-FIFO: new copies pass through a probation queue, and only those used there get into the main queue.
+    """S3-FIFO: new copies pass through a probation queue, and only those used there get into the
+    main queue.
 
-    So a scan of blocks that nobody asks for again costs the main queue nothing. A copy that leaves the probation
-    queue is remembered for a while; if it comes back, it goes to the main queue at once. In the main queue a copy
-    gets one more round for each use, up to three. The shares are those that did best on a trace (decision 12).
+    So a scan of blocks that nobody asks for again costs the main queue nothing. A copy that leaves
+    the probation queue is remembered for a while; if it comes back, it goes to the main queue at
+    once. In the main queue a copy gets one more round for each use, up to three. The shares are
+    those that did best on a trace (decision 12).
     """
 
     _PROBATION_SHARE = 0.7
     _MOST_USES = 3
     _MOST_MOVES = 4096
-    """Rows that one search moves from queue to queue before it proposes them as they stand: bounds a step."""
+    """Rows that one search moves from queue to queue before it proposes them as they stand: bounds
+    a step."""
     _LONGEST_STREAK = 8
     """Rows of the main queue that are proposed before one on probation is, whatever the shares."""
 
@@ -257,21 +266,24 @@ class S3FifoPolicy:
             self._now, self._life = times[-1], life
 
     def fill(self, rows: NDArray[np.int32], uses: NDArray[np.uint32]) -> None:
-        """Insert many rows, the oldest first: all on probation, which those that were used leave for the main queue."""
+        """Insert many rows, the oldest first: all on probation, which those that were used leave
+        for the main queue."""
         by_row = np.zeros(int(rows.max(initial=-1)) + 1, np.uint8)
         by_row[rows] = np.minimum(uses, self._MOST_USES)
         self._uses, self._is_main = bytearray(by_row), bytearray(len(by_row))
         self._queues.fill(rows, np.zeros(len(rows), np.uint8))
 
     def proposals(self) -> Iterator[int]:
-        """Yield from the oldest on of the queue that is above its share; rows that were used move on."""
+        """Yield from the oldest on of the queue that is above its share; rows that were used move
+        on."""
         queues, uses = self._queues, self._uses
         places = [queues.oldest(0), queues.oldest(1)]
         waiting = list(queues.counts)  # rows that this search has not looked at
         moves, streak = self._MOST_MOVES, 0
         while places[0] >= 0 or places[1] >= 0:
             surplus = waiting[0] >= self._PROBATION_SHARE * (waiting[0] + waiting[1])
-            # Those of a main queue that is all in use must not keep the others from being proposed at all.
+            # Those of a main queue that is all in use must not keep the others from being proposed
+            # at all.
             number = 0 if places[0] >= 0 and (surplus or places[1] < 0 or streak >= self._LONGEST_STREAK) else 1
             row = places[number]
             places[number] = queues.newer(row)
@@ -310,19 +322,20 @@ MEMORY: Final = 4096
 class CreditPolicy:
     """Least recently used leaves first; what was used more often counts as used later than it was.
 
-    How much later goes by the mean interval between two uses of a copy, which is learnt. A conversation that goes on
-    does so about one interval later; one that was silent for ``HORIZON`` intervals is over, however often it was used
-    before. So a copy whose last use was ``age`` ago counts as used later by half of what is left to that horizon,
+    How much later goes by the mean interval between two uses of a copy, which is learnt. A
+    conversation that goes on does so about one interval later; one that was silent for ``HORIZON``
+    intervals is over, however often it was used before. So a copy whose last use was ``age`` ago
+    counts as used later by half of what is left to that horizon,
 
         credit = class * max(0, horizon - age) / 2
 
-    where the class rises by one with each doubling of its uses. In a tier so small that copies leave within an
-    interval frequency decides, in one so large that they stay for many last use does. Time is counted in copies
-    inserted or used.
+    where the class rises by one with each doubling of its uses. In a tier so small that copies
+    leave within an interval frequency decides, in one so large that they stay for many last use
+    does. Time is counted in copies inserted or used.
 
-    What has left is remembered with its uses and its last, as long as a table has place; if it comes back they count.
-    Uses that follow each other within a small part of the interval are one: a request looks at a copy twice.
-    The constants are those of decision 25.
+    What has left is remembered with its uses and its last, as long as a table has place; if it
+    comes back they count. Uses that follow each other within a small part of the interval are one:
+    a request looks at a copy twice. The constants are those of decision 25.
     """
 
     def __init__(self, keys: Keys) -> None:
@@ -388,7 +401,8 @@ class CreditPolicy:
         self._left.add([keys[row] for row in rows], [uses[row] for row in rows], [last[row] for row in rows], count)
 
     def fill(self, rows: NDArray[np.int32], uses: NDArray[np.uint32]) -> None:
-        """Insert many rows, the oldest first, as if one were used after the other; being stored counts as a use."""
+        """Insert many rows, the oldest first, as if one were used after the other; being stored
+        counts as a use."""
         counts = np.minimum(uses, _MOST_USES - 1).astype(np.uint8) + np.uint8(1)
         count = int(rows.max(initial=-1)) + 1
         by_row, last = np.ones(count, np.uint8), np.zeros(count, np.uint64)
@@ -398,7 +412,8 @@ class CreditPolicy:
         self._lists.fill(rows, np.frombuffer(_TO_CLASS, np.uint8)[counts])
 
     def proposals(self) -> Iterator[int]:
-        """Yield from the one on that counts as used longest ago. Within a class that is the order of last use."""
+        """Yield from the one on that counts as used longest ago. Within a class that is the order
+        of last use."""
         lists, now = self._lists, self._now
         rows = [lists.oldest(number) for number in range(_CLASSES)]
         horizon = int(HORIZON * self.interval)
@@ -415,14 +430,16 @@ class CreditPolicy:
             ranks[number] = least if row >= 0 else _NOTHING
 
     def _rank(self, number: int, row: int, now: int, horizon: int) -> int:
-        """Return how long ago a row of a class counts as used, times -2; ``_NOTHING`` where there is no row."""
+        """Return how long ago a row of a class counts as used, times -2; ``_NOTHING`` where there
+        is no row."""
         if row < 0:
             return _NOTHING
         age = now - self._last[row]
         return (number * (horizon - age) if age < horizon else 0) - 2 * age
 
     def _count_use(self, count: int, age: int) -> int:
-        """Return the uses of a copy that had ``count``, the last one ``age`` ago, and was used again; learn from it."""
+        """Return the uses of a copy that had ``count``, the last one ``age`` ago, and was used
+        again; learn from it."""
         if age < _SHORTEST * self.interval:
             return count
         self._learnt = min(self._learnt + 1, MEMORY)
@@ -449,10 +466,11 @@ _FEWEST_PLACES = 1 << 18
 class LeftKeys:
     """Keys that have left, with their uses and their last, in a table by number: 8 bytes a place.
 
-    A later key takes a place over, so that about as many are remembered as there are places: one to two for each
-    row, and no fewer than ``fewest_places``. Once in 2**27 times a key is taken for another: that decides nothing but
-    who leaves first. A place is one integer below 2**60, as it is hardly ever in the caches: from the top on 28 bits
-    that tell keys apart, of which one is always set, 28 of the last use, and 4 of the number of uses.
+    A later key takes a place over, so that about as many are remembered as there are places: one to
+    two for each row, and no fewer than ``fewest_places``. Once in 2**27 times a key is taken for
+    another: that decides nothing but who leaves first. A place is one integer below 2**60, as it is
+    hardly ever in the caches: from the top on 28 bits that tell keys apart, of which one is always
+    set, 28 of the last use, and 4 of the number of uses.
     """
 
     def __init__(self, fewest_places: int) -> None:
@@ -469,7 +487,8 @@ class LeftKeys:
             table[name & mask] = (name >> 33 | 1) << 32 | (time & _LAST) << 4 | count
 
     def take(self, keys: Sequence[BlockKey], now: int) -> dict[int, tuple[int, int]]:
-        """Return by position the uses of each key that is remembered, and how long ago the last was; forget it."""
+        """Return by position the uses of each key that is remembered, and how long ago the last
+        was; forget it."""
         table, mask = self._table, len(self._table) - 1
         found: dict[int, tuple[int, int]] = {}
         for at, key in enumerate(keys) if table else ():
@@ -484,16 +503,20 @@ class LeftKeys:
 MAX_SKIPPED = 1024
 """Proposals that one search passes over because nothing of them may leave now: bounds a step."""
 MAX_STEPS = 4096
-"""Rows that one search looks at on its way from proposed heads to tails, besides those that it was asked for."""
+"""Rows that one search looks at on its way from proposed heads to tails, besides those that it was
+asked for."""
 
 
 class TailFirst:
-    """One tier's and size class's copies under an ``EvictionPolicy``; READY copies are inserted, and removed once.
+    """One tier's and size class's copies under an ``EvictionPolicy``; READY copies are inserted,
+    and removed once.
 
-    A block without those before it cannot be served. So, whatever a policy proposes, a copy leaves for room only when
-    no copy in its tier follows it. Copies that may not leave now hold back those before them.
+    A block without those before it cannot be served. So, whatever a policy proposes, a copy leaves
+    for room only when no copy in its tier follows it. Copies that may not leave now hold back those
+    before them.
 
-    ``insert``, ``access`` (of one chain the tail first), ``remove`` and ``fill`` are the policy's own.
+    ``insert``, ``access`` (of one chain the tail first), ``remove`` and ``fill`` are the policy's
+    own.
     """
 
     def __init__(self, policy: EvictionPolicy, catalog: Catalog, tier: Tier) -> None:
@@ -503,14 +526,17 @@ class TailFirst:
         self._tier = tier
         self._steps = 0
         self._held: set[int] = set()
-        # Where the last descent ended: the proposed row, the row reached, and that row's generation.
+        # Where the last descent ended: the proposed row, the row reached, and that row's
+        # generation.
         self._reached = (NONE, NONE, 0)
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        """Return up to ``count`` rows that may leave, in an order in which each leaves after all that follow it.
+        """Return up to ``count`` rows that may leave, in an order in which each leaves after all
+        that follow it.
 
-        Removes none. The search is bounded: where it ends early, the next one goes on from there. What held it up
-        (copies in use, and those before them) is postponed, so that it does not hold up the next one too.
+        Removes none. The search is bounded: where it ends early, the next one goes on from there.
+        What held it up (copies in use, and those before them) is postponed, so that it does not
+        hold up the next one too.
         """
         found: dict[int, None] = {}
         passed: list[int] = []
@@ -545,7 +571,8 @@ class TailFirst:
             self._walk(top, top, count, evictable, found)  # what it reached last time is held back now
 
     def _walk(self, top: int, start: int, count: int, evictable: Callable[[int], bool], found: dict[int, None]) -> None:
-        """Go through the tree under ``top``, children before parents, from ``start`` on towards ``top``."""
+        """Go through the tree under ``top``, children before parents, from ``start`` on towards
+        ``top``."""
         chains, tier, held = self._catalog.chains, self._tier, self._held
         row, down = start, True
         while self._steps > 0:
@@ -590,7 +617,8 @@ EVICTIONS = tuple(_POLICIES)
 
 
 def make_eviction(name: str, keys: Keys) -> EvictionPolicy:
-    """Return a new policy by its configuration name. ``keys``: of the catalog's rows, read when a row is given."""
+    """Return a new policy by its configuration name. ``keys``: of the catalog's rows, read when a
+    row is given."""
     make = _POLICIES.get(name)
     if make is None:
         raise ConfigError(f"eviction must be one of {', '.join(map(repr, _POLICIES))}, not {name!r}.")

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs from plan to settlement, and the fence of those that still copy from the GPU. Scheduler thread only.
+"""Jobs from plan to settlement, and the fence of those that still copy from the GPU. Scheduler
+thread only.
 
-A job is settled exactly once, when every rank has answered (invariant 5). A settled job with late moves is a
-zombie: the device of some rank may still touch their slots. It is released exactly once, when each rank concerned
-has said that its device has ended them."""
+A job is settled exactly once, when every rank has answered (invariant 5). A settled job with late
+moves is a zombie: the device of some rank may still touch their slots. It is released exactly once,
+when each rank concerned has said that its device has ended them."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ _CANCELLABLE = frozenset({_STORE, JobKind.DEMOTE, JobKind.PROMOTE})
 class MoveDetail(NamedTuple):
     """What the manager has to undo or finish for one move of a job.
 
-    ``row``: of the catalog, pinned until the job is settled, or where the move is late until it is released; -1: none.
-    ``group`` and ``position``: the block's place in its request. ``source``: the tier that is read, a neighbour's
-    included; ``target``: the one whose copy is written; None: none.
+    ``row``: of the catalog, pinned until the job is settled, or where the move is late until it is
+    released; -1: none. ``group`` and ``position``: the block's place in its request. ``source``:
+    the tier that is read, a neighbour's included; ``target``: the one whose copy is written; None:
+    none.
     """
 
     row: int
@@ -38,10 +40,10 @@ class MoveDetail(NamedTuple):
 class JobRecord:
     """A job on its way, or settled. ``request_id``: whose it is, if anybody's.
 
-    ``failed``: the failed moves of all ranks, by position. ``sent_s``: when its plan was taken, None: not yet.
-    ``late``: those of the failed moves that ``late_ranks`` ranks reported late, ``released`` of which have taken that
-    back; empty in a settled record of which nothing is late any more. ``ranks``, ``copied``: how many have answered,
-    and read nothing more from the GPU.
+    ``failed``: the failed moves of all ranks, by position. ``sent_s``: when its plan was taken,
+    None: not yet. ``late``: those of the failed moves that ``late_ranks`` ranks reported late,
+    ``released`` of which have taken that back; empty in a settled record of which nothing is late
+    any more. ``ranks``, ``copied``: how many have answered, and read nothing more from the GPU.
     """
 
     job: Job
@@ -63,7 +65,8 @@ class JobRecord:
 class Transfers:
     """The table of jobs. ``rank_count`` answers settle a job.
 
-    Zombies count nowhere, since nobody waits for them. The ranks bound their late batches, and so the zombies.
+    Zombies count nowhere, since nobody waits for them. The ranks bound their late batches, and so
+    the zombies.
     """
 
     def __init__(self, rank_count: int) -> None:
@@ -123,7 +126,8 @@ class Transfers:
         return tuple(queued)
 
     def cancel_queued(self) -> list[JobRecord]:
-        """Take back the jobs that no plan has carried yet. Jobs of files and loads stay: somebody waits for them."""
+        """Take back the jobs that no plan has carried yet. Jobs of files and loads stay: somebody
+        waits for them."""
         cancelled = [job.id for job in self._queued if job.kind in _CANCELLABLE]
         self._queued = [job for job in self._queued if job.kind not in _CANCELLABLE]
         return [self._remove(job_id) for job_id in cancelled]
@@ -133,7 +137,8 @@ class Transfers:
         return tuple(job_id for job_id, record in self._records.items() if record.job.kind is _LOAD)
 
     def failed_load_blocks(self, report: Report) -> set[int]:
-        """Return the GPU blocks that the loads in a report, which is not absorbed yet, have failed to fill."""
+        """Return the GPU blocks that the loads in a report, which is not absorbed yet, have failed
+        to fill."""
         return {
             record.job.moves[position].block
             for job_id, result in report.results.items()
@@ -142,17 +147,19 @@ class Transfers:
         }
 
     def fail_stores(self) -> None:
-        """Have every move of the stores that are queued or out fail, whatever their ranks answer."""
+        """Have every move of the stores that are queued or out fail, whatever their ranks
+        answer."""
         for record in self._records.values():
             if record.job.kind is _STORE:
                 for position in range(len(record.details)):
                     record.fail(position, Reason.CANCELLED)
 
     def absorb(self, report: Report) -> list[JobRecord]:
-        """Count a report's answers; return the jobs that are settled by it, in the order of their plans.
+        """Count a report's answers; return the jobs that are settled by it, in the order of their
+        plans.
 
-        A rank that lags can answer a segment's opening in the report in which another answers its drop.
-        ``take_released`` has the zombies that end with it.
+        A rank that lags can answer a segment's opening in the report in which another answers its
+        drop. ``take_released`` has the zombies that end with it.
         """
         for job_id, ranks in report.released.items():
             record = self._records.get(job_id) or self._zombies.get(job_id)
@@ -187,7 +194,8 @@ class Transfers:
         return settled
 
     def take_released(self) -> list[JobRecord]:
-        """Return the zombies that have ended: nothing touches the slots of their ``late`` moves any more."""
+        """Return the zombies that have ended: nothing touches the slots of their ``late`` moves any
+        more."""
         released, self._released = self._released, []
         return released
 
@@ -203,10 +211,12 @@ class Transfers:
 
 
 class StoreSources:
-    """The fence: which GPU blocks stores still copy from, and which of them a step is about to overwrite.
+    """The fence: which GPU blocks stores still copy from, and which of them a step is about to
+    overwrite.
 
-    A store holds no reference on a GPU block, and the engine frees and reuses it freely: when a request ends, is
-    aborted or preempted, or its window moves on. The worker delays the step that overwrites it until it is copied.
+    A store holds no reference on a GPU block, and the engine frees and reuses it freely: when a
+    request ends, is aborted or preempted, or its window moves on. The worker delays the step that
+    overwrites it until it is copied.
     """
 
     def __init__(self, context: SchedulerContext) -> None:
@@ -219,7 +229,8 @@ class StoreSources:
         return len(self._records)
 
     def add(self, record: JobRecord) -> None:
-        """A store was planned. Its blocks hold what it stores, or will when this step's forward pass is over."""
+        """A store was planned. Its blocks hold what it stores, or will when this step's forward
+        pass is over."""
         self._note_reused()  # of this step: from now on the blocks belong to the new store
         blocks = [move.block for move in record.job.moves]
         self._records.update(dict.fromkeys(blocks, record))
@@ -238,8 +249,9 @@ class StoreSources:
     def take_fence(self, overwritten: Collection[int]) -> tuple[JobId, ...]:
         """Return the stores whose sources this step writes to.
 
-        ``overwritten``: blocks that the model runner may write to before the worker can wait. A move from one of them
-        fails whatever the ranks answer, because nobody can tell what it copied.
+        ``overwritten``: blocks that the model runner may write to before the worker can wait. A
+        move from one of them fails whatever the ranks answer, because nobody can tell what it
+        copied.
         """
         self._note_reused()
         found: dict[JobId, None] = {}

@@ -2,12 +2,14 @@
 """What of a request's prefix can be loaded, whether it is worth it, and the jobs that load it.
 
 A load takes its time however little it brings, and in that time the engine computes tokens. With
-``min_load_tokens: "auto"`` the threshold is learnt, for the tier that the slowest block of a hit comes from:
+``min_load_tokens: "auto"`` the threshold is learnt, for the tier that the slowest block of a hit
+comes from:
 
     least tokens = tokens computed per second x seconds of the quickest recent load from that tier
 
-rounded down to whole blocks, and at most ``MOST_BLOCKS`` of them. Until both are known every hit is loaded, and one
-request in ``TRIED_ANYWAY`` has its short hit loaded all the same, so that what was learnt is tried again.
+rounded down to whole blocks, and at most ``MOST_BLOCKS`` of them. Until both are known every hit is
+loaded, and one request in ``TRIED_ANYWAY`` has its short hit loaded all the same, so that what was
+learnt is tried again.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class LoadThreshold:
         return tokens < bound
 
     def is_worth(self, tokens: int, tier: Tier, arrival: int) -> bool:
-        """Whether to load a hit. ``tier``: the slowest that it comes from; ``arrival``: the request's number."""
+        """Whether to load a hit. ``tier``: the slowest that it comes from; ``arrival``: the
+        request's number."""
         if self._fixed_tokens is not None:
             return tokens >= self._fixed_tokens
         return tokens >= self._least[tier] or arrival % TRIED_ANYWAY == 0
@@ -75,7 +78,8 @@ class LoadThreshold:
         return self._least[tier] if self._fixed_tokens is None else self._fixed_tokens
 
     def stepped(self, now: float, tokens: int, jobs: tuple[Job, ...]) -> None:
-        """Learn the engine's rate: a step begins that computes so many tokens, and sends these jobs out."""
+        """Learn the engine's rate: a step begins that computes so many tokens, and sends these jobs
+        out."""
         if self._fixed_tokens is not None:
             return
         last, self._last_step = self._last_step, (now, tokens)
@@ -100,7 +104,8 @@ class LoadThreshold:
         self._update()
 
     def _update(self) -> None:
-        """Take over what the estimates say, where they have left the range of the thresholds in use."""
+        """Take over what the estimates say, where they have left the range of the thresholds in
+        use."""
         if self._rate is None:
             return
         for tier, seconds in self._seconds.items():
@@ -207,16 +212,19 @@ class LoadPlanner:
         return needed
 
     def _reader_of(self, request: RequestState, local_tokens: int, hit: int) -> JobKind | None:
-        """Return what kind of job is just reading a block of a hit into a CPU slot, where one is."""
+        """Return what kind of job is just reading a block of a hit into a CPU slot, where one
+        is."""
         if not self._reads.any or hit <= local_tokens:
             return None
         readers = [self._reads.reader_of(keys) for keys in self._needed_keys(request, local_tokens, hit)]
         return JobKind.PROMOTE if JobKind.PROMOTE in readers else next(filter(None, readers), None)
 
     def _loader_of(self, request: RequestState, local_tokens: int, hit: int, now: float) -> JobId | None:
-        """Return the load of another request after which the GPU will have a part of a hit, if there is one.
+        """Return the load of another request after which the GPU will have a part of a hit, if
+        there is one.
 
-        It is looked for once for each load that is waited for, and again when the time for it is over.
+        It is looked for once for each load that is waited for, and again when the time for it is
+        over.
         """
         loads, awaited = self._reads.to_gpu, request.awaited_load
         if not loads.any or hit <= local_tokens:
@@ -257,8 +265,8 @@ class LoadPlanner:
         end_tokens = local_tokens + external_tokens
         blocks: list[_Block] = []
         for group in self._geometry.groups:
-            # What the engine has given a block is loaded or fails, even where ``lookup`` needed less of a
-            # window: the engine would cache a block that nobody wrote under its hash.
+            # What the engine has given a block is loaded or fails, even where ``lookup`` needed
+            # less of a window: the engine would cache a block that nobody wrote under its hash.
             positions = range(local_tokens // group.block_tokens, end_tokens // group.block_tokens)
             blocks += self._find_sources(request, group.group, positions, block_ids[group.group])
         self._land(blocks)
@@ -276,7 +284,8 @@ class LoadPlanner:
     def _find_sources(
         self, request: RequestState, group: int, positions: range, gpu_blocks: Sequence[int]
     ) -> list[_Block]:
-        """Find and pin the fastest copy of each block that the engine gave a place: in a tier, or a neighbour's."""
+        """Find and pin the fastest copy of each block that the engine gave a place: in a tier, or a
+        neighbour's."""
         catalog, keys, found = self._catalog, request.keys[group], []
         pinned: dict[Tier, list[int]] = {}
         for position, row in zip(positions, catalog.find_all(keys[positions.start : positions.stop]), strict=True):
@@ -299,7 +308,8 @@ class LoadPlanner:
         return found
 
     def _land(self, blocks: Sequence[_Block]) -> None:
-        """Begin copies in memory of blocks that are read from elsewhere, where admission and room allow.
+        """Begin copies in memory of blocks that are read from elsewhere, where admission and room
+        allow.
 
         The rest goes through staging.
         """
@@ -309,7 +319,8 @@ class LoadPlanner:
         vacant = []
         for block in blocks:
             if block.source is not None and block.source is not landing.tier:
-                # A neighbour's block gets a row of its own, unless this engine is just writing or dropping that block.
+                # A neighbour's block gets a row of its own, unless this engine is just writing or
+                # dropping that block.
                 row = block.row
                 if catalog.state(row, landing.tier) == ABSENT if row >= 0 else catalog.find(block.key) < 0:
                     vacant.append(block)

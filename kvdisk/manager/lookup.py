@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The longest external hit of a request, from what the catalog says of its keys. Scheduler thread only."""
+"""The longest external hit of a request, from what the catalog says of its keys. Scheduler thread
+only."""
 
 from __future__ import annotations
 
@@ -17,21 +18,24 @@ _READY = bytes([Presence.READY])
 
 
 class Presences(Protocol):
-    """Says of blocks whether they can be loaded, or are on their way: a ``Catalog``, ``GpuLoads``."""
+    """Says of blocks whether they can be loaded, or are on their way: a ``Catalog``,
+    ``GpuLoads``."""
 
     def presences(self, keys: Sequence[BlockKey]) -> bytes:
         """Return the ``Presence`` of each key of a chain as a byte."""
 
 
 class Hits(NamedTuple):
-    """Ends, in tokens, of the longest prefixes: of what can be loaded, and of what can be or is being written."""
+    """Ends, in tokens, of the longest prefixes: of what can be loaded, and of what can be or is
+    being written."""
 
     ready: int
     coming: int
 
 
 def first_needed(group: GroupGeometry, local_tokens: int, hit_tokens: int) -> int:
-    """Return the position of the first block that a hit of ``hit_tokens`` needs from outside the GPU.
+    """Return the position of the first block that a hit of ``hit_tokens`` needs from outside the
+    GPU.
 
     A sliding window of w tokens whose next token is at ``hit_tokens`` reads the w - 1 tokens before
     it, and vLLM allocates no block that lies wholly before them (its
@@ -44,7 +48,8 @@ def first_needed(group: GroupGeometry, local_tokens: int, hit_tokens: int) -> in
 
 
 class Reachable:
-    """What can be loaded: what the catalog has, and ``hints``, the keys that neighbours are thought to have."""
+    """What can be loaded: what the catalog has, and ``hints``, the keys that neighbours are thought
+    to have."""
 
     def __init__(self, catalog: Catalog, hints: Collection[BlockKey]) -> None:
         self._catalog = catalog
@@ -60,13 +65,14 @@ class Reachable:
 
 
 class Lookups:
-    """One request's lookups. The last answer is kept while nothing has changed, and its ready prefix while no tier has
-    lost anything: what came since is looked for behind it."""
+    """One request's lookups. The last answer is kept while nothing has changed, and its ready
+    prefix while no tier has lost anything: what came since is looked for behind it."""
 
     def __init__(self, group_count: int) -> None:
         self._asked: tuple[int, ...] = ()
         self._hits = Hits(0, 0)
-        # By group: the blocks from ``starts`` on, up to ``ends``, were ready when so much had been lost.
+        # By group: the blocks from ``starts`` on, up to ``ends``, were ready when so much had been
+        # lost.
         self._starts = [0] * group_count
         self._ends = [0] * group_count
         self._losses = (-1, -1)
@@ -81,12 +87,14 @@ class Lookups:
         hints: Collection[BlockKey] = frozenset(),
         hint_changes: int = 0,
     ) -> Hits:
-        """Return the ends, in tokens, of the longest prefixes; ``local_tokens`` where nothing follows it.
+        """Return the ends, in tokens, of the longest prefixes; ``local_tokens`` where nothing
+        follows it.
 
-        ``keys`` may be longer than at the last call, and is otherwise the same. ``hints``: keys that neighbours
-        are thought to have; ``hint_changes`` rises with each change of them.
-        The ends are multiples of every group's block size, at most ``limit_tokens``. Full-attention groups need every
-        block from ``local_tokens`` on; window groups only those that ``first_needed`` names.
+        ``keys`` may be longer than at the last call, and is otherwise the same. ``hints``: keys
+        that neighbours are thought to have; ``hint_changes`` rises with each change of them. The
+        ends are multiples of every group's block size, at most ``limit_tokens``. Full-attention
+        groups need every block from ``local_tokens`` on; window groups only those that
+        ``first_needed`` names.
         """
         asked = (local_tokens, limit_tokens, catalog.gains, catalog.losses, hint_changes, *map(len, keys))
         if asked == self._asked:
@@ -138,7 +146,8 @@ class Lookups:
     def _extend(
         self, catalog: Presences, group: int, keys: Sequence[BlockKey], first: int, last: int
     ) -> tuple[int, int]:
-        """Return up to where, at most ``last``, a full-attention group's blocks from ``first`` on are ready, or coming.
+        """Return up to where, at most ``last``, a full-attention group's blocks from ``first`` on
+        are ready, or coming.
 
         Looks from where they were ready the last time.
         """
@@ -186,13 +195,15 @@ class _Window:
         self._presences = _READY * local + catalog.presences(keys[local:end])
 
     def hole(self, first: int, last: int, least: Presence) -> int:
-        """Return the last position in ``first`` to ``last`` whose block is farther than ``least``, or -1."""
+        """Return the last position in ``first`` to ``last`` whose block is farther than ``least``,
+        or -1."""
         hole = self._presences.rfind(_NOWHERE, first, last)
         return max(hole, self._presences.rfind(_COMING, first, last)) if least is Presence.READY else hole
 
 
 def _shorten(windows: Sequence[_Window], local_tokens: int, end: int, step: int, least: Presence) -> int:
-    """Return the longest end, at most ``end``, at which each window group has the blocks that it needs there."""
+    """Return the longest end, at most ``end``, at which each window group has the blocks that it
+    needs there."""
     while end > local_tokens:
         for window in windows:
             tokens = window.group.block_tokens

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``TierManager``: decides what is stored, loaded, demoted and evicted. Runs in the scheduler process.
+"""``TierManager``: decides what is stored, loaded, demoted and evicted. Runs in the scheduler
+process.
 
-One thread, the scheduler's, calls everything. Nothing here waits: time comes in as ``now`` (seconds,
-monotonic), bytes are moved by the workers, records are committed by the index's own thread.
+One thread, the scheduler's, calls everything. Nothing here waits: time comes in as ``now``
+(seconds, monotonic), bytes are moved by the workers, records are committed by the index's own
+thread.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from kvdisk.manager.tiers import CpuSpace, Tiers
 from kvdisk.messages import JobKind, Plan, Report
 
 LONGEST_SILENCE = 4
-"""In ``io_deadline_s``: transfers are answered within one; jobs of files, and commits, never where a drive hangs."""
+"""In ``io_deadline_s``: transfers are answered within one; jobs of files, and commits, never where
+a drive hangs."""
 
 
 class TierManager:
@@ -61,7 +64,8 @@ class TierManager:
         self._urgent: list[JobId] = []
         self._void: list[JobId] = []
         self._heard_s = math.inf
-        """When a job was last sent or answered, or a change of the index made or committed; at the start: not yet."""
+        """When a job was last sent or answered, or a change of the index made or committed; at the
+        start: not yet."""
         self._longest_silence_s = LONGEST_SILENCE * parts.config.io_deadline_s
         self._arrivals = 0
         self._tiers = tiers = Tiers(cpu, nvme)
@@ -100,7 +104,8 @@ class TierManager:
             self._promotions.enqueue(request)
 
     def prompt_changed(self, request_id: str, prompt_tokens: int) -> None:
-        """Take in a session's new prompt: its last answer is a part of it, less that answer's last token."""
+        """Take in a session's new prompt: its last answer is a part of it, less that answer's last
+        token."""
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -113,7 +118,8 @@ class TierManager:
         return request_id in self._requests
 
     def request_finished(self, request_id: str) -> bool:
-        """Forget a request; return whether its GPU blocks may be freed now: always, since the fence protects copies."""
+        """Forget a request; return whether its GPU blocks may be freed now: always, since the fence
+        protects copies."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._promotions.leave(request)
@@ -123,10 +129,11 @@ class TierManager:
         return True
 
     def preempt(self, request_ids: Iterable[str], now: float, overwritten: Collection[int] = ()) -> None:
-        """Save what the victims have lost; they wait again. Call it once a step, before stores are planned.
+        """Save what the victims have lost; they wait again. Call it once a step, before stores are
+        planned.
 
-        The step's plan has what the store policy saves of them as ``Plan.urgent``. ``overwritten``: GPU blocks that
-        the model runner writes to before the urgent jobs begin.
+        The step's plan has what the store policy saves of them as ``Plan.urgent``. ``overwritten``:
+        GPU blocks that the model runner writes to before the urgent jobs begin.
         """
         for request_id in request_ids:
             request = self._requests.get(request_id)
@@ -150,11 +157,13 @@ class TierManager:
     # -- loads ---------------------------------------------------------------------------------
 
     def lookup(self, request_id: str, local_tokens: int, total_tokens: int, now: float) -> int | None:
-        """Return how many tokens beyond ``local_tokens`` can be loaded, or None: ask again, a block is on its way.
+        """Return how many tokens beyond ``local_tokens`` can be loaded, or None: ask again, a block
+        is on its way.
 
         No side effect on blocks; may be repeated every step. At least one of the ``total_tokens``
-        is left to compute, because the engine needs its logits. None is answered for at most ``lookup_wait_s``,
-        per wait; once that was too short, not again until the request is preempted.
+        is left to compute, because the engine needs its logits. None is answered for at most
+        ``lookup_wait_s``, per wait; once that was too short, not again until the request is
+        preempted.
         """
         request = self._requests[request_id]
         if request.stale:  # the engine asks for requests without computed tokens only: this one starts again
@@ -182,7 +191,8 @@ class TierManager:
     # -- stores --------------------------------------------------------------------------------
 
     def may_offer(self, request_id: str, computed_tokens: int) -> bool:
-        """Whether ``plan_store`` could have something to do. Cheap: call it for every request that a step runs."""
+        """Whether ``plan_store`` could have something to do. Cheap: call it for every request that
+        a step runs."""
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -192,10 +202,12 @@ class TierManager:
         return self._stores.may_offer(request, computed_tokens)
 
     def plan_store(self, request_id: str, computed_tokens: int, block_ids: Sequence[Sequence[int]], now: float) -> None:
-        """Offer a request's full, computed blocks of confirmed tokens to the tiers, and plan a job for those taken.
+        """Offer a request's full, computed blocks of confirmed tokens to the tiers, and plan a job
+        for those taken.
 
-        ``computed_tokens``: tokens whose KV is on the GPU when this step's forward pass is over, and
-        whose ids are final. ``block_ids``: the block table by group; a block with id 0 is skipped.
+        ``computed_tokens``: tokens whose KV is on the GPU when this step's forward pass is over,
+        and whose ids are final. ``block_ids``: the block table by group; a block with id 0 is
+        skipped.
         """
         request = self._requests.get(request_id)
         if request is not None:
@@ -206,10 +218,12 @@ class TierManager:
     def take_plan(
         self, now: float, *, idle: bool, step_tokens: int = 0, now_s: int = 0, overwritten: Collection[int] = ()
     ) -> Plan:
-        """Return the step's plan: what was decided since the last one, stores of free blocks, demotions, promotions.
+        """Return the step's plan: what was decided since the last one, stores of free blocks,
+        demotions, promotions.
 
-        ``step_tokens``: what the step computes; 0: not known, and nothing is learnt from it. ``now_s``: seconds since
-        the Unix epoch, for the uses of blocks; 0: as before. ``overwritten``: see ``preempt``.
+        ``step_tokens``: what the step computes; 0: not known, and nothing is learnt from it.
+        ``now_s``: seconds since the Unix epoch, for the uses of blocks; 0: as before.
+        ``overwritten``: see ``preempt``.
         """
         for space in self._tiers:
             self._state.released += space.refresh(now, now_s)
@@ -230,7 +244,8 @@ class TierManager:
         return Plan(jobs, fence, void, idle and self.has_pending_work(now), urgent)
 
     def settle(self, report: Report, now: float, now_s: int) -> None:
-        """Take in what the ranks finished. ``now_s``: seconds since the Unix epoch, for the index's records."""
+        """Take in what the ranks finished. ``now_s``: seconds since the Unix epoch, for the index's
+        records."""
         found = report.stats
         if found.counts or found.samples or found.gauges:
             self.stats.merge(found)
@@ -248,18 +263,20 @@ class TierManager:
             self._settlement.release(record)
 
     def note_invalid_blocks(self, blocks: set[int], report: Report) -> None:
-        """Learn which GPU blocks of a step no load has filled. Call it before ``settle`` of the same report.
+        """Learn which GPU blocks of a step no load has filled. Call it before ``settle`` of the
+        same report.
 
-        Blocks that no load of kvdisk's own failed to fill were another connector's, and the model has computed on what
-        was there. So no store that is out leaves a copy, and what requests hold is not stored, or saved when they are
-        preempted, until it is computed again.
+        Blocks that no load of kvdisk's own failed to fill were another connector's, and the model
+        has computed on what was there. So no store that is out leaves a copy, and what requests
+        hold is not stored, or saved when they are preempted, until it is computed again.
         """
         if blocks - self._transfers.failed_load_blocks(report):
             self._transfers.fail_stores()
             self._stores.reset()
 
     def publish(self) -> Journal:
-        """Keep a journal of what becomes loadable and what goes, from what is there now on. At most once."""
+        """Keep a journal of what becomes loadable and what goes, from what is there now on. At most
+        once."""
         assert self._catalog.journal is None
         journal = self._catalog.journal = Journal(self.stats)
         for tier in TIERS:
@@ -272,11 +289,13 @@ class TierManager:
             self._state.released += space.commit()
 
     def reset(self, epoch: int) -> None:
-        """Serve nothing of before any more, because the weights may have changed: move to ``epoch``.
+        """Serve nothing of before any more, because the weights may have changed: move to
+        ``epoch``.
 
-        ``epoch``: never used before, not FILE_EPOCH. Records of the old one stay on NVMe for engines that load the
-        files. Jobs on their way leave no copy; loads on their way fail, and are recomputed. Requests that go on with
-        what they have computed store nothing more; those that start again do.
+        ``epoch``: never used before, not FILE_EPOCH. Records of the old one stay on NVMe for
+        engines that load the files. Jobs on their way leave no copy; loads on their way fail, and
+        are recomputed. Requests that go on with what they have computed store nothing more; those
+        that start again do.
         """
         assert epoch not in {FILE_EPOCH, self._state.epoch}
         self._state.epoch = epoch
@@ -298,10 +317,11 @@ class TierManager:
     # -- questions of the engine ---------------------------------------------------------------
 
     def has_pending_work(self, now: float) -> bool:
-        """Whether steps are needed: for a job, a commit, a demotion, or a store that has waited for room.
+        """Whether steps are needed: for a job, a commit, a demotion, or a store that has waited for
+        room.
 
-        Not for zombies, nor where jobs and commits have been silent for long: a drive or a file system that never
-        answers must not keep an idle engine stepping.
+        Not for zombies, nor where jobs and commits have been silent for long: a drive or a file
+        system that never answers must not keep an idle engine stepping.
         """
         if self._stores.has_leftovers(now):
             return True
@@ -335,7 +355,8 @@ class Gauges:
 
     @property
     def planned_jobs(self) -> int:
-        """Jobs that were ever planned. While there are no new ones, and the engine is not busy, no gauge changes."""
+        """Jobs that were ever planned. While there are no new ones, and the engine is not busy, no
+        gauge changes."""
         return self._transfers.planned
 
     def read(self) -> dict[str, float]:

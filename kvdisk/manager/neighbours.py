@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Neighbours' copies: hints, asked for once per request, and their segments while loads read them.
 
-A neighbour is another engine on this host with the same store. What it answers is a hint: it may evict or overwrite
-the slot at any time. A load then fails verification and is recomputed, and the copy is not asked for again. A segment
-is open only while a load uses it: an open file keeps its space on the drive. Scheduler thread only.
+A neighbour is another engine on this host with the same store. What it answers is a hint: it may
+evict or overwrite the slot at any time. A load then fails verification and is recomputed, and the
+copy is not asked for again. A segment is open only while a load uses it: an open file keeps its
+space on the drive. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ MOST_HINTS = 65536
 """Copies remembered, about 350 bytes each; the first heard of are forgotten first."""
 MOST_REJECTED = 8192
 MOST_FILE_JOBS = 1024
-"""With so many segments being opened or dropped no hint is used: where files hang, each load would add two more."""
+"""With so many segments being opened or dropped no hint is used: where files hang, each load would
+add two more."""
 HINT_LIFE_S = 300.0
 """How long after an answer a copy is thought to be there."""
 MOST_FORGOTTEN = 256
@@ -51,7 +53,8 @@ class _OpenSegment:
 
 
 class NeighbourCopies:
-    """What neighbours are thought to have. Without ``neighbours`` (no NVMe tier) nobody is asked."""
+    """What neighbours are thought to have. Without ``neighbours`` (no NVMe tier) nobody is
+    asked."""
 
     def __init__(self, parts: Parts, neighbours: Neighbours | None) -> None:
         self._geometry = parts.geometry
@@ -60,7 +63,8 @@ class NeighbourCopies:
         self._stats = parts.stats
         self._neighbours = neighbours
         self.hints: OrderedDict[BlockKey, tuple[ForeignCopy, float]] = OrderedDict()
-        """Copies that neighbours named, and when, the oldest first. Read only, but for this class."""
+        """Copies that neighbours named, and when, the oldest first. Read only, but for this
+        class."""
         self.changes = 0
         """Rises with each change of which keys are in ``hints``."""
         self._rejected: OrderedDict[tuple[str, BlockKey, int], None] = OrderedDict()
@@ -73,7 +77,8 @@ class NeighbourCopies:
     # -- questions -----------------------------------------------------------------------------
 
     def ask(self, request: RequestState) -> None:
-        """Ask the neighbours for what of a request's blocks this engine has not got. ``keys`` are up to date."""
+        """Ask the neighbours for what of a request's blocks this engine has not got. ``keys`` are
+        up to date."""
         neighbours = self._neighbours
         if neighbours is None or not neighbours.any:
             return
@@ -89,7 +94,8 @@ class NeighbourCopies:
             self._stats.add("foreign_questions")
 
     def refresh(self, request: RequestState, now: float) -> None:
-        """Take in answers before a request is looked up, and ask again where its question is long ago."""
+        """Take in answers before a request is looked up, and ask again where its question is long
+        ago."""
         if self._neighbours is None:
             return
         self.absorb(now)
@@ -132,7 +138,8 @@ class NeighbourCopies:
         )
 
     def holds(self, key: BlockKey) -> bool:
-        """Whether a neighbour is thought to have the block, so that it need not be written a second time."""
+        """Whether a neighbour is thought to have the block, so that it need not be written a second
+        time."""
         return key in self.hints
 
     def stop(self) -> None:
@@ -158,7 +165,8 @@ class NeighbourCopies:
         return hinted[0] if hinted is not None else None
 
     def pin(self, copy: ForeignCopy) -> Slot:
-        """Return the slot that a move reads a copy from; its segment is opened first, by a job of its own."""
+        """Return the slot that a move reads a copy from; its segment is opened first, by a job of
+        its own."""
         name = ForeignSegment(copy.home_id, copy.segment.segment)
         number = self._numbers.get(name)
         if number is None:

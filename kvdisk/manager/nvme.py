@@ -39,8 +39,9 @@ def spare_slots(total: int) -> int:
 
 @dataclass(slots=True)
 class _Drop:
-    """A segment on its way out. ``rows``: those that jobs still used at the start. ``ticket``: when the deletion of its
-    last record is committed its files may go; None: a job still uses it. ``sent``: the ranks have been told."""
+    """A segment on its way out. ``rows``: those that jobs still used at the start. ``ticket``: when
+    the deletion of its last record is committed its files may go; None: a job still uses it.
+    ``sent``: the ranks have been told."""
 
     spec: SegmentSpec
     rows: list[int]
@@ -84,7 +85,8 @@ class NvmeSpace(TierSpace):
     # -- start ---------------------------------------------------------------------------------
 
     def restore(self, home_id: str, fingerprint: bytes, known_uses: UsesRecords | None = None) -> None:
-        """Fill the catalog from the index and plan the jobs that open the engine store and its segments.
+        """Fill the catalog from the index and plan the jobs that open the engine store and its
+        segments.
 
         ``known_uses``: what the engine store's USES file says, if it says anything.
         """
@@ -108,9 +110,11 @@ class NvmeSpace(TierSpace):
     # -- slots ---------------------------------------------------------------------------------
 
     def allocate(self, size_class: int, count: int, *, keep_queued: bool = False) -> list[Slot]:  # noqa: ARG002
-        """Take up to ``count`` free slots, run by run from the drives in turn; fewer, or none, for want.
+        """Take up to ``count`` free slots, run by run from the drives in turn; fewer, or none, for
+        want.
 
-        From the drives that could be written when ``may_write`` was last called. They are charged to the budget.
+        From the drives that could be written when ``may_write`` was last called. They are charged
+        to the budget.
         """
         block_bytes = self._block_bytes(size_class)
         if self._budget is not None:
@@ -157,7 +161,8 @@ class NvmeSpace(TierSpace):
         return self.pool.free_on(size_class, self.segments.writable)
 
     def _record(self, rows: Sequence[int], now_s: int) -> None:
-        """Queue the records of READY copies for the index. A full queue costs only their life after a restart."""
+        """Queue the records of READY copies for the index. A full queue costs only their life after
+        a restart."""
         self.uses.begin(rows, [self._catalog.generations[row] for row in rows])
         catalog = self._catalog
         records = [
@@ -176,7 +181,8 @@ class NvmeSpace(TierSpace):
             self._ticket = ticket
 
     def reached(self, rows: Sequence[int]) -> None:
-        """A request has come to these blocks, which are in some tier; of one chain the tail comes first."""
+        """A request has come to these blocks, which are in some tier; of one chain the tail comes
+        first."""
         super().reached(rows)
         self.uses.reached(rows)
 
@@ -191,7 +197,8 @@ class NvmeSpace(TierSpace):
         self.pool.retain(slots, self._ticket)
 
     def make_room(self, now: float, wanted: Sequence[int]) -> None:
-        """Open a segment where the cap allows, else evict, so that ``wanted`` slots by size class can be had soon."""
+        """Open a segment where the cap allows, else evict, so that ``wanted`` slots by size class
+        can be had soon."""
         for size_class, wish in enumerate(wanted):
             total = self.pool.total[size_class]
             low_slots = spare_slots(total)
@@ -205,7 +212,8 @@ class NvmeSpace(TierSpace):
             self._stuck[size_class] = not (made and self._index_writable) and not self.has_room(size_class)
 
     def is_stuck(self, size_class: int) -> bool:
-        """Whether ``make_room`` found no way to room when it last tried, and no slot is free or about to be."""
+        """Whether ``make_room`` found no way to room when it last tried, and no slot is free or
+        about to be."""
         return self._stuck[size_class] and not (self._index_writable and self.pool.limbo[size_class])
 
     def awaits_commit(self, size_class: int) -> bool:
@@ -215,7 +223,8 @@ class NvmeSpace(TierSpace):
     def _evict(self, size_class: int, count: int) -> int:
         evictable = self._catalog.evictable_in(Tier.NVME)
         if not self.segments.all_writable:
-            # What a quarantined drive has may leave, too: it would hold back the heads of its chains on the others.
+            # What a quarantined drive has may leave, too: it would hold back the heads of its
+            # chains on the others.
             places = self.segments.on_drives({*self.segments.writable, *self.segments.drives.quarantined})
             slot, anywhere = self._catalog.slot, evictable
 
@@ -230,7 +239,8 @@ class NvmeSpace(TierSpace):
     # -- segments ------------------------------------------------------------------------------
 
     def settle_files(self, record: JobRecord, now: float) -> None:
-        """Settle a job of files: slots enter the pool when all ranks have reported, one failure undoes all."""
+        """Settle a job of files: slots enter the pool when all ranks have reported, one failure
+        undoes all."""
         job = record.job
         if job.kind is JobKind.OPEN_HOME:
             if record.failed:
@@ -260,7 +270,8 @@ class NvmeSpace(TierSpace):
             self.pool.add_segment(spec.segment, self.segments.class_of(spec), spec.slot_count, drive=spec.drive)
 
     def _drop_segment(self, spec: SegmentSpec) -> None:
-        """Take a segment out of service; its files go when the deletion of its records is committed."""
+        """Take a segment out of service; its files go when the deletion of its records is
+        committed."""
         rows = self._catalog.rows_in(Tier.NVME, spec.segment)
         for row in rows:
             if self._state(row) != DOOMED:
@@ -273,13 +284,15 @@ class NvmeSpace(TierSpace):
         self._drops[spec.segment] = _Drop(spec, pinned)
 
     def _is_in(self, row: int, segment: int) -> bool:
-        """Whether a row has a copy in a segment: in one that is being dropped no other copy can begin."""
+        """Whether a row has a copy in a segment: in one that is being dropped no other copy can
+        begin."""
         return self._state(row) != ABSENT and self._catalog.slot(row, Tier.NVME).segment == segment
 
     # -- commits and failures ------------------------------------------------------------------
 
     def commit(self) -> bool:
-        """Learn how far the index has come: slots leave limbo, and dropped segments lose their files.
+        """Learn how far the index has come: slots leave limbo, and dropped segments lose their
+        files.
 
         Returns whether room came free.
         """
@@ -300,8 +313,10 @@ class NvmeSpace(TierSpace):
 
     @property
     def uncommitted(self) -> bool:
-        """Whether steps are needed until a commit. Not while the index fails: stepping would not help it."""
-        # A drop without a ticket waits for a job, which is pending itself, or for a zombie, which nobody waits for.
+        """Whether steps are needed until a commit. Not while the index fails: stepping would not
+        help it."""
+        # A drop without a ticket waits for a job, which is pending itself, or for a zombie, which
+        # nobody waits for.
         dropping = any(drop.ticket is not None for drop in self._drops.values())
         return self._index_writable and (self._ticket > self._committed or dropping)
 
@@ -330,8 +345,8 @@ class NvmeSpace(TierSpace):
         return found
 
     def may_write(self, now: float) -> bool:
-        """Whether copies may be written: the store is open, some drive is in order and not in a back-off, and the
-        budget is not spent."""
+        """Whether copies may be written: the store is open, some drive is in order and not in a
+        back-off, and the budget is not spent."""
         return self.segments.may_write(now) and (self._budget is None or self._budget.refresh(now))
 
     @property
@@ -341,7 +356,8 @@ class NvmeSpace(TierSpace):
 
     @property
     def has_room_soon(self) -> bool:
-        """Whether there is room, or is to be in a segment that is being made or opened, or is the first of its kind."""
+        """Whether there is room, or is to be in a segment that is being made or opened, or is the
+        first of its kind."""
         coming = self.segments.is_opening or not all(self.pool.total) or all(self.pool.free)
         return coming and self.is_open and not self.is_spent
 
@@ -360,7 +376,8 @@ class NvmeSpace(TierSpace):
         self.admission.reset()
 
     def refresh(self, now: float, now_s: int) -> bool:
-        """Learn how far commits have come, and which drives may be used again. Return whether room may be free."""
+        """Learn how far commits have come, and which drives may be used again. Return whether room
+        may be free."""
         released = self.commit()
         self.uses.count(now_s)
         resumed = self.segments.drives.refresh(now) and self.may_write(now)
@@ -374,6 +391,7 @@ class NvmeSpace(TierSpace):
         self.segments.learn_writes(record, now)
 
     def learn_reads(self, record: JobRecord, now: float) -> None:
-        """Learn from a settled load or prefetch how the drives are; what a quarantined one holds is hidden."""
+        """Learn from a settled load or prefetch how the drives are; what a quarantined one holds is
+        hidden."""
         self.segments.learn_reads(record, now, self._drops)
         self._catalog.hide(Tier.NVME, self.segments.quarantined)

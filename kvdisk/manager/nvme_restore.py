@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an index knows, taken over into the catalog and the eviction order at start. Scheduler thread only.
+"""What an index knows, taken over into the catalog and the eviction order at start. Scheduler
+thread only.
 
 A store of a million blocks is open in a second or two because nothing here looks at one block at a
 time: columns come from the index, and columns go to the catalog.
@@ -28,8 +29,8 @@ _Flags = NDArray[np.bool_]
 
 @dataclass
 class Restored:
-    """``used``: slots that are not free, by segment. ``stale``: names of records that go; ``stale_slots``: their slots,
-    those in ``used`` that no copy holds."""
+    """``used``: slots that are not free, by segment. ``stale``: names of records that go;
+    ``stale_slots``: their slots, those in ``used`` that no copy holds."""
 
     used: dict[int, NDArray[np.uint32]]
     stale: list[tuple[int, BlockKey]]
@@ -45,7 +46,8 @@ def restore_blocks(
     uses: Uses,
     known_uses: UsesRecords,
 ) -> Restored:
-    """Adopt the blocks that can be served, in ``catalog`` (which has none yet) and by size class in ``policies``.
+    """Adopt the blocks that can be served, in ``catalog`` (which has none yet) and by size class in
+    ``policies``.
 
     With ``uses``, which has none yet either: of ``known_uses`` what is of these blocks.
     """
@@ -67,7 +69,8 @@ def restore_blocks(
     )
     catalog.fill(Tier.NVME, copies, FILE_EPOCH)
     uses.fill(columns.generations, known_uses)
-    # What was stored or used last leaves last; within a second, a chain's tail (larger generation) leaves first.
+    # What was stored or used last leaves last; within a second, a chain's tail (larger generation)
+    # leaves first.
     last_s = np.maximum(columns.stored_s, uses.table["last_use_s"])
     order = np.lexsort((~columns.generations, last_s)).astype(np.int32)
     classes = np.array(geometry.size_classes)[groups[order]]
@@ -97,7 +100,8 @@ def _place(
 def _taken_slots(
     columns: BlockColumns, inside: _Flags, segments: Mapping[int, SegmentRecord]
 ) -> tuple[_Flags, dict[int, NDArray[np.uint32]]]:
-    """Of the blocks ``inside``, return those that no earlier one shares its slot with, and their slots by segment."""
+    """Of the blocks ``inside``, return those that no earlier one shares its slot with, and their
+    slots by segment."""
     rows = np.flatnonzero(inside)
     numbers = sorted(segments)
     starts = np.cumsum([0] + [segments[number].slot_count for number in numbers])
@@ -130,7 +134,8 @@ def _only(columns: BlockColumns, kept: _Flags) -> BlockColumns:
 
 
 def _find_parents(columns: BlockColumns) -> tuple[NDArray[np.int32], dict[int, BlockKey]]:
-    """Return each block's parent as its position in ``columns``, or NONE; and by position those not among them."""
+    """Return each block's parent as its position in ``columns``, or NONE; and by position those not
+    among them."""
     count = len(columns.keys)
     row_of = dict(zip(columns.keys, range(count), strict=True))
     ends = accumulate(columns.parent_bytes.tolist(), initial=0)
@@ -144,7 +149,8 @@ def _find_parents(columns: BlockColumns) -> tuple[NDArray[np.int32], dict[int, B
 
 
 def _without_circles(parent_rows: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the rows of parents; NONE where the way from a block to its head has no end: a damaged record says so."""
+    """Return the rows of parents; NONE where the way from a block to its head has no end: a damaged
+    record says so."""
     ahead = parent_rows.copy()
     for _ in range(len(parent_rows).bit_length() + 1):  # twice as far each time
         on_way = np.flatnonzero(ahead != NONE)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all rooms of the manager work on, and the state of its steps that several of them read or write."""
+"""What all rooms of the manager work on, and the state of its steps that several of them read or
+write."""
 
 from __future__ import annotations
 

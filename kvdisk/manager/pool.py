@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slots of one tier: each is in exactly one of free, used or limbo (invariant 1).
 
-Used: held by one copy. Limbo: its record's deletion is not committed yet. A zombie, which a late transfer may still
-touch, is held by a doomed copy that keeps its pin. Scheduler thread only.
+Used: held by one copy. Limbo: its record's deletion is not committed yet. A zombie, which a late
+transfer may still touch, is held by a doomed copy that keeps its pin. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from kvdisk.blocks import Slot
 _FREE, _USED, _LIMBO = 1, 2, 3
 _SHIFT = 32
 _INDEX = (1 << _SHIFT) - 1
-"""A slot's position is its segment's number times 2**32 and its index, so that those of two segments never meet."""
+"""A slot's position is its segment's number times 2**32 and its index, so that those of two
+segments never meet."""
 
 
 _Range = tuple[int, int, int]
@@ -62,12 +63,14 @@ class FreeRuns:
         return sum(short * len(self._by_length.get(short, ())) for short in range(1, length))
 
     def fit(self, count: int) -> int:
-        """Return the length of the shortest run of at least ``count``, else of the longest; 0 where nothing is free."""
+        """Return the length of the shortest run of at least ``count``, else of the longest; 0 where
+        nothing is free."""
         at = bisect_left(self._sorted, count)
         return self._sorted[min(at, len(self._sorted) - 1)] if self._sorted else 0
 
     def take(self, count: int) -> tuple[int, int]:
-        """Take up to ``count`` neighbours of the run that ``fit`` finds: (first position, how many). Some are free."""
+        """Take up to ``count`` neighbours of the run that ``fit`` finds: (first position, how
+        many). Some are free."""
         start = next(reversed(self._by_length[self.fit(count)]))
         length = self._remove(start)
         if length > count:
@@ -104,8 +107,8 @@ class FreeRuns:
 class SlotPool:
     """The slots of a tier's segments, handed out in runs of neighbours where there are any.
 
-    Each segment belongs to one size class and lies on one drive. ``free``, ``limbo`` and ``total`` count slots by size
-    class.
+    Each segment belongs to one size class and lies on one drive. ``free``, ``limbo`` and ``total``
+    count slots by size class.
     """
 
     def __init__(self, size_class_count: int) -> None:
@@ -143,7 +146,8 @@ class SlotPool:
         self.total[size_class] += slot_count
 
     def retire_segment(self, segment: int) -> None:
-        """Take a segment's free slots out of service for good; used ones leave as they are freed."""
+        """Take a segment's free slots out of service for good; used ones leave as they are
+        freed."""
         states = self._maps.pop(segment)
         size_class = self._class_of.pop(segment)
         self._runs_of.pop(segment).drop(segment << _SHIFT, segment + 1 << _SHIFT)
@@ -152,7 +156,8 @@ class SlotPool:
         self.total[size_class] -= len(states)
 
     def free_in_short_runs(self, length: int) -> int:
-        """Return how many free slots lie in runs shorter than ``length``, over all size classes and drives."""
+        """Return how many free slots lie in runs shorter than ``length``, over all size classes and
+        drives."""
         return sum(runs.count_shorter(length) for found in self._runs for runs in found.values())
 
     def free_on(self, size_class: int, drives: Collection[int]) -> int:
@@ -160,10 +165,11 @@ class SlotPool:
         return sum(runs.free for drive, runs in self._runs[size_class].items() if drive in drives)
 
     def allocate(self, size_class: int, count: int, drive: int | None = None) -> list[Slot]:
-        """Take up to ``count`` slots, all there are where there are fewer, in as few runs as there can be.
+        """Take up to ``count`` slots, all there are where there are fewer, in as few runs as there
+        can be.
 
-        ``drive``: only from this one, by default from all. The shortest run that is long enough is cut, and where none
-        is, the longest are used up.
+        ``drive``: only from this one, by default from all. The shortest run that is long enough is
+        cut, and where none is, the longest are used up.
         """
         slots: list[Slot] = []
         by_drive, wanted = self._runs[size_class], count
@@ -185,7 +191,8 @@ class SlotPool:
         self._change(_neighbours(slots), _USED, _FREE)
 
     def retain(self, slots: list[Slot], ticket: int) -> None:
-        """Put used slots in limbo until the index has dealt with ``ticket``. Tickets must not go down."""
+        """Put used slots in limbo until the index has dealt with ``ticket``. Tickets must not go
+        down."""
         if slots:
             assert not self._limbo or self._limbo[-1][0] <= ticket
             ranges = _neighbours(slots)

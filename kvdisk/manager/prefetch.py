@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which blocks are being read just now, and which are read ahead from NVMe. Scheduler thread only.
 
-A request that waits in the engine's queue has its NVMe blocks promoted, so that the queue hides the disk. A promoted
-copy is an ordinary CPU copy: once evicted, its request reads the block from NVMe.
+A request that waits in the engine's queue has its NVMe blocks promoted, so that the queue hides the
+disk. A promoted copy is an ordinary CPU copy: once evicted, its request reads the block from NVMe.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ _READY = bytes([READY])
 class GpuLoads:
     """Blocks that loads are just bringing to the GPU, so that one load serves all who need them.
 
-    The engine has a loaded block in its prefix cache before it looks up any waiting request again: whoever has waited
-    for the load finds its blocks on the GPU. A block that two jobs load is the later one's.
+    The engine has a loaded block in its prefix cache before it looks up any waiting request again:
+    whoever has waited for the load finds its blocks on the GPU. A block that two jobs load is the
+    later one's.
 
-    ``enabled``: whether the engine has a prefix cache. Without one nothing is noted, and so nobody waits.
+    ``enabled``: whether the engine has a prefix cache. Without one nothing is noted, and so nobody
+    waits.
     """
 
     def __init__(self, *, enabled: bool) -> None:
@@ -47,7 +49,8 @@ class GpuLoads:
             self._loaders.update(dict.fromkeys([move.key for move in job.moves], job.id))
 
     def end(self, job_id: JobId) -> None:
-        """Forget a load that was settled, or whose blocks nobody will use. It may be forgotten already."""
+        """Forget a load that was settled, or whose blocks nobody will use. It may be forgotten
+        already."""
         job = self._jobs.pop(job_id, None)
         if job is not None:
             for move in job.moves:
@@ -81,15 +84,18 @@ MAX_PROMOTE_JOBS = 4
 """Promotions queued or out; the worker reads for them only where loads leave half of its reads."""
 MAX_PROMOTE_MOVES = 64
 PREFETCH_DIVISOR = 2
-"""Of each size class's CPU slots, one in so many may hold, or get, blocks read ahead for requests that still wait."""
+"""Of each size class's CPU slots, one in so many may hold, or get, blocks read ahead for requests
+that still wait."""
 MOST_EXAMINED = 4
 """Requests whose blocks are looked for in one step: bounds a step."""
 MOST_SEEN = 16
-"""Requests at the head of the queue that one step goes over; some may wait for an answer of the neighbours."""
+"""Requests at the head of the queue that one step goes over; some may wait for an answer of the
+neighbours."""
 
 
 class PendingReads:
-    """Blocks whose bytes are just being read into a CPU slot, with the row whose copy is written: once is enough.
+    """Blocks whose bytes are just being read into a CPU slot, with the row whose copy is written:
+    once is enough.
 
     ``to_gpu``: those that loads bring to the GPU, from wherever.
     """
@@ -110,7 +116,8 @@ class PendingReads:
                 del rows_of[key]
 
     def reader_of(self, keys: Collection[BlockKey]) -> JobKind | None:
-        """Return what kind of job reads one of these blocks, PROMOTE before LOAD; None: none is read."""
+        """Return what kind of job reads one of these blocks, PROMOTE before LOAD; None: none is
+        read."""
         for kind in (JobKind.PROMOTE, JobKind.LOAD):
             if self._rows[kind] and not self._rows[kind].keys().isdisjoint(keys):
                 return kind
@@ -133,7 +140,8 @@ _Wanted = deque[tuple[BlockKey, BlockKey | None]]
 
 
 class Promotions:
-    """Reads ahead for the requests that wait, in order of arrival. Does nothing without a slower tier, or if told so.
+    """Reads ahead for the requests that wait, in order of arrival. Does nothing without a slower
+    tier, or if told so.
 
     Each block is read ahead once for a request's stay in the queue: that bounds the reads.
     """
@@ -153,7 +161,8 @@ class Promotions:
         self._neighbours = neighbours
         self._reads = reads
         self._waiting: OrderedDict[RequestState, _Wanted | None] = OrderedDict()
-        """Those with something left to be read ahead, or (None) not looked at yet; in order of arrival."""
+        """Those with something left to be read ahead, or (None) not looked at yet; in order of
+        arrival."""
         self._ahead: dict[str, list[int]] = {}
         """By waiting request: slots by size class that were taken for it."""
         self._taken = [0] * len(parts.geometry.slot_sizes)
@@ -210,14 +219,16 @@ class Promotions:
             del self._waiting[request]
 
     def _find_wanted(self, request: RequestState) -> _Wanted:
-        """Return what of a request's hit is to be read ahead; what the CPU tier has of it counts as used."""
+        """Return what of a request's hit is to be read ahead; what the CPU tier has of it counts as
+        used."""
         request.update_keys(self._geometry)
         known = max(request.prompt_tokens, len(request.hashes) * self._geometry.hash_tokens)
         limit = known - 1 if request.load_limit_tokens is None else min(known - 1, request.load_limit_tokens)
         if request.most_load_tokens is not None:
             limit = min(limit, self._local_tokens(request) + request.most_load_tokens)
         catalog, source = self._catalog, Reachable(self._catalog, self._neighbours.usable_hints)
-        # To the end of what is there or on its way: behind a block that is just being stored there may be others.
+        # To the end of what is there or on its way: behind a block that is just being stored there
+        # may be others.
         hit = longest_hit(source, self._geometry, request.keys, 0, limit, coming=True)
         found: list[tuple[int, BlockKey, BlockKey | None]] = []
         held: list[int] = []
@@ -246,7 +257,8 @@ class Promotions:
         return (row >= 0 or key in self._neighbours.usable_hints) and not self._context.is_cached(key)
 
     def _local_tokens(self, request: RequestState) -> int:
-        """Return how much of a request's prompt the GPU has now, by the groups that need all of it."""
+        """Return how much of a request's prompt the GPU has now, by the groups that need all of
+        it."""
         found = [0]
         for group in self._geometry.groups:
             if group.window_tokens is None:

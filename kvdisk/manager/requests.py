@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the manager keeps of a live request, and counts of what requests found. Scheduler thread only.
+"""What the manager keeps of a live request, and counts of what requests found. Scheduler thread
+only.
 
 Store watermarks are not here: they are the store policy's.
 """
@@ -21,7 +22,8 @@ from kvdisk.stats import Stats
 class RequestLimits(NamedTuple):
     """What a request's user allows, in tokens; None: no limit, 0: nothing.
 
-    ``most_load_tokens`` beyond those that are on the GPU already; ``store_limit_tokens`` from the prompt's start.
+    ``most_load_tokens`` beyond those that are on the GPU already; ``store_limit_tokens`` from the
+    prompt's start.
     """
 
     most_load_tokens: int | None = None
@@ -33,17 +35,17 @@ class RequestState:
 
     ``hashes``: the engine's own growing list of block hashes, one per ``hash_tokens``; read only.
     ``hash_count``: how many of them are in ``keys``. ``lookups``: what was found of them.
-    ``arrival``: its number in order of arrival.
-    ``load_limit_tokens``: no external hit reaches beyond this any more, because a load failed there.
-    ``most_load_tokens``, ``store_limit_tokens``: what its user allows: so many tokens to load beyond those on the GPU,
-    and to store up to this one; None: no limit.
-    ``load_job``: its last load. ``awaited_load``: another's, for whose blocks it waits, or has waited.
-    ``stale``: what it has computed is of weights that are gone, and nothing of it is stored; until it starts again.
-    ``question``: ticket of what the neighbours were asked, 0: nothing; ``asked_s``: when it was first looked up, or
-    they were asked again.
-    ``hit_tokens``: of the last planned load, by the tier they come from.
-    ``asked``: the last lookup, until it is known what came of it: what the GPU had of its own, a bound of the hit, and
-    what was promised beyond the former, in tokens. ``waited_since_s``: when the wait that goes on began.
+    ``arrival``: its number in order of arrival. ``load_limit_tokens``: no external hit reaches
+    beyond this any more, because a load failed there. ``most_load_tokens``, ``store_limit_tokens``:
+    what its user allows: so many tokens to load beyond those on the GPU, and to store up to this
+    one; None: no limit. ``load_job``: its last load. ``awaited_load``: another's, for whose blocks
+    it waits, or has waited. ``stale``: what it has computed is of weights that are gone, and
+    nothing of it is stored; until it starts again. ``question``: ticket of what the neighbours were
+    asked, 0: nothing; ``asked_s``: when it was first looked up, or they were asked again.
+    ``hit_tokens``: of the last planned load, by the tier they come from. ``asked``: the last
+    lookup, until it is known what came of it: what the GPU had of its own, a bound of the hit, and
+    what was promised beyond the former, in tokens. ``waited_since_s``: when the wait that goes on
+    began.
     """
 
     def __init__(
@@ -78,7 +80,8 @@ class RequestState:
         self.waited_since_s: float | None = None
 
     def update_keys(self, geometry: Geometry) -> None:
-        """Extend ``keys`` to what the engine has hashed by now: one key per full block and group."""
+        """Extend ``keys`` to what the engine has hashed by now: one key per full block and
+        group."""
         if len(self.hashes) == self.hash_count:
             return
         self.hash_count = len(self.hashes)
@@ -93,7 +96,8 @@ class RequestState:
         self.load_limit_tokens = tokens if self.load_limit_tokens is None else min(tokens, self.load_limit_tokens)
 
     def may_wait_again(self) -> None:
-        """Begin a new wait, however the last one ended: it is preempted, or another load has begun."""
+        """Begin a new wait, however the last one ended: it is preempted, or another load has
+        begun."""
         self.wait_started_s = None
         self.gave_up_waiting = False
 
@@ -120,14 +124,17 @@ class RequestState:
 
 
 _Asked = tuple[int, int, int]
-"""A lookup, in tokens: what the GPU had, where the longest hit would have ended, what was promised beyond the GPU's."""
+"""A lookup, in tokens: what the GPU had, where the longest hit would have ended, what was promised
+beyond the GPU's."""
 
 
 class HitCounts:
-    """Counts what requests found in the tiers, and how long they waited for it, each time one is scheduled.
+    """Counts what requests found in the tiers, and how long they waited for it, each time one is
+    scheduled.
 
-    The fastest tier is asked for every token beyond the GPU's own, each other for what those before it have not got. A
-    neighbour's copy counts as NVMe's. What is not loaded is missed, whatever the reason.
+    The fastest tier is asked for every token beyond the GPU's own, each other for what those before
+    it have not got. A neighbour's copy counts as NVMe's. What is not loaded is missed, whatever the
+    reason.
     """
 
     def __init__(self, geometry: Geometry, stats: Stats, tiers: Sequence[Tier]) -> None:
@@ -182,7 +189,8 @@ class HitCounts:
         self._count(asked, end_tokens, tokens, blocks)
 
     def _tokens_by_tier(self, local_tokens: int, details: Sequence[MoveDetail]) -> Counter[Tier]:
-        """Return the tokens of each tier but the fastest: one is of the slowest that a block of its groups is in."""
+        """Return the tokens of each tier but the fastest: one is of the slowest that a block of its
+        groups is in."""
         groups, fastest = self._geometry.groups, self._tiers[0]
         step = min(group.block_tokens for group in groups)
         slowest: dict[int, Tier] = {}

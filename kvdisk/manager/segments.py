@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The segments of this engine store, the budget they are cut from, and the health of their drives.
 
-Segments are made one at a time per size class as room is needed, up to the budget, and by jobs that every rank runs."""
+Segments are made one at a time per size class as room is needed, up to the budget, and by jobs that
+every rank runs."""
 
 from __future__ import annotations
 
@@ -31,12 +32,14 @@ FAILURES_IN_A_ROW = 8
 """Blocks that a drive fails to read, with none between that it reads, before it is quarantined."""
 _OPENING_S = 60.0  # old copies stay so long because a segment is being made; on a drive that hangs it never is
 _WRITE_IS_BAD = frozenset({Reason.NO_SPACE, Reason.IO_ERROR})
-"""Failures of a write after which writes stop for a while; so does a write that the drive does not end in time."""
+"""Failures of a write after which writes stop for a while; so does a write that the drive does not
+end in time."""
 
 
 @dataclass(frozen=True)
 class NvmeLayout:
-    """How a budget is cut: slots of a segment and cap of segment bytes (all ranks) by size class."""
+    """How a budget is cut: slots of a segment and cap of segment bytes (all ranks) by size
+    class."""
 
     index_bytes: int
     slot_counts: tuple[int, ...]
@@ -54,8 +57,8 @@ class NvmeLayout:
     ) -> NvmeLayout:
         """Divide ``budget_bytes`` (all ranks) between index, the file of uses, and size classes.
 
-        ``index_bytes_for``: bytes of an index of so many blocks; ``uses_charge_bytes``: what the file for so many
-        slots is charged with. Raises ConfigError where nothing fits.
+        ``index_bytes_for``: bytes of an index of so many blocks; ``uses_charge_bytes``: what the
+        file for so many slots is charged with. Raises ConfigError where nothing fits.
         """
         without = cls._divide(budget_bytes, segment_bytes, geometry, index_bytes_for, drive_count)
         uses_bytes = uses_charge_bytes(without.most_slots(geometry))
@@ -76,7 +79,8 @@ class NvmeLayout:
         class_bytes = tuple(int((budget_bytes - index_bytes) * share) for share in geometry.shares)
         slot_counts = []
         for size, cap in zip(geometry.slot_sizes, class_bytes, strict=True):
-            # Four segments or more per class, and two a drive: dropping or refusing one must not take the tier away.
+            # Four segments or more per class, and two a drive: dropping or refusing one must not
+            # take the tier away.
             share = cap // (max(4, 2 * drive_count) * parts) - SEGMENT_OVERHEAD_BYTES
             count = slots_per_segment(min(segment_bytes, share), size)
             if segment_charge_bytes(size, count) * parts > cap:
@@ -144,12 +148,13 @@ class _Drive:
 
 
 class Drives:
-    """The health of the drives: which may be written, and which are read. Named by their position in the list.
+    """The health of the drives: which may be written, and which are read. Named by their position
+    in the list.
 
-    A write that fails stops writes to its drive for a while, longer each time; reads go on. A segment that cannot be
-    made only stops the making of segments. A drive that fails to read block after block, or does not end a read in
-    time, is quarantined: nothing on it is promised, read or written until its time is over. Then it is on probation:
-    its next failure is enough.
+    A write that fails stops writes to its drive for a while, longer each time; reads go on. A
+    segment that cannot be made only stops the making of segments. A drive that fails to read block
+    after block, or does not end a read in time, is quarantined: nothing on it is promised, read or
+    written until its time is over. Then it is on probation: its next failure is enough.
     """
 
     def __init__(self, count: int, stats: Stats) -> None:
@@ -166,7 +171,8 @@ class Drives:
         return len(self._drives)
 
     def refresh(self, now: float) -> bool:
-        """End quarantines whose time is over; return whether that, or the end of a back-off, lets writes return."""
+        """End quarantines whose time is over; return whether that, or the end of a back-off, lets
+        writes return."""
         returned = False
         for number, drive in enumerate(self._drives):
             if drive.quarantined_until_s is not None and now >= drive.quarantined_until_s:
@@ -190,7 +196,8 @@ class Drives:
         return [number for number in range(len(self._drives)) if self.may_write(number, now)]
 
     def write_failed(self, number: int, now: float, what: str) -> None:
-        """Stop writing to a drive for a while; what was on its way at that time does not lengthen it."""
+        """Stop writing to a drive for a while; what was on its way at that time does not lengthen
+        it."""
         drive = self._drives[number]
         if now >= drive.writes.until_s:
             length_s = drive.writes.begin(now)
@@ -243,8 +250,8 @@ class Drives:
 
 
 class Turns:
-    """Whose turn it is: of each size class a run of slots goes to one drive, the next to the next; so a load reads
-    from all. ``run_slots``: slots of a run by size class.
+    """Whose turn it is: of each size class a run of slots goes to one drive, the next to the next;
+    so a load reads from all. ``run_slots``: slots of a run by size class.
     """
 
     def __init__(self, run_slots: Sequence[int]) -> None:
@@ -268,7 +275,8 @@ class Turns:
 
 
 class Segments:
-    """This engine's segments. ``specs``: every one by its number, from its plan to the end of its files.
+    """This engine's segments. ``specs``: every one by its number, from its plan to the end of its
+    files.
 
     ``writable``: drives that might be written when ``may_write`` was last asked.
     """
@@ -293,7 +301,8 @@ class Segments:
     # -- from plan to end ----------------------------------------------------------------------
 
     def restore(self, records: Iterable[SegmentRecord], home_id: str, fingerprint: bytes) -> None:
-        """Take over what the index knows, and plan the jobs that open the engine store and its segments."""
+        """Take over what the index knows, and plan the jobs that open the engine store and its
+        segments."""
         for record in records:
             self._note(SegmentSpec(record.segment, record.slot_bytes, record.slot_count, record.drive, create=False))
         self._next = max(self.specs, default=-1) + 1
@@ -317,17 +326,20 @@ class Segments:
 
     @property
     def is_opening(self) -> bool:
-        """Whether no new one may be planned yet: opening the store removes what the index does not know."""
+        """Whether no new one may be planned yet: opening the store removes what the index does not
+        know."""
         return bool(self._attaching) or self._transfers.count(JobKind.OPEN_HOME) > 0
 
     def hold_up(self, now: float) -> bool:
-        """Whether room is soon to come from a segment that is being made or opened, so that nothing should leave."""
+        """Whether room is soon to come from a segment that is being made or opened, so that nothing
+        should leave."""
         return self.is_opening and now - self._opened_s < _OPENING_S
 
     def plan_new(self, size_class: int, now: float) -> bool:
         """Plan a new segment, on the writable drive that has least of its kind.
 
-        False where the cap, or the back-off after a failure, forbids it, and while another is being opened.
+        False where the cap, or the back-off after a failure, forbids it, and while another is being
+        opened.
         """
         drives = [drive for drive in self.writable if self.drives.may_make(drive, now)]
         if not drives or self.is_opening:
@@ -354,7 +366,8 @@ class Segments:
         self._attaching.discard(spec.segment)
 
     def share(self, spec: SegmentSpec) -> bool:
-        """Plan that all ranks open what one of them has made for all; return whether that is needed."""
+        """Plan that all ranks open what one of them has made for all; return whether that is
+        needed."""
         shared = self._geometry.replicated and spec.create
         if shared:
             self._attach(spec._replace(create=False))
@@ -368,7 +381,8 @@ class Segments:
             logger.warning("kvdisk gives up segment %d, which could not be opened on every rank.", spec.segment)
 
     def surplus(self) -> list[SegmentSpec]:
-        """Return what to drop, the newest first, where the cap has become smaller than what there is."""
+        """Return what to drop, the newest first, where the cap has become smaller than what there
+        is."""
         surplus = []
         for size_class, cap in enumerate(self._layout.class_bytes):
             mine = [spec for spec in self.specs.values() if self.class_of(spec) == size_class]
@@ -421,7 +435,8 @@ class Segments:
             self.drives.write_succeeded(drive)
 
     def learn_reads(self, record: JobRecord, now: float, dropping: Collection[int]) -> None:
-        """Learn from a settled load how the drives are, but for the segments that are being dropped."""
+        """Learn from a settled load how the drives are, but for the segments that are being
+        dropped."""
         for at, move in enumerate(record.job.moves):
             spec = self.specs.get(move.slots[Tier.NVME].segment) if Tier.NVME in move.slots else None
             if spec is None or spec.segment in dropping:

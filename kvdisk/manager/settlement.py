@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of copies, pins and requests when a job is settled. Scheduler thread only.
 
-A late move has failed, and a device may still touch its slots: its target is DOOMED and keeps its writer's pin,
-and its source keeps its pin, until ``release``. Of one chain the tail is settled first, so that its head ends as
-the most recently used.
+A late move has failed, and a device may still touch its slots: its target is DOOMED and keeps its
+writer's pin, and its source keeps its pin, until ``release``. Of one chain the tail is settled
+first, so that its head ends as the most recently used.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind, Move, Reason
 
 _SOURCE_IS_BAD = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
-"""Failures of a load after which its source copy is dropped. A deadline says nothing about the copy."""
+"""Failures of a load after which its source copy is dropped. A deadline says nothing about the
+copy."""
 
 
 class Settlement:
-    """Ends jobs: gives back pins and slots, and tells tiers, requests and the store policy what came of them."""
+    """Ends jobs: gives back pins and slots, and tells tiers, requests and the store policy what
+    came of them."""
 
     def __init__(
         self,
@@ -58,7 +60,8 @@ class Settlement:
         self._end(record, now, now_s)
 
     def cancel(self, record: JobRecord) -> None:
-        """End a job that no worker has seen: every move has failed, and the tiers learn nothing from it."""
+        """End a job that no worker has seen: every move has failed, and the tiers learn nothing
+        from it."""
         record.failed = dict.fromkeys(range(len(record.details)), Reason.CANCELLED)
         self._end(record, 0.0, 0)
 
@@ -75,7 +78,8 @@ class Settlement:
             self._files.settle_files(record, now)
 
     def release(self, record: JobRecord) -> None:
-        """Give back the pins of a settled job's late moves: nothing touches their slots any more."""
+        """Give back the pins of a settled job's late moves: nothing touches their slots any
+        more."""
         self._state.released += 1
         for at in sorted(record.late, reverse=True):
             detail, move = record.details[at], record.job.moves[at]
@@ -118,7 +122,8 @@ class Settlement:
             self._tiers[tier].learn_writes(record, now)
 
     def _end_targets(self, record: JobRecord, now_s: int) -> dict[Tier, list[int]]:
-        """End the copies that a job wrote, or failed to. Return the READY ones by tier, the tail first.
+        """End the copies that a job wrote, or failed to. Return the READY ones by tier, the tail
+        first.
 
         The slot of a late move stays taken until ``release``.
         """
@@ -139,7 +144,8 @@ class Settlement:
     # -- what was read -----------------------------------------------------------------------------
 
     def _end_read(self, record: JobRecord, now: float, now_s: int) -> None:
-        """End a load or a promotion: its sources, which were used or are bad, and the copies in memory it wrote."""
+        """End a load or a promotion: its sources, which were used or are bad, and the copies in
+        memory it wrote."""
         if record.job.kind is JobKind.LOAD:
             self._end_load_of_request(record)
         for space in self._tiers:
@@ -195,7 +201,8 @@ class Settlement:
             space.access(used)
 
     def _end_failed_source(self, record: JobRecord, at: int) -> None:
-        """End a source that was not read: drop a bad copy, and offer a sound one as one that was used."""
+        """End a source that was not read: drop a bad copy, and offer a sound one as one that was
+        used."""
         (row, _, _, tier, _), move = record.details[at], record.job.moves[at]
         reason, late = record.failed[at], at in record.late
         if is_neighbours(move.slots.get(Tier.NVME)):

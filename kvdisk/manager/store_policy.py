@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """When blocks are offered to the tiers: the protocol, the policies by name. Scheduler thread only.
 
-The planner tells a policy what happens, offers the tiers what it returns, and tells it the answers. A policy
-knows nothing of tiers or slots. One of a user's own (``store_policy: "module:Class"``) is built without
-arguments, and is best derived from ``NoStores``."""
+The planner tells a policy what happens, offers the tiers what it returns, and tells it the answers.
+A policy knows nothing of tiers or slots. One of a user's own (``store_policy: "module:Class"``) is
+built without arguments, and is best derived from ``NoStores``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Refusal(IntEnum):
 
 @dataclass(eq=False, slots=True)
 class Refused:
-    """A refusal for lack of room, of one block or of several together. ``released``: the number at that moment."""
+    """A refusal for lack of room, of one block or of several together. ``released``: the number at
+    that moment."""
 
     released: int
     retry_s: float
@@ -39,7 +40,8 @@ class Refused:
 
     @classmethod
     def make(cls, released: int, now: float, before: Refused | None) -> Refused:
-        """Return a refusal of now; ``before``: the one before it of the same blocks, whose back-off doubles."""
+        """Return a refusal of now; ``before``: the one before it of the same blocks, whose back-off
+        doubles."""
         back_off_s = min(before.back_off_s * 2, LAST_BACK_OFF_S) if before else FIRST_BACK_OFF_S
         return cls(released, now + back_off_s, back_off_s)
 
@@ -49,11 +51,12 @@ class Refused:
 
 
 class Watermark:
-    """Up to where one group's blocks of one request have been offered, and which below were refused.
+    """Up to where one group's blocks of one request have been offered, and which below were
+    refused.
 
-    A block refused for lack of reuse is offered again when its count has risen (``rise``), one refused for lack of room
-    when room has come free since, with back-off. Nothing else is offered twice. While nothing is to be offered, asking
-    costs the same however many blocks wait.
+    A block refused for lack of reuse is offered again when its count has risen (``rise``), one
+    refused for lack of room when room has come free since, with back-off. Nothing else is offered
+    twice. While nothing is to be offered, asking costs the same however many blocks wait.
 
     ``unused``: refused for lack of reuse: positions by key.
     """
@@ -75,11 +78,13 @@ class Watermark:
         return bool(self._no_room or self._risen)
 
     def is_held(self, released: int, now: float) -> bool:
-        """Whether blocks wait for room that are not to be offered yet: without them what follows serves nobody."""
+        """Whether blocks wait for room that are not to be offered yet: without them what follows
+        serves nobody."""
         return any(not refusal.is_over(released, now) for refusal in self._refusals)
 
     def candidates(self, limit: int, released: int, now: float) -> Sequence[int]:
-        """Return the positions below ``limit`` to offer now, ascending; the frontier moves to ``limit``.
+        """Return the positions below ``limit`` to offer now, ascending; the frontier moves to
+        ``limit``.
 
         ``released``: a number that rises when room comes free.
         """
@@ -129,7 +134,8 @@ class Watermark:
     def refuse(self, positions: Sequence[int], released: int, now: float) -> None:
         """Remember what was refused for lack of room; ``released`` is its number at this moment.
 
-        Blocks from the frontier on are offered anyway: their load failed, or a store from before a reset.
+        Blocks from the frontier on are offered anyway: their load failed, or a store from before a
+        reset.
         """
         if self._risen:
             self._risen = [position for position in self._risen if position not in positions]
@@ -145,7 +151,8 @@ class Watermark:
 
 
 class FreeOffer(NamedTuple):
-    """A free GPU block that is offered. ``parent``: key of the block before it in its chain; None: first or unknown."""
+    """A free GPU block that is offered. ``parent``: key of the block before it in its chain; None:
+    first or unknown."""
 
     block: int
     key: BlockKey
@@ -155,16 +162,17 @@ class FreeOffer(NamedTuple):
 class StorePolicy(Protocol):
     """Decides which blocks are offered, and when. As it is written here it offers nothing.
 
-    ``saves_victims``: whether ``preempted`` returns anything. Every offer is answered once all groups of its request
-    were asked, and before anything else is asked: by ``accept`` or ``refuse``, for free blocks by ``accept_free`` or
-    ``refuse_free``. An offer that was taken may be refused later, when its copy failed.
-    ``released``: a number that rises when room comes free.
+    ``saves_victims``: whether ``preempted`` returns anything. Every offer is answered once all
+    groups of its request were asked, and before anything else is asked: by ``accept`` or
+    ``refuse``, for free blocks by ``accept_free`` or ``refuse_free``. An offer that was taken may
+    be refused later, when its copy failed. ``released``: a number that rises when room comes free.
     """
 
     saves_victims: bool = False
 
     def reached(self, request_id: str, keys: Sequence[BlockKey], start: int, stop: int) -> None:
-        """A request's blocks from ``start`` to before ``stop`` of one group are full and computed for the first time.
+        """A request's blocks from ``start`` to before ``stop`` of one group are full and computed
+        for the first time.
 
         ``keys``: of all the group's blocks. After a preemption a request begins at 0 again.
         """
@@ -184,7 +192,8 @@ class StorePolicy(Protocol):
         return ()
 
     def preempted(self, request_id: str, group: int, storable: int) -> Sequence[int]:  # noqa: ARG002
-        """Return the positions of a victim's blocks to offer, before they are overwritten, ascending."""
+        """Return the positions of a victim's blocks to offer, before they are overwritten,
+        ascending."""
         return ()
 
     def free_offers(
@@ -211,30 +220,35 @@ class StorePolicy(Protocol):
     ) -> None:
         """The offers were refused, or taken ones failed: offer them again when things have changed.
 
-        ``keys``: of the blocks. ``released``: as it was then, for those that were refused for lack of room.
+        ``keys``: of the blocks. ``released``: as it was then, for those that were refused for lack
+        of room.
         """
 
     def wanted_again(self, keys: Sequence[BlockKey]) -> None:
-        """More requests want these blocks than before: those that were refused for lack of reuse may be admitted."""
+        """More requests want these blocks than before: those that were refused for lack of reuse
+        may be admitted."""
 
     def accept_free(self, key: BlockKey) -> None:
         """The offer of a free block was taken, or the block is there already."""
 
     def refuse_free(self, key: BlockKey, why: Refusal, released: int, now: float) -> None:
-        """The offer of a free block was refused, or its store failed. ``released``: as in ``refuse``."""
+        """The offer of a free block was refused, or its store failed. ``released``: as in
+        ``refuse``."""
 
     def waits(self, request_id: str) -> bool:  # noqa: ARG002
-        """Whether refused blocks of the request are to be offered again, as soon as there is room or at once."""
+        """Whether refused blocks of the request are to be offered again, as soon as there is room
+        or at once."""
         return False
 
     def request_finished(self, request_id: str) -> None:
         """Forget the request."""
 
     def reset(self) -> None:
-        """The weights may have changed, or a block was not filled: no preempted or free block of before is offered.
+        """The weights may have changed, or a block was not filled: no preempted or free block of
+        before is offered.
 
-        Running requests reach again what they still hold. The planner offers nothing of those that went on through a
-        change of weights.
+        Running requests reach again what they still hold. The planner offers nothing of those that
+        went on through a change of weights.
         """
 
 
@@ -251,10 +265,12 @@ class OnCompute(NoStores):
         self._waiting: set[str] = set()
         """Those with blocks to be offered again: few, and asked for in every step."""
         self._unused: dict[BlockKey, tuple[Watermark, ...]] = {}
-        """Of each block that was refused for lack of reuse, the watermarks that wait for its count to rise."""
+        """Of each block that was refused for lack of reuse, the watermarks that wait for its count
+        to rise."""
 
     def offers(self, request_id: str, group: int, storable: int, released: int, now: float) -> Sequence[int]:
-        """Return new blocks, and refused ones whose cause has changed; no new ones while others wait for room."""
+        """Return new blocks, and refused ones whose cause has changed; no new ones while others
+        wait for room."""
         watermarks = self._watermarks.setdefault(request_id, {})
         watermark = watermarks.get(group)
         if request_id in self._waiting and any(other.is_held(released, now) for other in watermarks.values()):
@@ -332,7 +348,8 @@ class OnCompute(NoStores):
 class OnPreemption(NoStores):
     """Offers what a preemption would lose, and nothing else.
 
-    A preemption offers all of the victim's full blocks once. One that is refused is overwritten before room comes free.
+    A preemption offers all of the victim's full blocks once. One that is refused is overwritten
+    before room comes free.
     """
 
     saves_victims = True
@@ -343,14 +360,16 @@ class OnPreemption(NoStores):
 
 
 AHEAD_STEPS = 2
-"""How far the cursor is kept ahead of the engine, in steps that take as many blocks as a step can."""
+"""How far the cursor is kept ahead of the engine, in steps that take as many blocks as a step
+can."""
 
 
 class _Front:
-    """The blocks of the free queue from its head to a cursor, in order. A step's cost is that of what has changed.
+    """The blocks of the free queue from its head to a cursor, in order. A step's cost is that of
+    what has changed.
 
-    The engine takes blocks at the head, may put some before it, and takes others out anywhere when a request hits them
-    (``leave``). ``_members``: those of ``_blocks`` that have not left.
+    The engine takes blocks at the head, may put some before it, and takes others out anywhere when
+    a request hits them (``leave``). ``_members``: those of ``_blocks`` that have not left.
     """
 
     def __init__(self) -> None:
@@ -358,7 +377,8 @@ class _Front:
         self._members: set[int] = set()
 
     def advance(self, context: SchedulerContext) -> Iterator[KVCacheBlockView]:
-        """Yield the blocks that have come before the cursor, which is moved on to ``AHEAD_STEPS`` steps' blocks."""
+        """Yield the blocks that have come before the cursor, which is moved on to ``AHEAD_STEPS``
+        steps' blocks."""
         most = AHEAD_STEPS * context.step_blocks
         yield from self._follow_head(context, most)
         cursor = self._valid_cursor(context)
@@ -373,7 +393,8 @@ class _Front:
         self._members.discard(block)
 
     def _follow_head(self, context: SchedulerContext, most: int) -> list[KVCacheBlockView]:
-        """Drop what has left the queue at its head; return what was put before it, or all of a front found anew."""
+        """Drop what has left the queue at its head; return what was put before it, or all of a
+        front found anew."""
         before: list[KVCacheBlockView] = []
         for block in islice(context.iter_free_blocks(), most):
             if block.block_id in self._members:
@@ -398,11 +419,12 @@ class _Front:
 class Spillover(NoStores):
     """Offers free, cached blocks at the front of the engine's free queue.
 
-    The cursor is behind the first blocks of the queue, as many as ``AHEAD_STEPS`` steps can take. A block is offered
-    when the cursor passes it; again when its refusal is over, or when it has left the queue and come back.
+    The cursor is behind the first blocks of the queue, as many as ``AHEAD_STEPS`` steps can take. A
+    block is offered when the cursor passes it; again when its refusal is over, or when it has left
+    the queue and come back.
 
-    Only blocks of requests that kvdisk follows are offered (an adapter's are not), reached since the last reset. Of
-    these it knows the keys last reached, twice as many as the GPU has blocks.
+    Only blocks of requests that kvdisk follows are offered (an adapter's are not), reached since
+    the last reset. Of these it knows the keys last reached, twice as many as the GPU has blocks.
     """
 
     def __init__(self) -> None:
@@ -415,9 +437,11 @@ class Spillover(NoStores):
         self._unused: dict[BlockKey, int] = {}
         self._no_room: dict[BlockKey, int] = {}
         self._groups: deque[tuple[Refused, float, list[BlockKey]]] = deque()
-        """Keys of ``_no_room`` that were refused together, at that time; they are offered again together."""
+        """Keys of ``_no_room`` that were refused together, at that time; they are offered again
+        together."""
         self._retried: Refused | None = None
-        """The refusal of those that were offered again last, whose back-off the next refusal doubles."""
+        """The refusal of those that were offered again last, whose back-off the next refusal
+        doubles."""
         self._due: dict[BlockKey, int] = {}
 
     def reached(self, request_id: str, keys: Sequence[BlockKey], start: int, stop: int) -> None:  # noqa: ARG002
@@ -496,7 +520,8 @@ class Spillover(NoStores):
         self._offered.discard(key)
 
     def reset(self) -> None:
-        """Forget all keys: the blocks may keep theirs, and what they hold is not what those mean any more."""
+        """Forget all keys: the blocks may keep theirs, and what they hold is not what those mean
+        any more."""
         for known in (self._parents, self._blocks, self._offered, self._unused, self._no_room, self._due):
             known.clear()
         self._groups.clear()
@@ -511,7 +536,8 @@ _POLICIES: Mapping[str, Callable[[], StorePolicy]] = {
 
 
 def make_store_policy(name: str) -> StorePolicy:
-    """Return a new policy by its name, or of the class that ``module:Class`` names. Raises ConfigError."""
+    """Return a new policy by its name, or of the class that ``module:Class`` names. Raises
+    ConfigError."""
     if name in _POLICIES:
         return _POLICIES[name]()
     own: StorePolicy = make_own("store_policy", name, StorePolicy)

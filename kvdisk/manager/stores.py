@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is stored: offers of the store policy are answered, and a job is planned for those taken.
 
-There are three ways in: ``plan`` (what a running request has computed), ``save`` (what a preemption takes away) and
-``plan_free`` (free blocks of the engine's cache). Each sorts its blocks by what becomes of them (``_sort``), takes
-slots of the first tier, and queues a job (``_queue``). Scheduler thread only.
+There are three ways in: ``plan`` (what a running request has computed), ``save`` (what a preemption
+takes away) and ``plan_free`` (free blocks of the engine's cache). Each sorts its blocks by what
+becomes of them (``_sort``), takes slots of the first tier, and queues a job (``_queue``). Scheduler
+thread only.
 """
 
 from __future__ import annotations
@@ -26,15 +27,18 @@ from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind, Move
 
 MOST_LEFT = 4096
-"""Blocks of requests that have ended which wait for a segment; the first that came are forgotten first."""
+"""Blocks of requests that have ended which wait for a segment; the first that came are forgotten
+first."""
 MOST_LEFT_OFFERS = 256
 """Of these, how many are offered in a step."""
 
 
 class Table(NamedTuple):
-    """A request's GPU blocks by group, 0 where it needs none, and how many of its tokens are computed in them.
+    """A request's GPU blocks by group, 0 where it needs none, and how many of its tokens are
+    computed in them.
 
-    Of a group with a window the engine may have taken blocks since that lie wholly before the window.
+    Of a group with a window the engine may have taken blocks since that lie wholly before the
+    window.
     """
 
     computed_tokens: int
@@ -45,7 +49,8 @@ _EMPTY = Table(0, ())
 
 
 class _Block(NamedTuple):
-    """A block that is offered. ``position``: in its group of its request; -1: it is in no request."""
+    """A block that is offered. ``position``: in its group of its request; -1: it is in no
+    request."""
 
     key: BlockKey
     parent: BlockKey | None
@@ -55,8 +60,9 @@ class _Block(NamedTuple):
 
 
 class _Sorted(NamedTuple):
-    """Offered blocks by what becomes of them: there already (or gone from the GPU), not admitted, without room now
-    because the tier is just dropping a copy, and those that lack nothing but a slot."""
+    """Offered blocks by what becomes of them: there already (or gone from the GPU), not admitted,
+    without room now because the tier is just dropping a copy, and those that lack nothing but a
+    slot."""
 
     there: list[_Block]
     unused: list[_Block]
@@ -96,9 +102,11 @@ class StorePlanner:
         self._generation = first_generation
         self._min_block_tokens = min(group.block_tokens for group in parts.geometry.groups)
         self._tables: dict[str, Table] = {}
-        """What each running request held at its last step: a victim is named when its blocks have been freed."""
+        """What each running request held at its last step: a victim is named when its blocks have
+        been freed."""
         self._left: deque[FreeOffer] = deque(maxlen=MOST_LEFT)
-        """Blocks that waited for room when their requests ended, by request in the order of the prompt."""
+        """Blocks that waited for room when their requests ended, by request in the order of the
+        prompt."""
         self._left_at = -1
         """The number of ``released`` when these were last offered."""
 
@@ -136,7 +144,8 @@ class StorePlanner:
         return computed_tokens if self._config.store_decode else min(computed_tokens, request.prompt_tokens)
 
     def _full_blocks(self, request: RequestState, group: GroupGeometry, table: Table, storable_tokens: int) -> int:
-        """Return how many blocks of a group are full, final and hashed, within ``storable_tokens``."""
+        """Return how many blocks of a group are full, final and hashed, within
+        ``storable_tokens``."""
         final_tokens = min(storable_tokens, max(0, table.computed_tokens - group.volatile_last))
         known = min(len(request.keys[group.group]), len(table.block_ids[group.group]))
         return min(final_tokens // group.block_tokens, known)
@@ -167,9 +176,11 @@ class StorePlanner:
         self._store_policy.request_finished(request_id)
 
     def finished(self, request: RequestState) -> None:
-        """Forget a request; what of it waits for a segment may still be stored while the engine has it cached.
+        """Forget a request; what of it waits for a segment may still be stored while the engine has
+        it cached.
 
-        Not what waits for a budget, or for others to leave: that room is for the requests that live.
+        Not what waits for a budget, or for others to leave: that room is for the requests that
+        live.
         """
         can_wait = not request.loading and not request.stale
         if self._target.has_room_soon and can_wait and self._store_policy.waits(request.request_id):
@@ -208,7 +219,8 @@ class StorePlanner:
     # -- preemption ----------------------------------------------------------------------------
 
     def save(self, request: RequestState, overwritten: Collection[int], now: float) -> JobId | None:
-        """Plan the store of what a preempted request has lost; return its job, which is urgent, if there is one.
+        """Plan the store of what a preempted request has lost; return its job, which is urgent, if
+        there is one.
 
         Its blocks may be somebody else's by now.
         ``overwritten``: blocks that the step has written to by the time that the job can begin.
@@ -235,7 +247,8 @@ class StorePlanner:
     def _leave_out_what_has_gone(
         self, group: GroupGeometry, keys: Sequence[BlockKey], blocks: list[int], computed_tokens: int
     ) -> None:
-        """Set blocks to 0 that the engine may have given away in earlier steps: those that are behind the window."""
+        """Set blocks to 0 that the engine may have given away in earlier steps: those that are
+        behind the window."""
         if group.window_tokens is None:
             return
         # The table is noted again when the next block is full.
@@ -248,7 +261,8 @@ class StorePlanner:
     # -- free blocks ---------------------------------------------------------------------------
 
     def plan_free(self, now: float) -> None:
-        """Store free blocks that the store policy offers, and those left by requests that ended before there was room.
+        """Store free blocks that the store policy offers, and those left by requests that ended
+        before there was room.
 
         The latter only where room may have come free since they were refused.
         """
@@ -266,7 +280,8 @@ class StorePlanner:
             self._refuse_free(offer.key, Refusal.NO_ROOM, self._state.released, now)
 
     def _store_free(self, offers: Iterable[FreeOffer], now: float) -> list[FreeOffer]:
-        """Answer offers of cached blocks, and plan a job for those taken; return those refused for lack of room."""
+        """Answer offers of cached blocks, and plan a job for those taken; return those refused for
+        lack of room."""
         blocks = [_Block(offer.key, offer.parent, offer.block, group_of(offer.key)) for offer in offers]
         found = self._sort(blocks)
         for block in found.there:
@@ -299,7 +314,8 @@ class StorePlanner:
         return [_Block(keys[at], keys[at - 1] if at else None, gpu_blocks[at], number, at) for at in positions]
 
     def _is_there(self, key: BlockKey, row: int) -> bool:
-        """Whether a block needs no store: a tier has or gets it, or a neighbour has it as near as the tier is."""
+        """Whether a block needs no store: a tier has or gets it, or a neighbour has it as near as
+        the tier is."""
         return self._catalog.is_coming(row) or (self._target.holds_neighbours and self._neighbours.holds(key))
 
     def _sort(self, blocks: Sequence[_Block]) -> _Sorted:
@@ -356,10 +372,12 @@ class StorePlanner:
     # -- slots and jobs ------------------------------------------------------------------------
 
     def _take(self, request: RequestState, wanted: Sequence[list[_Block]], now: float) -> list[tuple[_Block, Slot]]:
-        """Take slots for blocks of each group, from the prompt's head on in all groups alike; refuse the rest.
+        """Take slots for blocks of each group, from the prompt's head on in all groups alike;
+        refuse the rest.
 
-        A hit needs the blocks of all groups: where some group's slots do not suffice, no other gets more of the prompt.
-        What is stored right before them is pinned meanwhile: it does not leave for these.
+        A hit needs the blocks of all groups: where some group's slots do not suffice, no other gets
+        more of the prompt. What is stored right before them is pinned meanwhile: it does not leave
+        for these.
         """
         wanted = [blocks for blocks in wanted if blocks]
         if not wanted:
@@ -385,7 +403,8 @@ class StorePlanner:
         return taken
 
     def _divide(self, wanted: Sequence[list[_Block]], free: dict[int, int]) -> list[int]:
-        """Return how many blocks of each group get one of the free slots, in the order of the prompt."""
+        """Return how many blocks of each group get one of the free slots, in the order of the
+        prompt."""
         classes, groups = self._geometry.size_classes, self._geometry.groups
         if len(wanted) == 1:
             return [min(len(wanted[0]), free[classes[wanted[0][0].group]])]
@@ -404,7 +423,8 @@ class StorePlanner:
         return counts
 
     def _pin_tails(self, wanted: Sequence[Sequence[_Block]]) -> list[int]:
-        """Pin what is stored right before the wanted blocks, where that is the only copy; return the rows.
+        """Pin what is stored right before the wanted blocks, where that is the only copy; return
+        the rows.
 
         What is before a copy stays as long as that does.
         """
@@ -422,7 +442,8 @@ class StorePlanner:
     ) -> JobId | None:
         """Begin copies, and plan the job that writes them; return it, None where there are none.
 
-        ``request``: whose they are, if anybody's. ``watched``: have the engine name those of its blocks that it reuses.
+        ``request``: whose they are, if anybody's. ``watched``: have the engine name those of its
+        blocks that it reuses.
         """
         if not taken:
             return None

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tiers: one protocol for all, and the one in CPU memory. Scheduler thread only.
 
-Stores go to the first tier. A copy moves from each tier to the next by ``Demotions``, and is read from the fastest
-that has it. A further tier is a class here, a route of the worker, and a line of assembly.
+Stores go to the first tier. A copy moves from each tier to the next by ``Demotions``, and is read
+from the fastest that has it. A further tier is a class here, a route of the worker, and a line of
+assembly.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class TierSpace:
     # -- room ----------------------------------------------------------------------------------
 
     def allocate(self, size_class: int, count: int, *, keep_queued: bool = False) -> list[Slot]:
-        """Take up to ``count`` slots. ``keep_queued``: no copy leaves for them that waits for its demotion."""
+        """Take up to ``count`` slots. ``keep_queued``: no copy leaves for them that waits for its
+        demotion."""
         raise NotImplementedError
 
     def give_back(self, size_class: int, slots: Sequence[Slot]) -> None:  # noqa: ARG002 - for tiers with a budget
@@ -76,7 +78,8 @@ class TierSpace:
         return True
 
     def is_stuck(self, size_class: int) -> bool:  # noqa: ARG002
-        """Whether ``make_room`` found no way to room when it last tried, and no slot is free or about to be."""
+        """Whether ``make_room`` found no way to room when it last tried, and no slot is free or
+        about to be."""
         return False
 
     def awaits_commit(self, size_class: int) -> bool:  # noqa: ARG002
@@ -132,7 +135,8 @@ class TierSpace:
     # -- the life of copies ----------------------------------------------------------------------
 
     def finish(self, rows: Sequence[int], now_s: int) -> list[int]:
-        """Copies were written on every rank. Return those that are READY: not those that were doomed meanwhile.
+        """Copies were written on every rank. Return those that are READY: not those that were
+        doomed meanwhile.
 
         Of one chain the tail comes first. ``now_s``: seconds since the Unix epoch.
         """
@@ -150,7 +154,8 @@ class TierSpace:
         """Keep copies that have become READY beyond this process."""
 
     def abandon(self, row: int, *, late: bool = False) -> None:
-        """A copy was not written, or nobody wants it any more: give back its writer's pin and its slot.
+        """A copy was not written, or nobody wants it any more: give back its writer's pin and its
+        slot.
 
         ``late``: a device may still write to the slot. It stays taken until this is called again.
         """
@@ -166,7 +171,8 @@ class TierSpace:
             self._orders[size_class].access(alike)
 
     def reached(self, rows: Sequence[int]) -> None:
-        """A request has come to these blocks, which are in some tier; of one chain the tail comes first."""
+        """A request has come to these blocks, which are in some tier; of one chain the tail comes
+        first."""
         states = self._catalog.columns(self.tier).states
         self.access([row for row in rows if states[row] == READY])
 
@@ -236,7 +242,8 @@ class TierSpace:
 
 
 class CpuSpace(TierSpace):
-    """Slots of the arena that every rank has. A slot's segment is its size class. A slot is free at once."""
+    """Slots of the arena that every rank has. A slot's segment is its size class. A slot is free at
+    once."""
 
     def __init__(self, parts: Parts, slot_counts: Sequence[int], admission: AdmissionPolicy) -> None:
         super().__init__(parts, Tier.CPU, admission)
@@ -245,7 +252,8 @@ class CpuSpace(TierSpace):
                 self.pool.add_segment(size_class, size_class, count)
 
     def allocate(self, size_class: int, count: int, *, keep_queued: bool = False) -> list[Slot]:
-        """Take up to ``count`` slots, evicting where none is free; fewer where the rest is pinned or to be demoted."""
+        """Take up to ``count`` slots, evicting where none is free; fewer where the rest is pinned
+        or to be demoted."""
         short = count - self.pool.free[size_class]
         while short > 0:
             rows = self._victims(size_class, short, keep_queued)
@@ -253,7 +261,8 @@ class CpuSpace(TierSpace):
             self.drop(leaving)
             self._stats.add("evicted_blocks.cpu", len(leaving))
             short -= len(leaving)
-            # Others may be found where some were queued, which is bounded, or where those that are may leave as well.
+            # Others may be found where some were queued, which is bounded, or where those that are
+            # may leave as well.
             stalls = self.lower is not None and self.lower.stalls and not keep_queued
             if not rows or (len(leaving) == len(rows) and not stalls):
                 break
@@ -262,7 +271,8 @@ class CpuSpace(TierSpace):
     def _victims(self, size_class: int, count: int, keep_queued: bool) -> list[int]:
         """Return copies that may leave.
 
-        While the next tier takes no writes, queued copies may, too; otherwise they would block their ancestors.
+        While the next tier takes no writes, queued copies may, too; otherwise they would block
+        their ancestors.
         """
         order, lower, evictable = self._orders[size_class], self.lower, self._catalog.evictable_in(Tier.CPU)
         if lower is None:

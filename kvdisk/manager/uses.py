@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often each NVMe copy was used since it was stored, and when last: a record for each row of the catalog.
+"""How often each NVMe copy was used since it was stored, and when last: a record for each row of
+the catalog.
 
-A use is a request that came to a block and found it, wherever. After a restart the eviction goes on with it, and it is
-shown to people (``kvdisk inspect``). The scheduler thread changes it; another may call ``records``.
+A use is a request that came to a block and found it, wherever. After a restart the eviction goes on
+with it, and it is shown to people (``kvdisk inspect``). The scheduler thread changes it; another
+may call ``records``.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from kvdisk.device.uses import USES_RECORD, UsesRecords, find_uses
 
 
 class Uses:
-    """See the module. ``is_changed``: whether ``records`` says more than when this was last set back."""
+    """See the module. ``is_changed``: whether ``records`` says more than when this was last set
+    back."""
 
     def __init__(self) -> None:
         self.table: UsesRecords = np.zeros(0, USES_RECORD)
@@ -50,7 +53,8 @@ class Uses:
         self._reached.extend(rows)
 
     def count(self, now_s: int) -> None:
-        """Count the blocks that were reached since the last call. ``now_s``: seconds since the Unix epoch."""
+        """Count the blocks that were reached since the last call. ``now_s``: seconds since the Unix
+        epoch."""
         self._now_s = now_s
         if self._reached:
             places = self._places_of(self._reached)

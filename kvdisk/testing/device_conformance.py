@@ -2,8 +2,9 @@
 # ruff: noqa: D102 - a test says in its name what it shows
 """What every ``Device`` does, as one suite of tests. Needs no pytest to be imported.
 
-A test module subclasses ``DeviceConformance`` under a name that begins with ``Test`` and says how a device and a
-file are made; pytest then runs each ``test_`` method with ``setup_method`` and ``teardown_method`` around it.
+A test module subclasses ``DeviceConformance`` under a name that begins with ``Test`` and says how a
+device and a file are made; pytest then runs each ``test_`` method with ``setup_method`` and
+``teardown_method`` around it.
 """
 
 from __future__ import annotations
@@ -173,7 +174,8 @@ class DeviceConformance(ABC):
             view = memory[at * each_bytes : (at + 1) * each_bytes]
             tickets[self.device.submit(Op.READ, [Transfer(fd, at * each_bytes, (view,))])] = at
         assert len(tickets) == count, "a ticket was given twice"
-        # No order of completion is promised, but each ticket comes once and its bytes are there by then.
+        # No order of completion is promised, but each ticket comes once and its bytes are there by
+        # then.
         for _ in range(count):
             for outcome in self.device.poll(WAIT_S):
                 at = tickets.pop(outcome.ticket)

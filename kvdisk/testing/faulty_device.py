@@ -15,13 +15,14 @@ from kvdisk.geometry import ALIGNMENT
 class FaultPlan:
     """What shall go wrong; may be changed at any time, and holds from the next ``submit`` on.
 
-    ``fail``: errno by number of the transfer, reads and writes counted together from 1 in order of submission.
-    ``corrupt``: by number of the read, counted from 1, the byte of the transfer (modulo its length) in which one
-    bit is flipped after it was read. ``full``: every write fails with ENOSPC. ``hold``: batches are kept back, not
-    a byte of them moves, until ``FaultyDevice.release``. ``hang``: numbers of transfers, as for ``fail``, whose batches
-    are kept back until ``FaultyDevice.let_go``, while others go on. ``tear``: likewise numbers of transfers, which move
-    their first half and then fail with EIO. ``lose``: likewise, which move nothing and are said to have moved all.
-    A transfer that is to fail moves nothing.
+    ``fail``: errno by number of the transfer, reads and writes counted together from 1 in order of
+    submission. ``corrupt``: by number of the read, counted from 1, the byte of the transfer (modulo
+    its length) in which one bit is flipped after it was read. ``full``: every write fails with
+    ENOSPC. ``hold``: batches are kept back, not a byte of them moves, until
+    ``FaultyDevice.release``. ``hang``: numbers of transfers, as for ``fail``, whose batches are
+    kept back until ``FaultyDevice.let_go``, while others go on. ``tear``: likewise numbers of
+    transfers, which move their first half and then fail with EIO. ``lose``: likewise, which move
+    nothing and are said to have moved all. A transfer that is to fail moves nothing.
     """
 
     fail: dict[int, int] = field(default_factory=dict)
@@ -35,7 +36,8 @@ class FaultPlan:
 
 @dataclass(slots=True)
 class HeldBatch:
-    """A batch between us and the inner device. ``positions``: of the passed-on transfers in the caller's batch."""
+    """A batch between us and the inner device. ``positions``: of the passed-on transfers in the
+    caller's batch."""
 
     ticket: int
     op: Op
@@ -49,10 +51,11 @@ class HeldBatch:
 
 
 class FaultyDevice:
-    """``Device`` that passes batches on to ``inner``, and breaks them as ``plan`` says; an empty plan changes nothing.
+    """``Device`` that passes batches on to ``inner``, and breaks them as ``plan`` says; an empty
+    plan changes nothing.
 
-    While batches are held or hang, ``poll`` does not wait for them; ``drain`` and ``close`` release them first.
-    ``submitted`` lists what was asked for, in order: op and the batch's transfers.
+    While batches are held or hang, ``poll`` does not wait for them; ``drain`` and ``close`` release
+    them first. ``submitted`` lists what was asked for, in order: op and the batch's transfers.
     """
 
     def __init__(self, inner: Device, plan: FaultPlan | None = None) -> None:
@@ -134,7 +137,8 @@ class FaultyDevice:
         return broken.ticket
 
     def release(self, count: int | None = None) -> None:
-        """Pass on the ``count`` oldest held batches (all of them by default); ``plan.hold`` stays as it is."""
+        """Pass on the ``count`` oldest held batches (all of them by default); ``plan.hold`` stays
+        as it is."""
         released = self._held[:count]
         self._held = self._held[len(released) :]
         for batch in released:
@@ -145,7 +149,8 @@ class FaultyDevice:
         self._pass_on(self._held.pop(position))
 
     def let_go(self) -> None:
-        """Pass on the batches that hang; those that ``plan.hang`` still names will hang when they come."""
+        """Pass on the batches that hang; those that ``plan.hang`` still names will hang when they
+        come."""
         hanging, self._hanging = self._hanging, []
         for batch in hanging:
             self._pass_on(batch)

@@ -24,7 +24,8 @@ def key_of(number: int, group: int = 0) -> BlockKey:
 
 
 def record_of(number: int, *, index: int = 0, epoch: int = 0) -> BlockRecord:
-    """Return a record for ``key_of(number)``; records that differ in ``index`` differ in their other values too."""
+    """Return a record for ``key_of(number)``; records that differ in ``index`` differ in their
+    other values too."""
     parent = key_of(number - 1) if number else None
     return BlockRecord(epoch, key_of(number), Slot(3, index), 2**40 + index, parent, 1_700_000_000 + index)
 
@@ -44,7 +45,8 @@ def found_blocks(index: Index) -> dict[tuple[int, BlockKey], BlockRecord]:
 
 
 def found_columns(index: Index) -> list[BlockRecord]:
-    """Return what is committed, read as columns; records that do not ascend by epoch and key fail."""
+    """Return what is committed, read as columns; records that do not ascend by epoch and key
+    fail."""
     columns = index.block_columns()
     names = list(zip(columns.epochs.tolist(), columns.keys, strict=True))
     assert names == sorted(set(names))
@@ -62,7 +64,8 @@ def put_all(index: Index, records: list[BlockRecord]) -> int:
 
 
 class IndexConformance(ABC):
-    """The suite. A subclass says how to open an index that commits a handful of operations only when it is told to."""
+    """The suite. A subclass says how to open an index that commits a handful of operations only
+    when it is told to."""
 
     @abstractmethod
     def open_index(self, path: Path, max_queued: int) -> Index:
@@ -117,7 +120,8 @@ class IndexConformance(ABC):
             assert list(index.blocks()) == []
 
     def test_tickets_rise_and_commits_reach_them(self, tmp_path: Path) -> None:
-        """Tickets of all four kinds of call rise; after a flush the last one has been dealt with, and no more."""
+        """Tickets of all four kinds of call rise; after a flush the last one has been dealt with,
+        and no more."""
         with self.opened(tmp_path) as index:
             for round_number in range(3):
                 tickets = [
@@ -142,7 +146,8 @@ class IndexConformance(ABC):
                 assert index.poll().committed >= max(tickets)
 
     def test_every_order_of_operations_ends_as_queued(self, tmp_path: Path) -> None:
-        """All sequences of five steps on one key, each step a put, another put, a deletion or a flush."""
+        """All sequences of five steps on one key, each step a put, another put, a deletion or a
+        flush."""
         expected: dict[tuple[int, BlockKey], BlockRecord] = {}
         with self.opened(tmp_path) as index:
             sequences = list(product(("put 1", "put 2", "delete", "flush"), repeat=5))
@@ -180,7 +185,8 @@ class IndexConformance(ABC):
             assert found_blocks(index) == expected
 
     def test_a_call_of_many_records_is_committed_whole(self, tmp_path: Path) -> None:
-        """More records than a transaction takes, in one call with one ticket, none lost and none twice."""
+        """More records than a transaction takes, in one call with one ticket, none lost and none
+        twice."""
         records = [record_of(number) for number in range(2500)]
         with self.opened(tmp_path) as index:
             ticket = put_all(index, records)
@@ -235,7 +241,8 @@ class IndexConformance(ABC):
             ]
 
     def test_a_full_queue_refuses_puts_only(self, tmp_path: Path) -> None:
-        """With ``max_queued`` operations waiting, puts are refused whole; everything else is taken; a flush helps."""
+        """With ``max_queued`` operations waiting, puts are refused whole; everything else is taken;
+        a flush helps."""
         with self.opened(tmp_path, max_queued=10) as index:
             ticket = put_all(index, [record_of(number) for number in range(10)])
             assert index.put([record_of(10)]) is None
@@ -250,7 +257,8 @@ class IndexConformance(ABC):
             assert index.poll().dropped_puts == 0
 
     def test_reopening_finds_what_was_committed(self, tmp_path: Path) -> None:
-        """Records, deletions and segments outlive a close, which commits what is queued; tickets start again."""
+        """Records, deletions and segments outlive a close, which commits what is queued; tickets
+        start again."""
         index = self.open_index(tmp_path, 100_000)
         try:
             put_all(index, [record_of(number, epoch=number % 2) for number in range(50)])

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store policy that is looked at: it fails where an offer is repeated although nothing has changed."""
+"""A store policy that is looked at: it fails where an offer is repeated although nothing has
+changed."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ Name = tuple[str, int, int] | BlockKey
 class WatchedPolicy:
     """``StorePolicy`` around another.
 
-    ``changes``: a number that rises whenever room may have come free. ``on_accept(request_id, group, position)`` is
-    called with every offer of a request's block that is accepted, ``before_free()`` before free blocks are asked for.
+    ``changes``: a number that rises whenever room may have come free. ``on_accept(request_id,
+    group, position)`` is called with every offer of a request's block that is accepted,
+    ``before_free()`` before free blocks are asked for.
     """
 
     on_accept: Callable[[str, int, int], None]
@@ -33,7 +35,8 @@ class WatchedPolicy:
         self._open: set[Name] = set()
         """Offers that wait for their answer."""
         self._answered: dict[Name, tuple[Refusal, int, int, float] | None] = {}
-        """The last answers; None: accepted. Free blocks that were accepted only until a request reaches them."""
+        """The last answers; None: accepted. Free blocks that were accepted only until a request
+        reaches them."""
         self._unused: dict[Name, BlockKey] = {}
         """Those that were refused for lack of reuse, and whose count has not risen since."""
         self._due: set[Name] = set()

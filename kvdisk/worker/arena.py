@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots in host memory: the CPU tier of one rank, and the staging of its worker, are an ``Arena`` each.
+"""Slots in host memory: the CPU tier of one rank, and the staging of its worker, are an ``Arena``
+each.
 
 A slot lies here as it lies on the drive, 4 KiB header and payload together, so that neighbours
 move in one transfer. ``torch`` is imported only where a tensor or pinning is asked for.
@@ -34,8 +35,8 @@ class Arena:
 
     ``slot_sizes``: bytes of a slot by size class, multiples of 4096. ``slot_counts``: slots of each
     class; 0 is allowed. ``pin``: register the mapping with CUDA, which touches all of it; otherwise
-    memory is taken as slots are first written. Pinned memory comes from the NUMA node of the process's current GPU,
-    where the machine has several.
+    memory is taken as slots are first written. Pinned memory comes from the NUMA node of the
+    process's current GPU, where the machine has several.
 
     The arena owns the memory until ``close``; a view or tensor that outlives it keeps the mapping
     alive, never dangling. What lies in a slot belongs to the mover, and to the device while a batch
@@ -71,7 +72,8 @@ class Arena:
             self._pin()
 
     def _come_near(self, gpu: int) -> None:
-        """Let the memory come from the NUMA node of a GPU, before it is touched. Where it cannot, it is only slower."""
+        """Let the memory come from the NUMA node of a GPU, before it is touched. Where it cannot,
+        it is only slower."""
         import torch
 
         properties = torch.cuda.get_device_properties(gpu)
@@ -99,7 +101,8 @@ class Arena:
         return self._memory
 
     def view(self, size_class: int, index: int) -> memoryview:
-        """Return slot ``index`` of a size class: ``slot_sizes[size_class]`` writable bytes, 4 KiB-aligned."""
+        """Return slot ``index`` of a size class: ``slot_sizes[size_class]`` writable bytes, 4
+        KiB-aligned."""
         return self.run_view(size_class, index, 1)
 
     def run_view(self, size_class: int, index: int, count: int) -> memoryview:
@@ -111,7 +114,8 @@ class Arena:
         return self._memory[start : start + count * slot_bytes]
 
     def tensor(self, size_class: int) -> torch.Tensor:
-        """Return all slots of a size class as uint8, shape (slot_count, slot_bytes), sharing the memory."""
+        """Return all slots of a size class as uint8, shape (slot_count, slot_bytes), sharing the
+        memory."""
         assert self._mapping is not None, "the arena is closed"
         if size_class not in self._tensors:
             import torch
@@ -123,7 +127,8 @@ class Arena:
         return self._tensors[size_class]
 
     def close(self) -> None:
-        """Unregister from CUDA and give the memory back, once the last view of it is gone. Idempotent.
+        """Unregister from CUDA and give the memory back, once the last view of it is gone.
+        Idempotent.
 
         The caller makes sure that no copy and no batch is in flight.
         """
@@ -174,7 +179,8 @@ def node_of(domain: int, bus: int, device: int, sys: Path = SYS) -> int | None:
 
 
 def prefer_node(start: int, byte_count: int, node: int) -> None:
-    """Let memory that has not been touched come from a node while that has any, and from others then.
+    """Let memory that has not been touched come from a node while that has any, and from others
+    then.
 
     ``start``: an address, as a mapping begins. Raises OSError where the kernel refuses.
     """

@@ -21,7 +21,8 @@ from kvdisk.worker.arena import Arena
 
 
 class Event(Protocol):
-    """A point in a stream of device work, such as the end of a copy (``torch.cuda.Event`` is one)."""
+    """A point in a stream of device work, such as the end of a copy (``torch.cuda.Event`` is
+    one)."""
 
     def query(self) -> bool:
         """Whether the device has passed it."""
@@ -60,8 +61,8 @@ class Copier(Protocol):
     """
 
     def thread(self) -> AbstractContextManager[Any]:
-        """Return what the mover's thread runs within: its GPU is the current one, and it may write what vLLM made
-        in inference mode."""
+        """Return what the mover's thread runs within: its GPU is the current one, and it may write
+        what vLLM made in inference mode."""
 
     def compute_done(self) -> Event | None:
         """Return the end of the model's work launched so far, for ``after``; None: it has ended."""
@@ -76,7 +77,8 @@ class Copier(Protocol):
         """Start copying blocks to slots."""
 
     def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event:
-        """Start copying slots to blocks. A forward pass launched once the copy is done sees them."""
+        """Start copying slots to blocks. A forward pass launched once the copy is done sees
+        them."""
 
 
 class Stack(NamedTuple):
@@ -220,7 +222,8 @@ def _run_by_run(runs: Sequence[tuple[int, int]], stacks: Sequence[Stack]) -> boo
 
 
 class Lane(Enum):
-    """The two streams of device work: what a lane is given runs in that order, beside the other's."""
+    """The two streams of device work: what a lane is given runs in that order, beside the
+    other's."""
 
     STORE = "store"
     LOAD = "load"
@@ -350,7 +353,8 @@ class CudaCopier:
             return self._lanes.record(Lane.LOAD)
 
     def _parts(self, lane: Lane, slots: torch.Tensor, total: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield (first position, count, scratch (count, slot_bytes)) of parts that fit the scratch."""
+        """Yield (first position, count, scratch (count, slot_bytes)) of parts that fit the
+        scratch."""
         slot_bytes = int(slots.shape[1])
         most = self.scratch_bytes // slot_bytes
         for start in range(0, total, most):

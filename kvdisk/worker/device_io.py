@@ -83,7 +83,8 @@ class DeviceIo:
         return dict.fromkeys(unopened, Reason.IO_ERROR)
 
     def poll(self, wait_s: float) -> list[Outcome]:
-        """Return the batches that have ended, for ``ended``; wait for the first up to ``wait_s``."""
+        """Return the batches that have ended, for ``ended``; wait for the first up to
+        ``wait_s``."""
         return self._device.poll(wait_s) if self._flights else []
 
     def drain(self) -> list[Outcome]:
@@ -109,7 +110,8 @@ class DeviceIo:
             yield part, flight.failed
 
     def _count(self, flight: _Flight) -> None:
-        """Count what a batch has moved, if anything, and how long that took, a second try included."""
+        """Count what a batch has moved, if anything, and how long that took, a second try
+        included."""
         part, reads = flight.part, flight.op is Op.READ
         moved_bytes = (len(part.positions) - len(flight.failed)) * part.slot_bytes
         if moved_bytes:

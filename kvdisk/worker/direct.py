@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way straight between drive and GPU, without host memory: tried at start, and what goes it from then on."""
+"""The way straight between drive and GPU, without host memory: tried at start, and what goes it
+from then on."""
 
 from __future__ import annotations
 
@@ -31,11 +32,12 @@ MOST_FAILURES = 32
 
 @dataclass(slots=True, eq=False)
 class Direct:
-    """The way between drive and GPU, as far as it is to be gone. The mover's thread calls everything.
+    """The way between drive and GPU, as far as it is to be gone. The mover's thread calls
+    everything.
 
-    ``loads``, ``stores``: sizes of slots, by class, for which it was found faster than through host memory. Where
-    ``loads`` has a size, every slot of that size is sealed with a checksum that a GPU computes, by whomever it is
-    written. ``staging``: with slots of all these sizes; its owner's.
+    ``loads``, ``stores``: sizes of slots, by class, for which it was found faster than through host
+    memory. Where ``loads`` has a size, every slot of that size is sealed with a checksum that a GPU
+    computes, by whomever it is written. ``staging``: with slots of all these sizes; its owner's.
     """
 
     staging: GpuStaging
@@ -68,8 +70,9 @@ class Direct:
         return MULTILINEAR if size_class in self.loads else XXH3_128
 
     def note_of_host(self, moves: Iterable[Move]) -> None:
-        """These slots can be verified by a processor only. What else is in their segments is read its way, too: most
-        of it was written at the same time, and each slot read in vain costs a second read."""
+        """These slots can be verified by a processor only. What else is in their segments is read
+        its way, too: most of it was written at the same time, and each slot read in vain costs a
+        second read."""
         self._of_hosts.update(move.slots[Tier.NVME].segment for move in moves if Tier.NVME in move.slots)
 
     def note_changed(self, segment: int) -> None:
@@ -84,12 +87,13 @@ class Direct:
 
 
 _given_up: list[object] = []
-"""Devices that have not ended what they hold, and its memory: kept, for the drive may still come to it."""
+"""Devices that have not ended what they hold, and its memory: kept, for the drive may still come to
+it."""
 
 
 class DirectChoice(NamedTuple):
-    """``direct``: None where nothing goes that way. ``line``: what was chosen and why, for the log. ``usable``: whether
-    every size moved the right bytes both ways."""
+    """``direct``: None where nothing goes that way. ``line``: what was chosen and why, for the log.
+    ``usable``: whether every size moved the right bytes both ways."""
 
     direct: Direct | None
     line: str
@@ -106,12 +110,14 @@ def choose_direct(
     always: bool,
     file_bytes: int = FILE_BYTES,
 ) -> DirectChoice:
-    """Make GPU staging, try the way on a file of ``directory`` that nobody sees, and choose the sizes that go it.
+    """Make GPU staging, try the way on a file of ``directory`` that nobody sees, and choose the
+    sizes that go it.
 
-    ``slot_counts``: of staging, by size class. ``lanes``: the copier's. ``make_device``: makes one of both kinds of
-    memory, for the trial only. ``always``: all sizes go, faster or not, if they move the right bytes. The staging in
-    ``direct`` is the caller's to close. For start: waits for the drive, a few seconds at most. Raises nothing that a
-    drive, a library or a full GPU can cause.
+    ``slot_counts``: of staging, by size class. ``lanes``: the copier's. ``make_device``: makes one
+    of both kinds of memory, for the trial only. ``always``: all sizes go, faster or not, if they
+    move the right bytes. The staging in ``direct`` is the caller's to close. For start: waits for
+    the drive, a few seconds at most. Raises nothing that a drive, a library or a full GPU can
+    cause.
     """
     from kvdisk.worker.gpu_staging import GpuStaging
 
@@ -153,7 +159,8 @@ def _try(
 
 
 FASTER = 1.1
-"""So many times as fast as host memory in runs of neighbours, and not slower in single slots, has it to be."""
+"""So many times as fast as host memory in runs of neighbours, and not slower in single slots, has
+it to be."""
 PART_BYTES = 8 << 20
 BUDGET_S = 1.0
 _MOST_ROUNDS = 5
@@ -172,7 +179,8 @@ class Speed(NamedTuple):
 
 @dataclass(slots=True)
 class DirectReport:
-    """What a trial found. ``loads``, ``stores``: size classes for ``Direct``. ``problems``: what is wrong, in clauses.
+    """What a trial found. ``loads``, ``stores``: size classes for ``Direct``. ``problems``: what is
+    wrong, in clauses.
 
     ``silent``: a device has not ended a batch in time: neither device nor memory may be closed.
     """
@@ -207,11 +215,12 @@ class _Silence(Exception):
 def try_direct(fd: int, file_bytes: int, device: Device, arena: Arena, staging: GpuStaging) -> DirectReport:
     """Write and read every size of slot both ways, compare the bytes, and measure.
 
-    ``fd``: a file of ``file_bytes`` allocated bytes that is nobody else's, on the drive that moves are made to, and
-    which ``device`` does not know yet. ``device``: of both kinds of memory; the caller's to close, and of no
-    other use before. ``arena``: host staging of the same sizes. Both memories' bytes are overwritten. Only the drive's
-    times are compared: a copy of one part hides behind that of the next. Waits, for about ``BUDGET_S`` for each size;
-    raises nothing that a drive can cause.
+    ``fd``: a file of ``file_bytes`` allocated bytes that is nobody else's, on the drive that moves
+    are made to, and which ``device`` does not know yet. ``device``: of both kinds of memory; the
+    caller's to close, and of no other use before. ``arena``: host staging of the same sizes. Both
+    memories' bytes are overwritten. Only the drive's times are compared: a copy of one part hides
+    behind that of the next. Waits, for about ``BUDGET_S`` for each size; raises nothing that a
+    drive can cause.
     """
     report = DirectReport()
     for memory in (arena.memory, staging.memory):
@@ -264,7 +273,8 @@ class _Trial:
                 chosen.add(self._size_class)
 
     def _check(self) -> str:
-        """Return what is wrong with bytes that go the one way and come the other, "" for nothing."""
+        """Return what is wrong with bytes that go the one way and come the other, "" for
+        nothing."""
         pair = self._arena.run_view(self._size_class, 0, 2)
         host, gpu = self._arena.tensor(self._size_class)[:2], self._staging.tensor(self._size_class)[:2]
         for straight, said in ((Op.WRITE, "written"), (Op.READ, "read")):

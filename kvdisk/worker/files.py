@@ -208,7 +208,8 @@ class FileJobs:
         return ended
 
     def stop(self) -> list[tuple[Job, Reason | None]]:
-        """End what has started, however long it takes; return all jobs left, others as CANCELLED."""
+        """End what has started, however long it takes; return all jobs left, others as
+        CANCELLED."""
         self._stopping = True
         ended = [self._end(self._done.get()) for _ in range(self._handed)]
         ended += [(job, Reason.CANCELLED) for job in self._jobs]

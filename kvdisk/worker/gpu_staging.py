@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots in GPU memory for blocks between drive and vLLM's tensors, and their payload checksums, computed there.
+"""Slots in GPU memory for blocks between drive and vLLM's tensors, and their payload checksums,
+computed there.
 
-A slot lies here as it lies in an ``Arena`` and on the drive: 4 KiB header and payload. The host never sees a
-payload: it reads and writes headers through a small pinned area, and gets 16 bytes of sums for each slot.
+A slot lies here as it lies in an ``Arena`` and on the drive: 4 KiB header and payload. The host
+never sees a payload: it reads and writes headers through a small pinned area, and gets 16 bytes of
+sums for each slot.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ _GPU_ALIGNMENT = 64 << 10
 class PayloadSums:
     """``checksum.multilinear_digest`` of many payloads at once, with torch: the same bytes.
 
-    ``largest_bytes``: of a payload. ``scratch_bytes``: of memory beside the payloads. Work goes to the calling
-    thread's current stream; one computation at a time.
+    ``largest_bytes``: of a payload. ``scratch_bytes``: of memory beside the payloads. Work goes to
+    the calling thread's current stream; one computation at a time.
     """
 
     def __init__(self, device: torch.device, largest_bytes: int, scratch_bytes: int = SCRATCH_BYTES) -> None:
@@ -42,7 +44,8 @@ class PayloadSums:
         self._scratch = torch.empty(scratch_bytes // WORD_BYTES, dtype=torch.int64, device=device)
 
     def of(self, slots: torch.Tensor, payload_bytes: int, out: torch.Tensor) -> None:
-        """Put the checksums of the payloads in ``slots``, uint8 (n, slot_bytes), into ``out``, int64 (n, 2).
+        """Put the checksums of the payloads in ``slots``, uint8 (n, slot_bytes), into ``out``,
+        int64 (n, 2).
 
         Whatever is behind the payloads in their last rows becomes zeros.
         """
@@ -76,14 +79,16 @@ def _on_device(numbers: np.ndarray[Any, np.dtype[np.uint64]], device: torch.devi
 
 
 class GpuStaging:
-    """Registered staging of one rank on its GPU: for a ``Part`` what an ``Arena`` is, but for addresses only.
+    """Registered staging of one rank on its GPU: for a ``Part`` what an ``Arena`` is, but for
+    addresses only.
 
-    ``slot_sizes``, ``slot_counts``: as an ``Arena``'s. ``lanes``: those of the copier, whose streams the work here
-    goes to: sums of what was gathered to STORE, of what was read to LOAD. On a CPU (tests) it is host memory.
+    ``slot_sizes``, ``slot_counts``: as an ``Arena``'s. ``lanes``: those of the copier, whose
+    streams the work here goes to: sums of what was gathered to STORE, of what was read to LOAD. On
+    a CPU (tests) it is host memory.
 
-    The staging owns its memory until ``close``, when neither a copy nor a batch may be in flight. The mover's thread
-    calls everything. Raises torch's
-    OutOfMemoryError where the GPU has not so much left.
+    The staging owns its memory until ``close``, when neither a copy nor a batch may be in flight.
+    The mover's thread calls everything. Raises torch's OutOfMemoryError where the GPU has not so
+    much left.
     """
 
     def __init__(self, slot_sizes: Sequence[int], slot_counts: Sequence[int], lanes: Lanes) -> None:
@@ -96,7 +101,8 @@ class GpuStaging:
         on_gpu = device.type == "cuda"
         total_bytes = sum(size * count for size, count in zip(slot_sizes, slot_counts, strict=True))
         self.total_bytes = max(round_up(total_bytes, _GPU_ALIGNMENT), _GPU_ALIGNMENT)
-        # cuFile registers the whole allocation that an address lies in: it must not be one that torch shares out.
+        # cuFile registers the whole allocation that an address lies in: it must not be one that
+        # torch shares out.
         self._pool: Any = torch.cuda.MemPool() if on_gpu else None
         within: AbstractContextManager[Any] = torch.cuda.use_mem_pool(self._pool, device) if on_gpu else nullcontext()
         with within:
@@ -132,13 +138,15 @@ class GpuStaging:
         return self._range(0, self.total_bytes)
 
     def run_view(self, size_class: int, index: int, count: int) -> Buffer:
-        """Return ``count`` neighbouring slots from ``index`` on, as a buffer of transfers: in truth a ``GpuRange``."""
+        """Return ``count`` neighbouring slots from ``index`` on, as a buffer of transfers: in truth
+        a ``GpuRange``."""
         assert 0 <= index <= self.slot_counts[size_class] - count, (size_class, index, count)
         slot_bytes = self.slot_sizes[size_class]
         return self._range(self._offsets[size_class] + index * slot_bytes, count * slot_bytes)
 
     def tensor(self, size_class: int) -> torch.Tensor:
-        """Return all slots of a size class as uint8, shape (slot_count, slot_bytes), sharing the memory."""
+        """Return all slots of a size class as uint8, shape (slot_count, slot_bytes), sharing the
+        memory."""
         return self._tensors[size_class]
 
     def header(self, size_class: int, index: int) -> memoryview:
@@ -146,12 +154,14 @@ class GpuStaging:
         return memoryview(self._heads[size_class][index].numpy())
 
     def digest(self, size_class: int, index: int) -> bytes:
-        """Return a payload's checksum of kind MULTILINEAR, once the event of ``start_sums`` has passed."""
+        """Return a payload's checksum of kind MULTILINEAR, once the event of ``start_sums`` has
+        passed."""
         sums: bytes = self._host_sums[size_class][index].numpy().astype("<i8").tobytes()
         return sums
 
     def start_sums(self, size_class: int, slots: Sequence[int], payload_bytes: int, lane: Lane) -> Event:
-        """Compute the checksums of slots, and bring them to host memory; on lane LOAD with their headers."""
+        """Compute the checksums of slots, and bring them to host memory; on lane LOAD with their
+        headers."""
         with self._lanes.on(lane):
             for start, count in contiguous_runs(slots, len(slots)):
                 run = slice(slots[start], slots[start] + count)

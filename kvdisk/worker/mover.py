@@ -23,7 +23,8 @@ _DEVICE_WAIT_S = 0.001
 _COPY_WAIT_S = 0.0002
 _FILES_WAIT_S = 0.001
 URGENT_S = 0.25
-"""How long copies of what a preemption takes away may take to begin, while the engine's step waits."""
+"""How long copies of what a preemption takes away may take to begin, while the engine's step
+waits."""
 FENCE_S = 0.5
 """How long a step may wait for the mover's thread: what has not begun then never begins."""
 
@@ -71,7 +72,8 @@ class Mover:
         self._fenced: set[JobId] = set()
         """Jobs of which some copy from the GPU has not begun, while ``protect`` waits for them."""
         self._hangs = False
-        """``protect`` waited in vain, and no turn has ended since: the next step need not wait, too."""
+        """``protect`` waited in vain, and no turn has ended since: the next step need not wait,
+        too."""
         self._out: dict[JobId, int] = {}
         """Moves of each job that was submitted and not yet polled for."""
         self._void: set[JobId] = set()

@@ -96,7 +96,8 @@ class Route(Enum):
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """A job under way. ``left``: moves that have not ended. ``after``: the model's work to wait for.
+    """A job under way. ``left``: moves that have not ended. ``after``: the model's work to wait
+    for.
 
     ``deadline_s``: on the mover's clock; what has not started then fails. ``void``: starts nothing
     more. ``late``: moves that have failed, and that the device has not ended; ``late_parts``: how
@@ -156,7 +157,8 @@ class Part:
 
     @property
     def urgency(self) -> tuple[int, int]:
-        """Its place in the queue: urgent stores, loads by the arrival of their requests, then the others."""
+        """Its place in the queue: urgent stores, loads by the arrival of their requests, then the
+        others."""
         route, work = self.route, self.work
         rank = 0 if work.urgent else 1 if route.scatters else 2 if route.gathers else 3 if route.reads else 4
         return rank, work.job.arrival
@@ -202,7 +204,8 @@ class Parts:
         }
 
     def cut(self, work: Work, files: Mapping[int, OpenFile]) -> list[Part]:
-        """Cut a job into parts, in their order; moves without a source fail with ABSENT. Sets ``work.left``.
+        """Cut a job into parts, in their order; moves without a source fail with ABSENT. Sets
+        ``work.left``.
 
         Where the KV is the same on every rank, what another rank writes to the drive has ended well
         here, unmoved. ``files``: by segment. What lies on several drives is taken from each in

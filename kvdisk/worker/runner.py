@@ -56,13 +56,15 @@ _COUNTED = {
 
 @dataclass(slots=True)
 class Gate:
-    """``given_up``: stores of which no copy from the GPU may begin any more. One begins within ``lock``."""
+    """``given_up``: stores of which no copy from the GPU may begin any more. One begins within
+    ``lock``."""
 
     given_up: set[JobId] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def give_up(self, job_ids: Iterable[JobId]) -> None:
-        """Give stores up; when it returns, each of their copies from the GPU has begun, or never will."""
+        """Give stores up; when it returns, each of their copies from the GPU has begun, or never
+        will."""
         self.given_up.update(job_ids)
         with self.lock:
             pass
@@ -149,7 +151,8 @@ class Runner:
         )
 
     def void(self, job_ids: Iterable[JobId]) -> None:
-        """End these loads as failed, and start nothing more of them. Ended ones stay as they are."""
+        """End these loads as failed, and start nothing more of them. Ended ones stay as they
+        are."""
         for job_id in job_ids:
             work = self._works.get(job_id)
             if work is not None and work.job.kind is JobKind.LOAD:
@@ -257,7 +260,8 @@ class Runner:
         self._resources.device.close()
 
     def _start(self) -> bool:
-        """Start the first part that can be. One that cannot holds up what is behind it on its route."""
+        """Start the first part that can be. One that cannot holds up what is behind it on its
+        route."""
         held_up: set[tuple[Route, bool]] = set()
         for part in self._queue:
             route, work = part.route, part.work
@@ -346,7 +350,8 @@ class Runner:
         self._end(part)
 
     def _gather(self, part: Part) -> bool:
-        """Start a part's copy from the GPU, unless its store was given up; return whether that has ended."""
+        """Start a part's copy from the GPU, unless its store was given up; return whether that has
+        ended."""
         with self._gate.lock:
             if part.work.job.id not in self._gate.given_up:
                 return self._copies.start(part, Leg.GATHER)
@@ -487,7 +492,8 @@ class Copies:
         self._stats = stats
         self._clock = clock
         self._under_way: tuple[deque[Part], ...] = (deque(), deque())
-        """Of stores and of loads. The order of each kind is kept: they are a lane of the GPU each."""
+        """Of stores and of loads. The order of each kind is kept: they are a lane of the GPU
+        each."""
 
     @property
     def of_stores(self) -> int:
@@ -509,7 +515,8 @@ class Copies:
         return any(self._under_way)
 
     def start(self, part: Part, leg: Leg) -> bool:
-        """Start a leg of a part; return whether it has ended already. If not, ``ended`` yields it."""
+        """Start a leg of a part; return whether it has ended already. If not, ``ended`` yields
+        it."""
         part.began_s = self._clock()
         part.end = self._begin(part, leg)
         copies = self._under_way[not part.route.gathers]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device suite over kvikio, and what the wrapping of its futures promises. ``test_gds_suite`` runs this file in a
-process of its own, where a stub of the driver is found: kvikio moves host memory then, in its own threads."""
+"""The device suite over kvikio, and what the wrapping of its futures promises. ``test_gds_suite``
+runs this file in a process of its own, where a stub of the driver is found: kvikio moves host
+memory then, in its own threads."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ class TestGds(FilesConformance):
             assert memory == data
 
     def test_one_call_is_one_task_of_kvikio(self) -> None:
-        """The future of a call that is cut ends with its last task, although others may still be moving bytes."""
+        """The future of a call that is cut ends with its last task, although others may still be
+        moving bytes."""
         fd = self.attach()
         data = self.written(fd, 5 * gds.PIECE_BYTES // 2)
         calls: list[tuple[int, int]] = []
@@ -167,7 +169,8 @@ def test_a_slice_of_a_range_is_a_range() -> None:
 @pytest.mark.parametrize("stored_straight", [True, False])
 @pytest.mark.parametrize("loaded_straight", [True, False])
 def test_the_whole_way_of_a_mover(tmp_path, stored_straight, loaded_straight) -> None:
-    """Blocks of CPU tensors, by kvikio's hands and the host's, each reading what the other wrote."""
+    """Blocks of CPU tensors, by kvikio's hands and the host's, each reading what the other
+    wrote."""
     lanes = SimLanes(random.Random(1), Weather())
     device = PairDevice(PosixDevice(), GdsDevice(compat=True))
     route = Route(lanes, tmp_path, device, 1 << 16, 48, direct=True)

@@ -36,7 +36,8 @@ class TestKernelQueue(FilesConformance):
 
     @pytest.fixture(autouse=True)
     def _any_file_system(self, monkeypatch) -> None:
-        # Where temporary files are on another one, the kernel waits in the submission, and all else is the same.
+        # Where temporary files are on another one, the kernel waits in the submission, and all else
+        # is the same.
         monkeypatch.setattr(aio, "serves", lambda _fd: True)
 
     def make_device(self) -> Device:
@@ -44,7 +45,8 @@ class TestKernelQueue(FilesConformance):
 
 
 class TestKernelQueueShortCalls(TestKernelQueue):
-    """More calls than the kernel takes at a time, and every cut falls between buffers of one transfer."""
+    """More calls than the kernel takes at a time, and every cut falls between buffers of one
+    transfer."""
 
     def make_device(self) -> Device:
         return PosixDevice(longest_bytes=ALIGNMENT)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device suite over two devices as one, every other batch by the other, and what only the pair promises."""
+"""The device suite over two devices as one, every other batch by the other, and what only the pair
+promises."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class TestPair(FilesConformance):
 
 @pytest.fixture
 def parts():
-    """Two references, the second for GPU memory, over a file each has by itself; both can be held."""
+    """Two references, the second for GPU memory, over a file each has by itself; both can be
+    held."""
     host, gpu = (FaultyDevice(MemoryDevice(file_bytes=ALIGNMENT), FaultPlan()) for _ in range(2))
     pair = PairDevice(host, AddressedDevice(gpu))
     pair.attach_file(7)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ``Bench`` with kvdisk's real workers over CPU tensors, and a model whose KV says what every byte must be."""
+"""A ``Bench`` with kvdisk's real workers over CPU tensors, and a model whose KV says what every
+byte must be."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ _FACTOR = 6364136223846793005
 
 
 class GatedMover(Mover):
-    """A mover without a thread. Jobs whose kind is in ``hold`` do not begin, unless a plan wants them first.
+    """A mover without a thread. Jobs whose kind is in ``hold`` do not begin, unless a plan wants
+    them first.
 
     ``begin`` is called with each job that begins. ``skew_s``: how far its clock is ahead.
     """
@@ -77,7 +79,8 @@ class GatedMover(Mover):
 
 
 class Worker(KVDiskConnector):
-    """kvdisk's worker; what has begun by the end of a step has ended when the step's results are asked for."""
+    """kvdisk's worker; what has begun by the end of a step has ended when the step's results are
+    asked for."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         self.worker.mover.finish_begun()
@@ -85,7 +88,8 @@ class Worker(KVDiskConnector):
 
 
 class Text(NamedTuple):
-    """The tokens of a request, those included that it will sample, and for each the word that its KV is made of."""
+    """The tokens of a request, those included that it will sample, and for each the word that its
+    KV is made of."""
 
     tokens: list[int]
     words: list[int]
@@ -101,14 +105,16 @@ class Text(NamedTuple):
 class ByteBench(Bench):
     """``Bench`` whose jobs are done, by vLLM's order of hooks, on real tensors, memory and files.
 
-    The KV of a token is a function of all tokens up to it, the group, the rank and ``weights``. Each step compares all
-    that it reads, and after it all that the engine's prefix cache has, byte by byte. So are the sampled tokens.
+    The KV of a token is a function of all tokens up to it, the group, the rank and ``weights``.
+    Each step compares all that it reads, and after it all that the engine's prefix cache has, byte
+    by byte. So are the sampled tokens.
 
-    ``hold`` as in ``Bench``: not a byte of these jobs moves. ``fail`` spoils the sources of a job's moves as it begins,
-    in the way that ``damage`` names: "payload", "header", "cut" (the file ends before it), "late" (past the deadline:
-    all moves fail). ``fail_of``: the only request meant; ``hold_rank``, ``fail_rank``: the rank meant, -1: each.
-    ``pipelined``: a step's results arrive after the next one was scheduled. ``threaded``: the product's worker, whose
-    mover has its thread; then these last six are without effect.
+    ``hold`` as in ``Bench``: not a byte of these jobs moves. ``fail`` spoils the sources of a job's
+    moves as it begins, in the way that ``damage`` names: "payload", "header", "cut" (the file ends
+    before it), "late" (past the deadline: all moves fail). ``fail_of``: the only request meant;
+    ``hold_rank``, ``fail_rank``: the rank meant, -1: each. ``pipelined``: a step's results arrive
+    after the next one was scheduled. ``threaded``: the product's worker, whose mover has its
+    thread; then these last six are without effect.
     """
 
     def __init__(self, folder: Path, *, extra: Any = None, threaded: bool = False, **more: Any) -> None:
@@ -313,7 +319,8 @@ class ByteBench(Bench):
     # -- the end -------------------------------------------------------------------------------
 
     def assert_waits(self, request: Request, computed_tokens: int) -> None:
-        """A load of the request is out: it is not scheduled, holds blocks, and none of what comes is in the cache."""
+        """A load of the request is out: it is not scheduled, holds blocks, and none of what comes
+        is in the cache."""
         scheduler = self.scheduler
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         assert request.num_computed_tokens == computed_tokens

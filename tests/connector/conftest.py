@@ -45,7 +45,8 @@ def plain(tmp_path: Path) -> Iterator[Engines]:
 
 @pytest.fixture(scope="session")
 def tiny_gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory: layers whose KV differs in bytes, in one KV-cache group without the hybrid manager."""
+    """A model directory: layers whose KV differs in bytes, in one KV-cache group without the hybrid
+    manager."""
     return _build("tiny-gemma4", tmp_path_factory)
 
 
@@ -61,7 +62,8 @@ def model(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def baselines() -> dict[Path, list[list[int]]]:
-    """By model. A fixture that depended on the parameter would be made anew for each of its pairs with another."""
+    """By model. A fixture that depended on the parameter would be made anew for each of its pairs
+    with another."""
     return {}
 
 
@@ -69,7 +71,8 @@ def baselines() -> dict[Path, list[list[int]]]:
 def expected(
     model: Path, baselines: dict[Path, list[list[int]]], tmp_path_factory: pytest.TempPathFactory
 ) -> list[list[int]]:
-    """What vLLM alone answers to each prompt, one after the other; and, preempted and batched anyhow, all the same."""
+    """What vLLM alone answers to each prompt, one after the other; and, preempted and batched
+    anyhow, all the same."""
     if model not in baselines:
         baselines[model] = answers_alone(model, tmp_path_factory.mktemp("expected") / "log")
     return baselines[model]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests run inside a real engine's process (``EngineChild.call``): load, resets, new weights, and an audit."""
+"""What tests run inside a real engine's process (``EngineChild.call``): load, resets, new weights,
+and an audit."""
 
 from __future__ import annotations
 
@@ -32,10 +33,11 @@ def connectors_of(llm: Any) -> list[Any]:
 
 
 def run_requests(llm: Any, requests: list[dict[str, Any]], seed: int) -> dict[str, Any]:
-    """Run requests with staggered starts and aborts; return the tokens of each, per sample, and whether it ended.
+    """Run requests with staggered starts and aborts; return the tokens of each, per sample, and
+    whether it ended.
 
-    A request: prompt, max_tokens, at (engine step of its arrival), abort (steps after arrival, or None), salt,
-    logprobs (asks for prompt log-probabilities), n.
+    A request: prompt, max_tokens, at (engine step of its arrival), abort (steps after arrival, or
+    None), salt, logprobs (asks for prompt log-probabilities), n.
     """
     from vllm import SamplingParams
 
@@ -50,7 +52,8 @@ def run_requests(llm: Any, requests: list[dict[str, Any]], seed: int) -> dict[st
         while waiting and (requests[waiting[0]]["at"] <= step or not engine.has_unfinished_requests()):
             at = waiting.pop(0)
             request = requests[at]
-            # Of several samples each takes the most likely token too, which greedy sampling refuses to do twice.
+            # Of several samples each takes the most likely token too, which greedy sampling refuses
+            # to do twice.
             several = {"temperature": 1.0, "top_k": 1, "n": request["n"]} if request.get("n", 1) > 1 else {}
             sampling = SamplingParams(
                 **(several or {"temperature": 0.0}),
@@ -105,7 +108,8 @@ def reset(llm: Any, connector: bool = False) -> bool:
 
 
 def audit(llm: Any) -> dict[str, Any]:
-    """Drain, and assert all that must hold when nothing is under way; return counts for the parent's checks."""
+    """Drain, and assert all that must hold when nothing is under way; return counts for the
+    parent's checks."""
     drain(llm)
     scheduler = core_of(llm).scheduler
     assert not scheduler.requests
@@ -154,7 +158,8 @@ def _scale(model: Any, factor: float) -> int:
 
 
 def pause(llm: Any, mode: str) -> None:
-    """Pause the engine and have it clear its caches, the connector's among them, as before a weight update."""
+    """Pause the engine and have it clear its caches, the connector's among them, as before a weight
+    update."""
     llm.llm_engine.engine_core.call_utility("pause_scheduler", mode, True)
 
 
@@ -254,7 +259,8 @@ class _Load:
 
 
 def run_load(llm: Any, prompts: list[list[int]], max_tokens: int, at_once: int) -> tuple[int, bool]:
-    """Serve each prompt once; return the steps that the engine took, and whether stores are out at the end."""
+    """Serve each prompt once; return the steps that the engine took, and whether stores are out at
+    the end."""
     load = _Load(llm, prompts, max_tokens, at_once)
     steps = 0
     while load.open or load.added < len(prompts):
@@ -265,7 +271,8 @@ def run_load(llm: Any, prompts: list[list[int]], max_tokens: int, at_once: int) 
 
 
 def _reset(llm: Any) -> bool:
-    """Reset everything; False where vLLM refuses, which it may do for a load on its way and for nothing else."""
+    """Reset everything; False where vLLM refuses, which it may do for a load on its way and for
+    nothing else."""
     from vllm.v1.request import RequestStatus
 
     try:
@@ -292,8 +299,8 @@ def reset_under_load(
     """Change the weights and reset everything, again and again, while requests run.
 
     Where vLLM refuses because a request loads, the load ends first, as docs/OPERATING.md says.
-    ``expected``: by set of weights, what each prompt is answered. Compared is what came and went between two resets;
-    what ran at one has tokens of both.
+    ``expected``: by set of weights, what each prompt is answered. Compared is what came and went
+    between two resets; what ran at one has tokens of both.
     """
     load = _Load(llm, prompts, len(expected[0][0]), 8)
     counts: Counter[str] = Counter()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another connector for ``MultiConnector``, scheduler's half only: promises a number of tokens, and notes its calls."""
+"""Another connector for ``MultiConnector``, scheduler's half only: promises a number of tokens, and
+notes its calls."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class OtherMetadata(KVConnectorMetadata):
 
 
 class OtherConnector(KVConnectorBase_V1, SupportsHMA):
-    """``promise``: tokens that each request may have of it (vLLM's own prefix included); ``asynchronous``: how."""
+    """``promise``: tokens that each request may have of it (vLLM's own prefix included);
+    ``asynchronous``: how."""
 
     promise = 0
     asynchronous = True

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM scheduler with a real connector, and workers that answer plans when a test says so."""
+"""A real vLLM scheduler with a real connector, and workers that answer plans when a test says
+so."""
 
 from __future__ import annotations
 
@@ -79,10 +80,10 @@ class Bench:
     wait in ``held`` until ``release``. ``fail`` maps a kind to the move positions that shall fail.
 
     ``drafter``: a group of a drafter's layers. ``window_only``: the window's group is the only one.
-    ``others``: the classes of a ``MultiConnector``'s children, kvdisk's being ``KVDiskConnector``; none: kvdisk alone.
-    ``pipelined``: vLLM's asynchronous scheduler.
-    ``two_sizes``: the group has a second layer, twice as large, of which only the workers know (``worker_groups``).
-    ``invalid``: GPU blocks that the next step reports as not loaded. With ``events`` what is published goes to
+    ``others``: the classes of a ``MultiConnector``'s children, kvdisk's being ``KVDiskConnector``;
+    none: kvdisk alone. ``pipelined``: vLLM's asynchronous scheduler. ``two_sizes``: the group has a
+    second layer, twice as large, of which only the workers know (``worker_groups``). ``invalid``:
+    GPU blocks that the next step reports as not loaded. With ``events`` what is published goes to
     ``published``. ``caches``: vLLM's own prefix cache is on.
     """
 
@@ -192,7 +193,8 @@ class Bench:
         return [(job.request_id, len(job.moves)) for job in self.jobs_of(JobKind.LOAD)]
 
     def keys(self, request_id: str, group: int = 0) -> list[BlockKey]:
-        """Return the keys of a request's full blocks, in a group whose blocks are as large as what is hashed."""
+        """Return the keys of a request's full blocks, in a group whose blocks are as large as what
+        is hashed."""
         return [make_block_key(block_hash, group) for block_hash in self.known[request_id].block_hashes]
 
     def table(self, request_id: str, group: int = 0) -> list[int]:
@@ -252,7 +254,8 @@ class Bench:
     def make_request(
         self, request_id: str, prompt: Iterable[int], max_tokens: int = 2, params: Any = None, **more: Any
     ) -> Request:
-        """Make a request. ``params``: its ``kv_transfer_params``. Further keywords go to vLLM's ``Request``."""
+        """Make a request. ``params``: its ``kv_transfer_params``. Further keywords go to vLLM's
+        ``Request``."""
         sampling = more.pop("sampling_params", None) or SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         if params is not None:
             sampling.extra_args = {"kv_transfer_params": params}
@@ -279,7 +282,8 @@ class Bench:
         return output
 
     def run(self, steps: int = 200) -> None:
-        """Step until nothing is left to do, each step with all committed that the one before gave the index."""
+        """Step until nothing is left to do, each step with all committed that the one before gave
+        the index."""
         for _ in range(steps):
             if self._is_idle():
                 return
@@ -416,7 +420,8 @@ def vllm_config(
 
 
 class Engines:
-    """Makes benches in one folder. ``nvme``: with a store, one for all, whose home each takes over from the last."""
+    """Makes benches in one folder. ``nvme``: with a store, one for all, whose home each takes over
+    from the last."""
 
     def __init__(self, folder: Path, kind: type[Bench]) -> None:
         self._folder = folder

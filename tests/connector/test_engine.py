@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real vLLM engines on the CPU: the tokens with kvdisk are those without it, wherever the KV came from.
+"""Real vLLM engines on the CPU: the tokens with kvdisk are those without it, wherever the KV came
+from.
 
-One engine start serves many cases, because it costs 5-25 s. The cases of a start run in the order of
-its script; each assertion names what it shows.
+One engine start serves many cases, because it costs 5-25 s. The cases of a start run in the order
+of its script; each assertion names what it shows.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ LIMITS = {"max_model_len": 1024, "num_gpu_blocks_override": 200}
 
 
 def _with_store(store: Path, **more: object) -> dict[str, object]:
-    """Return settings whose engines do not probe the drive, which takes most of a second of their start."""
+    """Return settings whose engines do not probe the drive, which takes most of a second of their
+    start."""
     return {"cpu_bytes": "64MiB", "store_dirs": str(store), "nvme_bytes": "256MiB", "device": "posix", **more}
 
 
@@ -121,7 +123,8 @@ def test_one_process(tiny_llama: Path, llama_expected: dict[str, list[list[int]]
 
 
 def _check_metrics(engine: EngineChild, warm: Sequence[Answer], group: dict[str, int]) -> None:
-    """What vLLM's endpoint says after these answers, which were from NVMe, and the same from memory."""
+    """What vLLM's endpoint says after these answers, which were from NVMe, and the same from
+    memory."""
     engine.reset()
     answers = [*warm, *engine.generate(LONG, together=False)]
     assert _tokens(answers[2:]) == _tokens(warm), "from the CPU tier"
@@ -224,7 +227,8 @@ def test_hybrid_model(tiny_gemma3: Path, tmp_path: Path) -> None:
     prompts = [*LONG, EXACT]
     with EngineChild(tiny_gemma3, tmp_path / "log", extra_config=_with_store(store), **LIMITS) as engine:
         cold = [*engine.generate(prompts, together=False), *engine.generate(TOGETHER)]
-        # Each of them once more with a salt of its own, so that nothing is loaded: vLLM computes all of it.
+        # Each of them once more with a salt of its own, so that nothing is loaded: vLLM computes
+        # all of it.
         alone = [engine.generate([prompt], salt=f"{at}")[0] for at, prompt in enumerate([*prompts, *TOGETHER])]
         assert not any(answer.cached for answer in alone)
         assert _tokens(cold) == _tokens(alone)
@@ -248,7 +252,8 @@ def test_hybrid_model(tiny_gemma3: Path, tmp_path: Path) -> None:
 
 
 def test_layers_of_different_sizes_in_one_group(tiny_gemma4: Path, tmp_path: Path) -> None:
-    """The scheduler's configuration has only the first layer's size; the workers tell it the others'."""
+    """The scheduler's configuration has only the first layer's size; the workers tell it the
+    others'."""
     limits = {**LIMITS, "disable_hybrid_kv_cache_manager": True}
     store = tmp_path / "store"
     # More blocks than memory holds, so that each of its slots is used.
@@ -265,7 +270,8 @@ def test_layers_of_different_sizes_in_one_group(tiny_gemma4: Path, tmp_path: Pat
     (home,) = list_homes(store)
     assert home.record is not None
     (group,) = home.record.description["geometry"]["groups"]
-    # Keys and values of 32-bit numbers; four layers, of which two have heads of 64, and two heads of 128.
+    # Keys and values of 32-bit numbers; four layers, of which two have heads of 64, and two heads
+    # of 128.
     assert group["payload_bytes"] == 2 * 4 * BLOCK_TOKENS * 2 * 2 * (64 + 128)
     with EngineChild(tiny_gemma4, tmp_path / "log", extra_config=settings, **limits) as engine:
         again = engine.generate(LONG, together=False)

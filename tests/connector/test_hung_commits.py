@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file system that hangs in a commit, on vLLM's real scheduler: the engine rests, a pause completes, the end comes.
+"""A file system that hangs in a commit, on vLLM's real scheduler: the engine rests, a pause
+completes, the end comes.
 
 Only the transaction is a stand-in: it does not return until it is told.
 """

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvdisk's metrics at vLLM's endpoint, without an engine; with one: ``test_engine.py``, ``test_sharing.py``."""
+"""kvdisk's metrics at vLLM's endpoint, without an engine; with one: ``test_engine.py``,
+``test_sharing.py``."""
 
 from __future__ import annotations
 
@@ -129,7 +130,8 @@ def test_the_line_of_vllm_has_the_few_figures_that_matter() -> None:
 
 
 def test_a_multi_connector_passes_the_values_on() -> None:
-    """It asserts that every child with counters has an object for Prometheus, and dies otherwise."""
+    """It asserts that every child with counters has an object for Prometheus, and dies
+    otherwise."""
     observers = _observers(
         {
             "kv_connector": "MultiConnector",

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores that are out cost the engine nothing: resets under load succeed, and no request waits for the drive."""
+"""Stores that are out cost the engine nothing: resets under load succeed, and no request waits for
+the drive."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ STEPS_BETWEEN = 25
 
 
 def reset_while_it_serves(engine: EngineChild, resets: int) -> None:
-    """Assert that all of so many resets succeed under load, and that nothing from before one is served after it."""
+    """Assert that all of so many resets succeed under load, and that nothing from before one is
+    served after it."""
     expected = []
     for weights in range(2):
         engine.call("engine_acts:use_weights", weights)

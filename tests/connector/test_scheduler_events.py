@@ -32,7 +32,8 @@ def whole_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class View:
-    """What a router believes of one engine's tiers, and that no event contradicts what it believed before."""
+    """What a router believes of one engine's tiers, and that no event contradicts what it believed
+    before."""
 
     def __init__(self) -> None:
         self.held: dict[Tier, set[bytes]] = {tier: set() for tier in MEDIA.values()}
@@ -153,7 +154,8 @@ def test_what_a_start_finds_on_the_drive_is_told_once_and_in_pieces(
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_router_knows_what_is_there(seed: int, plain: Engines) -> None:
-    """Tiny tiers: copies come and leave all the time; jobs fail, the caches are reset, the engine starts again."""
+    """Tiny tiers: copies come and leave all the time; jobs fail, the caches are reset, the engine
+    starts again."""
     view, rng = View(), random.Random(seed)
     extra = {"cpu_bytes": "200KiB", "nvme_bytes": "11MiB", "segment_bytes": "256KiB"}
     for start in range(2):

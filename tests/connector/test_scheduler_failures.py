@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads that fail, on vLLM's real scheduler and kvdisk's real workers: what is computed again, and what is cached.
+"""Loads that fail, on vLLM's real scheduler and kvdisk's real workers: what is computed again, and
+what is cached.
 
-The scenarios are those of vLLM's own tests of load failures, invalid blocks, error propagation and cache pollution.
-``ByteBench`` compares every byte that a step reads, and that the prefix cache has, in all of them.
+The scenarios are those of vLLM's own tests of load failures, invalid blocks, error propagation and
+cache pollution. ``ByteBench`` compares every byte that a step reads, and that the prefix cache has,
+in all of them.
 """
 
 from __future__ import annotations
@@ -98,7 +100,8 @@ def test_with_several_groups_a_failure_takes_all_of_the_request(engines: Engines
 
 
 def test_what_is_computed_after_a_failed_block_has_its_whole_window(engines: Engines) -> None:
-    """vLLM goes on from the first failed block, and has no blocks for what the window reaches before it."""
+    """vLLM goes on from the first failed block, and has no blocks for what the window reaches
+    before it."""
     bench = warm(engines.make(window_tokens=2 * BLOCK_TOKENS, window_only=True), 1)
     bench.fail = {JobKind.LOAD: (0, 1)}
     bench.add("r1", prompt_of(1, TOKENS))
@@ -129,7 +132,8 @@ def test_all_of_a_load_that_was_not_begun_in_time_is_computed(engines: Engines) 
     ("tier", "first", "second"), [("cpu", 3, 0), ("nvme", 3, 0), ("nvme", 2, 2), ("cpu", 1, None), ("nvme", None, 1)]
 )
 def test_failures_that_come_rank_by_rank(engines: Engines, tier: str, first: int | None, second: int | None) -> None:
-    """The second rank's answer comes steps after the first one's, which vLLM hears at once of the blocks alone."""
+    """The second rank's answer comes steps after the first one's, which vLLM hears at once of the
+    blocks alone."""
     bench = warm(engines.make(nvme=tier == "nvme", ranks=2), 1)
     (request,) = loading(bench, 1)
     bench.hold_rank, expected = 1, BLOCKS
@@ -157,7 +161,8 @@ def test_failures_that_come_rank_by_rank(engines: Engines, tier: str, first: int
 def test_where_the_engine_fails_such_requests_nothing_of_it_is_left(
     engines: Engines, bad: tuple[int, ...], window: int | None
 ) -> None:
-    """kvdisk asks engines to compute them; one that does not, ends the request with an error and no wrong block."""
+    """kvdisk asks engines to compute them; one that does not, ends the request with an error and no
+    wrong block."""
     bench = warm(engines.make(window_tokens=window), 1, 2)
     bench.scheduler.recompute_kv_load_failures = False
     request, other = loading(bench, 1, 2)
@@ -214,7 +219,8 @@ def test_an_aborted_loads_blocks_are_nobodys_until_it_has_ended(
 @pytest.mark.parametrize("pipelined", [False, True])
 @pytest.mark.parametrize("held", [{JobKind.LOAD}, {JobKind.LOAD, JobKind.STORE}], ids=["loads", "both"])
 def test_resets_while_jobs_are_out_and_then_new_weights(engines: Engines, held: set[JobKind], pipelined: bool) -> None:
-    """What was on its way at a reset is not served again; whatever is read afterwards is of the new weights."""
+    """What was on its way at a reset is not served again; whatever is read afterwards is of the new
+    weights."""
     bench = warm(engines.make(nvme=True, pipelined=pipelined), 1)
     bench.hold = held
     bench.add("r1", prompt_of(1, TOKENS), max_tokens=8)

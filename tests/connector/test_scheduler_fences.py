@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU blocks whose stores are out, on vLLM's real scheduler and kvdisk's real workers: free at once, and stored right.
+"""GPU blocks whose stores are out, on vLLM's real scheduler and kvdisk's real workers: free at
+once, and stored right.
 
 The scenarios are those of the fences in vLLM's own tests of its offloading connector.
 """
@@ -166,7 +167,8 @@ def test_a_victims_blocks_are_the_next_ones_at_once(engines: Engines, pipelined:
 
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_new_weights_while_stores_are_out(engines: Engines, pipelined: bool) -> None:
-    """The engine resets everything at once, and the blocks that the stores read hold KV of the new weights soon."""
+    """The engine resets everything at once, and the blocks that the stores read hold KV of the new
+    weights soon."""
     bench = engines.make(pipelined=pipelined)
     bench.hold = {JobKind.STORE}
     request = bench.add("a", prompt_of(1, TOKENS), max_tokens=30)

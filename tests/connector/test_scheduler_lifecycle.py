@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a request that loads, step by step, on vLLM's real scheduler and kvdisk's real workers.
+"""The life of a request that loads, step by step, on vLLM's real scheduler and kvdisk's real
+workers.
 
-The scenarios are those of vLLM's own tests of a remote prefill's life: alone, among others, with too few GPU blocks.
+The scenarios are those of vLLM's own tests of a remote prefill's life: alone, among others, with
+too few GPU blocks.
 """
 
 from __future__ import annotations
@@ -110,7 +112,8 @@ def test_nobody_hits_blocks_that_are_not_loaded_yet(engines: Engines) -> None:
 
 
 def test_one_that_finds_no_room_to_go_on_comes_back(engines: Engines) -> None:
-    """Its blocks are loaded, and the next one it needs is somebody else's: it is preempted, and comes back later."""
+    """Its blocks are loaded, and the next one it needs is somebody else's: it is preempted, and
+    comes back later."""
     bench = warm(engines.make(num_blocks=6), 2 * BLOCK_TOKENS + 1)
     other = bench.add("other", prompt_of(2, 2 * BLOCK_TOKENS), max_tokens=8)  # three of five blocks
     bench.step()
@@ -150,7 +153,8 @@ def test_one_for_whose_load_there_is_no_room_waits_and_holds_nothing(engines: En
 
 
 def test_one_that_is_loaded_goes_on_though_a_victim_finds_no_room(engines: Engines) -> None:
-    """It holds four of seven blocks, and the victim, which comes before it, needs four: one of them must go on."""
+    """It holds four of seven blocks, and the victim, which comes before it, needs four: one of them
+    must go on."""
     bench = warm(engines.make(num_blocks=8), 4 * BLOCK_TOKENS + 1)
     victim = bench.add("victim", prompt_of(2, BLOCK_TOKENS + 10), max_tokens=60)
     bench.step()
@@ -168,7 +172,8 @@ def test_one_that_is_loaded_goes_on_though_a_victim_finds_no_room(engines: Engin
 
 @pytest.mark.parametrize(("limit", "pipelined"), [(1, True), (2, False), (8, True)])
 def test_loads_count_among_the_requests_that_may_run(engines: Engines, limit: int, pipelined: bool) -> None:
-    """More requests than may run at once, all of which load: whatever the engine's limit, all are served."""
+    """More requests than may run at once, all of which load: whatever the engine's limit, all are
+    served."""
     bench = engines.make(max_seqs=limit, pipelined=pipelined)
     for number in range(4):
         bench.serve(f"before {number}", prompt_of(number, TOKENS))

@@ -48,7 +48,8 @@ def test_the_only_one_that_has_something_is_chosen(bench: Bench) -> None:
 
 
 def test_what_fails_to_load_is_computed(bench: Bench) -> None:
-    """vLLM ends the request with an error, unless the outer connector's configuration says otherwise."""
+    """vLLM ends the request with an error, unless the outer connector's configuration says
+    otherwise."""
     assert bench.scheduler.vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
     bench.serve("a", PROMPT)
     bench.forget()
@@ -101,7 +102,8 @@ def test_of_two_that_have_something_the_first_loads(order: tuple[str, str], asyn
 
 
 def test_a_load_that_failed_leaves_the_next_to_others(bench: Bench) -> None:
-    """What kvdisk does not promise again, the other one may; kvdisk then loads nothing for this request."""
+    """What kvdisk does not promise again, the other one may; kvdisk then loads nothing for this
+    request."""
     bench.serve("a", PROMPT)
     bench.forget()
     bench.fail = {JobKind.LOAD: (0,)}
@@ -132,7 +134,8 @@ def test_an_abort_before_and_while_another_one_loads(bench: Bench) -> None:
 
 
 def computed_on_a_hole(bench: Bench) -> Request:
-    """Let the other connector promise two blocks and fill one; return the request, which has computed on both."""
+    """Let the other connector promise two blocks and fill one; return the request, which has
+    computed on both."""
     other = other_of(bench)
     other.promise, other.asynchronous = 2 * BLOCK_TOKENS, False
     request = bench.add("a", PROMPT, max_tokens=9)
@@ -146,7 +149,8 @@ def computed_on_a_hole(bench: Bench) -> Request:
 
 @pytest.mark.parametrize("finish", ["in the same step", "later"])
 def test_nothing_is_kept_of_what_was_computed_on_a_failed_load_of_another_one(finish: str, bench: Bench) -> None:
-    """A synchronous load fails while the model computes on what it should have brought: those blocks are poison."""
+    """A synchronous load fails while the model computes on what it should have brought: those
+    blocks are poison."""
     bench.hold = {JobKind.STORE} if finish == "later" else set()
     request = computed_on_a_hole(bench)
     assert request.num_computed_tokens == BLOCK_TOKENS, "computed again from there"
@@ -183,7 +187,8 @@ def test_nothing_computed_on_a_failed_load_of_another_one_is_saved_of_a_victim(p
 
 
 def test_what_nobody_filled_is_not_stored_lazily(plain: Engines) -> None:
-    """The engine's cache keeps it under its hashes when the request is aborted before it has gone on."""
+    """The engine's cache keeps it under its hashes when the request is aborted before it has gone
+    on."""
     bench = plain.make(others=ORDERS[0], num_blocks=24, extra={"store_policy": "spillover"})
     request = computed_on_a_hole(bench)
     bench.abort("a")

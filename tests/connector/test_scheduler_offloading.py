@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is stored, kept and loaded, on vLLM's real scheduler and kvdisk's real workers.
 
-The scenarios are those of vLLM's own tests of its offloading connector and of its simple CPU offload.
+The scenarios are those of vLLM's own tests of its offloading connector and of its simple CPU
+offload.
 """
 
 from __future__ import annotations
@@ -170,7 +171,8 @@ def test_a_store_counts_when_every_rank_has_answered(engines: Engines) -> None:
 
 
 def test_a_window_that_moves_on_while_nothing_is_taken_leaves_no_wrong_copy(engines: Engines) -> None:
-    """Blocks that were refused leave the window, and their GPU blocks are soon others': none is stored as what it was.
+    """Blocks that were refused leave the window, and their GPU blocks are soon others': none is
+    stored as what it was.
 
     The tier is full of copies that are being written, so that there is room for nothing.
     """
@@ -206,7 +208,8 @@ def test_victims_come_back_with_right_bytes(engines: Engines, held: tuple[JobKin
 
 
 def test_a_victim_may_come_back_before_anybody_heard_of_its_stores(engines: Engines) -> None:
-    """Two steps are scheduled before the results of the first one arrive: the victim's copies are still out then."""
+    """Two steps are scheduled before the results of the first one arrive: the victim's copies are
+    still out then."""
     bench = engines.make(pipelined=True)
     bench.hold = {JobKind.STORE}
     request = bench.add("a", prompt_of(1, 200), max_tokens=20)

@@ -28,7 +28,8 @@ def _stores(bench: Bench) -> list[int]:
 
 
 def _preempting(plain: Engines, **more: Any) -> Bench:
-    """Two requests whose blocks fill the pool when both have computed five full ones; the first then needs a sixth."""
+    """Two requests whose blocks fill the pool when both have computed five full ones; the first
+    then needs a sixth."""
     bench = plain.make(num_blocks=11, extra={"store_policy": "on_preemption"}, **more)
     for at, name in enumerate("ab"):
         bench.add(name, prompt_of(at, 4 * BLOCK_TOKENS + 5), max_tokens=60)
@@ -54,7 +55,8 @@ def test_a_victim_is_saved_though_its_blocks_are_given_away_in_the_same_call(pla
     assert bench.table("a")[-1] == store.moves[-1].block, "its last block is the other request's by now"
     bench.run()
     assert len(bench.tokens["b"]) == 60
-    # What was left in the GPU's cache is used, and the rest is loaded: only the last token is computed again.
+    # What was left in the GPU's cache is used, and the rest is loaded: only the last token is
+    # computed again.
     loads = bench.jobs_of(JobKind.LOAD)
     assert {job.request_id for job in loads} == {"b"}
     assert bench.keys("b")[4] in {move.key for move in loads[0].moves}
@@ -169,7 +171,8 @@ def test_blocks_are_stored_shortly_before_the_gpu_forgets_them(lazy: Bench) -> N
 
 
 def test_what_is_stored_is_free_and_still_the_first_to_be_reused(lazy: Bench) -> None:
-    """At the queue's end it would let others come to the front, until all of the queue were stored."""
+    """At the queue's end it would let others come to the front, until all of the queue were
+    stored."""
     context = _context(lazy)
     _serve_until_stored(lazy)
     moves = [move for job in lazy.held for move in job.moves]
@@ -216,7 +219,8 @@ def test_a_free_block_whose_store_failed_is_offered_again(lazy: Bench) -> None:
     assert lazy.counters()["failed_stores"] == len(failed)
 
 
-# -- on_compute: blocks that are refused ---------------------------------------------------------------
+# -- on_compute: blocks that are refused
+# ---------------------------------------------------------------
 
 
 def _offers(bench: Bench, patch: pytest.MonkeyPatch) -> list[list[int]]:

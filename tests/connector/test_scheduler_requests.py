@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On vLLM's real scheduler: requests of special kinds, sessions, drafters, and the first requests of a fresh store."""
+"""On vLLM's real scheduler: requests of special kinds, sessions, drafters, and the first requests
+of a fresh store."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ ADAPTER = LoRARequest("tuned", 1, "/adapters/tuned")
 
 
 def test_a_request_with_an_adapter_is_left_alone(plain: Engines) -> None:
-    """vLLM's hash names the adapter and its path. Retrained under both, it would find the KV of the old one."""
+    """vLLM's hash names the adapter and its path. Retrained under both, it would find the KV of the
+    old one."""
     bench = plain.make(num_blocks=12)
     requests = [
         bench.add(name, [token + at for token in PROMPT], 150, lora_request=ADAPTER if at % 2 else None)
@@ -75,7 +77,8 @@ def test_images_are_a_part_of_the_keys(plain: Engines) -> None:
     assert not set(first[1:]) & set(second[1:]), "from the image on"
 
 
-# -- requests that load nothing, or are counted otherwise -------------------------------------------
+# -- requests that load nothing, or are counted otherwise
+# -------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -132,7 +135,8 @@ def test_without_the_block_pool_nothing_starts(plain: Engines) -> None:
         side.has_pending_work()
 
 
-# -- one prefix, and the engine's own prefix cache off -----------------------------------------------
+# -- one prefix, and the engine's own prefix cache off
+# -----------------------------------------------
 
 
 def test_without_a_prefix_cache_requests_load_one_prefix_at_the_same_time(plain: Engines) -> None:
@@ -158,7 +162,8 @@ def test_without_a_prefix_cache_requests_load_one_prefix_at_the_same_time(plain:
 
 @pytest.mark.parametrize("store_decode", [False, True])
 def test_a_session_is_stored_as_its_prompt_grows(store_decode: bool, plain: Engines) -> None:
-    """Each answer becomes a part of the prompt, less its last token, in whose place comes what is said next."""
+    """Each answer becomes a part of the prompt, less its last token, in whose place comes what is
+    said next."""
     bench = plain.make(extra={"store_decode": store_decode})
     turns = [PROMPT[: BLOCK_TOKENS - 1], PROMPT[40:90], PROMPT[90:130]]
     session = bench.add("a", turns[0], max_tokens=1, resumable=True)
@@ -180,7 +185,8 @@ def test_a_session_is_stored_as_its_prompt_grows(store_decode: bool, plain: Engi
 
 
 def test_keys_of_a_prompt_that_was_hashed_anew_are_forgotten(plain: Engines) -> None:
-    """No session of vLLM 0.32 does it after its blocks were offered; were one to, another prompt's KV would be told."""
+    """No session of vLLM 0.32 does it after its blocks were offered; were one to, another prompt's
+    KV would be told."""
     bench = plain.make()
     request = bench.add("a", PROMPT, max_tokens=8, resumable=True)
     bench.step()
@@ -189,7 +195,8 @@ def test_keys_of_a_prompt_that_was_hashed_anew_are_forgotten(plain: Engines) -> 
     assert bench.stored()[BLOCKS:] == [make_block_key(one, 0) for one in request.block_hashes[2:]]
 
 
-# -- groups of other kinds ---------------------------------------------------------------------------
+# -- groups of other kinds
+# ---------------------------------------------------------------------------
 
 
 def test_groups_with_blocks_of_different_sizes(plain: Engines) -> None:
@@ -242,7 +249,8 @@ def test_a_drafters_last_block_is_not_what_its_hash_says(
     bench.assert_quiet()
 
 
-# -- what has ended before a fresh store had room for it ---------------------------------------------
+# -- what has ended before a fresh store had room for it
+# ---------------------------------------------
 
 FRESH: dict[str, Any] = {"nvme": True, "extra": {"cpu_bytes": 0}}
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/RESETS.md says of pauses, resets and weight updates, with vLLM's real scheduler and engine core."""
+"""What docs/RESETS.md says of pauses, resets and weight updates, with vLLM's real scheduler and
+engine core."""
 
 from __future__ import annotations
 

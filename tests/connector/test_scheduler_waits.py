@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On vLLM's real scheduler, with held jobs: waits for blocks that are being read, and reading ahead in the queue."""
+"""On vLLM's real scheduler, with held jobs: waits for blocks that are being read, and reading ahead
+in the queue."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def homes(monkeypatch: pytest.MonkeyPatch) -> list[FakeHome]:
 
 @pytest.fixture
 def restarted(plain: Engines, homes: list[FakeHome]) -> Restart:
-    """Makes a bench in whose store the full blocks of these prompts lie, and in whose memory none."""
+    """Makes a bench in whose store the full blocks of these prompts lie, and in whose memory
+    none."""
 
     def restart(*prompts: list[int], extra: dict[str, Any] | None = None, **more: Any) -> Bench:
         bench = plain.make(nvme=True, **more)
@@ -70,7 +72,8 @@ def add(bench: Bench, names: str, prompt: list[int], **more: Any) -> None:
 
 
 def finish(bench: Bench, *names: str) -> None:
-    """Let go what is held, and step until nothing is left to do: each of these requests has its two tokens."""
+    """Let go what is held, and step until nothing is left to do: each of these requests has its two
+    tokens."""
     bench.release()
     bench.run()
     assert [len(bench.tokens[name]) for name in names] == [2] * len(names)
@@ -78,7 +81,8 @@ def finish(bench: Bench, *names: str) -> None:
     bench.assert_quiet()
 
 
-# -- requests that arrive together with one prefix ---------------------------------------------------
+# -- requests that arrive together with one prefix
+# ---------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -201,7 +205,8 @@ def test_with_a_sliding_window_one_waits_only_for_what_it_can_use(restarted: Res
     add(bench, "b", [*PROMPT, 9])
     add(bench, "c", longer)
     bench.step()
-    # The first loads the window before the end of its prompt: the third needs the one before the end of its own.
+    # The first loads the window before the end of its prompt: the third needs the one before the
+    # end of its own.
     assert [name for name, _ in bench.loads()] == ["a", "c"]
     finish(bench, *"abc")
     assert [name for name, _ in bench.loads()] == ["a", "c"]
@@ -238,7 +243,8 @@ def test_a_reset_lets_them_go(restarted: Restart) -> None:
     assert bench.loads() == [("a", BLOCKS)]
 
 
-# -- the tiers while they are full, and short hits ---------------------------------------------------
+# -- the tiers while they are full, and short hits
+# ---------------------------------------------------
 
 
 def test_a_full_cpu_tier_makes_no_miss_of_a_hit(restarted: Restart) -> None:
@@ -268,7 +274,8 @@ def test_a_short_hit_is_left_to_recompute(restarted: Restart) -> None:
     assert bench.loads() == [("long", BLOCKS)]
 
 
-# -- other engines' homes ----------------------------------------------------------------------------
+# -- other engines' homes
+# ----------------------------------------------------------------------------
 
 
 def have(bench: Bench, home: FakeHome, prompt: list[int], blocks: int = BLOCKS) -> list[BlockKey]:
@@ -337,7 +344,8 @@ def test_what_another_home_has_is_read_ahead(restarted: Restart, homes: list[Fak
     assert read(bench) == [["cpu"] * BLOCKS]
 
 
-# -- reading ahead -----------------------------------------------------------------------------------
+# -- reading ahead
+# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
@@ -382,7 +390,8 @@ def test_one_whose_turn_comes_waits_for_the_promotion_and_reads_nothing_twice(
     assert not bench.scheduler.running, "its turn has come"
     assert not bench.loads()
     finish(bench, "second")
-    # The bad copy on NVMe is dropped; what lies before it is served, and the rest computed and stored again.
+    # The bad copy on NVMe is dropped; what lies before it is served, and the rest computed and
+    # stored again.
     assert read(bench) == [["cpu"] * (BLOCKS if bad is None else bad)]
     assert bench.counters().get("failed_promotions", 0) == (bad is not None)
     assert bad is None or bench.jobs_of(JobKind.PROMOTE)[0].moves[bad].key in bench.stored()
@@ -397,7 +406,8 @@ def test_reading_ahead_takes_its_share_of_the_tier_and_no_more(restarted: Restar
         bench.step()
     assert [len(job.moves) for job in bench.jobs_of(JobKind.PROMOTE)] == [BLOCKS, 2], "half of twelve slots"
     finish(bench, *"ab")
-    # The second's turn comes with the first's, whose load leaves the engine free: the rest it reads itself.
+    # The second's turn comes with the first's, whose load leaves the engine free: the rest it reads
+    # itself.
     assert read(bench) == [["cpu"] * BLOCKS, ["cpu", "cpu", "nvme, kept", "nvme, kept"]]
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real vLLM engines with one store on several drives at the same time: what one computed, the others load.
+"""Real vLLM engines with one store on several drives at the same time: what one computed, the
+others load.
 
 As in ``test_engine.py`` one start serves many cases, in the order of a script.
 """
@@ -21,7 +22,8 @@ pytestmark = pytest.mark.vllm
 BLOCK_TOKENS = 32
 LIMITS = {"max_model_len": 512, "num_gpu_blocks_override": 120}
 STEADY = {"prefetch": False, "device": "posix"}
-"""Loads are what is tested: nothing is read ahead. (An engine child waits for its neighbours however long it takes.)"""
+"""Loads are what is tested: nothing is read ahead. (An engine child waits for its neighbours
+however long it takes.)"""
 FAILURES = ("failed_", "verification_failures", "foreign_failures", "segment_failures", "io_errors", "wait_timeouts")
 
 
@@ -77,7 +79,8 @@ def test_two_engines_on_three_drives(tiny_llama: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     drives = [tmp_path / name for name in ("one", "two", "three")]
     first = EngineChild(tiny_llama, log, extra_config=_config(drives), layout="own", **LIMITS)
-    # Without a CPU tier every load of the second engine is one from a drive, and what finds no room is not stored.
+    # Without a CPU tier every load of the second engine is one from a drive, and what finds no room
+    # is not stored.
     config = _config(drives, cpu_bytes=0, segment_bytes="1MiB")
     with EngineChild(tiny_llama, log, extra_config=config, **LIMITS) as second:
         of_one, late = (_tokens(first.generate(prompts, together=False)) for prompts in (OF_ONE, LATE))
@@ -120,7 +123,8 @@ def test_two_engines_on_three_drives(tiny_llama: Path, tmp_path: Path) -> None:
 def _take_over(
     model: Path, drives: list[Path], log: Path, second: EngineChild, expected: list[list[list[int]]]
 ) -> None:
-    """Start the successor of the engine that was killed, with the drives after the first in another order."""
+    """Start the successor of the engine that was killed, with the drives after the first in another
+    order."""
     turned = [drives[0], drives[2], drives[1]]
     with EngineChild(model, log, extra_config=_config(turned), **LIMITS) as third:
         for prompts, tokens in zip((OF_ONE, LATE), (expected[0], expected[2]), strict=True):
@@ -135,7 +139,8 @@ def _take_over(
         assert _cached(answers) == [WHOLE] * 4
         assert third.counters()["loaded_blocks_foreign"] == BLOCKS
 
-        # The home has another name now. What the second engine remembers of the old one fails, and is computed.
+        # The home has another name now. What the second engine remembers of the old one fails, and
+        # is computed.
         second.reset()
         assert _tokens(second.generate(LATE, together=False)) == expected[2]
         second.reset()

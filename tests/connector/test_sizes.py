@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On vLLM's real scheduler: a group whose layers differ in bytes, of which only the workers know both."""
+"""On vLLM's real scheduler: a group whose layers differ in bytes, of which only the workers know
+both."""
 
 from __future__ import annotations
 

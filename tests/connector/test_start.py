@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens at start: how vLLM finds the connector, what is refused, and what makes a namespace."""
+"""What happens at start: how vLLM finds the connector, what is refused, and what makes a
+namespace."""
 
 from __future__ import annotations
 
@@ -131,7 +132,8 @@ def test_a_kv_cache_that_is_not_supported_is_refused_by_name(cache: KVCacheConfi
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_mla_that_begins_with_what_is_not_loaded_is_refused(chunked: bool) -> None:
-    """vLLM's CPU reference of MLA gives wrong tokens after any external hit; it runs with chunked prefill off."""
+    """vLLM's CPU reference of MLA gives wrong tokens after any external hit; it runs with chunked
+    prefill off."""
     model = SimpleNamespace(is_encoder_decoder=False, use_mla=True)
     config = _config(model_config=model, scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked))
     if chunked:
@@ -302,7 +304,8 @@ def _header(**tensors: Any) -> bytes:
     ],
 )
 def test_a_weight_file_of_garbage_is_named(engine_config: Any, content: bytes) -> None:
-    """Whatever length it claims, of its header or of a tensor: no more is read than the file can have."""
+    """Whatever length it claims, of its header or of a tensor: no more is read than the file can
+    have."""
     (engine_config.folder / "other.safetensors").write_bytes(content)
     with pytest.raises(ConfigError, match=r"other\.safetensors") as refusal:
         _fingerprint(engine_config())

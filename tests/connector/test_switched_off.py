@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of ours, and of a user's policy, in each hook: the engine goes on without kvdisk, on vLLM's real scheduler.
+"""Errors of ours, and of a user's policy, in each hook: the engine goes on without kvdisk, on
+vLLM's real scheduler.
 
 The bench fails where a request uses a block that does not hold its tokens' bytes.
 """
@@ -57,7 +58,8 @@ class Planted(Exception):
 
 
 def plant(patch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool = False, when: Any = None) -> list[int]:
-    """Let a method raise, the first time that ``when`` of its arguments is so; before or after it has done its work."""
+    """Let a method raise, the first time that ``when`` of its arguments is so; before or after it
+    has done its work."""
     original, raised = getattr(owner, name), []
 
     def planted(*arguments: Any, **more: Any) -> Any:
@@ -104,7 +106,8 @@ def serve_mixed(bench: ByteBench) -> None:
 
 
 def assert_off(bench: ByteBench, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is held, nothing is served, everything else works, and somebody has said why, once."""
+    """Nothing is held, nothing is served, everything else works, and somebody has said why,
+    once."""
     assert not bench.references()
     jobs = len(bench.jobs)
     assert AllBlocksCleared() in bench.published, "a router believes nothing of it any more"
@@ -163,7 +166,8 @@ def test_an_error_of_a_reset_and_of_a_victim(
 def test_a_load_that_was_promised_and_never_sent_ends_as_failed(
     bench: ByteBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first of two is planned, and the error is in the second's plan: no worker has heard of either."""
+    """The first of two is planned, and the error is in the second's plan: no worker has heard of
+    either."""
     warm(bench)
     bench.serve("other", OTHER, 2)
     assert bench.scheduler.reset_prefix_cache()
@@ -209,7 +213,8 @@ def test_blocks_of_a_load_in_flight_are_kept_until_it_has_ended(
 def hold_copies(
     bench: ByteBench, patch: pytest.MonkeyPatch, request: pytest.FixtureRequest, name: str
 ) -> tuple[threading.Event, threading.Event]:
-    """Stop the mover's thread in its next copies until the second event is set; the first says that it is there."""
+    """Stop the mover's thread in its next copies until the second event is set; the first says that
+    it is there."""
     copier = bench.workers[0].worker.mover._copier
     original, entered, gate = getattr(copier, name), threading.Event(), threading.Event()
 
@@ -230,7 +235,8 @@ def test_a_store_whose_source_may_be_overwritten_never_reaches_the_drive(
     caplog: pytest.LogCaptureFixture,
     request: pytest.FixtureRequest,
 ) -> None:
-    """After an error no copy from the GPU begins, and the step waits for the one under way, which is not written."""
+    """After an error no copy from the GPU begins, and the step waits for the one under way, which
+    is not written."""
     store: dict[str, Any] = {"threaded": True, "nvme": True, "extra": {"cpu_bytes": 0}}
     bench = engines.make(**store, events=True)
     bench.serve("sound", PROMPT, 100)  # a segment is made first

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long, seeded runs of one real vLLM engine under many configurations: the tokens are those of vLLM alone.
+"""Long, seeded runs of one real vLLM engine under many configurations: the tokens are those of vLLM
+alone.
 
 The other long runs, of several engines, ranks and starts, are in ``test_torture_engines.py``.
 """
@@ -70,7 +71,8 @@ RESTARTED = {"tiny segments, evictions"}
 LAZY = ("victims saved, tiny GPU pool", "victims saved, no CPU tier", "spillover")
 BOTH = [
     *(("llama", name) for name in WORKLOADS if name not in LAZY),
-    # With several KV-cache groups those that fill and empty the tiers most, and those that store little or late.
+    # With several KV-cache groups those that fill and empty the tiers most, and those that store
+    # little or late.
     *(("gemma3", name) for name in ("tiny GPU pool, preemptions", "tiny segments, evictions", *LAZY)),
 ]
 
@@ -93,7 +95,8 @@ def test_workload(name: str, model: Path, expected: list[list[int]], tmp_path: P
                     assert verify_store(store, extra["nvme_bytes"]) + facts["dropped_puts"] >= facts["nvme_blocks"]
                 if at == 0 and start == 0:
                     assert engine.call("engine_acts:reset", True), "with the connector's cache"
-            # What is saved of a victim is mostly still in the engine's own cache when it comes back.
+            # What is saved of a victim is mostly still in the engine's own cache when it comes
+            # back.
             assert counters.get("stored_blocks" if name.startswith("victims") else "loaded_blocks", 0) > 0
         if "nvme_bytes" in extra:
             verify_store(store, extra["nvme_bytes"])

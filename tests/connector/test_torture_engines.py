@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long, seeded runs of several real vLLM engines, ranks and starts: the tokens are those of vLLM alone."""
+"""Long, seeded runs of several real vLLM engines, ranks and starts: the tokens are those of vLLM
+alone."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def test_preemptions_on_two_ranks(
 
 @SEVERAL_GROUPS
 def test_two_of_them_in_a_multi_connector(model: Path, expected: list[list[int]], tmp_path: Path) -> None:
-    """The first one that has something loads it; the other one is not chosen, and stores all the same."""
+    """The first one that has something loads it; the other one is not chosen, and stores all the
+    same."""
     store = {"cpu_bytes": "2MiB", "store_dirs": str(tmp_path / "store"), "nvme_bytes": "16MiB", "segment_bytes": "1MiB"}
     children = [
         {"kv_connector": "KVDiskConnector", "kv_role": "kv_both", "kv_connector_extra_config": STEADY | extra}
@@ -73,7 +75,8 @@ def test_two_of_them_in_a_multi_connector(model: Path, expected: list[list[int]]
 
 @ONE_GROUP
 def test_two_engines_with_one_store(model: Path, expected: list[list[int]], tmp_path: Path) -> None:
-    """More than fits: each evicts what the other may be reading. One that is killed leaves its home to be read."""
+    """More than fits: each evicts what the other may be reading. One that is killed leaves its home
+    to be read."""
     extra = {"cpu_bytes": "2MiB", "store_dirs": str(tmp_path / "store"), "nvme_bytes": 12 * MIB, "segment_bytes": MIB}
     engines = [EngineChild(model, tmp_path / "log", extra_config=extra, env=HERE, wait=False, **GPU) for _ in range(2)]
     for engine in engines:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tests of the scheduler's side on the newest vLLM, which has no CPU build: for them its Python is enough."""
+"""The tests of the scheduler's side on the newest vLLM, which has no CPU build: for them its Python
+is enough."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ WHICH = "not gpu and not torture"
 
 
 def lay_python(folder: Path, version: str) -> None:
-    """Lay the Python files of a version's wheel into ``folder``, whole or not at all; nothing where it is there."""
+    """Lay the Python files of a version's wheel into ``folder``, whole or not at all; nothing where
+    it is there."""
     if folder.exists():
         return
     folder.parent.mkdir(exist_ok=True)

@@ -51,7 +51,8 @@ def test_a_weight_update_in_memory(tiny_llama: Path, tmp_path: Path) -> None:
         assert [answer.tokens for answer in slept] == before
         assert slept[0].cached == WHOLE
         engine.generate([[7, *PROMPTS[0]]])
-        # Not drained: stores and demotions of the last prompt are on their way when the caches are cleared.
+        # Not drained: stores and demotions of the last prompt are on their way when the caches are
+        # cleared.
         engine.call("engine_acts:pause", "abort")
         engine.call("engine_acts:scale_weights", FACTOR)
         engine.call("engine_acts:resume")
@@ -62,7 +63,8 @@ def test_a_weight_update_in_memory(tiny_llama: Path, tmp_path: Path) -> None:
         warm = engine.generate(PROMPTS, together=False)
         assert [answer.tokens for answer in warm] == after
         assert warm[0].cached == WHOLE, "what was computed with the new weights is served to this process"
-        # A second pause, with nothing changed in between, is as good as an update: kvdisk cannot tell.
+        # A second pause, with nothing changed in between, is as good as an update: kvdisk cannot
+        # tell.
         engine.call("engine_acts:pause", "wait")
         engine.call("engine_acts:resume")
         again = engine.generate(PROMPTS, together=False)

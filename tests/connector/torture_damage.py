@@ -12,7 +12,8 @@ from kvdisk.device.listing import list_homes
 from kvdisk.geometry import HEADER_BYTES, SEGMENT_HEADER_BYTES
 
 SLOT_BYTES = 32768 + HEADER_BYTES
-"""Of both tiny models: 32 tokens, two layers of a group, two heads of 32, keys and values, four bytes."""
+"""Of both tiny models: 32 tokens, two layers of a group, two heads of 32, keys and values, four
+bytes."""
 
 
 def damage(store: Path, kind: str, rng: random.Random) -> None:

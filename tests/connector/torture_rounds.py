@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the long runs of real engines share: prompts, seeds, a round of requests, and what vLLM alone answers.
+"""What the long runs of real engines share: prompts, seeds, a round of requests, and what vLLM
+alone answers.
 
-Decoding of the tiny models does not depend on how requests are batched (``answers_alone`` asserts it), so one
-baseline, request after request, serves all of them. A failure names its seed. ``KVDISK_TORTURE_SEED`` shifts all seeds.
+Decoding of the tiny models does not depend on how requests are batched (``answers_alone`` asserts
+it), so one baseline, request after request, serves all of them. A failure names its seed.
+``KVDISK_TORTURE_SEED`` shifts all seeds.
 """
 
 from __future__ import annotations
@@ -73,7 +75,8 @@ GPU = {"max_model_len": 512, "num_gpu_blocks_override": 60, "max_num_batched_tok
 
 
 def answers_alone(model: Path, log: Path) -> list[list[int]]:
-    """Return vLLM's own answer to each prompt, one after the other; and, preempted and batched anyhow, all the same."""
+    """Return vLLM's own answer to each prompt, one after the other; and, preempted and batched
+    anyhow, all the same."""
     with EngineChild(model, log, env=HERE, **GPU | {"num_gpu_blocks_override": 45}) as engine:
         answers = [answer.tokens for answer in engine.generate(PROMPTS, MOST_TOKENS, together=False)]
         for at in range(ROUNDS):
@@ -95,7 +98,8 @@ def run_round(engine: EngineChild, seed: int, expected: list[list[int]], count: 
 
 
 def verify_store(store: Path, cap_bytes: int) -> int:
-    """Assert that the store is sound, below its cap, and that every record's slot holds its block; return the records.
+    """Assert that the store is sound, below its cap, and that every record's slot holds its block;
+    return the records.
 
     For a store that nobody has damaged; an engine that has it open must be idle.
     """

@@ -22,7 +22,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def quick_path(tmp_path: Path) -> Iterator[Path]:
-    """A directory in memory where there is such a place: for tests that open a store hundreds of times."""
+    """A directory in memory where there is such a place: for tests that open a store hundreds of
+    times."""
     if not os.access(MEMORY, os.W_OK):
         yield tmp_path
         return

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of live engines for the crash tests: started from a fork server, watched, killed, stopped and ended."""
+"""Processes of live engines for the crash tests: started from a fork server, watched, killed,
+stopped and ended."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ WAIT_S = 600.0
 """What takes so long hangs, on however busy a machine: even a process that has torch to import."""
 SEED = int(os.environ.get("KVDISK_TORTURE_SEED", "0"))
 CAP_IS_EXACT = True
-"""Whether the cap holds at every instant, orphans included. Today kept orphans are charged to who starts last."""
+"""Whether the cap holds at every instant, orphans included. Today kept orphans are charged to who
+starts last."""
 
 
 def wait_for(condition: Callable[[], Any], what: str) -> None:
@@ -35,8 +37,8 @@ def wait_for(condition: Callable[[], Any], what: str) -> None:
 def held_bytes(store: Path) -> int:
     """The allocated bytes of a store in use.
 
-    A look at all files takes its time, the more so on a busy machine, and counts twice what is deleted behind it and
-    made before it. So it is taken again until two in a row agree.
+    A look at all files takes its time, the more so on a busy machine, and counts twice what is
+    deleted behind it and made before it. So it is taken again until two in a row agree.
     """
     held = allocated_bytes(store)
     while held != (held := allocated_bytes(store)):
@@ -128,7 +130,8 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _stop(pid: int) -> None:
-    """SIGSTOP, and wait until each thread has stopped: what was in a system call ends that first."""
+    """SIGSTOP, and wait until each thread has stopped: what was in a system call ends that
+    first."""
     _signal(pid, signal.SIGSTOP)
     threads = Path(f"/proc/{pid}/task")
     wait_for(lambda: all(_state(thread) == "T" for thread in threads.iterdir()), "a stop")
@@ -142,7 +145,8 @@ def _state(thread: Path) -> str:
 
 
 class SpaceWatch:
-    """Samples a store's allocated bytes all the time, against a limit. ``worst``: the largest excess seen, in bytes."""
+    """Samples a store's allocated bytes all the time, against a limit. ``worst``: the largest
+    excess seen, in bytes."""
 
     def __init__(self, store: Path, limit_bytes: Callable[[], int]) -> None:
         self.samples = 0

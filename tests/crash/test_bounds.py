@@ -17,7 +17,8 @@ from kvdisk.device.store import Store
 
 SHAPE = LoadShape(width=20, aborts=0.0)
 BLOCKS = 330
-"""So many that half of the cap is more than an index is planned for: an orphan may keep the other half."""
+"""So many that half of the cap is more than an index is planned for: an orphan may keep the other
+half."""
 PAYLOAD_BYTES = 20_000
 MODELS = tuple(LiveModel(name, ranks=1, payload_bytes=2 * PAYLOAD_BYTES) for name in ("first", "second", "first"))
 
@@ -53,7 +54,8 @@ def fill(store: Path, tenants: list[Tenant], limit_bytes: Callable[[], int]) -> 
 
 @pytest.mark.torture
 def test_one_after_the_other(quick_path: Path) -> None:
-    """A namespace that nobody serves any more keeps what the one that is served leaves of the cap, and no more."""
+    """A namespace that nobody serves any more keeps what the one that is served leaves of the cap,
+    and no more."""
     store = quick_path / "store"
     for number in (0, 1, 2, 1):
         tenant = Tenant(store, number)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damage of every kind to the files of a store: right bytes or a miss, or one clear sentence at the start.
+"""Damage of every kind to the files of a store: right bytes or a miss, or one clear sentence at the
+start.
 
-Each case is a copy of one prepared store, damaged, and opened by an engine in a process of its own, since what LMDB
-makes of a damaged file could end the process.
+Each case is a copy of one prepared store, damaged, and opened by an engine in a process of its own,
+since what LMDB makes of a damaged file could end the process.
 """
 
 from __future__ import annotations
@@ -150,7 +151,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_damaged(store: Path) -> dict[str, int]:
-    """Let a process serve from a damaged store; return its counters, {} where it refused in one sentence."""
+    """Let a process serve from a damaged store; return its counters, {} where it refused in one
+    sentence."""
     with Child(store.parent, replace(SETTINGS, store=str(store))) as child:
         child.process.join(WAIT_S)
         text = child.text()

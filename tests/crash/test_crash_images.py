@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every state in which a crash can leave the drive: the store, frozen after each write, commit, sync and control file.
+"""Every state in which a crash can leave the drive: the store, frozen after each write, commit,
+sync and control file.
 
-Each image is opened by a new engine, which must account for all of it and serve the same prompts with right bytes.
+Each image is opened by a new engine, which must account for all of it and serve the same prompts
+with right bytes.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ def _copy_file(source: str, target: str) -> None:
 
 
 def freeze_all(quick_path: Path, model: LiveModel, seed: int, requests: int) -> Freezer:
-    """Run two lives of an engine, the second one with a hot start and a change of weights, and freeze every state."""
+    """Run two lives of an engine, the second one with a hot start and a change of weights, and
+    freeze every state."""
     freezer = Freezer(quick_path / "store", quick_path / "images")
     (quick_path / "images").mkdir()
     evicted = 0
@@ -88,7 +91,8 @@ def freeze_all(quick_path: Path, model: LiveModel, seed: int, requests: int) -> 
 
 
 def open_image(image: Path, model: LiveModel, seed: int, requests: int, *, records_hold: bool = True) -> int:
-    """Account for an image and load it; return the tokens that it served from NVMe. Its own syncs are left out."""
+    """Account for an image and load it; return the tokens that it served from NVMe. Its own syncs
+    are left out."""
     with patch("os.fsync"):
         engine = TurnedEngine(image, model, Hook())
         try:
@@ -102,7 +106,8 @@ def open_image(image: Path, model: LiveModel, seed: int, requests: int, *, recor
 
 
 def take_mark(image: Path) -> None:
-    """Take away the mark by which an index knows that its owner died: a process of its own would read it first."""
+    """Take away the mark by which an index knows that its owner died: a process of its own would
+    read it first."""
     for mark in image.glob("homes/*/index/open"):
         mark.unlink()
 
@@ -127,7 +132,8 @@ def check_all(quick_path: Path, model: LiveModel, seed: int, requests: int, *, a
 def check_power_loss(
     quick_path: Path, model: LiveModel, seed: int, requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Index and data of different moments, as the drive writes them when it likes; and the machine has started anew."""
+    """Index and data of different moments, as the drive writes them when it likes; and the machine
+    has started anew."""
     freezer = freeze_all(quick_path, model, seed, requests)
     boot_id = quick_path / "boot_id"
     boot_id.write_text("another boot\n")
@@ -152,7 +158,8 @@ def check_power_loss(
 
 
 def mix(image: Path, other: Path) -> bool:
-    """Give an image's home the index of another moment; False where the home had another name by then."""
+    """Give an image's home the index of another moment; False where the home had another name by
+    then."""
     (home,) = list_homes(image)
     index = other / "homes" / home.id / "index"
     if not index.exists():

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ENOSPC on a small file system: the tier stops growing and serves on, with one warning; it grows when space returns.
+"""ENOSPC on a small file system: the tier stops growing and serves on, with one warning; it grows
+when space returns.
 
-This file is also the program that mounts the file system in a namespace of its own, where no privilege is needed.
-Where the system does not allow that either, a quota of this file's own takes its place.
+This file is also the program that mounts the file system in a namespace of its own, where no
+privilege is needed. Where the system does not allow that either, a quota of this file's own takes
+its place.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class Warnings(logging.Handler):
 
 
 class Quota:
-    """Refuses segment files when a directory has come to so many bytes, as preallocation on a small drive does."""
+    """Refuses segment files when a directory has come to so many bytes, as preallocation on a small
+    drive does."""
 
     def __init__(self, drive: Path) -> None:
         self._drive = drive
@@ -102,7 +105,8 @@ def scenario(drive: Path) -> None:
 
 
 def mounts_here() -> list[str]:
-    """Return the command that gives a process mounts of its own, [] where the system allows none."""
+    """Return the command that gives a process mounts of its own, [] where the system allows
+    none."""
     for command in (["unshare", "-Urm"], ["unshare", "-m"]):
         try:
             done = subprocess.run([*command, "true"], capture_output=True, check=False)

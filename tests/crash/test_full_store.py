@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file system without a single free block: an engine starts, and what frees room works, for it needs none.
+"""A file system without a single free block: an engine starts, and what frees room works, for it
+needs none.
 
-This file is also the program that does one of these things on a small file system of its own, mounted in a namespace
-of its own: what LMDB makes of a full drive could end the process.
+This file is also the program that does one of these things on a small file system of its own,
+mounted in a namespace of its own: what LMDB makes of a full drive could end the process.
 """
 
 from __future__ import annotations
@@ -186,7 +187,8 @@ def end_in_order(drive: Path) -> None:
 
 
 def rebuild(drive: Path) -> None:
-    """There is room for the new index where the old one was; else the home is left for a better day."""
+    """There is room for the new index where the old one was; else the home is left for a better
+    day."""
     expected = stores.make_store(drive / "store", clean=False)
     shutil.rmtree(stores.home_path(drive / "store") / "index")
     ballast = fill(drive)

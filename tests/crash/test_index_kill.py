@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kill -9 of a process that writes to the index: what it acknowledged is there, and nothing is out of order.
+"""kill -9 of a process that writes to the index: what it acknowledged is there, and nothing is out
+of order.
 
 This file is also the program of that process.
 """
@@ -68,7 +69,8 @@ def write_until_killed(path: Path, seed: int) -> None:
 
 
 def killed_after(path: Path, seed: int, line_count: int) -> int:
-    """Run a process, kill it after so many lines, and return the last ticket that it printed as committed."""
+    """Run a process, kill it after so many lines, and return the last ticket that it printed as
+    committed."""
     with subprocess.Popen([sys.executable, __file__, str(path), str(seed)], stdout=subprocess.PIPE) as process:
         assert process.stdout
         lines = [process.stdout.readline() for _ in range(line_count)]
@@ -99,7 +101,8 @@ def test_what_was_acknowledged_outlives_a_kill(tmp_path: Path) -> None:
         committed = killed_after(path, seed, line_count=rng.randrange(1, 60))
         after = found(path)
         differing = {name for name in expected.keys() | after.keys() if expected.get(name) != after.get(name)}
-        # What is there is the outcome of some beginning of the sequence, no shorter than what was acknowledged.
+        # What is there is the outcome of some beginning of the sequence, no shorter than what was
+        # acknowledged.
         for number, steps in enumerate(calls(seed), start=1):
             if number > committed and not differing:
                 break

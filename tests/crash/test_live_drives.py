@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several drives under a live engine: blocks on all, one that fails, and drives in another order."""
+"""Several drives under a live engine: blocks on all, one that fails, and drives in another
+order."""
 
 from __future__ import annotations
 
@@ -107,7 +108,8 @@ def test_blocks_lie_on_all_drives_and_come_back_in_any_order(
 def test_a_drive_that_fails_is_left_alone_and_the_rest_serves_on(
     quick_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All blocks have room, so that none leaves; and time stands still unless it is told to go on."""
+    """All blocks have room, so that none leaves; and time stands still unless it is told to go
+    on."""
     dirs = [quick_path / "good", quick_path / "bad"]
     now_s = [1_000_000.0]
     monkeypatch.setattr(posix.aio, "serves", lambda fd: False)  # or the kernel's queue would get past the failures

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kill -9 of engines under load, and workers that outlive their scheduler: no wrong byte, all space accounted for.
+"""kill -9 of engines under load, and workers that outlive their scheduler: no wrong byte, all space
+accounted for.
 
 A failure names its seed; ``KVDISK_TORTURE_SEED`` shifts all seeds.
 """
@@ -32,7 +33,8 @@ KINDS = {
 
 
 def kill_rounds(directory: Path, rounds: int, seed: int, kind: dict[str, int]) -> int:
-    """Kill an engine at random instants of its start, its load and its end; return how many served something."""
+    """Kill an engine at random instants of its start, its load and its end; return how many served
+    something."""
     rng = random.Random(seed)
     store = directory / "store"
     served = 0
@@ -75,7 +77,8 @@ def test_killed_hundreds_of_times(kind: str, tmp_path: Path) -> None:
 
 
 def outlive(directory: Path, seed: int) -> None:
-    """Stop a rank in the middle of its work, kill the rest, give another engine the store, then let the rank go on."""
+    """Stop a rank in the middle of its work, kill the rest, give another engine the store, then let
+    the rank go on."""
     rng = random.Random(seed)
     store = directory / "store"
     # Room for an orphan besides: the old rank's home, when it has let go.

@@ -36,7 +36,8 @@ def test_what_one_stored_the_other_loads(windowed: bool, quick_path: Path) -> No
     assert held > 20
     two.serve(PROMPTS)
     stats = two.manager.stats
-    # Loaded on the way or read ahead while another load had the turn: either way they came from the first's home.
+    # Loaded on the way or read ahead while another load had the turn: either way they came from the
+    # first's home.
     assert stats["promoted_blocks"] > 20
     assert stats["loaded_blocks_foreign"] + stats["prefetched_blocks"] > 20
     assert not stats["failed_loads"]
@@ -79,7 +80,8 @@ def test_an_owner_that_evicts_under_a_reader_causes_a_miss(quick_path: Path) -> 
     assert one.manager.stats["demoted_blocks"] == stored > 0, (
         "a fresh store's first request needs no second to be written"
     )
-    # The second hears of the blocks, and comes to load them when the first has given their slots to others.
+    # The second hears of the blocks, and comes to load them when the first has given their slots to
+    # others.
     two.pool.forget_all()
     request = two.add("slow", PROMPTS[0], 1)
     request.finishing = True
@@ -105,7 +107,8 @@ def test_an_owner_that_evicts_under_a_reader_causes_a_miss(quick_path: Path) -> 
 
 
 def test_weights_in_memory_end_it(quick_path: Path) -> None:
-    """An engine whose weights are not those of the files asks nobody, and nobody gets its blocks."""
+    """An engine whose weights are not those of the files asks nobody, and nobody gets its
+    blocks."""
     model = LiveModel()
     one, two = (start(quick_path / "store", model) for _ in range(2))
     meets(two, 1)

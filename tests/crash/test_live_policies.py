@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Live engines that are short of GPU blocks, under each store policy: every byte that a step reads is looked at."""
+"""Live engines that are short of GPU blocks, under each store policy: every byte that a step reads
+is looked at."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV that is the same on every rank (MLA under tensor parallelism): on the drive once, in every rank's memory."""
+"""KV that is the same on every rank (MLA under tensor parallelism): on the drive once, in every
+rank's memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three processes with one store directory, tiny capacity and much load: no wrong byte, and the cap holds."""
+"""Three processes with one store directory, tiny capacity and much load: no wrong byte, and the cap
+holds."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def is_busy(child: Child) -> bool:
 
 
 def share(directory: Path, seed: int, seconds: float) -> None:
-    """Three engines under load for ``seconds``; then one is killed, one stopped, and the third and a fourth go on."""
+    """Three engines under load for ``seconds``; then one is killed, one stopped, and the third and
+    a fourth go on."""
     store = directory / "store"
     settings = ProcessSettings(str(store), seed=seed, blocks=48, windowed=seed % 2 == 1, resets=0.002, every_s=0.2)
     cap_bytes = settings.config().nvme_bytes

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk verify`` beside engines that evict as fast as they can, over what a killed one left, over several drives."""
+"""``kvdisk verify`` beside engines that evict as fast as they can, over what a killed one left,
+over several drives."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The n-th transfer, commit or segment fails, for n = 1, 2, 3 ... until none does: all requests are served right."""
+"""The n-th transfer, commit or segment fails, for n = 1, 2, 3 ... until none does: all requests are
+served right."""
 
 from __future__ import annotations
 

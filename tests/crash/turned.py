@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Live engines without threads of movers and devices: what they do, and in which order, depends on the seed alone.
+"""Live engines without threads of movers and devices: what they do, and in which order, depends on
+the seed alone.
 
-Every transfer, commit, sync, replaced control file and opened segment is an event that a hook sees, after it happened
-or in its place.
+Every transfer, commit, sync, replaced control file and opened segment is an event that a hook sees,
+after it happened or in its place.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from kvdisk.worker.mover import Mover
 
 
 class Hook:
-    """Sees events. ``before`` may return an errno: then the event fails with it. Nothing happens in these two."""
+    """Sees events. ``before`` may return an errno: then the event fails with it. Nothing happens in
+    these two."""
 
     def before(self, what: str) -> int:
         """An event is about to happen."""
@@ -167,11 +169,13 @@ def _fail(number: int, what: str) -> None:
 
 
 class TurnedEngine(LiveEngine):
-    """A ``LiveEngine`` of ``turned_rank`` whose time goes on by a hundredth of a second with each look at the clock."""
+    """A ``LiveEngine`` of ``turned_rank`` whose time goes on by a hundredth of a second with each
+    look at the clock."""
 
     def __init__(self, store: Path, model: LiveModel, hook: Hook, **config: Any) -> None:
         self.time_s = 1_700_000_000.0
-        # Commits come with the flush after the step, so that what the step writes is there before them.
+        # Commits come with the flush after the step, so that what the step writes is there before
+        # them.
         values = {
             "blocks": 24 if model.windowed else 18,
             "segment_blocks": 2,

@@ -110,7 +110,8 @@ def test_a_forward_pass_launched_after_done_sees_the_load(layers, arena):
 
 
 def test_stores_and_loads_at_once_do_not_mix(layers, arena):
-    """Both lanes at work, each with its scratch: many parts of both kinds, nothing waited for in between."""
+    """Both lanes at work, each with its scratch: many parts of both kinds, nothing waited for in
+    between."""
     copier = CudaCopier([LayerBlocks(layers)], CudaLanes(), 4 * arena.slot_sizes[0])
     before = [layer.cpu() for layer in layers]
     arena.tensor(0)[40:].fill_(0x33)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores and loads of a mover on a real GPU, through pinned memory and straight, over one segment on a real drive."""
+"""Stores and loads of a mover on a real GPU, through pinned memory and straight, over one segment
+on a real drive."""
 
 from __future__ import annotations
 

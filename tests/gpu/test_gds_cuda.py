@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device suite over GPUDirect Storage, with GPU memory and a real drive. Skipped, with the reason, where it is not.
+"""The device suite over GPUDirect Storage, with GPU memory and a real drive. Skipped, with the
+reason, where it is not.
 
 The files lie in pytest's temporary directory: give it a drive that takes part with ``--basetemp``.
 """
@@ -55,7 +56,8 @@ class TestGdsOnGpu(DeviceConformance):
         return self.fds[fd].read_bytes()[:byte_count]
 
     def test_host_memory_is_moved_too_but_nothing_needs_it(self) -> None:
-        """The pair gives it to another device; here it shows that an address alone does not end a process."""
+        """The pair gives it to another device; here it shows that an address alone does not end a
+        process."""
         fd = self.attach()
         data = self.written(fd, 2 * ALIGNMENT)
         host = self.memory(ALIGNMENT)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU staging on a real GPU: the sums are numpy's, headers go both ways, and what one way sealed the other verifies."""
+"""GPU staging on a real GPU: the sums are numpy's, headers go both ways, and what one way sealed
+the other verifies."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device suite's buffers, which are host memory, as GPU memory on the way to a device of GPU memory."""
+"""The device suite's buffers, which are host memory, as GPU memory on the way to a device of GPU
+memory."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from kvdisk.device.pair import GpuRange
 
 
 class ThroughGpu:
-    """``Device``: copies what is written to GPU memory before, and what was read from it after ``inner`` moved it."""
+    """``Device``: copies what is written to GPU memory before, and what was read from it after
+    ``inner`` moved it."""
 
     def __init__(self, inner: Device, device: torch.device) -> None:
         self.inner = inner

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real manager and the real movers of two ranks over drives that fail: everything from one seed."""
+"""The real manager and the real movers of two ranks over drives that fail: everything from one
+seed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulation, with blocks that go straight between drive and GPU in some processes of a store, not in others."""
+"""The simulation, with blocks that go straight between drive and GPU in some processes of a store,
+not in others."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the state machine is run, always on the same examples; and how bugs are planted that it has to catch."""
+"""How the state machine is run, always on the same examples; and how bugs are planted that it has
+to catch."""
 
 from __future__ import annotations
 
@@ -22,12 +23,14 @@ from kvdisk.manager.neighbours import is_neighbours
 from kvdisk.messages import JobKind
 
 EXAMPLES_FOR_A_BUG = (100, 1500)
-"""At most, in one of the sizes: a few in each, then many in each. The first that fails ends the search."""
+"""At most, in one of the sizes: a few in each, then many in each. The first that fails ends the
+search."""
 Patch = pytest.MonkeyPatch
 
 
 def run_machine(sizes: Sizes, examples: int, steps: int = 60, *, shrink: bool = True) -> None:
-    """Run the machine over a size; raise what an example raises. ``shrink``: look for a smaller one first."""
+    """Run the machine over a size; raise what an example raises. ``shrink``: look for a smaller one
+    first."""
 
     class Machine(ManagerMachine):
         @invariant()
@@ -64,7 +67,8 @@ def _search(all_sizes: tuple[Sizes, ...]) -> None:
 
 
 def plant(patch: Patch, module: ModuleType, old: str, new: str) -> None:
-    """Have the functions of a module run as if ``old``, which occurs once in its source, were ``new``."""
+    """Have the functions of a module run as if ``old``, which occurs once in its source, were
+    ``new``."""
     source = inspect.getsource(module)
     assert source.count(old) == 1, f"{module.__name__} has {source.count(old)} places of {old!r}"
     changed: dict[str, Any] = {"__name__": module.__name__}
@@ -116,7 +120,8 @@ def forget_late(patch: Patch, kind: JobKind) -> None:
 
 
 def check_pins(parts: ManagerParts) -> None:
-    """Assert that each copy has as many pins as jobs that read or write it, or may still do so (invariant 4)."""
+    """Assert that each copy has as many pins as jobs that read or write it, or may still do so
+    (invariant 4)."""
     expected: Counter[tuple[int, Tier]] = Counter()
     records = [(record, range(len(record.details))) for record in parts.transfers._records.values()]
     zombies = [(record, record.late) for record in parts.transfers._zombies.values()]

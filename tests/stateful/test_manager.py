@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real manager over a fake engine, fake ranks and an index in RAM, in whatever order Hypothesis thinks of."""
+"""The real manager over a fake engine, fake ranks and an index in RAM, in whatever order Hypothesis
+thinks of."""
 
 from __future__ import annotations
 

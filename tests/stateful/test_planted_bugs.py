@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state machine is tested too: it must catch each of these bugs, planted in the sources of the real manager."""
+"""The state machine is tested too: it must catch each of these bugs, planted in the sources of the
+real manager."""
 
 from __future__ import annotations
 

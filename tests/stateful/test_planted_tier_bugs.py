@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs in tiers, admission and policies, planted by replacing methods, that the state machine must catch."""
+"""Bugs in tiers, admission and policies, planted by replacing methods, that the state machine must
+catch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only our own tests and measurements run: fake and live engines, ranks, the simulation, the state machine."""
+"""What only our own tests and measurements run: fake and live engines, ranks, the simulation, the
+state machine."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands for a GPU's device where there is none: buffers by address, whose bytes are host memory."""
+"""What stands for a GPU's device where there is none: buffers by address, whose bytes are host
+memory."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from kvdisk.device.pair import GpuRange
 
 
 def range_of(buffer: Buffer) -> GpuRange:
-    """Return the address of a writable view. It keeps nothing alive: the view has to outlive its use."""
+    """Return the address of a writable view. It keeps nothing alive: the view has to outlive its
+    use."""
     exported = ctypes.c_char.from_buffer(buffer)
     return GpuRange(ctypes.addressof(exported), buffer.nbytes, None)
 
@@ -23,7 +25,8 @@ def view_of(place: GpuRange) -> Buffer:
 
 
 class AddressedDevice:
-    """``Device`` that takes ``GpuRange`` buffers, too: of host memory (GPU staging over CPU tensors). ``inner`` moves.
+    """``Device`` that takes ``GpuRange`` buffers, too: of host memory (GPU staging over CPU
+    tensors). ``inner`` moves.
 
     ``registered``: what was attached, in order.
     """

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second account of the bytes written to NVMe, beside the one that the product keeps of its budget."""
+"""A second account of the bytes written to NVMe, beside the one that the product keeps of its
+budget."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from support.manager_parts import DAY_S, Sizes
 
 
 class BudgetWatch:
-    """An hour's bytes at most, none at the start, and the rest over the day. Without a budget anything goes."""
+    """An hour's bytes at most, none at the start, and the rest over the day. Without a budget
+    anything goes."""
 
     def __init__(self, sizes: Sizes, now: float) -> None:
         self._bytes_per_day = sizes.config.nvme_write_bytes_per_day

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ``libcuda.so.1`` for machines without a GPU, so that kvikio runs its way through host memory in tests.
+"""A ``libcuda.so.1`` for machines without a GPU, so that kvikio runs its way through host memory in
+tests.
 
-kvikio takes all memory for host memory where ``cuPointerGetAttributes`` answers *not initialised*. That is
-what every function of this library answers, but ``cuDriverGetVersion``. Written byte by byte, since a
-compiler is not there everywhere: one segment with code, symbols and a hash table.
+kvikio takes all memory for host memory where ``cuPointerGetAttributes`` answers *not initialised*.
+That is what every function of this library answers, but ``cuDriverGetVersion``. Written byte by
+byte, since a compiler is not there everywhere: one segment with code, symbols and a hash table.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine without a model: schedules requests over a small block pool and calls the ``TierManager`` as vLLM would.
+"""An engine without a model: schedules requests over a small block pool and calls the
+``TierManager`` as vLLM would.
 
-A token is a letter, a block's hash is the text of all tokens up to its end, and the KV of a block is
-that text with the weights' number, the rank and the group. So it is known at any time what a block
-must hold. A step has three phases, between which a test may let other things happen: ``schedule``
-(lookups, allocation, preemption, the plan), ``forward`` and ``update`` (reports, sampling, endings).
+A token is a letter, a block's hash is the text of all tokens up to its end, and the KV of a block
+is that text with the weights' number, the rank and the group. So it is known at any time what a
+block must hold. A step has three phases, between which a test may let other things happen:
+``schedule`` (lookups, allocation, preemption, the plan), ``forward`` and ``update`` (reports,
+sampling, endings).
 """
 
 from __future__ import annotations
@@ -51,12 +53,14 @@ class Watch(Protocol):
 
 
 class FakeEngine:
-    """See the module. ``now``: the clock, set by the test. ``weights``: number of the weights in memory.
+    """See the module. ``now``: the clock, set by the test. ``weights``: number of the weights in
+    memory.
 
-    ``zeroes``: new blocks are overwritten before fenced copies can begin, as some of vLLM's runners do.
-    ``most_gathers``: how many blocks of fenced stores a rank copies before it gives them up. ``victims``: how many
-    tokens each request that was preempted since the last step had computed, and in which blocks.
-    ``most_running``: while so many requests run or are loaded, the others wait, and are not looked up.
+    ``zeroes``: new blocks are overwritten before fenced copies can begin, as some of vLLM's runners
+    do. ``most_gathers``: how many blocks of fenced stores a rank copies before it gives them up.
+    ``victims``: how many tokens each request that was preempted since the last step had computed,
+    and in which blocks. ``most_running``: while so many requests run or are loaded, the others
+    wait, and are not looked up.
     """
 
     request_type: type[FakeRequest] = FakeRequest
@@ -79,7 +83,8 @@ class FakeEngine:
         self.running: list[FakeRequest] = []
         self.waiting: list[FakeRequest] = []
         self._loaded: dict[str, tuple[int, list[tuple[int, BlockKey]]]] = {}
-        """By request under load: the weights at its start, and the blocks to be written with their keys."""
+        """By request under load: the weights at its start, and the blocks to be written with their
+        keys."""
         self._scheduled: dict[FakeRequest, int] = {}
         self._preempted: list[str] = []
         """By a reset since the last step."""
@@ -102,7 +107,8 @@ class FakeEngine:
         return request
 
     def abort(self, request: FakeRequest) -> None:
-        """End a request where it is. The blocks of a load under way stay held until it is reported."""
+        """End a request where it is. The blocks of a load under way stay held until it is
+        reported."""
         assert self.phase is not Phase.SCHEDULED
         self._scheduled.pop(request, None)
         under_way = request.status is Status.LOADING and request.recved < len(self._ranks)
@@ -112,7 +118,8 @@ class FakeEngine:
             self._forget(request)
 
     def reset(self, epoch: int) -> None:
-        """Change the weights: running requests start again, what the GPU holds is forgotten, the manager is told."""
+        """Change the weights: running requests start again, what the GPU holds is forgotten, the
+        manager is told."""
         assert self.phase is Phase.IDLE
         while self.running:
             self._preempted.append(self.running[-1].id)
@@ -126,7 +133,8 @@ class FakeEngine:
         self.manager.reset(epoch)
 
     def _will_fail_whole(self, request: FakeRequest) -> bool:
-        """Whether a load under way leaves nothing of the old weights: it has not ended, and there was no local hit."""
+        """Whether a load under way leaves nothing of the old weights: it has not ended, and there
+        was no local hit."""
         written = {block for block, _ in self._loaded[request.id][1]}
         held = {block for table in request.table for block in table if block}
         return request.recved < len(self._ranks) and held == written
@@ -175,7 +183,8 @@ class FakeEngine:
             request.computed += new_tokens
 
     def _send_plan(self) -> None:
-        """Let the ranks begin with what does not wait for the model's work, what the model waits for first."""
+        """Let the ranks begin with what does not wait for the model's work, what the model waits
+        for first."""
         for rank in self._ranks:
             if self.zeroes:
                 rank.gpu.update(dict.fromkeys(self._new_blocks, "zeroed"))
@@ -318,7 +327,8 @@ class FakeEngine:
     # -- the end of a step ---------------------------------------------------------------------
 
     def update(self) -> None:
-        """End a step: failed loads, sampled tokens, endings, settlement, finished loads: in vLLM's order."""
+        """End a step: failed loads, sampled tokens, endings, settlement, finished loads: in vLLM's
+        order."""
         assert self.phase is Phase.COMPUTED
         self.phase = Phase.IDLE
         report = Report()

@@ -32,7 +32,8 @@ DEVICE_LEGS = frozenset({Leg.WRITE, Leg.READ})
 
 
 class Content(NamedTuple):
-    """A slot: its header, with the payload that the header's checksum was made from, and its payload."""
+    """A slot: its header, with the payload that the header's checksum was made from, and its
+    payload."""
 
     epoch: int = -1
     key: BlockKey | None = None

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another engine's home, without the engine: what its index says, what its slots hold, and a reader that answers late.
+"""Another engine's home, without the engine: what its index says, what its slots hold, and a reader
+that answers late.
 
-The two can be made to disagree, as they do between a question and the load: the owner evicts, and overwrites.
+The two can be made to disagree, as they do between a question and the load: the owner evicts, and
+overwrites.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class FakeHome:
         self.contents[slot] = contents
 
     def store(self, key: BlockKey, place: int, generation: int, ranks: int, torn_rank: int | None) -> None:
-        """Store what a block must hold, on every rank but one that broke off, in the slot that ``place`` wraps to."""
+        """Store what a block must hold, on every rank but one that broke off, in the slot that
+        ``place`` wraps to."""
         values = [value_of(key, 0, rank) for rank in range(ranks)]
         contents = [Content(0, key, generation, value, value) for value in values]
         if torn_rank is not None:
@@ -50,7 +53,8 @@ class FakeHome:
 
 
 class FakeNeighbours:
-    """``Neighbours`` over fake homes: questions wait until ``answer`` is called. ``most_questions`` bounds them."""
+    """``Neighbours`` over fake homes: questions wait until ``answer`` is called. ``most_questions``
+    bounds them."""
 
     def __init__(self, homes: Sequence[FakeHome], most_questions: int = 4) -> None:
         self.homes = list(homes)
@@ -81,7 +85,8 @@ class FakeNeighbours:
         return True
 
     def answer(self, count: int | None = None) -> None:
-        """Answer the oldest ``count`` questions, by default all, with what the indexes say now; of FILE_EPOCH."""
+        """Answer the oldest ``count`` questions, by default all, with what the indexes say now; of
+        FILE_EPOCH."""
         for _ in range(len(self._questions) if count is None else min(count, len(self._questions))):
             ticket, epoch, keys = self._questions.popleft()
             found: dict[BlockKey, tuple[ForeignCopy, ...]] = {}

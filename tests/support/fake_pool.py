@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU block pool without a GPU: reference counts, a free queue and a prefix cache, as in vLLM's ``BlockPool``."""
+"""A GPU block pool without a GPU: reference counts, a free queue and a prefix cache, as in vLLM's
+``BlockPool``."""
 
 from __future__ import annotations
 

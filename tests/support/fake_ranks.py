@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker without memory or drive: what its slots and GPU blocks hold is symbolic, and jobs run leg by leg when told.
+"""A worker without memory or drive: what its slots and GPU blocks hold is symbolic, and jobs run
+leg by leg when told.
 
 It does what a mover does and checks what a mover checks, and no more: whatever the manager lets
 happen to a slot or a block between two legs happens here, too.
@@ -19,7 +20,8 @@ from support.fake_neighbours import FakeHome, FakeNeighbours
 
 @dataclass(slots=True)
 class _Work:
-    """A job under way. ``legs``: those not run yet, by move; ``staging``: what staging holds for each move."""
+    """A job under way. ``legs``: those not run yet, by move; ``staging``: what staging holds for
+    each move."""
 
     job: Job
     legs: list[deque[Leg]]
@@ -41,8 +43,8 @@ class _Work:
 class FakeRank:
     """One rank. ``gpu``: contents of GPU blocks by id; ``arena`` and ``drive``: of slots.
 
-    ``segments``: files that exist on the drive, with their slot counts. A crash is ``survivor``. ``neighbours``: what
-    it can open of other homes.
+    ``segments``: files that exist on the drive, with their slot counts. A crash is ``survivor``.
+    ``neighbours``: what it can open of other homes.
     """
 
     def __init__(self, rank: int, neighbours: FakeNeighbours | None = None) -> None:
@@ -63,7 +65,8 @@ class FakeRank:
         self._late: list[LateLeg] = []
 
     def survivor(self) -> FakeRank:
-        """Return this rank after its process was killed, and what it had at the device has ended: the drive is left."""
+        """Return this rank after its process was killed, and what it had at the device has ended:
+        the drive is left."""
         self.end_all_late()
         survivor = FakeRank(self.rank, self.neighbours)
         survivor.drive = dict(self.drive)
@@ -99,7 +102,8 @@ class FakeRank:
                 self._void.add(job_id)
 
     def protect(self, plan: Plan, most_gathers: int) -> None:
-        """Copy what the step is about to overwrite: so many of the blocks, and the rest is given up."""
+        """Copy what the step is about to overwrite: so many of the blocks, and the rest is given
+        up."""
         self.submit(plan.jobs_before)
         for job_id in (*plan.urgent, *plan.fence):
             work = self._works.get(job_id)
@@ -118,7 +122,8 @@ class FakeRank:
             self._finish_if_done(work)
 
     def take_report(self) -> tuple[Report, dict[str, list[int]]]:
-        """Return what ended since the last call, and for each load among it its request and the blocks that failed."""
+        """Return what ended since the last call, and for each load among it its request and the
+        blocks that failed."""
         report, self._report = self._report, Report()
         ended: dict[str, list[int]] = {}
         for job_id, result in report.results.items():
@@ -136,7 +141,8 @@ class FakeRank:
     def runnable(self) -> list[JobId]:
         """The jobs that can go on, in the order of their plans.
 
-        Jobs of files keep their order, and what names a segment waits for those before it that open or drop it.
+        Jobs of files keep their order, and what names a segment waits for those before it that open
+        or drop it.
         """
         found: list[JobId] = []
         files_wait = False
@@ -155,7 +161,8 @@ class FakeRank:
         return found
 
     def run_leg(self, job_id: JobId, pick: int = 0, failure: Reason | None = None) -> None:
-        """Run one leg of one move (or a job of files), picked by ``pick`` modulo their number, or let it fail."""
+        """Run one leg of one move (or a job of files), picked by ``pick`` modulo their number, or
+        let it fail."""
         work = self._works[job_id]
         if not work.job.moves:
             self._run_file_job(work, failure)
@@ -179,7 +186,8 @@ class FakeRank:
             self.run_leg(job_id)
 
     def fail_job(self, job_id: JobId, reason: Reason) -> None:
-        """Let the job's moves that have not started fail, as a deadline does, and run the others to their end."""
+        """Let the job's moves that have not started fail, as a deadline does, and run the others to
+        their end."""
         work = self._works[job_id]
         for at, move in enumerate(work.job.moves):
             if len(work.legs[at]) == len(legs_of(work.job.kind, move)):
@@ -190,7 +198,8 @@ class FakeRank:
         self.run_job(job_id)
 
     def hang(self, job_id: JobId, pick: int, *, whole: bool) -> None:
-        """Let the device begin a leg of a move, or of all (``whole``), and not end it until it is given up."""
+        """Let the device begin a leg of a move, or of all (``whole``), and not end it until it is
+        given up."""
         work = self._works[job_id]
         candidates = work.for_device
         for at in candidates if whole else [candidates[pick % len(candidates)]]:
@@ -217,7 +226,8 @@ class FakeRank:
         return len(self._late)
 
     def end_late(self, pick: int = 0, *, torn: bool = False) -> None:
-        """Let a hanging leg end: it moves its bytes, or some of them (``torn``), and nobody looks at them."""
+        """Let a hanging leg end: it moves its bytes, or some of them (``torn``), and nobody looks
+        at them."""
         late = self._late.pop(pick % len(self._late))
         (source_tier, source), (target_tier, target) = late.reads, late.writes
         if source is None:
@@ -313,7 +323,8 @@ class FakeRank:
             self.drive[move.slots[Tier.NVME]] = self._get(work, at, move)._replace(payload=TORN)
 
     def _void_reason(self, work: _Work, leg: Leg) -> Reason | None:
-        """What has begun goes on to the next leg that would write the GPU; nothing reaches a block of a void load."""
+        """What has begun goes on to the next leg that would write the GPU; nothing reaches a block
+        of a void load."""
         void = work.job.id in self._void and leg in {Leg.READ, Leg.SCATTER}
         return Reason.CANCELLED if void else None
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of the fake engine, and their block tables: allocation, windows and prefix hits, as vLLM does them."""
+"""Requests of the fake engine, and their block tables: allocation, windows and prefix hits, as vLLM
+does them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Status(Enum):
 
 @dataclass(eq=False, slots=True)
 class FakeRequest:
-    """One request. ``computed``: tokens whose KV is there, or will be after this step. ``table``: block ids by group.
+    """One request. ``computed``: tokens whose KV is there, or will be after this step. ``table``:
+    block ids by group.
 
     ``most_tokens``: it samples up to there, and then waits for somebody to set ``finishing``.
     ``recved``: ranks that have reported the load under way.
@@ -56,7 +58,8 @@ class FakeRequest:
 
 
 def key_of(request: FakeRequest, group: GroupGeometry, position: int, tokens: int | None = None) -> BlockKey:
-    """Return the key of a request's block; of its beginning, where only ``tokens`` of the request are there."""
+    """Return the key of a request's block; of its beginning, where only ``tokens`` of the request
+    are there."""
     end = (position + 1) * group.block_tokens
     return make_block_key(request.hash_of(end if tokens is None else min(end, tokens)), group.group)
 
@@ -76,7 +79,8 @@ class BlockTables:
         """A hit is a multiple of this."""
 
     def local_hit(self, request: FakeRequest) -> tuple[list[list[int]], int]:
-        """Return the blocks and tokens of the longest prefix that the GPU holds, short of the last token."""
+        """Return the blocks and tokens of the longest prefix that the GPU holds, short of the last
+        token."""
         end = (len(request.tokens) - 1) // self.step_tokens * self.step_tokens
         while end > 0:
             tables: list[list[int | None]] = []
@@ -129,7 +133,8 @@ class BlockTables:
         return True
 
     def cache(self, request: FakeRequest, computed: int) -> None:
-        """Make a request's full blocks known to the prefix cache: as vLLM does it, before they are computed."""
+        """Make a request's full blocks known to the prefix cache: as vLLM does it, before they are
+        computed."""
         for group, table in zip(self._groups, request.table, strict=True):
             for position in range(min(computed, len(request.tokens)) // group.block_tokens):
                 if table[position]:
@@ -143,7 +148,8 @@ class BlockTables:
 
 
 def _skipped(group: GroupGeometry, computed: int) -> int:
-    """Return how many blocks of a group lie wholly before the window of the token at ``computed``."""
+    """Return how many blocks of a group lie wholly before the window of the token at
+    ``computed``."""
     if group.window_tokens is None:
         return 0
     return max(0, computed - group.window_tokens + 1) // group.block_tokens

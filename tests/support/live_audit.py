@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must be so of a quiet live engine, and of its home on the drive: every block, slot and file accounted for.
+"""What must be so of a quiet live engine, and of its home on the drive: every block, slot and file
+accounted for.
 
 Reads the insides of manager and catalog, and changes nothing. Everything fails by assertion.
 """
@@ -23,11 +24,12 @@ SHORT_FLUSH_S = 0.5
 
 
 def audit(engine: LiveEngine, *, records_hold: bool = True, files_hold: bool = True) -> int:
-    """Assert all that must hold of a quiet engine without requests; return how many blocks its index has.
+    """Assert all that must hold of a quiet engine without requests; return how many blocks its
+    index has.
 
-    ``records_hold``: every committed record's slot holds its block, which is so unless the drive lost something.
-    ``files_hold``: nobody but kvdisk has changed the files and the index; otherwise -1 is returned where the index
-    does not come to an end.
+    ``records_hold``: every committed record's slot holds its block, which is so unless the drive
+    lost something. ``files_hold``: nobody but kvdisk has changed the files and the index; otherwise
+    -1 is returned where the index does not come to an end.
     """
     assert not engine.requests, engine.describe()
     index, home = engine.parts.index, engine.parts.home
@@ -68,7 +70,8 @@ def _audit_manager(manager: Any) -> None:
 
 
 def audit_files(segments_path: Path, segments: list[SegmentRecord], parts: int) -> None:
-    """Assert that the files of a home are those of its segments, one for each part, as long as they must be."""
+    """Assert that the files of a home are those of its segments, one for each part, as long as they
+    must be."""
     expected = {
         f"{record.segment}/rank{rank}.kv": segment_file_bytes(record.slot_bytes, record.slot_count)
         for record in segments
@@ -88,7 +91,8 @@ def audit_records(
     *,
     records_hold: bool = True,
 ) -> None:
-    """Assert that records point into segments, no two of them to one slot, and that the slots hold what they say."""
+    """Assert that records point into segments, no two of them to one slot, and that the slots hold
+    what they say."""
     by_number = {record.segment: record for record in segments}
     assert len({record.slot for record in records}) == len(records), "two records share a slot"
     for record in records:

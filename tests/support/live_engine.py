@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine without a model, and with everything else real: manager, movers, files, index, store directory.
+"""An engine without a model, and with everything else real: manager, movers, files, index, store
+directory.
 
-It schedules as ``FakeEngine`` does, which does what vLLM does. What a block holds comes from ``LiveModel``, the time
-from the system, and a request goes on only with blocks that hold, byte by byte, what they must.
+It schedules as ``FakeEngine`` does, which does what vLLM does. What a block holds comes from
+``LiveModel``, the time from the system, and a request goes on only with blocks that hold, byte by
+byte, what they must.
 """
 
 from __future__ import annotations
@@ -67,8 +69,8 @@ class _Mailbox:
 class LiveEngine(FakeEngine):
     """See the module. Takes a home in the store of ``config``; ``ranks`` are its own from here on.
 
-    ``clock``: seconds since the Unix epoch. Raises what ``assemble_scheduler`` raises; the ranks are closed then.
-    One thread calls everything.
+    ``clock``: seconds since the Unix epoch. Raises what ``assemble_scheduler`` raises; the ranks
+    are closed then. One thread calls everything.
     """
 
     request_type = HashedRequest
@@ -123,14 +125,16 @@ class LiveEngine(FakeEngine):
             mailbox.reply = rank.finish()
 
     def run_until_quiet(self) -> None:
-        """Step until no request is left, no job or commit is under way, and no demotion can be planned."""
+        """Step until no request is left, no job or commit is under way, and no demotion can be
+        planned."""
         end_s = time.monotonic() + STUCK_S
         while self.requests or self.manager.has_pending_work(self._clock()):
             assert time.monotonic() < end_s, f"stuck: {self.describe()}"
             self.step()
 
     def serve(self, prompts: Sequence[str], outputs: int = 1) -> None:
-        """Serve prompts one after the other, each from a cold GPU, until all that follows from it is committed."""
+        """Serve prompts one after the other, each from a cold GPU, until all that follows from it
+        is committed."""
         for prompt in prompts:
             self.pool.forget_all()
             self.add(f"at step {self.step_count}", prompt, outputs).finishing = True
@@ -148,13 +152,15 @@ class LiveEngine(FakeEngine):
     # -- resets and the end --------------------------------------------------------------------
 
     def change_weights(self) -> None:
-        """Put other weights into memory, as an update does: from here on blocks hold something else."""
+        """Put other weights into memory, as an update does: from here on blocks hold something
+        else."""
         epoch = 1 + secrets.randbits(62)
         self.reset(epoch)
         self.weights = epoch
 
     def close(self) -> None:
-        """End in vLLM's order: the ranks finish what the device has started, then the scheduler commits. Idempotent."""
+        """End in vLLM's order: the ranks finish what the device has started, then the scheduler
+        commits. Idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load on a live engine, from one seed: requests that come, generate, are aborted, and weights that change."""
+"""Load on a live engine, from one seed: requests that come, generate, are aborted, and weights that
+change."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from support.live_model import PromptTree
 class LoadShape:
     """How a load is. ``width``: of the tree of prompts; ``at_once``: requests in the engine.
 
-    ``resets``, ``forgets``: likelihood, per step, that the weights change, and that the GPU's prefix cache is emptied
-    (so that more comes from the tiers). ``aborts``: likelihood, per request, that it is aborted on the way.
+    ``resets``, ``forgets``: likelihood, per step, that the weights change, and that the GPU's
+    prefix cache is emptied (so that more comes from the tiers). ``aborts``: likelihood, per
+    request, that it is aborted on the way.
     """
 
     width: int = 6
@@ -30,7 +32,8 @@ class LoadShape:
 
 
 class LiveLoad:
-    """Drives an engine. The choices depend on the seed and on what the engine does, not on a clock of their own."""
+    """Drives an engine. The choices depend on the seed and on what the engine does, not on a clock
+    of their own."""
 
     def __init__(self, engine: LiveEngine, seed: int, shape: LoadShape | None = None) -> None:
         self.engine = engine
@@ -44,7 +47,8 @@ class LiveLoad:
         """Steps until a request is aborted."""
 
     def run(self, done: Callable[[], bool]) -> None:
-        """Run until ``done()``, which is asked after each step, or until an error. Requests may be left over."""
+        """Run until ``done()``, which is asked after each step, or until an error. Requests may be
+        left over."""
         while not done():
             self.step()
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a live engine computes: its geometry, what each block must hold, and prompts that share prefixes. Pure.
+"""What a live engine computes: its geometry, what each block must hold, and prompts that share
+prefixes. Pure.
 
-A token is a letter, a block's hash is the sha256 of the text up to its end, and the KV of a block is a pure function
-of the model's name, the weights' number, the hash, the group and the rank. So any process knows at any time what any
-slot of any engine must hold.
+A token is a letter, a block's hash is the sha256 of the text up to its end, and the KV of a block
+is a pure function of the model's name, the weights' number, the hash, the group and the rank. So
+any process knows at any time what any slot of any engine must hold.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ FILE_WEIGHTS = 0
 """Number of the weights as the files have them; any other is the epoch that came with them."""
 _LETTERS = "abcdefghijklmnopqrstuvwxy"
 PATIENT = {"lookup_wait_s": 600.0, "io_deadline_s": 600.0}
-"""Settings with which nothing is given up because the machine is busy. What is given up in time has tests with a clock
-of their own."""
+"""Settings with which nothing is given up because the machine is busy. What is given up in time has
+tests with a clock of their own."""
 
 
 class HashedRequest(FakeRequest):
@@ -45,10 +46,11 @@ def _digest(text: str) -> bytes:
 
 @dataclass(frozen=True)
 class LiveModel:
-    """``name``: models of different names have different namespaces. ``payload_bytes``: of a block of the first group.
+    """``name``: models of different names have different namespaces. ``payload_bytes``: of a block
+    of the first group.
 
-    ``windowed``: a second group, of a sliding window of 8 tokens, whose blocks have twice the tokens and other bytes.
-    ``replicated``: every rank computes the same KV.
+    ``windowed``: a second group, of a sliding window of 8 tokens, whose blocks have twice the
+    tokens and other bytes. ``replicated``: every rank computes the same KV.
     """
 
     name: str = "model"
@@ -85,9 +87,11 @@ class LiveModel:
         return self.content(weights, key[:-GROUP_BYTES], group_of(key), rank)
 
     def config(self, store: str, *, blocks: int, segment_blocks: int = 8, **values: object) -> Config:
-        """Return a configuration whose cap leaves room for about ``blocks`` blocks of each group on NVMe.
+        """Return a configuration whose cap leaves room for about ``blocks`` blocks of each group on
+        NVMe.
 
-        ``segment_blocks``: of the largest group, in a segment. ``values``: whatever else shall not be as it comes.
+        ``segment_blocks``: of the largest group, in a segment. ``values``: whatever else shall not
+        be as it comes.
         """
         groups = self.geometry.groups
         parts = self.geometry.part_count
@@ -117,10 +121,11 @@ def _content(whose: str, digest: bytes, payload_bytes: int) -> bytes:
 
 
 class PromptTree:
-    """Prompts drawn from a tree of shared prefixes: at each branch the first child is the likeliest (Zipf).
+    """Prompts drawn from a tree of shared prefixes: at each branch the first child is the likeliest
+    (Zipf).
 
-    ``branch_tokens``: letters from one branch to the next. All trees of a width are the same, whatever the seed of
-    who draws from them: engines of one store ask for the same prompts.
+    ``branch_tokens``: letters from one branch to the next. All trees of a width are the same,
+    whatever the seed of who draws from them: engines of one store ask for the same prompts.
     """
 
     def __init__(self, width: int = 6, branch_tokens: int = 10, most_tokens: int = 60) -> None:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A live engine as a process, under load: ``PYTHONPATH=tests python -m support.live_process --store DIR``.
+"""A live engine as a process, under load: ``PYTHONPATH=tests python -m support.live_process --store
+DIR``.
 
-Prints a JSON line when it serves, one per second (or as told), and one at the end. Ends with 1 on a wrong byte or any
-other failure, with 2 where the store refuses to be opened; SIGTERM ends it in order. ``start_process`` forks one
-from a server that has imported everything, for tests that start hundreds.
+Prints a JSON line when it serves, one per second (or as told), and one at the end. Ends with 1 on a
+wrong byte or any other failure, with 2 where the store refuses to be opened; SIGTERM ends it in
+order. ``start_process`` forks one from a server that has imported everything, for tests that start
+hundreds.
 """
 
 from __future__ import annotations
@@ -37,11 +39,13 @@ _SERVER = multiprocessing.get_context("forkserver")
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """What a process shall do. ``requests`` 0 and ``seconds`` 0: until SIGTERM. ``log``: a file instead of the console.
+    """What a process shall do. ``requests`` 0 and ``seconds`` 0: until SIGTERM. ``log``: a file
+    instead of the console.
 
-    ``blocks``: room for so many on NVMe, see ``LiveModel.config``. ``cpu_blocks``: likewise in host memory; 0: no such
-    tier. ``rank_processes``: each rank in a process of its own. ``audit``: check all invariants at start and end;
-    ``damaged``: but not that all records and files are as kvdisk left them. ``every_s``: seconds between lines.
+    ``blocks``: room for so many on NVMe, see ``LiveModel.config``. ``cpu_blocks``: likewise in host
+    memory; 0: no such tier. ``rank_processes``: each rank in a process of its own. ``audit``: check
+    all invariants at start and end; ``damaged``: but not that all records and files are as kvdisk
+    left them. ``every_s``: seconds between lines.
     """
 
     store: str
@@ -102,7 +106,8 @@ class _Run:
         self._load = LiveLoad(self._engine, settings.seed, settings.shape())
 
     def run(self) -> None:
-        """Load the engine until it is enough, and close it. Raises WrongBytesError, AssertionError."""
+        """Load the engine until it is enough, and close it. Raises WrongBytesError,
+        AssertionError."""
         home = self._engine.parts.home
         if self._settings.audit:
             self._engine.run_until_quiet()
@@ -164,7 +169,8 @@ class _Run:
 
 
 def run_process(settings: ProcessSettings) -> int:
-    """Run, and return the exit code. The main thread of a process calls it: it takes over SIGTERM."""
+    """Run, and return the exit code. The main thread of a process calls it: it takes over
+    SIGTERM."""
     try:
         run = _Run(settings)
     except KvdiskError as error:
@@ -212,7 +218,8 @@ def _redirect(log: str) -> None:
 
 
 def start_process(settings: ProcessSettings) -> BaseProcess:
-    """Start a process that runs these settings; its exit code is ``run_process``'s, or 1 for any other error."""
+    """Start a process that runs these settings; its exit code is ``run_process``'s, or 1 for any
+    other error."""
     assert settings.log, "a process of the server has no console"
     _SERVER.set_forkserver_preload(["support.live_process"])
     process = _SERVER.Process(target=_engine_process, args=(settings,))

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a live engine: small tensors for KV, the real worker's wing over them, and a check of every byte served.
+"""One rank of a live engine: small tensors for KV, the real worker's wing over them, and a check of
+every byte served.
 
-It stands for vLLM's model runner: it takes a step's work, writes what the model would compute, and hands plans to the
-mover as the connector's worker side does. A ``LocalRank`` works in the caller's process; a ``RemoteRank`` is served by
-``serve_rank`` in a process of its own, which can be stopped, and which outlives a scheduler that is killed.
+It stands for vLLM's model runner: it takes a step's work, writes what the model would compute, and
+hands plans to the mover as the connector's worker side does. A ``LocalRank`` works in the caller's
+process; a ``RemoteRank`` is served by ``serve_rank`` in a process of its own, which can be stopped,
+and which outlives a scheduler that is killed.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class WrongBytesError(AssertionError):
 
 @dataclass(slots=True)
 class StepWork:
-    """A step's work for a rank. ``writes`` and ``reads``: (group, block id, hash) of what the model computes and reads.
+    """A step's work for a rank. ``writes`` and ``reads``: (group, block id, hash) of what the model
+    computes and reads.
 
     ``weights``: number of the weights in memory.
     """
@@ -50,7 +53,8 @@ class StepWork:
     reads: list[tuple[int, int, bytes]] = field(default_factory=list)
 
     def add(self, request: FakeRequest, start: int, groups: Sequence[GroupGeometry]) -> None:
-        """Add the blocks that a request writes from token ``start`` on, and all that it reads, those included."""
+        """Add the blocks that a request writes from token ``start`` on, and all that it reads,
+        those included."""
         for group, table in zip(groups, request.table, strict=True):
             for position in range(math.ceil(request.computed / group.block_tokens)):
                 if not table[position]:
@@ -65,7 +69,8 @@ class StepWork:
 
 @dataclass(slots=True)
 class StepReply:
-    """What a rank finished: a report, and by request whose load ended its failed blocks. ``wrong``: wrong bytes."""
+    """What a rank finished: a report, and by request whose load ended its failed blocks. ``wrong``:
+    wrong bytes."""
 
     report: Report = field(default_factory=Report)
     loads: dict[str, list[int]] = field(default_factory=dict)
@@ -73,7 +78,8 @@ class StepReply:
 
 
 class LiveRank(Protocol):
-    """What a live engine wants of a rank. ``start`` and ``finish`` come in turn, once each in a step."""
+    """What a live engine wants of a rank. ``start`` and ``finish`` come in turn, once each in a
+    step."""
 
     def start(self, work: StepWork) -> None:
         """Begin a step."""
@@ -91,7 +97,8 @@ def make_worker(config: Config, model: LiveModel, rank: int, layers: list[list[t
 
 
 class LocalRank:
-    """``LiveRank`` in the caller's process, its mover on a thread of its own, unless ``make`` builds another.
+    """``LiveRank`` in the caller's process, its mover on a thread of its own, unless ``make``
+    builds another.
 
     ``turned``: the mover has no thread, and is turned here until nothing happens any more.
     """
@@ -167,7 +174,8 @@ class LocalRank:
         return reply
 
     def outlive(self) -> int:
-        """Go on with the jobs at hand, as a worker does whose scheduler died; return how many have ended since."""
+        """Go on with the jobs at hand, as a worker does whose scheduler died; return how many have
+        ended since."""
         end_s = time.monotonic() + OUTLIVING_S
         out = len(self._out)
         while self._out and time.monotonic() < end_s:
@@ -180,7 +188,8 @@ class LocalRank:
         self._parts.close()
 
     def _collect(self) -> None:
-        """Take the mover's results, and look at every block that a load has filled before anybody hears of it."""
+        """Take the mover's results, and look at every block that a load has filled before anybody
+        hears of it."""
         report = self._parts.mover.poll()
         self._out.difference_update(report.results)
         for job_id, result in report.results.items():
@@ -237,7 +246,8 @@ class RemoteRank:
 
 
 def serve_rank(connection: Connection, config: Config, model: LiveModel, rank: int, block_count: int) -> None:
-    """Be the process of a ``RemoteRank``. When the scheduler is gone, go on with its jobs to their end, and say so."""
+    """Be the process of a ``RemoteRank``. When the scheduler is gone, go on with its jobs to their
+    end, and say so."""
     local = LocalRank(config, model, rank, block_count)
     try:
         while (work := connection.recv()) is not None:

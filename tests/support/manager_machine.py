@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hypothesis state machine over the real ``TierManager``, with a fake engine, fake ranks and an index in RAM.
+"""A Hypothesis state machine over the real ``TierManager``, with a fake engine, fake ranks and an
+index in RAM.
 
-Everything is tiny, so that slots, GPU blocks and queues run out all the time. Hypothesis chooses what
-requests come, when they step, end or are aborted, when each rank runs which leg of which job and
-which of them fail, when the index commits, when the clock moves, when the weights change and when the
-process is killed. ``ManagerWatch`` says what must hold.
+Everything is tiny, so that slots, GPU blocks and queues run out all the time. Hypothesis chooses
+what requests come, when they step, end or are aborted, when each rank runs which leg of which job
+and which of them fail, when the index commits, when the clock moves, when the weights change and
+when the process is killed. ``ManagerWatch`` says what must hold.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.engine.requests) < MOST_REQUESTS)
     @rule(prompt=_picks, outputs=st.integers(0, 3), finishing=st.booleans(), cold=st.booleans())
     def add_request(self, prompt: int, outputs: int, finishing: bool, cold: bool) -> None:
-        """A request comes. ``finishing``: it ends with its first token; ``cold``: the GPU has cached nothing."""
+        """A request comes. ``finishing``: it ends with its first token; ``cold``: the GPU has
+        cached nothing."""
         if cold and self.engine.phase is Phase.IDLE:
             self.engine.pool.forget_all()
         self.request_count += 1
@@ -117,7 +119,8 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.engine.requests) < MOST_REQUESTS)
     @rule(prompt=_picks, finishing=st.booleans(), cold=_mostly, steps=st.integers(1, 4), hanging=st.integers(0, 31))
     def serve(self, prompt: int, finishing: bool, cold: bool, steps: int, hanging: int) -> None:
-        """A request comes, and all goes well for a few steps; or in one of them devices hang (``hanging``)."""
+        """A request comes, and all goes well for a few steps; or in one of them devices hang
+        (``hanging``)."""
         self._finish_step()
         self.add_request(prompt, 0, finishing, cold)
         self.neighbours.answer()
@@ -218,7 +221,8 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(rank.hangable for rank in self.ranks))
     @rule(ranks=st.integers(1, 2**RANKS - 1), job=_picks, move=_picks, whole=st.booleans(), settle=_mostly)
     def hang(self, ranks: int, job: int, move: int, whole: bool, settle: bool) -> None:
-        """On some ranks the device does not end what it has begun of a job, until its deadline has passed.
+        """On some ranks the device does not end what it has begun of a job, until its deadline has
+        passed.
 
         ``settle``: the rest of the job ends, and the engine hears of it.
         """
@@ -250,7 +254,8 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(most=st.sampled_from((0, 1, 2, 1000, 1000)))
     def copy_slowly(self, most: int) -> None:
-        """From now on no rank copies more blocks than that before it gives up those that a step waits for."""
+        """From now on no rank copies more blocks than that before it gives up those that a step
+        waits for."""
         self.engine.most_gathers = most
 
     def _pick_job(self, pick: int, job: int) -> tuple[FakeRank, JobId]:
@@ -263,7 +268,8 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sizes.has_nvme)
     @rule(prompt=_picks, blocks=st.integers(1, 4), first=st.integers(0, NEIGHBOUR_SLOTS - 1), torn=_rarely)
     def neighbour_stores(self, prompt: int, blocks: int, first: int, torn: bool) -> None:
-        """It stores the first blocks of a prompt, over what it had there; or is killed while it writes (``torn``)."""
+        """It stores the first blocks of a prompt, over what it had there; or is killed while it
+        writes (``torn``)."""
         group = self.sizes.geometry.groups[prompt % len(self.sizes.geometry.groups)]
         if not self.neighbours.homes:
             segment = SegmentRecord(prompt, group.slot_bytes, NEIGHBOUR_SLOTS)
@@ -294,7 +300,8 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.index.pending_calls > 0)
     @rule(count=st.integers(1, 4), fail=_rarely)
     def commit(self, count: int, fail: bool) -> None:
-        """The index commits some of what is queued; or its drive is full: puts are lost, and refused from now on."""
+        """The index commits some of what is queued; or its drive is full: puts are lost, and
+        refused from now on."""
         self.index.commit(count, fail=fail)
 
     @rule(seconds=st.sampled_from((0.01, 0.06, 0.3, 1.5, 3.0, LONGEST_BACK_OFF_S)))

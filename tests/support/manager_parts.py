@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ``TierManager`` with what it stands on, put together for a fake engine, with two rooms that watch themselves."""
+"""A ``TierManager`` with what it stands on, put together for a fake engine, with two rooms that
+watch themselves."""
 
 from __future__ import annotations
 
@@ -32,11 +33,12 @@ DAY_S = 240.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a manager is built with. ``cpu_slots``, ``segment_slots`` and ``segments`` by size class.
+    """What a manager is built with. ``cpu_slots``, ``segment_slots`` and ``segments`` by size
+    class.
 
-    ``segments``: on all ``drives`` together. ``zeroes``: the engine overwrites new blocks before urgent copies can
-    begin, as some of vLLM's runners do.
-    ``stored``: so many of the prompts lie on NVMe at the start.
+    ``segments``: on all ``drives`` together. ``zeroes``: the engine overwrites new blocks before
+    urgent copies can begin, as some of vLLM's runners do. ``stored``: so many of the prompts lie on
+    NVMe at the start.
     """
 
     geometry: Geometry
@@ -73,7 +75,8 @@ class Sizes:
 
 
 def ready_copies(catalog: Catalog, tier: Tier) -> dict[tuple[int, BlockKey], BlockKey | None]:
-    """Return the parent of each block with a copy in a tier, by epoch and key, but for doomed copies."""
+    """Return the parent of each block with a copy in a tier, by epoch and key, but for doomed
+    copies."""
     return {
         (catalog.epochs[row], catalog.keys[row]): catalog.parent(row)
         for row in catalog.rows()
@@ -82,7 +85,8 @@ def ready_copies(catalog: Catalog, tier: Tier) -> dict[tuple[int, BlockKey], Blo
 
 
 def check_tails_first(before: dict[tuple[int, BlockKey], BlockKey | None], catalog: Catalog, tier: Tier) -> None:
-    """Assert that of the copies that left a tier since ``before``, for room, none has left another behind it."""
+    """Assert that of the copies that left a tier since ``before``, for room, none has left another
+    behind it."""
     after = ready_copies(catalog, tier)
     for epoch, key in before.keys() & after.keys():
         parent = before[epoch, key]

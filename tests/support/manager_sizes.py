@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny managers that the state machine runs over: by tiers, KV-cache groups, admission and store policy."""
+"""The tiny managers that the state machine runs over: by tiers, KV-cache groups, admission and
+store policy."""
 
 from __future__ import annotations
 

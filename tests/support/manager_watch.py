@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold of a ``TierManager`` over a fake engine and fake ranks: the invariants of the design, as assertions.
+"""What must hold of a ``TierManager`` over a fake engine and fake ranks: the invariants of the
+design, as assertions.
 
 ``ManagerWatch`` sees every call and plan, and keeps its own account of what should follow.
 """
@@ -35,7 +36,8 @@ FIRST_BACK_OFF_S = 1.0
 
 @dataclass
 class ManagerWatch:
-    """``Watch`` of one manager's life; ``check`` after every event, ``check_quiet`` when nothing is under way.
+    """``Watch`` of one manager's life; ``check`` after every event, ``check_quiet`` when nothing is
+    under way.
 
     ``weights``: those of each epoch.
     """
@@ -51,7 +53,8 @@ class ManagerWatch:
     _ranks_left: dict[JobId, int] = field(default_factory=dict)
     _failures: dict[JobId, dict[int, Reason]] = field(default_factory=dict)
     _stored: set[tuple[str, BlockKey]] = field(default_factory=set)
-    """Blocks of live requests that were seen in some tier, or on their way there, since they were offered."""
+    """Blocks of live requests that were seen in some tier, or on their way there, since they were
+    offered."""
     _progress: tuple[int, bool] = (0, True)
     _planned_s: float = 0.0
     _bad_copies: set[tuple[BlockKey, int, Tier, Slot | None]] = field(default_factory=set)
@@ -81,7 +84,8 @@ class ManagerWatch:
         return self._is_admitted(self.sizes.config.nvme_admission, key)
 
     def _is_admitted(self, admission: str, key: BlockKey, hopes: Collection[str] = ()) -> bool:
-        """Whether enough requests wanted a block; ``adaptive`` may let others in too, and a user's own any.
+        """Whether enough requests wanted a block; ``adaptive`` may let others in too, and a user's
+        own any.
 
         ``hopes``: requests that may have wanted it, besides.
         """
@@ -92,7 +96,8 @@ class ManagerWatch:
     # -- what the engine saw -------------------------------------------------------------------
 
     def answered(self, request: FakeRequest, local_tokens: int, answer: int | None, now: float) -> None:
-        """Waits are bounded, no hit reaches to where a load has failed, and what is promised is there now.
+        """Waits are bounded, no hit reaches to where a load has failed, and what is promised is
+        there now.
 
         A victim gets what was saved of it.
         """
@@ -110,7 +115,8 @@ class ManagerWatch:
                     assert self._is_loadable(key), f"{key!r} is promised, and nobody has it"
 
     def _is_loadable(self, key: BlockKey) -> bool:
-        """Whether a copy can be read now, by the copies' own states, or another home is thought to have the block."""
+        """Whether a copy can be read now, by the copies' own states, or another home is thought to
+        have the block."""
         row, catalog = self.parts.catalog.find(key), self.parts.catalog
         own = row >= 0 and (catalog.readable(row, Tier.CPU) or catalog.readable(row, Tier.NVME))
         return own or self.parts.manager.neighbour_has(key)
@@ -138,7 +144,8 @@ class ManagerWatch:
         ]
 
     def _is_held(self, key: BlockKey) -> bool:
-        """Whether a tier has or gets a block, or, without a CPU tier, another home is thought to have it."""
+        """Whether a tier has or gets a block, or, without a CPU tier, another home is thought to
+        have it."""
         if not self.sizes.has_cpu and self.parts.manager.neighbour_has(key):
             return True
         row, catalog = self.parts.catalog.find(key), self.parts.catalog
@@ -239,7 +246,8 @@ class ManagerWatch:
                 self._load_limits[owner] = min(limit, self._load_limits.get(owner, limit))
 
     def note_settled(self) -> None:
-        """The manager has settled a report. Copies that it kept on a drive that is given up for now are not bad."""
+        """The manager has settled a report. Copies that it kept on a drive that is given up for now
+        are not bad."""
         catalog = self.parts.catalog
         for move in self._io_errors:
             row = catalog.find(move.key)
@@ -309,7 +317,8 @@ class ManagerWatch:
                 self._check_slot(Tier.NVME, record.slot, record.epoch, record.key, record.generation)
 
     def _check_zombies(self) -> None:
-        """What a late move of a settled job may still touch is held, and pinned, until all ranks have released it."""
+        """What a late move of a settled job may still touch is held, and pinned, until all ranks
+        have released it."""
         catalog = self.parts.catalog
         for tier in (Tier.CPU, Tier.NVME):
             rows = [row for row in catalog.rows() if catalog.state(row, tier) != CopyState.ABSENT]
@@ -325,7 +334,8 @@ class ManagerWatch:
             assert right, f"{tier.name} {slot} of rank {rank.rank} has {content}, not {key!r} {generation} {value!r}"
 
     def check_stored(self) -> None:
-        """Nothing is skipped for good: call when all had time, and room, and the requests still live.
+        """Nothing is skipped for good: call when all had time, and room, and the requests still
+        live.
 
         Of a prompt that is longer than the CPU tier there may be no more than its head.
         """
@@ -348,7 +358,8 @@ class ManagerWatch:
                 assert stored or not self._is_admitted(admission, key), f"{key!r} of {request.id} is never stored"
 
     def check_quiet(self) -> None:
-        """Assert what holds when nothing is under way but late moves of settled jobs: invariants 4, 5 and 11."""
+        """Assert what holds when nothing is under way but late moves of settled jobs: invariants 4,
+        5 and 11."""
         parts, catalog = self.parts, self.parts.catalog
         zombies = self._zombie_pins()
         assert len(parts.transfers) == 0 and not self._jobs, "a job is out"

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold of what each store policy stores, beside what holds of every store: a part of ``ManagerWatch``."""
+"""What must hold of what each store policy stores, beside what holds of every store: a part of
+``ManagerWatch``."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class PolicyWatch:
                 key_of(request, group, at): table[group.group][at] for at in range(computed // group.block_tokens)
             }
             assert move.key in places, "a block is stored that the victim had not computed"
-            # 0: the window has left it behind in the very step that preempts, and nobody has written to it yet.
+            # 0: the window has left it behind in the very step that preempts, and nobody has
+            # written to it yet.
             assert places[move.key] in {0, move.block}, "a block is stored that the victim did not hold"
         self._saved.setdefault(owner, set()).update(move.key for move in job.moves)
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold of loads and reads from NVMe: none twice at a time for nothing; what is read ahead is bounded.
+"""What must hold of loads and reads from NVMe: none twice at a time for nothing; what is read ahead
+is bounded.
 
 A part of ``ManagerWatch``, which tells it what it sees.
 """
@@ -28,7 +29,8 @@ class ReadWatch:
     engine: FakeEngine
     _wait_started_s: dict[str, float] = field(default_factory=dict)
     _first_waited_s: dict[str, float] = field(default_factory=dict)
-    """When the first wait began, also where others, for loads that began later, have followed it."""
+    """When the first wait began, also where others, for loads that began later, have followed
+    it."""
     _seen: dict[str, set[JobId]] = field(default_factory=dict)
     """By waiting request: loads of its blocks that were on their way when its wait began anew."""
     _gave_up: set[str] = field(default_factory=set)
@@ -117,7 +119,8 @@ class ReadWatch:
         for other in self._loads():
             request = self.engine.requests.get(other.request_id or "")
             is_live = request is not None and request.status is Status.LOADING and other.job.epoch == job.epoch
-            # Where the cache was emptied meanwhile, the other may bring blocks without those before them: of no use.
+            # Where the cache was emptied meanwhile, the other may bring blocks without those before
+            # them: of no use.
             if is_live and other.job.id < job.id and job.moves:
                 brought = job.moves[0].key in {move.key for move in other.job.moves}
                 assert not brought, f"{job.moves[0].key!r} is loaded again before the first load has ended"

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way between drive and GPU in a simulation: staging over CPU tensors, whose work takes its time as on a GPU."""
+"""The way between drive and GPU in a simulation: staging over CPU tensors, whose work takes its
+time as on a GPU."""
 
 from __future__ import annotations
 
@@ -60,9 +61,11 @@ class SimLanes:
 
 
 def draw_direct(geometry: Geometry, slots: int, rng: random.Random, weather: Weather) -> Direct | None:
-    """Return what a start may have chosen: for one process all sizes, for another some or none, for each direction.
+    """Return what a start may have chosen: for one process all sizes, for another some or none, for
+    each direction.
 
-    ``slots``: of staging, for each size class. ``rng``: of nothing else, so that a run without is what it was.
+    ``slots``: of staging, for each size class. ``rng``: of nothing else, so that a run without is
+    what it was.
     """
     every = range(len(geometry.slot_sizes))
     loads, stores = (frozenset(at for at in every if rng.random() < rng.choice((0.0, 0.5, 1.0))) for _ in range(2))

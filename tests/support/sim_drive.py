@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's drive in a simulation: files that outlive processes, and a device over them that one generator makes fail.
+"""One rank's drive in a simulation: files that outlive processes, and a device over them that one
+generator makes fail.
 
-A batch moves nothing until the simulation ends it, in whatever order, so what is done meanwhile to the slots that it
-names shows in the bytes.
+A batch moves nothing until the simulation ends it, in whatever order, so what is done meanwhile to
+the slots that it names shows in the bytes.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ Note = Callable[[str], None]
 class Weather:
     """How likely what goes wrong; may change at any time.
 
-    ``eio``, ``tear``: of a transfer; ``flip``: of a read, after it, four times as likely as said; ``lose``: of a write,
-    whose bytes never arrive; ``hang``: of a batch; ``files``, ``home``: that a segment, or the home, cannot be opened
-    on a rank; ``slow_copies``: that a copy has not ended when it is started. ``full``: ranks whose drive takes no
-    writes.
+    ``eio``, ``tear``: of a transfer; ``flip``: of a read, after it, four times as likely as said;
+    ``lose``: of a write, whose bytes never arrive; ``hang``: of a batch; ``files``, ``home``: that
+    a segment, or the home, cannot be opened on a rank; ``slow_copies``: that a copy has not ended
+    when it is started. ``full``: ranks whose drive takes no writes.
     """
 
     eio: float = 0.0
@@ -65,7 +66,8 @@ class SimDrive:
         self.damaged: set[tuple[BlockKey, int]] = set()
 
     def slot(self, segment: int, slot_bytes: int, index: int) -> memoryview:
-        """Return a copy of a slot's bytes, fewer than ``slot_bytes`` where the file has not got them."""
+        """Return a copy of a slot's bytes, fewer than ``slot_bytes`` where the file has not got
+        them."""
         start = slot_offset(slot_bytes, index)
         return memoryview(bytes(self.files.get(segment, b"")[start : start + slot_bytes]))
 
@@ -83,7 +85,8 @@ class SimDrive:
 
 
 class SimFiles:
-    """``SegmentFiles`` over a drive. ``descriptors``: the open files; a number that was closed is given again."""
+    """``SegmentFiles`` over a drive. ``descriptors``: the open files; a number that was closed is
+    given again."""
 
     def __init__(self, drive: SimDrive, weather: Weather, rng: random.Random, note: Note) -> None:
         self.descriptors: dict[int, bytearray] = {}
@@ -145,7 +148,8 @@ class SimFiles:
 
 
 class _DescriptorDevice(MemoryDevice):
-    """A ``MemoryDevice`` whose descriptors mean what ``SimFiles`` has opened under them when a batch moves."""
+    """A ``MemoryDevice`` whose descriptors mean what ``SimFiles`` has opened under them when a
+    batch moves."""
 
     def __init__(self, files: SimFiles) -> None:
         super().__init__()
@@ -159,7 +163,8 @@ class _DescriptorDevice(MemoryDevice):
 
 
 class SimDevice(FaultyDevice):
-    """A rank's device, which breaks transfers as the weather is, and ends batches when it is told to.
+    """A rank's device, which breaks transfers as the weather is, and ends batches when it is told
+    to.
 
     It demands that nobody touches a buffer while it owns it. ``seen``: how often each fault came.
     """
@@ -191,7 +196,8 @@ class SimDevice(FaultyDevice):
         return ticket
 
     def _break(self, op: Op, at: int, transfer: Transfer) -> str:
-        """Say what shall become of a transfer, the ``at``-th of its batch; return the fault's name."""
+        """Say what shall become of a transfer, the ``at``-th of its batch; return the fault's
+        name."""
         weather, plan, number = self._weather, self.plan, self._transfers + at
         if plan.full and op is Op.WRITE:
             return "full"
@@ -223,7 +229,8 @@ class SimDevice(FaultyDevice):
             self.release_at(at)
 
     def crash(self) -> None:
-        """The process is gone: each batch under way moves, or does not, before anybody else looks at the drive."""
+        """The process is gone: each batch under way moves, or does not, before anybody else looks
+        at the drive."""
         for batch in [*self._held, *self._hanging]:
             if self._rng.random() < 0.5:
                 self._pass_on(batch)

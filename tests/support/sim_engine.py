@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine of a simulation, and what must hold of it: ``FakeEngine`` and ``ManagerWatch`` over real bytes."""
+"""The engine of a simulation, and what must hold of it: ``FakeEngine`` and ``ManagerWatch`` over
+real bytes."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ PICKS = ("two tiers", "two tiers", "a window", "a window", "reuse", "NVMe only",
 
 
 class SimEngine(FakeEngine):
-    """Schedules as any ``FakeEngine``; its ranks compute and look at bytes. ``drift`` is called where time passes."""
+    """Schedules as any ``FakeEngine``; its ranks compute and look at bytes. ``drift`` is called
+    where time passes."""
 
     def __init__(
         self, geometry: Geometry, block_count: int, ranks: Sequence[SimRank], drift: Callable[[], None]
@@ -86,7 +88,8 @@ class SimEngine(FakeEngine):
 
 
 class ByteWatch(ManagerWatch):
-    """``ManagerWatch`` of one life, which looks at the bytes of every slot but those that were damaged on purpose."""
+    """``ManagerWatch`` of one life, which looks at the bytes of every slot but those that were
+    damaged on purpose."""
 
     def __init__(
         self,

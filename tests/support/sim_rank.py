@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a simulation: the real mover without its thread, over real tensors and arenas and a simulated drive."""
+"""One rank of a simulation: the real mover without its thread, over real tensors and arenas and a
+simulated drive."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ TURNS_OF_WORK = 10_000
 
 
 class World(NamedTuple):
-    """What all rooms of a simulation share. ``straight``: decides what goes straight to the GPU; None: nothing does."""
+    """What all rooms of a simulation share. ``straight``: decides what goes straight to the GPU;
+    None: nothing does."""
 
     rng: random.Random
     weather: Weather
@@ -58,9 +60,11 @@ class _CopyEnd:
 
 
 class SimCopier(HostCopier):
-    """A ``HostCopier`` some of whose copies take their time, as on a GPU; those of a kind end in their order.
+    """A ``HostCopier`` some of whose copies take their time, as on a GPU; those of a kind end in
+    their order.
 
-    ``users(block)``: the jobs that may gather from a GPU block, or scatter into it, by kind of copy.
+    ``users(block)``: the jobs that may gather from a GPU block, or scatter into it, by kind of
+    copy.
     """
 
     def __init__(
@@ -131,9 +135,11 @@ class SimCopier(HostCopier):
 
 
 class SimRank(LocalRank):
-    """See the module. Plans come in and reports go out as for any rank; in between ``stir`` lets something happen.
+    """See the module. Plans come in and reports go out as for any rank; in between ``stir`` lets
+    something happen.
 
-    ``drive`` outlives the rank. ``late``: moves of jobs that were reported late and are not released.
+    ``drive`` outlives the rank. ``late``: moves of jobs that were reported late and are not
+    released.
     """
 
     drive: SimDrive
@@ -184,7 +190,8 @@ class SimRank(LocalRank):
         super().after_forward(work)
 
     def take_report(self) -> tuple[Report, dict[str, list[int]]]:
-        """Return what ended since the last call, and by request whose load ended the blocks that failed."""
+        """Return what ended since the last call, and by request whose load ended the blocks that
+        failed."""
         self._collect()
         reply = self.finish()
         for job_id, result in reply.report.results.items():
@@ -248,7 +255,8 @@ class SimRank(LocalRank):
         raise AssertionError(f"the mover of rank {self.rank} never comes to rest")
 
     def crash(self) -> None:
-        """End as a process does that is killed: no copy goes on, some of what is at the device does."""
+        """End as a process does that is killed: no copy goes on, some of what is at the device
+        does."""
         self.device.crash()
         for arena in self._parts.memory:
             arena.close()

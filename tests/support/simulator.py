@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A deterministic simulation: the real manager and the real movers of two ranks over drives that fail, from one seed.
+"""A deterministic simulation: the real manager and the real movers of two ranks over drives that
+fail, from one seed.
 
-``PYTHONPATH=tests python -m support.simulator --seed N`` runs one; ``--trace`` prints each event. An engine without a
-model serves requests; the time, the order in which movers turn and batches end, what fails, when the index commits,
-aborts, resets, restarts and kills come from one generator, and nothing else does. The KV of a block is a pure function
-of the weights, its text and the rank, so that every byte that is served, or read by a step, is looked at.
+``PYTHONPATH=tests python -m support.simulator --seed N`` runs one; ``--trace`` prints each event.
+An engine without a model serves requests; the time, the order in which movers turn and batches end,
+what fails, when the index commits, aborts, resets, restarts and kills come from one generator, and
+nothing else does. The KV of a block is a pure function of the weights, its text and the rank, so
+that every byte that is served, or read by a step, is looked at.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ _TAIL = 40
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended. ``digest``: of every event, the same for the same seed. ``counts``: how often what happened."""
+    """How a run ended. ``digest``: of every event, the same for the same seed. ``counts``: how
+    often what happened."""
 
     seed: int
     digest: str
@@ -47,8 +50,8 @@ class Outcome:
 
 
 class Simulation:
-    """One run. ``on_event`` sees each event of the trace. ``straight``: processes move some sizes of blocks straight
-    between drive and GPU, and others not.
+    """One run. ``on_event`` sees each event of the trace. ``straight``: processes move some sizes
+    of blocks straight between drive and GPU, and others not.
     """
 
     def __init__(self, seed: int, on_event: Callable[[str], None] | None = None, *, straight: bool = False) -> None:
@@ -82,7 +85,8 @@ class Simulation:
             self._on_event(event)
 
     def _draw_faults(self) -> dict[str, float]:
-        """Return what can go wrong in this run: not everything, so that not one fault hides the others."""
+        """Return what can go wrong in this run: not everything, so that not one fault hides the
+        others."""
         rng = self._rng
         faults = {name: rng.choice((0.0, 0.0, 0.03, 0.1, 0.3)) for name in ("eio", "tear", "flip", "files")}
         faults |= {name: rng.choice((0.0, 0.0, 0.1, 0.3, 0.6)) for name in ("hang", "lose")}
@@ -104,7 +108,8 @@ class Simulation:
     # -- the run -------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        """Run to the end. Raises AssertionError, with the last events, and how to repeat it, in its notes."""
+        """Run to the end. Raises AssertionError, with the last events, and how to repeat it, in its
+        notes."""
         try:
             for _ in range(ACTIONS):
                 name = self._rng.choices(_NAMES, _WEIGHTS)[0]
@@ -123,7 +128,8 @@ class Simulation:
         return Outcome(self.seed, self._hash.hexdigest(), self.counts)
 
     def _end(self) -> None:
-        """Everything works, and every request ends: first while some batches still hang, then without."""
+        """Everything works, and every request ends: first while some batches still hang, then
+        without."""
         self._note("-- the end")
         self._weather.clear_up()
         self._run_until_quiet()
@@ -172,7 +178,8 @@ class Simulation:
         assert loaded or not named, f"nothing of {prompt} was loaded after a restart"
 
     def _serve(self, prompt: str) -> int:
-        """Run one request to its end, with nothing on the GPU before; return how many blocks were loaded."""
+        """Run one request to its end, with nothing on the GPU before; return how many blocks were
+        loaded."""
         self.engine.pool.forget_all()
         before = self.parts.manager.stats.counts.get("loaded_blocks", 0)
         self._begin(prompt, 0, finishing=True)
@@ -278,7 +285,8 @@ class Simulation:
             self._index.refuse_puts = False
 
     def _damage(self) -> None:
-        """A bit of a copy changes, or on a drive another block arrives in its place, and nobody says so.
+        """A bit of a copy changes, or on a drive another block arrives in its place, and nobody
+        says so.
 
         In memory not while a job uses it: nobody could tell, once it was verified.
         """
@@ -313,7 +321,8 @@ class Simulation:
         self.engine.reset(epoch)
 
     def _end_process(self) -> None:
-        """The process ends in order: the ranks finish what the devices have begun, then the index commits."""
+        """The process ends in order: the ranks finish what the devices have begun, then the index
+        commits."""
         for rank in self.ranks:
             rank.close()
         assert self._index.flush(0.0)

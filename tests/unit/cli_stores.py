@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores that the real rooms have made, and the installed command, for the tests of ``kvdisk.cli``."""
+"""Stores that the real rooms have made, and the installed command, for the tests of
+``kvdisk.cli``."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ HYBRID = Model(
 
 
 def fill_home(home: Home, model: Model, segments: int, *, used: int = 5, stored_s: int = 1000) -> LmdbIndex:
-    """Give a home segments in turn of each group, each with ``used`` blocks stored a second apart."""
+    """Give a home segments in turn of each group, each with ``used`` blocks stored a second
+    apart."""
     index = LmdbIndex(home.index_path, map_bytes=map_bytes_for(1000))
     groups, ranks = model.geometry.groups, model.geometry.rank_count
     for segment in range(segments):
@@ -80,7 +82,8 @@ def leave_home(path: Path, model: Model, segments: int, *, last_use_s: int, clea
 
 
 def run(*arguments: object, obey_modes: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the installed command. ``obey_modes``: without root's power over permissions, where it has it."""
+    """Run the installed command. ``obey_modes``: without root's power over permissions, where it
+    has it."""
     return subprocess.run(
         [str(COMMAND), *map(str, arguments)],
         capture_output=True,

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores of blocks without payloads, made through the real index: many of them, or a few with names."""
+"""Stores of blocks without payloads, made through the real index: many of them, or a few with
+names."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ def segment_of(group: int) -> SegmentSpec:
 class NamedFiles:
     """``SegmentFiles`` for a device whose descriptors are only names.
 
-    ``broken``: segments that cannot be made. ``slow``: the opening of each of these waits for its event, and
-    sets ``opening``.
+    ``broken``: segments that cannot be made. ``slow``: the opening of each of these waits for its
+    event, and sets ``opening``.
     """
 
     def __init__(self) -> None:
@@ -126,8 +126,8 @@ class HeldCopier(HostCopier):
 
 
 class Rank:
-    """A mover that ``run`` turns, over random KV. ``device``: faulty, over bytes in RAM, unless given. ``direct``: what
-    is staged goes through GPU staging, over CPU tensors, of as many slots.
+    """A mover that ``run`` turns, over random KV. ``device``: faulty, over bytes in RAM, unless
+    given. ``direct``: what is staged goes through GPU staging, over CPU tensors, of as many slots.
     """
 
     def __init__(
@@ -219,7 +219,8 @@ class Rank:
         return self.run()[job_id].failed
 
     def stored(self, count: int, group: int = 0, segments: tuple[int, ...] = ()) -> list[Move]:
-        """Store blocks 0.. to the same numbers on the drive, and erase them; return the moves that load them.
+        """Store blocks 0.. to the same numbers on the drive, and erase them; return the moves that
+        load them.
 
         ``segments``: of each of them, where that is not the group's.
         """

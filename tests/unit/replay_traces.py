@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small traces, the same in every run: lists of prompts, each a list of numbers that name prefixes."""
+"""Small traces, the same in every run: lists of prompts, each a list of numbers that name
+prefixes."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ Prompts = list[list[int]]
 
 
 class Prefixes:
-    """Numbers for prefixes, as a trace's ``hash_ids`` are: one for each different path of contents."""
+    """Numbers for prefixes, as a trace's ``hash_ids`` are: one for each different path of
+    contents."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, object], int] = {}
@@ -25,9 +27,11 @@ class Prefixes:
 
 
 def conversations(requests: int, seed: int = 1) -> Prompts:
-    """Chats: a few shared system prompts, prompts that grow turn by turn, heavy-tailed pauses between turns.
+    """Chats: a few shared system prompts, prompts that grow turn by turn, heavy-tailed pauses
+    between turns.
 
-    Of the last block of a prompt, which is partial, nothing comes back: the next turn goes on in it.
+    Of the last block of a prompt, which is partial, nothing comes back: the next turn goes on in
+    it.
     """
     rng = random.Random(seed)
     prefixes = Prefixes()

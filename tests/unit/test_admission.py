@@ -66,7 +66,8 @@ def test_the_table_is_bounded_and_forgets_what_was_wanted_longest_ago():
 class TestAdaptive:
     @staticmethod
     def admitted(policy):
-        """Of a thousand requests with two new blocks each, those whose blocks are admitted, which are both or none."""
+        """Of a thousand requests with two new blocks each, those whose blocks are admitted, which
+        are both or none."""
         found = set()
         for number in range(1000):
             pair = [make_block_key(f"{number} {part}".encode(), 0) for part in (0, 1)]

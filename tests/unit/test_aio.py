@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel's queue: calls that stop short, refused and failing submissions, and which files it is for."""
+"""The kernel's queue: calls that stop short, refused and failing submissions, and which files it is
+for."""
 
 from __future__ import annotations
 

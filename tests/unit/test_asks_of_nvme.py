@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block that NVMe refused stays a CPU hit, and is asked again: when its count rises, and before it leaves."""
+"""A block that NVMe refused stays a CPU hit, and is asked again: when its count rises, and before
+it leaves."""
 
 from __future__ import annotations
 

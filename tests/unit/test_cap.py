@@ -68,7 +68,8 @@ def path(tmp_path):
 
 
 def allocated(path: Path, shrinking: str = "") -> int:
-    """Return what all homes take; one that only shrinks meanwhile is looked at last, so that nothing counts twice."""
+    """Return what all homes take; one that only shrinks meanwhile is looked at last, so that
+    nothing counts twice."""
     homes = sorted((path / "homes").iterdir(), key=lambda home: home.name == shrinking)
     return sum(paths.allocated_bytes(home) for home in homes)
 

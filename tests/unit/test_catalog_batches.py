@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the catalog does for many blocks at once is what it does for each: rows, links, states, counts and journal."""
+"""What the catalog does for many blocks at once is what it does for each: rows, links, states,
+counts and journal."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from kvdisk.manager.events import Journal
 from kvdisk.stats import Stats
 
 PATHS = ("abcdef", "abcxyz", "abq", "mn")
-"""Chains, of which some begin alike: a key is the whole path up to a block, as vLLM's hashes are."""
+"""Chains, of which some begin alike: a key is the whole path up to a block, as vLLM's hashes
+are."""
 
 
 def keys_of(path: str) -> list[BlockKey]:

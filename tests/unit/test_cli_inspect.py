@@ -24,7 +24,8 @@ from kvdisk.index.base import BlockRecord
 
 
 def files_below(path: Path) -> dict[str, tuple[int, int, bytes]]:
-    """Mode, time of change and bytes of everything; LMDB's readers are known by their mark in lock.mdb."""
+    """Mode, time of change and bytes of everything; LMDB's readers are known by their mark in
+    lock.mdb."""
     found = {}
     for item in sorted(path.rglob("*")):
         if item.name != "lock.mdb":

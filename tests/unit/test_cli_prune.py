@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk prune`` and ``kvdisk clear`` on real stores: what goes, what stays, who is asked, and who is left alone."""
+"""``kvdisk prune`` and ``kvdisk clear`` on real stores: what goes, what stays, who is asked, and
+who is left alone."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def three_homes(path: Path) -> tuple[str, str, str]:
 def test_old_blocks_go_and_the_next_engine_has_the_others(path):
     expected = make_store(path)
     now_s = int(time.time())
-    # Segments 0 and 1 are old; of segment 2 the last two are, which end a chain; of segment 3 only the head.
+    # Segments 0 and 1 are old; of segment 2 the last two are, which end a chain; of segment 3 only
+    # the head.
     old = {Slot(segment, slot) for segment in (0, 1) for slot in range(5)} | {Slot(2, 3), Slot(2, 4)}
     home_id = stamp(path, lambda slot: now_s - (9 if slot in old | {Slot(3, 0)} else 1) * DAY_S)
     before = contents(path)

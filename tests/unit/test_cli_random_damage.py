@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tools on stores with a few random wounds: each says what it has to say and ends, and none with a traceback."""
+"""The tools on stores with a few random wounds: each says what it has to say and ends, and none
+with a traceback."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every command that takes a store: what it says, in one sentence, where it cannot do anything, and how it ends.
+"""Every command that takes a store: what it says, in one sentence, where it cannot do anything, and
+how it ends.
 
-All run the installed command's own entry point in another process: one for each command once, and else one for all.
+All run the installed command's own entry point in another process: one for each command once, and
+else one for all.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ print(json.dumps(done))
 
 
 def run_each(*paths: Path, obey_modes: bool = False) -> dict[str, Done]:
-    """Run every command on these directories. ``obey_modes``: without root's power over permissions."""
+    """Run every command on these directories. ``obey_modes``: without root's power over
+    permissions."""
     arguments = {name: [*map(str, paths), *options] for name, options in COMMANDS.items()}
     child = subprocess.run(
         [sys.executable, "-c", EACH_IN_TURN, json.dumps(arguments)],

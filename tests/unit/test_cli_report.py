@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk report``: one page that says what ``inspect --json`` says, and asks nobody for anything."""
+"""``kvdisk report``: one page that says what ``inspect --json`` says, and asks nobody for
+anything."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ MOST_BYTES = 2_000_000
 
 
 class Page(HTMLParser):
-    """A page taken apart: elements with their attributes, and all text. Fails where elements are not closed in turn."""
+    """A page taken apart: elements with their attributes, and all text. Fails where elements are
+    not closed in turn."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -184,7 +186,8 @@ def test_what_report_replaces(path: Path, tmp_path: Path) -> None:
 
 
 def test_the_page_of_a_large_store_is_bounded(path: Path) -> None:
-    """100 homes of 1000 segments each, with problems, in 100 namespaces with as many prefixes as are surveyed."""
+    """100 homes of 1000 segments each, with problems, in 100 namespaces with as many prefixes as
+    are surveyed."""
     fill(path)
     facts = survey_store(path, prefixes=100, shared_only=False)
     home, namespace = facts.homes[0], facts.namespaces[0]

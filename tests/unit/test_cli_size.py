@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk size``: known models' bytes a token, what is refused, and that it counts as an engine does."""
+"""``kvdisk size``: known models' bytes a token, what is refused, and that it counts as an engine
+does."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def test_kinds_of_numbers():
 
 
 def test_which_layers_slide():
-    """How vLLM makes groups of them, and what else it makes of a configuration: ``tests/connector/test_size.py``."""
+    """How vLLM makes groups of them, and what else it makes of a configuration:
+    ``tests/connector/test_size.py``."""
     gemma2 = {"model_type": "gemma2", "sliding_window": 4096, "head_dim": 128}
     assert model_of(LLAMA | gemma2).windows[:3] == (4096, None, 4096)
     some = model_of(QWEN | {"use_sliding_window": True, "max_window_layers": 14})

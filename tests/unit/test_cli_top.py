@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk top`` over homes that this process holds, with figures by hand; over live ones: ``test_live_figures``."""
+"""``kvdisk top`` over homes that this process holds, with figures by hand; over live ones:
+``test_live_figures``."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ WAIT_S = 600.0
 
 
 def figures(at_s: float, stored: int = 0, **changes: Any) -> dict[str, Any]:
-    """Return what an engine would write that has moved ``stored`` blocks of 1 MiB, and had half of its tokens hit."""
+    """Return what an engine would write that has moved ``stored`` blocks of 1 MiB, and had half of
+    its tokens hit."""
     moved = {"count": stored, "sum": stored * MIB}
     return {
         "json_version": 1,

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk verify``: what it finds in stores that are whole, damaged, in use, on several drives, and how it says so."""
+"""``kvdisk verify``: what it finds in stores that are whole, damaged, in use, on several drives,
+and how it says so."""
 
 from __future__ import annotations
 

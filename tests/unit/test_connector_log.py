@@ -23,7 +23,8 @@ class Shown(logging.Handler):
 
 @pytest.fixture
 def set_up(monkeypatch):
-    """Give each of the three loggers its handlers, within the test only: pytest has some on the root of its own."""
+    """Give each of the three loggers its handlers, within the test only: pytest has some on the
+    root of its own."""
     level = OURS.level
 
     def change(root=(), ours=(), theirs=()):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between blocks and slots, and the scratch of the CUDA copier on a stand-in that works at once, on the CPU."""
+"""Copies between blocks and slots, and the scratch of the CUDA copier on a stand-in that works at
+once, on the CPU."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def layers_behind_each_other():
 
 
 def layers_within_blocks():
-    """Each block holds all layers, behind 32 bytes of something else: stride 0 is not the layer's length."""
+    """Each block holds all layers, behind 32 bytes of something else: stride 0 is not the layer's
+    length."""
     whole = random_bytes(BLOCKS, 32 + 3 * 96)
     return [whole[:, 32 + at * 96 : 32 + (at + 1) * 96] for at in range(3)]
 

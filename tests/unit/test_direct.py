@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves between drive and GPU staging: slots of both ways side by side, what sends a move the other way, and that
-no leg begins before the GPU has ended the one before. What both ways have in common is in ``test_mover*.py``."""
+"""Moves between drive and GPU staging: slots of both ways side by side, what sends a move the other
+way, and that no leg begins before the GPU has ended the one before. What both ways have in common
+is in ``test_mover*.py``."""
 
 from __future__ import annotations
 

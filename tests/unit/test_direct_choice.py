@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a start makes of the way between drive and GPU: kept, not kept, or refused in one sentence. Without a GPU."""
+"""What a start makes of the way between drive and GPU: kept, not kept, or refused in one sentence.
+Without a GPU."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class OnFiles(AddressedDevice):
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     OnFiles.made = []
-    # Its clock stands still: all repetitions are made, and no drive is silent, however long the machine takes.
+    # Its clock stands still: all repetitions are made, and no drive is silent, however long the
+    # machine takes.
     monkeypatch.setattr(directs, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 

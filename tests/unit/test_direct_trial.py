@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trial of the way between drive and GPU: what is chosen by which speeds, and what a way that lies comes to."""
+"""The trial of the way between drive and GPU: what is chosen by which speeds, and what a way that
+lies comes to."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def memories():
 
 
 class Paced(AddressedDevice):
-    """Bytes in RAM, at a speed for each op, way, and whether slots are neighbours; in bytes per second."""
+    """Bytes in RAM, at a speed for each op, way, and whether slots are neighbours; in bytes per
+    second."""
 
     def __init__(self, speeds) -> None:
         super().__init__(MemoryDevice(file_bytes=FILE_BYTES))
@@ -101,7 +103,8 @@ def test_a_way_that_moves_other_bytes_is_not_gone(memories, op, said):
 
 @pytest.mark.parametrize("which", [1, 3, 4])
 def test_a_way_that_fails_is_not_gone(memories, which):
-    """The first transfer is written straight, the fourth is read so; an error of the host's says nothing for it."""
+    """The first transfer is written straight, the fourth is read so; an error of the host's says
+    nothing for it."""
     device = FaultyDevice(MemoryDevice(file_bytes=FILE_BYTES), FaultPlan(fail={which: errno.EIO}))
     report = try_direct(7, FILE_BYTES, AddressedDevice(device), *memories)
     (problem,) = report.problems

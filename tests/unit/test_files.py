@@ -103,7 +103,8 @@ print(len({files.open_segment(SegmentSpec(segment, 8192, 1)) for segment in rang
 
 
 def test_a_rank_has_as_many_files_open_as_the_system_allows_it(tmp_path, home):
-    """A segment that could not be opened for want of descriptors would be given up, and its file removed."""
+    """A segment that could not be opened for want of descriptors would be given up, and its file
+    removed."""
     done = subprocess.run(
         [sys.executable, "-c", FEW_FILES, str(tmp_path), home.id], capture_output=True, text=True, check=False
     )

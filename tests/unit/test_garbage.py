@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a collection of garbage walks must not grow with the store: it stops the engine for that long."""
+"""What a collection of garbage walks must not grow with the store: it stops the engine for that
+long."""
 
 from __future__ import annotations
 

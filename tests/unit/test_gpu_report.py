@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU report without a GPU: one line, and a rehearsal over CPU tensors in which every route moves something."""
+"""The GPU report without a GPU: one line, and a rehearsal over CPU tensors in which every route
+moves something."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU staging over CPU tensors: the same sums as numpy's, whatever is asked for at once, and headers both ways."""
+"""GPU staging over CPU tensors: the same sums as numpy's, whatever is asked for at once, and
+headers both ways."""
 
 from __future__ import annotations
 

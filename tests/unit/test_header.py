@@ -32,7 +32,8 @@ WHO = SlotIdentity(Namespace(bytes(range(32)), 3), b"k" * 34, 7, PAYLOAD_BYTES, 
 
 
 def make_slot(parent=b"p" * 34, kind=XXH3_128, **changes) -> memoryview:
-    """A sealed slot in memory that was dirty before, with bytes behind the payload that do not count."""
+    """A sealed slot in memory that was dirty before, with bytes behind the payload that do not
+    count."""
     slot = memoryview(bytearray(b"\xaa" * (HEADER_BYTES + 8192)))
     slot[HEADER_BYTES:] = bytes(at * 7 % 251 for at in range(8192))
     seal_slot(slot, WHO._replace(**changes), parent, kind)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot be stored whole is stored from its head: a tier that is full leaves no hole in a prompt."""
+"""What cannot be stored whole is stored from its head: a tier that is full leaves no hole in a
+prompt."""
 
 from __future__ import annotations
 

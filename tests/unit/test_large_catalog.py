@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens now and then must not look at every block one by one: a step would take seconds for a million."""
+"""What happens now and then must not look at every block one by one: a step would take seconds for
+a million."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from kvdisk.worker.routes import NO_DRIVE, OpenFile, Parts, Route, Work
 
 
 def cut(slots: list[Slot], **drives: int) -> list[tuple[Route, int, list[Slot]]]:
-    """Route, drive and slots of a load's parts, of two slots each; ``drives``: of the open segments ``s<number>``."""
+    """Route, drive and slots of a load's parts, of two slots each; ``drives``: of the open segments
+    ``s<number>``."""
     moves = tuple(Move(make_block_key(bytes([at]), 0), 1, at, {Tier.NVME: slot}) for at, slot in enumerate(slots))
     files = {int(name[1:]): OpenFile(100, segment_of(0).slot_bytes, 8, drive) for name, drive in drives.items()}
     rank = Rank()

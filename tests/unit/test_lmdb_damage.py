@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A damaged index can end the process that reads it; the next owner then gives it up instead of dying too."""
+"""A damaged index can end the process that reads it; the next owner then gives it up instead of
+dying too."""
 
 from __future__ import annotations
 

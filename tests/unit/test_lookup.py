@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The longest hits against their definition, written out, and against the plain way to find them, block by block."""
+"""The longest hits against their definition, written out, and against the plain way to find them,
+block by block."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def _catalog(states, keys):
     return catalog
 
 
-# --- The plain way: one block after the other, each asked for in each tier; nothing is remembered. ---
+# --- The plain way: one block after the other, each asked for in each tier; nothing is remembered.
+# ---
 
 
 def _is_there(catalog, key, elsewhere, *, coming):
@@ -94,7 +96,8 @@ def _longest_hit(catalog, geometry, keys, local_tokens, limit_tokens, elsewhere,
 
 
 def _change(catalog, key, tier, segment, step):
-    """Take the copy of a block in a tier one step on in its life; ``step`` chooses among what can happen to it."""
+    """Take the copy of a block in a tier one step on in its life; ``step`` chooses among what can
+    happen to it."""
     row = catalog.find(key)
     if row < 0:
         row = catalog.add(key, 1, 0, None)
@@ -112,7 +115,8 @@ def _change(catalog, key, tier, segment, step):
 
 
 POSITIONS = st.integers(0, BLOCKS - 1)
-# Long runs of blocks that are there are what makes hits; so much of the time a whole run changes at once.
+# Long runs of blocks that are there are what makes hits; so much of the time a whole run changes at
+# once.
 CHANGES = st.tuples(
     st.just("change"),
     st.integers(0, 2),

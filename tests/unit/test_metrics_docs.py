@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dashboard for Grafana: that it asks for metrics that there are, as they are. The page: ``test_docs``."""
+"""The dashboard for Grafana: that it asks for metrics that there are, as they are. The page:
+``test_docs``."""
 
 from __future__ import annotations
 

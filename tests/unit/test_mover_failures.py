@@ -134,7 +134,8 @@ def test_an_error_of_ours_ends_all_jobs_and_is_raised_once():
 
 
 def test_after_an_error_of_ours_nobody_waits_for_a_drive_that_hangs(monkeypatch):
-    """Loads and urgent stores are answered when nothing is copied any more, and the drive is waited for after that."""
+    """Loads and urgent stores are answered when nothing is copied any more, and the drive is waited
+    for after that."""
 
     class Broken(HostCopier):
         def gather(self, *args, **fields):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches that a drive has begun and does not end: who hears of it, and what they may still touch."""
+"""Batches that a drive has begun and does not end: who hears of it, and what they may still
+touch."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def test_late_batches_are_bounded_and_then_nothing_starts(rank):
 
 
 def test_loads_go_on_beside_writes_that_hang(rank):
-    """However many and for however long, as on a frozen file system; through staging too, of which half is left."""
+    """However many and for however long, as on a frozen file system; through staging too, of which
+    half is left."""
     moves = rank.stored(GPU_BLOCKS // 2)
     kept = [keeping(each, rank.cpu(0, at)) for at, each in enumerate(moves)]
     first = rank.device._transfers + 1

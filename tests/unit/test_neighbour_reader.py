@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading other homes' indexes through a child process, and what a bad or stopped one does to it: nothing."""
+"""Reading other homes' indexes through a child process, and what a bad or stopped one does to it:
+nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes as sysfs names them, in a made-up tree; and memory that the kernel is really asked to take from one."""
+"""Nodes as sysfs names them, in a made-up tree; and memory that the kernel is really asked to take
+from one."""
 
 from __future__ import annotations
 

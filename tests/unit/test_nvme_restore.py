@@ -48,7 +48,8 @@ def records_of(some_keys):
 
 
 def by_hand(index: MemoryIndex) -> tuple[list[BlockRecord], list[tuple[int, BlockKey]], set[Slot], set[Slot]]:
-    """Return what is kept, in the order in which it leaves, the names that go, and the slots of both."""
+    """Return what is kept, in the order in which it leaves, the names that go, and the slots of
+    both."""
     kept, stale, used, stale_slots = [], [], set(), set()
     for record in sorted(index.blocks(), key=lambda record: (record.epoch, record.key)):
         segment, group = SEGMENTS.get(record.slot.segment), group_of(record.key)

@@ -97,7 +97,8 @@ def test_the_shortest_run_that_is_long_enough_is_cut_else_the_longest_are_used_u
                 lengths = sorted([*lengths, length - expected[-1]], reverse=True)
         taken = pool.allocate(0, count, drive)
         assert set(taken) <= mine and len(set(taken)) == len(taken) == sum(expected)
-        # Runs of different segments, or taken one after the other, may touch: so they are compared as they came.
+        # Runs of different segments, or taken one after the other, may touch: so they are compared
+        # as they came.
         at = 0
         for length in expected:
             first = taken[at]

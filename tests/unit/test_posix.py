@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the conformance suite cannot ask of every device: system calls that stop short, and how batches are cut."""
+"""What the conformance suite cannot ask of every device: system calls that stop short, and how
+batches are cut."""
 
 from __future__ import annotations
 

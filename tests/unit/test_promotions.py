@@ -19,11 +19,13 @@ GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 PROMPTS = ("aabbccddx", "eeffgghhx", "iijjkkllx", "mmnnx", "ooppx", "qqrrx")
 LONGER = "mmnnssttx"
 RUNNING = "z"
-"""It has no full block, so it is neither stored nor read ahead; it runs until it is told to finish."""
+"""It has no full block, so it is neither stored nor read ahead; it runs until it is told to
+finish."""
 
 
 class Queue(SmallEngine):
-    """An engine that runs one request at a time. ``PROMPTS`` lie on NVMe, and nothing of them in memory."""
+    """An engine that runs one request at a time. ``PROMPTS`` lie on NVMe, and nothing of them in
+    memory."""
 
     def __init__(self, cpu_slots: int = 64, **config: object) -> None:
         values = {"store_dirs": (Path("/nowhere"),), "nvme_bytes": 1, "cpu_bytes": 1, "min_load_tokens": 0} | config
@@ -122,7 +124,8 @@ def test_one_whose_turn_comes_waits_for_its_promotion_and_nothing_more_is_promot
 
 
 def test_each_wait_has_its_own_bound():
-    """One that waits for GPU memory meets reads again and again; the engine could have taken its hit in between."""
+    """One that waits for GPU memory meets reads again and again; the engine could have taken its
+    hit in between."""
     queue = Queue(lookup_wait_s=2.0)
     manager, reads = queue.parts.manager, queue.parts.manager._promotions._reads
     request, key = queue.add(PROMPTS[0]), keys_of(PROMPTS[0])[1]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kill -9 of ``kvdisk prune`` and ``kvdisk clear`` after each change that they make to the store."""
+"""kill -9 of ``kvdisk prune`` and ``kvdisk clear`` after each change that they make to the
+store."""
 
 from __future__ import annotations
 

@@ -60,7 +60,8 @@ def home(
     fingerprint: bytes | None = ONE,
     why_whole: str = "",
 ) -> HomeState:
-    """Segments of 100 bytes, and 50 bytes beside them. ``unknown``: segments that the index does not have."""
+    """Segments of 100 bytes, and 50 bytes beside them. ``unknown``: segments that the index does
+    not have."""
     sizes = sizes or dict.fromkeys(sorted({block.slot.segment for block in blocks or ()}), 8192)
     numbers = [*sizes, *unknown]
     record = None

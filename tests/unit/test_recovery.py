@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A home whose index is lost, damaged or not to be trusted is rebuilt from its slots at the next start."""
+"""A home whose index is lost, damaged or not to be trusted is rebuilt from its slots at the next
+start."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def test_in_the_same_boot_the_index_decides(path):
 
 
 def _emptied(index: Path) -> None:
-    """As a file system leaves it that was shut down and mounted again: nothing of it had reached the drive."""
+    """As a file system leaves it that was shut down and mounted again: nothing of it had reached
+    the drive."""
     os.truncate(index / "data.mdb", 0)
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk replay``: small traces by hand, and the command. The models to compare with: ``test_replay_models``."""
+"""``kvdisk replay``: small traces by hand, and the command. The models to compare with:
+``test_replay_models``."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ def test_what_is_no_room(text, chats):
 
 
 def test_by_hand(tmp_path):
-    """Three prompts of full blocks, NVMe alone: the second shares two blocks with the first, the third has all."""
+    """Three prompts of full blocks, NVMe alone: the second shares two blocks with the first, the
+    third has all."""
     trace = read_trace(write_mooncake(tmp_path / "t", [[0, 1, 2], [0, 1, 3, 4], [0, 1, 3, 4]]))
     outcome = run_setting(trace, "50")
     assert outcome.hit_blocks == {"gpu": 0, "cpu": 0, "nvme": 6}

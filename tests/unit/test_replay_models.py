@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that ``tools/replay_models.py`` compares with: small cases by hand, and that the optimum is one."""
+"""The models that ``tools/replay_models.py`` compares with: small cases by hand, and that the
+optimum is one."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def test_arc_keeps_what_was_used_twice_through_a_scan():
 
 
 def brute_force(prompts, capacity):
-    """The most hits of all ways to keep blocks: after each reference any of those there, and of the one that came."""
+    """The most hits of all ways to keep blocks: after each reference any of those there, and of the
+    one that came."""
     references = tuple((block, at == 0) for prompt in prompts for at, block in enumerate(prompt))
 
     @cache

@@ -56,7 +56,8 @@ def test_a_block_that_the_window_left_behind_is_saved_if_nobody_has_it(place, gi
     request = place.engine.add("a", "aabbccdd", 4)
     place.step()
     assert request.computed == 8
-    # A step in which the engine looks at the request, takes what is behind its window, and does not schedule it.
+    # A step in which the engine looks at the request, takes what is behind its window, and does not
+    # schedule it.
     left = request.table[1][:2]
     assert all(left)
     place.engine.pool.free_blocks(left)

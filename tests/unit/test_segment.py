@@ -30,7 +30,8 @@ def home(tmp_path):
 
 
 def open_below(home) -> list[str]:
-    """Return what this process has open in a directory: of other files somebody else may open and close some."""
+    """Return what this process has open in a directory: of other files somebody else may open and
+    close some."""
     found = []
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
@@ -233,7 +234,8 @@ def test_what_is_in_the_place_of_a_segment_goes_with_it(home, level, remove, tmp
 
 
 def test_ranks_that_clean_up_and_make_at_once(home):
-    """As two ranks do whose first jobs run at once: none takes from another what that is just making."""
+    """As two ranks do whose first jobs run at once: none takes from another what that is just
+    making."""
     stop = threading.Event()
 
     def clean() -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is counted of a request's hit: by tier, in tokens and blocks, once for each time it is taken up."""
+"""What is counted of a request's hit: by tier, in tokens and blocks, once for each time it is taken
+up."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ def test_a_promise_that_the_engine_did_not_take_is_no_miss():
 
 @pytest.mark.parametrize(("tier", "other"), [("cpu", "nvme"), ("nvme", "cpu")])
 def test_a_tier_that_does_not_exist_is_not_asked_and_serves_nothing(tier, other):
-    """A window's blocks that the engine did not want have no move, and are still tokens of the hit."""
+    """A window's blocks that the engine did not want have no move, and are still tokens of the
+    hit."""
     desk = Desk(has_cpu=tier == "cpu", has_nvme=tier == "nvme")
     desk.request.asked = (0, 21, 12)
     desk.load(0, 12, [(0, 1, tier), (0, 2, NOWHERE)])
@@ -103,7 +105,8 @@ def test_with_several_groups_a_token_is_of_the_farthest_tier_that_one_of_its_blo
     desk.request.asked = (4, 17, 8)
     desk.load(4, 8, [(0, 1, CPU), (0, 2, CPU), (1, 4, NVME), (1, 5, CPU)])
     assert desk.request.hit_tokens == {Tier.CPU: 6, Tier.NVME: 2}
-    # Missed are the block from 12 on and, of the window group, those that reach what a hit up to 16 needs.
+    # Missed are the block from 12 on and, of the window group, those that reach what a hit up to 16
+    # needs.
     assert (desk.stats["missed_blocks.nvme"], desk.stats["missed_tokens.nvme"]) == (1 + 2, 4)
     assert (desk.stats["hit_blocks.cpu"], desk.stats["hit_blocks.nvme"]) == (3, 1)
 
@@ -153,7 +156,8 @@ def test_gauges_and_hits_of_an_engine():
 
 @pytest.mark.parametrize("cold", [False, True], ids=["in the GPU's cache", "in the tier"])
 def test_what_is_asked_for_again_stays(cold):
-    """A request that has its blocks, from a tier or from the GPU's own cache, counts as a use of their copies."""
+    """A request that has its blocks, from a tier or from the GPU's own cache, counts as a use of
+    their copies."""
     small = SmallEngine(Sizes(SMALL, Config(cpu_bytes=1), 40, (8,), (), 0, ()))
     catalog = small.parts.catalog
 

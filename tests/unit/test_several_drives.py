@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drive that does not answer, or an index that takes nothing: the manager goes on with the rest, or rests."""
+"""A drive that does not answer, or an index that takes nothing: the manager goes on with the rest,
+or rests."""
 
 from __future__ import annotations
 

@@ -79,7 +79,8 @@ def test_a_failed_load_ends_the_wait_for_a_count():
 
 
 def test_the_cursor_costs_what_has_changed(monkeypatch):
-    """However long the front of the queue is, a step looks at what has left it and what has come."""
+    """However long the front of the queue is, a step looks at what has left it and what has
+    come."""
     queue = Queue(blocks=30)
     queue.pool.step_blocks = 10
     seen: list[int] = []
@@ -208,7 +209,8 @@ def test_what_is_wrong_with_it_is_said_in_one_sentence(own, name, said):
 
 
 class Pruning(NoStores):
-    """Returns its own list of what is due, takes out of it what was accepted, and offers each block once."""
+    """Returns its own list of what is due, takes out of it what was accepted, and offers each block
+    once."""
 
     def __init__(self):
         self.due, self.done = [], {}

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine tells of itself, and when: on the scheduler's thread, in the file of its home, in the log."""
+"""What an engine tells of itself, and when: on the scheduler's thread, in the file of its home, in
+the log."""
 
 from __future__ import annotations
 

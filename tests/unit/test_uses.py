@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often blocks were used: counted by the manager, kept in USES, and gone on with at the next start."""
+"""How often blocks were used: counted by the manager, kept in USES, and gone on with at the next
+start."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from kvdisk.manager.uses import Uses
 
 
 class Served(TierBench):
-    """An engine with an NVMe tier of twelve blocks and, if wanted, a CPU tier of eight before it."""
+    """An engine with an NVMe tier of twelve blocks and, if wanted, a CPU tier of eight before
+    it."""
 
     def __init__(self, cpu_slots: int) -> None:
         super().__init__((cpu_slots,) if cpu_slots else (), (12,), nvme_admission="all")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step looks at of a long line, a backlog or a store: a number that does not grow with it."""
+"""What a step looks at of a long line, a backlog or a store: a number that does not grow with
+it."""
 
 from __future__ import annotations
 

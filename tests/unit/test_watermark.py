@@ -34,7 +34,8 @@ def test_refused_for_room_it_is_offered_when_room_came_free_with_back_off():
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.sampled_from("arn"), st.booleans()), max_size=30))
 def test_nothing_is_skipped_for_good(steps):
-    """Whatever is answered: with room, counts and time each position that was not accepted comes again."""
+    """Whatever is answered: with room, counts and time each position that was not accepted comes
+    again."""
     watermark, accepted, room = Watermark("a"), set(), 0
     limit = 0
     for at, (growth, answer, frees) in enumerate(steps):

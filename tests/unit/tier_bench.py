@@ -23,7 +23,8 @@ GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 
 
 class TierBench:
-    """``cpu_slots``, ``nvme_slots``: by size class; none: no such tier. ``how``: of the configuration."""
+    """``cpu_slots``, ``nvme_slots``: by size class; none: no such tier. ``how``: of the
+    configuration."""
 
     def __init__(
         self,
@@ -77,7 +78,8 @@ class TierBench:
         self.watch.check()
 
     def serve(self, prompt: str, *, cold: bool = False) -> None:
-        """Serve a prompt to its end, and step until nothing is left to do. ``cold``: the GPU has forgotten all."""
+        """Serve a prompt to its end, and step until nothing is left to do. ``cold``: the GPU has
+        forgotten all."""
         if cold:
             self.engine.pool.forget_all()
         request = self.add(prompt)

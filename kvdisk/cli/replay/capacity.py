@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much room a tier has: given in blocks, in percent of the trace's distinct blocks, or in bytes.
+"""How much room a tier has: given in blocks, in percent of the trace's distinct blocks, or in
+bytes.
 
-Room is what a tier holds when no step is under way. The NVMe tier keeps some of its slots free for the next step
-(``spare_slots``): room in blocks or percent comes without them, so that policies are compared at the same room; of room
-in bytes they are taken off, as are segment headers and the index, so that it is what ``nvme_bytes`` would hold.
+Room is what a tier holds when no step is under way. The NVMe tier keeps some of its slots free for
+the next step (``spare_slots``): room in blocks or percent comes without them, so that policies are
+compared at the same room; of room in bytes they are taken off, as are segment headers and the
+index, so that it is what ``nvme_bytes`` would hold.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _MOST_BLOCKS = 1 << 31
 
 @dataclass(frozen=True)
 class Room:
-    """One tier's room. ``blocks``: it holds between steps; 0: there is no tier. ``slots``: it has."""
+    """One tier's room. ``blocks``: it holds between steps; 0: there is no tier. ``slots``: it
+    has."""
 
     given: str
     blocks: int
@@ -34,7 +37,8 @@ class Room:
 
 
 def split(texts: list[str]) -> list[str]:
-    """Return what options name that are given several times, or with commas, each once; not within parentheses."""
+    """Return what options name that are given several times, or with commas, each once; not within
+    parentheses."""
     return list(dict.fromkeys(part.strip() for text in texts for part in re.split(r",(?![^(]*\))", text)))
 
 

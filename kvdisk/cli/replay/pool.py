@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The replay's GPU: blocks without bytes, a free queue and, where wanted, a prefix cache, as vLLM's block pool has."""
+"""The replay's GPU: blocks without bytes, a free queue and, where wanted, a prefix cache, as vLLM's
+block pool has."""
 
 from __future__ import annotations
 
@@ -20,10 +21,11 @@ class GpuBlock:
 
 
 class GpuPool:
-    """``SchedulerContext``. ``block_count``: the null block, number 0, included. One thread calls everything.
+    """``SchedulerContext``. ``block_count``: the null block, number 0, included. One thread calls
+    everything.
 
-    ``caches``: whether a free block keeps its content until it is given away; the one freed first goes first.
-    ``step_blocks``: see ``SchedulerContext``.
+    ``caches``: whether a free block keeps its content until it is given away; the one freed first
+    goes first. ``step_blocks``: see ``SchedulerContext``.
     """
 
     def __init__(self, block_count: int, step_blocks: int, *, caches: bool) -> None:
@@ -120,7 +122,8 @@ class GpuPool:
         return found
 
     def cache(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
-        """Make computed or loaded blocks known to the cache, if there is one; those known already stay as they are."""
+        """Make computed or loaded blocks known to the cache, if there is one; those known already
+        stay as they are."""
         if self.caches:
             for key, block_id in zip(keys, block_ids, strict=True):
                 if self._cached.setdefault(key, block_id) == block_id:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads traces, gzip or plain. A line that is damaged ends the reading with one sentence that names it.
+"""Reads traces, gzip or plain. A line that is damaged ends the reading with one sentence that names
+it.
 
-Mooncake, one JSON object a line: ``timestamp`` (ms), ``input_length`` and ``output_length`` (tokens), ``hash_ids`` (one
-number for each block of the prompt; the last block may be partial).
+Mooncake, one JSON object a line: ``timestamp`` (ms), ``input_length`` and ``output_length``
+(tokens), ``hash_ids`` (one number for each block of the prompt; the last block may be partial).
 
-Azure LLM inference, CSV with a header: ``TIMESTAMP`` (date and time), ``ContextTokens``, ``GeneratedTokens``; other
-columns are ignored. It does not say which prompts share blocks, so none do: it tells what is written, not what hits.
+Azure LLM inference, CSV with a header: ``TIMESTAMP`` (date and time), ``ContextTokens``,
+``GeneratedTokens``; other columns are ignored. It does not say which prompts share blocks, so none
+do: it tells what is written, not what hits.
 
 Generic, one JSON object a line, with one of
 
@@ -13,8 +15,9 @@ Generic, one JSON object a line, with one of
     tokens      a list of token ids
     prompt      text; four bytes of UTF-8 stand for a token
 
-and, where known, ``time_s`` (seconds), ``prompt_tokens`` (with ``blocks``; else the last block counts as full) and
-``output_tokens``. Of ``tokens`` and ``prompt`` full blocks count only, as in vLLM. Other fields are ignored.
+and, where known, ``time_s`` (seconds), ``prompt_tokens`` (with ``blocks``; else the last block
+counts as full) and ``output_tokens``. Of ``tokens`` and ``prompt`` full blocks count only, as in
+vLLM. Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -66,7 +69,8 @@ def read_trace(
     *,
     whole: bool = False,
 ) -> Trace:
-    """Read a trace, or its first ``limit`` requests. ``whole``: leave partial blocks out. Raises TraceError."""
+    """Read a trace, or its first ``limit`` requests. ``whole``: leave partial blocks out. Raises
+    TraceError."""
     lines = _Lines()
     try:
         with path.open("rb") as raw:

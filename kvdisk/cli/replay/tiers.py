@@ -61,7 +61,8 @@ class Setting:
 
 
 _NO_BYTES = 1
-"""Of a block: none is moved. Small, because the manager puts large blocks on a drive piece by piece."""
+"""Of a block: none is moved. Small, because the manager puts large blocks on a drive piece by
+piece."""
 
 
 def make_geometry(trace: Trace, block_bytes: int = _NO_BYTES) -> Geometry:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a trace is once it is read: requests in order, each with its blocks. Pure.
 
-A block's hash covers all before it, as vLLM's does: a block is known again only behind the same prefix.
+A block's hash covers all before it, as vLLM's does: a block is known again only behind the same
+prefix.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ class TraceError(KvdiskError):
 
 
 class TracedRequest(NamedTuple):
-    """One request. ``hashes``: of its prompt's blocks, in order. ``tokens``: of the prompt, as far as it has blocks.
+    """One request. ``hashes``: of its prompt's blocks, in order. ``tokens``: of the prompt, as far
+    as it has blocks.
 
-    ``time_s``: when it came, in seconds from an origin of the trace's own. The last block may be a partial one.
+    ``time_s``: when it came, in seconds from an origin of the trace's own. The last block may be a
+    partial one.
     """
 
     time_s: float
@@ -36,7 +39,8 @@ class TracedRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """The requests of a trace. ``form``: its name. ``notes``: what a reader of the figures has to know."""
+    """The requests of a trace. ``form``: its name. ``notes``: what a reader of the figures has to
+    know."""
 
     name: str
     form: str
@@ -65,14 +69,17 @@ class Trace:
         return max((len(request.hashes) for request in self.requests), default=0)
 
     def token_span(self, request: TracedRequest, first: int, last: int) -> int:
-        """Return the tokens of a request's blocks from ``first`` to before ``last``; the last block may be partial."""
+        """Return the tokens of a request's blocks from ``first`` to before ``last``; the last block
+        may be partial."""
         return min(last * self.block_tokens, request.tokens) - min(first * self.block_tokens, request.tokens)
 
 
 class Chain:
-    """Gives blocks their hashes. What follows the same blocks with the same content is the same block, object and all.
+    """Gives blocks their hashes. What follows the same blocks with the same content is the same
+    block, object and all.
 
-    So a trace whose numbers name content, not prefixes, is read as rightly as one whose numbers name prefixes.
+    So a trace whose numbers name content, not prefixes, is read as rightly as one whose numbers
+    name prefixes.
     """
 
     def __init__(self) -> None:

@@ -44,7 +44,8 @@ def report(
 ) -> None:
     """Draw a store as one HTML file: what inspect shows, with pictures. It opens without a network.
 
-    Occupancy of segments, age and reuse of blocks, and the tree of shared prefixes to zoom into. Only reads the store.
+    Occupancy of segments, age and reuse of blocks, and the tree of shared prefixes to zoom into.
+    Only reads the store.
 
     [bold]Exit codes[/bold]
 
