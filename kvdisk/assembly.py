@@ -82,7 +82,10 @@ class SchedulerParts:
         already."""
         committed = True
         if self.nvme is not None:
-            self.nvme.uses.count(int(time.time()))
+            try:
+                self.nvme.uses.count(int(time.time()))
+            except Exception:  # after an error of ours anything may be left behind; the home is closed all the same
+                logger.exception("kvdisk could not count the last uses of its blocks")
         self.background.close()
         if self.neighbours is not None:
             self.neighbours.close()
@@ -158,7 +161,11 @@ def _uses_writer(nvme: NvmeSpace, home: Home) -> Callable[[], None]:
     def write() -> None:
         if nvme.uses.is_changed:
             nvme.uses.is_changed = False
-            write_uses(home.path, nvme.uses.records())
+            try:
+                write_uses(home.path, nvme.uses.records())
+            except BaseException:
+                nvme.uses.is_changed = True  # to be tried again
+                raise
 
     return write
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvdisk.device import paths
 from kvdisk.device.control import USES_FILE
@@ -31,6 +31,8 @@ from kvdisk.device.control import USES_FILE
 USES_RECORD = np.dtype([("generation", "<u8"), ("uses", "<u4"), ("last_use_s", "<u4")])
 MOST_FILE_BYTES = 1 << 30
 """More is not read: of sixty million blocks."""
+_PIECE_RECORDS = 1 << 16
+"""Written at a time."""
 _HEAD = struct.Struct("<8sHHxxxxQ")
 _SUM = struct.Struct("<Q")
 _MAGIC, _VERSION = b"KVDUSES\0", 2
@@ -66,11 +68,15 @@ def write_uses(home_path: Path, records: UsesRecords) -> None:
     path = home_path / USES_FILE
     temporary = path.with_name(USES_FILE + ".tmp")
     paths.remove_anything(home_path, temporary.name)
-    data = _head(len(records)) + records.tobytes()
+    hasher = xxh3_64(head := _head(len(records)))
     try:
         with os.fdopen(paths.create_file(temporary), "wb") as file:
-            file.write(data)
-            file.write(_sum(data))
+            file.write(head)
+            for first in range(0, len(records), _PIECE_RECORDS):  # so that no call holds the interpreter for long
+                piece = records[first : first + _PIECE_RECORDS].tobytes()
+                hasher.update(piece)
+                file.write(piece)
+            file.write(_SUM.pack(hasher.intdigest()))
         if paths.is_directory(path):
             paths.remove_anything(home_path, path.name)
         temporary.replace(path)

@@ -372,7 +372,7 @@ class NvmeSpace(TierSpace):
         return True
 
     def reset(self) -> None:
-        """Forget what was counted. UsesRecords stay for engines that load the files."""
+        """Forget what was counted. Records stay for engines that load the files."""
         self.admission.reset()
 
     def refresh(self, now: float, now_s: int) -> bool:

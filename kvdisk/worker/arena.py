@@ -170,7 +170,9 @@ _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def node_of(domain: int, bus: int, device: int, sys: Path = SYS) -> int | None:
-    """Return the NUMA node of a PCI device; None where that is not known."""
+    """Return the NUMA node of a PCI device; None where that is not known, or there is one node."""
+    if len(list((sys / "devices/system/node").glob("node[0-9]*"))) < 2:
+        return None
     try:
         node = int((sys / f"bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/numa_node").read_text())
     except (OSError, ValueError):

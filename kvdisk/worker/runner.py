@@ -9,6 +9,7 @@ is verified and scattered, the next one's read is in flight. The bounds below ar
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from bisect import insort
 from collections import deque
@@ -101,8 +102,10 @@ class Runner:
             resources.files, resources.device, self._log, uses=self._device_io.uses, threaded=threaded
         )
         self._works: dict[JobId, Work] = {}
-        self._queue: list[Part] = []
-        """Parts that have not started, the most urgent first."""
+        self._queues: dict[tuple[Route, bool], list[Part]] = {}
+        """Parts that have not started, by route and whether they are urgent; in order in each."""
+        self._soonest_s = math.inf
+        """No job's deadline that has not been looked at is sooner."""
         self._waiting: list[Work] = []
         """Jobs that name a segment which is being opened or dropped."""
         self._parts = Parts(resources, part_bytes)
@@ -121,6 +124,7 @@ class Runner:
     def add(self, job: Job, after: Event | None, deadline_s: float, *, urgent: bool = False) -> None:
         """Take a job in. It waits for earlier jobs that open or drop a segment of its own."""
         work = Work(job, after, deadline_s, urgent=urgent)
+        self._soonest_s = min(self._soonest_s, deadline_s)
         self._works[job.id] = work
         if job.kind in FILE_KINDS:
             if job.home is not None:
@@ -138,8 +142,9 @@ class Runner:
         for job_id in job_ids:
             work = self._works.get(job_id)
             if work is not None and not self.has_launched(job_id):
+                parts = self._take_queued(partial(_is_of, work))
                 work.urgent = work.fenced = True
-                self._queue.sort(key=_urgency)
+                self._enqueue(parts)
                 if work in self._waiting:
                     self._fail_waiting(work, Reason.OVERWRITTEN)
 
@@ -147,7 +152,7 @@ class Runner:
         """Whether every copy from the GPU of a job that was added has begun, or never will."""
         work = self._works.get(job_id)
         return work is None or (
-            work not in self._waiting and not any(part.work is work and part.route.gathers for part in self._queue)
+            work not in self._waiting and not any(part.work is work and part.route.gathers for part in self.queued)
         )
 
     def void(self, job_ids: Iterable[JobId]) -> None:
@@ -171,7 +176,7 @@ class Runner:
             if part.work.void or self._stopping:
                 self._fail(part.work, dict.fromkeys(part.positions, Reason.CANCELLED))
             else:
-                insort(self._queue, part, key=_urgency)
+                insort(self._queues.setdefault((part.route, part.work.urgent), []), part, key=_urgency)
 
     def _note_files(self, ended: Iterable[tuple[Job, Reason | None]]) -> bool:
         """Finish ended jobs of files, and admit what waited for them; return whether any ended."""
@@ -190,6 +195,11 @@ class Runner:
         return happened
 
     # -- turns ---------------------------------------------------------------------------------
+
+    @property
+    def queued(self) -> list[Part]:
+        """The parts that have not started."""
+        return [part for parts in self._queues.values() for part in parts]
 
     @property
     def idle(self) -> bool:
@@ -262,19 +272,15 @@ class Runner:
     def _start(self) -> bool:
         """Start the first part that can be. One that cannot holds up what is behind it on its
         route."""
-        held_up: set[tuple[Route, bool]] = set()
-        for part in self._queue:
+        for part in sorted((parts[0] for parts in self._queues.values() if parts), key=_urgency):
             route, work = part.route, part.work
-            if (route, work.urgent) in held_up:
-                continue
             if self._has_room(part) and self._parts.lend(part):
-                self._queue.remove(part)
+                self._queues[route, work.urgent].pop(0)
                 self._writes += route.writes
                 self._advance(part)
                 return True
             if work.fenced or (route.gathers and work.job.id in self._gate.given_up):
                 return self._fail_queued(partial(is_, part), Reason.OVERWRITTEN)
-            held_up.add((route, work.urgent))
         return False
 
     def _has_room(self, part: Part) -> bool:
@@ -291,12 +297,16 @@ class Runner:
     def _expire(self, now_s: float) -> bool:
         """Fail what has not started by its deadline, and what its drive would not take."""
         stuck = {(drive, op is Op.WRITE) for drive, _ in self._device_io.late for op in Op if self._is_stuck(drive, op)}
+        if not stuck and now_s <= self._soonest_s:
+            return False  # the usual case, in which nothing that grows with the queue is looked at
         waiting = [work for work in self._waiting if work.deadline_s < now_s]
         for work in waiting:
             self._fail_waiting(work, Reason.DEADLINE)
         failed = self._fail_queued(
             lambda part: part.work.deadline_s < now_s or (part.drive, part.route.writes) in stuck, Reason.DEADLINE
         )
+        left = [part.work.deadline_s for part in self.queued] + [work.deadline_s for work in self._waiting]
+        self._soonest_s = min(left, default=math.inf)
         if failed or waiting:
             self._log.warn("deadline", "the drive or the copies cannot keep up: moves were given up unstarted")
         return failed or bool(waiting)
@@ -435,13 +445,19 @@ class Runner:
 
     def _fail_queued(self, wanted: Callable[[Part], bool], reason: Reason) -> bool:
         """Fail the parts of the queue that are ``wanted``; return whether there were any."""
-        before, self._queue = self._queue, []
-        gone: list[Part] = []
-        for part in before:
-            (gone if wanted(part) else self._queue).append(part)
+        gone = self._take_queued(wanted)
         for part in gone:
             self._fail(part.work, dict.fromkeys(part.positions, reason))
         return bool(gone)
+
+    def _take_queued(self, wanted: Callable[[Part], bool]) -> list[Part]:
+        taken: list[Part] = []
+        for lane, parts in self._queues.items():
+            kept: list[Part] = []
+            for part in parts:
+                (taken if wanted(part) else kept).append(part)
+            self._queues[lane] = kept
+        return taken
 
     def _fail_waiting(self, work: Work, reason: Reason) -> None:
         """Fail a job that waits for its files."""
@@ -478,6 +494,10 @@ class Runner:
 
 
 _urgency = attrgetter("urgency")
+
+
+def _is_of(work: Work, part: Part) -> bool:
+    return part.work is work
 
 
 class Copies:

@@ -213,7 +213,7 @@ class SimRank(LocalRank):
     def reads(self, block_id: int) -> bool:
         """Whether a store is reading a GPU block, or may begin to."""
         runner = self.mover._runner
-        moves = [part.work.job.moves[at] for part in runner._queue if part.route.gathers for at in part.positions]
+        moves = [part.work.job.moves[at] for part in runner.queued if part.route.gathers for at in part.positions]
         moves += [move for work in runner._waiting if work.job.kind is JobKind.STORE for move in work.job.moves]
         inbox = [job for plan, _, _ in self.mover._inbox for job in plan.jobs if job.kind is JobKind.STORE]
         moves += [move for job in inbox for move in job.moves]

@@ -22,6 +22,9 @@ def test_the_node_of_a_gpu(tmp_path, text, expected):
         place = tmp_path / "bus/pci/devices/0000:c1:1f.0"
         place.mkdir(parents=True)
         (place / "numa_node").write_text(text)
+    for node in range(2):
+        assert arenas.node_of(0, 0xC1, 31, tmp_path) is None, "there is one node at most"
+        (tmp_path / f"devices/system/node/node{node}").mkdir(parents=True)
     assert arenas.node_of(0, 0xC1, 31, tmp_path) == expected
 
 
