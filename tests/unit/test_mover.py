@@ -8,7 +8,8 @@ from ranks import FINGERPRINT, GPU_BLOCKS, GROUPS, Rank, move, segment_of
 from kvdisk.device.header import read_header
 from kvdisk.geometry import Namespace
 from kvdisk.messages import JobKind, Plan, Reason
-from kvdisk.worker.runner import MOST_READS, MOST_WRITES
+from kvdisk.worker.routes import Part, Route
+from kvdisk.worker.runner import MOST_READS, MOST_WRITES, Runner
 
 WAIT_S = 600.0
 BLOCKS = [5, 1, 2, 3, 40, 17, 16, 47]
@@ -82,6 +83,25 @@ def test_the_next_reads_are_under_way_while_one_is_awaited(rank):
     rank.device.plan.hold = False
     rank.device.release()
     assert rank.run()[job_id].failed == {}
+
+
+def test_a_turn_looks_at_the_heads_of_the_queues(rank, monkeypatch):
+    rank.do(JobKind.STORE, [move(b, 0, b, nvme=b) for b in range(GPU_BLOCKS)])
+    rank.device.plan.hold = True
+    for _ in range(12):
+        rank.submit(JobKind.LOAD, [move(b, 0, b, nvme=b) for b in range(GPU_BLOCKS)])
+    rank.run()
+    queued, looked = rank.mover._runner.queued, []
+    assert len(queued) > 20
+    urgency = Part.urgency.fget
+    monkeypatch.setattr(Part, "urgency", property(lambda part: looked.append(part) or urgency(part)))
+    monkeypatch.setattr(Runner, "_take_queued", lambda *_: looked.extend(queued) or [])
+    assert not rank.mover.turn()
+    assert len(looked) <= len(Route), "however many wait"
+    monkeypatch.undo()
+    rank.device.plan.hold = False
+    rank.device.release()
+    assert all(not result.failed for result in rank.run().values())
 
 
 def test_fenced_stores_go_before_all_else(rank):
