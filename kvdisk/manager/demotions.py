@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from itertools import compress
 
 from kvdisk.manager.catalog import ABSENT, READY
-from kvdisk.manager.eviction import RowLists
 from kvdisk.manager.jobs import MoveDetail
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import Parts
+from kvdisk.manager.row_lists import RowLists
 from kvdisk.manager.tiers import TierSpace
 from kvdisk.messages import JobKind, Move
 
