@@ -30,7 +30,7 @@ from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
 from kvdisk.geometry import Geometry
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader
-from kvdisk.manager.admission import WriteBudget, make_admission
+from kvdisk.manager.admission import make_admission
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme import NvmeSpace
@@ -38,6 +38,7 @@ from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout
 from kvdisk.manager.store_policy import make_store_policy
 from kvdisk.manager.tiers import CpuSpace
+from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.recovery import open_index, rebuild_index
 from kvdisk.telemetry import LOG_S, WRITE_S, Telemetry
 from kvdisk.worker.direct import choose_direct
@@ -195,7 +196,7 @@ def _make_budget(config: Config, geometry: Geometry) -> WriteBudget | None:
     largest = max(geometry.slot_sizes) * geometry.part_count
     if bytes_per_day is not None and bytes_per_day < 2 * largest:
         raise ConfigError(f"nvme_write_bytes_per_day {bytes_per_day} is less than two blocks of {largest} bytes.")
-    return None if bytes_per_day is None else WriteBudget(bytes_per_day, largest)
+    return None if bytes_per_day is None else WriteBudget.of_day(bytes_per_day, largest)
 
 
 def _meet_neighbours(store: Store, home: Home, description: dict[str, Any]) -> NeighbourReader:

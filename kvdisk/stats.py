@@ -46,6 +46,7 @@ class Metric(NamedTuple):
 
 TIERS = ("cpu", "nvme")
 REFUSALS = ("reuse", "room", "budget")
+"""Why a tier refuses what it is offered."""
 JOBS = ("store", "load", "demote", "promote")
 ROUTES = ("gpu_to_cpu", "cpu_to_gpu", "cpu_to_nvme", "nvme_to_cpu", "gpu_to_nvme", "nvme_to_gpu")
 _TRANSFER_S = (2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)

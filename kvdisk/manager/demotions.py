@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from itertools import compress
 
 from kvdisk.manager.catalog import ABSENT, READY
-from kvdisk.manager.eviction import RowLists
 from kvdisk.manager.jobs import MoveDetail
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import Parts
+from kvdisk.manager.row_lists import RowLists
 from kvdisk.manager.tiers import TierSpace
 from kvdisk.messages import JobKind, Move
 
@@ -27,7 +27,8 @@ MAX_DEMOTE_JOBS = 4
 class Demotions:
     """Moves copies from one tier to the next.
 
-    ``stalls``: the lower tier takes no writes now; then queued copies may leave for room, too.
+    ``stalls``: the lower tier takes no writes now. Then queued copies may be evicted for room, too,
+    and the lower tier never gets those.
     """
 
     def __init__(self, parts: Parts, upper: TierSpace, lower: TierSpace, neighbours: NeighbourCopies) -> None:
@@ -123,10 +124,10 @@ class Demotions:
         if not lower.is_open:
             self._queued = RowLists(len(self._limits))
             return
-        self.stalls = not lower.may_write(now)
+        self.stalls = not lower.refresh_writable(now)
         lower.make_room(now, list(self._queued.counts))
         for size_class in range(len(self._limits)):
-            while self.count(size_class) and lower.may_write(now):
+            while self.count(size_class) and lower.refresh_writable(now):
                 if self._transfers.count(JobKind.DEMOTE) >= MAX_DEMOTE_JOBS:
                     return
                 if not self._plan_job(size_class):
@@ -156,10 +157,11 @@ class Demotions:
         return True
 
     def can_go_on(self, now: float, *, silent: bool) -> bool:
-        """Whether what is queued can be planned. ``silent``: nothing was heard of commits for long:
-        none is awaited."""
+        """Whether what is queued can be planned. False lets an idle engine sleep: what is queued
+        stays in the upper tier, and waits. ``silent``: nothing was heard of commits for long: none
+        is awaited."""
         lower = self._lower
-        return lower.may_write(now) and any(
+        return lower.refresh_writable(now) and any(
             count and not lower.is_stuck(size_class) and not (silent and lower.awaits_commit(size_class))
             for size_class, count in enumerate(self._queued.counts)
         )

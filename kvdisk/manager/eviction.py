@@ -14,14 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import BlockKey, Tier
+from kvdisk.config import EVICTIONS
 from kvdisk.errors import ConfigError
 from kvdisk.manager.catalog import Catalog, number_of
 from kvdisk.manager.chains import NONE
-
-_ABSENT: Final = 2**32 - 1
-"""Both neighbours of a row that is in no list."""
-GROWN_ROWS = 64
-"""Rows that an array grows by at a time."""
+from kvdisk.manager.row_lists import GROWN_ROWS, RowLists
 
 
 class Keys(Protocol):
@@ -31,137 +28,46 @@ class Keys(Protocol):
         """Return the key of a row's block."""
 
 
-class RowLists:
-    """Ordered lists of rows in two arrays: a row is in one list at most. Lists are numbered from 0.
-
-    ``counts``: rows by list. Walk a list with ``oldest`` and ``newer``.
-    """
-
-    def __init__(self, list_count: int) -> None:
-        # The first places are the lists' own ends; row r lives at r + list_count.
-        self._ends = list_count
-        self._older = array("I", range(list_count))
-        self._newer = array("I", range(list_count))
-        self.counts = [0] * list_count
-
-    def append(self, rows: Sequence[int], number: int = 0) -> None:
-        """Make rows the newest of a list, the last of them the newest of all."""
-        if not rows:
-            return
-        ends = self._ends
-        lacking = max(rows) + ends + 1 - len(self._older)
-        if lacking > 0:
-            nothing = array("I", [_ABSENT]) * (lacking + GROWN_ROWS)
-            self._older += nothing
-            self._newer += nothing
-        older, newer = self._older, self._newer
-        newest = older[number]
-        for row in rows:
-            place = row + ends
-            assert older[place] == _ABSENT, "inserted twice"
-            older[place] = newest
-            newer[newest] = place
-            newest = place
-        newer[newest] = number
-        older[number] = newest
-        self.counts[number] += len(rows)
-
-    def remove(self, rows: Sequence[int], number: int = 0) -> None:
-        """Take rows out of the list that all of them are in."""
-        ends, olders, newers = self._ends, self._older, self._newer
-        for row in rows:
-            place = row + ends
-            older, newer = olders[place], newers[place]
-            assert older != _ABSENT
-            newers[older] = newer
-            olders[newer] = older
-            olders[place] = newers[place] = _ABSENT
-        self.counts[number] -= len(rows)
-
-    def move(self, row: int, source: int, target: int) -> None:
-        """Make a row of one list the newest of another, or of the same."""
-        olders, newers, place = self._older, self._newer, row + self._ends
-        older, newer = olders[place], newers[place]
-        assert older != _ABSENT
-        newers[older], olders[newer] = newer, older
-        newest = olders[target]
-        newers[newest] = olders[target] = place
-        olders[place], newers[place] = newest, target
-        if source != target:
-            self.counts[source] -= 1
-            self.counts[target] += 1
-
-    def holds(self, row: int) -> bool:
-        """Whether the row is in any list."""
-        place = row + self._ends
-        return place < len(self._older) and self._older[place] != _ABSENT
-
-    def held(self, rows: Sequence[int]) -> list[int]:
-        """Return those of some rows that are in any list."""
-        older, ends, end = self._older, self._ends, len(self._older) - self._ends
-        return [row for row in rows if row < end and older[row + ends] != _ABSENT]
-
-    def oldest(self, number: int = 0) -> int:
-        """Return the oldest row of a list; negative where it is empty."""
-        return self._newer[number] - self._ends
-
-    def newer(self, row: int) -> int:
-        """Return the row after this one in its list; negative after the newest."""
-        return self._newer[row + self._ends] - self._ends
-
-    def first(self, count: int, number: int = 0) -> list[int]:
-        """Return the oldest rows of a list, which has so many."""
-        rows = [self.oldest(number)]
-        while len(rows) < count:
-            rows.append(self.newer(rows[-1]))
-        return rows
-
-    def fill(self, rows: NDArray[np.int32], numbers: NDArray[np.uint8]) -> None:
-        """Fill empty lists with rows, the oldest first. ``numbers``: the list of each."""
-        assert sum(self.counts) == 0
-        places = rows.astype(np.uint32) + self._ends
-        older = np.full(int(places.max(initial=self._ends - 1)) + 1, _ABSENT, np.uint32)
-        older[: self._ends] = np.arange(self._ends)
-        newer = older.copy()
-        for number in range(self._ends):
-            alike = places[numbers == number]
-            ring = np.concatenate(([number], alike)).astype(np.uint32)
-            older[ring], newer[ring] = np.roll(ring, 1), np.roll(ring, -1)
-            self.counts[number] = len(alike)
-        self._older, self._newer = array("I", older.tobytes()), array("I", newer.tobytes())
-
-
 class EvictionPolicy(Protocol):
     """Order of the copies of one tier and size class. A row is inserted once and removed once.
 
-    Many come, and go, at a time: a prompt's blocks, and those that make room for them.
+    Many come, and go, at a time: a prompt's blocks, and those that make room for them. A policy has
+    no clock: it counts what is inserted and used. What it knows of rows is in arrays, not in a
+    Python object for each row (``tests/unit/test_garbage.py``), and it grows them itself when a
+    higher row comes.
     """
 
     def insert(self, rows: Sequence[int]) -> None:
-        """Copies became READY, the first of them first."""
+        """Copies became READY: the earliest first, and of a chain the tail before the head."""
 
     def access(self, rows: Sequence[int]) -> None:
-        """Copies were used, the first of them first. Rows that are not there are ignored."""
+        """Copies were used: the earliest first, and of a chain the tail before the head. Rows that
+        are not there are ignored.
+
+        One request may use a copy up to three times: when it is read ahead for, when it has loaded
+        the copy, and when it reaches the block. A policy that counts uses counts those once.
+        ``CreditPolicy`` goes by the time between them, which is a small part of the mean interval.
+        """
 
     def postpone(self, row: int) -> None:
-        """A copy that could not leave is proposed later than others. Rows that are not there are
-        ignored."""
+        """A copy could not leave now: propose it later than others. That is no use. Rows that are
+        not there are ignored."""
 
     def remove(self, rows: Sequence[int]) -> None:
         """Copies left the tier, for whatever reason; rows still have their keys. Those not there
         are ignored."""
 
     def fill(self, rows: NDArray[np.int32], uses: NDArray[np.uint32]) -> None:
-        """Insert many rows at once, in this order, into an empty policy: what was there before a
+        """Insert many rows at once, the oldest first, into an empty policy: what was there before a
         restart.
 
         ``uses``: how often each was used since it was stored.
         """
 
     def proposals(self) -> Iterator[int]:
-        """Yield rows in the order in which they should leave. Removes none: a row that the caller
-        leaves where it is is proposed again by a later call. Not to be advanced after any other
-        call."""
+        """Yield rows in the order in which they should leave. A step reads only the first of them:
+        find each when it is asked for. Removes none: a row that the caller leaves where it is is
+        proposed again by a later call. Not to be advanced after any other call."""
 
 
 class LruPolicy:
@@ -177,13 +83,12 @@ class LruPolicy:
 
     def access(self, rows: Sequence[int]) -> None:
         """Make rows the newest again."""
-        for row in rows:
-            self.postpone(row)
+        for row in self._rows.held(rows):
+            self._rows.move(row, 0, 0)
 
     def postpone(self, row: int) -> None:
-        """Make a row the newest again."""
-        if self._rows.holds(row):
-            self._rows.move(row, 0, 0)
+        """Make a row the newest again, as a use does: LRU counts none."""
+        self.access((row,))
 
     def remove(self, rows: Sequence[int]) -> None:
         """Take rows out; those that are not there are ignored."""
@@ -246,13 +151,14 @@ class S3FifoPolicy:
 
     def access(self, rows: Sequence[int]) -> None:
         """Count a use of each."""
-        for row in rows:
-            self.postpone(row)
+        for row in self._queues.held(rows):
+            if self._uses[row] < self._MOST_USES:
+                self._uses[row] += 1
 
     def postpone(self, row: int) -> None:
-        """Count a use."""
-        if self._queues.holds(row) and self._uses[row] < self._MOST_USES:
-            self._uses[row] += 1
+        """Make a row the newest of its queue; it was not used."""
+        if self._queues.holds(row):
+            self._queues.move(row, self._is_main[row], self._is_main[row])
 
     def remove(self, rows: Sequence[int]) -> None:
         """Take rows out; those on probation are remembered. Rows that are not there are ignored."""
@@ -302,23 +208,6 @@ class S3FifoPolicy:
                 places[1] = row
 
 
-_MOST_USES = 9
-_CLASS_OF = bytes((0, 0, 1, 2, 2, 3, 3, 3, 3, 4))
-"""Of a number of uses: how often it can be halved, rounded up."""
-_CLASSES = max(_CLASS_OF) + 1
-_NAME: Final = (1 << 61) - 1
-_LAST: Final = (1 << 28) - 1
-"""The bits of a key's number, and of a time, that are used in the table of keys that have left."""
-_NOTHING = 1 << 62
-"""Above all ranks."""
-HORIZON: Final = 4.0
-"""In mean intervals."""
-_SHORTEST: Final = 0.0625
-"""Uses that are less than so many mean intervals apart are one."""
-MEMORY: Final = 4096
-"""Uses over which the interval is averaged."""
-
-
 class CreditPolicy:
     """Least recently used leaves first; what was used more often counts as used later than it was.
 
@@ -335,16 +224,31 @@ class CreditPolicy:
 
     What has left is remembered with its uses and its last, as long as a table has place; if it
     comes back they count. Uses that follow each other within a small part of the interval are one:
-    a request looks at a copy twice. The constants are those of decision 25.
+    a request looks at a copy up to three times. The constants are those of decision 25.
     """
+
+    HORIZON: Final = 4.0
+    """In mean intervals."""
+    MEMORY: Final = 4096
+    """Uses over which the interval is averaged."""
+    _SHORTEST: Final = 0.0625
+    """Uses that are less than so many mean intervals apart are one."""
+    _MOST_USES: Final = 9
+    _CLASS_OF: Final = bytes((0, 0, 1, 2, 2, 3, 3, 3, 3)).ljust(256, b"\4")
+    """Of a number of uses: how often it can be halved, rounded up."""
+    _CLASSES: Final = max(_CLASS_OF) + 1
+    _NOTHING: Final = 1 << 62
+    """Above all ranks."""
+    _FEWEST_PLACES: Final = 1 << 18
+    """Of the keys that have left."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
-        self._lists = RowLists(_CLASSES)
+        self._lists = RowLists(self._CLASSES)
         # By row: how often it was used, up to the most that matter, and when last.
         self._uses = bytearray()
         self._last = array("Q")
-        self._left = LeftKeys(_FEWEST_PLACES)
+        self._left = LeftKeys(self._FEWEST_PLACES)
         self._now = 0
         self._learnt = 0
         self.interval = 0.0
@@ -379,13 +283,13 @@ class CreditPolicy:
             if count != before:
                 uses[row] = count
             last[row] = now
-            lists.move(row, _CLASS_OF[before], _CLASS_OF[count])
+            lists.move(row, self._CLASS_OF[before], self._CLASS_OF[count])
         self._now = now
 
     def postpone(self, row: int) -> None:
         """Make a row the newest of those used as often; it was not used."""
         if self._lists.holds(row):
-            number = _CLASS_OF[self._uses[row]]
+            number = self._CLASS_OF[self._uses[row]]
             self._now += 1
             self._last[row] = self._now
             self._lists.move(row, number, number)
@@ -403,64 +307,60 @@ class CreditPolicy:
     def fill(self, rows: NDArray[np.int32], uses: NDArray[np.uint32]) -> None:
         """Insert many rows, the oldest first, as if one were used after the other; being stored
         counts as a use."""
-        counts = np.minimum(uses, _MOST_USES - 1).astype(np.uint8) + np.uint8(1)
+        counts = np.minimum(uses, self._MOST_USES - 1).astype(np.uint8) + np.uint8(1)
         count = int(rows.max(initial=-1)) + 1
         by_row, last = np.ones(count, np.uint8), np.zeros(count, np.uint64)
         by_row[rows], last[rows] = counts, np.arange(1, len(rows) + 1, dtype=np.uint64)
         self._uses, self._last = bytearray(by_row), array("Q", last.tobytes())
         self._now = len(rows)
-        self._lists.fill(rows, np.frombuffer(_TO_CLASS, np.uint8)[counts])
+        self._lists.fill(rows, np.frombuffer(self._CLASS_OF, np.uint8)[counts])
 
     def proposals(self) -> Iterator[int]:
         """Yield from the one on that counts as used longest ago. Within a class that is the order
         of last use."""
         lists, now = self._lists, self._now
-        rows = [lists.oldest(number) for number in range(_CLASSES)]
-        horizon = int(HORIZON * self.interval)
-        ranks = [self._rank(number, rows[number], now, horizon) for number in range(_CLASSES)]
-        while (least := min(ranks)) < _NOTHING:
+        rows = [lists.oldest(number) for number in range(self._CLASSES)]
+        horizon = int(self.HORIZON * self.interval)
+        ranks = [self._rank(number, rows[number], now, horizon) for number in range(self._CLASSES)]
+        while (least := min(ranks)) < self._NOTHING:
             number = ranks.index(least)
-            ranks[number] = _NOTHING
+            ranks[number] = self._NOTHING
             others, row = min(ranks), rows[number]
             while row >= 0 and (least := self._rank(number, row, now, horizon)) <= others:
                 newer = lists.newer(row)
                 yield row
                 row = newer
             rows[number] = row
-            ranks[number] = least if row >= 0 else _NOTHING
+            ranks[number] = least if row >= 0 else self._NOTHING
 
     def _rank(self, number: int, row: int, now: int, horizon: int) -> int:
         """Return how long ago a row of a class counts as used, times -2; ``_NOTHING`` where there
         is no row."""
         if row < 0:
-            return _NOTHING
+            return self._NOTHING
         age = now - self._last[row]
         return (number * (horizon - age) if age < horizon else 0) - 2 * age
 
     def _count_use(self, count: int, age: int) -> int:
         """Return the uses of a copy that had ``count``, the last one ``age`` ago, and was used
         again; learn from it."""
-        if age < _SHORTEST * self.interval:
+        if age < self._SHORTEST * self.interval:
             return count
-        self._learnt = min(self._learnt + 1, MEMORY)
+        self._learnt = min(self._learnt + 1, self.MEMORY)
         self.interval += (age - self.interval) / self._learnt
-        return min(count + 1, _MOST_USES)
+        return min(count + 1, self._MOST_USES)
 
     def _by_class(self, rows: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
         """Return rows by class, each in the order given."""
         if len(rows) == 1:
-            return [(_CLASS_OF[self._uses[rows[0]]], rows)]
-        classes = bytes(map(self._uses.__getitem__, rows)).translate(_TO_CLASS)
+            return [(self._CLASS_OF[self._uses[rows[0]]], rows)]
+        classes = bytes(map(self._uses.__getitem__, rows)).translate(self._CLASS_OF)
         if not classes.strip(classes[:1]):  # all alike, as most are, or none
             return [(classes[0], rows)] if rows else []
-        found = [(number, [r for r, c in zip(rows, classes, strict=True) if c == number]) for number in range(_CLASSES)]
+        found = [
+            (number, [r for r, c in zip(rows, classes, strict=True) if c == number]) for number in range(self._CLASSES)
+        ]
         return [(number, alike) for number, alike in found if alike]
-
-
-_TO_CLASS = bytes(_CLASS_OF[min(count, _MOST_USES)] for count in range(256))
-
-
-_FEWEST_PLACES = 1 << 18
 
 
 class LeftKeys:
@@ -473,18 +373,24 @@ class LeftKeys:
     set, 28 of the last use, and 4 of the number of uses.
     """
 
+    _NAME: Final = (1 << 61) - 1
+    """The bits of a key's number that are used."""
+    _LAST: Final = (1 << 28) - 1
+    """The bits of a time that are."""
+
     def __init__(self, fewest_places: int) -> None:
         self._fewest = fewest_places
         self._table = array("Q")
 
     def add(self, keys: Sequence[BlockKey], uses: Sequence[int], last: Sequence[int], total: int) -> None:
         """Remember keys of a policy that had ``total`` rows. ``uses`` and ``last``: of each."""
+        assert max(uses, default=0) < 16
         if keys and len(self._table) < max(total, 1):  # the larger table is empty; it doubles at least: this is rare
             self._table = array("Q", [0]) * max(self._fewest, 1 << (total - 1).bit_length())
         table, mask = self._table, len(self._table) - 1
         for key, count, time in zip(keys, uses, last, strict=True):
-            name = number_of(key) & _NAME
-            table[name & mask] = (name >> 33 | 1) << 32 | (time & _LAST) << 4 | count
+            name = number_of(key) & self._NAME
+            table[name & mask] = (name >> 33 | 1) << 32 | (time & self._LAST) << 4 | count
 
     def take(self, keys: Sequence[BlockKey], now: int) -> dict[int, tuple[int, int]]:
         """Return by position the uses of each key that is remembered, and how long ago the last
@@ -492,19 +398,12 @@ class LeftKeys:
         table, mask = self._table, len(self._table) - 1
         found: dict[int, tuple[int, int]] = {}
         for at, key in enumerate(keys) if table else ():
-            name = number_of(key) & _NAME
+            name = number_of(key) & self._NAME
             content = table[name & mask]
             if content >> 32 == name >> 33 | 1:
                 table[name & mask] = 0
-                found[at] = content & 15, now - (content >> 4) & _LAST
+                found[at] = content & 15, now - (content >> 4) & self._LAST
         return found
-
-
-MAX_SKIPPED = 1024
-"""Proposals that one search passes over because nothing of them may leave now: bounds a step."""
-MAX_STEPS = 4096
-"""Rows that one search looks at on its way from proposed heads to tails, besides those that it was
-asked for."""
 
 
 class TailFirst:
@@ -518,6 +417,13 @@ class TailFirst:
     ``insert``, ``access`` (of one chain the tail first), ``remove`` and ``fill`` are the policy's
     own.
     """
+
+    MAX_SKIPPED = 1024
+    """Proposals that one search passes over because nothing of them may leave now: bounds a
+    step."""
+    MAX_STEPS = 4096
+    """Rows that one search looks at on its way from proposed heads to tails, besides those that it
+    was asked for."""
 
     def __init__(self, policy: EvictionPolicy, catalog: Catalog, tier: Tier) -> None:
         self._policy = policy
@@ -541,7 +447,7 @@ class TailFirst:
         found: dict[int, None] = {}
         passed: list[int] = []
         self._held.clear()
-        self._steps = MAX_STEPS + 4 * count
+        self._steps = self.MAX_STEPS + 4 * count
         for row in self._policy.proposals() if count > 0 else ():
             before = len(found)
             if row not in found and row not in self._held:
@@ -553,7 +459,7 @@ class TailFirst:
                 break
             if len(found) == before and row not in found:
                 passed.append(row)
-                if len(passed) >= MAX_SKIPPED:
+                if len(passed) >= self.MAX_SKIPPED:
                     break
         if len(found) < count:
             for row in reversed(passed):
@@ -613,7 +519,7 @@ _POLICIES: Mapping[str, Callable[[Keys], EvictionPolicy]] = {
     "lru": lambda _: LruPolicy(),
     "s3fifo": S3FifoPolicy,
 }
-EVICTIONS = tuple(_POLICIES)
+assert tuple(_POLICIES) == EVICTIONS
 
 
 def make_eviction(name: str, keys: Keys) -> EvictionPolicy:

@@ -15,7 +15,7 @@ import numpy as np
 from kvdisk.blocks import Slot, Tier
 from kvdisk.device.uses import USES_RECORD, UsesRecords
 from kvdisk.index.base import BlockRecord, Index, IndexState, SegmentRecord
-from kvdisk.manager.admission import AdmissionPolicy, WriteBudget
+from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import ABSENT, DOOMED
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.nvme_restore import restore_blocks
@@ -23,6 +23,7 @@ from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout, Segments, Turns
 from kvdisk.manager.tiers import TierSpace
 from kvdisk.manager.uses import Uses
+from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import JobKind, SegmentSpec
 
 SHORT_RUN_SLOTS = 8
@@ -113,7 +114,7 @@ class NvmeSpace(TierSpace):
         """Take up to ``count`` free slots, run by run from the drives in turn; fewer, or none, for
         want.
 
-        From the drives that could be written when ``may_write`` was last called. They are charged
+        From the drives that could be written at the last ``refresh_writable``. They are charged
         to the budget.
         """
         block_bytes = self._block_bytes(size_class)
@@ -202,7 +203,7 @@ class NvmeSpace(TierSpace):
         for size_class, wish in enumerate(wanted):
             total = self.pool.total[size_class]
             low_slots = spare_slots(total)
-            if not self.may_write(now) or self.segments.hold_up(now):
+            if not self.refresh_writable(now) or self.segments.hold_up(now):
                 continue
             allowed = wish if self._budget is None else self._budget.affords(self._block_bytes(size_class))
             short = max(min(wish, allowed), low_slots) - self._free_slots(size_class) - self.pool.limbo[size_class]
@@ -344,14 +345,14 @@ class NvmeSpace(TierSpace):
             found[f"drive_quarantined.{drive}"] = int(drive in drives.quarantined)
         return found
 
-    def may_write(self, now: float) -> bool:
-        """Whether copies may be written: the store is open, some drive is in order and not in a
-        back-off, and the budget is not spent."""
-        return self.segments.may_write(now) and (self._budget is None or self._budget.refresh(now))
+    def refresh_writable(self, now: float) -> bool:
+        """Fill the budget, and learn which drives may be written. Return whether copies may be: the
+        store is open, some drive is in order and not in a back-off, and the budget is not spent."""
+        return self.segments.refresh_writable(now) and (self._budget is None or self._budget.refresh(now))
 
     @property
     def is_spent(self) -> bool:
-        """Whether it was the budget that forbade writing when ``may_write`` was last asked."""
+        """Whether it was the budget that forbade writing at the last ``refresh_writable``."""
         return self._budget is not None and not self._budget.is_open
 
     @property
@@ -380,7 +381,7 @@ class NvmeSpace(TierSpace):
         may be free."""
         released = self.commit()
         self.uses.count(now_s)
-        resumed = self.segments.drives.refresh(now) and self.may_write(now)
+        resumed = self.segments.drives.refresh(now) and self.refresh_writable(now)
         if self._budget is not None:
             resumed |= self._budget.refresh(now) and self._budget.take_resumed()
         self._catalog.hide(Tier.NVME, self.segments.quarantined)

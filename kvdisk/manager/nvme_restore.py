@@ -41,13 +41,13 @@ def restore_blocks(
     index: Index,
     geometry: Geometry,
     catalog: Catalog,
-    policies: Sequence[TailFirst],
+    orders: Sequence[TailFirst],
     segments: Mapping[int, SegmentRecord],
     uses: Uses,
     known_uses: UsesRecords,
 ) -> Restored:
     """Adopt the blocks that can be served, in ``catalog`` (which has none yet) and by size class in
-    ``policies``.
+    ``orders``.
 
     With ``uses``, which has none yet either: of ``known_uses`` what is of these blocks.
     """
@@ -72,11 +72,11 @@ def restore_blocks(
     # What was stored or used last leaves last; within a second, a chain's tail (larger generation)
     # leaves first.
     last_s = np.maximum(columns.stored_s, uses.table["last_use_s"])
-    order = np.lexsort((~columns.generations, last_s)).astype(np.int32)
-    classes = np.array(geometry.size_classes)[groups[order]]
-    for size_class, policy in enumerate(policies):
-        rows = order[classes == size_class]
-        policy.fill(rows, uses.table["uses"][rows])
+    rows_by_use = np.lexsort((~columns.generations, last_s)).astype(np.int32)
+    classes = np.array(geometry.size_classes)[groups[rows_by_use]]
+    for size_class, order in enumerate(orders):
+        rows = rows_by_use[classes == size_class]
+        order.fill(rows, uses.table["uses"][rows])
     return restored
 
 

@@ -278,7 +278,7 @@ class Segments:
     """This engine's segments. ``specs``: every one by its number, from its plan to the end of its
     files.
 
-    ``writable``: drives that might be written when ``may_write`` was last asked.
+    ``writable``: drives that might be written at the last ``refresh_writable``.
     """
 
     def __init__(
@@ -405,14 +405,15 @@ class Segments:
 
     # -- drives --------------------------------------------------------------------------------
 
-    def may_write(self, now: float) -> bool:
-        """Whether the engine store is open, and some drive is in order with no back-off running."""
+    def refresh_writable(self, now: float) -> bool:
+        """Learn which drives may be written: where the engine store is open, those in order with no
+        back-off running. Return whether there are any."""
         self.writable = self.drives.writable(now) if self.home_open else []
         return bool(self.writable)
 
     @property
     def all_writable(self) -> bool:
-        """Whether each drive might be written when that was last asked."""
+        """Whether each drive might be written at the last ``refresh_writable``."""
         return len(self.writable) == len(self.drives)
 
     @property

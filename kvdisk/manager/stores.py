@@ -205,7 +205,7 @@ class StorePlanner:
 
     def has_leftovers(self, now: float) -> bool:
         """Whether blocks of requests that have ended wait for room, and some may have come free."""
-        return bool(self._left) and self._state.released > self._left_at and self._target.may_write(now)
+        return bool(self._left) and self._state.released > self._left_at and self._target.refresh_writable(now)
 
     def reset(self) -> None:
         """Forget what requests hold, or have left in the engine's cache: it may be wrong.
@@ -435,7 +435,7 @@ class StorePlanner:
         return tails
 
     def _allocate(self, size_class: int, count: int, now: float) -> list[Slot]:
-        return self._target.allocate(size_class, count) if self._target.may_write(now) else []
+        return self._target.allocate(size_class, count) if self._target.refresh_writable(now) else []
 
     def _queue(
         self, taken: Sequence[tuple[_Block, Slot]], request: RequestState | None, *, watched: bool = True

@@ -49,8 +49,11 @@ class TierSpace:
     # -- room ----------------------------------------------------------------------------------
 
     def allocate(self, size_class: int, count: int, *, keep_queued: bool = False) -> list[Slot]:
-        """Take up to ``count`` slots. ``keep_queued``: no copy leaves for them that waits for its
-        demotion."""
+        """Take up to ``count`` slots; of a tier that cannot always be written, as the last
+        ``refresh_writable`` found it.
+
+        ``keep_queued``: no copy leaves for them that waits for its demotion.
+        """
         raise NotImplementedError
 
     def give_back(self, size_class: int, slots: Sequence[Slot]) -> None:  # noqa: ARG002 - for tiers with a budget
@@ -73,8 +76,8 @@ class TierSpace:
         """Learn how far commits have come. Return whether room came free."""
         return False
 
-    def may_write(self, now: float) -> bool:  # noqa: ARG002
-        """Whether copies may be written now."""
+    def refresh_writable(self, now: float) -> bool:  # noqa: ARG002
+        """Learn whether copies may be written now, and return it."""
         return True
 
     def is_stuck(self, size_class: int) -> bool:  # noqa: ARG002
@@ -93,7 +96,7 @@ class TierSpace:
 
     @property
     def is_spent(self) -> bool:
-        """Whether it was a budget that forbade writing when ``may_write`` was last asked."""
+        """Whether it was a budget that forbade writing at the last ``refresh_writable``."""
         return False
 
     @property

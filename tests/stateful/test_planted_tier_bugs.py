@@ -14,7 +14,7 @@ from support import manager_sizes as on
 from support.manager_parts import Sizes
 
 from kvdisk.blocks import BlockKey, Tier
-from kvdisk.manager.admission import AdmitReused, ReuseTable, WriteBudget
+from kvdisk.manager.admission import AdmitReused, ReuseTable
 from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.eviction import TailFirst
@@ -22,6 +22,7 @@ from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.pool import SlotPool
 from kvdisk.manager.store_policy import OnPreemption, Spillover
+from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import JobKind
 
 BUGS: list[tuple[Callable[[Patch], None], tuple[Sizes, ...]]] = []
@@ -160,7 +161,7 @@ def budget_that_a_restart_fills(patch: Patch) -> None:
 def idle_engine_that_waits_for_the_budget(patch: Patch) -> None:
     def has_pending_work(original: Any, self: TierManager, now: float) -> bool:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(NvmeSpace, "may_write", lambda space, now: space.segments.may_write(now))
+            inner.setattr(NvmeSpace, "refresh_writable", lambda space, now: space.segments.refresh_writable(now))
             return bool(original(self, now))
 
     wrap(patch, TierManager, "has_pending_work", has_pending_work)

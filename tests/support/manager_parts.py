@@ -11,7 +11,7 @@ from kvdisk.blocks import BlockKey, Slot, Tier, group_of
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, segment_charge_bytes
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.admission import WriteBudget, make_admission
+from kvdisk.manager.admission import make_admission
 from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.jobs import Transfers
@@ -21,6 +21,7 @@ from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout
 from kvdisk.manager.store_policy import make_store_policy
 from kvdisk.manager.tiers import CpuSpace
+from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.testing.watched_policy import WatchedPolicy
 from support.fake_engine import FakeEngine
 from support.fake_neighbours import FakeNeighbours
@@ -180,7 +181,7 @@ class ManagerParts:
         if sizes.has_nvme:
             layout = _layout(sizes)
             bytes_per_day = sizes.config.nvme_write_bytes_per_day
-            budget = None if bytes_per_day is None else WriteBudget(bytes_per_day, sizes.largest_bytes, DAY_S)
+            budget = None if bytes_per_day is None else WriteBudget.of_day(bytes_per_day, sizes.largest_bytes, DAY_S)
             admission = make_admission(sizes.config.nvme_admission, layout.most_slots(sizes.geometry))
             nvme = WatchedNvmeSpace(parts, layout, index, admission, sizes.drives, budget)
             nvme.restore(HOME_ID, FINGERPRINT)

@@ -167,7 +167,7 @@ class ManagerWatch:
     def note_progress(self) -> None:
         """Note that room may have come free: call when the manager has looked at the index."""
         nvme, policy = self.parts.nvme, self.parts.policy
-        progress = (self.index.poll().committed, nvme is None or nvme.may_write(self.engine.now))
+        progress = (self.index.poll().committed, nvme is None or nvme.refresh_writable(self.engine.now))
         # Within a second, a failed write's back-off can have begun and ended.
         policy.changes += progress != self._progress or self.engine.now >= self._planned_s + 1.0
         self._progress, self._planned_s = progress, self.engine.now
@@ -229,7 +229,7 @@ class ManagerWatch:
     def _note_failure(self, job: Job, owner: str | None, position: int, reason: Reason, late: bool) -> None:
         nvme = self.parts.nvme
         bad_write = _writes(job) and (late or reason in _BAD_WRITE)
-        if nvme is not None and nvme.may_write(self.engine.now) and bad_write:
+        if nvme is not None and nvme.refresh_writable(self.engine.now) and bad_write:
             self._write_failed_s = self.engine.now
             self._first_paused = self.parts.transfers._next_id
         if position < 0:
@@ -278,7 +278,7 @@ class ManagerWatch:
         self._check_records()
         self._check_zombies()
         nvme, now = parts.nvme, self.engine.now
-        if nvme is not None and not (len(parts.transfers) or nvme.uncommitted or nvme.may_write(now)):
+        if nvme is not None and not (len(parts.transfers) or nvme.uncommitted or nvme.refresh_writable(now)):
             assert not parts.manager.has_pending_work(now), "an idle engine steps although nothing may be written"
         if parts.demotions is not None:
             for size_class, count in enumerate(self.sizes.cpu_slots):

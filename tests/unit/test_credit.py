@@ -6,7 +6,7 @@ import os
 import numpy as np
 
 from kvdisk.blocks import BlockKey
-from kvdisk.manager.eviction import HORIZON, MEMORY, CreditPolicy, LeftKeys
+from kvdisk.manager.eviction import CreditPolicy, LeftKeys
 
 KEYS = [BlockKey(b"key %d" % row) for row in range(4000)]
 
@@ -18,13 +18,13 @@ def order(policy: CreditPolicy) -> list[int]:
 def make(interval: float = 0.0) -> CreditPolicy:
     """Return a policy that has learnt an interval, and goes on averaging slowly."""
     policy = CreditPolicy(KEYS)
-    policy.interval, policy._learnt = interval, MEMORY if interval else 0
+    policy.interval, policy._learnt = interval, policy.MEMORY if interval else 0
     return policy
 
 
 def credit_of(policy: CreditPolicy, row: int) -> float:
     age = policy._now - policy._last[row]
-    horizon = int(HORIZON * policy.interval)
+    horizon = int(policy.HORIZON * policy.interval)
     uses = policy._uses[row]
     rank = next(rank for rank, most in enumerate((1, 2, 4, 8, 1000)) if uses <= most)
     return rank * max(0, horizon - age) / 2 - age

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdisk.blocks import BlockKey
-from kvdisk.manager.eviction import EVICTIONS, make_eviction
+from kvdisk.config import EVICTIONS
+from kvdisk.manager.eviction import make_eviction
 
 KEYS = [BlockKey(b"key %d" % row) for row in range(2000)]
 STEPS = st.lists(st.tuples(st.sampled_from(["insert", "access", "remove"]), st.integers(0, 7)), max_size=60)
@@ -33,3 +34,13 @@ def test_every_policy_proposes_each_row_that_it_has_and_lru_in_its_order(name, s
             model.pop(row, None)
         proposed = list(policy.proposals())
         assert proposed == list(model) if name == "lru" else sorted(proposed) == sorted(model)
+
+
+@pytest.mark.parametrize("name", EVICTIONS)
+def test_a_copy_that_could_not_leave_is_proposed_last_and_is_not_used(name):
+    policy = make_eviction(name, KEYS)
+    policy.insert(range(10))
+    policy.postpone(0)
+    policy.postpone(999)
+    assert list(policy.proposals()) == [*range(1, 10), 0]
+    assert list(policy.proposals()) == [*range(1, 10), 0], "no search has moved it to another queue"

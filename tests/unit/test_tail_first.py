@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdisk.blocks import BlockKey, Slot, Tier
-from kvdisk.manager import eviction as eviction_module
+from kvdisk.config import EVICTIONS
 from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.chains import NONE
-from kvdisk.manager.eviction import EVICTIONS, TailFirst, make_eviction
+from kvdisk.manager.eviction import TailFirst, make_eviction
 
 KEYS = [BlockKey(b"key %d" % number) for number in range(8)]
 
@@ -117,7 +117,7 @@ def long_chain(eviction: str, length: int) -> tuple[Catalog, TailFirst, list[int
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_the_tail_of_a_chain_longer_than_a_search_is_found_in_the_end(eviction, monkeypatch):
-    monkeypatch.setattr(eviction_module, "MAX_STEPS", 64)
+    monkeypatch.setattr(TailFirst, "MAX_STEPS", 64)
     catalog, order, rows = long_chain(eviction, 300)
     asked = []
 
@@ -138,7 +138,7 @@ def test_the_tail_of_a_chain_longer_than_a_search_is_found_in_the_end(eviction, 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_a_chain_in_use_does_not_keep_others_from_leaving(eviction, monkeypatch):
-    monkeypatch.setattr(eviction_module, "MAX_SKIPPED", 16)
+    monkeypatch.setattr(TailFirst, "MAX_SKIPPED", 16)
     catalog, order, rows = long_chain(eviction, 200)
     catalog.pin((rows[-1],), Tier.NVME)
     other = catalog.add(BlockKey(b"other"), 1000, 0, None)

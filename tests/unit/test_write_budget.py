@@ -10,14 +10,14 @@ from kvdisk import assembly
 from kvdisk.config import Config
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager.admission import WriteBudget
+from kvdisk.manager.write_budget import WriteBudget
 
 DAY_S = 86_400.0
 BLOCK = 1000
 
 
 def test_it_starts_empty():
-    budget = WriteBudget(2400 * BLOCK, BLOCK)
+    budget = WriteBudget.of_day(2400 * BLOCK, BLOCK)
     assert not budget.refresh(5.0) and budget.affords(BLOCK) == 0
     assert not budget.refresh(5.0 + DAY_S / 2400), "one block is no run of blocks"
     assert budget.refresh(5.0 + 70 * DAY_S / 2400)
@@ -27,7 +27,7 @@ def test_it_starts_empty():
 @pytest.mark.parametrize("blocks_a_day", [2, 10, 100, 10_000])
 def test_no_24_hours_see_more_than_the_budget_and_all_of_it_can_be_used(blocks_a_day):
     source = random.Random(blocks_a_day)
-    budget, now, written = WriteBudget(blocks_a_day * BLOCK, BLOCK), 0.0, []
+    budget, now, written = WriteBudget.of_day(blocks_a_day * BLOCK, BLOCK), 0.0, []
     while now < 6 * DAY_S:
         now += source.choice((0.1, 10.0, 600.0, 4000.0))
         if budget.refresh(now):
@@ -41,7 +41,7 @@ def test_no_24_hours_see_more_than_the_budget_and_all_of_it_can_be_used(blocks_a
 
 
 def test_a_spent_budget_pauses_until_a_run_of_blocks_is_back():
-    budget = WriteBudget(2400 * BLOCK, BLOCK)
+    budget = WriteBudget.of_day(2400 * BLOCK, BLOCK)
     budget.refresh(0.0)
     budget.refresh(DAY_S)
     assert budget.take_resumed() and not budget.take_resumed()

@@ -17,6 +17,7 @@ from kvdisk.cli.replay.pool import GpuPool
 from kvdisk.cli.replay.trace import Trace, TracedRequest
 from kvdisk.manager.manager import TierManager
 from kvdisk.messages import Job, JobKind, JobResult, Move, Plan, Report
+from kvdisk.stats import REFUSALS
 
 STEP_TOKENS = 8192
 """Tokens of a prompt that one step computes: vLLM's ``max_num_batched_tokens`` on a server."""
@@ -86,7 +87,7 @@ class Engine:
     @property
     def _refused_for_room(self) -> int:
         counts = self.manager.stats.counts
-        return counts.get("refused_blocks.room", 0) + counts.get("refused_blocks.budget", 0)
+        return sum(counts.get(f"refused_blocks.{why}", 0) for why in REFUSALS if why != "reuse")
 
     def settle(self) -> None:
         """Let idle steps pass until the tiers have nothing to do."""

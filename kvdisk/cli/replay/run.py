@@ -15,10 +15,9 @@ from kvdisk.blocks import Tier
 from kvdisk.cli.replay.capacity import Room
 from kvdisk.cli.replay.tiers import Setting, make_engine, make_geometry
 from kvdisk.cli.replay.trace import Trace
+from kvdisk.stats import REFUSALS
 
 JSON_VERSION = 2
-REASONS = ("reuse", "room", "budget")
-"""Why a tier refuses what it is offered."""
 
 
 @dataclass
@@ -113,8 +112,8 @@ def run_setting(trace: Trace, slot_bytes: int, setting: Setting) -> Run:
         write_amplification=counts.written / trace.distinct,
         written_per_hit=counts.written / nvme_hits if nvme_hits else None,
         evicted_blocks={"cpu": stats["evicted_blocks.cpu"], "nvme": stats["evicted_blocks.nvme"]},
-        refused={why: stats[f"refused_blocks.{why}"] for why in REASONS}
-        | {f"left_cpu_{why}": stats[f"left_blocks.{why}"] for why in REASONS},
+        refused={why: stats[f"refused_blocks.{why}"] for why in REFUSALS}
+        | {f"left_cpu_{why}": stats[f"left_blocks.{why}"] for why in REFUSALS},
         seconds=round(seconds, 3),
     )
 

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvdisk.cli.output import number, plural, size
-from kvdisk.cli.replay.run import REASONS, Replayed
+from kvdisk.cli.replay.run import Replayed
+from kvdisk.stats import REFUSALS
 
 _TIERS = {"gpu": "GPU", "cpu": "CPU", "nvme": "NVMe"}
 
@@ -55,7 +56,7 @@ def _table(replayed: Replayed) -> Table:
                 size(run.read_bytes),
                 f"{run.write_amplification:.2f}",
                 number(sum(run.evicted_blocks.values())),
-                number(sum(run.refused[why] for why in REASONS)),
+                number(sum(run.refused[why] for why in REFUSALS)),
             )
         if at:
             table.add_section()

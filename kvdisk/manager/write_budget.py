@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much may be written to a tier: a bucket of bytes. Scheduler thread only."""
+
+from __future__ import annotations
+
+
+class WriteBudget:
+    """A bucket of bytes, over all ranks, that fills steadily: what is planned to be written is
+    taken out of it.
+
+    It holds up to ``burst_bytes``, and starts empty: a restart gives nothing away. Once it holds
+    less than one block, nothing is written until it holds enough for a run of blocks.
+    ``largest_bytes``: of a block, over all ranks. Failed writes are not given back: the drive may
+    have written them. ``is_open``: whether blocks might be written as of the last ``refresh``.
+    ``pauses``: how often it ran dry.
+    """
+
+    _RUN_BLOCKS = 64
+
+    def __init__(self, bytes_per_s: float, burst_bytes: int, largest_bytes: int) -> None:
+        self._bytes_per_s = bytes_per_s
+        self.burst_bytes = burst_bytes
+        self._largest = largest_bytes
+        self._bytes = 0.0
+        self._refreshed_s: float | None = None
+        self.is_open = False
+        self._resumed = False
+        self.pauses = 0
+
+    @classmethod
+    def of_day(cls, bytes_per_day: int, largest_bytes: int, day_s: float = 86_400.0) -> WriteBudget:
+        """Return a budget of which in no 24 hours more than ``bytes_per_day`` is written.
+
+        It holds an hour's share (``bytes_per_day / 24``, one block at least) and fills with the
+        rest of the day's bytes over a day. ``day_s``: length of a day.
+        """
+        burst_bytes = max(bytes_per_day // 24, largest_bytes)
+        return cls(max(0, bytes_per_day - burst_bytes) / day_s, burst_bytes, largest_bytes)
+
+    def refresh(self, now: float) -> bool:
+        """Fill the bucket; return whether blocks may be written now."""
+        if self._refreshed_s is not None:
+            filled = self._bytes + (now - self._refreshed_s) * self._bytes_per_s
+            self._bytes = min(float(self.burst_bytes), filled)
+        self._refreshed_s = now
+        if not self.is_open and self._bytes >= min(self.burst_bytes, self._RUN_BLOCKS * self._largest):
+            self.is_open = self._resumed = True
+        return self.is_open
+
+    def affords(self, block_bytes: int) -> int:
+        """Return how many blocks of so many bytes over all ranks may be written, as of the last
+        ``refresh``."""
+        return int(self._bytes // block_bytes) if self.is_open else 0
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that may be written, as of the last ``refresh``."""
+        return int(self._bytes)
+
+    def spend(self, count: int, block_bytes: int) -> None:
+        """Take out what is planned to be written."""
+        self._bytes -= count * block_bytes
+        assert self._bytes >= 0, "more is written than the budget allows"
+        if self.is_open and self._bytes < self._largest:
+            self.is_open = False
+            self.pauses += 1
+
+    def take_resumed(self) -> bool:
+        """Whether writes have resumed since this was last asked."""
+        resumed, self._resumed = self._resumed, False
+        return resumed
