@@ -97,9 +97,9 @@ class ForeignSegment(NamedTuple):
 class SegmentSpec(NamedTuple):
     """A segment to open or drop. ``create``: make the files; False: they must exist.
 
-    ``drive``: position in the home's list of drives. ``source``: None: of the home that was opened;
-    else of another engine's, opened to read only: dropping it closes it, and leaves the files
-    alone.
+    ``drive``: position in its own home's list of drives. ``source``: None: of the home that was
+    opened; else of another engine's, opened to read only: dropping it closes it, and leaves the
+    files alone.
     """
 
     segment: int

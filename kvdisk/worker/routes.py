@@ -173,7 +173,8 @@ class Part:
 
 
 class OpenFile(NamedTuple):
-    """An open segment file. ``drive``: as its home numbers them."""
+    """An open segment file. ``drive``: position in the list of the home that was opened, for a
+    neighbour's file too."""
 
     fd: int
     slot_bytes: int
