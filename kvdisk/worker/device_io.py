@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvdisk.blocks import Tier
 from kvdisk.device.base import Device, Op, Outcome, Transfer
 from kvdisk.errors import QuietLog
 from kvdisk.geometry import contiguous_runs, slot_offset
@@ -59,7 +58,7 @@ class DeviceIo:
     def uses(self, segment: int) -> bool:
         """Whether a batch under way, late or not, names the segment."""
         return any(
-            part.work.job.moves[position].slots[Tier.NVME].segment == segment
+            part.route.far_slot(part.work.job.moves[position]).segment == segment
             for part in (flight.part for flight in self._flights.values())
             for position in part.positions
         )
@@ -170,7 +169,7 @@ def transfers_of(part: Part, files: Mapping[int, OpenFile]) -> tuple[list[Transf
     whose segment is not open.
     """
     moves, positions, slots = part.work.job.moves, part.positions, part.slots
-    places = [moves[position].slots[Tier.NVME] for position in positions]
+    places = [part.route.far_slot(moves[position]) for position in positions]
     transfers: list[Transfer] = []
     members: list[list[int]] = []
     unopened: list[int] = []
