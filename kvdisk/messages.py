@@ -17,7 +17,7 @@ from kvdisk.stats import Stats
 
 
 class JobKind(IntEnum):
-    """The routes. Each is one job, reported once by each rank.
+    """The kinds of jobs. Each job is reported once by each rank.
 
     STORE: GPU block to CPU slot; without a CPU slot, through staging to the NVMe slot. LOAD: CPU
     slot, or NVMe slot (into the CPU slot where one is named, else into staging), verified, then to

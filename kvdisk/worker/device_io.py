@@ -118,7 +118,8 @@ class DeviceIo:
             route = f"nvme_to_{memory}" if reads else f"{memory}_to_nvme"
             self._stats.observe(f"transfer_bytes.{route}", moved_bytes)
             self._stats.observe(f"transfer_seconds.{route}", max(0.0, self._clock() - flight.sent_s))
-            self._stats.add(f"drive_{'read' if reads else 'written'}_bytes.{part.drive}", moved_bytes)
+            counter = "drive_read_bytes" if reads else "drive_written_bytes"
+            self._stats.add(f"{counter}.{part.drive}", moved_bytes)
 
     def overdue(self, sent_before_s: float) -> list[tuple[Part, dict[int, Reason]]]:
         """Give up the batches that were sent before then: return their parts, which are late now.

@@ -223,7 +223,7 @@ class OpenFile(NamedTuple):
 NO_DRIVE = -1
 
 
-class Parts:
+class PartCutter:
     """Cuts jobs into parts of about ``part_bytes``, and lends them staging.
 
     A part through staging takes at most a quarter of it for a load and an eighth for a store, so

@@ -8,7 +8,7 @@ from ranks import Rank, segment_of
 
 from kvdisk.blocks import JobId, Slot, Tier, make_block_key
 from kvdisk.messages import Job, JobKind, Move
-from kvdisk.worker.routes import NO_DRIVE, OpenFile, Parts, Route, Work, route_of
+from kvdisk.worker.routes import NO_DRIVE, OpenFile, PartCutter, Route, Work, route_of
 
 
 def cut(slots: list[Slot], **drives: int) -> list[tuple[Route, int, list[Slot]]]:
@@ -18,7 +18,7 @@ def cut(slots: list[Slot], **drives: int) -> list[tuple[Route, int, list[Slot]]]
     files = {int(name[1:]): OpenFile(100, segment_of(0).slot_bytes, 8, drive) for name, drive in drives.items()}
     rank = Rank()
     work = Work(Job(JobId(1), JobKind.LOAD, moves, request_id="one"), None, 0.0)
-    parts = Parts(rank.mover._runner._resources, 2 * segment_of(0).slot_bytes).cut(work, files)
+    parts = PartCutter(rank.mover._runner._resources, 2 * segment_of(0).slot_bytes).cut(work, files)
     rank.mover.close()
     assert work.left == len(slots)
     return [(part.route, part.drive, [slots[at] for at in part.positions]) for part in parts]
