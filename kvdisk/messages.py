@@ -17,7 +17,7 @@ from kvdisk.stats import Stats
 
 
 class JobKind(IntEnum):
-    """The routes. Each is one job, reported once by each rank.
+    """The kinds of jobs. Each job is reported once by each rank.
 
     STORE: GPU block to CPU slot; without a CPU slot, through staging to the NVMe slot. LOAD: CPU
     slot, or NVMe slot (into the CPU slot where one is named, else into staging), verified, then to
@@ -97,9 +97,9 @@ class ForeignSegment(NamedTuple):
 class SegmentSpec(NamedTuple):
     """A segment to open or drop. ``create``: make the files; False: they must exist.
 
-    ``drive``: position in the home's list of drives. ``source``: None: of the home that was opened;
-    else of another engine's, opened to read only: dropping it closes it, and leaves the files
-    alone.
+    ``drive``: position in its own home's list of drives. ``source``: None: of the home that was
+    opened; else of another engine's, opened to read only: dropping it closes it, and leaves the
+    files alone.
     """
 
     segment: int

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -43,6 +44,16 @@ class JoinedHome(HomePaths):
         self.fingerprint = record.fingerprint
         self.folders = folders
         self._lock_fd = lock_fd
+
+    def drive_of(self, folder: DriveFolder) -> int:
+        """Return the number, in this home's list, of the drive that a part of another home is on.
+
+        Raises DeviceError (ENODEV) where this home is not open on that drive.
+        """
+        for drive, mine in enumerate(self.folders):
+            if mine is not None and mine.path.parent == folder.path.parent:
+                return drive
+        raise DeviceError(errno.ENODEV, f"home {self.id} is not open on the drive of {folder.path}")
 
     def clean_drives(self, clean: Callable[[DriveFolder], object]) -> None:
         """Call ``clean`` for every part of the home, once. Raises DeviceError of the first drive.

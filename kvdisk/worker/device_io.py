@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvdisk.blocks import Tier
 from kvdisk.device.base import Device, Op, Outcome, Transfer
 from kvdisk.errors import QuietLog
 from kvdisk.geometry import contiguous_runs, slot_offset
@@ -59,7 +58,7 @@ class DeviceIo:
     def uses(self, segment: int) -> bool:
         """Whether a batch under way, late or not, names the segment."""
         return any(
-            part.work.job.moves[position].slots[Tier.NVME].segment == segment
+            part.route.far_slot(part.work.job.moves[position]).segment == segment
             for part in (flight.part for flight in self._flights.values())
             for position in part.positions
         )
@@ -119,7 +118,8 @@ class DeviceIo:
             route = f"nvme_to_{memory}" if reads else f"{memory}_to_nvme"
             self._stats.observe(f"transfer_bytes.{route}", moved_bytes)
             self._stats.observe(f"transfer_seconds.{route}", max(0.0, self._clock() - flight.sent_s))
-            self._stats.add(f"drive_{'read' if reads else 'written'}_bytes.{part.drive}", moved_bytes)
+            counter = "drive_read_bytes" if reads else "drive_written_bytes"
+            self._stats.add(f"{counter}.{part.drive}", moved_bytes)
 
     def overdue(self, sent_before_s: float) -> list[tuple[Part, dict[int, Reason]]]:
         """Give up the batches that were sent before then: return their parts, which are late now.
@@ -170,7 +170,7 @@ def transfers_of(part: Part, files: Mapping[int, OpenFile]) -> tuple[list[Transf
     whose segment is not open.
     """
     moves, positions, slots = part.work.job.moves, part.positions, part.slots
-    places = [moves[position].slots[Tier.NVME] for position in positions]
+    places = [part.route.far_slot(moves[position]) for position in positions]
     transfers: list[Transfer] = []
     members: list[list[int]] = []
     unopened: list[int] = []

@@ -41,13 +41,13 @@ class SegmentFiles(Protocol):
     def open_home(self, spec: HomeSpec) -> None:
         """Join the home, once, before any segment; remove this rank's files of unknown segments."""
 
-    def open_segment(self, spec: SegmentSpec) -> int:
-        """Make (``spec.create``) or open this rank's file; return its descriptor, kept open here.
+    def open_segment(self, spec: SegmentSpec) -> OpenFile | None:
+        """Make (``spec.create``) or open this rank's file; return it, kept open here.
 
-        -1: there is nothing to open. Where all ranks share a file, the one that writes it makes it
-        and has it open from then on; the others open it with a second job. Of another home
-        (``spec.source``) a file is opened to read only. To make one waits up to two seconds for the
-        store.
+        None: there is nothing to open. Where all ranks share a file, the one that writes it makes
+        it and has it open from then on; the others open it with a second job. Of another home
+        (``spec.source``) a file is opened to read only, and only on a drive that the home here is
+        open on. To make one waits up to two seconds for the store.
         """
 
     def drop_segment(self, spec: SegmentSpec) -> None:
@@ -91,15 +91,16 @@ class HomeFiles:
             raise
         self._joined = store, home
 
-    def open_segment(self, spec: SegmentSpec) -> int:
+    def open_segment(self, spec: SegmentSpec) -> OpenFile | None:
         """See ``SegmentFiles``."""
         writes = self._writes(spec)
         if self._replicated and (not writes if spec.create else spec.segment in self._open):
-            return -1
+            return None
         assert spec.segment not in self._open
-        (store, home), mine = self._in_home(), (self._part, self._part_count)
+        (store, home), mine, drive = self._in_home(), (self._part, self._part_count), spec.drive
         if spec.source is not None:
             folder = store.foreign_folder(spec.source, spec.drive)
+            drive = home.drive_of(folder)
             theirs = spec._replace(segment=spec.source.segment)
             file = segments.open_segment(folder, theirs, *mine, home.fingerprint, writable=False)
         elif spec.create:
@@ -107,7 +108,7 @@ class HomeFiles:
         else:
             file = segments.open_segment(home.folder(spec.drive), spec, *mine, home.fingerprint, writable=writes)
         self._open[spec.segment] = file
-        return file.fd
+        return OpenFile(file.fd, spec.slot_bytes, spec.slot_count, drive)
 
     def drop_segment(self, spec: SegmentSpec) -> None:
         """See ``SegmentFiles``."""
@@ -149,9 +150,9 @@ FILE_KINDS = frozenset({JobKind.OPEN_HOME, JobKind.OPEN_SEGMENT, JobKind.DROP_SE
 
 
 class _Done(NamedTuple):
-    """What became of a job. ``fd``: of the segment it opened."""
+    """What became of a job. ``file``: the segment that it opened."""
 
-    fd: int = -1
+    file: OpenFile | None = None
     error: BaseException | None = None
 
 
@@ -265,11 +266,10 @@ class FileJobs:
             return job, _reason_of(done.error)
         if done.error is not None:
             raise done.error
-        if job.kind is JobKind.OPEN_SEGMENT and done.fd >= 0:
+        if done.file is not None:
             assert job.segment is not None
-            self._device.attach_file(done.fd)
-            _, slot_bytes, slot_count, drive, *_ = job.segment
-            self.open[job.segment.segment] = OpenFile(done.fd, slot_bytes, slot_count, drive)
+            self._device.attach_file(done.file.fd)
+            self.open[job.segment.segment] = done.file
         return job, None
 
     # -- the thread ----------------------------------------------------------------------------

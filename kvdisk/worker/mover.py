@@ -32,10 +32,11 @@ FENCE_S = 0.5
 class Mover:
     """Runs every plan of one rank.
 
-    ``fingerprint``: of the namespace until a home is open; without an NVMe tier any will do.
-    ``io_deadline_s``: what has not started so long after ``submit`` fails, and so do the moves of a
-    batch that is so long at the device: late, until the device has ended it. ``part_bytes``: aim
-    for the size of a part. ``threaded``: False for simulations, which call ``turn`` themselves.
+    ``fingerprint``: of the namespace until a home is open; any will do where no tier outlives the
+    process. ``io_deadline_s``: what has not started so long after ``submit`` fails, and so do the
+    moves of a batch that is so long at the device: late, until the device has ended it.
+    ``part_bytes``: aim for the size of a part. ``threaded``: False for simulations, which call
+    ``turn`` themselves.
 
     The model's thread calls everything but ``turn``; no call waits for a transfer but ``wait_any``
     and ``close``. An exception on the mover's thread is an error of ours: it ends all work, and

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from kvdisk.blocks import Tier, group_of
+from kvdisk.blocks import Slot, Tier, group_of
 from kvdisk.device.base import Buffer, Device
 from kvdisk.geometry import Geometry
 from kvdisk.messages import Job, JobKind, JobResult, Move, Reason
@@ -67,31 +67,69 @@ class Leg(IntEnum):
     SUM = 7
 
 
+class Memory(Enum):
+    """In which memory the slots of a route lie, on their way or for good."""
+
+    CPU_TIER = 1
+    STAGING = 2
+    GPU_STAGING = 3
+    """Only the header of a slot is ever in host memory."""
+
+
 class Route(Enum):
     """The ways of a move.
 
-    ``staged``: through a slot of staging, not of the tier. ``direct``: of staging on the GPU: only
-    its header is ever in host memory.
+    ``staged``: through a slot of staging, not of the tier. ``direct``: of staging on the GPU.
+    ``far``: the tier behind the device, where it reads or writes one.
     """
 
-    LOAD_DIRECT = ((Leg.READ, Leg.SUM, Leg.CHECK, Leg.SCATTER), True)
-    LOAD_STAGED = ((Leg.READ, Leg.CHECK, Leg.SCATTER), True)
-    LOAD_KEPT = ((Leg.READ, Leg.CHECK, Leg.SCATTER), False)
-    LOAD_CPU = ((Leg.CHECK, Leg.SCATTER), False)
-    STORE_CPU = ((Leg.GATHER, Leg.SEAL), False)
-    STORE_DIRECT = ((Leg.GATHER, Leg.SUM, Leg.SEAL, Leg.WRITE), True)
-    STORE_STAGED = ((Leg.GATHER, Leg.SEAL, Leg.WRITE), True)
-    PROMOTE = ((Leg.READ, Leg.CHECK), False)
-    DEMOTE = ((Leg.WRITE,), False)
+    LOAD_DIRECT = ((Leg.READ, Leg.SUM, Leg.CHECK, Leg.SCATTER), Memory.GPU_STAGING)
+    LOAD_STAGED = ((Leg.READ, Leg.CHECK, Leg.SCATTER), Memory.STAGING)
+    LOAD_KEPT = ((Leg.READ, Leg.CHECK, Leg.SCATTER), Memory.CPU_TIER)
+    LOAD_CPU = ((Leg.CHECK, Leg.SCATTER), Memory.CPU_TIER)
+    STORE_CPU = ((Leg.GATHER, Leg.SEAL), Memory.CPU_TIER)
+    STORE_DIRECT = ((Leg.GATHER, Leg.SUM, Leg.SEAL, Leg.WRITE), Memory.GPU_STAGING)
+    STORE_STAGED = ((Leg.GATHER, Leg.SEAL, Leg.WRITE), Memory.STAGING)
+    PROMOTE = ((Leg.READ, Leg.CHECK), Memory.CPU_TIER)
+    DEMOTE = ((Leg.WRITE,), Memory.CPU_TIER)
 
-    def __init__(self, legs: tuple[Leg, ...], staged: bool) -> None:
+    def __init__(self, legs: tuple[Leg, ...], memory: Memory) -> None:
         self.legs = legs
-        self.staged = staged
-        self.direct = Leg.SUM in legs
+        self.memory = memory
+        self.staged = memory is not Memory.CPU_TIER
+        self.direct = memory is Memory.GPU_STAGING
         self.gathers = Leg.GATHER in legs
         self.scatters = Leg.SCATTER in legs
         self.reads = Leg.READ in legs
         self.writes = Leg.WRITE in legs
+        self.far = Tier.NVME if self.reads or self.writes else None
+
+    def far_slot(self, move: Move) -> Slot:
+        """Return the slot behind the device that a move reads or writes."""
+        assert self.far is not None, self
+        return move.slots[self.far]
+
+
+_ROUTES: dict[tuple[JobKind, frozenset[Tier]], Route | None] = {
+    (JobKind.LOAD, frozenset()): None,
+    (JobKind.LOAD, frozenset({Tier.CPU})): Route.LOAD_CPU,
+    (JobKind.LOAD, frozenset({Tier.NVME})): Route.LOAD_STAGED,
+    (JobKind.LOAD, frozenset({Tier.CPU, Tier.NVME})): Route.LOAD_KEPT,
+    (JobKind.STORE, frozenset({Tier.CPU})): Route.STORE_CPU,
+    (JobKind.STORE, frozenset({Tier.NVME})): Route.STORE_STAGED,
+    (JobKind.PROMOTE, frozenset({Tier.CPU})): None,
+    (JobKind.PROMOTE, frozenset({Tier.CPU, Tier.NVME})): Route.PROMOTE,
+    (JobKind.DEMOTE, frozenset({Tier.NVME})): None,
+    (JobKind.DEMOTE, frozenset({Tier.CPU, Tier.NVME})): Route.DEMOTE,
+}
+"""By the tiers in which a move has slots. None: it has no source, and fails with ABSENT."""
+
+
+def route_of(kind: JobKind, move: Move) -> Route | None:
+    """Return the route of a move through host memory; None: it has no source."""
+    found = kind, frozenset(move.slots)
+    assert found in _ROUTES, f"a move without a target, or with one too many: {found}"
+    return _ROUTES[found]
 
 
 @dataclass(slots=True, eq=False)
@@ -173,7 +211,8 @@ class Part:
 
 
 class OpenFile(NamedTuple):
-    """An open segment file. ``drive``: as its home numbers them."""
+    """An open segment file. ``drive``: position in the list of the home that was opened, for a
+    neighbour's file too."""
 
     fd: int
     slot_bytes: int
@@ -184,7 +223,7 @@ class OpenFile(NamedTuple):
 NO_DRIVE = -1
 
 
-class Parts:
+class PartCutter:
     """Cuts jobs into parts of about ``part_bytes``, and lends them staging.
 
     A part through staging takes at most a quarter of it for a load and an eighth for a store, so
@@ -195,12 +234,11 @@ class Parts:
         self._resources = resources
         # To the nearest, since the header makes slots a little longer than a power of two.
         self._slots = [max(1, round(part_bytes / size)) for size in resources.geometry.slot_sizes]
-        self._staging: dict[bool, Arena] = {False: resources.staging}
-        """By whether a route is direct."""
+        self._staging: dict[Memory, Arena] = {Memory.STAGING: resources.staging}
         if resources.direct is not None:
-            self._staging[True] = cast("Arena", resources.direct.staging)
+            self._staging[Memory.GPU_STAGING] = cast("Arena", resources.direct.staging)
         self._free = {
-            direct: [list(range(count)) for count in staging.slot_counts] for direct, staging in self._staging.items()
+            memory: [list(range(count)) for count in staging.slot_counts] for memory, staging in self._staging.items()
         }
 
     def cut(self, work: Work, files: Mapping[int, OpenFile]) -> list[Part]:
@@ -216,10 +254,10 @@ class Parts:
         found: dict[tuple[Route, int], list[int]] = {}
         others = 0
         for position, move in enumerate(moves):
-            route = _route_of(work.job.kind, move)
+            route = route_of(work.job.kind, move)
             if route is None:
                 work.failed[position] = Reason.ABSENT
-            elif route.writes and not geometry.writes(resources.rank, move.slots[Tier.NVME].segment):
+            elif route.writes and not geometry.writes(resources.rank, route.far_slot(move).segment):
                 others += 1
             else:
                 group = 0 if len(geometry.groups) == 1 else group_of(move.key)
@@ -241,7 +279,7 @@ class Parts:
         size_class = self._resources.geometry.size_classes[group]
         count = self._slots[size_class]
         if route.staged:
-            arena = self._staging[route.direct]
+            arena = self._staging[route.memory]
             assert arena.slot_counts[size_class], "there is no staging for this size of slot"
             count = min(count, max(1, arena.slot_counts[size_class] // (8 if route.writes else 4)))
         else:
@@ -261,7 +299,7 @@ class Parts:
     def lend(self, part: Part) -> bool:
         """Lend a part its staging, where it needs any; return False where it has to wait."""
         if part.route.staged:
-            free, count = self._free[part.route.direct][part.size_class], len(part.positions)
+            free, count = self._free[part.route.memory][part.size_class], len(part.positions)
             if count > len(free):
                 return False
             part.staging, part.slots = free[:count], free[:count]
@@ -271,7 +309,7 @@ class Parts:
     def give_back(self, part: Part) -> None:
         """Take a part's staging back, if it has any: nothing touches it any more."""
         if part.staging:
-            free = self._free[part.route.direct][part.size_class]
+            free = self._free[part.route.memory][part.size_class]
             free.extend(part.staging)
             free.sort()  # so that parts find neighbours
 
@@ -279,7 +317,7 @@ class Parts:
     def all_given_back(self) -> bool:
         """Whether no staging is in use."""
         return all(
-            tuple(map(len, self._free[direct])) == staging.slot_counts for direct, staging in self._staging.items()
+            tuple(map(len, self._free[memory])) == staging.slot_counts for memory, staging in self._staging.items()
         )
 
 
@@ -287,26 +325,10 @@ def _by_drive(
     route: Route, positions: list[int], moves: Sequence[Move], files: Mapping[int, OpenFile]
 ) -> dict[int, list[int]]:
     """Return positions by the drive that their slots are on, in the order of the slots."""
-    if not (route.reads or route.writes):
+    if route.far is None:
         return {NO_DRIVE: sorted(positions, key=lambda at: moves[at].slots[Tier.CPU])}
     found: dict[int, list[int]] = {}
-    for position in sorted(positions, key=lambda at: moves[at].slots[Tier.NVME]):
-        file = files.get(moves[position].slots[Tier.NVME].segment)
+    for position in sorted(positions, key=lambda at: route.far_slot(moves[at])):
+        file = files.get(route.far_slot(moves[position]).segment)
         found.setdefault(NO_DRIVE if file is None else file.drive, []).append(position)
     return found
-
-
-def _route_of(kind: JobKind, move: Move) -> Route | None:
-    if kind is JobKind.LOAD:
-        if Tier.NVME in move.slots:
-            return Route.LOAD_KEPT if Tier.CPU in move.slots else Route.LOAD_STAGED
-        return Route.LOAD_CPU if Tier.CPU in move.slots else None
-    if kind is JobKind.STORE:
-        assert move.slots, "a store without a target"
-        return Route.STORE_CPU if Tier.CPU in move.slots else Route.STORE_STAGED
-    if kind is JobKind.PROMOTE:
-        assert Tier.CPU in move.slots, "a promotion without a target"
-        return Route.PROMOTE if Tier.NVME in move.slots else None
-    assert kind is JobKind.DEMOTE, kind
-    assert Tier.NVME in move.slots, "a demotion without a target"
-    return Route.DEMOTE if Tier.CPU in move.slots else None

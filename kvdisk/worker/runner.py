@@ -27,7 +27,7 @@ from kvdisk.messages import Job, JobKind, Reason, Report
 from kvdisk.stats import Stats
 from kvdisk.worker.device_io import DeviceIo
 from kvdisk.worker.files import FILE_KINDS, FileJobs
-from kvdisk.worker.routes import Leg, Part, Parts, Resources, Route, Work
+from kvdisk.worker.routes import Leg, Part, PartCutter, Resources, Route, Work
 from kvdisk.worker.slot_headers import SlotHeaders
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Runner:
         """No job's deadline that has not been looked at is sooner."""
         self._waiting: list[Work] = []
         """Jobs that name a segment which is being opened or dropped."""
-        self._parts = Parts(resources, part_bytes)
+        self._parts = PartCutter(resources, part_bytes)
         self._direct = resources.direct
         self._copies = Copies(resources, self._stats, clock)
         self._writes = 0

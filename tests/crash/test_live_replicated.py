@@ -25,6 +25,7 @@ from kvdisk.config import Config
 from kvdisk.errors import DeviceError
 from kvdisk.messages import SegmentSpec
 from kvdisk.worker.files import HomeFiles
+from kvdisk.worker.routes import OpenFile
 
 RANKS = 3
 MODEL = LiveModel(ranks=RANKS, windowed=True, replicated=True)
@@ -87,7 +88,7 @@ def test_a_lost_index_is_rebuilt_from_the_one_file_of_each_segment(quick_path: P
 class _Refusing(HomeFiles):
     """Files of a rank that cannot open what another rank has made."""
 
-    def open_segment(self, spec: SegmentSpec) -> int:
+    def open_segment(self, spec: SegmentSpec) -> OpenFile | None:
         if not spec.create and not self._writes(spec):
             raise DeviceError(errno.EIO, "planted")
         return super().open_segment(spec)
@@ -115,7 +116,7 @@ def test_a_writer_that_has_no_room_undoes_the_segment(quick_path: Path, monkeypa
     made: list[int] = []
     original = HomeFiles.open_segment
 
-    def open_segment(self: HomeFiles, spec: SegmentSpec) -> int:
+    def open_segment(self: HomeFiles, spec: SegmentSpec) -> OpenFile | None:
         if spec.create and self._writes(spec):
             made.append(self._rank)
             raise DeviceError(errno.ENOSPC, "planted")

@@ -30,6 +30,7 @@ from kvdisk.geometry import ALIGNMENT, round_up
 from kvdisk.index.lmdb_tables import LmdbTables
 from kvdisk.worker.files import HomeFiles
 from kvdisk.worker.mover import Mover
+from kvdisk.worker.routes import OpenFile
 
 
 class Hook:
@@ -126,11 +127,11 @@ def turned_rank(hook: Hook) -> Callable[..., LocalRank]:
     """Return what makes the ranks of a ``LiveEngine``."""
 
     class Files(HomeFiles):
-        def open_segment(self, spec: Any) -> int:
+        def open_segment(self, spec: Any) -> OpenFile | None:
             _fail(hook.before("segment"), "segment")
-            fd = super().open_segment(spec)
+            file = super().open_segment(spec)
             hook.after("segment")
-            return fd
+            return file
 
     def make(config: Any, model: LiveModel, rank: int, layers: Any) -> Any:
         with (

@@ -21,7 +21,7 @@ from kvdisk.worker.copier import CudaCopier, CudaLanes, LayerBlocks
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.gpu_staging import GpuStaging
 from kvdisk.worker.mover import Mover
-from kvdisk.worker.routes import Resources
+from kvdisk.worker.routes import OpenFile, Resources
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -51,7 +51,7 @@ class OneFile:
     def open_segment(self, spec) -> int:
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
         os.posix_fallocate(self.fd, 0, slot_offset(spec.slot_bytes, spec.slot_count))
-        return self.fd
+        return OpenFile(self.fd, spec.slot_bytes, spec.slot_count)
 
     def drop_segment(self, spec) -> None:
         pass

@@ -22,6 +22,7 @@ from kvdisk.errors import CorruptRecord, DeviceError
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, segment_file_bytes, slot_offset
 from kvdisk.messages import HomeSpec, SegmentSpec
 from kvdisk.testing.faulty_device import FaultyDevice, HeldBatch
+from kvdisk.worker.routes import OpenFile
 
 _FIRST_FD = 3
 
@@ -105,7 +106,7 @@ class SimFiles:
             del self._drive.files[segment]
         self._joined = True
 
-    def open_segment(self, spec: SegmentSpec) -> int:
+    def open_segment(self, spec: SegmentSpec) -> OpenFile:
         """See ``SegmentFiles``."""
         assert spec.segment not in self._open
         self._must_have_joined()
@@ -121,7 +122,7 @@ class SimFiles:
         fd = next(fd for fd in range(_FIRST_FD, _FIRST_FD + len(self.descriptors) + 1) if fd not in self.descriptors)
         self.descriptors[fd] = file
         self._open[spec.segment] = fd
-        return fd
+        return OpenFile(fd, spec.slot_bytes, spec.slot_count, spec.drive)
 
     def drop_segment(self, spec: SegmentSpec) -> None:
         """See ``SegmentFiles``."""

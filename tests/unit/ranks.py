@@ -22,7 +22,7 @@ from kvdisk.worker.copier import HostCopier, Lane, LayerBlocks
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.gpu_staging import GpuStaging
 from kvdisk.worker.mover import Mover
-from kvdisk.worker.routes import Resources
+from kvdisk.worker.routes import OpenFile, Resources
 
 GPU_BLOCKS = 48
 LAYERS = (3, 1)
@@ -59,14 +59,14 @@ class NamedFiles:
     def open_home(self, spec: HomeSpec) -> None:
         self.calls.append(f"home {spec.home_id[:4]}")
 
-    def open_segment(self, spec: SegmentSpec) -> int:
+    def open_segment(self, spec: SegmentSpec) -> OpenFile:
         if spec.segment in self.slow:
             self.opening.set()
             assert self.slow[spec.segment].wait(600.0)
         if spec.segment in self.broken:
             raise DeviceError(errno.ENOSPC, f"segment {spec.segment}")
         self.calls.append(f"open {spec.segment}")
-        return 100 + spec.segment
+        return OpenFile(100 + spec.segment, spec.slot_bytes, spec.slot_count, spec.drive)
 
     def drop_segment(self, spec: SegmentSpec) -> None:
         self.calls.append(f"drop {spec.segment}")

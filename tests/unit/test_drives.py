@@ -8,15 +8,17 @@ import json
 import os
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from kvdisk.blocks import JobId
 from kvdisk.device.listing import list_homes, readable_indexes
 from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
-from kvdisk.messages import HomeSpec, SegmentSpec
-from kvdisk.worker.files import HomeFiles
+from kvdisk.messages import FOREIGN_SEGMENTS, ForeignSegment, HomeSpec, Job, JobKind, Reason, SegmentSpec
+from kvdisk.worker.files import FileJobs, HomeFiles
 
 MINE = bytes(range(32))
 OTHER = b"\x77" * 32
@@ -121,6 +123,34 @@ def test_a_drive_that_a_rank_cannot_open_fails_only_its_segments(dirs, tmp_path)
     files.close()
     (tmp_path / "away").rename(dirs[1])
     home.close(clean=True)
+
+
+def test_a_neighbours_segment_is_on_a_drive_of_our_own_list(dirs):
+    theirs = acquire(dirs)
+    their_files = joined(dirs, theirs)
+    for drive in range(3):
+        their_files.open_segment(SPEC._replace(segment=drive, drive=drive))
+    ours = [dirs[0], dirs[2], dirs[1]]
+    mine = acquire(ours)
+
+    def open_theirs() -> tuple[list[Reason | None], dict[int, int]]:
+        jobs = FileJobs(joined(ours, mine), Mock(), Mock(), uses=Mock(), threaded=False)
+        for drive in range(3):
+            source = ForeignSegment(theirs.id, drive)
+            spec = SPEC._replace(segment=FOREIGN_SEGMENTS + drive, drive=drive, create=False, source=source)
+            jobs.add(Job(JobId(drive), JobKind.OPEN_SEGMENT, segment=spec))
+        reasons = [reason for _, reason in jobs.turn()]
+        found = {segment - FOREIGN_SEGMENTS: file.drive for segment, file in jobs.open.items()}
+        jobs.close()
+        return reasons, found
+
+    assert open_theirs() == ([None] * 3, {0: 0, 1: 2, 2: 1})
+    mine.folder(1).segments_path.rmdir()
+    mine.folder(1).segments_path.touch()
+    assert open_theirs() == ([None, None, Reason.IO_ERROR], {0: 0, 1: 2}), "what is not open for ours is not for theirs"
+    their_files.close()
+    theirs.close(clean=True)
+    mine.close(clean=True)
 
 
 def test_a_deletion_takes_all_folders_and_the_cap_counts_them(dirs):

@@ -36,8 +36,8 @@ def test_made_once_opened_again_dropped(tmp_path, home, spec):
     before = open_files()
     files = HomeFiles(tmp_path, 0, 2)
     files.open_home(spec)
-    fd = files.open_segment(SPEC)
-    assert os.fstat(fd).st_size == os.path.getsize(home.segments_path / "3" / "rank0.kv")
+    file = files.open_segment(SPEC)
+    assert os.fstat(file.fd).st_size == os.path.getsize(home.segments_path / "3" / "rank0.kv")
     files.close()
     files.close()
     assert open_files() == before
@@ -98,7 +98,7 @@ _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
 files = HomeFiles(sys.argv[1], 0, 1)
 files.open_home(HomeSpec(sys.argv[2], bytes(range(32)), ()))
-print(len({files.open_segment(SegmentSpec(segment, 8192, 1)) for segment in range(200)}))
+print(len({files.open_segment(SegmentSpec(segment, 8192, 1)).fd for segment in range(200)}))
 """
 
 

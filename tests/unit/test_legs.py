@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import pytest
 from ranks import Rank, segment_of
 
 from kvdisk.blocks import JobId, Slot, Tier, make_block_key
 from kvdisk.messages import Job, JobKind, Move
-from kvdisk.worker.routes import NO_DRIVE, OpenFile, Parts, Route, Work
+from kvdisk.worker.routes import NO_DRIVE, OpenFile, PartCutter, Route, Work, route_of
 
 
 def cut(slots: list[Slot], **drives: int) -> list[tuple[Route, int, list[Slot]]]:
@@ -17,7 +18,7 @@ def cut(slots: list[Slot], **drives: int) -> list[tuple[Route, int, list[Slot]]]
     files = {int(name[1:]): OpenFile(100, segment_of(0).slot_bytes, 8, drive) for name, drive in drives.items()}
     rank = Rank()
     work = Work(Job(JobId(1), JobKind.LOAD, moves, request_id="one"), None, 0.0)
-    parts = Parts(rank.mover._runner._resources, 2 * segment_of(0).slot_bytes).cut(work, files)
+    parts = PartCutter(rank.mover._runner._resources, 2 * segment_of(0).slot_bytes).cut(work, files)
     rank.mover.close()
     assert work.left == len(slots)
     return [(part.route, part.drive, [slots[at] for at in part.positions]) for part in parts]
@@ -42,3 +43,17 @@ def test_drives_are_read_in_turn_a_part_at_a_time():
         (0, [Slot(4, 4)]),
         (1, [Slot(7, 4), Slot(8, 1)]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tiers"),
+    [
+        (JobKind.STORE, ()),
+        (JobKind.STORE, (Tier.CPU, Tier.NVME)),
+        (JobKind.PROMOTE, (Tier.NVME,)),
+        (JobKind.DEMOTE, (Tier.CPU,)),
+    ],
+)
+def test_a_move_without_one_target_is_an_error_of_ours(kind, tiers):
+    with pytest.raises(AssertionError, match="a target"):
+        route_of(kind, Move(make_block_key(b"one", 0), 1, 1, dict.fromkeys(tiers, Slot(3, 0))))
