@@ -18,7 +18,7 @@ from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
 
 MLA_TYPES = frozenset({"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "pangu_ultra_moe", "axk1"})
-"""Kinds of models whose latent KV vLLM keeps as such."""
+"""vLLM: the kinds of models whose latent KV it keeps as such."""
 
 _NESTED = ("text_config", "llm_config", "language_config", "language_model_config", "thinker_config")
 _HEADS_ARE_KV_HEADS = frozenset({"llama", "gpt2", "gpt_neox", "gptj", "opt", "phi", "bloom", "stablelm"})
@@ -98,10 +98,10 @@ class ModelKv(NamedTuple):
 
 
 def group_layers(windows: tuple[int | None, ...]) -> list[tuple[int, int | None]]:
-    """Return layers and window of each KV-cache group that vLLM makes of layers of one size.
+    """Return layers and window of each KV-cache group that an engine makes of layers of one size.
 
-    Layers of one kind are one group. Of several kinds each is cut into groups of as many layers as
-    the rarest has, or as the most frequent where that is not much more.
+    vLLM: layers of one kind are one group. Of several kinds each is cut into groups of as many
+    layers as the rarest has, or as the most frequent where that is not much more.
     """
     kinds = {window: windows.count(window) for window in dict.fromkeys(windows)}
     least, most = min(kinds.values()), max(kinds.values())

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that kvdisk knows of vLLM's insides, and all that differs between the versions it supports.
+"""What kvdisk knows of vLLM's insides, and what differs between the versions it supports.
 
-vLLM's connector API calls itself experimental. Whatever is read from its objects beyond a hook's
-own arguments is read here, so that a new version means a change in this file.
+vLLM's connector API calls itself experimental. Here are its KV-cache specifications, its block
+pool, its tensors, and its hooks. The other files of this room take fields of what a hook is given
+(configurations, requests, outputs), and the classes of events, metrics and the plugin. What other
+rooms assume of vLLM is marked there: docs/TESTING.md, "Another vLLM".
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from kvdisk.geometry import Geometry, GroupGeometry
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
@@ -41,6 +44,36 @@ if TYPE_CHECKING:
 SUPPORTED_VERSIONS = ((0, 32), (0, 33))
 """0.32 is what the tests run on; 0.33 adds ``supports_sleep_mode`` and keeps no reference count on
 null blocks."""
+
+LEFT_ALONE = {
+    "bind_kv_cache_manager": "it hands the manager's pool to bind_gpu_block_pool, and kvdisk needs no more of it",
+    "clear_connector_metadata": "the base keeps the step's metadata",
+    "finish_forward": "stores begin in wait_for_save, which comes after it",
+    "get_finished": "get_transfer_results answers in its place, and says also which loads failed",
+    "get_finished_count": "None: a load has ended when every rank says so",
+    "get_kv_connector_kv_cache_events": "events come from the scheduler, by take_events",
+    "get_loaded_kv_cache_group_ids": "all groups that can be in a prefix cache: those of every kind that is accepted",
+    "get_mem_pool_context": "None: the engine allocates the KV cache as it does without a connector",
+    "get_required_kvcache_layout": "None: layer_blocks takes every layout in which a block is contiguous",
+    "has_connector_metadata": "the base keeps the step's metadata",
+    "has_pending_block_frees": "False: no transfer holds a block that a preemption could wait for",
+    "register_finished_partial_tail": "called for Mamba's state, and Mamba is refused",
+    "requires_piecewise_for_cudagraph": "False: no hook by layer does anything",
+    "reset_capture_state": "hooks by layer do nothing, so a capture changes nothing",
+    "restore_kv_caches": "called after sleep, which is refused",
+    "role": "the base keeps it",
+    "set_host_xfer_buffer_ops": "kvdisk copies the blocks itself",
+    "supports_divergent_local_hybrid_hits": "False: it is about Mamba's state, and Mamba is refused",
+    "unregister_kv_caches": "called before sleep, which is refused",
+}
+"""The hooks that kvdisk does not override, and why."""
+
+ADDED_HOOKS = {
+    "restore_kv_caches": (0, 33),
+    "supports_sleep_mode": (0, 33),
+    "unregister_kv_caches": (0, 33),
+}
+"""Hooks that not every supported version has, and the first that has them."""
 
 SUPPORTED_DRAFTERS = frozenset({"ngram", "suffix", "eagle", "eagle3", "mtp"})
 """Those with layers of their own have them in KV-cache groups that vLLM marks, or among the model's
@@ -255,6 +288,17 @@ def _block_view(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor
         (num_blocks, expected * size),
         (blocks.stride(0) * size, 1),
     )
+
+
+def unfilled_blocks(blocks: KVCacheBlocks) -> list[list[int]]:
+    """Return a request's GPU blocks by group, 0 for those that no load may write to.
+
+    A block that has a hash already is somebody's: its KV is there.
+    """
+    return [
+        [0 if block.is_null or block.block_hash is not None else block.block_id for block in group]
+        for group in blocks.blocks
+    ]
 
 
 def overwritten_blocks(output: SchedulerOutput) -> set[int]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_events import AllBlocksCleared
 
 from kvdisk.blocks import BlockKey, JobId
+from kvdisk.connector.adapter import unfilled_blocks
 from kvdisk.messages import Job, JobKind, Move, Plan, Report
 from kvdisk.stats import Stats
 
@@ -49,17 +50,6 @@ def say_off(error: Exception, hook: str, own: Iterable[str]) -> None:
         hook,
         exc_info=error,
     )
-
-
-def unfilled_blocks(blocks: KVCacheBlocks) -> list[list[int]]:
-    """Return a request's GPU blocks by group, 0 for those that no load may write to.
-
-    A block that has a hash already is somebody's: its KV is there.
-    """
-    return [
-        [0 if block.is_null or block.block_hash is not None else block.block_id for block in group]
-        for group in blocks.blocks
-    ]
 
 
 class SchedulerOff:

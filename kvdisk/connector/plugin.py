@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How kvdisk joins vLLM: the plugin entry point, which every process of an engine calls, and the
+"""How vLLM finds kvdisk: the plugin entry point, which every process of an engine calls, and the
 log."""
 
 from __future__ import annotations

@@ -26,10 +26,11 @@ from kvdisk.connector.adapter import (
     refuse_store_policy,
     sizes_are_certain,
     step_blocks_of,
+    unfilled_blocks,
 )
 from kvdisk.connector.events import EventWriter
 from kvdisk.connector.identity import fingerprint_of
-from kvdisk.connector.off import SchedulerOff, unfilled_blocks
+from kvdisk.connector.off import SchedulerOff
 from kvdisk.errors import ConfigError, QuietLog
 from kvdisk.manager.requests import RequestLimits
 from kvdisk.messages import Plan, Report

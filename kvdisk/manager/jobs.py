@@ -214,8 +214,8 @@ class StoreSources:
     """The fence: which GPU blocks stores still copy from, and which of them a step is about to
     overwrite.
 
-    A store holds no reference on a GPU block, and the engine frees and reuses it freely: when a
-    request ends, is aborted or preempted, or its window moves on. The worker delays the step that
+    vLLM: it frees and reuses a GPU block when a request ends, is aborted or preempted, or its
+    window moves on; a store holds no reference that would keep it. The worker delays the step that
     overwrites it until it is copied.
     """
 

@@ -265,8 +265,8 @@ class LoadPlanner:
         end_tokens = local_tokens + external_tokens
         blocks: list[_Block] = []
         for group in self._geometry.groups:
-            # What the engine has given a block is loaded or fails, even where ``lookup`` needed
-            # less of a window: the engine would cache a block that nobody wrote under its hash.
+            # vLLM: it caches each block that it gave under its hash. So each is loaded or fails,
+            # even where ``lookup`` needed less of a window: else nobody would have written it.
             positions = range(local_tokens // group.block_tokens, end_tokens // group.block_tokens)
             blocks += self._find_sources(request, group.group, positions, block_ids[group.group])
         self._land(blocks)

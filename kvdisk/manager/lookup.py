@@ -37,9 +37,9 @@ def first_needed(group: GroupGeometry, local_tokens: int, hit_tokens: int) -> in
     """Return the position of the first block that a hit of ``hit_tokens`` needs from outside the
     GPU.
 
-    A sliding window of w tokens whose next token is at ``hit_tokens`` reads the w - 1 tokens before
-    it, and vLLM allocates no block that lies wholly before them (its
-    ``SlidingWindowManager.get_num_skipped_tokens``).
+    vLLM: a sliding window of w tokens whose next token is at ``hit_tokens`` reads the w - 1 tokens
+    before it, and no block is allocated that lies wholly before them
+    (``SlidingWindowManager.get_num_skipped_tokens``).
     """
     start = local_tokens
     if group.window_tokens is not None:

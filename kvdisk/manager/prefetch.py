@@ -29,7 +29,7 @@ _READY = bytes([READY])
 class GpuLoads:
     """Blocks that loads are just bringing to the GPU, so that one load serves all who need them.
 
-    The engine has a loaded block in its prefix cache before it looks up any waiting request again:
+    vLLM: it has a loaded block in its prefix cache before it looks up any waiting request again. So
     whoever has waited for the load finds its blocks on the GPU. A block that two jobs load is the
     later one's.
 

@@ -368,8 +368,8 @@ class _Front:
     """The blocks of the free queue from its head to a cursor, in order. A step's cost is that of
     what has changed.
 
-    The engine takes blocks at the head, may put some before it, and takes others out anywhere when
-    a request hits them (``leave``). ``_members``: those of ``_blocks`` that have not left.
+    vLLM: it takes blocks at the head, may put some before it, and takes others out anywhere when a
+    request hits them (``leave``). ``_members``: those of ``_blocks`` that have not left.
     """
 
     def __init__(self) -> None:

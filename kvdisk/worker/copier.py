@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between vLLM's blocks and arena slots.
 
-vLLM lays the layers of a group at a regular distance in one allocation, so that all layers of many
+vLLM: the layers of a group lie at a regular distance in one allocation, so that all layers of many
 blocks are one strided view, and one index operation copies them all: ``LayerBlocks`` finds such
 stacks. Layers that do not fit a stack become stacks of their own, one operation each.
 """

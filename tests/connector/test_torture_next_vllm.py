@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tests of the scheduler's side on the newest vLLM, which has no CPU build: for them its Python
-is enough."""
+"""The tests that need no compiled part of vLLM, on the supported versions that are not installed:
+for them a version's Python is enough."""
 
 from __future__ import annotations
 
@@ -14,12 +14,21 @@ from xml.etree import ElementTree
 
 import pytest
 
+from kvdisk.connector.adapter import SUPPORTED_VERSIONS, vllm_minor_version
+
 pytestmark = [pytest.mark.vllm, pytest.mark.torture]
 
 ROOT = Path(__file__).resolve().parents[2]
-VERSION = "0.33.0"
-FOLDER = ROOT / "build" / f"vllm-{VERSION}-python"
-FILES = ("test_scheduler_*.py", "test_switched_off.py", "test_hung_commits.py", "test_sizes.py")
+VERSIONS = ("0.33.0",)
+FILES = (
+    "test_hooks.py",
+    "test_hung_commits.py",
+    "test_metrics.py",
+    "test_scheduler_*.py",
+    "test_sizes.py",
+    "test_start.py",
+    "test_switched_off.py",
+)
 WHICH = "not gpu and not torture"
 
 
@@ -51,14 +60,22 @@ def lay_python(folder: Path, version: str) -> None:
         python.rename(folder)
 
 
-def test_the_schedulers_side_on_the_newest_vllm(tmp_path: Path) -> None:
-    lay_python(FOLDER, VERSION)
+def test_every_supported_version_is_tested() -> None:
+    minors = {tuple(int(number) for number in version.split(".")[:2]) for version in VERSIONS}
+    assert minors | {vllm_minor_version()} == set(SUPPORTED_VERSIONS)
+    assert len(minors) == len(VERSIONS)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_needs_only_the_python_of_another_vllm(version: str, tmp_path: Path) -> None:
+    folder = ROOT / "build" / f"vllm-{version}-python"
+    lay_python(folder, version)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(FOLDER), str(ROOT)])
+    environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT)])
     which = [sys.executable, "-c", "import vllm; print(vllm.__version__, vllm.__file__)"]
     said = subprocess.run(which, env=environment, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     found, path = said.splitlines()[-1].split(maxsplit=1)
-    assert found.startswith(VERSION) and Path(path).is_relative_to(FOLDER), said
+    assert found.startswith(version) and Path(path).is_relative_to(folder), said
     files = sorted(str(file) for name in FILES for file in (ROOT / "tests" / "connector").glob(name))
     listing = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "-m", WHICH, *files]
     listed = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -69,7 +86,7 @@ def test_the_schedulers_side_on_the_newest_vllm(tmp_path: Path) -> None:
         command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     if done.returncode != 0:
-        pytest.fail(f"on vLLM {VERSION}:\n{done.stdout[-20_000:]}", pytrace=False)
+        pytest.fail(f"on vLLM {version}:\n{done.stdout[-20_000:]}", pytrace=False)
     suites = ElementTree.parse(report).getroot().iter("testsuite")  # noqa: S314 - pytest's own, of a moment ago
     counts = [{name: int(suite.get(name, 0)) for name in ("tests", "skipped")} for suite in suites]
     assert sum(count["tests"] for count in counts) == sum("::" in line for line in listed) > 0, counts
