@@ -37,7 +37,7 @@ from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout
 from kvdisk.manager.store_policy import make_store_policy
-from kvdisk.manager.tiers import CpuSpace
+from kvdisk.manager.tiers import CpuSpace, Tiers
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.recovery import open_index, rebuild_index
 from kvdisk.telemetry import LOG_S, WRITE_S, Telemetry
@@ -147,7 +147,7 @@ def assemble_scheduler(
             if cpu is None or error.is_of_process:
                 raise
             logger.warning("kvdisk goes on without its NVMe tier until the next start: %s", error)
-    manager = TierManager(parts, cpu, nvme, make_store_policy(config.store_policy), time.time_ns(), neighbours)
+    manager = TierManager(parts, Tiers(cpu, nvme), make_store_policy(config.store_policy), time.time_ns(), neighbours)
     _log_start(config, geometry, parts.catalog, home)
     telemetry = _make_telemetry(manager, geometry, home, str(description.get("model", "")))
     jobs = [(WRITE_S, telemetry.write), (LOG_S, telemetry.log)]

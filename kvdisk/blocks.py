@@ -20,7 +20,7 @@ MAX_KEY_BYTES = 128
 
 
 class Tier(IntEnum):
-    """Where a copy of a block can be."""
+    """Where a copy of a block can be, the fastest first: order counts."""
 
     GPU = 0
     CPU = 1

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
+from kvdisk.blocks import Tier
+
 MOST_SAMPLES = 1024
 """Samples of one series that are kept one by one between two reports; of what is beyond, number and
 sum are."""
@@ -44,7 +46,8 @@ class Metric(NamedTuple):
     buckets: tuple[float, ...] = ()
 
 
-TIERS = ("cpu", "nvme")
+TIER_WORDS: Mapping[str, str] = {"gpu": "GPU", "cpu": "CPU", "nvme": "NVMe"}
+TIERS = tuple(tier.name.lower() for tier in Tier if tier is not Tier.GPU)
 REFUSALS = ("reuse", "room", "budget")
 """Why a tier refuses what it is offered."""
 JOBS = ("store", "load", "demote", "promote")

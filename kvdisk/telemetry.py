@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from kvdisk import __version__
 from kvdisk.device.telemetry_file import JSON_VERSION
 from kvdisk.manager.manager import Gauges
-from kvdisk.stats import FAILURES, Samples, Stats, by_metric
+from kvdisk.stats import FAILURES, TIER_WORDS, TIERS, Samples, Stats, by_metric
 
 logger = logging.getLogger("kvdisk")
 
@@ -199,23 +199,23 @@ def summarize(rose: Stats, seconds: float | None = None) -> dict[str, str]:
     amounts.
     """
     found: dict[str, str] = {}
-    for tier, name in (("cpu", "CPU"), ("nvme", "NVMe")):
+    for tier in TIERS:
         hit, missed = rose[f"hit_tokens.{tier}"], rose[f"missed_tokens.{tier}"]
         if hit or missed:
-            found[f"{name} hits"] = f"{100 * hit / (hit + missed):.1f} %"
+            found[f"{TIER_WORDS[tier]} hits"] = f"{100 * hit / (hit + missed):.1f} %"
     for name, routes in _MOVED.items():
         moved_bytes = sum(rose.sum_of(f"transfer_bytes.{route}") for route in routes)
         if moved_bytes:
             found[name] = (
                 f"{moved_bytes / 1e6:,.1f} MB" if seconds is None else f"{moved_bytes / seconds / 1e6:,.1f} MB/s"
             )
-    for tier, name in (("cpu", "CPU"), ("nvme", "NVMe")):
+    for tier in TIERS:
         capacity_bytes = rose.gauges.get(f"capacity_bytes.{tier}", 0)
         if capacity_bytes:
-            found[f"{name} fill"] = f"{100 * rose.gauges[f'used_bytes.{tier}'] / capacity_bytes:.0f} %"
-    evicted = [rose[f"evicted_blocks.{tier}"] for tier in ("cpu", "nvme")]
-    if any(evicted):
-        found["evicted blocks"] = f"{evicted[0]:,} CPU {evicted[1]:,} NVMe"
+            found[f"{TIER_WORDS[tier]} fill"] = f"{100 * rose.gauges[f'used_bytes.{tier}'] / capacity_bytes:.0f} %"
+    evicted = {tier: rose[f"evicted_blocks.{tier}"] for tier in TIERS}
+    if any(evicted.values()):
+        found["evicted blocks"] = " ".join(f"{count:,} {TIER_WORDS[tier]}" for tier, count in evicted.items())
     for series, name in FAILURES.items():
         if rose[series]:
             found[name] = f"{rose[series]:,}"

@@ -52,7 +52,7 @@ from kvdisk.device.drives import list_directories
 from kvdisk.device.listing import HomeOwner, list_owners
 from kvdisk.device.telemetry_file import DriveTelemetry, TelemetryRecord, read_telemetry
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
-from kvdisk.stats import FAILURES, JOBS, ROUTES, TIERS
+from kvdisk.stats import FAILURES, JOBS, ROUTES, TIER_WORDS, TIERS
 
 JSON_VERSION = 1
 STALE_S = 3.0
@@ -63,7 +63,6 @@ READS = ("nvme_to_cpu", "nvme_to_gpu")
 WRITES = ("cpu_to_nvme", "gpu_to_nvme")
 ORPHANS_SHOWN = 8
 PROBLEMS_SHOWN = 5
-_TIER_NAMES = {"cpu": "CPU", "nvme": "NVMe"}
 _FLOWS = (("GPU → memory", ("gpu_to_cpu",)), ("memory → GPU", ("cpu_to_gpu",)), ("→ NVMe", WRITES), ("NVMe →", READS))
 _SPARKS = "▁▂▃▄▅▆▇█"
 _WIDE, _NARROW = 96, 76
@@ -485,7 +484,7 @@ def _head(frame: Frame) -> RenderableType:
     found = [Text.assemble("hits ", (share(totals.hit_rate), "bold"), " since their start")]
     for tier, capacity_bytes in totals.capacity_bytes.items():
         if capacity_bytes:
-            found.append(Text(f"{_TIER_NAMES[tier]} {size(totals.used_bytes[tier])} of {size(capacity_bytes)}"))
+            found.append(Text(f"{TIER_WORDS[tier]} {size(totals.used_bytes[tier])} of {size(capacity_bytes)}"))
     lines.add_row("Totals", Text("   ").join(found))
     if totals.written_bytes_per_s is not None:
         written, read = per_second(totals.written_bytes_per_s), per_second(totals.read_bytes_per_s)
@@ -568,9 +567,9 @@ def _tiers(engine: Engine, width: int) -> RenderableType:
             f"evicts {'?' if evicted is None else f'{evicted:,.0f}'}/s",
         )
         if width >= _NARROW:
-            lines.add_row(_TIER_NAMES[name], *cells)
+            lines.add_row(TIER_WORDS[name], *cells)
         else:
-            lines.add_row(_TIER_NAMES[name], *cells[:2])
+            lines.add_row(TIER_WORDS[name], *cells[:2])
             lines.add_row("", *cells[2:])
     return lines
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_events import AllBlocksCleared
 
 from kvdisk.blocks import BlockKey, JobId
+from kvdisk.config import Config
 from kvdisk.connector.adapter import unfilled_blocks
 from kvdisk.messages import Job, JobKind, Move, Plan, Report
 from kvdisk.stats import Stats
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvdisk.connector")
 
-OWN_POLICIES = ("store_policy", "cpu_admission", "nvme_admission")
+OWN_POLICIES = tuple(each.name for each in fields(Config) if each.name.endswith(("_policy", "_admission")))
 """Settings that may name a class of the user's."""
 
 

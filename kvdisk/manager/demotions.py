@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import compress
 
+from kvdisk.blocks import JobId
 from kvdisk.manager.catalog import ABSENT, READY
 from kvdisk.manager.jobs import MoveDetail
 from kvdisk.manager.neighbours import NeighbourCopies
@@ -22,6 +23,7 @@ from kvdisk.messages import JobKind, Move
 
 MAX_DEMOTE_MOVES = 64
 MAX_DEMOTE_JOBS = 4
+"""Queued or out, from one tier to the next."""
 
 
 class Demotions:
@@ -39,9 +41,9 @@ class Demotions:
         self._upper = upper
         self._lower = lower
         self._neighbours = neighbours
-        self._limits = [max(1, count // 2) for count in upper.pool.total]
-        self._queued = RowLists(len(self._limits))
+        self._queued = RowLists(len(upper.pool.total))
         """By size class."""
+        self._jobs: list[JobId] = []
         self.stalls = False
         upper.lower = self
 
@@ -72,7 +74,7 @@ class Demotions:
         taken = 0
         for row in rows:
             size_class = self._upper.class_of(row)
-            if not self._queued.holds(row) and self.count(size_class) < self._limits[size_class]:
+            if not self._queued.holds(row) and self.count(size_class) < self.limit(size_class):
                 self._queued.append((row,), size_class)
                 taken += 1
         return taken
@@ -93,7 +95,7 @@ class Demotions:
         return False
 
     def _is_with_neighbour(self, row: int) -> bool:
-        return self._lower.holds_neighbours and self._neighbours.holds(self._catalog.keys[row])
+        return self._neighbours.holds(self._catalog.keys[row], self._lower.tier)
 
     # -- what is queued ----------------------------------------------------------------------------
 
@@ -110,6 +112,10 @@ class Demotions:
         """Return how many copies of a size class are queued."""
         return self._queued.counts[size_class]
 
+    def limit(self, size_class: int) -> int:
+        """Return how many copies of a size class may be queued."""
+        return max(1, self._upper.pool.total[size_class] // 2)
+
     @property
     def total(self) -> int:
         """How many copies are queued."""
@@ -122,13 +128,14 @@ class Demotions:
         some."""
         lower = self._lower
         if not lower.is_open:
-            self._queued = RowLists(len(self._limits))
+            self._queued = RowLists(len(self._queued.counts))
             return
+        self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
         self.stalls = not lower.refresh_writable(now)
         lower.make_room(now, list(self._queued.counts))
-        for size_class in range(len(self._limits)):
+        for size_class in range(len(self._queued.counts)):
             while self.count(size_class) and lower.refresh_writable(now):
-                if self._transfers.count(JobKind.DEMOTE) >= MAX_DEMOTE_JOBS:
+                if len(self._jobs) >= MAX_DEMOTE_JOBS:
                     return
                 if not self._plan_job(size_class):
                     break
@@ -153,7 +160,8 @@ class Demotions:
             for row, slot in zip(rows, slots, strict=True)
         ]
         details = [MoveDetail(row, source=source, target=target) for row in rows]
-        self._transfers.add(JobKind.DEMOTE, moves, details, epoch=self._state.epoch)
+        record = self._transfers.add(JobKind.DEMOTE, moves, details, epoch=self._state.epoch)
+        self._jobs.append(record.job.id)
         return True
 
     def can_go_on(self, now: float, *, silent: bool) -> bool:

@@ -79,6 +79,10 @@ class Transfers:
         self._released: list[JobRecord] = []
         self._copied: list[JobRecord] = []
 
+    def __contains__(self, job_id: JobId) -> bool:
+        """Whether a job is queued or out."""
+        return job_id in self._records
+
     def __len__(self) -> int:
         return len(self._records)
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from itertools import compress
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier
-from kvdisk.manager import neighbours
 from kvdisk.manager.admission import Demand
 from kvdisk.manager.catalog import ABSENT
 from kvdisk.manager.chains import NONE, TIERS
@@ -242,7 +241,7 @@ class LoadPlanner:
         slowest = self._tiers.first.tier
         for keys in self._needed_keys(request, local_tokens, hit):
             for row in self._catalog.find_all(keys):
-                slowest = max(slowest, self._catalog.readable_tier(row) or neighbours.TIER)
+                slowest = max(slowest, self._catalog.readable_tier(row) or self._neighbours.tier)
         return self._threshold.is_worth(hit - local_tokens, slowest, request.arrival)
 
     def _may_wait(self, request: RequestState, now: float) -> bool:
@@ -294,14 +293,14 @@ class LoadPlanner:
             key, source = keys[position], catalog.readable_tier(row)
             block = _Block(key, keys[position - 1] if position else None, group, position, gpu_blocks[position])
             found.append(block)
-            hint = self._neighbours.hint(key) if source is None else None
+            taken = self._neighbours.take(key) if source is None else None
             if source is not None:
                 pinned.setdefault(source, []).append(row)
                 block.row, block.source, block.slots[source] = row, source, catalog.slot(row, source)
                 block.generation, block.parent = catalog.generations[row], catalog.parent(row)
-            elif hint is not None:
-                block.source, block.slots[neighbours.TIER] = neighbours.TIER, self._neighbours.pin(hint)
-                block.generation = hint.generation
+            elif taken is not None:
+                block.source, slot, block.generation = taken
+                block.slots[block.source] = slot
         for tier, rows in pinned.items():
             catalog.pin(rows, tier)
         self._demand.count_demand([block.key for block in found if block.source is not None], request.request_id)

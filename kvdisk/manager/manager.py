@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from itertools import pairwise
 
 from kvdisk.blocks import BlockKey, JobId, Tier
 from kvdisk.geometry import FILE_EPOCH
@@ -23,14 +22,13 @@ from kvdisk.manager.events import Journal
 from kvdisk.manager.jobs import StoreSources, Transfers
 from kvdisk.manager.loads import LoadPlanner, LoadThreshold
 from kvdisk.manager.neighbours import NeighbourCopies
-from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.prefetch import GpuLoads, PendingReads, Promotions
 from kvdisk.manager.requests import HitCounts, RequestLimits, RequestState
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.stores import StorePlanner
-from kvdisk.manager.tiers import CpuSpace, Tiers
+from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind, Plan, Report
 
 LONGEST_SILENCE = 4
@@ -39,7 +37,7 @@ a drive hangs."""
 
 
 class TierManager:
-    """See the module. ``cpu`` or ``nvme`` is None where the tier does not exist; not both.
+    """See the module.
 
     ``first_generation``: larger than any that this engine's store has seen.
     ``neighbours``: the other engines of the store; None: nobody else's blocks are looked for.
@@ -48,8 +46,7 @@ class TierManager:
     def __init__(
         self,
         parts: Parts,
-        cpu: CpuSpace | None,
-        nvme: NvmeSpace | None,
+        tiers: Tiers,
         store_policy: StorePolicy,
         first_generation: int,
         neighbours: Neighbours | None = None,
@@ -68,17 +65,17 @@ class TierManager:
         start: not yet."""
         self._longest_silence_s = LONGEST_SILENCE * parts.config.io_deadline_s
         self._arrivals = 0
-        self._tiers = tiers = Tiers(cpu, nvme)
+        self._tiers = tiers
         self._heard_tickets = [(0, 0)] * len(tiers)
         self._reads = reads = PendingReads(GpuLoads(enabled=parts.context.caches))
         self._neighbours = NeighbourCopies(parts, neighbours)
-        self._demotions = [Demotions(parts, upper, lower, self._neighbours) for upper, lower in pairwise(tiers)]
+        self._demotions = [Demotions(parts, *pair, self._neighbours) for pair in tiers.pairs]
         self.gauges = Gauges(parts.transfers, tiers, self._demotions)
         demand = Demand(store_policy, [space.admission for space in tiers])
         self._sources = StoreSources(parts.context)
         self._threshold = LoadThreshold(parts.config.min_load_tokens, parts.geometry.step_tokens)
         self._hits = HitCounts(parts.geometry, parts.stats, [space.tier for space in tiers])
-        self._settlement = Settlement(parts, tiers, store_policy, self._requests, self._neighbours, reads, nvme)
+        self._settlement = Settlement(parts, tiers, store_policy, self._requests, self._neighbours, reads)
         self._promotions = Promotions(parts, tiers, demand, self._neighbours, reads)
         self._loads = LoadPlanner(parts, tiers, self._hits, demand, self._neighbours, reads, self._threshold)
         self._stores = StorePlanner(
@@ -147,7 +144,7 @@ class TierManager:
 
     def neighbour_has(self, key: BlockKey) -> bool:
         """Whether a neighbour is thought to have a block."""
-        return self._neighbours.holds(key)
+        return self._neighbours.holds(key, self._neighbours.tier)
 
     @property
     def neighbour_segments(self) -> int:

@@ -21,10 +21,8 @@ from kvdisk.index.base import ForeignCopy, Neighbours
 from kvdisk.manager.catalog import Presence
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.requests import RequestState
-from kvdisk.messages import FOREIGN_SEGMENTS, ForeignSegment, JobKind, SegmentSpec
+from kvdisk.messages import FOREIGN_SEGMENTS, ForeignSegment, JobKind, Move, SegmentSpec
 
-TIER: Final = Tier.NVME
-"""What a neighbour's copy is read as."""
 MOST_KEYS = 16384
 """Keys of one question: of a longer prompt, the first."""
 MOST_HINTS = 65536
@@ -54,7 +52,9 @@ class _OpenSegment:
 
 class NeighbourCopies:
     """What neighbours are thought to have. Without ``neighbours`` (no NVMe tier) nobody is
-    asked."""
+    asked. ``tier``: what their copies are read as."""
+
+    tier: Final = Tier.NVME
 
     def __init__(self, parts: Parts, neighbours: Neighbours | None) -> None:
         self._geometry = parts.geometry
@@ -137,10 +137,10 @@ class NeighbourCopies:
             and (copy.home_id, key, copy.generation) not in self._rejected
         )
 
-    def holds(self, key: BlockKey) -> bool:
-        """Whether a neighbour is thought to have the block, so that it need not be written a second
-        time."""
-        return key in self.hints
+    def holds(self, key: BlockKey, tier: Tier) -> bool:
+        """Whether a neighbour is thought to have the block, as near as ``tier`` is, so that it need
+        not be written there."""
+        return tier is self.tier and key in self.hints
 
     def stop(self) -> None:
         """Ask nobody any more, because this engine's weights are no longer those of the files."""
@@ -159,14 +159,15 @@ class NeighbourCopies:
         count = self._transfers.count
         return self.hints if count(JobKind.OPEN_SEGMENT) + count(JobKind.DROP_SEGMENT) < MOST_FILE_JOBS else {}
 
-    def hint(self, key: BlockKey) -> ForeignCopy | None:
-        """Return the copy that a neighbour named for a key."""
-        hinted = self.hints.get(key)
-        return hinted[0] if hinted is not None else None
+    def take(self, key: BlockKey) -> tuple[Tier, Slot, int] | None:
+        """Return where a move can read a neighbour's copy, pinned, and its generation; None: nobody
+        named one.
 
-    def pin(self, copy: ForeignCopy) -> Slot:
-        """Return the slot that a move reads a copy from; its segment is opened first, by a job of
-        its own."""
+        Its segment is opened first, by a job of its own.
+        """
+        if key not in self.hints:
+            return None
+        copy, _ = self.hints[key]
         name = ForeignSegment(copy.home_id, copy.segment.segment)
         number = self._numbers.get(name)
         if number is None:
@@ -177,7 +178,12 @@ class NeighbourCopies:
             self._open[number] = _OpenSegment(name, spec)
             self._transfers.add(JobKind.OPEN_SEGMENT, [], [], segment=spec)
         self._open[number].users += 1
-        return Slot(number, copy.slot_index)
+        return self.tier, Slot(number, copy.slot_index), copy.generation
+
+    def slot_of(self, move: Move) -> Slot | None:
+        """Return the slot of a neighbour that a move reads; None: it reads none."""
+        slot = move.slots.get(self.tier)
+        return slot if slot is not None and slot.segment >= FOREIGN_SEGMENTS else None
 
     def unpin(self, slot: Slot) -> None:
         """Note that a move is settled; the last one's segment is closed."""
@@ -187,27 +193,19 @@ class NeighbourCopies:
             del self._open[slot.segment], self._numbers[segment.name]
             self._transfers.add(JobKind.DROP_SEGMENT, [], [], segment=segment.spec)
 
-    def reject(self, key: BlockKey, home_id: str, generation: int) -> None:
-        """Never ask for this copy again: it did not hold what its index said."""
+    def reject(self, key: BlockKey, slot: Slot, generation: int) -> None:
+        """Never ask for the copy in this pinned slot again: it did not hold what its index said."""
+        home_id = self._open[slot.segment].name.home_id
         self._stats.add("foreign_failures")
         self._rejected[home_id, key, generation] = None
         if len(self._rejected) > MOST_REJECTED:
             self._rejected.popitem(last=False)
-        hinted = self.hint(key)
+        hinted, _ = self.hints.get(key, (None, 0.0))
         if hinted is not None and (hinted.home_id, hinted.generation) == (home_id, generation):
             self.changes += 1
             del self.hints[key]
-
-    def home_of(self, slot: Slot) -> str:
-        """Return the id of the home that a pinned slot is in."""
-        return self._open[slot.segment].name.home_id
 
     @property
     def open_count(self) -> int:
         """Segments that loads on their way use. For tests."""
         return len(self._open)
-
-
-def is_neighbours(slot: Slot | None) -> bool:
-    """Return whether a move's NVMe slot is one of another home."""
-    return slot is not None and slot.segment >= FOREIGN_SEGMENTS

@@ -232,7 +232,7 @@ class NvmeSpace(TierSpace):
             def evictable(row: int) -> bool:
                 return anywhere(row) and slot(row, Tier.NVME).segment in places
 
-        rows = self._orders[size_class].victims(count, evictable)
+        rows = self._leaving(self._victims(size_class, count, evictable))
         self._stats.add("evicted_blocks.nvme", len(rows))
         self.drop(rows)
         return len(rows)
@@ -366,11 +366,6 @@ class NvmeSpace(TierSpace):
     def is_open(self) -> bool:
         """False once a rank could not open the engine's store."""
         return self.segments.home_open
-
-    @property
-    def holds_neighbours(self) -> bool:
-        """True: a neighbour's copy is read as one of this tier."""
-        return True
 
     def reset(self) -> None:
         """Forget what was counted. Records stay for engines that load the files."""

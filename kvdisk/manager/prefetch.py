@@ -12,7 +12,6 @@ from collections.abc import Collection, Sequence
 from itertools import islice
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
-from kvdisk.manager import neighbours
 from kvdisk.manager.admission import Demand
 from kvdisk.manager.catalog import ABSENT, READY
 from kvdisk.manager.jobs import MoveDetail
@@ -316,10 +315,10 @@ class Promotions:
             catalog.pin((row,), source)
             read_slot, parent = catalog.slot(row, source), catalog.parent(row)
         else:
-            hint = self._neighbours.hint(key)
-            assert hint is not None
-            source, read_slot = neighbours.TIER, self._neighbours.pin(hint)
-            row = catalog.add(key, hint.generation, self._state.epoch, parent)
+            taken = self._neighbours.take(key)
+            assert taken is not None
+            source, read_slot, generation = taken
+            row = catalog.add(key, generation, self._state.epoch, parent)
         catalog.begin((row,), target, (slot,))
         move = Move(key, catalog.generations[row], slots={source: read_slot, target: slot}, parent=parent)
         return move, MoveDetail(row, source=source, target=target)

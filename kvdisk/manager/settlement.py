@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from kvdisk.blocks import Tier
 from kvdisk.manager.catalog import DOOMED, READY
 from kvdisk.manager.jobs import JobRecord
-from kvdisk.manager.neighbours import NeighbourCopies, is_neighbours
-from kvdisk.manager.nvme import NvmeSpace
+from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.prefetch import PendingReads
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.store_policy import Refusal, StorePolicy
 from kvdisk.manager.tiers import Tiers
-from kvdisk.messages import JobKind, Move, Reason
+from kvdisk.messages import JobKind, Reason
 
 _SOURCE_IS_BAD = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
 """Failures of a load after which its source copy is dropped. A deadline says nothing about the
@@ -39,7 +38,6 @@ class Settlement:
         requests: dict[str, RequestState],
         neighbours: NeighbourCopies,
         reads: PendingReads,
-        files: NvmeSpace | None,
     ) -> None:
         self._geometry = parts.geometry
         self._catalog = parts.catalog
@@ -50,7 +48,6 @@ class Settlement:
         self._requests = requests
         self._neighbours = neighbours
         self._reads = reads
-        self._files = files
 
     def settle(self, record: JobRecord, now: float, now_s: int) -> None:
         """End a job that every rank has answered. ``now_s``: seconds since the Unix epoch."""
@@ -74,8 +71,8 @@ class Settlement:
         elif kind in {JobKind.LOAD, JobKind.PROMOTE}:
             self._end_read(record, now, now_s)
         elif record.job.segment is None or record.job.segment.source is None:
-            assert self._files is not None
-            self._files.settle_files(record, now)
+            for space in self._tiers:
+                space.settle_files(record, now)
 
     def release(self, record: JobRecord) -> None:
         """Give back the pins of a settled job's late moves: nothing touches their slots any
@@ -83,8 +80,9 @@ class Settlement:
         self._state.released += 1
         for at in sorted(record.late, reverse=True):
             detail, move = record.details[at], record.job.moves[at]
-            if is_neighbours(move.slots.get(Tier.NVME)):
-                self._neighbours.unpin(move.slots[Tier.NVME])
+            foreign = self._neighbours.slot_of(move)
+            if foreign is not None:
+                self._neighbours.unpin(foreign)
             elif detail.source is not None:
                 self._tiers[detail.source].unpin((detail.row,))
             if detail.target is not None:
@@ -185,8 +183,9 @@ class Settlement:
             detail, move = record.details[at], record.job.moves[at]
             if at in record.failed:
                 continue
-            if is_neighbours(move.slots.get(Tier.NVME)):
-                self._end_neighbours_copy(move, None, late=False)
+            foreign = self._neighbours.slot_of(move)
+            if foreign is not None:
+                self._neighbours.unpin(foreign)
                 if record.job.kind is JobKind.LOAD:
                     self._stats.add("loaded_blocks_foreign")
             else:
@@ -205,8 +204,12 @@ class Settlement:
         used."""
         (row, _, _, tier, _), move = record.details[at], record.job.moves[at]
         reason, late = record.failed[at], at in record.late
-        if is_neighbours(move.slots.get(Tier.NVME)):
-            self._end_neighbours_copy(move, reason, late)
+        foreign = self._neighbours.slot_of(move)
+        if foreign is not None:
+            if reason in _SOURCE_IS_BAD:
+                self._neighbours.reject(move.key, foreign, move.generation)
+            if not late:
+                self._neighbours.unpin(foreign)
             return
         if tier is None:
             return
@@ -218,13 +221,6 @@ class Settlement:
                 self._offer_lower((row,), tier)
         if not late:
             self._tiers[tier].unpin((row,))
-
-    def _end_neighbours_copy(self, move: Move, reason: Reason | None, late: bool) -> None:
-        slot = move.slots[Tier.NVME]
-        if reason in _SOURCE_IS_BAD:
-            self._neighbours.reject(move.key, self._neighbours.home_of(slot), move.generation)
-        if not late:
-            self._neighbours.unpin(slot)
 
     def _offer_lower(self, rows: Sequence[int], tier: Tier) -> None:
         """Offer copies that have become READY, or were used, to the next tier."""

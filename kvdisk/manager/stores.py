@@ -316,7 +316,7 @@ class StorePlanner:
     def _is_there(self, key: BlockKey, row: int) -> bool:
         """Whether a block needs no store: a tier has or gets it, or a neighbour has it as near as
         the tier is."""
-        return self._catalog.is_coming(row) or (self._target.holds_neighbours and self._neighbours.holds(key))
+        return self._catalog.is_coming(row) or self._neighbours.holds(key, self._target.tier)
 
     def _sort(self, blocks: Sequence[_Block]) -> _Sorted:
         """Sort offered blocks by what becomes of them; each list keeps the order."""

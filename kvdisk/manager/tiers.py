@@ -2,13 +2,14 @@
 """The tiers: one protocol for all, and the one in CPU memory. Scheduler thread only.
 
 Stores go to the first tier. A copy moves from each tier to the next by ``Demotions``, and is read
-from the fastest that has it. A further tier is a class here, a route of the worker, and a line of
-assembly.
+from the fastest that has it. A further tier is a ``Tier``, a class like those here, its routes in
+the worker, a line of assembly, and its name in the tables of those that tell of tiers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvdisk.blocks import Slot, Tier, group_of
@@ -60,6 +61,36 @@ class TierSpace:
         """Return slots that were just taken, and not used."""
         self.pool.release(slots)
 
+    def _victims(
+        self, size_class: int, count: int, evictable: Callable[[int], bool], *, keep_queued: bool = False
+    ) -> list[int]:
+        """Return copies that may leave, of those that are ``evictable``.
+
+        While the next tier takes no writes, queued copies may, too; otherwise they would block
+        their ancestors.
+        """
+        order, lower = self._orders[size_class], self.lower
+        if lower is None:
+            return order.victims(count, evictable)
+        rows = order.victims(count, lambda row: evictable(row) and not lower.is_queued(row))
+        if not rows and lower.stalls and not keep_queued and lower.count(size_class):
+            rows = order.victims(count, evictable)
+        return rows
+
+    def _leaving(self, rows: list[int]) -> list[int]:
+        """Return which of the victims leave; the others wait for their demotion."""
+        if self.lower is None:
+            return rows
+        leaving: list[int] = []
+        held: set[int] = set()
+        for row in rows:
+            # Where what follows a copy stays, the copy stays before it.
+            if row in held or self.lower.keeps(row):
+                held.add(self._catalog.chains.parent_rows[row])
+            else:
+                leaving.append(row)
+        return leaving
+
     def make_room(self, now: float, wanted: Sequence[int]) -> None:
         """Have ``wanted`` slots by size class free soon, where ``allocate`` evicts nothing."""
 
@@ -102,11 +133,6 @@ class TierSpace:
     @property
     def has_room_soon(self) -> bool:
         """Whether room is to come that nobody has to leave for."""
-        return False
-
-    @property
-    def holds_neighbours(self) -> bool:
-        """Whether what a neighbour has need not be written here."""
         return False
 
     @property
@@ -219,6 +245,9 @@ class TierSpace:
             if self._state(row) != DOOMED:
                 self.discard(row)
 
+    def settle_files(self, record: JobRecord, now: float) -> None:
+        """Learn how a job of files has ended, which is another tier's where this one has none."""
+
     def learn_writes(self, record: JobRecord, now: float) -> None:
         """Learn from a settled job that wrote copies how the tier is."""
 
@@ -259,7 +288,7 @@ class CpuSpace(TierSpace):
         or to be demoted."""
         short = count - self.pool.free[size_class]
         while short > 0:
-            rows = self._victims(size_class, short, keep_queued)
+            rows = self._victims(size_class, short, self._catalog.evictable_in(self.tier), keep_queued=keep_queued)
             leaving = self._leaving(rows)
             self.drop(leaving)
             self._stats.add("evicted_blocks.cpu", len(leaving))
@@ -271,37 +300,9 @@ class CpuSpace(TierSpace):
                 break
         return self.pool.allocate(size_class, count)
 
-    def _victims(self, size_class: int, count: int, keep_queued: bool) -> list[int]:
-        """Return copies that may leave.
-
-        While the next tier takes no writes, queued copies may, too; otherwise they would block
-        their ancestors.
-        """
-        order, lower, evictable = self._orders[size_class], self.lower, self._catalog.evictable_in(Tier.CPU)
-        if lower is None:
-            return order.victims(count, evictable)
-        rows = order.victims(count, lambda row: evictable(row) and not lower.is_queued(row))
-        if not rows and lower.stalls and not keep_queued and lower.count(size_class):
-            rows = order.victims(count, evictable)
-        return rows
-
-    def _leaving(self, rows: list[int]) -> list[int]:
-        """Return which of the victims leave; the others wait for their demotion."""
-        if self.lower is None:
-            return rows
-        leaving: list[int] = []
-        held: set[int] = set()
-        for row in rows:
-            # Where what follows a copy stays, the copy stays before it.
-            if row in held or self.lower.keeps(row):
-                held.add(self._catalog.chains.parent_rows[row])
-            else:
-                leaving.append(row)
-        return leaving
-
 
 class Tiers:
-    """The tiers that there are, the fastest first."""
+    """The tiers that there are, the fastest first; None: there is no such tier."""
 
     def __init__(self, *tiers: TierSpace | None) -> None:
         self._tiers = {space.tier: space for space in tiers if space is not None}
@@ -320,6 +321,11 @@ class Tiers:
     def get(self, tier: Tier) -> TierSpace | None:
         """Return a tier, if there is one."""
         return self._tiers.get(tier)
+
+    @property
+    def pairs(self) -> Iterator[tuple[TierSpace, TierSpace]]:
+        """Return each tier that copies move down from, and the one that they move to."""
+        return pairwise(self)
 
     @property
     def landing(self) -> TierSpace | None:

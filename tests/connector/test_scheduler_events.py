@@ -15,14 +15,22 @@ from schedulers import BLOCK_TOKENS, Bench, Engines
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 
 from kvdisk.blocks import Tier, make_block_key
+from kvdisk.connector import events, scheduler_side
 from kvdisk.manager import events as journal_room
+from kvdisk.manager.chains import TIERS
 from kvdisk.messages import JobKind
+from kvdisk.stats import TIER_WORDS
 
 pytestmark = pytest.mark.vllm
 
 BLOCKS = 4
 PROMPT = list(range(100, 100 + BLOCKS * BLOCK_TOKENS + 5))
 MEDIA = {"CPU": Tier.CPU, "STORAGE": Tier.NVME}
+
+
+def test_every_table_of_tiers_has_each_of_them():
+    assert set(events._MEDIA) == set(scheduler_side._SOURCES) == set(TIERS)
+    assert list(TIER_WORDS) == [tier.name.lower() for tier in Tier]
 
 
 @pytest.fixture(autouse=True)

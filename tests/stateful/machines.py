@@ -14,12 +14,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import invariant, run_state_machine_as_test
 from support.manager_machine import ManagerMachine
-from support.manager_parts import ManagerParts, Sizes
+from support.manager_parts import ManagerParts, Sizes, is_neighbours
 
 from kvdisk.blocks import Tier
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.jobs import JobRecord, Transfers
-from kvdisk.manager.neighbours import is_neighbours
 from kvdisk.messages import JobKind
 
 EXAMPLES_FOR_A_BUG = (100, 1500)

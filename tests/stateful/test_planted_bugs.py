@@ -114,11 +114,11 @@ BUGS = {
     "neighbour's segment closed under a late read": Bug(
         settlement,
         """
-        if not late:
-            self._neighbours""",
+            if not late:
+                self._neighbours""",
         """
-        if True:
-            self._neighbours""",
+            if True:
+                self._neighbours""",
         (on.REUSE_CPU, on.NVME_ONLY),
     ),
     "failed promotion left ready": Bug(

@@ -20,8 +20,9 @@ from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout
 from kvdisk.manager.store_policy import make_store_policy
-from kvdisk.manager.tiers import CpuSpace
+from kvdisk.manager.tiers import CpuSpace, Tiers
 from kvdisk.manager.write_budget import WriteBudget
+from kvdisk.messages import FOREIGN_SEGMENTS
 from kvdisk.testing.watched_policy import WatchedPolicy
 from support.fake_engine import FakeEngine
 from support.fake_neighbours import FakeNeighbours
@@ -73,6 +74,11 @@ class Sizes:
     def has_cpu(self) -> bool:
         """Whether there is a CPU tier."""
         return bool(self.cpu_slots)
+
+
+def is_neighbours(slot: Slot | None) -> bool:
+    """Return whether a move's NVMe slot is one of another home."""
+    return slot is not None and slot.segment >= FOREIGN_SEGMENTS
 
 
 def ready_copies(catalog: Catalog, tier: Tier) -> dict[tuple[int, BlockKey], BlockKey | None]:
@@ -136,7 +142,7 @@ class WatchedCpuSpace(CpuSpace):
         check_tails_first(before, catalog, Tier.CPU)
         lost = [key for row, key in only_here if catalog.state(row, Tier.CPU) == CopyState.ABSENT and self.wanted(key)]
         if lost and lower is not None and not lower.stalls:
-            full = lower.count(size_class) >= lower._limits[size_class]
+            full = lower.count(size_class) >= lower.limit(size_class)
             assert full, f"{lost!r} left the CPU tier, and NVMe was not asked"
             assert len(lost) <= short, f"{lost!r} left the CPU tier, and room was needed for {short} blocks"
         return slots
@@ -185,7 +191,8 @@ class ManagerParts:
             admission = make_admission(sizes.config.nvme_admission, layout.most_slots(sizes.geometry))
             nvme = WatchedNvmeSpace(parts, layout, index, admission, sizes.drives, budget)
             nvme.restore(HOME_ID, FINGERPRINT)
-        manager = TierManager(parts, cpu, nvme, policy, first_generation, neighbours if sizes.has_nvme else None)
+        tiers = Tiers(cpu, nvme)
+        manager = TierManager(parts, tiers, policy, first_generation, neighbours if sizes.has_nvme else None)
         return cls(manager, parts.catalog, parts.transfers, cpu, nvme, policy)
 
 

@@ -16,14 +16,13 @@ from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import CopyState
 from kvdisk.manager.demotions import MAX_DEMOTE_JOBS
 from kvdisk.manager.lookup import first_needed
-from kvdisk.manager.neighbours import is_neighbours
 from kvdisk.manager.pool import SlotPool
 from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
 from support.budget_watch import BudgetWatch
 from support.fake_engine import FakeEngine
 from support.fake_ranks import FakeRank
 from support.fake_requests import FakeRequest, Status, key_of, value_of
-from support.manager_parts import ManagerParts, Sizes, WatchedCpuSpace
+from support.manager_parts import ManagerParts, Sizes, WatchedCpuSpace, is_neighbours
 from support.policy_watch import PolicyWatch
 from support.read_watch import ReadWatch
 

@@ -13,6 +13,7 @@ from tier_bench import TierBench
 from kvdisk.blocks import BlockKey, Tier
 from kvdisk.manager.demotions import MAX_DEMOTE_JOBS, MAX_DEMOTE_MOVES
 from kvdisk.manager.prefetch import MOST_SEEN
+from kvdisk.messages import JobKind
 
 MANY = 2000
 
@@ -54,6 +55,7 @@ def test_demotions_take_from_a_long_backlog_no_more_than_they_move():
         catalog.begin((rows[-1],), Tier.CPU, (slot,))
     cpu.finish(rows, 0)
     assert demotions.enqueue(rows) == MANY
+    bench.parts.transfers.add(JobKind.DEMOTE, [], [])  # as if between two other tiers
     bench.manager.take_plan(bench.engine.now, idle=True)
     assert MANY - demotions.total == MAX_DEMOTE_JOBS * MAX_DEMOTE_MOVES
     assert all(map(demotions.is_queued, rows[MAX_DEMOTE_JOBS * MAX_DEMOTE_MOVES :])), "the oldest were taken"

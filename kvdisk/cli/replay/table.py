@@ -11,9 +11,7 @@ from rich.table import Table
 
 from kvdisk.cli.output import number, plural, size
 from kvdisk.cli.replay.run import Replayed
-from kvdisk.stats import REFUSALS
-
-_TIERS = {"gpu": "GPU", "cpu": "CPU", "nvme": "NVMe"}
+from kvdisk.stats import REFUSALS, TIER_WORDS
 
 
 def print_replayed(replayed: Replayed, console: Console) -> None:
@@ -36,12 +34,12 @@ def print_replayed(replayed: Replayed, console: Console) -> None:
 
 
 def _table(replayed: Replayed) -> Table:
-    tiers = [tier for tier in _TIERS if any(run.hit_blocks[tier] for run in replayed.runs)]
+    tiers = [tier for tier in TIER_WORDS if any(run.hit_blocks[tier] for run in replayed.runs)]
     told_apart = tiers if len(tiers) > 1 else []
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("room", no_wrap=True)
     table.add_column("policy")
-    by_tier = [f"by {_TIERS[tier]}" for tier in told_apart]
+    by_tier = [f"by {TIER_WORDS[tier]}" for tier in told_apart]
     for title in ("hits", *by_tier, "of blocks", "written", "read", "write amp.", "evicted", "refused"):
         table.add_column(title, justify="right", no_wrap=True)
     for _, some in groupby(replayed.runs, lambda run: run.room.blocks):

@@ -20,7 +20,7 @@ from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout
 from kvdisk.manager.store_policy import make_store_policy
-from kvdisk.manager.tiers import CpuSpace
+from kvdisk.manager.tiers import CpuSpace, Tiers
 
 _HOME_ID = "0" * 32
 
@@ -102,7 +102,7 @@ def make_manager(setting: Setting, geometry: Geometry, pool: GpuPool) -> TierMan
         admission = make_admission(setting.nvme_admission, setting.nvme.slots, "nvme_admission")
         nvme = NvmeSpace(parts, layout, InstantIndex(), admission)
         nvme.restore(_HOME_ID, bytes(FINGERPRINT_BYTES))
-    return TierManager(parts, cpu, nvme, make_store_policy(setting.store_policy), first_generation=1)
+    return TierManager(parts, Tiers(cpu, nvme), make_store_policy(setting.store_policy), first_generation=1)
 
 
 def make_engine(trace: Trace, setting: Setting) -> Engine:
