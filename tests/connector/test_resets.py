@@ -66,7 +66,8 @@ def test_slow_and_hanging_writes_without_a_cpu_tier(tiny_llama: Path, tmp_path: 
         usual, _ = serve(2)
         engine.drain()
         engine.call("engine_acts:delay_writes", 0.5)
-        slow, stores_are_out = serve(3)
+        # The middle of three: beside a loaded machine one request may come a turn later.
+        slow, stores_are_out = sorted(serve(seed) for seed in (3, 5, 6))[1]
         assert stores_are_out
         reset_while_it_serves(engine, resets)
         engine.call("engine_acts:delay_writes", 0)

@@ -165,7 +165,8 @@ class _Run:
             **more,
             "counts": dict(sorted(counts.items())),
         }
-        print(json.dumps(line), flush=True)
+        # In one write: log lines of other threads go to the same file.
+        os.write(sys.stdout.fileno(), f"{json.dumps(line)}\n".encode())
 
 
 def run_process(settings: ProcessSettings) -> int:
