@@ -41,7 +41,7 @@ from kvdisk.messages import HomeSpec, Job, JobKind, Move, Plan, SegmentSpec
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.mover import Mover
-from kvdisk.worker.routes import Resources
+from kvdisk.worker.routes import OpenFile, Resources
 
 if TYPE_CHECKING:
     from kvdisk.worker.copier import Lanes
@@ -174,13 +174,13 @@ class OneSegment:
     def open_home(self, spec: HomeSpec) -> None:
         """See ``SegmentFiles``."""
 
-    def open_segment(self, spec: SegmentSpec) -> int:
+    def open_segment(self, spec: SegmentSpec) -> OpenFile:
         """See ``SegmentFiles``."""
         path = self._directory / f"gpu-report-{os.getpid()}"
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
         path.unlink()
         os.posix_fallocate(self._fd, 0, slot_offset(spec.slot_bytes, spec.slot_count))
-        return self._fd
+        return OpenFile(self._fd, spec.slot_bytes, spec.slot_count)
 
     def drop_segment(self, spec: SegmentSpec) -> None:
         """See ``SegmentFiles``."""

@@ -48,7 +48,7 @@ class OneFile:
     def open_home(self, spec) -> None:
         pass
 
-    def open_segment(self, spec) -> int:
+    def open_segment(self, spec) -> OpenFile:
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
         os.posix_fallocate(self.fd, 0, slot_offset(spec.slot_bytes, spec.slot_count))
         return OpenFile(self.fd, spec.slot_bytes, spec.slot_count)
