@@ -68,12 +68,11 @@ class Leg(IntEnum):
 
 
 class Memory(Enum):
-    """In which memory the slots of a route lie, on their way or for good."""
+    """Where the slots of a route lie. Of GPU staging only the headers are ever in host memory."""
 
     CPU_TIER = 1
     STAGING = 2
     GPU_STAGING = 3
-    """Only the header of a slot is ever in host memory."""
 
 
 class Route(Enum):
@@ -137,11 +136,10 @@ class Work:
     """A job under way. ``left``: moves that have not ended. ``after``: the model's work to wait
     for.
 
-    ``deadline_s``: on the mover's clock; what has not started then fails. ``void``: starts nothing
-    more. ``late``: moves that have failed, and that the device has not ended; ``late_parts``: how
-    many parts they are. ``waits_for``: number of the last job of files that has to end first.
-    ``urgent``: before all that is not; ``fenced``: what of it cannot start at once fails.
-    ``copied``: it was reported that nothing of it reads the GPU any more.
+    ``deadline_s``: on the mover's clock; what has not started then fails. ``late``: moves that have
+    failed, and that the device has not ended; ``late_parts``: how many parts they are. ``urgent``:
+    before all that is not; ``fenced``: what of it cannot start at once fails. ``copied``: it was
+    reported that nothing of it reads the GPU any more.
     """
 
     job: Job
@@ -149,10 +147,8 @@ class Work:
     deadline_s: float
     left: int = 0
     failed: dict[int, Reason] = field(default_factory=dict)
-    void: bool = False
     late: set[int] = field(default_factory=set)
     late_parts: int = 0
-    waits_for: int = 0
     urgent: bool = False
     fenced: bool = False
     copied: bool = False
@@ -170,8 +166,10 @@ class Part:
     ``arena`` each of them lies; none before staging is lent. ``staging``: slots to give back.
     ``drive``: see ``OpenFile``; NO_DRIVE where the route has none, or the segments are not open. On
     a direct route ``arena`` is GPU staging, which has of an arena what copier and device need.
-    ``leg``: legs begun. ``late``: its moves have failed, and the device still owns its slots.
-    ``end``, ``began_s``: of its last copy.
+
+    ``begun``: number of legs begun. Of the one under way, ``began_s``: since when; ``copy``: its
+    end, where it is a copy; ``batch``: the positions of the moves in each transfer, where it is at
+    the device. ``late``: its moves have failed, and the device still owns its slots.
     """
 
     work: Work
@@ -183,10 +181,16 @@ class Part:
     positions: list[int]
     slots: list[int] = field(default_factory=list)
     staging: list[int] = field(default_factory=list)
-    leg: int = 0
-    late: bool = False
-    end: Event | None = None
+    begun: int = 0
     began_s: float = 0.0
+    copy: Event | None = None
+    batch: list[list[int]] = field(default_factory=list)
+    late: bool = False
+
+    @property
+    def leg(self) -> Leg:
+        """The leg under way, or the last one."""
+        return self.route.legs[self.begun - 1]
 
     @property
     def slot_bytes(self) -> int:

@@ -247,7 +247,7 @@ def test_a_store_whose_source_may_be_overwritten_never_reaches_the_drive(
     assert entered.wait(WAIT_S)
     plant(monkeypatch, bench.connector.scheduler, "plan")
     mover = bench.workers[0].worker.mover
-    letting_go = threading.Thread(target=lambda: (_wait_until(lambda: mover._given_up), gate.set()))
+    letting_go = threading.Thread(target=lambda: (_wait_until(lambda: mover._runner.given_up), gate.set()))
     letting_go.start()
     bench.step()
     assert gate.is_set(), "the step has waited for the copy"

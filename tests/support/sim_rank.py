@@ -275,5 +275,5 @@ class SimRank(LocalRank):
         runner = self.mover._runner
         assert not self._jobs, f"rank {self.rank} has not reported {sorted(self._jobs)}"
         assert runner.idle and not runner.at_device and not runner.copying
-        assert not runner._device_io.late.total() and runner._device_io.reads == 0 and runner._writes == 0
+        assert not runner._under_way
         assert runner._parts.all_given_back, f"staging of rank {self.rank} is not given back"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 
@@ -47,20 +46,6 @@ def test_promotion_of_a_corrupt_slot_fails_alone(rank):
     assert rank.do(JobKind.PROMOTE, moves) == {1: Reason.CHECKSUM}
     back = [move(b, 0, b, rank.cpu(0, b)) for b in range(4)]
     assert rank.do(JobKind.LOAD, back) == {1: Reason.CHECKSUM}
-
-
-@pytest.mark.parametrize("kind", [JobKind.PROMOTE, JobKind.DEMOTE])
-def test_one_bad_sector_costs_one_block(rank, kind):
-    """The merged transfer fails, then each slot is tried alone, and the third fails again."""
-    moves = [move(b, cpu=rank.cpu(0, b), nvme=b) for b in range(4)]
-    rank.do(JobKind.STORE, [move(b, 0, b, rank.cpu(0, b)) for b in range(4)])
-    if kind is JobKind.PROMOTE:
-        rank.do(JobKind.DEMOTE, moves)
-    seen = len(rank.device.submitted)
-    rank.device.plan.fail = dict.fromkeys((seen + 1, seen + 4), errno.EIO)
-    assert rank.do(kind, moves) == {2: Reason.IO_ERROR}
-    assert rank.stats["io_errors.read" if kind is JobKind.PROMOTE else "io_errors.write"] == 2
-    assert [len(batch) for _, batch in rank.device.submitted[seen:]] == [1, 4]
 
 
 def test_a_full_drive(rank, caplog):

@@ -102,22 +102,6 @@ def test_loads_go_on_beside_writes_that_hang(rank):
     assert rank.do(JobKind.STORE, [move(1, 0, 1, nvme=1)]) == {}
 
 
-def test_a_second_try_counts_from_the_first(rank):
-    moves = rank.stored(2)
-    first = rank.device._transfers + 1
-    rank.device.plan.fail = {first: 5}
-    rank.device.plan.hang = {first + 1, first + 2}
-    rank.device.plan.hold = True
-    load = rank.submit(JobKind.LOAD, moves)
-    rank.run()
-    rank.now_s += DEADLINE_S - 1.0
-    rank.device.release()
-    rank.run()
-    assert rank.device.hanging == 1
-    rank.now_s += 2.0
-    assert rank.run()[load].late == {0, 1}
-
-
 def test_close_waits_for_late_batches_and_answers_for_them():
     rank = Rank(files=NamedFiles())
     moves = rank.stored(1)
