@@ -11,7 +11,6 @@ import random
 import shutil
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,6 +42,7 @@ from kvdisk.geometry import slot_offset
 from kvdisk.index.base import BlockRecord
 from kvdisk.index.lmdb_index import LmdbIndex
 from kvdisk.index.lmdb_tables import LmdbTables
+from kvdisk.index.reader_process import IndexContent, read_indexes
 
 
 @pytest.fixture
@@ -68,8 +68,9 @@ def test_whatever_happened_to_the_index_the_blocks_are_served(path, damage, clea
     assert not any("rebuil" in record.message for record in caplog.records), "once is enough"
 
 
-def hold_index(path: Path) -> closing[LmdbIndex]:
-    return closing(LmdbIndex(home_path(path) / "index", readonly=True))
+def content_of(path: Path) -> IndexContent:
+    (content,) = read_indexes([home_path(path) / "index"])
+    return content
 
 
 def test_in_the_same_boot_the_index_decides(path):
@@ -134,14 +135,12 @@ def test_parents_epochs_and_times_are_kept_in_order(path):
     home = hold(path)
     write_block(home, Slot(0, 6), key_of(900), 7, parent=key_of(3), epoch=42)
     home.close(clean=False)
-    with hold_index(path) as index:
-        before = {record.key: record for record in index.blocks()}
+    before = {record.key: record for record in content_of(path).blocks.records()}
     shutil.rmtree(home_path(path) / "index")
     home = hold(path)
     done = recovery.rebuild_index(home, 8 << 20)
     assert (done.blocks, done.segments, dict(done.lost_segments)) == (21, 4, {})
-    with hold_index(path) as index:
-        after = {record.key: record for record in index.blocks()}
+    after = {record.key: record for record in content_of(path).blocks.records()}
     private = after.pop(key_of(900))
     assert (private.epoch, private.parent, private.slot, private.generation) == (42, key_of(3), Slot(0, 6), 7)
     assert {key: record._replace(stored_s=0) for key, record in after.items()} == {
@@ -394,5 +393,4 @@ def test_segments_on_all_drives_are_rebuilt(tmp_path):
     assert list((tmp_path / "b").glob("homes/*/segments/[23]/rank[01].kv"))
     shutil.rmtree(home_path(dirs[0]) / "index")
     assert served(dirs) == expected
-    with hold_index(dirs[0]) as index:
-        assert [record.drive for record in index.segments()] == [0, 0, 1, 1]
+    assert [record.drive for record in content_of(dirs[0]).segments] == [0, 0, 1, 1]
