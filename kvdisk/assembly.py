@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvdisk.worker.arena import Arena
-    from kvdisk.worker.copier import Lanes
+    from kvdisk.worker.copier import CudaLanes
     from kvdisk.worker.direct import Direct
     from kvdisk.worker.gpu_staging import GpuStaging
     from kvdisk.worker.mover import Mover
@@ -368,7 +368,7 @@ def _staging_slots(byte_count: int | None, geometry: Geometry) -> list[int]:
 
 
 def _pair_with_gpu(
-    config: Config, geometry: Geometry, lanes: Lanes | None, disk: Device
+    config: Config, geometry: Geometry, lanes: CudaLanes | None, disk: Device
 ) -> tuple[Device, Direct | None]:
     """Return the device for all of a worker's memory, and what of it goes straight between drive
     and GPU.

@@ -15,12 +15,14 @@ import logging
 import mmap
 import os
 import platform
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvdisk.device.base import Buffer
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES
 
@@ -30,21 +32,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvdisk.worker")
 
 
-class Arena:
-    """One private anonymous mapping with a region of slots for each size class.
+class SlotMemory(ABC):
+    """A region of slots for each size class, one behind the other; in host memory or on a GPU.
 
     ``slot_sizes``: bytes of a slot by size class, multiples of 4096. ``slot_counts``: slots of each
-    class; 0 is allowed. ``pin``: register the mapping with CUDA, which touches all of it; otherwise
-    memory is taken as slots are first written. Pinned memory comes from the NUMA node of the
-    process's current GPU, where the machine has several.
-
-    The arena owns the memory until ``close``; a view or tensor that outlives it keeps the mapping
-    alive, never dangling. What lies in a slot belongs to the mover, and to the device while a batch
-    names it. Any thread may ask for views. Raises ConfigError when the memory cannot be had, or
-    ``pin`` is asked for and CUDA is absent or refuses.
+    class; 0 is allowed. ``total_bytes``: at least 4096.
     """
 
-    def __init__(self, slot_sizes: Sequence[int], slot_counts: Sequence[int], pin: bool) -> None:
+    def __init__(self, slot_sizes: Sequence[int], slot_counts: Sequence[int]) -> None:
         assert len(slot_sizes) == len(slot_counts) > 0
         assert all(size > HEADER_BYTES and size % ALIGNMENT == 0 for size in slot_sizes)
         assert all(count >= 0 for count in slot_counts)
@@ -57,6 +52,40 @@ class Arena:
             total_bytes += size * count
         # An empty mapping is an error to the kernel, an empty tier is not one to us.
         self.total_bytes = max(total_bytes, ALIGNMENT)
+
+    @property
+    @abstractmethod
+    def memory(self) -> Buffer:
+        """All of it, for ``Device.attach_memory``."""
+
+    @abstractmethod
+    def tensor(self, size_class: int) -> torch.Tensor:
+        """Return all slots of a size class as uint8, shape (slot_count, slot_bytes), sharing the
+        memory."""
+
+    def run_view(self, size_class: int, index: int, count: int) -> Buffer:
+        """Return ``count`` neighbouring slots from ``index`` on, as one view."""
+        assert 0 <= index <= self.slot_counts[size_class] - count, (size_class, index, count)
+        slot_bytes = self.slot_sizes[size_class]
+        start = self._offsets[size_class] + index * slot_bytes
+        return self.memory[start : start + count * slot_bytes]
+
+
+class Arena(SlotMemory):
+    """One private anonymous mapping.
+
+    ``pin``: register the mapping with CUDA, which touches all of it; otherwise memory is taken as
+    slots are first written. Pinned memory comes from the NUMA node of the process's current GPU,
+    where the machine has several.
+
+    The arena owns the memory until ``close``; a view or tensor that outlives it keeps the mapping
+    alive, never dangling. What lies in a slot belongs to the mover, and to the device while a batch
+    names it. Any thread may ask for views. Raises ConfigError when the memory cannot be had, or
+    ``pin`` is asked for and CUDA is absent or refuses.
+    """
+
+    def __init__(self, slot_sizes: Sequence[int], slot_counts: Sequence[int], pin: bool) -> None:
+        super().__init__(slot_sizes, slot_counts)
         # mmap's default for fd -1 is MAP_SHARED, for which MADV_HUGEPAGE does nothing.
         try:
             mapping = mmap.mmap(-1, self.total_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -96,7 +125,7 @@ class Arena:
 
     @property
     def memory(self) -> memoryview:
-        """The whole mapping, for ``Device.attach_memory``."""
+        """See ``SlotMemory``."""
         assert self._memory is not None, "the arena is closed"
         return self._memory
 
@@ -105,17 +134,8 @@ class Arena:
         KiB-aligned."""
         return self.run_view(size_class, index, 1)
 
-    def run_view(self, size_class: int, index: int, count: int) -> memoryview:
-        """Return ``count`` neighbouring slots from ``index`` on, as one view."""
-        assert self._memory is not None, "the arena is closed"
-        assert 0 <= index <= self.slot_counts[size_class] - count, (size_class, index, count)
-        slot_bytes = self.slot_sizes[size_class]
-        start = self._offsets[size_class] + index * slot_bytes
-        return self._memory[start : start + count * slot_bytes]
-
     def tensor(self, size_class: int) -> torch.Tensor:
-        """Return all slots of a size class as uint8, shape (slot_count, slot_bytes), sharing the
-        memory."""
+        """See ``SlotMemory``."""
         assert self._mapping is not None, "the arena is closed"
         if size_class not in self._tensors:
             import torch

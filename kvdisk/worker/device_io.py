@@ -113,7 +113,7 @@ def transfers_of(part: Part, files: Mapping[int, OpenFile]) -> tuple[list[Transf
             assert file.slot_bytes == part.slot_bytes, "slots of another size"
             assert first + end - start <= file.slot_count, "a slot behind the segment's last"
             buffers = tuple(
-                part.arena.run_view(part.size_class, slots[start + at], count)
+                part.memory.run_view(part.size_class, slots[start + at], count)
                 for at, count in contiguous_runs(slots[start:end], end - start)
             )
             transfers.append(Transfer(file.fd, slot_offset(file.slot_bytes, first), buffers))

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvdisk.blocks import Slot, Tier, group_of
 from kvdisk.device.base import Buffer, Device
 from kvdisk.geometry import Geometry
 from kvdisk.messages import Job, JobKind, JobResult, Move, Reason
-from kvdisk.worker.arena import Arena
+from kvdisk.worker.arena import Arena, SlotMemory
 
 if TYPE_CHECKING:
     from kvdisk.worker.copier import Copier, Event
@@ -163,9 +163,9 @@ class Part:
     """Moves of one job that go together, by one route and, of one group, to or from one drive.
 
     ``positions``: moves that have not failed, in the order of their slots. ``slots``: where in
-    ``arena`` each of them lies; none before staging is lent. ``staging``: slots to give back.
+    ``memory`` each of them lies; none before staging is lent. ``staging``: slots to give back.
     ``drive``: see ``OpenFile``; NO_DRIVE where the route has none, or the segments are not open. On
-    a direct route ``arena`` is GPU staging, which has of an arena what copier and device need.
+    a direct route ``memory`` is GPU staging.
 
     ``begun``: number of legs begun. Of the one under way, ``began_s``: since when; ``copy``: its
     end, where it is a copy; ``batch``: the positions of the moves in each transfer, where it is at
@@ -177,7 +177,7 @@ class Part:
     group: int
     drive: int
     size_class: int
-    arena: Arena
+    memory: SlotMemory
     positions: list[int]
     slots: list[int] = field(default_factory=list)
     staging: list[int] = field(default_factory=list)
@@ -195,7 +195,7 @@ class Part:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one of its slots."""
-        return self.arena.slot_sizes[self.size_class]
+        return self.memory.slot_sizes[self.size_class]
 
     @property
     def urgency(self) -> tuple[int, int]:
@@ -238,9 +238,9 @@ class PartCutter:
         self._resources = resources
         # To the nearest, since the header makes slots a little longer than a power of two.
         self._slots = [max(1, round(part_bytes / size)) for size in resources.geometry.slot_sizes]
-        self._staging: dict[Memory, Arena] = {Memory.STAGING: resources.staging}
+        self._staging: dict[Memory, SlotMemory] = {Memory.STAGING: resources.staging}
         if resources.direct is not None:
-            self._staging[Memory.GPU_STAGING] = cast("Arena", resources.direct.staging)
+            self._staging[Memory.GPU_STAGING] = resources.direct.staging
         self._free = {
             memory: [list(range(count)) for count in staging.slot_counts] for memory, staging in self._staging.items()
         }
@@ -283,18 +283,18 @@ class PartCutter:
         size_class = self._resources.geometry.size_classes[group]
         count = self._slots[size_class]
         if route.staged:
-            arena = self._staging[route.memory]
-            assert arena.slot_counts[size_class], "there is no staging for this size of slot"
-            count = min(count, max(1, arena.slot_counts[size_class] // (8 if route.writes else 4)))
+            memory: SlotMemory = self._staging[route.memory]
+            assert memory.slot_counts[size_class], "there is no staging for this size of slot"
+            count = min(count, max(1, memory.slot_counts[size_class] // (8 if route.writes else 4)))
         else:
             assert self._resources.arena is not None, "a move names a CPU slot, and there is no CPU tier"
-            arena = self._resources.arena
+            memory = self._resources.arena
         parts = []
         for start in range(0, max(map(len, of_drives.values())), count):
             for drive, mine in of_drives.items():
                 positions = mine[start : start + count]
                 if positions:
-                    part = Part(work, route, group, drive, size_class, arena, positions)
+                    part = Part(work, route, group, drive, size_class, memory, positions)
                     if not route.staged:
                         part.slots = [work.job.moves[position].slots[Tier.CPU].index for position in positions]
                     parts.append(part)

@@ -379,7 +379,7 @@ class Runner:
             lane = Lane.STORE if part.route.gathers else Lane.LOAD
             return staging.start_sums(part.size_class, part.slots, self._payload_bytes(part), lane)
         blocks = [work.job.moves[position].block for position in part.positions]
-        slots = Slots(part.arena, part.size_class, part.slots)
+        slots = Slots(part.memory, part.size_class, part.slots)
         if part.leg is Leg.GATHER:
             return copier.gather(part.group, blocks, slots, work.after)
         return copier.scatter(part.group, slots, blocks, work.after)

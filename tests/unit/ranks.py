@@ -18,7 +18,7 @@ from kvdisk.messages import HomeSpec, Job, JobKind, JobResult, Move, Plan, Segme
 from kvdisk.stats import Stats
 from kvdisk.testing.faulty_device import FaultyDevice
 from kvdisk.worker.arena import Arena
-from kvdisk.worker.copier import HostCopier, Lane, LayerBlocks
+from kvdisk.worker.copier import CudaLanes, HostCopier, Lane, LayerBlocks
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.gpu_staging import GpuStaging
 from kvdisk.worker.mover import Mover
@@ -83,8 +83,8 @@ class Now:
         pass
 
 
-class CpuLanes:
-    """``Lanes`` whose work is done when it is given; notes which lane it was."""
+class CpuLanes(CudaLanes):
+    """Whose work is done when it is given; notes which lane it was."""
 
     device = torch.device("cpu")
 
