@@ -13,14 +13,12 @@ from support.fake_engine import FakeEngine
 from support.fake_ranks import FakeRank
 from support.manager_parts import ManagerParts, Sizes
 
-from kvdisk.blocks import JobId, Slot, Tier, make_block_key
+from kvdisk.blocks import Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.catalog import CommittedCopies, CopyState
+from kvdisk.manager.catalog import CommittedCopies
 from kvdisk.manager.chains import NONE
-from kvdisk.manager.jobs import JobRecord
-from kvdisk.messages import Job, JobKind, Reason, SegmentSpec
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 CONFIG = Config(cpu_bytes=1, store_dirs=("/nowhere",), nvme_bytes=1)
@@ -54,24 +52,6 @@ def calls_of(act: Callable[[], object]) -> int:
     finally:
         sys.setprofile(None)
     return count
-
-
-def fail(parts: ManagerParts, spec: SegmentSpec) -> None:
-    job = Job(JobId(1000 + spec.segment), JobKind.OPEN_SEGMENT, segment=spec)
-    parts.nvme.settle_files(JobRecord(job, [], None, failed={-1: Reason.NO_SPACE}), 1.0)
-
-
-def test_a_segment_that_cannot_be_opened_takes_its_own_copies_only(parts):
-    spec = SegmentSpec(3, GEOMETRY.slot_sizes[0], IN_SEGMENT, create=False)
-    rows = parts.catalog.rows_in(Tier.NVME, 3)
-    parts.catalog.pin((rows[0],), Tier.NVME)
-    fail(parts, spec)
-    catalog = parts.catalog
-    assert len(rows) == IN_SEGMENT
-    assert [catalog.state(row, Tier.NVME) for row in rows] == [CopyState.DOOMED] + [CopyState.ABSENT] * (len(rows) - 1)
-    assert len(catalog) == COUNT - IN_SEGMENT + 1
-    assert catalog.rows_in(Tier.NVME, 3) == rows[:1]
-    assert catalog.slot(rows[0], Tier.NVME) == Slot(3, 0)
 
 
 def test_a_reset(parts):

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import subprocess
 import sys
 import time
@@ -130,27 +129,6 @@ def test_deletions_wait_for_a_foreign_reader_and_go_on_when_it_is_killed(tmp_pat
 
 
 # Errors of the system.
-
-
-def test_a_write_error_stops_puts_and_the_state_comes_back(tmp_path: Path) -> None:
-    path = tmp_path / "index"
-    with opened(path, commit_s=0.001) as index:
-        records = [record_of(number) for number in range(1000)]
-        put_all(index, records)
-        assert index.flush(WAIT_S)
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 12, hard))
-        try:
-            put_all(index, [record_of(number) for number in range(1000, 2000)])
-            until(lambda: index.poll().state is IndexState.REFUSING)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert index.flush(WAIT_S)
-        assert index.poll().dropped_puts == 1000
-        until(lambda: index.put([record_of(5000)]) is not None)
-        assert index.flush(WAIT_S)
-        expected = {(0, record.key): record for record in [*records, record_of(5000)]}
-        assert found_blocks(index) == expected
 
 
 class _Failing:

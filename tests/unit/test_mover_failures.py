@@ -31,23 +31,6 @@ def test_a_flipped_payload_byte_on_the_drive(rank, byte):
     assert rank.stats["verification_failures.header"] == rank.stats["io_errors.read"] == 0
 
 
-def test_a_flipped_byte_in_the_cpu_tier(rank):
-    moves = [move(b, 0, b, rank.cpu(0, b)) for b in range(6)]
-    rank.do(JobKind.STORE, moves)
-    rank.erase()
-    rank.arena.view(rank.classes[0], 4)[HEADER_BYTES + 7] ^= 1
-    refused_alone(rank, moves, 4, Reason.CHECKSUM)
-
-
-def test_promotion_of_a_corrupt_slot_fails_alone(rank):
-    rank.stored(8)
-    rank.flip(0, 1, HEADER_BYTES + 1)
-    moves = [move(b, cpu=rank.cpu(0, b), nvme=b) for b in range(4)]
-    assert rank.do(JobKind.PROMOTE, moves) == {1: Reason.CHECKSUM}
-    back = [move(b, 0, b, rank.cpu(0, b)) for b in range(4)]
-    assert rank.do(JobKind.LOAD, back) == {1: Reason.CHECKSUM}
-
-
 def test_a_full_drive(rank, caplog):
     rank.do(JobKind.STORE, [move(b, 0, b, rank.cpu(0, b)) for b in range(GPU_BLOCKS)])
     rank.device.plan.full = True
