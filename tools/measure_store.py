@@ -254,7 +254,7 @@ class AskedHome:
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # out of the system's memory
         os.close(fd)
-        self._reader = NeighbourReader(lambda: [Neighbour("0" * 32, index_path)], lambda: None)
+        self._reader = NeighbourReader(lambda: [Neighbour("0" * 32, index_path)])
 
     def ask(self, keys: Sequence[BlockKey]) -> Asked:
         """Ask for keys that the index has, all of them."""

@@ -60,8 +60,8 @@ def home(path, names=()):
 
 
 @contextmanager
-def reader(homes, **options):
-    found = NeighbourReader(lambda: list(homes), options.pop("upkeep", lambda: None), **options)
+def reader(homes):
+    found = NeighbourReader(lambda: list(homes))
     try:
         yield found
     finally:
@@ -171,7 +171,7 @@ def test_the_child_ends_with_its_parent(tmp_path) -> None:
         "import sys, os, time\n"
         "from pathlib import Path\n"
         "from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader\n"
-        "found = NeighbourReader(lambda: [Neighbour('one', Path(sys.argv[1]))], lambda: None)\n"
+        "found = NeighbourReader(lambda: [Neighbour('one', Path(sys.argv[1]))])\n"
         "found.ask(1, 0, [b'x' * 34])\n"
         "while not found.poll(): time.sleep(0.01)\n"
         "print(found._reader._process.pid, flush=True)\n"
