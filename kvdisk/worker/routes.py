@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvdisk.blocks import Slot, Tier, group_of
@@ -255,7 +256,7 @@ class PartCutter:
         """
         resources, moves = self._resources, work.job.moves
         geometry, direct = resources.geometry, resources.direct
-        found: dict[tuple[Route, int], list[int]] = {}
+        found: dict[tuple[Route, int, int], list[int]] = {}
         others = 0
         for position, move in enumerate(moves):
             route = route_of(work.job.kind, move)
@@ -267,20 +268,20 @@ class PartCutter:
                 group = 0 if len(geometry.groups) == 1 else group_of(move.key)
                 if direct is not None and route.staged:
                     route = direct.route(route, geometry.size_classes[group], move)
-                found.setdefault((route, group), []).append(position)
+                file = None if route.far is None else files.get(route.far_slot(move).segment)
+                drive = NO_DRIVE if file is None else file.drive
+                found.setdefault((route, group, drive), []).append(position)
         work.left = len(moves) - len(work.failed) - others
-        return [
-            part
-            for (route, group), positions in found.items()
-            for part in self._cut_route(work, route, group, _by_drive(route, positions, moves, files))
-        ]
+        lanes = [self._cut_lane(work, *lane, positions) for lane, positions in found.items()]
+        return [part for turn in zip_longest(*lanes) for part in turn if part is not None]
 
     def cut_by_host(self, part: Part, positions: list[int]) -> list[Part]:
         """Return parts that load some moves of a direct part through host memory."""
-        return self._cut_route(part.work, Route.LOAD_STAGED, part.group, {part.drive: positions})
+        return self._cut_lane(part.work, Route.LOAD_STAGED, part.group, part.drive, positions)
 
-    def _cut_route(self, work: Work, route: Route, group: int, of_drives: Mapping[int, list[int]]) -> list[Part]:
-        size_class = self._resources.geometry.size_classes[group]
+    def _cut_lane(self, work: Work, route: Route, group: int, drive: int, positions: list[int]) -> list[Part]:
+        """Return parts of one route, group and drive, in the order of their slots."""
+        moves, size_class = work.job.moves, self._resources.geometry.size_classes[group]
         count = self._slots[size_class]
         if route.staged:
             memory: SlotMemory = self._staging[route.memory]
@@ -289,15 +290,13 @@ class PartCutter:
         else:
             assert self._resources.arena is not None, "a move names a CPU slot, and there is no CPU tier"
             memory = self._resources.arena
+        ordered = sorted(positions, key=lambda at: moves[at].slots[route.far or Tier.CPU])
         parts = []
-        for start in range(0, max(map(len, of_drives.values())), count):
-            for drive, mine in of_drives.items():
-                positions = mine[start : start + count]
-                if positions:
-                    part = Part(work, route, group, drive, size_class, memory, positions)
-                    if not route.staged:
-                        part.slots = [work.job.moves[position].slots[Tier.CPU].index for position in positions]
-                    parts.append(part)
+        for start in range(0, len(ordered), count):
+            part = Part(work, route, group, drive, size_class, memory, ordered[start : start + count])
+            if not route.staged:
+                part.slots = [moves[position].slots[Tier.CPU].index for position in part.positions]
+            parts.append(part)
         return parts
 
     def lend(self, part: Part) -> bool:
@@ -316,23 +315,3 @@ class PartCutter:
             free = self._free[part.route.memory][part.size_class]
             free.extend(part.staging)
             free.sort()  # so that parts find neighbours
-
-    @property
-    def all_given_back(self) -> bool:
-        """Whether no staging is in use."""
-        return all(
-            tuple(map(len, self._free[memory])) == staging.slot_counts for memory, staging in self._staging.items()
-        )
-
-
-def _by_drive(
-    route: Route, positions: list[int], moves: Sequence[Move], files: Mapping[int, OpenFile]
-) -> dict[int, list[int]]:
-    """Return positions by the drive that their slots are on, in the order of the slots."""
-    if route.far is None:
-        return {NO_DRIVE: sorted(positions, key=lambda at: moves[at].slots[Tier.CPU])}
-    found: dict[int, list[int]] = {}
-    for position in sorted(positions, key=lambda at: route.far_slot(moves[at])):
-        file = files.get(route.far_slot(moves[position]).segment)
-        found.setdefault(NO_DRIVE if file is None else file.drive, []).append(position)
-    return found

@@ -9,6 +9,7 @@ import threading
 
 import torch
 from support.addressed_device import AddressedDevice, view_of
+from support.sim_rank import staging_is_free
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier, make_block_key
 from kvdisk.device.memory import MemoryDevice
@@ -236,7 +237,7 @@ class Rank:
         self.device.plan.hold = False
         self.device.release()
         self.mover.close()
-        assert self.mover._runner._parts.all_given_back, "staging is lost"
+        assert staging_is_free(self.mover._runner._parts), "staging is lost"
 
     def cpu(self, group: int, index: int) -> Slot:
         return Slot(self.classes[group], index)
