@@ -21,13 +21,6 @@ from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader
 
 WAIT_S = 600.0
 SEGMENT = SegmentRecord(3, 8192, 100, 0)
-HOLDS_A_TRANSACTION = """
-import lmdb, sys, time
-environment = lmdb.Environment(sys.argv[1], max_dbs=2, create=False, lib_version=0)
-with environment.begin(write=True) as txn:
-    print("in", flush=True)
-    time.sleep(600)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -131,20 +124,6 @@ def test_an_index_that_was_made_anew_is_read_anew(tmp_path) -> None:
             with home(tmp_path / "one", names):
                 assert set(answer(found, keys(10))) == set(names)
             (tmp_path / "one" / "data.mdb").unlink()
-
-
-def test_an_owner_stopped_inside_a_write_transaction_holds_nobody_up(tmp_path) -> None:
-    with home(tmp_path / "one", keys(3)):
-        pass
-    owner = subprocess.Popen([sys.executable, "-c", HOLDS_A_TRANSACTION, str(tmp_path / "one")], stdout=subprocess.PIPE)
-    try:
-        assert owner.stdout.readline() == b"in\n"
-        os.kill(owner.pid, signal.SIGSTOP)
-        with reader([Neighbour("one", tmp_path / "one")]) as found:
-            assert set(answer(found, keys(3))) == set(keys(3))
-    finally:
-        owner.kill()
-        owner.wait()
 
 
 def test_the_child_is_started_anew_when_it_was_killed(tmp_path) -> None:
