@@ -89,15 +89,13 @@ class LmdbTables:
         self._last_error: lmdb.Error | None = None
         self.damaged = False
         """Whether a commit has met damage, which is noted for the next owner."""
-        try:
+        with _translating(path):
             if not readonly:
                 path.mkdir(mode=0o700, exist_ok=True)
             _check_files(path, readonly)
             if not readonly:
                 _leave_mark(path)
             self._open()
-        except (lmdb.Error, OSError) as error:
-            raise _translated(error, path) from error
 
     @property
     def complete(self) -> bool:
@@ -108,7 +106,7 @@ class LmdbTables:
     @contextmanager
     def _reading(self) -> Iterator[lmdb.Transaction[bytes]]:
         """A read transaction; LMDB's errors in it are ours outside."""
-        try:
+        with _translating(self._path):
             try:
                 txn = self._environment.begin()
             except lmdb.MapResizedError:  # the owner has opened it anew with a larger map
@@ -116,8 +114,6 @@ class LmdbTables:
                 txn = self._environment.begin()
             with txn:
                 yield txn
-        except lmdb.Error as error:
-            raise _translated(error, self._path) from error
 
     def get(self, table: Table, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return the value of each key, None where there is none, in one read transaction."""
@@ -162,12 +158,10 @@ class LmdbTables:
         The caller has nothing of value in these files until all is in them. Raises DeviceError.
         """
         left = iter(items)
-        try:
+        with _translating(self._path):
             while part := list(islice(left, _PART_RECORDS)):
                 with self._environment.begin(write=True) as txn:
                     txn.cursor(self._databases[table]).putmulti(part, append=True)
-        except lmdb.Error as error:
-            raise _translated(error, self._path) from error
 
     def recover(self) -> None:
         """See ``Tables.recover``."""
@@ -335,6 +329,14 @@ def try_tables(path: Path) -> None:
             txn.put(number.to_bytes(16, "big"), bytes(100), db=databases[0])
     txn.abort()
     environment.close()
+
+
+@contextmanager
+def _translating(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (lmdb.Error, OSError) as error:
+        raise _translated(error, path) from error
 
 
 def _translated(error: lmdb.Error | OSError, path: Path) -> KvdiskError:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -254,8 +253,6 @@ class Mover:
             # may never end.
             self._runner.await_copies()
             self._answer_rest()
-            with contextlib.suppress(Exception):
-                self._runner.abandon()
         try:
             self._runner.close()
         except BaseException as error:

@@ -245,12 +245,11 @@ class Runner:
                 if part.copy is not None:
                     part.copy.synchronize()
 
-    def abandon(self) -> None:
-        """After ``await_copies``: wait for the device. Nothing is reported any more."""
-        self._resources.device.drain()
-
     def close(self) -> None:
-        """Close device and files, when ``idle`` or after ``abandon``."""
+        """Close device and files, when ``idle`` or after ``await_copies``: then what is at the
+        device is waited for, and reported no more."""
+        with suppress(Exception):
+            self._resources.device.drain()
         self._files.close()
         self._resources.device.close()
 
