@@ -17,9 +17,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -35,7 +34,7 @@ START_S = 15.0
 """What the process may take to start, on a machine that may be busy."""
 _TRY_S = 300.0
 MOST_OPEN = 64
-"""Indexes that the process keeps open. It closes the least recently used first."""
+"""Indexes that the process keeps open. It closes the oldest first."""
 _DAMAGED = frozenset({signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT})
 
 
@@ -83,11 +82,11 @@ def read_indexes(paths: Sequence[Path], timeout_s: float = math.inf) -> list[Ind
 
 def try_out(path: Path) -> None:
     """Have a child read an index, and go through the motions of a write. Raises CorruptRecord where
-    it cannot."""
+    it cannot, DeviceError where there can be no child."""
     reader = ReaderProcess()
     try:
         reader.ask(_TRY_S, "try", str(path))
-    except KvdiskError as error:
+    except (CorruptRecord, ReaderFailed) as error:
         raise CorruptRecord(f"index {path}: {error}") from error
     finally:
         reader.stop()
@@ -138,15 +137,20 @@ class ReaderProcess:
 
     def ask(self, timeout_s: float, *question: object) -> Any:
         """Return the answer to what ``OpenIndexes.answer`` is asked."""
+        is_new = self._process is None
+        if is_new:
+            self._start()
+        assert self._pipe is not None
         try:
-            pipe = self._pipe if self._process is not None and self._pipe is not None else self._start()
-            pipe.send(question)
-            problem, answer = _received(pipe, timeout_s)
+            if is_new:
+                _received(self._pipe, max(START_S, timeout_s))
+            self._pipe.send(question)
+            problem, answer = _received(self._pipe, timeout_s)
         except TimeoutError as error:
             self.stop()
             raise ReaderFailed(f"the process that reads it did not answer within {timeout_s:g} s") from error
         except (OSError, EOFError) as error:
-            raise ReaderFailed(self.stop() or f"the process that reads it could not be started: {error}") from error
+            raise ReaderFailed(self.stop()) from error
         except Exception as error:  # another version was installed meanwhile
             self.stop()
             raise ReaderFailed("the process that reads it gave no sound answer") from error
@@ -154,27 +158,25 @@ class ReaderProcess:
             raise CorruptRecord(problem)
         return answer
 
-    def _start(self) -> Connection:
-        said = os.fdopen(os.memfd_create("kvdisk"), "w+b")  # in memory: a full drive must do
-        pipe, theirs = Pipe()
-        try:
-            process = subprocess.Popen(  # noqa: S603 - this module, in this same interpreter
-                [sys.executable, "-c", f"from {__name__} import main; main({theirs.fileno()})"],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=said,
-                pass_fds=[theirs.fileno()],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"},
-            )
-        except OSError:
-            said.close()
-            pipe.close()
-            raise
-        finally:
-            theirs.close()
-        self._process, self._pipe, self._said = process, pipe, said
-        _received(pipe, START_S)
-        return pipe
+    def _start(self) -> None:
+        with ExitStack() as undo:
+            try:
+                said = undo.enter_context(os.fdopen(os.memfd_create("kvdisk"), "w+b"))  # in memory: a drive may be full
+                ours, theirs = Pipe()
+                undo.enter_context(ours)
+                with theirs:
+                    self._process = subprocess.Popen(  # noqa: S603 - this module, in this same interpreter
+                        [sys.executable, "-c", f"from {__name__} import main; main({theirs.fileno()})"],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=said,
+                        pass_fds=[theirs.fileno()],
+                        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"},
+                    )
+            except OSError as error:
+                raise DeviceError(error.errno or errno.EIO, "the process that reads indexes cannot start") from error
+            self._pipe, self._said = ours, said
+            undo.pop_all()
 
 
 def _received(pipe: Connection, timeout_s: float) -> Any:
@@ -190,7 +192,7 @@ class OpenIndexes:
     """Read-only indexes by directory, opened on demand. Every read is its own transaction."""
 
     def __init__(self) -> None:
-        self._open: OrderedDict[str, tuple[int, LmdbTables]] = OrderedDict()
+        self._open: dict[str, tuple[int, LmdbTables]] = {}
 
     def answer(self, what: str, path: str = "", *asked: Any) -> tuple[str | None, object]:
         """Return why an index cannot be read, and the answer: None where there is no index yet.
@@ -222,7 +224,6 @@ class OpenIndexes:
     def _get(self, path: str) -> LmdbTables:
         known = self._open.get(path)
         if known is not None and known[1].complete:
-            self._open.move_to_end(path)
             return known[1]
         self._close(path)
         inode, tables = _inode(path), LmdbTables(Path(path), readonly=True)

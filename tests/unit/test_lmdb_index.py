@@ -82,7 +82,11 @@ def test_a_full_index_can_always_delete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, batch: int, deletions: int
 ) -> None:
     back_offs: list[CommitWriter] = []  # one begins when deletions have failed, alone and in small transactions
-    monkeypatch.setattr(CommitWriter, "_back_off", back_offs.append)
+
+    def note(writer: CommitWriter) -> None:
+        back_offs.append(writer)
+
+    monkeypatch.setattr(CommitWriter, "_back_off", note)
     rng = random.Random(f"{order} {batch} {deletions}")
     # Puts of one record fill a map to the last unit that they may have.
     with opened(tmp_path / "index", MIN_MAP_BYTES if batch == 1 else 2 << 20) as index:
