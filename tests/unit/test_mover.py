@@ -39,13 +39,19 @@ def test_without_a_cpu_slot_through_staging_to_the_drive_and_back(rank):
 
 
 def test_neighbouring_slots_are_one_transfer(rank):
-    rank.do(JobKind.STORE, [move(at, 0, at, rank.cpu(0, 10 + at)) for at in range(4)])
-    # Named in another order than they lie in; the fourth is no neighbour on the drive.
-    moves = [move(at, 0, cpu=rank.cpu(0, 10 + at), nvme=(4, 5, 6, 9)[at]) for at in (2, 0, 3, 1)]
+    """On the drive; in memory they may lie anywhere."""
+    before = {at: rank.payload(0, at) for at in range(4)}
+    in_memory, on_drive = (10, 13, 11, 20), (4, 5, 6, 9)
+    rank.do(JobKind.STORE, [move(at, 0, at, rank.cpu(0, in_memory[at])) for at in range(4)])
+    # Named in another order than they lie in; the fourth is no neighbour.
+    moves = [move(at, 0, cpu=rank.cpu(0, in_memory[at]), nvme=on_drive[at]) for at in (2, 0, 3, 1)]
     rank.do(JobKind.DEMOTE, moves)
     (_, batch), *others = rank.device.submitted
     assert not others
     assert [length // GROUPS[0].slot_bytes for _, _, length in batch] == [3, 1]
+    rank.erase()
+    assert rank.do(JobKind.LOAD, [move(at, 0, at, nvme=on_drive[at]) for at in range(4)]) == {}
+    assert {at: rank.payload(0, at) for at in range(4)} == before
 
 
 def test_a_turn_looks_at_the_heads_of_the_queues(rank, monkeypatch):
