@@ -50,6 +50,7 @@ from kvdisk.cli.output import (
     parse_size,
     plural,
     print_json,
+    print_list,
     print_note,
     printable,
     refusal,
@@ -524,10 +525,8 @@ def _show_result(
         stays = f"{size(after['allocated_bytes'])} in {plural(after['homes'], 'engine store')} stay"
         said = f"{freed}, {count}; {stays if after['homes'] else 'the store is empty'}."
         console.print(Text.assemble(("\nDeleted ", "green"), said))
-        for home in plan.homes:
-            if home.result != "deleted":
-                why = f"engine store {home.id} was left alone: {printable(home.why)}"
-                console.print(Text.assemble(("  ✗ ", "red"), why), soft_wrap=True)
+        others = [f"engine store {home.id}: {home.why}" for home in plan.homes if home.result != "deleted"]
+        print_list("Left alone", others, console, None, "")
     if plan.short_bytes:
         short = f"{size(plan.short_bytes)} more than asked for stay"
         why = f"{_owned(plan)}, which may not change" if plan.in_use else "nothing else may be deleted"

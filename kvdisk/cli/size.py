@@ -213,10 +213,7 @@ def _writes(text: str | None) -> Writes | None:
         return Writes(parse_size("--write-rate", text), None, at_least=False)
     paths = store_paths([Path(text)])
     with refusing(paths):
-        found = measure_writes(paths)
-    if found is None:
-        raise ConfigError(f"nothing was written to {paths[0]} in the last 24 hours, as far as it still holds it.")
-    return found
+        return measure_writes(paths)
 
 
 # -- what fits, and what was written -----------------------------------------------------------
@@ -256,11 +253,12 @@ def _fit(geometry: Geometry, slots: Sequence[int], capacity_bytes: int, parts: i
     return Fit(capacity_bytes, tokens, blocks, used_bytes, tokens // context_tokens)
 
 
-def measure_writes(directories: Sequence[Path]) -> Writes | None:
+def measure_writes(directories: Sequence[Path]) -> Writes:
     """Return what a store's engines wrote in the last 24 hours, from when its blocks were stored.
 
-    None: nothing. At least so much: blocks that have left in the meantime do not count. Of a store
-    that is younger the time since its first home was made counts. Raises as ``list_homes``.
+    At least so much: blocks that have left in the meantime do not count. Of a store that is younger
+    the time since its first home was made counts. Raises ConfigError where nothing was written, and
+    as ``list_homes``.
     """
     now_s = began_s = int(time.time())
     written = 0
@@ -269,8 +267,10 @@ def measure_writes(directories: Sequence[Path]) -> Writes | None:
         if home.blocks is not None:
             stored_s = home.blocks.columns.stored_s.astype(np.int64)
             written += int(home.blocks.slot_bytes[(now_s - DAY_S <= stored_s) & (stored_s <= now_s)].sum())
+    if not written:
+        raise ConfigError(f"nothing was written to {directories[0]} in the last 24 hours, as far as it still holds it.")
     seconds = min(DAY_S, max(1, now_s - began_s))
-    return Writes(round(written * DAY_S / seconds), seconds, at_least=True) if written else None
+    return Writes(round(written * DAY_S / seconds), seconds, at_least=True)
 
 
 # -- for people --------------------------------------------------------------------------------

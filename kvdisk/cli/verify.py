@@ -249,19 +249,13 @@ def verify_store(
 # -- an engine store ---------------------------------------------------------------------------
 
 
-class Suspect(NamedTuple):
-    """What does not match, and the rows of the blocks that it is about."""
-
-    finding: Finding
-    rows: Sequence[int]
-
-
 class HomeCheck:
     """An engine store while it is verified. ``mine``: what was found of it."""
 
     def __init__(self, home: ReadHome, boot_id: str) -> None:
         self._home = home
-        self._suspects: list[Suspect] = []
+        self._suspects: list[tuple[Finding, Sequence[int]]] = []
+        """What does not match, and the rows of the blocks that it is about."""
         summary, record = home.summary, home.summary.record
         self.mine = HomeVerdict(summary.id, "alive" if summary.alive else "orphan")
         if record is None:
@@ -292,7 +286,7 @@ class HomeCheck:
         numbers = home.records.columns.segments[rows]
         for number in np.setdiff1d(numbers, [segment.segment for segment in home.index.segments]).tolist():
             finding = Finding(home.id, 0, number, 0, None, "file", "the index does not have this segment")
-            self._suspects.append(Suspect(finding, rows[numbers == number].tolist()))
+            self._suspects.append((finding, rows[numbers == number].tolist()))
         for segment in home.index.segments:
             here: list[int] = rows[numbers == segment.segment].tolist()
             yield from (Part(home, shape, segment, rank, here) for rank in range(shape.rank_count))
@@ -303,14 +297,14 @@ class HomeCheck:
         where = (mine.id, segment.drive, segment.segment, part.rank, part.path)
         mine.slots += len(part.rows)
         if read.failed:
-            self._suspects.append(Suspect(Finding(*where, "file", read.failed), part.rows))
+            self._suspects.append((Finding(*where, "file", read.failed), part.rows))
             return
         mine.read_bytes += part.byte_count
         row_of = {part.home.records[row].slot.index: row for row in part.rows} if read.wrong else {}
         for slot, check, what in read.wrong:
             at = slot_offset(segment.slot_bytes, slot.number)
             finding = Finding(*where, check, what, 1, slot.number, at, slot.namespace.epoch, slot.key)
-            self._suspects.append(Suspect(finding, [row_of[slot.number]]))
+            self._suspects.append((finding, [row_of[slot.number]]))
 
     def judge(self) -> Iterator[Finding]:
         """Yield as wrong what did not match though its block is, by now, still where it was.
@@ -321,7 +315,7 @@ class HomeCheck:
         self.mine.gone = not self._home.summary.path.exists()
         if self.mine.gone:
             self.mine.problems.clear()  # such as a missing index
-        keys = {records.columns.keys[row] for suspect in self._suspects for row in suspect.rows}
+        keys = {records.columns.keys[row] for _, rows in self._suspects for row in rows}
         (index,) = read_indexes([self._home.summary.index_path]) if self._suspects else [IndexContent()]
         now = Records(index.blocks)
         there = {now[row][:4] for row, key in enumerate(now.columns.keys) if key in keys}

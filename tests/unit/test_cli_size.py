@@ -36,36 +36,22 @@ def written(path: Path, config: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "element_bytes", "is_assumed"),
+    ("changes", "options", "element_bytes", "groups", "assumed"),
     [
-        ({}, {"kv_dtype": "fp8"}, 1, False),
-        ({}, {"dtype": "float32"}, 4, False),
-        ({}, {"dtype": "float32", "kv_dtype": "float16"}, 2, False),
-        ({"torch_dtype": "float32"}, {}, 2, True),
-        ({"torch_dtype": None}, {}, 2, True),
+        ({}, {"kv_dtype": "fp8"}, 1, [(32, None)], ""),
+        ({}, {"dtype": "float32"}, 4, [(32, None)], ""),
+        ({}, {"dtype": "float32", "kv_dtype": "float16"}, 2, [(32, None)], ""),
+        ({"torch_dtype": "float32"}, {}, 2, [(32, None)], "16 bit"),
+        ({"torch_dtype": None}, {}, 2, [(32, None)], "16 bit"),
+        ({"model_type": "gemma2", "sliding_window": 4096}, {}, 2, [(16, 4096), (16, None)], ""),
+        ({"model_type": "qwen2", "max_window_layers": 16, "sliding_window": 512}, {}, 2, [(16, None), (16, 512)], ""),
+        ({"model_type": "newest", "sliding_window": 4096}, {}, 2, [(32, None)], "all are taken for full attention"),
     ],
 )
-def test_bytes_of_a_number(changes, options, element_bytes, is_assumed):
+def test_what_a_configuration_says(changes, options, element_bytes, groups, assumed):
     known = model_of(LLAMA | changes, **options)
-    assert (known.element_bytes, ["16 bit" in note for note in known.notes]) == (element_bytes, [True] * is_assumed)
-
-
-@pytest.mark.parametrize(
-    ("changes", "groups"),
-    [
-        ({"model_type": "gemma2", "sliding_window": 4096, "head_dim": 128}, [(16, 4096), (16, None)]),
-        (
-            {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 14, "sliding_window": 512}
-            | {"num_hidden_layers": 28},
-            [(14, None), (14, 512)],
-        ),
-        ({"model_type": "newest", "sliding_window": 4096}, [(32, None)]),
-    ],
-)
-def test_which_layers_slide(changes, groups):
-    known = model_of(LLAMA | changes)
-    assert group_layers(known.windows) == groups
-    assert any("taken for full attention" in note for note in known.notes) == (known.kind == "newest")
+    assert (known.element_bytes, group_layers(known.windows)) == (element_bytes, groups)
+    assert assumed in " ".join(known.notes) and bool(known.notes) == bool(assumed)
 
 
 @pytest.mark.parametrize(
