@@ -22,10 +22,8 @@ from support.sim_direct import SimLanes
 from support.sim_drive import Weather
 
 from kvdisk.device import gds
-from kvdisk.device.base import Buffer, Device, Op, Transfer
+from kvdisk.device.base import Buffer, Device, GpuRange, Op, Transfer
 from kvdisk.device.gds import GdsDevice
-from kvdisk.device.pair import GpuRange, PairDevice
-from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import ALIGNMENT
 from kvdisk.testing.device_conformance import FilesConformance, fill, make_memory
 
@@ -46,11 +44,28 @@ class ByAddress:
         return buffer if isinstance(buffer, GpuRange) else range_of(buffer)
 
 
+class Alternating(ByAddress):
+    """Every other batch is of host memory."""
+
+    batches = 0
+
+    def submit(self, op: Op, batch: Sequence[Transfer]) -> int:
+        self.batches += 1
+        return super().submit(op, batch) if self.batches % 2 else self.inner.submit(op, batch)
+
+
+class TestBothMemories(FilesConformance):
+    flags = os.O_DIRECT
+
+    def make_device(self) -> Device:
+        return Alternating(GdsDevice(3, compat=True))
+
+
 class TestGds(FilesConformance):
     flags = os.O_DIRECT
 
     def make_device(self) -> Device:
-        return ByAddress(GdsDevice(threads=3, compat=True))
+        return ByAddress(GdsDevice(3, compat=True))
 
     # What only this device promises
 
@@ -73,7 +88,7 @@ class TestGds(FilesConformance):
         fd = self.attach()
         data = self.written(fd, 5 * gds.PIECE_BYTES // 2)
         calls: list[tuple[int, int]] = []
-        file = self.device._cufiles[fd]
+        queues, file = self.device._gpu_files[fd]
 
         class Watched:
             def pread(self, buffer, size, offset, task_size):
@@ -83,7 +98,7 @@ class TestGds(FilesConformance):
             def close(self):
                 file.close()
 
-        self.device._cufiles[fd] = Watched()
+        self.device._gpu_files[fd] = queues, Watched()
         assert self.read(fd, 0, len(data)) == data
         assert all(size == task_size <= gds.PIECE_BYTES for size, task_size in calls)
         assert sum(size for size, _ in calls) == len(data)
@@ -91,7 +106,7 @@ class TestGds(FilesConformance):
     def test_writes_that_hang_hold_up_no_read(self) -> None:
         fd = self.attach()
         data = self.written(fd, ALIGNMENT)
-        file = self.device._cufiles[fd]
+        queues, file = self.device._gpu_files[fd]
         go = threading.Event()
 
         class Hanging:
@@ -101,7 +116,7 @@ class TestGds(FilesConformance):
                 go.wait()
                 return file.pwrite(*arguments)
 
-        self.device._cufiles[fd] = Hanging()
+        self.device._gpu_files[fd] = queues, Hanging()
         memory = self.memory(ALIGNMENT)
         for at in range(1, 9):  # more than it has threads
             self.device.submit(Op.WRITE, [Transfer(fd, at * ALIGNMENT, (memory,))])
@@ -172,7 +187,7 @@ def test_the_whole_way_of_a_mover(tmp_path, stored_straight, loaded_straight) ->
     """Blocks of CPU tensors, by kvikio's hands and the host's, each reading what the other
     wrote."""
     lanes = SimLanes(random.Random(1), Weather())
-    device = PairDevice(PosixDevice(), GdsDevice(compat=True))
+    device = GdsDevice(compat=True)
     route = Route(lanes, tmp_path, device, 1 << 16, 48, direct=True)
     direct = route._mover._runner._direct
     before = [layer.clone() for layer in route.layers]

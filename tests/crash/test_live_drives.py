@@ -20,6 +20,7 @@ from support.live_model import LiveModel, PromptTree
 from kvdisk.blocks import Tier
 from kvdisk.device import posix
 from kvdisk.device.base import Op
+from kvdisk.device.batches import Call
 from kvdisk.manager.catalog import CopyState
 from kvdisk.manager.segments import Turns
 
@@ -113,16 +114,17 @@ def test_a_drive_that_fails_is_left_alone_and_the_rest_serves_on(
     dirs = [quick_path / "good", quick_path / "bad"]
     now_s = [1_000_000.0]
     monkeypatch.setattr(posix.aio, "serves", lambda fd: False)  # or the kernel's queue would get past the failures
-    engine = start(dirs, LiveModel(), lambda: now_s[0], cpu_bytes=0, blocks=900)
-    engine.serve(PROMPTS)
-    assert all(blocks_by_drive(engine)[drive] > 50 for drive in (0, 1))
-    run_call = posix._run
+    run_call, broken = posix._run, []
 
-    def failing(op: Op, call: posix._Call) -> int:
-        bad = os.readlink(f"/proc/self/fd/{call.fd}").startswith(str(dirs[1]))
+    def failing(op: Op, call: Call) -> int:
+        bad = broken and os.readlink(f"/proc/self/fd/{call.fd}").startswith(str(dirs[1]))
         return errno.EIO if bad else run_call(op, call)
 
     monkeypatch.setattr(posix, "_run", failing)
+    engine = start(dirs, LiveModel(), lambda: now_s[0], cpu_bytes=0, blocks=900)
+    engine.serve(PROMPTS)
+    assert all(blocks_by_drive(engine)[drive] > 50 for drive in (0, 1))
+    broken.append(True)
     stats = engine.manager.stats
     engine.serve(PROMPTS[:5])
     assert (stats["drive_quarantines"], stats["write_pauses"]) == (1, 1)

@@ -175,15 +175,15 @@ def test_writes_make_way_while_reads_are_under_way(drive, done, fd, monkeypatch)
     memory = make_memory(aio.LONGEST_BYTES)
     batch = [(at, Transfer(fd, 0, (memory,))) for at in range(2 * aio.AHEAD_BYTES // aio.LONGEST_BYTES)]
     try:
-        drive.put(1, Op.READ, batch[:1], aio.LONGEST_BYTES)
+        drive.put(1, Op.READ, batch[:1], 4 * aio.LONGEST_BYTES)
         assert reading.wait(WAIT_S)
-        writes.put(2, Op.WRITE, batch, aio.LONGEST_BYTES)
+        writes.put(2, Op.WRITE, batch, 4 * aio.LONGEST_BYTES)
         assert done.get(timeout=WAIT_S) == Done(2, {})
         assert given == [aio.LONGEST_BYTES] * len(batch)
         go.set()
         assert done.get(timeout=WAIT_S) == Done(1, {})
         given.clear()
-        writes.put(3, Op.WRITE, batch, aio.LONGEST_BYTES)
+        writes.put(3, Op.WRITE, batch, 4 * aio.LONGEST_BYTES)
         assert done.get(timeout=WAIT_S) == Done(3, {})
         assert max(given) == aio.AHEAD_BYTES
     finally:

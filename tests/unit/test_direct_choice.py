@@ -35,7 +35,7 @@ class OnFiles(AddressedDevice):
 
     made: ClassVar[list[OnFiles]] = []
 
-    def __init__(self, inner=None) -> None:
+    def __init__(self, inner=None, **_) -> None:
         super().__init__(inner or PosixDevice(threads=1))
         self.closed = False
         OnFiles.made.append(self)
@@ -119,11 +119,11 @@ def here(monkeypatch):
     monkeypatch.setattr(assembly, "GdsDevice", OnFiles)
 
 
-def test_a_start_with_a_gpu_pairs_the_devices(tmp_path, here, monkeypatch, caplog):
+def test_a_start_with_a_gpu_has_a_device_of_both_memories(tmp_path, here, monkeypatch, caplog):
     monkeypatch.setattr(directs, "FASTER", 0.0)
     with caplog.at_level(logging.INFO, "kvdisk"):
         device, direct = pair(tmp_path, CpuLanes(), "gds", gpu_staging_bytes="1MiB")
-    assert device.name == "posix+addressed(posix)"
+    assert device.name == "addressed(posix)"
     assert direct.loads == {0, 1}
     assert sum(size * count for size, count in zip(SIZES, direct.staging.slot_counts, strict=True)) <= 1 << 20
     assert [record.message.startswith("kvdisk moves loads of") for record in caplog.records] == [True]
