@@ -9,8 +9,6 @@ size. ``store`` measures, and deletes.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -67,17 +65,6 @@ class Stock:
     def unowned_to_delete(self, fingerprint: bytes) -> list[Holding]:
         """``unowned``, those of this namespace after all others."""
         return sorted(self.unowned, key=lambda home: bool(home.record and home.record.fingerprint == fingerprint))
-
-    def excess(self, fingerprint: bytes, needed_bytes: int, unused_since_s: float = math.inf) -> Iterator[Holding]:
-        """Yield those without an owner for the caller to delete, until ``needed_bytes`` more fit.
-
-        Spares those used after ``unused_since_s``.
-        """
-        for home in self.unowned_to_delete(fingerprint):
-            if not self.exceeds(needed_bytes):
-                return
-            if home.record is None or home.record.last_use_s <= unused_since_s:
-                yield home
 
     def exceeds(self, needed_bytes: int) -> bool:
         """Whether so many bytes more would exceed the caps of the live owners."""

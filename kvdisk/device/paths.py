@@ -7,13 +7,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import hashlib
 import json
 import logging
 import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,6 @@ STOPPED_WAIT_S = 1.0
 _LONGEST_CONTROL_FILE_BYTES = 1 << 20
 _LONGEST_KEPT_BYTES = 64 << 10
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-_SUM_PIECE_BYTES = 1 << 20
 
 
 @contextmanager
@@ -107,16 +107,38 @@ def open_regular(path: Path, flags: int) -> int:
     return -1
 
 
-def write_control(path: Path, value: dict[str, Any], *, durable: bool, keep: bool = True) -> None:
+def replace_file(path: Path, pieces: Iterable[bytes]) -> None:
+    """Replace a file in one step, whatever is in its place; unsynced. Raises OSError, and leaves
+    what was there."""
+    temporary = path.with_name(path.name + ".tmp")
+    remove_anything(temporary.parent, temporary.name)
+    try:
+        with os.fdopen(create_file(temporary), "wb") as file:
+            file.writelines(pieces)
+        if is_directory(path):
+            remove_anything(path.parent, path.name)
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def encode_json(value: dict[str, Any]) -> bytes:
+    """Return the bytes of a JSON file."""
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
+
+
+def write_control(path: Path, value: dict[str, Any], *, durable: bool) -> None:
     """Replace a JSON file in one step. ``durable``: it survives a loss of power from here on.
     Raises OSError.
 
-    ``keep``: what it replaces stays beside it, under another name, and is written over the next
-    time, which then needs no room; False for what only tells people something.
+    What it replaces stays beside it, under another name, and is written over the next time, which
+    then needs no room.
     """
     temporary = path.with_name(path.name + ".tmp")
-    encoded = (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
-    fd = _open_kept(temporary) if keep else -1
+    encoded = encode_json(value)
+    fd = _open_kept(temporary)
     if fd < 0:
         remove_anything(temporary.parent, temporary.name)
         fd = create_file(temporary)
@@ -126,13 +148,8 @@ def write_control(path: Path, value: dict[str, Any], *, durable: bool, keep: boo
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(temporary))
         if durable:
             os.fsync(fd)
-        if not (keep and _exchange(temporary, path)):
+        if not _exchange(temporary, path):
             temporary.replace(path)
-    except BaseException:
-        if not keep:
-            with suppress(OSError):
-                temporary.unlink()
-        raise
     finally:
         os.close(fd)
     if durable:
@@ -319,13 +336,8 @@ def sum_of_file(path: Path) -> str:
     """
     if (fd := open_regular(path, os.O_RDONLY)) < 0:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    try:
-        total, piece = xxh3_128(), bytearray(_SUM_PIECE_BYTES)
-        while count := os.readv(fd, [piece]):
-            total.update(memoryview(piece)[:count])
-    finally:
-        os.close(fd)
-    return total.hexdigest()
+    with os.fdopen(fd, "rb") as file:
+        return hashlib.file_digest(file, xxh3_128).hexdigest()
 
 
 def allocated_bytes(path: Path) -> int:

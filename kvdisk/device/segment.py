@@ -80,20 +80,19 @@ class SegmentFileSummary(NamedTuple):
 class SegmentFile:
     """An open segment file; ``fd`` is its own until ``close``.
 
-    ``direct``: transfers bypass the kernel's cache (O_DIRECT); False where the file system refused
-    that. Slot ``i`` begins at ``geometry.slot_offset(slot_bytes, i)``.
+    Transfers bypass the kernel's cache (O_DIRECT) unless the file system refuses that. Slot ``i``
+    begins at ``geometry.slot_offset(slot_bytes, i)``.
     """
 
-    __slots__ = ("direct", "fd", "header", "rank", "segment", "slot_bytes", "slot_count")
+    __slots__ = ("fd", "header", "rank", "segment", "slot_bytes", "slot_count")
 
-    def __init__(self, fd: int, header: SegmentHeader, direct: bool) -> None:
+    def __init__(self, fd: int, header: SegmentHeader) -> None:
         self.fd = fd
         self.header = header
         self.segment = header.segment
         self.rank = header.rank
         self.slot_bytes = header.slot_bytes
         self.slot_count = header.slot_count
-        self.direct = direct
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -127,7 +126,7 @@ def create_segment(home: HasSegments, spec: SegmentSpec, rank: int, rank_count: 
                 temporary.unlink()
             _allocate_with_folder(temporary, segment_file_bytes(spec.slot_bytes, spec.slot_count))
             encoded = _encode(header)
-            fd, direct = _open_direct(temporary, os.O_RDWR, lambda fd: _write_header(fd, encoded))
+            fd, _ = open_direct(_opener(temporary, os.O_RDWR), lambda fd: _write_header(fd, encoded))
         except BaseException:
             _discard(temporary)
             _remove_if_empty(home, spec.segment)
@@ -138,7 +137,7 @@ def create_segment(home: HasSegments, spec: SegmentSpec, rank: int, rank_count: 
             os.close(fd)
             _discard(temporary)
             raise
-    return SegmentFile(fd, header, direct)
+    return SegmentFile(fd, header)
 
 
 def _allocate_with_folder(path: Path, byte_count: int) -> None:
@@ -198,24 +197,17 @@ def drop_segment(home: HasSegments, segment: int, rank: int) -> None:
         _remove_files(home, segment, (_temporary(path).name, path.name))
 
 
-def remove_unknown_segments(home: HasSegments, rank: int, known: Collection[int]) -> list[int]:
+def remove_unknown_segments(home: HasSegments, rank: int, known: Collection[int]) -> None:
     """Remove what a crash left of this rank: files of segments not in ``known``, and files never
-    completed.
-
-    Returns the segments not in ``known`` whose file was removed, ascending. Raises DeviceError.
-    """
-    removed = []
+    completed. Raises DeviceError."""
     with device_errors(f"removing unknown segments of rank {rank}"):
         for segment in segment_numbers(home.segments_path, also_no_directories=True):
             path = segment_path(home, segment, rank)
             if segment in known:
                 if is_directory(path.parent):
                     _remove_files(home, segment, (_temporary(path).name,))
-                continue
-            if os.path.lexists(path):
-                removed.append(segment)
-            _remove_files(home, segment, (_temporary(path).name, path.name))
-    return removed
+            else:
+                _remove_files(home, segment, (_temporary(path).name, path.name))
 
 
 def scan_segments(segments_path: Path, drive: int = 0) -> tuple[SegmentFileSummary, ...]:
@@ -302,14 +294,18 @@ def _discard(path: Path) -> None:
         path.unlink()
 
 
-def _open_direct(path: Path, flags: int, probe: Callable[[int], None]) -> tuple[int, bool]:
-    """Open with O_DIRECT, or without where opening or the first transfer, ``probe``, says that it
-    cannot be."""
+def open_direct(open_file: Callable[[int], int], first: Callable[[int], object]) -> tuple[int, bool]:
+    """Open a file with O_DIRECT, or without where the file system refuses that.
+
+    ``open_file`` takes the flag and returns a descriptor; ``first`` makes the first transfer, which
+    may be what is refused. Returns the descriptor, and whether it is direct. Raises what they
+    raise.
+    """
     for direct in (os.O_DIRECT, 0):
         fd = -1
         try:
-            fd = os.open(path, flags | direct | os.O_NOFOLLOW)
-            probe(fd)
+            fd = open_file(direct)
+            first(fd)
             return fd, bool(direct)
         except BaseException as error:
             if fd >= 0:
@@ -317,6 +313,10 @@ def _open_direct(path: Path, flags: int, probe: Callable[[int], None]) -> tuple[
             if not direct or not isinstance(error, OSError) or error.errno not in _NOT_DIRECT:
                 raise
     raise AssertionError("unreachable")
+
+
+def _opener(path: Path, flags: int) -> Callable[[int], int]:
+    return lambda direct: os.open(path, flags | direct | os.O_NOFOLLOW)
 
 
 def _open_existing(path: Path, flags: int) -> SegmentFile:
@@ -330,7 +330,7 @@ def _open_existing(path: Path, flags: int) -> SegmentFile:
         if os.preadv(fd, [block], 0) != SEGMENT_HEADER_BYTES:
             raise CorruptRecord(f"{path} ends within its header")
 
-    fd, direct = _open_direct(path, flags, read_first)
+    fd, _ = open_direct(_opener(path, flags), read_first)
     try:
         header = _decode(block[:])
         length_bytes = os.fstat(fd).st_size
@@ -339,7 +339,7 @@ def _open_existing(path: Path, flags: int) -> SegmentFile:
     except BaseException:
         os.close(fd)
         raise
-    return SegmentFile(fd, header, direct)
+    return SegmentFile(fd, header)
 
 
 def _write_header(fd: int, encoded: bytes) -> None:

@@ -53,7 +53,7 @@ from kvdisk.device.drives import (
     make_folders,
     make_missing_directory,
     make_store,
-    open_drives,
+    open_further,
     remove_folder,
     serves,
     with_all,
@@ -121,7 +121,7 @@ class Store:
             store.drives = (Drive(path, record.store_id),)
             if further:
                 with store.locked() if create else nullcontext():
-                    store.drives = open_drives(
+                    store.drives = open_further(
                         store.drives[0], further, create=create, need_all=need_all, now_s=store.now_s()
                     )
         return store
@@ -432,8 +432,10 @@ class Store:
         """
         if stock.exceeds(needed_bytes):
             self._remove_loose(stock)
-        for home in stock.excess(fingerprint, needed_bytes, unused_since_s):
-            self._delete(stock, home)
+        for home in stock.unowned_to_delete(fingerprint):
+            last_use_s = home.record.last_use_s if home.record else -1
+            if stock.exceeds(needed_bytes) and last_use_s <= unused_since_s:
+                self._delete(stock, home)
         return not stock.exceeds(needed_bytes)
 
     def _delete(self, stock: Stock, home: Holding) -> None:

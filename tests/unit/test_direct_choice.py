@@ -4,7 +4,6 @@ Without a GPU."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from support.addressed_device import AddressedDevice
 from kvdisk import assembly
 from kvdisk.assembly import _pair_with_gpu
 from kvdisk.config import Config
+from kvdisk.device import probe
 from kvdisk.device.memory import MemoryDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.errors import ConfigError
@@ -51,6 +51,7 @@ def fresh(monkeypatch):
     # Its clock stands still: all repetitions are made, and no drive is silent, however long the
     # machine takes.
     monkeypatch.setattr(directs, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(probe, "GIVE_UP_S", 600.0)
 
 
 def choose(path, make_device=OnFiles, *, always=False):
@@ -91,8 +92,7 @@ def test_what_cannot_be_made_is_said(tmp_path, monkeypatch):
 
 
 def test_a_drive_that_hangs_keeps_its_memory_and_file(tmp_path, monkeypatch):
-    ticks = itertools.count()
-    monkeypatch.setattr(directs, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    monkeypatch.setattr(probe, "GIVE_UP_S", 0.0)
     monkeypatch.setattr(directs, "_given_up", [])
     before = open_files()
     plan = FaultPlan(hold=True)
