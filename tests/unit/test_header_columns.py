@@ -17,7 +17,7 @@ from kvdisk.device.rebuild import _BLOCK, Blocks, HomeShape, Shape, agreed, deco
 from kvdisk.errors import KvdiskError
 from kvdisk.geometry import HEADER_BYTES, Namespace
 from kvdisk.index.base import BlockRecord
-from kvdisk.index.columns import _RUN_GENERATIONS, ascending, decode_blocks, encode_blocks
+from kvdisk.index.columns import _RUN_GENERATIONS, decode_blocks, encode_blocks
 from kvdisk.index.records import encode_block
 from kvdisk.recovery import _as_records
 
@@ -179,10 +179,3 @@ def test_the_newest_become_records_as_they_would_one_by_one(segments, now_s):
     assert list(zip(*encode_blocks(columns), strict=True)) == [encode_block(record) for record in expected]
     again = decode_blocks(*encode_blocks(columns))
     assert all(list(mine) == list(theirs) for mine, theirs in zip(again, columns, strict=True))
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), st.binary(min_size=2, max_size=12) | short_keys)))
-def test_rows_ascend_as_their_bytes_do(names):
-    epochs = np.array([epoch for epoch, _ in names], np.uint64)
-    order = ascending(epochs, [key for _, key in names]).tolist()
-    assert [names[row] for row in order] == sorted(names)

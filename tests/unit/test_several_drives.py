@@ -102,18 +102,6 @@ def test_a_segment_that_is_never_made_does_not_keep_old_copies():
     assert served.on_nvme("ccdd") == [0, 0]
 
 
-def test_nobody_steps_for_a_segment_that_is_never_made():
-    served = Served(drives=2, segments=2)
-    served.serve("aabbx")
-    served.hung = {JobKind.OPEN_SEGMENT}
-    served.serve("ccddx")
-    assert served.manager.has_pending_work(served.engine.now)
-    served.engine.now += 1000.0
-    served.steps(4)
-    served.engine.now += 1000.0
-    assert not served.manager.has_pending_work(served.engine.now)
-
-
 @pytest.mark.parametrize("full", [False, True], ids=["a record", "room that a deletion would give"])
 def test_nobody_steps_for_a_commit_that_never_ends(full):
     served = Served(drives=1, segments=1 if full else 2)
