@@ -5,7 +5,6 @@ memory then, in its own threads."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import random
@@ -25,7 +24,7 @@ from kvdisk.device import gds
 from kvdisk.device.base import Buffer, Device, GpuRange, Op, Transfer
 from kvdisk.device.gds import GdsDevice
 from kvdisk.geometry import ALIGNMENT
-from kvdisk.testing.device_conformance import FilesConformance, fill, make_memory
+from kvdisk.testing.device_conformance import FilesConformance
 
 
 class ByAddress:
@@ -68,19 +67,6 @@ class TestGds(FilesConformance):
         return ByAddress(GdsDevice(3, compat=True))
 
     # What only this device promises
-
-    def test_a_batch_ends_only_when_all_its_calls_have(self) -> None:
-        """One fails at once, before the others have begun: the outcome waits for them."""
-        fd = self.attach()
-        data = self.written(fd, 24 << 20)
-        memory = self.memory(24 << 20)
-        for _ in range(5):
-            memory[:] = bytes(len(memory))
-            beyond = Transfer(fd, 64 << 20, (self.memory(ALIGNMENT),))
-            half = len(memory) // 2
-            halves = [Transfer(fd, at, (memory[at : at + half],)) for at in (0, half)]
-            assert self.run(Op.READ, beyond, *halves) == {0: errno.EIO}
-            assert memory == data
 
     def test_one_call_is_one_task_of_kvikio(self) -> None:
         """The future of a call that is cut ends with its last task, although others may still be
@@ -161,24 +147,6 @@ class TestGds(FilesConformance):
             patch.setattr(self.device._kvikio, "CuFile", refuse)
             self.device.attach_file(fd)
         assert self.run(Op.READ, Transfer(fd, 0, (self.memory(ALIGNMENT),))) == {0: errno.EIO}
-
-    def test_memory_that_cannot_be_moved_is_an_error_of_its_transfer(self) -> None:
-        fd = self.attach()
-        data = self.written(fd, 2 * ALIGNMENT)
-        memory = self.memory(ALIGNMENT)
-        nowhere = GpuRange(0, ALIGNMENT, None)
-        found = self.run(Op.READ, Transfer(fd, 0, (nowhere,)), Transfer(fd, ALIGNMENT, (memory,)))
-        assert found == {0: errno.EIO}
-        assert memory == data[ALIGNMENT:]
-
-
-def test_a_slice_of_a_range_is_a_range() -> None:
-    memory = make_memory(4 * ALIGNMENT)
-    data = fill(memory, 1)
-    whole = range_of(memory)
-    part = whole[ALIGNMENT : 3 * ALIGNMENT][ALIGNMENT:]
-    assert (part.address, len(part)) == (whole.address + 2 * ALIGNMENT, ALIGNMENT)
-    assert ctypes.string_at(part.address, part.nbytes) == data[2 * ALIGNMENT : 3 * ALIGNMENT]
 
 
 @pytest.mark.parametrize("stored_straight", [True, False])
