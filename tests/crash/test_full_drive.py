@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file system without a single free block: an engine starts, and what frees room works, for it
-needs none.
+"""A full file system: the tier stops growing and serves on; an engine starts, and what frees room
+works, for it needs none.
 
 This file is also the program that does one of these things on a small file system of its own,
 mounted in a namespace of its own: what LMDB makes of a full drive could end the process.
@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_full_drive import mounts_here
+from support.live_audit import audit
+from support.live_engine import LiveEngine
+from support.live_load import LiveLoad, LoadShape
+from support.live_model import LiveModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
 
@@ -38,6 +42,8 @@ from kvdisk.index.base import BlockRecord
 
 MIB = 1 << 20
 DRIVE_BYTES = 48 * MIB
+LONGER_THAN_ANY_BACK_OFF_S = 100.0
+LIMIT_S = 600.0
 
 
 def fill(drive: Path) -> Path:
@@ -70,12 +76,6 @@ def start_over(drive: Path) -> None:
     fill(drive)
     for _ in range(3):
         assert stores.served(drive / "store") == expected
-
-
-def start_after_kill(drive: Path) -> None:
-    expected = stores.make_store(drive / "store", clean=False)
-    fill(drive)
-    assert stores.served(drive / "store") == expected
 
 
 def start_without_room_for_home(drive: Path) -> None:
@@ -143,25 +143,6 @@ def prune_a_part(drive: Path) -> None:
     assert 0 < len(stores.served(drive / "store") & expected) < len(expected)
 
 
-def prune_a_home(drive: Path) -> None:
-    expected = stores.make_store(drive / "store")
-    leave_home(drive / "store", HYBRID, 2, last_use_s=5000)
-    fill(drive)
-    free = free_bytes(drive)
-    cli("prune", drive / "store", "--namespace", HYBRID.fingerprint.hex())
-    assert free_bytes(drive) > free
-    assert stores.served(drive / "store") == expected
-
-
-def clear(drive: Path) -> None:
-    stores.make_store(drive / "store")
-    leave_home(drive / "store", HYBRID, 2, last_use_s=5000)
-    fill(drive)
-    free = free_bytes(drive)
-    assert cli("clear", drive / "store")["after"]["homes"] == 0
-    assert free_bytes(drive) > free
-
-
 def trim(drive: Path) -> None:
     leave_home(drive / "store", HYBRID, 2, last_use_s=5000)
     parts = stores.start(drive / "store")
@@ -186,20 +167,6 @@ def end_in_order(drive: Path) -> None:
     assert len(stores.served(drive / "store")) == 20
 
 
-def rebuild(drive: Path) -> None:
-    """There is room for the new index where the old one was; else the home is left for a better
-    day."""
-    expected = stores.make_store(drive / "store", clean=False)
-    shutil.rmtree(stores.home_path(drive / "store") / "index")
-    ballast = fill(drive)
-    with pytest.raises(DeviceError) as caught:
-        stores.start(drive / "store")
-    assert caught.value.errno == errno.ENOSPC
-    assert cli("repair", drive / "store", code=1)["homes"][0]["result"] == "failed"
-    ballast.unlink()
-    assert stores.served(drive / "store") == expected
-
-
 def repair(drive: Path) -> None:
     expected = stores.make_store(drive / "store", clean=False)
     (stores.home_path(drive / "store") / "index" / "data.mdb").write_bytes(bytes(512 << 10))
@@ -208,21 +175,81 @@ def repair(drive: Path) -> None:
     assert stores.served(drive / "store") == expected
 
 
+class Warnings(logging.Handler):
+    """Warnings of segments that could not be made."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "could not make a segment" in record.getMessage():
+            self.found.append(record.getMessage())
+
+
+def growth(drive: Path) -> None:
+    """An engine whose cap is larger than the drive: one warning, and when space returns it grows
+    again."""
+    warnings = Warnings()
+    logging.getLogger("kvdisk").addHandler(warnings)
+    ballast = drive / "ballast"
+    ballast.write_bytes(bytes(DRIVE_BYTES - 3 * MIB))
+    model = LiveModel()
+    now_s = [time.time()]  # back-offs end when the test says so, however many steps it takes until then
+    config = model.config(str(drive / "store"), blocks=1200, store_decode=True)
+    engine = LiveEngine(config, model, clock=lambda: now_s[0])
+    load, stats = LiveLoad(engine, 1, LoadShape(width=20, aborts=0.0)), engine.manager.stats
+
+    def run_until(what: str, condition: Callable[[], object]) -> None:
+        end_s = time.monotonic() + LIMIT_S
+        while not condition():
+            assert time.monotonic() < end_s, f"not: {what}; {engine.describe()}; {warnings.found}"
+            load.step()
+
+    def slots() -> int:
+        assert engine.parts.nvme is not None
+        return sum(engine.parts.nvme.pool.total)
+
+    run_until("a full drive", lambda: warnings.found)
+    load.run_requests(20)
+    held, loaded, evicted = slots(), stats["hit_tokens.nvme"], stats["evicted_blocks.nvme"]
+    run_until("reads go on", lambda: stats["hit_tokens.nvme"] > loaded + 100)
+    run_until("new blocks take the slots of old ones", lambda: stats["evicted_blocks.nvme"] > evicted + 20)
+    assert slots() == held, "the tier grew in the back-off"
+    assert len(warnings.found) == 1 == stats["segment_failures"], warnings.found
+    ballast.unlink()
+    now_s[0] += LONGER_THAN_ANY_BACK_OFF_S
+    run_until("the tier grows again", lambda: slots() > held)
+    load.end()
+    assert audit(engine) > 0
+    engine.close()
+
+
 SCENARIOS: tuple[Callable[[Path], None], ...] = (
+    growth,
     start_over,
-    start_after_kill,
     start_without_room_for_home,
     start_of_another_model,
     start_without_anything_to_delete,
     smaller_cap,
     prune_a_part,
-    prune_a_home,
-    clear,
     trim,
     end_in_order,
-    rebuild,
     repair,
 )
+
+
+def mounts_here() -> list[str]:
+    """Return the command that gives a process mounts of its own, [] where the system allows
+    none."""
+    for command in (["unshare", "-Urm"], ["unshare", "-m"]):
+        try:
+            done = subprocess.run([*command, "true"], capture_output=True, check=False)
+        except FileNotFoundError:
+            continue
+        if done.returncode == 0:
+            return command
+    return []
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
