@@ -129,9 +129,9 @@ class FaultyDevice:
             (op, tuple((transfer.fd, transfer.offset, size) for transfer, size in zip(batch, sizes, strict=True)))
         )
         if hangs:
-            self._hanging.append(broken)
+            self._keep_back(broken, self._hanging)
         elif self.plan.hold:
-            self._held.append(broken)
+            self._keep_back(broken, self._held)
         else:
             self._pass_on(broken)
         return broken.ticket
@@ -171,6 +171,9 @@ class FaultyDevice:
         """See ``Device`` and the class; closes the inner device, too."""
         self.drain()
         self.inner.close()
+
+    def _keep_back(self, batch: HeldBatch, kept: list[HeldBatch]) -> None:
+        kept.append(batch)
 
     def _pass_on(self, batch: HeldBatch) -> None:
         if batch.passed or batch.torn:
