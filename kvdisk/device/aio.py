@@ -132,13 +132,12 @@ class _Flight:
 
 class KernelQueue:
     """``DriveQueue`` over a context of the kernel's. One thread waits for the ends, and submits
-    what comes next.
+    what comes next; a second one submits where the first has nothing to wait for, so that no caller
+    waits for a drive that hangs.
 
-    A second one submits where the first has nothing to wait for: no caller waits in the kernel for
-    a drive that hangs. ``report`` is called for each batch, on one of the two. ``longest_bytes``:
-    of a call, at most. ``reads``: the queue of the drive's reads, where this is that of its writes,
-    which make way for them. Raises OSError where the kernel has none, forbids it or has no room
-    (``fs.aio-max-nr``).
+    ``report`` is called for each batch, on one of the two. ``longest_bytes``: of a call, at most.
+    ``reads``: the queue of the drive's reads, if this is that of its writes, which make way for
+    them. Raises OSError where the kernel has none, forbids it or has no room (``fs.aio-max-nr``).
     """
 
     way = "aio"

@@ -56,10 +56,9 @@ def gds_unavailable(proc: Path = Path("/proc")) -> str | None:
     """Return why GPUDirect Storage cannot be used on this machine, as one clause, or None where it
     can.
 
-    None says that driver and library are there; whether a file system takes part only a checked
-    write and read of a file on it can say. Where everything is there kvikio is asked in a child
-    process, which takes a second or two and never more than a minute; otherwise the answer comes at
-    once. Any thread; raises nothing. ``proc``: for tests.
+    None says that driver and library are there; whether a file system takes part only a trial can
+    say. Where everything is there, kvikio is asked in a child process, for a second or two, and a
+    minute at most. Any thread; raises nothing. ``proc``: for tests.
     """
     if importlib.util.find_spec("kvikio") is None:
         return "kvikio is not installed"

@@ -46,11 +46,8 @@ def device_errors(what: str) -> Iterator[None]:
 
 
 def make_directory(path: Path, *, exist_ok: bool = False) -> None:
-    """Make one directory of mode 0700, whatever the umask. Raises OSError; NotADirectoryError for a
-    symlink.
-
-    FileNotFoundError also where somebody removes it meanwhile.
-    """
+    """Make one directory of mode 0700, whatever the umask. Raises OSError: NotADirectoryError for a
+    symlink, FileNotFoundError also where somebody removes it meanwhile."""
     try:
         path.mkdir(DIRECTORY_MODE)
     except FileExistsError:
@@ -178,11 +175,8 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def read_control(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Raises CorruptRecord, also for what is no regular file, or OSError (FileNotFoundError where
-    there is none).
-    """
+    """Return the object in a JSON file. Raises CorruptRecord, also for what is no regular file, or
+    OSError (FileNotFoundError where there is none)."""
     is_current = False
     while not is_current:  # what has been replaced meanwhile may have been written over
         if (fd := open_regular(path, os.O_RDONLY)) < 0:
@@ -219,15 +213,11 @@ def wait_lock(fd: int, kind: int, timeout_s: float, what: str) -> None:
 
 
 def take_named_lock(path: Path, timeout_s: float, what: str, *, readonly: bool) -> int:
-    """Take the exclusive flock on a file that says who holds it; return its descriptor. Raises
-    StoreLocked, OSError.
+    """Take the exclusive flock on a file that says who holds it; return its descriptor, for
+    ``drop_named_lock``. Needs no room. Raises StoreLocked, OSError.
 
-    Needs no room: where the drive has none the file does not say it. ``drop_named_lock`` releases
-    it.
-
-    A holder that is stopped (SIGSTOP) holds nobody up: the file is replaced by a new one after
-    STOPPED_WAIT_S, and the old holder's lock means nothing from then on. So what is done under this
-    lock must not rely on it alone.
+    A holder that is stopped (SIGSTOP) holds nobody up: after STOPPED_WAIT_S a new file replaces the
+    old one, and the old lock means nothing. So what is done under it must not rely on it alone.
     """
     deadline = time.monotonic() + timeout_s
     look_at = time.monotonic() + STOPPED_WAIT_S
@@ -330,10 +320,8 @@ def sync_tree(directory: Path) -> None:
 
 
 def sum_of_file(path: Path) -> str:
-    """Return the xxh3_128 of a file's bytes as hex digits.
-
-    Raises OSError; FileNotFoundError also for what is no regular file.
-    """
+    """Return the xxh3_128 of a file's bytes as hex digits. Raises OSError; FileNotFoundError also
+    for what is no regular file."""
     if (fd := open_regular(path, os.O_RDONLY)) < 0:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     with os.fdopen(fd, "rb") as file:
@@ -370,24 +358,17 @@ def _inside(directory: Path, names: Sequence[str]) -> Iterator[int]:
         os.close(fd)
 
 
-def remove_empty(directory: Path, *names: str) -> None:
-    """Remove the empty directory ``directory/names[0]/names[1]/...``. Raises OSError, ENOTEMPTY
-    where it is not."""
-    with _inside(directory, names) as parent:
-        os.rmdir(names[-1], dir_fd=parent)
-
-
-def remove_anything(directory: Path, *names: str, first: str | None = None, trees: bool = True) -> None:
+def remove_anything(directory: Path, *names: str, first: str | None = None) -> None:
     """Remove ``directory/names[0]/names[1]/...``, whatever it is: a tree, a file, a symlink. Gone
     already is no error.
 
-    ``first``: what goes before the rest of a tree. ``trees``: False leaves a directory as it is. No
-    symlink is followed, neither on the way nor below. Raises OSError.
+    ``first``: what goes before the rest of a tree. No symlink is followed, neither on the way nor
+    below. Raises OSError.
     """
     with _inside(directory, names) as parent, suppress(FileNotFoundError):
         if not stat.S_ISDIR(os.lstat(names[-1], dir_fd=parent).st_mode):
             os.unlink(names[-1], dir_fd=parent)
-        elif trees:
+        else:
             if first is not None:
                 with _inside(directory, (*names, first)) as tree, suppress(FileNotFoundError, IsADirectoryError):
                     os.unlink(first, dir_fd=tree)

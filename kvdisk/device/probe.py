@@ -38,8 +38,7 @@ _PREFIX = ".probe-"
 _NO_NAMELESS = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL})
 
 _given_up: list[object] = []
-"""Devices that have not ended what they hold, and its memory: kept, for the drive may still come to
-it."""
+"""Silent devices, and their memory: the drive may still come to what they hold."""
 
 
 class Silence(Exception):
@@ -47,12 +46,9 @@ class Silence(Exception):
 
 
 class ProbeReport(NamedTuple):
-    """What a probe found. ``name``: what serves. ``kernel_queue``: whether the kernel's queue may
-    be used.
-
-    ``direct``: whether files there are opened with O_DIRECT, None where that is not known. ``why``:
-    what was seen.
-    """
+    """What a probe found. ``name``: of the device that serves. ``kernel_queue``: whether the
+    kernel's queue may be used. ``direct``: whether files there are opened with O_DIRECT, None where
+    that is not known. ``why``: what was seen."""
 
     directory: Path
     name: str
@@ -83,12 +79,11 @@ def choose_device(wanted: str, directories: Sequence[Path]) -> PosixDevice:
 def probe(
     directory: Path, make: Callable[[bool], Device] = lambda queue: PosixDevice(kernel_queue=queue)
 ) -> ProbeReport:
-    """Write and read a small file as a worker does, and compare. Raises nothing that a drive can
-    cause.
+    """Write and read a small file as a worker does, and compare; where the kernel's queue moves
+    wrong bytes, threads shall serve.
 
     ``directory``: of a store, made where it is missing. ``make``: makes the device, with the
-    kernel's queue or without. What moves wrong bytes through the kernel's queue is served by
-    threads. Waits for the drive, a few seconds at most.
+    kernel's queue or without. Waits a few seconds at most; raises nothing that a drive can cause.
     """
     name, direct = "posix", None
     try:

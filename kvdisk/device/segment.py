@@ -21,16 +21,7 @@ from typing import NamedTuple, Protocol
 
 from xxhash import xxh3_64_intdigest
 
-from kvdisk.device.paths import (
-    STAT_BLOCK_BYTES,
-    create_file,
-    device_errors,
-    is_directory,
-    is_other_than_directory,
-    make_directory,
-    remove_anything,
-    remove_empty,
-)
+from kvdisk.device import paths
 from kvdisk.errors import CorruptRecord, DeviceError, GeometryMismatch
 from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION, SEGMENT_HEADER_BYTES, segment_file_bytes
 from kvdisk.messages import SegmentSpec
@@ -108,16 +99,15 @@ class SegmentFile:
 
 
 def create_segment(home: HasSegments, spec: SegmentSpec, rank: int, rank_count: int, fingerprint: bytes) -> SegmentFile:
-    """Make this rank's file of a segment, all its bytes allocated, and open it.
+    """Make this rank's file of a segment, all its bytes allocated, and open it. Blocks on the disk.
 
-    The file appears under its name only when it is complete. Raises DeviceError, with nothing left
-    behind: ENOSPC, EDQUOT or EFBIG where there is no room, EEXIST where the segment has a file
-    already, and whatever else the system calls give. Blocks on the disk.
+    The file has its name only when it is complete. Raises DeviceError, with nothing left behind:
+    ENOSPC, EDQUOT or EFBIG where there is no room, EEXIST where it has a file already, ...
     """
     header = SegmentHeader(spec.segment, rank, rank_count, spec.slot_bytes, spec.slot_count, fingerprint)
     final = segment_path(home, spec.segment, rank)
     temporary = _temporary(final)
-    with device_errors(f"making segment {spec.segment} for rank {rank}"):
+    with paths.device_errors(f"making segment {spec.segment} for rank {rank}"):
         _check_way(final)
         try:
             if os.path.lexists(final):
@@ -129,7 +119,7 @@ def create_segment(home: HasSegments, spec: SegmentSpec, rank: int, rank_count: 
             fd, _ = open_direct(_opener(temporary, os.O_RDWR), lambda fd: _write_header(fd, encoded))
         except BaseException:
             _discard(temporary)
-            _remove_if_empty(home, spec.segment)
+            _remove_if_empty(final.parent)
             raise
         try:
             temporary.rename(final)
@@ -145,7 +135,7 @@ def _allocate_with_folder(path: Path, byte_count: int) -> None:
     while it is empty."""
     for tries_left in reversed(range(_FOLDER_TRIES)):
         try:
-            make_directory(path.parent, exist_ok=True)
+            paths.make_directory(path.parent, exist_ok=True)
             _allocate(path, byte_count)
             return
         except FileNotFoundError:
@@ -158,9 +148,9 @@ def open_segment(
 ) -> SegmentFile:
     """Open this rank's file of a segment that exists.
 
-    Raises DeviceError (ENOENT where there is none), CorruptRecord where its header does not decode
-    or the file is shorter than it says, GeometryMismatch where it was made for something else.
-    Blocks on the disk.
+    Blocks on the disk. Raises DeviceError (ENOENT where there is none), CorruptRecord where its
+    header does not decode or the file is shorter than it says, GeometryMismatch where it was made
+    for something else.
     """
     file = scan_file(home, spec.segment, rank, os.O_RDWR if writable else os.O_RDONLY)
     expected = SegmentHeader(spec.segment, rank, rank_count, spec.slot_bytes, spec.slot_count, fingerprint)
@@ -174,7 +164,7 @@ def open_segment(
 def scan_file(home: HasSegments, segment: int, rank: int, flags: int = os.O_RDONLY) -> SegmentFile:
     """Open a segment file, to read by default, whatever it was made for. Raises as
     ``open_segment``."""
-    with device_errors(f"opening segment {segment} of rank {rank}"):
+    with paths.device_errors(f"opening segment {segment} of rank {rank}"):
         return _open_existing(segment_path(home, segment, rank), flags)
 
 
@@ -187,24 +177,23 @@ def read_segment_header(home: HasSegments, segment: int, rank: int) -> SegmentHe
 
 
 def drop_segment(home: HasSegments, segment: int, rank: int) -> None:
-    """Remove this rank's file of a segment, and the segment's directory with the last rank's.
+    """Remove this rank's closed file of a segment, and its directory with the last rank's.
 
-    What is gone already is no error. The caller closed its ``SegmentFile`` before. Raises
-    DeviceError.
+    What is gone already is no error. Raises DeviceError.
     """
     path = segment_path(home, segment, rank)
-    with device_errors(f"dropping segment {segment} of rank {rank}"):
+    with paths.device_errors(f"dropping segment {segment} of rank {rank}"):
         _remove_files(home, segment, (_temporary(path).name, path.name))
 
 
 def remove_unknown_segments(home: HasSegments, rank: int, known: Collection[int]) -> None:
     """Remove what a crash left of this rank: files of segments not in ``known``, and files never
     completed. Raises DeviceError."""
-    with device_errors(f"removing unknown segments of rank {rank}"):
+    with paths.device_errors(f"removing unknown segments of rank {rank}"):
         for segment in segment_numbers(home.segments_path, also_no_directories=True):
             path = segment_path(home, segment, rank)
             if segment in known:
-                if is_directory(path.parent):
+                if paths.is_directory(path.parent):
                     _remove_files(home, segment, (_temporary(path).name,))
             else:
                 _remove_files(home, segment, (_temporary(path).name, path.name))
@@ -220,7 +209,7 @@ def scan_segments(segments_path: Path, drive: int = 0) -> tuple[SegmentFileSumma
                 match = _FILE_NAME.fullmatch(file.name)
                 if match and file.is_file(follow_symlinks=False):
                     status = file.stat(follow_symlinks=False)
-                    allocated = status.st_blocks * STAT_BLOCK_BYTES
+                    allocated = status.st_blocks * paths.STAT_BLOCK_BYTES
                     found.append(SegmentFileSummary(segment, int(match[1]), status.st_size, allocated, drive))
     return tuple(sorted(found))
 
@@ -251,34 +240,32 @@ def _remove_files(home: HasSegments, segment: int, names: Collection[str]) -> No
     """Remove files of a segment, whatever is in their place, and its directory where that is empty
     or is none."""
     way = home.segments_path.parent.name, home.segments_path.name, str(segment)
-    homes = home.segments_path.parent.parent
+    homes, directory = home.segments_path.parent.parent, home.segments_path / str(segment)
     for name in names:
         with suppress(FileNotFoundError, NotADirectoryError):  # another rank may have removed the directory first
-            remove_anything(homes, *way, name)
-    with suppress(FileNotFoundError):
-        remove_anything(homes, *way, trees=False)
-    _remove_if_empty(home, segment)
+            paths.remove_anything(homes, *way, name)
+    if paths.is_other_than_directory(directory):
+        paths.remove_anything(homes, *way)
+    _remove_if_empty(directory)
+
+
+def _remove_if_empty(directory: Path) -> None:
+    with suppress(OSError):  # other ranks may still have files in it, or may have removed it first
+        directory.rmdir()
 
 
 def _check_way(path: Path) -> None:
     """Raise NotADirectoryError unless a file's segment, its ``segments`` and its home are
     directories, no symlinks."""
     for directory in (path.parent.parent.parent, path.parent.parent, path.parent):
-        if is_other_than_directory(directory):
+        if paths.is_other_than_directory(directory):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
-
-
-def _remove_if_empty(home: HasSegments, segment: int) -> None:
-    home_path = home.segments_path.parent
-    # Other ranks may still have files in it, or may have removed it first.
-    with suppress(OSError):
-        remove_empty(home_path.parent, home_path.name, home.segments_path.name, str(segment))
 
 
 def _allocate(path: Path, length_bytes: int) -> None:
     # Not through an O_DIRECT descriptor: where a file system cannot allocate, libc writes single
     # bytes instead.
-    fd = create_file(path)
+    fd = paths.create_file(path)
     try:
         os.posix_fallocate(fd, 0, length_bytes)
     finally:

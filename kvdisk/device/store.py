@@ -137,12 +137,12 @@ class Store:
     ) -> Home:
         """Take over the fullest unowned home that fits, or make a home. HOME then says *not clean*.
 
-        Taken over are only homes all of whose drives are among the store's; those that it has no
-        folder on are added. Whether its index can be trusted is the next question: see ``Home``.
-        Deleted are unowned homes that are not complete, and what ``cap`` says must go for the home
-        to fit; on a drive without room even for HOME others go, too, one by one. ``cap_bytes``:
-        over all ranks. ``index_bytes``: what the index may grow to. ``except_ids``: homes that are
-        neither taken over nor deleted. Raises StoreLocked, DeviceError.
+        A home fits if all its drives are among the store's; those that it has no folder on are
+        added. Whether its index can be trusted is the next question: see ``Home``. Unowned homes
+        that are not complete are deleted, and what ``cap`` says must go for this one to fit; on a
+        drive without room even for HOME others go too, one by one. ``cap_bytes``: over all ranks.
+        ``index_bytes``: what the index may grow to. ``except_ids``: homes that are left alone.
+        Raises StoreLocked, DeviceError.
         """
         assert len(fingerprint) == FINGERPRINT_BYTES
         assert cap_bytes > 0
@@ -194,13 +194,11 @@ class Store:
     def _make_room(self, stock: Stock, mine: Holding | None, record: HomeRecord) -> None:
         """Delete unowned homes until all fits once this home is owned; it counts with its cap at
         most."""
-        charged = 0
+        charged = record.index_bytes
         if mine is not None:
             stock.homes.remove(mine)
             index_bytes = paths.allocated_bytes(self.home_path(mine.id) / INDEX)
             charged = mine.allocated_bytes + max(0, record.index_bytes - index_bytes)
-        else:
-            charged = record.index_bytes
         stock.homes.append(Holding("", record, True, 0, min(charged, record.cap_bytes), -1))
         self._trim(stock, record.fingerprint, 0)
 
@@ -336,10 +334,9 @@ class Store:
     def trim(self, fingerprint: bytes, unused_s: int = 0) -> bool:
         """Delete unowned homes until all fit the live owners' caps; return whether they do.
 
-        For the time between two segments, in which an owner may die and its cap with it. Homes of
-        ``fingerprint`` go last. ``unused_s``: spare those that were used since, whose owner may be
-        starting again. Any thread. Raises StoreLocked where another process holds the store lock
-        for long, DeviceError.
+        An owner may die between two segments, and its cap with it. Homes of ``fingerprint`` go
+        last; those used within ``unused_s`` stay, whose owner may be starting again. Any thread.
+        Raises StoreLocked where another process holds the store lock for long, DeviceError.
         """
         with self._stock(LOCK_WAIT_S) as stock:
             return self._trim(stock, fingerprint, 0, self.now_s() - unused_s)
@@ -381,10 +378,10 @@ class Store:
         """Hold the store lock, and of each unowned home the lock, with a stock that was taken
         meanwhile.
 
-        A process that was stopped may have lost the store lock, and what it has seen is then of two
-        times: it begins anew. So does one under whose eyes such a process went on and took a home
-        over. One that is stopped later does no harm: what it may delete then is locked, or was
-        nobody's for good. Raises StoreLocked, DeviceError.
+        A process that was stopped may have lost the store lock, or see another go on that had: then
+        what it has seen is of two times, and it begins anew. One that is stopped later does no
+        harm: what it may delete is locked, or was nobody's for good. Raises StoreLocked,
+        DeviceError.
         """
         while True:
             with self.locked(timeout_s=timeout_s) as still_holds, ExitStack() as stack:

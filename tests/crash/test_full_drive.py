@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,16 +77,6 @@ def start_over(drive: Path) -> None:
         assert stores.served(drive / "store") == expected
 
 
-def start_without_room_for_home(drive: Path) -> None:
-    """What HOME is written over is gone, as in a copy, so another model's orphan goes."""
-    expected = stores.make_store(drive / "store")
-    (stores.home_path(drive / "store") / "HOME.tmp").unlink()
-    leave_home(drive / "store", HYBRID, 2, last_use_s=5000)
-    fill(drive)
-    assert stores.served(drive / "store") == expected
-    assert len(home_ids(drive / "store")) == 1
-
-
 def start_of_another_model(drive: Path) -> None:
     other = leave_home(drive / "store", HYBRID, 2, last_use_s=5000)
     mine = leave_home(drive / "store", PLAIN, 2, last_use_s=4000)  # of my namespace, and of another geometry
@@ -141,20 +130,6 @@ def prune_a_part(drive: Path) -> None:
     assert (found["homes"][0]["whole"], found["homes"][0]["result"]) == (False, "deleted")
     assert free_bytes(drive) > free
     assert 0 < len(stores.served(drive / "store") & expected) < len(expected)
-
-
-def trim(drive: Path) -> None:
-    leave_home(drive / "store", HYBRID, 2, last_use_s=5000)
-    parts = stores.start(drive / "store")
-    assert parts.home is not None
-    record = replace(parts.home.record, cap_bytes=1)
-    parts.home._write(record, durable=True)
-    fill(drive)
-    free = free_bytes(drive)
-    parts.home.mark_used()
-    Store.open(drive / "store", create=False).trim(parts.home.fingerprint)
-    assert home_ids(drive / "store") == [parts.home.id] and free_bytes(drive) > free
-    parts.close()
 
 
 def end_in_order(drive: Path) -> None:
@@ -228,12 +203,10 @@ def growth(drive: Path) -> None:
 SCENARIOS: tuple[Callable[[Path], None], ...] = (
     growth,
     start_over,
-    start_without_room_for_home,
     start_of_another_model,
     start_without_anything_to_delete,
     smaller_cap,
     prune_a_part,
-    trim,
     end_in_order,
     repair,
 )
