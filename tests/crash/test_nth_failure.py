@@ -16,8 +16,6 @@ from support.live_audit import audit
 from support.live_model import LiveModel
 from turned import SHORT, Hook, TurnedEngine, hooked, load_on
 
-from kvdisk.errors import DeviceError
-
 REQUESTS = 5
 KINDS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "short": SHORT}
 
@@ -83,14 +81,3 @@ def test_a_drive_that_fails_from_now_on(kind: str, quick_path: Path, monkeypatch
         hook = NthFails(number, errno.EIO, for_good=True)
         live_twice(quick_path / str(number), hook)
         assert hook.failed == kind
-
-
-def test_the_hook_stands_before_what_happens(quick_path: Path) -> None:
-    """An engine that cannot even begin says so in a KvdiskError."""
-
-    class NoControl(Hook):
-        def before(self, what: str) -> int:
-            return errno.EIO if what == "control" else 0
-
-    with hooked(NoControl()), pytest.raises(DeviceError):
-        TurnedEngine(quick_path / "store", LiveModel(), Hook())

@@ -34,15 +34,6 @@ for line in sys.stdin:
     print("done", flush=True)
 """
 
-RANK = """
-import sys
-from kvdisk.device.store import Store
-path, home_id, fingerprint = sys.argv[1:]
-home = Store.open(path, create=False).join_home(home_id, bytes.fromhex(fingerprint))
-print("joined", flush=True)
-sys.stdin.read()
-"""
-
 
 class Process:
     """A Python process that answers in lines."""
@@ -111,20 +102,6 @@ def test_a_living_owner_is_left_alone_and_a_killed_ones_home_is_taken_over(path,
     assert alive(path) == {after.id: True, beside.id: True}
     for home in (after, beside):
         home.close(clean=True)
-
-
-def test_a_rank_that_outlives_its_scheduler_keeps_the_home_from_others(path, start):
-    scheduler, said = owner(start, path)
-    rank = start(RANK, path, said["id"], MINE.hex())
-    assert rank.answer() == "joined"
-    scheduler.kill()
-    assert alive(path) == {said["id"]: True}
-    store = Store.open(path)
-    beside = store.acquire_home(MINE, GEOMETRY, CAP)
-    assert beside.fresh
-    beside.close(clean=True)
-    rank.kill()
-    assert alive(path)[said["id"]] is False
 
 
 def test_engines_that_start_at_once_get_homes_of_their_own(path, start):

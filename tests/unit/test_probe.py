@@ -7,8 +7,6 @@ import errno
 import fcntl
 import logging
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -119,24 +117,6 @@ def test_a_drive_that_does_not_answer_is_given_up(tmp_path, monkeypatch):
     assert report.why.startswith("the drive has not answered")
     (kept,) = probe._given_up
     PosixDevice.close(kept[0])
-
-
-def test_a_probe_that_is_killed_leaves_nothing(tmp_path):
-    program = f"""
-import time
-from pathlib import Path
-from kvdisk.device.posix import PosixDevice
-from kvdisk.device.probe import probe
-class Stopping(PosixDevice):
-    def submit(self, op, batch):
-        print("go", flush=True)
-        time.sleep(3600)
-probe(Path({str(tmp_path)!r}), lambda queue: Stopping())
-"""
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child:
-        assert child.stdout.readline() == b"go\n"
-        child.kill()
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("wanted", "tried"), [("posix", False), ("auto", True), ("gds", True)])

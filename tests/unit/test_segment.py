@@ -185,21 +185,6 @@ def test_no_segment_is_reached_through_a_symlinked_directory(home, level, tmp_pa
         assert (tmp_path / "elsewhere" / "rank0.kv").exists()
 
 
-@pytest.mark.parametrize(
-    "remove", [lambda home: drop_segment(home, 5, 0), lambda home: remove_unknown_segments(home, 0, ())]
-)
-@pytest.mark.parametrize("level", ["segment", "file"])
-def test_what_is_in_the_place_of_a_segment_goes_with_it(home, level, remove, tmp_path):
-    path = path_of(home) if level == "file" else path_of(home).parent
-    path.parent.mkdir(exist_ok=True)
-    for make in (path.mkdir, path.touch, lambda: path.symlink_to(tmp_path)):
-        path.parent.mkdir(exist_ok=True)
-        make()
-        remove(home)
-        assert names(home) == []
-        remove(home)
-
-
 def test_a_folder_that_another_rank_removes_while_it_is_empty_is_made_again(home, monkeypatch):
     """As the cleaning of a rank that joins a little later does."""
     allocate, removed = segment_room._allocate, []
