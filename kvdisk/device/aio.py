@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A drive's queue in the kernel: Linux AIO (``io_submit``), where a batch is one system call.
 
-A thread that calls ``preadv`` waits for the interpreter lock after each call; while Python code
-runs elsewhere in the process that is 5 ms a time. Here the calls of a batch are handed over
-together, the kernel keeps them all at the drive, and their ends come in together too. It is
-asynchronous for O_DIRECT only, and on file systems that do not wait in between: others are served
-by threads. Unlike io_uring it is allowed by the usual profile of containers.
+A thread that calls ``preadv`` waits for the interpreter lock after each call: 5 ms, while Python
+code runs elsewhere in the process. Here the calls of a batch go to the kernel together, and their
+ends come in together. It is asynchronous for O_DIRECT only, and on some file systems: others are
+served by threads. Unlike io_uring it is allowed by the usual profile of containers.
 """
 
 from __future__ import annotations
@@ -28,16 +27,13 @@ from kvdisk.device.base import Buffer, Op, Transfer
 from kvdisk.device.batches import Call, Done, cut, without
 from kvdisk.geometry import ALIGNMENT, round_up
 
-SHORTEST_BYTES = 512 << 10
-LONGEST_BYTES = 2 << 20
-"""A call is cut to between these: long enough for the drive, short enough that a batch keeps it
-busy."""
+SHORTEST_BYTES, LONGEST_BYTES = 512 << 10, 2 << 20
+"""Of a call: long enough for the drive, short enough that a batch keeps it busy."""
 AHEAD_BYTES = 16 << 20
 """What the kernel is given before any of it has ended: enough for the drive, and so little that
-batches end in their order, one by one, and whoever waits has something to do meanwhile."""
+batches end one by one, in their order."""
 BESIDE_READS_BYTES = 1 << 20
-"""The same of writes while reads are under way: a load waits for these, not for the demotions
-before it."""
+"""The same of writes while reads are under way, so that a load waits for no more."""
 _LEAST_CALLS = 4
 """That a batch is cut into, unless they would be too short."""
 _MOST_EVENTS = 512

@@ -99,18 +99,12 @@ class Device(Protocol):
         """Forget a file. The caller makes sure that no batch in flight names it."""
 
     def submit(self, op: Op, batch: Sequence[Transfer]) -> int:
-        """Start a batch (one transfer or more) and return its ticket.
-
-        Does not wait for the disk; raises nothing for operating failures, which come back in the
-        outcome.
-        """
+        """Start a batch (one transfer or more) and return its ticket. Does not wait for the disk;
+        operating failures come back in the outcome."""
 
     def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
-        """Return the batches that ended since the last call.
-
-        Waits up to ``timeout_s`` for the first where none has; returns at once when nothing is in
-        flight.
-        """
+        """Return the batches that ended since the last call; where none has, wait up to
+        ``timeout_s`` for the first. Returns at once when nothing is in flight."""
 
     def drain(self) -> list[Outcome]:
         """Wait until nothing is in flight, and return what ended since the last call."""

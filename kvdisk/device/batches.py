@@ -22,10 +22,10 @@ class Call(NamedTuple):
 
 
 class DriveQueue(Protocol):
-    """Runs the calls of one drive in one direction, several at a time, on threads of its own.
+    """Runs the calls of one drive in one direction, several at a time, on threads of its own: a
+    drive that hangs holds up no other, and writes that hang hold up no reads.
 
-    So a drive that hangs holds up no other, and where only writes hang, as on a frozen file system,
-    reads go on. ``way``: what serves the calls, in a word.
+    ``way``: what serves the calls, in a word.
     """
 
     way: str

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cap, as values: what all homes hold and may hold, and which must go for more room.
 
-The allocated bytes of all homes never exceed the caps of the live owners together. An owner keeps
-within its own cap by itself (its layout), so those without an owner can always make room, except
-for what cannot be deleted. The index of a live owner grows without asking, and counts at its full
-size. ``store`` measures, and deletes.
+The allocated bytes of all homes never exceed the caps of the live owners together. An owner's
+layout keeps within its own cap, so homes without an owner can always make room. The index of a live
+owner grows without asking, and counts at its full size. ``store`` measures, and deletes.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ def uses_charge_bytes(slot_count: int) -> int:
 class Holding(NamedTuple):
     """A home while the store is locked.
 
-    ``record`` is None where HOME or the lock is missing, or HOME does not decode. ``live``: it has
-    an owner; else ``lock_fd`` holds its lock exclusively (-1: it has no lock file, so nobody can
-    own it). ``charged_bytes``: as allocated, and a live owner's index at its full size.
+    ``record``: None where HOME or the lock is missing, or HOME does not decode. ``live``: it has an
+    owner; else ``lock_fd`` holds its lock exclusively (-1: without a lock file nobody can own it).
+    ``charged_bytes``: allocated, with a live owner's index at its full size.
     """
 
     id: str

@@ -158,11 +158,9 @@ def make_folders(folders: Iterable[DriveFolder | None]) -> None:
 
 
 def write_in_place(fd: int) -> None:
-    """Let an empty file, or what will be made in a directory, be overwritten in place, where a file
-    system copies.
+    """Let an empty file, or what will be made in a directory, be overwritten in place.
 
-    On btrfs the submission of a write would wait for the copy and its checksum. Others do not know
-    it, or need not.
+    On btrfs the submission of a write would wait for a copy and its checksum. Others need it not.
     """
     flags = array("l", [0])
     with suppress(OSError):

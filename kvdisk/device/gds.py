@@ -3,13 +3,12 @@
 ``kvikio`` is imported in this room only, and late.
 
 An import that works says nothing: kvikio imports and opens files without a GPU, falls back to host
-memory silently, and spins for ever where ``/proc/modules`` is missing. So what can be seen in files
-is looked at first, and kvikio is asked in a child process, which may hang or die without harm.
+memory silently, and spins for ever where ``/proc/modules`` is missing. So files are looked at
+first, and kvikio is asked in a child process, which may hang or die without harm.
 
-What a kvikio future leaves to its user: of an operation that kvikio cuts in tasks the future ends
-with the last task, while others may still move bytes if that one failed, so one call is one task;
-errors come without a number; nothing can be cancelled. A call may first wait for the model's work
-on the GPU's default stream. So threads of ours make the calls.
+A kvikio future of several tasks ends with the last one, while others may still move bytes if that
+one failed: so one call is one task. Errors come without a number; nothing can be cancelled. A call
+may first wait for the model's work on the GPU's default stream: so threads of ours make the calls.
 """
 
 from __future__ import annotations

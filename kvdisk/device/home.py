@@ -64,10 +64,8 @@ class JoinedHome(_HeldHome):
         raise DeviceError(errno.ENODEV, f"home {self.id} is not open on the drive of {folder.path}")
 
     def clean_drives(self, clean: Callable[[DriveFolder], object]) -> None:
-        """Call ``clean`` for every part of the home, once. Raises DeviceError of the first drive.
-
-        A further drive on which that fails is from then on as if it could not be opened.
-        """
+        """Call ``clean`` for every part of the home, once. A further drive on which that fails
+        counts as one that could not be opened. Raises DeviceError of the first drive."""
         kept: list[DriveFolder | None] = []
         for drive, folder in enumerate(self.folders):
             kept.append(folder)
@@ -133,11 +131,8 @@ class Home(_HeldHome):
     # -- the index -----------------------------------------------------------------------------
 
     def index_is_sound(self) -> bool:
-        """Whether the index is what its last owner committed. Raises DeviceError.
-
-        After a clean end its sum decides. After a crash of the owner it is whole while the machine
-        runs: what is wrong with it then shows when it is read.
-        """
+        """Whether the index is what its last owner committed: by its sum after a clean end, by the
+        boot after a crash. Raises DeviceError."""
         if self.fresh:
             return True
         with paths.device_errors(f"reading the index of home {self.id}"):

@@ -3,10 +3,9 @@
 on a few threads.
 
 While Python code runs elsewhere in the process, each system call waits for the interpreter lock
-when it returns. So few calls are made. Where the kernel takes a whole batch in one (``aio``), it
-does. Elsewhere a batch is cut into about as many tasks as there are threads, each a list of calls
-of ``preadv`` or ``pwritev`` of up to ``longest_bytes``; the kernel keeps the drive busy within a
-long call.
+when it returns. So few calls are made. The kernel's queue (``aio``) takes a whole batch in one.
+Without it a batch is cut into about as many tasks as there are threads, each a list of calls of
+``preadv`` or ``pwritev`` of up to ``longest_bytes``.
 """
 
 from __future__ import annotations
@@ -79,15 +78,12 @@ class _ThreadQueue:
 
 
 class PosixDevice:
-    """``Device`` over system calls, in files opened with O_DIRECT or without, with two queues for
-    each drive.
+    """``Device`` over system calls, with a queue for each drive and direction.
 
-    ``threads``: for each direction on a drive that the kernel has no queue for, or of files without
-    O_DIRECT. ``longest_bytes``: of a call. ``kernel_queue``: False: threads for all.
-
-    A transfer of a file that is not attached fails with EBADF, so that a descriptor number used
-    anew by somebody else is never written to. Errors of a transfer are those of its first failed
-    call in time.
+    ``threads``: of a queue that is not the kernel's. ``longest_bytes``: of a call.
+    ``kernel_queue``: False: threads for all. A transfer of a file that is not attached fails with
+    EBADF: a descriptor number that somebody else uses by now is never written to. The error of a
+    transfer is that of its first call to fail.
     """
 
     def __init__(self, threads: int = 4, *, longest_bytes: int = LONGEST_BYTES, kernel_queue: bool = True) -> None:

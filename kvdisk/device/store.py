@@ -215,11 +215,11 @@ class Store:
             return self._held(home_id, record, lock_fd=_keep(found.lock_fd), fresh=False)
 
     def join_home(self, home_id: str, fingerprint: bytes) -> JoinedHome:
-        """Enter the home that this process's scheduler acquired.
+        """Enter the home that this engine's scheduler acquired.
 
-        Raises CorruptRecord where ``home_id`` is not an id, DeviceError (ENOENT) where there is no
-        such home, StoreLocked where it is being taken away, GeometryMismatch where it is of another
-        fingerprint.
+        Raises CorruptRecord where ``home_id`` is not an id, DeviceError (ENOENT where there is no
+        such home), StoreLocked where it is being taken away, GeometryMismatch where it is of
+        another fingerprint.
         """
         if not is_home_id(home_id):
             raise CorruptRecord(f"a home id has 32 hex digits, not {home_id!r}")
@@ -239,10 +239,8 @@ class Store:
         return JoinedHome(path, record, self.folders(home_id, record), lock_fd)
 
     def foreign_folder(self, source: ForeignSegment, drive: int) -> DriveFolder:
-        """Return another home's part on one of *its* drives. Takes no lock: it may vanish.
-
-        Raises CorruptRecord where ``source`` names no home id or HOME does not decode, DeviceError.
-        """
+        """Return another home's part on one of *its* drives. Takes no lock: it may vanish. Raises
+        CorruptRecord where ``source`` names no home id or HOME does not decode, DeviceError."""
         if not is_home_id(source.home_id):
             raise CorruptRecord(f"a home id has 32 hex digits, not {source.home_id!r}")
         with paths.device_errors(f"looking into home {source.home_id}"):
@@ -422,11 +420,8 @@ class Store:
         return self._measured.get(folder, 0)
 
     def _trim(self, stock: Stock, fingerprint: bytes, needed_bytes: int, unused_since_s: float = math.inf) -> bool:
-        """Delete unowned homes until ``needed_bytes`` more fit; return whether they do.
-
-        The caller holds the store lock. Those used after ``unused_since_s`` are spared. What a
-        deletion that was broken off has left goes before them.
-        """
+        """Delete what broken deletions left, then unowned homes last used by ``unused_since_s``,
+        until ``needed_bytes`` more fit; return whether they do."""
         if stock.exceeds(needed_bytes):
             self._remove_loose(stock)
         for home in stock.unowned_to_delete(fingerprint):
@@ -436,8 +431,7 @@ class Store:
         return not stock.exceeds(needed_bytes)
 
     def _delete(self, stock: Stock, home: Holding) -> None:
-        """Delete an unowned home. What cannot be deleted still counts, and nobody may take it
-        over."""
+        """Delete an unowned home. What cannot be deleted still counts; nobody may take it over."""
         stock.homes.remove(home)
         if not self.delete_home(home.id, home.record):
             stock.homes.append(home._replace(record=None))
