@@ -20,7 +20,6 @@ from kvdisk.device.cap import HOME_OVERHEAD_BYTES, uses_charge_bytes
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.home import Home
 from kvdisk.device.listing import readable_indexes
-from kvdisk.device.pair import PairDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import choose_device
 from kvdisk.device.store import Store
@@ -368,7 +367,7 @@ def _staging_slots(byte_count: int | None, geometry: Geometry) -> list[int]:
 
 
 def _pair_with_gpu(
-    config: Config, geometry: Geometry, lanes: Lanes | None, disk: Device
+    config: Config, geometry: Geometry, lanes: Lanes | None, disk: PosixDevice
 ) -> tuple[Device, Direct | None]:
     """Return the device for all of a worker's memory, and what of it goes straight between drive
     and GPU.
@@ -390,13 +389,16 @@ def _pair_with_gpu(
             geometry.slot_sizes,
             _staging_slots(config.gpu_staging_bytes, geometry),
             lanes,
-            lambda: PairDevice(PosixDevice(), GdsDevice()),
+            GdsDevice,
             always=demanded,
         )
         why = choice.line
         if choice.usable or not demanded:
             logger.info("%s", choice.line)
-            return (disk, None) if choice.direct is None else (PairDevice(disk, GdsDevice()), choice.direct)
+            if choice.direct is None:
+                return disk, None
+            disk.close()
+            return GdsDevice(kernel_queue=disk.kernel_queue), choice.direct
     if demanded:
         disk.close()
         raise ConfigError(f"device 'gds' cannot be used: {why}.")

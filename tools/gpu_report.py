@@ -33,7 +33,6 @@ from kvdisk.blocks import JobId, Slot, Tier, make_block_key
 from kvdisk.cli.bench import Machine
 from kvdisk.device.base import Device
 from kvdisk.device.gds import GdsDevice, gds_unavailable
-from kvdisk.device.pair import PairDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import HEADER_BYTES, Geometry, GroupGeometry, slot_offset
@@ -317,7 +316,7 @@ def make_makers(gds: str) -> tuple[dict[str, tuple[Callable[[], Device], bool]],
     makers: dict[str, tuple[Callable[[], Device], bool]] = {"posix, pinned memory": (PosixDevice, False)}
     if gds:
         return makers, {"gds": gds}
-    makers["gds, straight"] = (lambda: PairDevice(PosixDevice(), GdsDevice()), True)
+    makers["gds, straight"] = (GdsDevice, True)
     return makers, {}
 
 

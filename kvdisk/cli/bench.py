@@ -29,7 +29,6 @@ from kvdisk import __version__
 from kvdisk.cli.output import Exit, parse_size, print_json, refusal, report_console, size
 from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.gds import GdsDevice, gds_unavailable
-from kvdisk.device.pair import PairDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import FILE_BYTES, nameless_file, probe
 from kvdisk.errors import ConfigError, DeviceError
@@ -253,9 +252,7 @@ def _straight_to_gpu(directory: Path, slot_sizes: Sequence[int]) -> str:
     if why is not None:
         return f"nothing would go straight between drive and GPU: {why}"
     counts = [_STAGING_SLOTS] * len(slot_sizes)
-    choice = choose_direct(
-        directory, slot_sizes, counts, lanes, lambda: PairDevice(PosixDevice(), GdsDevice()), always=False
-    )
+    choice = choose_direct(directory, slot_sizes, counts, lanes, GdsDevice, always=False)
     if choice.direct is not None:
         choice.direct.staging.close()
     return choice.line

@@ -14,9 +14,8 @@ import pytest
 import torch
 from through_gpu import ThroughGpu
 
-from kvdisk.device.base import Device, Op, Transfer
+from kvdisk.device.base import Device
 from kvdisk.device.gds import GdsDevice, gds_unavailable
-from kvdisk.geometry import ALIGNMENT
 from kvdisk.testing.device_conformance import DeviceConformance
 
 pytestmark = pytest.mark.gpu
@@ -54,14 +53,3 @@ class TestGdsOnGpu(DeviceConformance):
 
     def stored(self, fd: int, byte_count: int) -> bytes:
         return self.fds[fd].read_bytes()[:byte_count]
-
-    def test_host_memory_is_moved_too_but_nothing_needs_it(self) -> None:
-        """The pair gives it to another device; here it shows that an address alone does not end a
-        process."""
-        fd = self.attach()
-        data = self.written(fd, 2 * ALIGNMENT)
-        host = self.memory(ALIGNMENT)
-        ticket = self.device.inner.submit(Op.READ, [Transfer(fd, ALIGNMENT, (host,))])
-        (outcome,) = self.device.inner.drain()
-        assert outcome.ticket == ticket
-        assert outcome.errors or host == data[ALIGNMENT:]

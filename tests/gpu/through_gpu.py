@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvdisk.device.base import Buffer, Device, Op, Outcome, Transfer
-from kvdisk.device.pair import GpuRange
+from kvdisk.device.base import Buffer, Device, GpuRange, Op, Outcome, Transfer
 
 
 class ThroughGpu:

@@ -4,7 +4,6 @@ Without a GPU."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from support.addressed_device import AddressedDevice
 from kvdisk import assembly
 from kvdisk.assembly import _pair_with_gpu
 from kvdisk.config import Config
+from kvdisk.device import probe
 from kvdisk.device.memory import MemoryDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.errors import ConfigError
@@ -35,7 +35,7 @@ class OnFiles(AddressedDevice):
 
     made: ClassVar[list[OnFiles]] = []
 
-    def __init__(self, inner=None) -> None:
+    def __init__(self, inner=None, **_) -> None:
         super().__init__(inner or PosixDevice(threads=1))
         self.closed = False
         OnFiles.made.append(self)
@@ -51,6 +51,7 @@ def fresh(monkeypatch):
     # Its clock stands still: all repetitions are made, and no drive is silent, however long the
     # machine takes.
     monkeypatch.setattr(directs, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(probe, "GIVE_UP_S", 600.0)
 
 
 def choose(path, make_device=OnFiles, *, always=False):
@@ -91,8 +92,7 @@ def test_what_cannot_be_made_is_said(tmp_path, monkeypatch):
 
 
 def test_a_drive_that_hangs_keeps_its_memory_and_file(tmp_path, monkeypatch):
-    ticks = itertools.count()
-    monkeypatch.setattr(directs, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    monkeypatch.setattr(probe, "GIVE_UP_S", 0.0)
     monkeypatch.setattr(directs, "_given_up", [])
     before = open_files()
     plan = FaultPlan(hold=True)
@@ -119,11 +119,11 @@ def here(monkeypatch):
     monkeypatch.setattr(assembly, "GdsDevice", OnFiles)
 
 
-def test_a_start_with_a_gpu_pairs_the_devices(tmp_path, here, monkeypatch, caplog):
+def test_a_start_with_a_gpu_has_a_device_of_both_memories(tmp_path, here, monkeypatch, caplog):
     monkeypatch.setattr(directs, "FASTER", 0.0)
     with caplog.at_level(logging.INFO, "kvdisk"):
         device, direct = pair(tmp_path, CpuLanes(), "gds", gpu_staging_bytes="1MiB")
-    assert device.name == "posix+addressed(posix)"
+    assert device.name == "addressed(posix)"
     assert direct.loads == {0, 1}
     assert sum(size * count for size, count in zip(SIZES, direct.staging.slot_counts, strict=True)) <= 1 << 20
     assert [record.message.startswith("kvdisk moves loads of") for record in caplog.records] == [True]

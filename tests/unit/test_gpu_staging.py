@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import CpuLanes
 
-from kvdisk.device.base import Buffer
+from kvdisk.device.base import Buffer, GpuRange
 from kvdisk.device.checksum import multilinear_digest
-from kvdisk.device.pair import GpuRange
 from kvdisk.geometry import HEADER_BYTES, round_up
 from kvdisk.worker.copier import Lane
 from kvdisk.worker.gpu_staging import GpuStaging, PayloadSums

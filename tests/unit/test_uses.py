@@ -5,7 +5,6 @@ start."""
 from __future__ import annotations
 
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from cli_stores import run
-from rebuild_stores import CAP, home_path, make_store, start
+from rebuild_stores import home_path, make_store, start
 from tier_bench import TierBench
 
 from kvdisk.assembly import SchedulerParts
 from kvdisk.blocks import Tier, make_block_key
-from kvdisk.device.cap import USES_OVERHEAD_BYTES
 from kvdisk.device.control import USES_FILE
 from kvdisk.device.uses import USES_RECORD, find_uses, read_uses, write_uses
 from kvdisk.geometry import uses_bytes_for
@@ -100,7 +98,7 @@ def test_every_byte_is_where_it_is_said_to_be(tmp_path):
     assert len(data) <= uses_bytes_for(1)
 
 
-@pytest.mark.parametrize("how", ["text", "directory", "pipe", "link", "gone", "version", "cut", "long", "bit", "empty"])
+@pytest.mark.parametrize("how", ["directory", "link", "gone", "version", "cut", "bit", "empty"])
 def test_a_damaged_file_is_ignored_and_replaced(tmp_path, how):
     home = tmp_path / "home"
     home.mkdir()
@@ -113,14 +111,12 @@ def test_a_damaged_file_is_ignored_and_replaced(tmp_path, how):
     if how == "directory":
         path.mkdir()
         (path / "inside").write_text("")
-    elif how == "pipe":
-        os.mkfifo(path)
     elif how == "link":
         elsewhere.write_bytes(data)
         path.symlink_to(elsewhere)
     elif how != "gone":
         changed = {"version": data[:8] + b"\1" + data[9:], "bit": data[:40] + bytes([data[40] ^ 1]) + data[41:]}
-        changed |= {"text": b"junk", "cut": data[:-16], "long": data + data[-16:], "empty": b""}
+        changed |= {"cut": data[:-16], "empty": b""}
         path.write_bytes(changed[how])
     assert read_uses(home) is None
     (home / (USES_FILE + ".tmp")).write_text("left by one that was killed")
@@ -183,13 +179,3 @@ def test_uses_survive_a_restart_and_a_rebuild_and_eviction_goes_on_with_them(tmp
     parts.close()
     found = json.loads(run("inspect", path, "--json").stdout)
     assert found["reuse"]["blocks"] == [18, 1, 0, 1, 0, 0, 0, 0, 0]
-
-
-def test_the_file_stays_within_the_homes_budget(tmp_path):
-    path = tmp_path / "store"
-    make_store(path)
-    parts = start(path)
-    layout, geometry = parts.nvme.segments._layout, parts.nvme._geometry
-    most = uses_bytes_for(layout.most_slots(geometry))
-    assert layout.index_bytes + sum(layout.class_bytes) + most <= CAP - (128 << 10) + USES_OVERHEAD_BYTES
-    parts.close()
