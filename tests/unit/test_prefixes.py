@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvdisk.blocks import BlockKey, make_block_key
-from kvdisk.cli.indexes import HomeColumns, join_home
+from kvdisk.cli.indexes import HomeColumns, join, join_home
 from kvdisk.cli.prefixes import Prefix, each_prefix, find_prefixes, grow_forest
 from kvdisk.device.uses import USES_RECORD
 from kvdisk.index.base import BlockColumns, SegmentRecord
@@ -68,7 +68,7 @@ class Wood:
         uses = np.zeros(len(rows), USES_RECORD)
         uses["generation"], uses["uses"] = columns.generations, [row[4] for row in sorted_rows]
         uses["last_use_s"] = uses["uses"] * 100
-        return join_home(columns, [SegmentRecord(0, SLOT_BYTES, 1000)], 1, uses)
+        return join_home(columns, [SegmentRecord(0, SLOT_BYTES, 1000)], 1, TOKENS, uses)
 
     def expected(self) -> dict[tuple[str, int, int], tuple[object, ...]]:
         """By hash, epoch and tokens of the first block: what the prefix is."""
@@ -130,15 +130,16 @@ def described(prefix: Prefix) -> tuple[object, ...]:
 @pytest.mark.parametrize("seed", range(60))
 def test_prefixes_are_those_of_one_by_one(seed):
     wood = Wood(seed)
-    homes = [wood.home(at) for at in range(len(wood.rows))]
+    blocks = join([wood.home(at) for at in range(len(wood.rows))])
+    forest = grow_forest(blocks)
     expected = wood.expected()
-    tree = find_prefixes(homes, grow_forest(homes, TOKENS), TOKENS, 10_000, shared_only=False)
+    tree = find_prefixes(blocks, forest, 10_000, shared_only=False)
     listed = list(each_prefix(tree.tree))
     found = {(each.key, each.epoch, each.block_tokens): described(each) for _, each in listed}
     deep = tree.total - len(listed)
     assert {name: expected[name] for name in found} == found
     assert len(expected) == tree.total and (deep == 0 or max(depth for depth, _ in listed) == 11)
-    few = find_prefixes(homes, grow_forest(homes, TOKENS), TOKENS, 7)
+    few = find_prefixes(blocks, forest, 7)
     shown = [each for _, each in each_prefix(few.tree)]
     assert len(shown) <= 7 and all(each.uses is not None for each in shown)
     assert few.hidden_bytes + sum(each.bytes for each in shown) == SLOT_BYTES * sum(map(len, wood.rows))
