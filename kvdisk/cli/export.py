@@ -57,7 +57,12 @@ def export_blocks(directories: Directories, path: Path, *, force: bool) -> Expor
     ``force``: replace a file of that name. Raises ConfigError where it cannot be written, and as
     ``survey.survey_store``.
     """
-    _check_target(path, force=force)
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"--export takes a file whose name ends with .csv or .parquet, not {path.name!r}")
+    if os.path.lexists(path) and not force:
+        raise ConfigError(f"{path} exists; --force replaces it")
+    if path.suffix == ".parquet":
+        _import_pyarrow()
     homes = read_homes(directories)
     write = _write_csv if path.suffix == ".csv" else _write_parquet
     with new_file(path) as temporary:
@@ -70,20 +75,6 @@ def export_blocks(directories: Directories, path: Path, *, force: bool) -> Expor
         homes=sum(home.index.blocks is not None for home in homes),
         problems=tuple(f"engine store {home.id}: {home.problem}" for home in homes if home.problem),
     )
-
-
-def _check_target(path: Path, *, force: bool) -> None:
-    """Raise ConfigError where a file of that name cannot be written, before anything is read."""
-    if path.suffix not in SUFFIXES:
-        raise ConfigError(f"--export takes a file whose name ends with .csv or .parquet, not {path.name!r}")
-    if path.is_dir():
-        raise ConfigError(f"{path} is a directory")
-    if os.path.lexists(path) and not force:
-        raise ConfigError(f"{path} exists; --force replaces it")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path.parent} is not a directory")
-    if path.suffix == ".parquet":
-        _import_pyarrow()
 
 
 def _import_pyarrow() -> Any:

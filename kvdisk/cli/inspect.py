@@ -6,9 +6,9 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.bar import Bar
@@ -42,7 +42,6 @@ from kvdisk.cli.output import (
     short_model,
     size,
     store_paths,
-    unknown,
 )
 from kvdisk.cli.prefixes import Prefix
 from kvdisk.cli.survey import (
@@ -62,6 +61,7 @@ MOST_PREFIXES = 10_000
 SEGMENTS_SHOWN = 16
 PROBLEMS_SHOWN = 20
 _BAR_LETTERS = 24
+_FILL_BAR_LETTERS = 8
 _FINE_BAR_LETTERS = 10
 
 DirectoriesAndKey = Annotated[
@@ -212,7 +212,7 @@ def namespaces_table(survey: Survey, width: int) -> Table:
             "/".join(dict.fromkeys(printable(group.block_tokens) for group in each.groups)) or "?",
             _epochs(each),
             number(len(each.homes)),
-            *([unknown(), unknown()] if each.unreadable_homes == len(each.homes) else sums),
+            *(["?", "?"] if each.unreadable_homes == len(each.homes) else sums),
         )
     return table
 
@@ -234,14 +234,14 @@ def homes_table(survey: Survey, width: int) -> Table:
         stopped = Text("crashed" if home.clean is False else "stopped", "yellow")
         table.add_row(
             home.id[:ID_LETTERS],
-            unknown() if home.fingerprint is None else home.fingerprint[:ID_LETTERS],
+            "?" if home.fingerprint is None else home.fingerprint[:ID_LETTERS],
             Text("alive", "green") if home.alive else stopped,
-            _known(home.blocks, number),
+            number(home.blocks),
             size(home.allocated_bytes),
-            _known(home.cap_bytes, size),
-            _known(home.fill, share),
-            _dash_or(home.fragmentation, share),
-            unknown() if home.last_use_s is None else ago(home.last_use_s, survey.surveyed_s),
+            size(home.cap_bytes),
+            share(home.fill),
+            _share_or_dash(home.fragmentation),
+            ago(home.last_use_s, survey.surveyed_s),
         )
     return table
 
@@ -254,16 +254,17 @@ def segments_table(survey: Survey, width: int, most: int | None) -> Table:
     table = make_table("Segments", width, *columns)
     for home in survey.homes:
         for at, segment in enumerate(home.segments[:most]):
-            cells = [_dash_or(segment.fragmentation, share), _dash_or(segment.read_run_blocks, "{:.1f}".format)]
+            run = "-" if segment.read_run_blocks is None else f"{segment.read_run_blocks:.1f}"
+            fill = "" if segment.fill is None else bar(segment.fill, _FILL_BAR_LETTERS)
             table.add_row(
                 "" if at else home.id[:ID_LETTERS],
                 str(segment.segment),
                 str(segment.drive),
                 size(segment.slot_bytes),
                 number(segment.slots),
-                _known(segment.used_slots, number),
-                unknown() if segment.fill is None else _fill_bar(segment.fill),
-                *(cells if width >= WIDE else []),
+                number(segment.used_slots),
+                Text.assemble((fill, "cyan"), f" {share(segment.fill):>5}"),
+                *([_share_or_dash(segment.fragmentation), run] if width >= WIDE else []),
                 _files(segment),
             )
         if most is not None and len(home.segments) > most:
@@ -282,27 +283,16 @@ def _drives(survey: Survey, width: int) -> Table:
         table.add_row(
             name,
             number(drive.homes),
-            number(drive.segments) if drive.path else unknown(),
+            number(drive.segments if drive.path else None),
             Text.assemble(number(drive.blocks), more),
             Text.assemble(size(drive.used_bytes), more),
-            size(drive.allocated_bytes) if drive.path else unknown(),
+            size(drive.allocated_bytes if drive.path else None),
         )
     return table
 
 
-# -- cells -------------------------------------------------------------------------------------
-
-
-def _known(value: Any, say: Callable[[Any], str]) -> Text:
-    return unknown() if value is None else Text(say(value))
-
-
-def _dash_or(value: float | None, say: Callable[[float], str]) -> str:
-    return "-" if value is None else say(value)
-
-
-def _fill_bar(fraction: float) -> Text:
-    return Text.assemble((bar(fraction, 8), "cyan"), f" {share(fraction):>5}")
+def _share_or_dash(fraction: float | None) -> str:
+    return "-" if fraction is None else share(fraction)
 
 
 def _files(segment: Segment) -> Text:
@@ -345,7 +335,7 @@ def _histogram(
 
 def _count_and_bar(counts: Sequence[int | None] | None, at: int) -> tuple[RenderableType, RenderableType]:
     if counts is None:
-        return unknown(), ""
+        return "?", ""
     count, highest = counts[at], max(filter(None, counts), default=1)
     return ("", "") if count is None else (number(count), Bar(highest, 0, count, width=_FINE_BAR_LETTERS, color="cyan"))
 
@@ -376,11 +366,11 @@ def prefix_table(title: str, listed: Iterable[tuple[str, Prefix]], now_s: int, w
         table.add_row(
             Text.assemble((guides, "dim"), prefix.key[:ID_LETTERS]),
             number(tokens),
-            unknown() if start is None or tokens is None else number(start + tokens),
+            number(None if start is None or tokens is None else start + tokens),
             size(prefix.bytes),
             number(prefix.chains),
-            unknown() if prefix.first_uses is None else "…".join(uses),
-            unknown() if last is None else ago(last, now_s) if last else Text("never", "dim"),
+            "…".join(uses),
+            "never" if last == 0 else ago(last, now_s),
         )
     return table
 

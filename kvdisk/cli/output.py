@@ -118,8 +118,11 @@ def bar(fraction: float, width: int) -> str:
     return "█" * filled + "░" * (width - filled)
 
 
-def ago(then_s: int, now_s: int) -> str:
-    """Return how long ago something was: ``3 min ago``; its date where that is long, or ahead."""
+def ago(then_s: int | None, now_s: int) -> str:
+    """Return how long ago something was: ``3 min ago``; its date where that is long, or ahead;
+    ``?`` for None."""
+    if then_s is None:
+        return "?"
     age_s = now_s - then_s
     if age_s > _LONGEST_AGE_S or age_s < -60:
         return time.strftime("%Y-%m-%d", time.localtime(then_s))
@@ -219,11 +222,6 @@ def right(header: str) -> Column:
 def folded(header: str, style: str = "") -> Column:
     """Return a column of text that goes on in the next line where there is no room."""
     return Column(header, style=style, overflow="fold")
-
-
-def unknown() -> Text:
-    """Return the mark of a value that cannot be known."""
-    return Text("?", "red")
 
 
 def print_list(title: str, lines: Sequence[str], console: Console, most: int | None, more: str) -> None:

@@ -3,12 +3,12 @@
 
 ``survey_store`` is the one call. It writes nothing, and works on a store in use and on a copy.
 
-The shape of the JSON changes only with ``json_version``. Bytes are integers, and ``*_s`` are whole
-seconds since the Unix epoch. ``null`` is what cannot be known, since a file cannot be read, or what
-is not there (no block, no live owner). A block, or a slot, has a part on every rank and counts
-once; bytes are those of all ranks together. Used bytes are those of slots that hold blocks, each
-with its header. Allocated bytes are what the file system holds, with index and control files. A
-home is an engine store; homes are in order of last use, the last first.
+The shape of the JSON changes only with ``json_version``. ``*_s`` are whole seconds since the Unix
+epoch. ``null`` is what cannot be known, since a file cannot be read, or is not there (no block, no
+live owner). A block, or a slot, has a part on every rank and counts once; bytes are those of all
+ranks together. Used bytes: of slots that hold blocks, with their headers. Allocated bytes: what the
+file system holds, with index and control files. A home is an engine store; the one used last comes
+first.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -72,11 +73,10 @@ class Segment:
     """A segment of an engine store. ``drive``: position among the engine store's drives.
 
     ``indexed``: the index has a record of it; one that is being made, or that a crash has left, has
-    none yet. ``slot_bytes``: on one rank. ``fill``: used_slots / slots. A free run is a row of free
-    slots, as long as it can be. ``fragmentation``: the share of free bytes in runs of less than 2
-    MiB on a rank, which a larger write has to go around; null where nothing is free.
-    ``read_run_blocks``: how many blocks are read at a time, in the mean, where chains are read in
-    order: a block that lies behind its parent is read with it.
+    none yet. ``slot_bytes``: on one rank. ``fill``: used_slots / slots. ``fragmentation``: share of
+    free bytes in runs of less than 2 MiB on a rank, which a larger write goes around; null where
+    nothing is free. ``read_run_blocks``: how many blocks are read at a time, in the mean, where
+    chains are read in order: a block that lies behind its parent is read with it.
     """
 
     segment: int
@@ -421,16 +421,14 @@ def _segment(
 def _unindexed(read: ReadHome, files: Sequence[SegmentFileSummary], used: int | None) -> Segment:
     """Describe a segment of which only files are known. ``used``: 0 where the index has no record
     of it."""
-    slot_bytes = slots = None
-    try:
-        folder = read.folder(files[0].drive)
-        assert folder is not None, "a file was found there"
-        header = read_segment_header(folder, files[0].segment, files[0].rank)
-        slot_bytes, slots = header.slot_bytes, header.slot_count
-    except KvdiskError:
-        pass
-    used_bytes = None if slot_bytes is None else used
-    return Segment(files[0].segment, files[0].drive, False, slot_bytes, slots, used, used_bytes, files=_files(files))
+    number, drive, rank = files[0].segment, files[0].drive, files[0].rank
+    folder = read.folder(drive)
+    assert folder is not None, "a file was found there"
+    slot_bytes = slots = used_bytes = None
+    with suppress(KvdiskError):
+        header = read_segment_header(folder, number, rank)
+        slot_bytes, slots, used_bytes = header.slot_bytes, header.slot_count, used
+    return Segment(number, drive, False, slot_bytes, slots, used, used_bytes, files=_files(files))
 
 
 def _files(files: Sequence[SegmentFileSummary]) -> tuple[SegmentFile, ...]:

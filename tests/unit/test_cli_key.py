@@ -169,9 +169,9 @@ def test_what_export_refuses(path: Path, tmp_path: Path) -> None:
     (tmp_path / "old.csv").touch()
     for name, force, expected in (
         ("b.xlsx", [], "takes a file whose name ends with .csv or .parquet, not 'b.xlsx'"),
-        ("d.csv", ["--force"], "is a directory"),
+        ("d.csv", ["--force"], "cannot be written (Is a directory)"),
         ("old.csv", [], "exists; --force replaces it"),
-        ("no/b.csv", [], "is not a directory"),
+        ("no/b.csv", [], "cannot be written (No such file or directory)"),
     ):
         assert expected in said("inspect", path, "--export", tmp_path / name, *force)
     assert "takes no KEY" in said("inspect", path, "0" * 16, "--export", tmp_path / "b.csv")
