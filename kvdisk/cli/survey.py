@@ -289,14 +289,11 @@ def survey_store(
         # What has got another name, or dropped a segment, meanwhile looks wrong: look again.
         if all(home.path.exists() and not (home.alive and home.problems) for home in found):
             break
-    read = [home for home in read if home.summary.path.exists()]
-    homes = tuple(home for home in found if home.path.exists())
-    homes = tuple(sorted(homes, key=lambda home: home.last_use_s or 0, reverse=True))
+    there = [each for each in zip(read, found, strict=True) if each[1].path.exists()]
+    there.sort(key=lambda each: each[1].last_use_s or 0, reverse=True)
+    read, homes = [each for each, _ in there], tuple(home for _, home in there)
     groups = by_namespace(read)
     most = prefixes if prefixes_in_all is None else min(prefixes, prefixes_in_all // max(1, len(groups)))
-    namespaces = {
-        one.record.fingerprint.hex(): _survey_namespace(one, homes, most, shared_only) for one in groups if one.record
-    }
     with paths.device_errors(f"reading {path / STORE_FILE}"):
         store = paths.read_control(path / STORE_FILE)
     problems = tuple(f"engine store {home.id}: {problem}" for home in homes for problem in home.problems)
@@ -312,7 +309,7 @@ def survey_store(
         drives=_drives(path, store.get("store_id"), homes, read),
         ages=_ages(columns, now_s),
         reuse=_reuse(columns),
-        namespaces=tuple(namespaces[name] for name in dict.fromkeys(h.fingerprint for h in homes if h.fingerprint)),
+        namespaces=tuple(_survey_namespace(one, homes, most, shared_only) for one in groups if one.record),
         homes=homes,
     )
 
