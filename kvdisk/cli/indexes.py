@@ -64,9 +64,9 @@ class HomeColumns(NamedTuple):
 
     ``names``: 64 bits of a block's epoch and hash, without its KV-cache group; ``above``: those of
     its parent, 0 where it has none. Two of ten million blocks share a name with a chance of 1 in
-    300,000; two chains would look like one then. ``tokens``: of the block, NONE where HOME
-    does not say. ``slot_bytes``: on all ranks; 0, and ``drives`` NONE, in a segment that the index
-    does not have. ``uses`` and ``last_use_s``: 0 where ``is_known`` says that USES does not tell.
+    300,000; two chains would look like one then. ``tokens``: of the block, NONE where HOME does not
+    say. ``slot_bytes``: on all ranks; 0, and ``drives`` NONE, in a segment that the index does not
+    have. ``uses`` and ``last_use_s``: 0 where ``is_known`` says that USES does not tell.
     """
 
     columns: BlockColumns

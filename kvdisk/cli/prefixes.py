@@ -37,7 +37,7 @@ class Prefix:
     ``key``: hash of the first block, hex, without its KV-cache group. ``bytes``: of the slots of
     all copies. ``chains``: ends of chains that begin with it, at least 1. ``start_tokens``,
     ``tokens``: tokens before it (null where the block before it is not here), and in it. ``uses``:
-    of its blocks together, of its first and of its last block; null where there is no USES file;
+    of its blocks together, of its first and of its last block; null where USES tells of none;
     a block that several KV-cache groups have counts as often as in that where it was used most.
     ``last_use_s``: 0: never. ``below_blocks``, ``below_bytes``: of all that follows it.
     ``children``: how many follow it, of which ``hidden_children`` are not in ``tree``.

@@ -201,8 +201,8 @@ class Drive:
 class Ages:
     """Blocks of all engine stores by age. Class n is below bound n; the last has no bound.
 
-    ``stored``: by the age of their record. ``used``: by the age of their last use; null where
-    there is no USES file. ``never_used``: not since they were stored. ``unknown``: USES does not
+    ``stored``: by the age of their record. ``used``: by the age of their last use; null where USES
+    tells of no block. ``never_used``: not since they were stored. ``unknown``: USES does not
     tell of them, as of those stored after it was last written.
     """
 

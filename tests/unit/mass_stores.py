@@ -3,15 +3,11 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from cli_stores import CAP, Model
 
 from kvdisk.blocks import BlockKey, Slot, make_block_key
@@ -21,14 +17,6 @@ from kvdisk.device.uses import USES_RECORD, write_uses
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.messages import SegmentSpec
-
-
-@contextmanager
-def sparse_files() -> Iterator[None]:
-    """Segment files that take no space: their headers are real, their slots are holes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", lambda fd, at, length: os.ftruncate(fd, at + length))
-        yield
 
 
 def key(name: str, group: int = 0) -> BlockKey:
@@ -46,12 +34,11 @@ class Layer:
         self.generation = 0
         self.records: list[BlockRecord] = []
         ranks = model.geometry.rank_count
-        with sparse_files():
-            for group in model.geometry.groups:
-                spec = SegmentSpec(group.group, group.slot_bytes, slots)
-                for rank in range(ranks):
-                    create_segment(self.home, spec, rank, ranks, model.fingerprint).close()
-                self.index.put_segment(SegmentRecord(group.group, group.slot_bytes, slots))
+        for group in model.geometry.groups:
+            spec = SegmentSpec(group.group, group.slot_bytes, slots)
+            for rank in range(ranks):
+                create_segment(self.home, spec, rank, ranks, model.fingerprint).close()
+            self.index.put_segment(SegmentRecord(group.group, group.slot_bytes, slots))
 
     def put(self, name: str, parent: str | None, slot: int, *, group: int = 0, age_s: int = 0, epoch: int = 0) -> None:
         self.generation += 1
