@@ -15,7 +15,6 @@ from cli_stores import COMMAND, run_here
 from kvdisk.cli import bench
 from kvdisk.device.base import Op
 from kvdisk.device.memory import MemoryDevice
-from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import FILE_BYTES
 from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
 from kvdisk.worker.arena import Arena
@@ -85,12 +84,16 @@ def test_a_drive_without_room_is_not_filled(tmp_path, monkeypatch):
     assert "\ndevice: auto would use posix-" in done.stdout
 
 
-def test_a_drive_that_fails_while_it_is_measured_is_an_exit_code(tmp_path, monkeypatch):
-    failing = FaultPlan(full=True)
-    monkeypatch.setattr(bench, "PosixDevice", lambda: FaultyDevice(PosixDevice(), failing))
+@pytest.mark.parametrize(
+    ("plan", "said"), [(FaultPlan(full=True), "errno 28"), (FaultPlan(hold=True), "nothing was heard of it for 0.05 s")]
+)
+def test_a_drive_that_fails_or_hangs_while_it_is_measured_is_an_exit_code(tmp_path, monkeypatch, plan, said):
+    monkeypatch.setattr(bench, "SILENT_S", 0.05)
+    monkeypatch.setattr(bench, "_given_up", [])
+    monkeypatch.setattr(bench, "PosixDevice", lambda: FaultyDevice(MemoryDevice(), plan))
     done = run_here("bench", tmp_path, "-b", "64K")
-    assert done.exit_code == 1 and done.stderr.startswith("kvdisk: the drive failed: ")
-    assert not list(tmp_path.iterdir())
+    assert done.exit_code == 1 and done.stderr.startswith("kvdisk: the drive failed: ") and said in done.stderr
+    assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
 # --- Our comparison with fio and vLLM's files. ---
