@@ -172,9 +172,9 @@ def _uses_writer(nvme: NvmeSpace, home: Home) -> Callable[[], None]:
 
 
 def _make_telemetry(manager: TierManager, geometry: Geometry, home: Home | None, model: str) -> Telemetry:
-    """Return what tells of the engine; what its home's last owner has told there is replaced."""
+    """Return what tells of the engine."""
     folders = [] if home is None else [folder for folder in home.folders if folder is not None]
-    telemetry = Telemetry(
+    return Telemetry(
         manager.stats,
         manager.gauges,
         model=model,
@@ -182,11 +182,6 @@ def _make_telemetry(manager: TierManager, geometry: Geometry, home: Home | None,
         drives=[str(folder.path.parent.parent) for folder in folders],
         write_file=None if home is None else partial(write_telemetry, home.path),
     )
-    try:
-        telemetry.write()
-    except OSError as error:
-        logger.debug("kvdisk could not write its telemetry: %s", error)
-    return telemetry
 
 
 def _make_budget(config: Config, geometry: Geometry) -> WriteBudget | None:

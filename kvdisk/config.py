@@ -262,12 +262,6 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str, Any], str]:
     return parse
 
 
-def _parse_device(key: str, value: Any) -> str:
-    if value == "nixl":
-        raise ConfigError(f"{key} 'nixl' is gone; use 'auto', which is as fast.")
-    return _one_of(DEVICES)(key, value)
-
-
 def _parse_store_policy(key: str, value: Any) -> str:
     if value in STORE_POLICIES or (isinstance(value, str) and _CLASS_NAME.fullmatch(value)):
         return str(value)
@@ -322,7 +316,7 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "nvme_admission": _parse_admission,
     "nvme_write_bytes_per_day": parse_bytes,
     "eviction": _one_of(EVICTIONS),
-    "device": _parse_device,
+    "device": _one_of(DEVICES),
     "lookup_wait_s": _parse_seconds,
     "io_deadline_s": _parse_seconds,
     "index_commit_s": _parse_seconds,

@@ -61,7 +61,6 @@ def test_wrong_sizes(wrong):
         ({"store_policy": "no_class:"}, "'module:Class'"),
         ({"eviction": "arc"}, "'lru'"),
         ({"device": "uring"}, "'posix', 'gds'"),
-        ({"device": "nixl"}, "is gone; use 'auto'"),
         ({"nvme_admission": "reuse(0)"}, "reuse"),
         ({"cpu_admission": "reuse(17)"}, "from 1 to 16"),
         ({"nvme_admission": "adaptiv"}, "'adaptive'"),
