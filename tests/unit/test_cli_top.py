@@ -24,6 +24,7 @@ from kvdisk.cli.top import Frame, TopReader, draw
 from kvdisk.device.home import Home
 from kvdisk.device.store import Store
 from kvdisk.device.telemetry_file import FIGURES_FILE, write_telemetry
+from kvdisk.stats import ROUTES
 
 T0 = 1_800_000_000.0
 MIB = 1 << 20
@@ -85,8 +86,7 @@ def engines(tmp_path: Path) -> Iterator[Engines]:
 
 
 def json_of(frame: Frame) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps(as_json(frame)))
-    return found
+    return json.loads(json.dumps(as_json(frame)))
 
 
 def shown(frame: Frame, width: int = 120, note: str = "") -> str:
@@ -99,10 +99,9 @@ def shown(frame: Frame, width: int = 120, note: str = "") -> str:
 def test_rates_are_differences_of_two_figures(engines):
     home, reader = engines.start(), engines.reader()
     write_telemetry(home, figures(T0 - 0.5, 100))
-    first = reader.read()
-    assert first.engines[0].seconds is None
-    assert json_of(first)["engines"][0]["bytes_per_s"] is None
-    assert json_of(first)["drives"][0]["written_bytes_per_s"] is None
+    first = json_of(reader.read())
+    assert (first["engines"][0]["seconds"], first["engines"][0]["bytes_per_s"]) == (None, None)
+    assert first["drives"][0]["written_bytes_per_s"] is None
     engines.now += 4
     # All that was asked for since is a hit in memory.
     then = figures(T0 + 3.5, 140)
@@ -112,14 +111,7 @@ def test_rates_are_differences_of_two_figures(engines):
     found = json_of(reader.read())
     (engine,) = found["engines"]
     assert engine["seconds"] == 4.0 and not engine["idle"]
-    assert engine["bytes_per_s"] == {
-        "gpu_to_cpu": 10 * MIB,
-        "cpu_to_gpu": 0,
-        "cpu_to_nvme": 10 * MIB,
-        "nvme_to_cpu": 0,
-        "gpu_to_nvme": 0,
-        "nvme_to_gpu": 0,
-    }
+    assert engine["bytes_per_s"] == {route: 10 * MIB * (route in ("gpu_to_cpu", "cpu_to_nvme")) for route in ROUTES}
     assert engine["tiers"]["cpu"] == {
         "used_bytes": 30 * MIB,
         "capacity_bytes": 40 * MIB,
@@ -137,12 +129,12 @@ def test_rates_are_differences_of_two_figures(engines):
 
 
 def test_an_engine_that_has_told_nothing_new_for_a_while_is_idle(engines):
-    home, reader = engines.start(), engines.reader()
-    write_telemetry(home, figures(T0 - 90, 5))
-    (engine,) = json_of(reader.read())["engines"]
+    write_telemetry(engines.start(), figures(T0 - 90, 5))
+    frame = engines.reader().read()
+    (engine,) = json_of(frame)["engines"]
     assert engine["idle"] and set(engine["bytes_per_s"].values()) == {0.0}
     assert engine["tiers"]["nvme"]["hit_rate"] == 3 / 8 and engine["tiers"]["nvme"]["hit_rate_now"] is None
-    assert "idle for 1 min 30 s" in shown(reader.read())
+    assert "idle for 1 min 30 s" in shown(frame)
 
 
 def test_engines_come_and_go_and_one_that_starts_anew_has_no_rates_from_before(engines):
@@ -167,12 +159,11 @@ def test_engines_come_and_go_and_one_that_starts_anew_has_no_rates_from_before(e
 
 def test_drives_are_summed_over_engines(engines):
     homes, reader = [engines.start() for _ in range(2)], engines.reader()
-
-    def drive(path: str, read_bytes: int, written_bytes: int, quarantined: bool = False) -> dict[str, Any]:
-        return {"path": path, "read_bytes": read_bytes, "written_bytes": written_bytes, "quarantined": quarantined}
-
     for at, read in ((0, 0), (1, 5 * MIB)):
-        both = drive("/nvme/one", read, 20), drive("/nvme/two", read, 2, True)
+        both = [
+            {"path": f"/nvme/{name}", "read_bytes": read, "written_bytes": 2, "quarantined": name == "two"}
+            for name in ("one", "two")
+        ]
         write_telemetry(homes[0], figures(T0 + at, drives=both))
         write_telemetry(homes[1], figures(T0 + at, drives=both[1:]))
         frame = reader.read()

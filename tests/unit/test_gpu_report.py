@@ -5,9 +5,9 @@ moves something."""
 from __future__ import annotations
 
 import json
+from unittest.mock import Mock
 
 import gpu_report
-import pytest
 from ranks import CpuLanes
 from support.addressed_device import AddressedDevice
 
@@ -18,22 +18,15 @@ SMALL = ["--sizes", "65536", "131072", "--file-bytes", "1000000", "--copy-bytes"
 
 
 def test_without_a_gpu_it_is_one_line_and_an_exit_code(monkeypatch, capsys):
-    def refuse(*_):
-        raise RuntimeError("Found no NVIDIA driver on your system.")
-
-    monkeypatch.setattr(copier, "CudaLanes", refuse)
+    monkeypatch.setattr(copier, "CudaLanes", Mock(side_effect=RuntimeError("Found no NVIDIA driver on your system.")))
     assert gpu_report.main([]) == 2
     assert capsys.readouterr().out.splitlines() == [gpu_report.NO_GPU]
 
 
-@pytest.fixture
-def rehearsal(monkeypatch):
+def test_every_route_and_size_is_in_the_table_and_the_json(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(copier, "CudaLanes", CpuLanes)
     monkeypatch.setattr(gpu_report, "gds_unavailable", lambda: None)
     monkeypatch.setattr(gpu_report, "GdsDevice", lambda: AddressedDevice(PosixDevice()))
-
-
-def test_every_route_and_size_is_in_the_table_and_the_json(rehearsal, tmp_path, capsys):
     target = tmp_path / "report.json"
     drive = tmp_path / "drive"
     drive.mkdir()
