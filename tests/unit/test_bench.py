@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import bench_tiers
 import pytest
-from bench_peer import Case, Layout
+from bench_tiers import Case, Layout
 from cli_stores import COMMAND, run_here
 
 from kvdisk.cli import bench
