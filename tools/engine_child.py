@@ -159,29 +159,24 @@ class EngineChild:
 
         ``together``: all requests at once, else one after the other. ``salt``: vLLM's cache salt.
         """
-        act = {
-            "act": "generate",
-            "prompts": [list(map(int, prompt)) for prompt in prompts],
-            "max_tokens": max_tokens,
-            "together": together,
-            "salt": salt,
-        }
-        return [Answer(*answer) for answer in self.ask(act)]
+        listed = [list(map(int, prompt)) for prompt in prompts]
+        found = self._ask("generate", prompts=listed, max_tokens=max_tokens, together=together, salt=salt)
+        return [Answer(*answer) for answer in found]
 
     def reset(self) -> None:
         """Forget the GPU prefix cache, and nothing else. Drains first: blocks that a store reads
         would refuse it."""
         self.drain()
-        assert self.ask({"act": "reset"}), "blocks are still held after a drain"
+        assert self._ask("reset"), "blocks are still held after a drain"
 
     def drain(self) -> None:
         """Step until no request and no store is in flight; what was stored is committed then."""
-        self.ask({"act": "drain"})
+        self._ask("drain")
 
     def counters(self) -> dict[str, int]:
         """Return kvdisk's counters since the start, by the names of ``kvdisk.stats`` (in-process
         layout only)."""
-        return dict(self.ask({"act": "counters"}))
+        return dict(self._ask("counters"))
 
     def metrics(self) -> dict[str, float]:
         """Return every Prometheus metric of the engine, without the prefix ``vllm:``.
@@ -192,18 +187,12 @@ class EngineChild:
         In the layouts with processes, figures of idle steps travel with the next request, so a
         request of one token is made first.
         """
-        return dict(self.ask({"act": "metrics"}))
+        return dict(self._ask("metrics"))
 
     def call(self, target: str, *arguments: Any) -> Any:
         """Call ``module:function`` in the child with the LLM and JSON arguments; return its JSON
         result."""
-        return self.ask({"act": "call", "target": target, "arguments": list(arguments)})
-
-    def ask(self, act: Mapping[str, Any], timeout_s: float = ACT_S) -> Any:
-        """Run one act and return its result. Raises EngineError when the child fails or stays
-        silent too long."""
-        self._send(act)
-        return self._receive(timeout_s)
+        return self._ask("call", target=target, arguments=list(arguments))
 
     def cpu_s(self) -> float:
         """Return the CPU seconds that the child has used, in all its threads; not those of further
@@ -253,6 +242,12 @@ class EngineChild:
             self.close()
         else:
             self.kill()
+
+    def _ask(self, act: str, **fields: Any) -> Any:
+        """Run one act and return its result. Raises EngineError when the child fails or stays
+        silent too long."""
+        self._send({"act": act, **fields})
+        return self._receive(ACT_S)
 
     def _send(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None

@@ -146,31 +146,24 @@ def test_engines_come_and_go_and_one_that_starts_anew_has_no_rates_from_before(e
     assert [engine.pid for engine in reader.read().engines] == [1, 2]
     engines.now += 1
     write_telemetry(first, figures(T0 + 1, 3, pid=3, started_s=T0 + 0.5))
-    write_telemetry(second, figures(T0 + 1, 8, pid=2, started_s=T0 - 50))
-    found = {engine.pid: engine for engine in reader.read().engines}
+    drives = [
+        {"path": f"/nvme/{name}", "read_bytes": 5, "written_bytes": 8 * MIB, "quarantined": name == "one"}
+        for name in ("one", "two")
+    ]
+    write_telemetry(second, figures(T0 + 1, 8, pid=2, started_s=T0 - 50, drives=drives))
+    frame = reader.read()
+    found = {engine.pid: engine for engine in frame.engines}
     assert found[3].seconds is None, "a new engine has begun to count"
     assert found[2].tiers["nvme"].hit_rate_now == 3 / 8
+    one, two = json_of(frame)["drives"]
+    assert (one["path"], one["engines"], one["quarantined"], two["engines"]) == ("/nvme/one", 2, 1, 1)
+    assert (one["written_bytes"], one["written_bytes_per_s"]) == ((3 + 8) * MIB, MIB), "of those whose rates are known"
+    assert "left alone by 1 of 2" in shown(frame)
     engines.held[1].close(clean=True)
     frame = reader.read()
     assert [engine.pid for engine in frame.engines] == [3]
     assert [orphan.home for orphan in frame.orphans] == [second.name]
     assert second.name[:8] in shown(frame)
-
-
-def test_drives_are_summed_over_engines(engines):
-    homes, reader = [engines.start() for _ in range(2)], engines.reader()
-    for at, read in ((0, 0), (1, 5 * MIB)):
-        both = [
-            {"path": f"/nvme/{name}", "read_bytes": read, "written_bytes": 2, "quarantined": name == "two"}
-            for name in ("one", "two")
-        ]
-        write_telemetry(homes[0], figures(T0 + at, drives=both))
-        write_telemetry(homes[1], figures(T0 + at, drives=both[1:]))
-        frame = reader.read()
-    one, two = json_of(frame)["drives"]
-    assert (one["path"], one["engines"], one["read_bytes_per_s"]) == ("/nvme/one", 1, 5 * MIB)
-    assert (two["engines"], two["quarantined"], two["written_bytes"], two["read_bytes_per_s"]) == (2, 2, 4, 10 * MIB)
-    assert "left alone by 2 of 2" in shown(frame)
 
 
 def test_damaged_figures_hide_nobody_else_and_failures_are_named(engines):
