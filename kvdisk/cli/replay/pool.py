@@ -102,7 +102,7 @@ class GpuPool:
         return taken
 
     def hit(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Return the blocks of the longest prefix that the cache has, one reference on each taken."""
+        """Return the blocks of the longest prefix in the cache, and take a reference on each."""
         found = [self._cached[key] for key in takewhile(self._cached.__contains__, keys)]
         for block_id in found:
             block = self._blocks[block_id]
