@@ -4,8 +4,7 @@ them in docs/pictures.
 
 Needs Chromium, or Chrome, in the PATH, and the packages of the tests. The store (600 MB) is made in
 DIR, which must not exist and is removed at the end; the pages call it ``/nvme/kv``. Afterwards
-``tools/make_docs.py`` puts the outputs into docs/CLI.md. Commands that this kvdisk does not have
-are left out, and said.
+``tools/make_docs.py`` puts the outputs into docs/CLI.md.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from demo_store import branching_key, demo_store
-from make_docs import OUTPUT, PICTURES, commands
+from make_docs import OUTPUT, PICTURES
 from PIL import Image, ImageChops
 from rich.console import CONSOLE_SVG_FORMAT, Console
 from rich.text import Text
@@ -66,11 +65,6 @@ class Shown:
     copy: bool = False
     live: float = 0
 
-    @property
-    def command(self) -> str:
-        """Its first word."""
-        return self.typed.split()[0]
-
 
 SHOWN = (
     Shown("inspect", "inspect STORE", columns=110, picture=True),
@@ -97,17 +91,9 @@ def main() -> int:
     if store.exists():
         parser.error(f"{store} exists")
     trace = arguments.trace and arguments.trace.absolute()
-    known = {name for name, _ in commands()}
     wanted = [shown for shown in SHOWN if not arguments.names or shown.name in arguments.names]
-    for shown in wanted:
-        if shown.command not in known:
-            print(f"kvdisk: there is no command {shown.command}, so nothing is made for it")
-        elif "TRACE" in shown.typed and trace is None:
-            print(f"kvdisk: --trace is not given, so nothing is made for {shown.command}")
-            known.discard(shown.command)
-    OUTPUT.mkdir(exist_ok=True)
-    PICTURES.mkdir(exist_ok=True)
-    wanted = [shown for shown in wanted if shown.command in known]
+    if trace is None:
+        wanted = [shown for shown in wanted if "TRACE" not in shown.typed]
     with removed(store), demo_store(store):
         for shown in wanted:
             if not shown.live:
