@@ -258,9 +258,10 @@ def hit_rate(counts: Mapping[str, float], tier: str) -> float | None:
 
 @dataclass
 class _Watched:
-    """An engine over time. ``last``: the figures read last. ``rose``: what all that ``_counted``
-    has rose by in ``seconds``, until then; None: not known yet. What fell was damaged, and counts
-    as no rise.
+    """An engine over time.
+
+    ``last``: the figures read last. ``rose``: by how much each of ``_counted`` rose in the
+    ``seconds`` before them; None: not known yet. What fell was damaged, and counts as no rise.
     """
 
     last: TelemetryRecord
