@@ -74,8 +74,8 @@ class Demotions:
         taken = 0
         for row in rows:
             size_class = self._upper.class_of(row)
-            if not self._queued.holds(row) and self.count(size_class) < self.limit(size_class):
-                self._queued.append((row,), size_class)
+            if row not in self._queued and self.count(size_class) < self.limit(size_class):
+                self._queued.append((row,), (size_class,))
                 taken += 1
         return taken
 
@@ -101,12 +101,11 @@ class Demotions:
 
     def is_queued(self, row: int) -> bool:
         """Whether a copy waits for its demotion."""
-        return self._queued.holds(row)
+        return row in self._queued
 
-    def forget(self, row: int) -> None:
-        """A copy has ended."""
-        if self._queued.holds(row):
-            self._queued.remove((row,), self._upper.class_of(row))
+    def forget(self, rows: Sequence[int]) -> None:
+        """Copies have ended."""
+        self._queued.remove(rows)
 
     def count(self, size_class: int) -> int:
         """Return how many copies of a size class are queued."""
@@ -146,7 +145,7 @@ class Demotions:
         if not slots:
             return False
         rows, catalog = self._queued.first(len(slots), size_class), self._catalog
-        self._queued.remove(rows, size_class)
+        self._queued.remove(rows)
         source, target = self._upper.tier, self._lower.tier
         catalog.begin(rows, target, slots)
         catalog.pin(rows, source)

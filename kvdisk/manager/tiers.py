@@ -224,8 +224,7 @@ class TierSpace:
         for size_class, alike in self._by_class(rows):
             self._orders[size_class].remove(alike)
         if self.lower is not None:
-            for row in rows:
-                self.lower.forget(row)
+            self.lower.forget(rows)
 
     def unpin(self, rows: Sequence[int]) -> None:
         """Give back one pin of each copy; the last one of a doomed copy ends it."""

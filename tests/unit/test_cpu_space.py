@@ -36,9 +36,8 @@ class Queue:
         self.rows += [row] * kept
         return kept
 
-    def forget(self, row: int) -> None:
-        if row in self.rows:
-            self.rows.remove(row)
+    def forget(self, rows) -> None:
+        self.rows = [row for row in self.rows if row not in rows]
 
     def offer(self, rows) -> int:
         return 0

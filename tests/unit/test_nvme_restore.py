@@ -75,7 +75,7 @@ def test_what_is_restored_is_what_the_records_say_one_by_one(records):
     index.commit()
     kept, stale, used, stale_slots = by_hand(index)
     catalog = Catalog()
-    policies = [TailFirst(LruPolicy(), catalog, Tier.NVME) for _ in GEOMETRY.slot_sizes]
+    policies = [TailFirst(LruPolicy(()), catalog, Tier.NVME) for _ in GEOMETRY.slot_sizes]
     restored = restore_blocks(index, GEOMETRY, catalog, policies, SEGMENTS, Uses(), NO_USES)
     assert restored.stale == stale
     assert set(restored.stale_slots) == stale_slots
@@ -104,7 +104,7 @@ def test_a_restored_catalog_is_like_one_that_was_filled_block_by_block(records):
     index.commit()
     assume(not in_circles(by_hand(index)[0]))  # only a damaged index has such; see below
     whole, single = Catalog(), Catalog()
-    policies = [TailFirst(LruPolicy(), whole, Tier.NVME) for _ in GEOMETRY.slot_sizes]
+    policies = [TailFirst(LruPolicy(()), whole, Tier.NVME) for _ in GEOMETRY.slot_sizes]
     restore_blocks(index, GEOMETRY, whole, policies, SEGMENTS, Uses(), NO_USES)
     for record in by_hand(index)[0]:
         row = single.add(record.key, record.generation, record.epoch, record.parent)
@@ -155,7 +155,7 @@ def test_records_whose_parents_go_in_a_circle_leave_all_the_same(length: int) ->
     for at, (name, parent) in enumerate(zip(names, parents, strict=True)):
         index.put([BlockRecord(FILE_EPOCH, name, Slot(0, at), at + 1, parent, at)])
     index.flush(1.0)
-    order = TailFirst(LruPolicy(), catalog, Tier.NVME)
+    order = TailFirst(LruPolicy(()), catalog, Tier.NVME)
     restore_blocks(index, geometry, catalog, [order], {0: segment}, Uses(), NO_USES)
     for _ in range(length + 2):
         (row,) = order.victims(1, catalog.evictable_in(Tier.NVME))
