@@ -177,8 +177,7 @@ class Catalog:
 
     def __init__(self) -> None:
         self._rows: dict[BlockKey, int] = {}
-        self._placeholders: dict[BlockKey, int] = {}
-        """Those of the current epoch; ``_is_placeholder`` tells it of every row."""
+        """Those of the current epoch, placeholders too."""
         self._is_placeholder = bytearray()
         self._vacant = array("i")
         self.gains = self.losses = 0
@@ -200,11 +199,13 @@ class Catalog:
 
     def find(self, key: BlockKey) -> int:
         """Return the row of a block of the current epoch, or -1."""
-        return self._rows.get(key, NONE)
+        return self.find_all((key,))[0]
 
     def find_all(self, keys: Iterable[BlockKey]) -> list[int]:
         """Return the row, or -1, of each block."""
-        return list(map(self._rows.get, keys, repeat(NONE)))
+        is_placeholder = self._is_placeholder
+        found = map(self._rows.get, keys, repeat(NONE))
+        return [NONE if row != NONE and is_placeholder[row] else row for row in found]
 
     def parent(self, row: int) -> BlockKey | None:
         """Return the key of the block before a row's in its chain; None of the first."""
@@ -213,34 +214,24 @@ class Catalog:
 
     def add(self, key: BlockKey, generation: int, epoch: int, parent: BlockKey | None) -> int:
         """Make a row without copies for a key that has none. The caller begins a copy at once."""
-        assert key not in self._rows
-        row = self._placeholders.pop(key, NONE)
-        if row == NONE:
-            row = self._take_vacant(key)
-        self._rows[key] = row
+        row = self._row_of(key)
+        assert self._is_placeholder[row], "it has a row"
         self._is_placeholder[row] = False
         self.generations[row] = generation
         self.epochs[row] = epoch
         if parent is not None:
-            self.chains.set_parent(row, self._parent_row(parent))
+            self.chains.set_parent(row, self._row_of(parent))
         return row
 
-    def _parent_row(self, parent: BlockKey) -> int:
-        """Return the row of a block that another follows; it becomes a placeholder where there is
-        none."""
-        row = self._rows.get(parent, NONE)
+    def _row_of(self, key: BlockKey) -> int:
+        """Return the row of a block; where there is none it gets one, as a placeholder."""
+        row = self._rows.get(key, NONE)
         if row == NONE:
-            row = self._placeholders.get(parent, NONE)
-        if row == NONE:
-            row = self._placeholders[parent] = self._take_vacant(parent)
+            if not self._vacant:
+                self._grow(_GROWN_ROWS)
+            row = self._rows[key] = self._vacant.pop()
+            self.keys[row] = key
             self._is_placeholder[row] = True
-        return row
-
-    def _take_vacant(self, key: BlockKey) -> int:
-        if not self._vacant:
-            self._grow(_GROWN_ROWS)
-        row = self._vacant.pop()
-        self.keys[row] = key
         return row
 
     def _grow(self, count: int) -> None:
@@ -278,7 +269,7 @@ class Catalog:
         self.gains += 1
         self.chains.fill(tier, copies.parent_rows)
         for row, parent in copies.other_parents.items():
-            self.chains.set_parent(row, self._parent_row(parent))
+            self.chains.set_parent(row, self._row_of(parent))
             self.chains.link((row,), tier)
 
     def hide_all(self) -> None:
@@ -288,7 +279,6 @@ class Catalog:
             for tier in TIERS:
                 self.journal.note(tier, False, self.ready_keys(tier))
         self._rows.clear()
-        self._placeholders.clear()
         self.losses += 1
 
     def rows_in(self, tier: Tier, segment: int | None = None) -> list[int]:
@@ -346,7 +336,7 @@ class Catalog:
 
     def presences(self, keys: Sequence[BlockKey]) -> bytes:
         """Return the ``Presence`` of each key as a byte."""
-        return bytes(map(self._presences.__getitem__, self.find_all(keys)))
+        return bytes(map(self._presences.__getitem__, map(self._rows.get, keys, repeat(NONE))))
 
     def ready_keys(self, tier: Tier) -> list[BlockKey]:
         """Return the keys of all copies of the current epoch that are READY in a tier."""
@@ -407,38 +397,25 @@ class Catalog:
         assert not any(map(columns.pins.__getitem__, rows)), "a pinned copy cannot be dropped"
         self._change(rows, tier, _DROP)
         self.chains.unlink(rows, tier)
-        others = [other.states for other in self._columns.values() if other is not columns]
+        states = [each.states for each in self._columns.values()]
         for row in rows:
-            for states in others:
-                if states[row] != ABSENT:
-                    break
-            else:
+            if not any(each[row] for each in states):
                 self._vacate(row)
         return slots
 
     def _vacate(self, row: int) -> None:
-        """A row has lost its last copy: it becomes a placeholder while others follow it, or
+        """A row has lost its last copy: it is a placeholder while others follow it, then
         vacant."""
-        key = self.keys[row]
-        is_current = self._rows.get(key) == row
-        if is_current:
-            del self._rows[key]
         parent_row = self.chains.leave_parent(row)
         self._is_placeholder[row] = True
-        if is_current and self.chains.child_counts[row]:
-            self._placeholders[key] = row
         for each in (row, parent_row):
             if each != NONE and self._is_placeholder[each] and not self.chains.child_counts[each]:
-                self._free(each)
-
-    def _free(self, row: int) -> None:
-        """Nobody follows a placeholder any more."""
-        key = self.keys[row]
-        if self._placeholders.get(key) == row:
-            del self._placeholders[key]
-        self._is_placeholder[row] = False
-        self.keys[row] = _NOBODY
-        self._vacant.append(row)
+                key = self.keys[each]
+                if self._rows.get(key) == each:  # of the current epoch
+                    del self._rows[key]
+                self._is_placeholder[each] = False
+                self.keys[each] = _NOBODY
+                self._vacant.append(each)
 
     def pin(self, rows: Iterable[int], tier: Tier) -> None:
         """Hold READY copies for one job."""

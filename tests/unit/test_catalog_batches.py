@@ -135,7 +135,7 @@ def test_many_at_once_are_one_after_the_other(acts: list[Any], listens: bool) ->
         act(singly, Each(singly), number, what)
         assert facts(together) == facts(singly)
         assert (together.gains, together.losses) == (singly.gains, singly.losses)
-        assert together._placeholders.keys() == singly._placeholders.keys()
+        assert together._rows.keys() == singly._rows.keys()
         if together.journal is not None and singly.journal is not None:
             assert together.journal.take() == singly.journal.take()
         after = {key: presence_by_states(together, key) for key in before}

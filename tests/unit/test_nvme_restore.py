@@ -134,7 +134,7 @@ def in_circles(records: list[BlockRecord]) -> bool:
 def trees(catalog: Catalog) -> dict[BlockKey, set[BlockKey]]:
     """Return who follows whom by key; children that name each other end in an assertion."""
     following: dict[BlockKey, set[BlockKey]] = {}
-    for row in {*catalog.rows(), *catalog._placeholders.values()}:
+    for row in {*catalog.rows(), *catalog._rows.values()}:
         child = catalog.chains.first(row, Tier.NVME)
         while child >= 0:
             assert catalog.chains.parent_rows[child] == row
