@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 from support.fake_pool import FakePool
+from support.pool_check import check_pool
 from tier_bench import TierBench
 
 from kvdisk.blocks import BlockKey, Tier
@@ -61,7 +62,7 @@ class Memory:
 
     def left(self) -> set[int]:
         """Which of the blocks have left, by number; and what else must hold then."""
-        self.cpu.pool.check()
+        check_pool(self.cpu.pool)
         held = {int.from_bytes(self.catalog.keys[row][:32], "big") for row in self.catalog.rows()}
         assert self.parts.stats["evicted_blocks.cpu"] == 8 - len(held)
         return set(range(8)) - held
