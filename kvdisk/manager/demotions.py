@@ -57,7 +57,7 @@ class Demotions:
         leaves. Returns how many were queued: not those that are already, nor more than there is
         place for.
         """
-        if not self._lower.is_open:
+        if not self._lower.status.is_open:
             return 0
         keys = self._catalog.keys
         above, below = (self._catalog.columns(space.tier).states for space in (self._upper, self._lower))
@@ -86,12 +86,12 @@ class Demotions:
         """
         if self.offer((row,)):
             return True
-        is_absent = self._catalog.state(row, self._lower.tier) == ABSENT
-        if self._lower.is_open and is_absent and not self._is_with_neighbour(row):
+        status, is_absent = self._lower.status, self._catalog.state(row, self._lower.tier) == ABSENT
+        if status.is_open and is_absent and not self._is_with_neighbour(row):
             if not self._lower.admission.admits((self._catalog.keys[row],))[0]:
                 self._stats.add("left_blocks.reuse")
             else:
-                self._stats.add("left_blocks.budget" if self._lower.is_spent else "left_blocks.room")
+                self._stats.add("left_blocks.budget" if status.is_spent else "left_blocks.room")
         return False
 
     def _is_with_neighbour(self, row: int) -> bool:
@@ -126,7 +126,7 @@ class Demotions:
         """Have room made in the lower tier for what is queued, and plan jobs for what has found
         some."""
         lower = self._lower
-        if not lower.is_open:
+        if not lower.status.is_open:
             self._queued = RowLists(len(self._queued.counts))
             return
         self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
@@ -169,6 +169,6 @@ class Demotions:
         is awaited."""
         lower = self._lower
         return lower.refresh_writable(now) and any(
-            count and not lower.is_stuck(size_class) and not (silent and lower.awaits_commit(size_class))
+            count and lower.may_get_room(size_class, silent=silent)
             for size_class, count in enumerate(self._queued.counts)
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from kvdisk.blocks import Tier
@@ -20,9 +20,6 @@ from kvdisk.messages import HomeSpec, JobKind, Reason, SegmentSpec
 from kvdisk.stats import Stats
 
 logger = logging.getLogger("kvdisk.manager")
-
-RUN_BYTES = 16 << 20
-"""Of one rank's file: what goes to one drive before the next one's turn."""
 
 FIRST_BACK_OFF_S = 1.0
 LAST_BACK_OFF_S = 60.0
@@ -97,34 +94,28 @@ class NvmeLayout:
 
     def class_slots(self, geometry: Geometry) -> tuple[int, ...]:
         """Return the same by size class."""
-        counts = zip(self.most_segments(geometry), self.slot_counts, strict=True)
-        return tuple(segments * slots for segments, slots in counts)
-
-    def capacity_bytes(self, geometry: Geometry) -> int:
-        """Return the bytes of these slots, over all ranks."""
-        return sum(map(int.__mul__, geometry.slot_sizes, self.class_slots(geometry))) * geometry.part_count
-
-    def most_segments(self, geometry: Geometry) -> tuple[int, ...]:
-        """Return by size class how many segments the caps have room for."""
         return tuple(
-            cap // (segment_charge_bytes(size, count) * geometry.part_count)
+            cap // (segment_charge_bytes(size, count) * geometry.part_count) * count
             for size, count, cap in zip(geometry.slot_sizes, self.slot_counts, self.class_bytes, strict=True)
         )
 
 
 @dataclass(slots=True)
-class _BackOff:
-    """A time in which something is not tried again, twice as long after each failure."""
+class _Pause:
+    """A time in which something is not tried, twice as long after each failure. ``running``: until
+    somebody was told of its end."""
 
+    first_s: float
+    last_s: float
+    next_s: float = 0.0
     until_s: float = 0.0
-    next_s: float = FIRST_BACK_OFF_S
     running: bool = False
 
     def begin(self, now: float) -> float:
         """Begin one; return how long it takes."""
-        length_s = self.next_s
+        length_s = max(self.next_s, self.first_s)
         self.until_s, self.running = now + length_s, True
-        self.next_s = min(length_s * 2, LAST_BACK_OFF_S)
+        self.next_s = min(length_s * 2, self.last_s)
         return length_s
 
     def has_ended(self, now: float) -> bool:
@@ -135,16 +126,22 @@ class _BackOff:
 
     def reset(self) -> None:
         """It worked: the next failure starts with a short one again."""
-        self.next_s = FIRST_BACK_OFF_S
+        self.next_s = 0.0
+
+
+def _back_off() -> _Pause:
+    return _Pause(FIRST_BACK_OFF_S, LAST_BACK_OFF_S)
 
 
 @dataclass(slots=True)
 class _Drive:
-    writes: _BackOff = field(default_factory=_BackOff)
-    segments: _BackOff = field(default_factory=_BackOff)
+    """``quarantine``: nothing is read or written while it runs. ``failures``: of reads, in a
+    row."""
+
+    writes: _Pause = field(default_factory=_back_off)
+    segments: _Pause = field(default_factory=_back_off)
+    quarantine: _Pause = field(default_factory=lambda: _Pause(FIRST_QUARANTINE_S, LAST_QUARANTINE_S))
     failures: int = 0
-    quarantined_until_s: float | None = None
-    quarantine_s: float = FIRST_QUARANTINE_S
 
 
 class Drives:
@@ -165,7 +162,7 @@ class Drives:
     @property
     def quarantined(self) -> frozenset[int]:
         """The drives that are neither read nor written, as of the last failure or ``refresh``."""
-        return frozenset(number for number, drive in enumerate(self._drives) if drive.quarantined_until_s is not None)
+        return frozenset(number for number, drive in enumerate(self._drives) if drive.quarantine.running)
 
     def __len__(self) -> int:
         return len(self._drives)
@@ -175,12 +172,11 @@ class Drives:
         writes return."""
         returned = False
         for number, drive in enumerate(self._drives):
-            if drive.quarantined_until_s is not None and now >= drive.quarantined_until_s:
-                drive.quarantined_until_s = None
+            if drive.quarantine.has_ended(now):
                 drive.failures = FAILURES_IN_A_ROW - 1
                 returned = True
                 logger.warning("kvdisk tries drive %d of the store again.", number)
-            if drive.quarantined_until_s is None and drive.writes.has_ended(now):
+            if not drive.quarantine.running and drive.writes.has_ended(now):
                 returned = True
             if drive.segments.has_ended(now):
                 returned = True
@@ -189,7 +185,7 @@ class Drives:
     def may_write(self, number: int, now: float) -> bool:
         """Whether nothing keeps a drive from being written."""
         drive = self._drives[number]
-        return drive.quarantined_until_s is None and now >= drive.writes.until_s
+        return not drive.quarantine.running and now >= drive.writes.until_s
 
     def writable(self, now: float) -> list[int]:
         """Return the drives that may be written."""
@@ -230,48 +226,22 @@ class Drives:
         """A block was read, whatever was in it."""
         drive = self._drives[number]
         drive.failures = 0
-        drive.quarantine_s = FIRST_QUARANTINE_S
+        drive.quarantine.reset()
 
     def read_failed(self, number: int, now: float, *, hangs: bool = False) -> None:
         """A block could not be read; ``hangs``: not in time, which is enough."""
         drive = self._drives[number]
         drive.failures += 1
-        if drive.quarantined_until_s is not None or (drive.failures < FAILURES_IN_A_ROW and not hangs):
+        if drive.quarantine.running or (drive.failures < FAILURES_IN_A_ROW and not hangs):
             return
-        drive.quarantined_until_s = now + drive.quarantine_s
+        length_s = drive.quarantine.begin(now)
         self._stats.add("drive_quarantines")
         logger.error(
             "kvdisk: drive %d of the store %s; it is left alone for %.0f s, and what is on it is computed again.",
             number,
             "does not answer" if hangs else f"failed to read {drive.failures} blocks in a row",
-            drive.quarantine_s,
+            length_s,
         )
-        drive.quarantine_s = min(drive.quarantine_s * 2, LAST_QUARANTINE_S)
-
-
-class Turns:
-    """Whose turn it is: of each size class a run of slots goes to one drive, the next to the next;
-    so a load reads from all. ``run_slots``: slots of a run by size class.
-    """
-
-    def __init__(self, run_slots: Sequence[int]) -> None:
-        assert all(count > 0 for count in run_slots)
-        self._run_slots = tuple(run_slots)
-        self._taken = [0] * len(self._run_slots)
-
-    @classmethod
-    def of_slots(cls, slot_sizes: Sequence[int]) -> Turns:
-        """Return the turns for slots of these sizes in bytes."""
-        return cls([max(1, RUN_BYTES // size) for size in slot_sizes])
-
-    def next_run(self, size_class: int, drives: Sequence[int]) -> tuple[int, int]:
-        """Return which of ``drives`` (not empty) is to take how many slots at most."""
-        turn, taken = divmod(self._taken[size_class], self._run_slots[size_class])
-        return drives[turn % len(drives)], self._run_slots[size_class] - taken
-
-    def took(self, size_class: int, count: int) -> None:
-        """Note that so many slots of the run were taken; with the last one the turn ends."""
-        self._taken[size_class] += count
 
 
 class Segments:
@@ -410,11 +380,6 @@ class Segments:
         back-off running. Return whether there are any."""
         self.writable = self.drives.writable(now) if self.home_open else []
         return bool(self.writable)
-
-    @property
-    def all_writable(self) -> bool:
-        """Whether each drive might be written at the last ``refresh_writable``."""
-        return len(self.writable) == len(self.drives)
 
     @property
     def quarantined(self) -> frozenset[int]:

@@ -183,7 +183,7 @@ class StorePlanner:
         live.
         """
         can_wait = not request.loading and not request.stale
-        if self._target.has_room_soon and can_wait and self._store_policy.waits(request.request_id):
+        if self._target.status.has_room_soon and can_wait and self._store_policy.waits(request.request_id):
             self._left.extend(self._unstored(request))
             self._left_at = -1
         self.restarted(request.request_id)
@@ -367,7 +367,7 @@ class StorePlanner:
         if why is Refusal.NOT_REUSED:
             self._stats.add("refused_blocks.reuse", count)
         else:
-            self._stats.add("refused_blocks.budget" if self._target.is_spent else "refused_blocks.room", count)
+            self._stats.add("refused_blocks.budget" if self._target.status.is_spent else "refused_blocks.room", count)
 
     # -- slots and jobs ------------------------------------------------------------------------
 

@@ -20,8 +20,8 @@ from support.live_model import LiveModel, PromptTree
 from kvdisk.blocks import Tier
 from kvdisk.device import posix
 from kvdisk.device.base import Op
+from kvdisk.manager import nvme
 from kvdisk.manager.catalog import CopyState
-from kvdisk.manager.segments import Turns
 
 SHAPE = LoadShape(width=12, forgets=0.3, aborts=0.0)
 LONGER_THAN_A_QUARANTINE_S = 61.0
@@ -70,8 +70,8 @@ def blocks_by_drive(engine: LiveEngine) -> Counter[int]:
 
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A piece is 16 MiB; here two blocks, so that tiny runs are cut as large ones are."""
-    monkeypatch.setattr(Turns, "of_slots", lambda sizes: Turns([2 for _ in sizes]))
+    """A piece is 16 MiB; here one block, so that tiny runs are cut as large ones are."""
+    monkeypatch.setattr(nvme, "RUN_BYTES", 1)
 
 
 @pytest.mark.parametrize(("windowed", "device"), [(True, "posix"), (False, "auto")])

@@ -79,7 +79,7 @@ class ManagerWatch:
 
     def _is_wanted_on_nvme(self, key: BlockKey) -> bool:
         nvme = self.parts.nvme
-        if nvme is None or not nvme.is_open or self.parts.manager.neighbour_has(key):
+        if nvme is None or not nvme.status.is_open or self.parts.manager.neighbour_has(key):
             return False
         return self._is_admitted(self.sizes.config.nvme_admission, key)
 
@@ -278,7 +278,7 @@ class ManagerWatch:
         self._check_records()
         self._check_zombies()
         nvme, now = parts.nvme, self.engine.now
-        if nvme is not None and not (len(parts.transfers) or nvme.uncommitted or nvme.refresh_writable(now)):
+        if nvme is not None and not (len(parts.transfers) or nvme.status.uncommitted or nvme.refresh_writable(now)):
             assert not parts.manager.has_pending_work(now), "an idle engine steps although nothing may be written"
         if parts.demotions is not None:
             for size_class, count in enumerate(self.sizes.cpu_slots):

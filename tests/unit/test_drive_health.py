@@ -12,7 +12,6 @@ from kvdisk.manager.segments import (
     LAST_BACK_OFF_S,
     LAST_QUARANTINE_S,
     Drives,
-    Turns,
 )
 from kvdisk.stats import Stats
 
@@ -79,18 +78,6 @@ def test_a_drive_that_does_not_answer_is_quarantined_at_once():
         drives.read_failed(0, now, hangs=True)
     assert not drives.refresh(now + LAST_QUARANTINE_S - 1)
     assert drives.refresh(now + LAST_QUARANTINE_S)
-
-
-def test_runs_go_to_the_drives_in_turn():
-    turns = Turns([4, 2])
-    placed = []
-    for _ in range(12):
-        drive, most = turns.next_run(0, [0, 1, 2])
-        count = min(3, most)
-        turns.took(0, count)
-        placed += [drive] * count
-    assert "".join(map(str, placed)).startswith("000011112222000011112222")
-    assert turns.next_run(1, [0, 1, 2]) == (0, 2), "each size class has turns of its own"
 
 
 def test_a_segment_that_cannot_be_made_stops_only_the_making_of_segments():

@@ -120,7 +120,7 @@ def test_nobody_steps_for_a_commit_that_never_ends(full):
     served.serve("aabbx")
     served.commits = False
     served.serve("ccddx")
-    assert served.parts.nvme.uncommitted and bool(served.parts.demotions.count(0)) is full
+    assert served.parts.nvme.status.uncommitted and bool(served.parts.demotions.count(0)) is full
     assert served.manager.has_pending_work(served.engine.now)
     served.engine.now += 1000.0
     assert not served.manager.has_pending_work(served.engine.now)
