@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Sequence
-from typing import Protocol
 from zlib import crc32
 
 from kvdisk.blocks import BlockKey
@@ -42,9 +41,10 @@ class ReuseTable:
         self._known = max(1, most - 1)  # one more than these is enough, whoever it is
         self._mask = places - 1
         self._request = ("", 0)
-        self._clear()
+        self.clear()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Forget all keys."""
         places = self._mask + 1
         self._tags, self._times = array("I", [0]) * places, array("I", [0]) * places
         self._counts = bytearray(places)
@@ -86,39 +86,18 @@ class ReuseTable:
         self.now = now
         return risen, ages
 
-    def counts(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Return of each key how many distinct requests wanted it, at most ``most``."""
-        counts = self._counts
-        return [counts[place] if place >= 0 else 0 for place in self._find(keys)]
-
-    def first_requests(self, keys: Sequence[BlockKey], count: int) -> list[float]:
-        """Return of each key a number from 0 to 1 that stands for the first request that wanted it;
-        1: unknown.
-
-        -1 of a key that ``count`` requests or more wanted.
-        """
-        requests, known, counts = self._requests, self._known, self._counts
-        return [
-            1.0 if place < 0 else -1.0 if counts[place] >= count else requests[place * known] / 2**32
-            for place in self._find(keys)
-        ]
-
-    def clear(self) -> None:
-        """Forget all keys."""
-        self._clear()
-
-    def _find(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Return each key's place, or -1."""
-        tags, mask = self._tags, self._mask
-        places = []
+    def known(self, keys: Sequence[BlockKey]) -> list[tuple[int, float]]:
+        """Return of each key how many distinct requests wanted it, at most ``most``, and a number
+        from 0 to 1 that stands for the first of them; 1: none is known."""
+        tags, counts, requests, known, mask = self._tags, self._counts, self._requests, self._known, self._mask
+        found = []
         for name in map(number_of, keys):
             tag, place = name >> 32 | 1, name & mask
             if tags[place] != tag:
                 place = name >> 22 & mask
-                if tags[place] != tag:
-                    place = -1
-            places.append(place)
-        return places
+            is_known = tags[place] == tag
+            found.append((counts[place], requests[place * known] / 2**32) if is_known else (0, 1.0))
+        return found
 
 
 def _tag_of(request_id: str) -> int:
@@ -128,7 +107,46 @@ def _tag_of(request_id: str) -> int:
     return tag ^ tag >> 13
 
 
-class AdmitReused:
+class AdmissionPolicy:
+    """Decides for one tier. ``want`` is told before ``admits`` is asked for the same request. What
+    is here lets every block in.
+
+    The CPU tier's is asked when a request offers a block. The NVMe tier's is asked when a copy in
+    the CPU tier becomes READY, each time a request wants it there, and before it leaves; without a
+    CPU tier, when a request offers it.
+    """
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ``admits`` would now return True for whichever block: many are then let in
+        without a question."""
+        return True
+
+    def want(self, keys: Sequence[BlockKey], request_id: str) -> Sequence[BlockKey]:  # noqa: ARG002
+        """A request wanted these blocks (offered them, or was served from them). May be told again
+        for the same one.
+
+        Returns those of which ``admits`` may answer otherwise than before: where they were refused
+        they are offered again.
+        """
+        return ()
+
+    def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Return of each block whether it may enter now."""
+        return [True] * len(keys)
+
+    def note_room(self, free: int, total: int) -> None:
+        """Learn, once a step, how many of the tier's slots are free, of all that it may have."""
+
+    def reset(self) -> None:
+        """Forget all counts: the KV they stood for is gone."""
+
+
+class AdmitAll(AdmissionPolicy):
+    """Every block may enter."""
+
+
+class AdmitReused(AdmissionPolicy):
     """A block may enter once ``needed`` distinct requests wanted it. ``places``: of the
     ``ReuseTable``."""
 
@@ -147,11 +165,7 @@ class AdmitReused:
 
     def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Return of each block whether enough distinct requests wanted it."""
-        needed = self._needed
-        return [count >= needed for count in self.table.counts(keys)]
-
-    def note_room(self, free: int, total: int) -> None:
-        """It makes no difference."""
+        return [count >= self._needed for count, _ in self.table.known(keys)]
 
     def reset(self) -> None:
         """Forget all counts."""
@@ -203,7 +217,7 @@ class AdmitAdaptive(AdmitReused):
         if self.is_open:
             return [True] * len(keys)
         share = self.share
-        return [first < share for first in self.table.first_requests(keys, self._needed)]
+        return [count >= self._needed or first < share for count, first in self.table.known(keys)]
 
     @property
     def share(self) -> float:
@@ -214,57 +228,6 @@ class AdmitAdaptive(AdmitReused):
         """A tier is full from when an eighth of it or less is free until half of it is."""
         self._total = total
         self._is_full = free * 2 <= total if self._is_full else free * 8 <= total
-
-
-class AdmissionPolicy(Protocol):
-    """Decides for one tier. ``want`` is told before ``admits`` is asked for the same request.
-
-    The CPU tier's is asked when a request offers a block. The NVMe tier's is asked when a copy in
-    the CPU tier becomes READY, each time a request wants it there, and before it leaves; without a
-    CPU tier, when a request offers it.
-    """
-
-    @property
-    def is_open(self) -> bool:
-        """Whether ``admits`` would now return True for whichever block: many are then let in
-        without a question."""
-
-    def want(self, keys: Sequence[BlockKey], request_id: str) -> Sequence[BlockKey]:
-        """A request wanted these blocks (offered them, or was served from them). May be told again
-        for the same one.
-
-        Returns those of which ``admits`` may answer otherwise than before: where they were refused
-        they are offered again.
-        """
-
-    def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Return of each block whether it may enter now."""
-
-    def note_room(self, free: int, total: int) -> None:
-        """Learn, once a step, how many of the tier's slots are free, of all that it may have."""
-
-    def reset(self) -> None:
-        """Forget all counts: the KV they stood for is gone."""
-
-
-class AdmitAll:
-    """Every block may enter."""
-
-    is_open = True
-
-    def want(self, keys: Sequence[BlockKey], request_id: str) -> Sequence[BlockKey]:  # noqa: ARG002
-        """Nothing to remember: the answer never changes."""
-        return ()
-
-    def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Return True for each."""
-        return [True] * len(keys)
-
-    def note_room(self, free: int, total: int) -> None:
-        """It makes no difference."""
-
-    def reset(self) -> None:
-        """Nothing to forget."""
 
 
 def make_admission(text: str, slots: int, key: str = "admission") -> AdmissionPolicy:

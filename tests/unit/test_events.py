@@ -18,8 +18,9 @@ def told(journal: Journal) -> list[tuple[Tier, bool, list[BlockKey]]]:
 def test_when_too_much_waits_all_is_forgotten_and_that_is_said() -> None:
     stats = Stats()
     journal = Journal(stats, most_waiting=3)
-    journal.note(Tier.NVME, True, KEYS[:4])
-    journal.take(1)
+    journal.note(Tier.NVME, True, KEYS[:1])
+    journal.take()
+    journal.note(Tier.NVME, True, KEYS[1:4])
     for key in KEYS[4:7]:
         journal.note(Tier.CPU, True, (key,))
     assert stats["lost_events"] == 3 + 2, "what was taken is not lost"
