@@ -20,8 +20,12 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from kvdisk.blocks import BlockKey, Slot, Tier
-from kvdisk.manager.chains import NONE, TIERS, Chains
 from kvdisk.manager.events import Journal
+
+NONE: Final = -1
+"""No row."""
+TIERS: tuple[Tier, ...] = tuple(tier for tier in Tier if tier is not Tier.GPU)
+"""Those that keep copies, the fastest first."""
 
 number_of: Callable[[BlockKey], int] = xxh3_64_intdigest
 """Return a key's number, of 64 bits, for tables by hash: the same in every process, as ``hash`` of
@@ -44,25 +48,13 @@ DOOMED: Final = int(CopyState.DOOMED)
 """The same as plain integers, which is what columns hold."""
 
 
-class Change(IntEnum):
-    """What can happen to a copy."""
-
-    BEGIN = 0
-    READY = 1
-    DOOM = 2
-    DROP = 3
-
-
-TRANSITIONS: dict[tuple[CopyState, Change], CopyState] = {
-    (CopyState.ABSENT, Change.BEGIN): CopyState.WRITING,
-    (CopyState.WRITING, Change.READY): CopyState.READY,
-    (CopyState.WRITING, Change.DOOM): CopyState.DOOMED,
-    (CopyState.WRITING, Change.DROP): CopyState.ABSENT,
-    (CopyState.READY, Change.DOOM): CopyState.DOOMED,
-    (CopyState.READY, Change.DROP): CopyState.ABSENT,
-    (CopyState.DOOMED, Change.DROP): CopyState.ABSENT,
+BEFORE: Final = {
+    WRITING: (ABSENT,),
+    READY: (WRITING,),
+    DOOMED: (WRITING, READY),
+    ABSENT: (WRITING, READY, DOOMED),
 }
-"""The whole life cycle of a copy. DROP asks for zero pins."""
+"""The whole life of a copy: which states come before each. ABSENT asks for zero pins."""
 
 
 class Presence(IntEnum):
@@ -76,12 +68,8 @@ class Presence(IntEnum):
 
 NOWHERE: Final = int(Presence.NOWHERE)
 COMING: Final = int(Presence.COMING)
-ILLEGAL = 255
-_NEXT = bytes(TRANSITIONS.get((state, change), ILLEGAL) for state in CopyState for change in Change)
-"""By state and change: asked for every block of every job."""
 _PRESENCE_OF = bytes((NOWHERE, COMING, int(Presence.READY), NOWHERE))
 """By the state of a copy that its tier lets be read."""
-_BEGIN, _FINISH, _DOOM, _DROP = map(int, Change)
 _NOBODY = BlockKey(b"")
 _GROWN_ROWS = 64
 
@@ -106,14 +94,16 @@ class TierColumns:
 
     ``states``: each copy's ``CopyState``; where there is one, ``segments`` and ``indices`` are its
     slot's. ``pins``: how many jobs use it, its writer counts. ``hidden``: segments that nobody is
-    to read now.
+    to read now. Copies in the tier hang on the row of their parent, whether or not that has one
+    too: ``first_child`` of it is one of them, and ``next_child`` of each is another; NONE after the
+    last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parent_rows: array[int]) -> None:
+        self._parent_rows = parent_rows
         self.states = bytearray()
-        self.pins = array("I")
-        self.segments = array("I")
-        self.indices = array("I")
+        self.pins, self.segments, self.indices = array("I"), array("I"), array("I")
+        self.first_child, self.next_child, self._previous_child = array("i"), array("i"), array("i")
         self.hidden: frozenset[int] = frozenset()
 
     def grow(self, count: int) -> None:
@@ -121,14 +111,48 @@ class TierColumns:
         self.states.extend(bytes([ABSENT]) * count)
         for column in (self.pins, self.segments, self.indices):
             column.frombytes(bytes(count * column.itemsize))
+        for links in (self.first_child, self.next_child, self._previous_child):
+            links.extend(array("i", [NONE]) * count)
 
     def fill(self, copies: CommittedCopies) -> None:
-        """Take over READY copies as rows 0, 1, ...; there are no rows yet."""
-        assert not self.states
-        self.states.extend(bytes([READY]) * len(copies.keys))
-        self.pins.frombytes(bytes(self.pins.itemsize * len(copies.keys)))
-        for column, values in ((self.segments, copies.segments), (self.indices, copies.indices)):
-            column.frombytes(values.astype(np.uint32).tobytes())
+        """Make as many rows of no copies the READY copies that are given, as if ``link`` were told
+        of one after the other."""
+        self.states[:] = bytes([READY]) * len(copies.keys)
+        np.frombuffer(self.segments, np.uint32)[:] = copies.segments
+        np.frombuffer(self.indices, np.uint32)[:] = copies.indices
+        children = np.flatnonzero(copies.parent_rows != NONE).astype(np.int32)
+        children = children[np.argsort(copies.parent_rows[children], kind="stable")]
+        parents = copies.parent_rows[children]
+        np.frombuffer(self.first_child, np.int32)[parents] = children  # the last of each parent's
+        alike = parents[1:] == parents[:-1]
+        np.frombuffer(self.next_child, np.int32)[children[1:][alike]] = children[:-1][alike]
+        np.frombuffer(self._previous_child, np.int32)[children[:-1][alike]] = children[1:][alike]
+
+    def link(self, rows: Iterable[int]) -> None:
+        """Hang copies that have begun on their parents."""
+        first, after, before = self.first_child, self.next_child, self._previous_child
+        for row in rows:
+            parent_row = self._parent_rows[row]
+            if parent_row != NONE:
+                sibling = first[parent_row]
+                after[row], before[row] = sibling, NONE
+                if sibling != NONE:
+                    before[sibling] = row
+                first[parent_row] = row
+
+    def unlink(self, rows: Iterable[int]) -> None:
+        """Take copies that have ended from their parents."""
+        first, after, before = self.first_child, self.next_child, self._previous_child
+        for row in rows:
+            parent_row = self._parent_rows[row]
+            if parent_row != NONE:
+                younger, older = after[row], before[row]
+                if older == NONE:
+                    first[parent_row] = younger
+                else:
+                    after[older] = younger
+                if younger != NONE:
+                    before[younger] = older
 
     def slot(self, row: int) -> Slot:
         """Return the slot of a copy that is not ABSENT."""
@@ -169,10 +193,10 @@ class Catalog:
 
     A parent without copies keeps a row, too, as long as a block follows it: a placeholder, which
     nobody finds. Nothing here is walked by the garbage collector block by block: a list or an
-    object for each block would be. ``keys``: by row, always the same array. ``chains``: which rows
-    follow which. ``gains`` rises whenever some block comes nearer to being loaded, in the order of
-    ``Presence``, and ``losses`` whenever some block comes to be farther from it: what was found
-    holds until then.
+    object for each block would be. ``keys``: by row, always the same array. ``parent_rows``: by row
+    that of the block before it in its chain; NONE of the first. ``gains`` rises whenever some block
+    comes nearer to being loaded, in the order of ``Presence``, and ``losses`` whenever some block
+    comes to be farther from it: what was found holds until then.
     """
 
     def __init__(self) -> None:
@@ -184,10 +208,12 @@ class Catalog:
         self.keys: NDArray[np.object_] = np.empty(0, np.object_)
         self.generations = array("Q")
         self.epochs = array("Q")
-        self._columns = {tier: TierColumns() for tier in TIERS}
+        self.parent_rows = array("i")
+        self._child_counts = array("I")
+        """By row: how many rows have it as their parent, with copies or not yet."""
+        self._columns = {tier: TierColumns(self.parent_rows) for tier in TIERS}
         # The last is that of row -1, which no block has.
         self._presences = bytearray([NOWHERE])
-        self.chains = Chains()
         self.journal: Journal | None = None
         """Told of each copy that becomes READY or ends, of the current epoch; None: nobody
         listens."""
@@ -209,7 +235,7 @@ class Catalog:
 
     def parent(self, row: int) -> BlockKey | None:
         """Return the key of the block before a row's in its chain; None of the first."""
-        parent_row = self.chains.parent_rows[row]
+        parent_row = self.parent_rows[row]
         return None if parent_row == NONE else self.keys[parent_row]
 
     def add(self, key: BlockKey, generation: int, epoch: int, parent: BlockKey | None) -> int:
@@ -220,8 +246,12 @@ class Catalog:
         self.generations[row] = generation
         self.epochs[row] = epoch
         if parent is not None:
-            self.chains.set_parent(row, self._row_of(parent))
+            self._follow(row, parent)
         return row
+
+    def _follow(self, row: int, parent: BlockKey) -> None:
+        self.parent_rows[row] = parent_row = self._row_of(parent)
+        self._child_counts[parent_row] += 1
 
     def _row_of(self, key: BlockKey) -> int:
         """Return the row of a block; where there is none it gets one, as a placeholder."""
@@ -239,13 +269,13 @@ class Catalog:
         first = len(self.generations)
         if first + count > len(self.keys):
             self.keys.resize(first + count + first // 8, refcheck=False)
-        self.generations.frombytes(bytes(count * self.generations.itemsize))
-        self.epochs.frombytes(bytes(count * self.epochs.itemsize))
+        for column in (self.generations, self.epochs, self._child_counts):
+            column.frombytes(bytes(count * column.itemsize))
+        self.parent_rows.extend(array("i", [NONE]) * count)
         for columns in self._columns.values():
             columns.grow(count)
         self._presences += bytes([NOWHERE]) * count
         self._is_placeholder += bytes(count)
-        self.chains.grow(count)
         self._vacant.extend(range(first + count - 1, first - 1, -1))
 
     def fill(self, tier: Tier, copies: CommittedCopies, epoch: int) -> None:
@@ -253,24 +283,22 @@ class Catalog:
         be empty."""
         assert not self.generations
         count = len(copies.keys)
-        self.keys.resize(count, refcheck=False)
-        self.keys[:] = copies.keys
+        self._grow(count)
+        self._vacant = array("i")
+        self.keys[:count] = copies.keys
         self._rows = dict(zip(copies.keys, range(count), strict=True))
         assert len(self._rows) == count, "a key twice"
-        self.generations.frombytes(copies.generations.astype(np.uint64).tobytes())
-        self.epochs = array("Q", [epoch]) * count
-        for other, columns in self._columns.items():
-            if other is tier:
-                columns.fill(copies)
-            else:
-                columns.grow(count)
-        self._presences[:0] = bytes([READY]) * count
-        self._is_placeholder += bytes(count)
+        np.frombuffer(self.generations, np.uint64)[:] = copies.generations
+        np.frombuffer(self.epochs, np.uint64)[:] = epoch
+        np.frombuffer(self.parent_rows, np.int32)[:] = copies.parent_rows
+        parents = copies.parent_rows[copies.parent_rows != NONE]
+        np.frombuffer(self._child_counts, np.uint32)[:] = np.bincount(parents, minlength=count)
+        self._columns[tier].fill(copies)
+        self._presences[:count] = bytes([READY]) * count
         self.gains += 1
-        self.chains.fill(tier, copies.parent_rows)
         for row, parent in copies.other_parents.items():
-            self.chains.set_parent(row, self._row_of(parent))
-            self.chains.link((row,), tier)
+            self._follow(row, parent)
+            self._columns[tier].link((row,))
 
     def hide_all(self) -> None:
         """Forget every key, for a new epoch: rows stay for their slots' sake, and are found by
@@ -369,22 +397,22 @@ class Catalog:
         """Start writing copies, each into its slot; the writer holds one pin."""
         columns = self._columns[tier]
         segments, indices, pins = columns.segments, columns.indices, columns.pins
-        self._change(rows, tier, _BEGIN)
+        self._change(rows, tier, WRITING)
         for row, slot in zip(rows, slots, strict=True):
             segments[row], indices[row] = slot
             pins[row] = 1
-        self.chains.link(rows, tier)
+        columns.link(rows)
 
     def finish(self, rows: Sequence[int], tier: Tier) -> None:
         """The writers of some copies are done on every rank: READY, their pins are gone."""
-        self._change(rows, tier, _FINISH)
+        self._change(rows, tier, READY)
         self.unpin(rows, tier)
         self._note(rows, tier, stored=True)
 
     def doom(self, row: int, tier: Tier) -> None:
         """Serve this copy to nobody any more. The caller drops it when its pins are gone."""
         self._note((row,), tier, stored=False)
-        self._change((row,), tier, _DOOM)
+        self._change((row,), tier, DOOMED)
 
     def drop(self, rows: Sequence[int], tier: Tier) -> list[Slot]:
         """End unpinned copies, those that follow a copy before it, and return their slots.
@@ -395,8 +423,8 @@ class Catalog:
         slots = [columns.slot(row) for row in rows]
         self._note(rows, tier, stored=False)
         assert not any(map(columns.pins.__getitem__, rows)), "a pinned copy cannot be dropped"
-        self._change(rows, tier, _DROP)
-        self.chains.unlink(rows, tier)
+        self._change(rows, tier, ABSENT)
+        columns.unlink(rows)
         states = [each.states for each in self._columns.values()]
         for row in rows:
             if not any(each[row] for each in states):
@@ -406,10 +434,13 @@ class Catalog:
     def _vacate(self, row: int) -> None:
         """A row has lost its last copy: it is a placeholder while others follow it, then
         vacant."""
-        parent_row = self.chains.leave_parent(row)
+        parent_row = self.parent_rows[row]
+        if parent_row != NONE:
+            self.parent_rows[row] = NONE
+            self._child_counts[parent_row] -= 1
         self._is_placeholder[row] = True
         for each in (row, parent_row):
-            if each != NONE and self._is_placeholder[each] and not self.chains.child_counts[each]:
+            if each != NONE and self._is_placeholder[each] and not self._child_counts[each]:
                 key = self.keys[each]
                 if self._rows.get(key) == each:  # of the current epoch
                     del self._rows[key]
@@ -441,15 +472,13 @@ class Catalog:
                 if states[row] == READY and self._rows.get(key) == row:
                     self.journal.note(tier, stored, (key,))  # one by one: so they count for the journal's bound
 
-    def _change(self, rows: Iterable[int], tier: Tier, change: int) -> None:
-        """Change the states of some copies by the table, and what is known of their blocks'
-        presence."""
+    def _change(self, rows: Iterable[int], tier: Tier, target: int) -> None:
+        """Bring copies to a state, and learn what that makes of their blocks' presence."""
         columns, presences = self._columns[tier], self._presences
         states, hidden = columns.states, columns.hidden
         others = [other for other in self._columns.values() if other is not columns]
         for row in rows:
-            target = _NEXT[states[row] * 4 + change]
-            assert target != ILLEGAL, f"{Change(change)!r} of a copy of row {row}"
+            assert states[row] in BEFORE[target], f"{CopyState(states[row])!r} to {CopyState(target)!r} in row {row}"
             states[row] = target
             before, now = presences[row], columns.presence(row) if hidden else _PRESENCE_OF[target]
             for other in others:

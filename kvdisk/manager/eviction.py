@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from kvdisk.blocks import BlockKey, Tier
 from kvdisk.config import EVICTIONS
 from kvdisk.errors import ConfigError
-from kvdisk.manager.catalog import Catalog, number_of
-from kvdisk.manager.chains import NONE
+from kvdisk.manager.catalog import NONE, Catalog, number_of
 from kvdisk.manager.row_lists import GROWN_ROWS, RowLists
 
 Keys = NDArray[np.object_] | Sequence[BlockKey]
@@ -414,12 +413,12 @@ class TailFirst:
     def _walk(self, top: int, start: int, count: int, evictable: Callable[[int], bool], found: dict[int, None]) -> None:
         """Go through the tree under ``top``, children before parents, from ``start`` on towards
         ``top``."""
-        chains, tier, held = self._catalog.chains, self._tier, self._held
+        parent_rows, columns, held = self._catalog.parent_rows, self._catalog.columns(self._tier), self._held
         row, down = start, True
         while self._steps > 0:
             self._steps -= 1
             if down and row not in found and row not in held:
-                child = chains.first(row, tier)
+                child = columns.first_child[row]
                 if child != NONE:
                     row = child
                     continue
@@ -428,24 +427,24 @@ class TailFirst:
                     found[row] = None
                 else:
                     held.add(row)
-            parent = chains.parent_rows[row]
+            parent = parent_rows[row]
             if row == top or parent == NONE or len(found) >= count:
                 break
-            sibling = chains.next(row, tier)
+            sibling = columns.next_child[row]
             down = sibling != NONE
             row = sibling if down else parent
         # A row that was found is about to leave; its parent stays.
-        if row in found and row != top and chains.parent_rows[row] != NONE:
-            row = chains.parent_rows[row]
+        if row in found and row != top and parent_rows[row] != NONE:
+            row = parent_rows[row]
         self._reached = (top, row, self._catalog.generations[row])
 
     def _nothing_stays_behind(self, row: int, found: dict[int, None]) -> bool:
         """Whether all that follows a row's copy in the tier leaves before it."""
-        chains, tier = self._catalog.chains, self._tier
-        child = chains.first(row, tier)
+        columns = self._catalog.columns(self._tier)
+        child = columns.first_child[row]
         while child != NONE and child in found:
             self._steps -= 1
-            child = chains.next(child, tier)
+            child = columns.next_child[child]
         return child == NONE
 
 

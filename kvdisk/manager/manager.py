@@ -16,7 +16,7 @@ from kvdisk.blocks import BlockKey, JobId, Tier
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import Neighbours
 from kvdisk.manager.admission import Demand
-from kvdisk.manager.chains import TIERS
+from kvdisk.manager.catalog import TIERS
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.events import Journal
 from kvdisk.manager.jobs import StoreSources, Transfers

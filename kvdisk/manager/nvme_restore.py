@@ -19,8 +19,7 @@ from kvdisk.blocks import GROUP_BYTES, BlockKey, Slot, Tier
 from kvdisk.device.uses import UsesRecords
 from kvdisk.geometry import FILE_EPOCH, Geometry
 from kvdisk.index.base import BlockColumns, Index, SegmentRecord
-from kvdisk.manager.catalog import Catalog, CommittedCopies
-from kvdisk.manager.chains import NONE
+from kvdisk.manager.catalog import NONE, Catalog, CommittedCopies
 from kvdisk.manager.eviction import TailFirst
 from kvdisk.manager.uses import Uses
 

@@ -16,8 +16,7 @@ from typing import NamedTuple
 from kvdisk.blocks import BlockKey, JobId, Slot, group_of
 from kvdisk.geometry import GroupGeometry
 from kvdisk.manager.admission import Demand
-from kvdisk.manager.catalog import ABSENT
-from kvdisk.manager.chains import NONE
+from kvdisk.manager.catalog import ABSENT, NONE
 from kvdisk.manager.jobs import MoveDetail, StoreSources
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import Parts

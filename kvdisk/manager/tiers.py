@@ -179,7 +179,7 @@ class TierSpace:
         for row in rows:
             # Where what follows a copy stays, the copy stays before it.
             if row in held or self.lower.keeps(row):
-                held.add(self._catalog.chains.parent_rows[row])
+                held.add(self._catalog.parent_rows[row])
             else:
                 leaving.append(row)
         return leaving

@@ -17,7 +17,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 from kvdisk.blocks import Tier, make_block_key
 from kvdisk.connector import events, scheduler_side
 from kvdisk.manager import events as journal_room
-from kvdisk.manager.chains import TIERS
+from kvdisk.manager.catalog import TIERS
 from kvdisk.messages import JobKind
 from kvdisk.stats import TIER_WORDS
 

@@ -30,14 +30,14 @@ def facts(catalog: Catalog) -> dict[BlockKey, tuple[object, ...]]:
     """Return what is known of each block, by key and not by row."""
     found = {}
     for key, row in catalog._rows.items():
-        parent_row = catalog.chains.parent_rows[row]
+        parent_row = catalog.parent_rows[row]
         children = set()
         for tier in Tier.CPU, Tier.NVME:
-            child = catalog.chains.first(row, tier)
+            child = catalog.columns(tier).first_child[row]
             while child >= 0:
                 assert (tier, catalog.keys[child]) not in children, "a chain that is tied to itself"
                 children.add((tier, catalog.keys[child]))
-                child = catalog.chains.next(child, tier)
+                child = catalog.columns(tier).next_child[child]
         found[key] = (
             catalog.generations[row],
             catalog.epochs[row],

@@ -90,7 +90,7 @@ def test_copies_on_nvme_wait_for_a_next_tier_too():
     bench.serve("abcdefghijkl")
     nvme, queue, rows = bench.parts.nvme, Queue(), bench.catalog.rows_in(Tier.NVME)
     head = next(row for row in rows if bench.catalog.parent(row) is None)
-    second = bench.catalog.chains.first(head, Tier.NVME)
+    second = bench.catalog.columns(Tier.NVME).first_child[head]
     assert len(rows) > 3
     nvme.lower, queue.rows, queue.wanted = queue, [head], {second}
     nvme.make_room(bench.engine.now, [8])

@@ -17,8 +17,7 @@ from kvdisk.blocks import JobId, Slot, Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.catalog import CommittedCopies, CopyState
-from kvdisk.manager.chains import NONE
+from kvdisk.manager.catalog import NONE, CommittedCopies, CopyState
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.messages import Job, JobKind, Reason, SegmentSpec
 

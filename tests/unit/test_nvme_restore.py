@@ -135,13 +135,13 @@ def trees(catalog: Catalog) -> dict[BlockKey, set[BlockKey]]:
     """Return who follows whom by key; children that name each other end in an assertion."""
     following: dict[BlockKey, set[BlockKey]] = {}
     for row in {*catalog.rows(), *catalog._rows.values()}:
-        child = catalog.chains.first(row, Tier.NVME)
+        child = catalog.columns(Tier.NVME).first_child[row]
         while child >= 0:
-            assert catalog.chains.parent_rows[child] == row
+            assert catalog.parent_rows[child] == row
             mine = following.setdefault(catalog.keys[row], set())
             assert catalog.keys[child] not in mine
             mine.add(catalog.keys[child])
-            child = catalog.chains.next(child, Tier.NVME)
+            child = catalog.columns(Tier.NVME).next_child[child]
     return following
 
 

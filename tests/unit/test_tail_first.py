@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from kvdisk.blocks import BlockKey, Slot, Tier
 from kvdisk.config import EVICTIONS
-from kvdisk.manager.catalog import Catalog, CopyState
-from kvdisk.manager.chains import NONE
+from kvdisk.manager.catalog import NONE, Catalog, CopyState
 from kvdisk.manager.eviction import TailFirst, make_eviction
 
 KEYS = [BlockKey(b"key %d" % number) for number in range(8)]
@@ -55,7 +54,7 @@ class Copies:
         assert len(rows) == len(set(rows)) <= count
         for row in rows:
             assert not self.followers(numbers[row]), "a head leaves before its tail"
-            assert self.catalog.chains.first(row, Tier.CPU) == NONE
+            assert self.catalog.columns(Tier.CPU).first_child[row] == NONE
             self.drop(row)
         return len(rows)
 
