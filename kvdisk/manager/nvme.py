@@ -135,7 +135,7 @@ class NvmeSpace(TierSpace):
         resumed = self.segments.drives.refresh(now) and self.refresh_writable(now)
         if self._budget is not None:
             resumed |= self._budget.refresh(now) and self._budget.take_resumed()
-        self._catalog.hide(Tier.NVME, self.segments.quarantined)
+        self._catalog.hide(Tier.NVME, self.segments.on_drives(self.segments.drives.quarantined))
         return released or resumed
 
     def refresh_writable(self, now: float) -> bool:
@@ -151,7 +151,7 @@ class NvmeSpace(TierSpace):
         """Learn from a settled load or prefetch how the drives are; what a quarantined one holds is
         hidden."""
         self.segments.learn_reads(record, now, self._drops)
-        self._catalog.hide(Tier.NVME, self.segments.quarantined)
+        self._catalog.hide(Tier.NVME, self.segments.on_drives(self.segments.drives.quarantined))
 
     def gauges(self) -> dict[str, float]:
         """Return the tier's gauges, by series."""
@@ -292,32 +292,24 @@ class NvmeSpace(TierSpace):
     def settle_files(self, record: JobRecord, now: float) -> None:
         """Settle a job of files: slots enter the pool when all ranks have reported, one failure
         undoes all."""
-        job = record.job
-        if job.kind is JobKind.OPEN_HOME:
-            if record.failed:
-                self.segments.home_failed()
+        kind, spec = record.job.kind, record.job.segment
+        if kind is JobKind.OPEN_HOME:
+            self.segments.home_opened(failed=bool(record.failed))
             return
-        spec = job.segment
         assert spec is not None
-        if job.kind is JobKind.DROP_SEGMENT:
+        if kind is JobKind.DROP_SEGMENT:
             self.segments.forget(spec)
             del self._drops[spec.segment]
             self._ticket = self._index.delete_segment(spec.segment)
             return
-        self.segments.attached(spec)
-        if spec.segment in self._drops:
-            return  # it was dropped while it was being opened
-        if record.failed:
-            self.segments.open_failed(spec, now)
+        dropped = spec.segment in self._drops
+        usable = self.segments.opened(spec, now, failed=bool(record.failed), dropped=dropped)
+        if record.failed and not dropped:
             self._drop_segment(spec)
-        elif spec.create:
-            self.segments.drives.segment_made(spec.drive)
-            self._ticket = self._index.put_segment(
-                SegmentRecord(spec.segment, spec.slot_bytes, spec.slot_count, spec.drive)
-            )
-            if not self.segments.share(spec):
-                self._enter(spec)
-        elif not self.pool.has_segment(spec.segment):
+        elif spec.create and not dropped:
+            known = SegmentRecord(spec.segment, spec.slot_bytes, spec.slot_count, spec.drive)
+            self._ticket = self._index.put_segment(known)
+        if usable and not self.pool.has_segment(spec.segment):
             self._enter(spec)
 
     def _enter(self, spec: SegmentSpec, used: NDArray[np.uint32] | None = None) -> None:

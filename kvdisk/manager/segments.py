@@ -159,13 +159,13 @@ class Drives:
         self._drives = [_Drive() for _ in range(count)]
         self._stats = stats
 
+    def __len__(self) -> int:
+        return len(self._drives)
+
     @property
     def quarantined(self) -> frozenset[int]:
         """The drives that are neither read nor written, as of the last failure or ``refresh``."""
         return frozenset(number for number, drive in enumerate(self._drives) if drive.quarantine.running)
-
-    def __len__(self) -> int:
-        return len(self._drives)
 
     def refresh(self, now: float) -> bool:
         """End quarantines whose time is over; return whether that, or the end of a back-off, lets
@@ -191,46 +191,43 @@ class Drives:
         """Return the drives that may be written."""
         return [number for number in range(len(self._drives)) if self.may_write(number, now)]
 
-    def write_failed(self, number: int, now: float, what: str) -> None:
-        """Stop writing to a drive for a while; what was on its way at that time does not lengthen
-        it."""
-        drive = self._drives[number]
-        if now >= drive.writes.until_s:
-            length_s = drive.writes.begin(now)
+    def wrote(self, number: int, now: float, failure: str | None = None) -> None:
+        """A write ended. A failure stops writes for a while; what was on its way at that time does
+        not lengthen it."""
+        writes = self._drives[number].writes
+        if failure is None:
+            writes.reset()
+        elif now >= writes.until_s:
+            length_s = writes.begin(now)
             self._stats.add("write_pauses")
             logger.warning(
-                "kvdisk: %s; no writes to drive %d of the store for %.0f s, reads go on.", what, number, length_s
+                "kvdisk: %s; no writes to drive %d of the store for %.0f s, reads go on.", failure, number, length_s
             )
-
-    def write_succeeded(self, number: int) -> None:
-        """A write worked: the next failure starts with a short back-off again."""
-        self._drives[number].writes.reset()
 
     def may_make(self, number: int, now: float) -> bool:
         """Whether a segment may be made on a drive that may be written."""
         return now >= self._drives[number].segments.until_s
 
-    def segment_failed(self, number: int, now: float) -> None:
-        """Make no segments on a drive for a while: one could not be made on some rank."""
-        length_s = self._drives[number].segments.begin(now)
+    def made(self, number: int, now: float, *, failed: bool = False) -> None:
+        """A segment was made, or could not be made on some rank: then none is for a while."""
+        segments = self._drives[number].segments
+        if not failed:
+            segments.reset()
+            return
+        length_s = segments.begin(now)
         self._stats.add("segment_failures")
         logger.warning(
             "kvdisk could not make a segment on drive %d of the store; next try in %.0f s.", number, length_s
         )
 
-    def segment_made(self, number: int) -> None:
-        """A segment was made: the next failure starts with a short back-off again."""
-        self._drives[number].segments.reset()
-
-    def read_succeeded(self, number: int) -> None:
-        """A block was read, whatever was in it."""
+    def read(self, number: int, now: float, *, failed: bool = False, hangs: bool = False) -> None:
+        """A block was read, whatever was in it, or could not be; ``hangs``: not in time, which is
+        enough."""
         drive = self._drives[number]
-        drive.failures = 0
-        drive.quarantine.reset()
-
-    def read_failed(self, number: int, now: float, *, hangs: bool = False) -> None:
-        """A block could not be read; ``hangs``: not in time, which is enough."""
-        drive = self._drives[number]
+        if not (failed or hangs):
+            drive.failures = 0
+            drive.quarantine.reset()
+            return
         drive.failures += 1
         if drive.quarantine.running or (drive.failures < FAILURES_IN_A_ROW and not hangs):
             return
@@ -248,7 +245,8 @@ class Segments:
     """This engine's segments. ``specs``: every one by its number, from its plan to the end of its
     files.
 
-    ``writable``: drives that might be written at the last ``refresh_writable``.
+    ``writable``: drives that might be written at the last ``refresh_writable``. ``home_open``:
+    False once a rank could not open the engine store.
     """
 
     def __init__(
@@ -261,7 +259,6 @@ class Segments:
         self.drives = Drives(drive_count, stats)
         self.writable = list(range(drive_count))
         self.home_open = True
-        """False once a rank could not open the engine store."""
         self._held: Counter[tuple[int, int]] = Counter()
         """Bytes of all that ``specs`` has, by slot size and drive."""
         self._attaching: set[int] = set()
@@ -326,29 +323,29 @@ class Segments:
         self._attach(spec)
         return True
 
-    def home_failed(self) -> None:
-        """Some rank could not open the engine store."""
-        self.home_open = False
-        logger.warning("kvdisk could not open its home on every rank; the NVMe tier is off until a restart.")
+    def home_opened(self, *, failed: bool) -> None:
+        """Every rank has answered the job that opens the engine store."""
+        if failed:
+            self.home_open = False
+            logger.warning("kvdisk could not open its home on every rank; the NVMe tier is off until a restart.")
 
-    def attached(self, spec: SegmentSpec) -> None:
-        """Note that every rank has answered the job that opens a segment."""
+    def opened(self, spec: SegmentSpec, now: float, *, failed: bool, dropped: bool) -> bool:
+        """Every rank has answered the job that makes or opens a segment. Return whether its slots
+        can be used.
+
+        Where one rank makes it for all, they open it now. ``dropped``: it is given up already.
+        """
         self._attaching.discard(spec.segment)
-
-    def share(self, spec: SegmentSpec) -> bool:
-        """Plan that all ranks open what one of them has made for all; return whether that is
-        needed."""
-        shared = self._geometry.replicated and spec.create
-        if shared:
-            self._attach(spec._replace(create=False))
-        return shared
-
-    def open_failed(self, spec: SegmentSpec, now: float) -> None:
-        """Learn that some rank could not open or make a segment; the caller drops it."""
+        if dropped:
+            return False
         if spec.create:
-            self.drives.segment_failed(spec.drive, now)
-        else:
+            self.drives.made(spec.drive, now, failed=failed)
+            if self._geometry.replicated and not failed:
+                self._attach(spec._replace(create=False))
+                return False
+        elif failed:
             logger.warning("kvdisk gives up segment %d, which could not be opened on every rank.", spec.segment)
+        return not failed
 
     def surplus(self) -> list[SegmentSpec]:
         """Return what to drop, the newest first, where the cap has become smaller than what there
@@ -364,7 +361,9 @@ class Segments:
 
     def on_drives(self, drives: Collection[int]) -> frozenset[int]:
         """Return the segments that lie on some drives."""
-        return frozenset(spec.segment for spec in self.specs.values() if spec.drive in drives)
+        return (
+            frozenset(spec.segment for spec in self.specs.values() if spec.drive in drives) if drives else frozenset()
+        )
 
     def class_of(self, spec: SegmentSpec) -> int:
         """Return the size class of a segment's slots."""
@@ -381,24 +380,16 @@ class Segments:
         self.writable = self.drives.writable(now) if self.home_open else []
         return bool(self.writable)
 
-    @property
-    def quarantined(self) -> frozenset[int]:
-        """The segments that nobody is to read now."""
-        return self.on_drives(self.drives.quarantined) if self.drives.quarantined else frozenset()
-
     def learn_writes(self, record: JobRecord, now: float) -> None:
         """Learn from a settled store or demotion how the drives are."""
-        good, bad = set(), set()
+        bad_of: dict[int, bool] = {}
         for at, move in enumerate(record.job.moves):
-            reason = record.failed.get(at)
-            if reason is None:
-                good.add(self.specs[move.slots[Tier.NVME].segment].drive)
-            elif reason in _WRITE_IS_BAD or at in record.late:
-                bad.add(self.specs[move.slots[Tier.NVME].segment].drive)
-        for drive in bad:
-            self.drives.write_failed(drive, now, "a write failed on some rank")
-        for drive in good - bad:
-            self.drives.write_succeeded(drive)
+            reason, drive = record.failed.get(at), self.specs[move.slots[Tier.NVME].segment].drive
+            bad = reason in _WRITE_IS_BAD or at in record.late
+            if bad or reason is None:
+                bad_of[drive] = bad or bad_of.get(drive, False)
+        for drive, bad in bad_of.items():
+            self.drives.wrote(drive, now, "a write failed on some rank" if bad else None)
 
     def learn_reads(self, record: JobRecord, now: float, dropping: Collection[int]) -> None:
         """Learn from a settled load how the drives are, but for the segments that are being
@@ -407,8 +398,6 @@ class Segments:
             spec = self.specs.get(move.slots[Tier.NVME].segment) if Tier.NVME in move.slots else None
             if spec is None or spec.segment in dropping:
                 continue  # a neighbour's, or its files could not be opened
-            reason = record.failed.get(at)
-            if reason is Reason.IO_ERROR or at in record.late:
-                self.drives.read_failed(spec.drive, now, hangs=at in record.late)
-            elif reason is None or reason in {Reason.HEADER, Reason.CHECKSUM}:
-                self.drives.read_succeeded(spec.drive)
+            reason, hangs = record.failed.get(at), at in record.late
+            if hangs or reason in {None, Reason.IO_ERROR, Reason.HEADER, Reason.CHECKSUM}:
+                self.drives.read(spec.drive, now, failed=reason is Reason.IO_ERROR, hangs=hangs)
