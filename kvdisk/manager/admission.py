@@ -20,8 +20,7 @@ _BITS = 0xFFFFFFFF
 
 
 def places_for(slots: int) -> int:
-    """Return how many keys to track for a tier of so many slots: eight a slot, within bounds; a
-    power of two."""
+    """Return how many keys to track for a tier: eight a slot, within bounds; a power of two."""
     return min(MOST_PLACES, max(FEWEST_PLACES, 1 << (8 * slots - 1).bit_length()))
 
 
@@ -118,8 +117,7 @@ class AdmissionPolicy:
 
     @property
     def is_open(self) -> bool:
-        """Whether ``admits`` would now return True for whichever block: many are then let in
-        without a question."""
+        """Whether ``admits`` would now return True for any block: then it is not asked."""
         return True
 
     def want(self, keys: Sequence[BlockKey], request_id: str) -> Sequence[BlockKey]:  # noqa: ARG002
@@ -147,8 +145,7 @@ class AdmitAll(AdmissionPolicy):
 
 
 class AdmitReused(AdmissionPolicy):
-    """A block may enter once ``needed`` distinct requests wanted it. ``places``: of the
-    ``ReuseTable``."""
+    """A block may enter once ``needed`` distinct requests wanted it."""
 
     def __init__(self, needed: int, places: int) -> None:
         self._needed = needed
@@ -212,8 +209,7 @@ class AdmitAdaptive(AdmitReused):
         return risen
 
     def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Return whether there is room, or of each block whether two wanted it, or the first is one
-        of the share."""
+        """Return True while open, and for what two wanted, or the first if it is of the share."""
         if self.is_open:
             return [True] * len(keys)
         share = self.share

@@ -2,7 +2,7 @@
 """Which copies this engine has, by key: arrays with a row per block, not an object. Scheduler
 thread only.
 
-A row lives while its block has a copy in any tier. Each copy's life follows ``TRANSITIONS``; pins
+A row lives while its block has a copy in any tier. Each copy's life follows ``BEFORE``; pins
 count the jobs that use it. A copy is READY only when every rank's slot holds the key's bytes
 (invariant 3); a WRITING or pinned copy is never dropped (invariant 4).
 """
@@ -28,8 +28,7 @@ TIERS: tuple[Tier, ...] = tuple(tier for tier in Tier if tier is not Tier.GPU)
 """Those that keep copies, the fastest first."""
 
 number_of: Callable[[BlockKey], int] = xxh3_64_intdigest
-"""Return a key's number, of 64 bits, for tables by hash: the same in every process, as ``hash`` of
-bytes is not."""
+"""Return a key's number, of 64 bits, for tables by hash: the same in every process."""
 
 
 class CopyState(IntEnum):
@@ -58,8 +57,7 @@ BEFORE: Final = {
 
 
 class Presence(IntEnum):
-    """Whether a block can be loaded: NOWHERE, from no tier; COMING: it is being written; READY:
-    now."""
+    """Whether a block can be loaded: NOWHERE, from no tier; COMING: it is being written."""
 
     NOWHERE = 0
     COMING = 1
@@ -115,8 +113,7 @@ class TierColumns:
             links.extend(array("i", [NONE]) * count)
 
     def fill(self, copies: CommittedCopies) -> None:
-        """Make as many rows of no copies the READY copies that are given, as if ``link`` were told
-        of one after the other."""
+        """Make of the rows that there are these READY copies."""
         self.states[:] = bytes([READY]) * len(copies.keys)
         np.frombuffer(self.segments, np.uint32)[:] = copies.segments
         np.frombuffer(self.indices, np.uint32)[:] = copies.indices
@@ -215,8 +212,7 @@ class Catalog:
         # The last is that of row -1, which no block has.
         self._presences = bytearray([NOWHERE])
         self.journal: Journal | None = None
-        """Told of each copy that becomes READY or ends, of the current epoch; None: nobody
-        listens."""
+        """Told of each copy that becomes READY or ends; None: nobody listens."""
 
     def __len__(self) -> int:
         return int(np.count_nonzero(np.logical_or.reduce([columns.held() for columns in self._columns.values()])))
@@ -279,8 +275,7 @@ class Catalog:
         self._vacant.extend(range(first + count - 1, first - 1, -1))
 
     def fill(self, tier: Tier, copies: CommittedCopies, epoch: int) -> None:
-        """Take over many blocks at once as rows 0, 1, ... with a READY copy each; the catalog must
-        be empty."""
+        """Take over many blocks as rows 0, 1, ... with a READY copy each; there are no rows yet."""
         assert not self.generations
         count = len(copies.keys)
         self._grow(count)
@@ -301,8 +296,7 @@ class Catalog:
             self._columns[tier].link((row,))
 
     def hide_all(self) -> None:
-        """Forget every key, for a new epoch: rows stay for their slots' sake, and are found by
-        nobody."""
+        """Forget every key, for a new epoch: rows stay until their copies end."""
         if self.journal is not None:
             for tier in TIERS:
                 self.journal.note(tier, False, self.ready_keys(tier))
@@ -310,8 +304,7 @@ class Catalog:
         self.losses += 1
 
     def rows_in(self, tier: Tier, segment: int | None = None) -> list[int]:
-        """Return the rows with a copy in a tier, or in one of its segments, of all epochs,
-        ascending; fast."""
+        """Return the rows with a copy in a tier, or in one of its segments, of all epochs."""
         rows: list[int] = self._columns[tier].rows(None if segment is None else (segment,)).tolist()
         return rows
 
@@ -372,14 +365,12 @@ class Catalog:
         return [key for key, row in self._rows.items() if states[row] == READY]
 
     def evictable_in(self, tier: Tier) -> Callable[[int], bool]:
-        """Return who tells whether a row's copy may be dropped for room, READY and unpinned: to be
-        used at once."""
+        """Return who tells whether a row's copy is READY and unpinned: to be used at once."""
         states, pins = self._columns[tier].states, self._columns[tier].pins
         return lambda row: states[row] == READY and pins[row] == 0
 
     def hide(self, tier: Tier, segments: frozenset[int]) -> None:
-        """Let nobody read copies in these segments of a tier, whose drive is quarantined, and all
-        others again."""
+        """Let nobody read copies in these segments of a tier, and all others again."""
         columns = self._columns[tier]
         if segments == columns.hidden:
             return
@@ -432,8 +423,7 @@ class Catalog:
         return slots
 
     def _vacate(self, row: int) -> None:
-        """A row has lost its last copy: it is a placeholder while others follow it, then
-        vacant."""
+        """A row has no copy: it is a placeholder while others follow it, then vacant."""
         parent_row = self.parent_rows[row]
         if parent_row != NONE:
             self.parent_rows[row] = NONE
@@ -463,8 +453,7 @@ class Catalog:
             pins[row] -= 1
 
     def _note(self, rows: Iterable[int], tier: Tier, *, stored: bool) -> None:
-        """Tell of those copies that are READY, unless a new epoch has hidden them: then their end
-        was told already."""
+        """Tell of READY copies, but for those of an earlier epoch: their end was told."""
         if self.journal is not None:
             states = self._columns[tier].states
             for row in rows:

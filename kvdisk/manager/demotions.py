@@ -10,7 +10,7 @@ thread only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress
+from itertools import compress, islice
 
 from kvdisk.blocks import JobId
 from kvdisk.manager.catalog import ABSENT, READY
@@ -69,8 +69,7 @@ class Demotions:
         return self.enqueue(wanted)
 
     def enqueue(self, rows: Sequence[int]) -> int:
-        """Queue READY copies; return how many: not those that are already, nor more than there is
-        place for."""
+        """Queue READY copies that are not queued yet, while there is place; return how many."""
         taken = 0
         for row in rows:
             size_class = self._upper.class_of(row)
@@ -123,8 +122,7 @@ class Demotions:
     # -- steps -------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> None:
-        """Have room made in the lower tier for what is queued, and plan jobs for what has found
-        some."""
+        """Make room in the lower tier for what is queued; plan jobs for what finds some."""
         lower = self._lower
         if not lower.status.is_open:
             self._queued = RowLists(len(self._queued.counts))
@@ -144,7 +142,7 @@ class Demotions:
         slots = self._lower.allocate(size_class, min(MAX_DEMOTE_MOVES, self.count(size_class)))
         if not slots:
             return False
-        rows, catalog = self._queued.first(len(slots), size_class), self._catalog
+        rows, catalog = list(islice(self._queued.walk(size_class), len(slots))), self._catalog
         self._queued.remove(rows)
         source, target = self._upper.tier, self._lower.tier
         catalog.begin(rows, target, slots)

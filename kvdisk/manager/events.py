@@ -20,8 +20,7 @@ from kvdisk.stats import Stats
 MOST_WAITING = 65536
 """Changes that wait to be taken."""
 MOST_TAKEN = 4096
-"""Keys of a change, and keys that one ``take`` returns: bounds a step, where a start or a reset has
-a million to tell."""
+"""Keys of a change, and of one ``take``: a start or a reset has a million to tell."""
 
 
 class BlockChange(NamedTuple):
@@ -34,8 +33,7 @@ class BlockChange(NamedTuple):
 
 @dataclass(slots=True)
 class Taken:
-    """What ``take`` returns. ``cleared``: forget all that was told before; then come
-    ``changes``."""
+    """``cleared``: forget all that was told before; then come ``changes``."""
 
     cleared: bool
     changes: list[BlockChange]

@@ -104,8 +104,7 @@ class S3FifoPolicy(EvictionPolicy):
     _PROBATION_SHARE = 0.7
     _MOST_USES = 3
     _MOST_MOVES = 4096
-    """Rows that one search moves from queue to queue before it proposes them as they stand: bounds
-    a step."""
+    """Rows that one search moves between queues before it proposes them as they stand."""
     _LONGEST_STREAK = 8
     """Rows of the main queue that are proposed before one on probation is, whatever the shares."""
 
@@ -147,8 +146,7 @@ class S3FifoPolicy(EvictionPolicy):
         super().fill(rows, uses)
 
     def proposals(self) -> Iterator[int]:
-        """Yield from the oldest on of the queue that is above its share; rows that were used move
-        on."""
+        """Yield the oldest of the queue that is above its share; rows that were used move on."""
         queues, uses = self._lists, self._uses
         places = [queues.oldest(0), queues.oldest(1)]
         waiting = list(queues.counts)  # rows that this search has not looked at
@@ -262,8 +260,7 @@ class CreditPolicy(EvictionPolicy):
         self._lists.fill(rows, np.frombuffer(self._CLASS_OF, np.uint8)[counts])
 
     def proposals(self) -> Iterator[int]:
-        """Yield from the one on that counts as used longest ago. Within a class that is the order
-        of last use."""
+        """Yield from the one on that counts as used longest ago; that of a class is its oldest."""
         lists, now = self._lists, self._now
         rows = [lists.oldest(number) for number in range(self._LISTS)]
         horizon = int(self.HORIZON * self.interval)
@@ -280,16 +277,14 @@ class CreditPolicy(EvictionPolicy):
             ranks[number] = least if row >= 0 else self._NOTHING
 
     def _rank(self, number: int, row: int, now: int, horizon: int) -> int:
-        """Return how long ago a row of a class counts as used, times -2; ``_NOTHING`` where there
-        is no row."""
+        """Return how long ago a row (or -1) of a class counts as used, times -2."""
         if row < 0:
             return self._NOTHING
         age = now - self._last[row]
         return (number * (horizon - age) if age < horizon else 0) - 2 * age
 
     def _count_use(self, count: int, age: int) -> int:
-        """Return the uses of a copy that had ``count``, the last one ``age`` ago, and was used
-        again; learn from it."""
+        """Return the uses of a copy that had ``count`` ``age`` ago, and is used again; learn."""
         if age < self._SHORTEST * self.interval:
             return count
         self._learnt = min(self._learnt + 1, self.MEMORY)
@@ -327,8 +322,7 @@ class LeftKeys:
             table[name & mask] = (name >> 33 | 1) << 32 | (time & self._LAST) << 4 | count
 
     def take(self, keys: Sequence[BlockKey], now: int) -> dict[int, tuple[int, int]]:
-        """Return by position the uses of each key that is remembered, and how long ago the last
-        was; forget it."""
+        """Forget keys; return by position the uses of those known, and how long ago the last."""
         table, mask = self._table, len(self._table) - 1
         found: dict[int, tuple[int, int]] = {}
         for at, key in enumerate(keys) if table else ():
@@ -353,11 +347,9 @@ class TailFirst:
     """
 
     MAX_SKIPPED = 1024
-    """Proposals that one search passes over because nothing of them may leave now: bounds a
-    step."""
+    """Proposals of which nothing may leave that one search passes over: bounds a step."""
     MAX_STEPS = 4096
-    """Rows that one search looks at on its way from proposed heads to tails, besides those that it
-    was asked for."""
+    """Rows that one search looks at on its way from heads to tails, besides four a victim."""
 
     def __init__(self, policy: EvictionPolicy, catalog: Catalog, tier: Tier) -> None:
         self._policy = policy
@@ -411,8 +403,7 @@ class TailFirst:
             self._walk(top, top, count, evictable, found)  # what it reached last time is held back now
 
     def _walk(self, top: int, start: int, count: int, evictable: Callable[[int], bool], found: dict[int, None]) -> None:
-        """Go through the tree under ``top``, children before parents, from ``start`` on towards
-        ``top``."""
+        """Go through the tree under ``top`` from ``start`` on, children before parents."""
         parent_rows, columns, held = self._catalog.parent_rows, self._catalog.columns(self._tier), self._held
         row, down = start, True
         while self._steps > 0:
@@ -453,8 +444,7 @@ assert tuple(_POLICIES) == EVICTIONS
 
 
 def make_eviction(name: str, keys: Keys) -> EvictionPolicy:
-    """Return a new policy by its configuration name. ``keys``: of the catalog's rows. Raises
-    ConfigError."""
+    """Return a new policy by its configuration name. Raises ConfigError."""
     if name not in _POLICIES:
         raise ConfigError(f"eviction must be one of {', '.join(map(repr, _POLICIES))}, not {name!r}.")
     return _POLICIES[name](keys)

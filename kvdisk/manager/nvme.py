@@ -128,8 +128,7 @@ class NvmeSpace(TierSpace):
         return TierStatus(is_open, is_spent, has_room_soon, uncommitted, (self._ticket, self._committed))
 
     def refresh(self, now: float, now_s: int) -> bool:
-        """Learn how far commits have come, and which drives may be used again. Return whether room
-        may be free."""
+        """Learn of commits, drives and budget. Return whether room may have come free."""
         released = self.commit()
         self.uses.count(now_s)
         resumed = self.segments.drives.refresh(now) and self.refresh_writable(now)
@@ -148,8 +147,7 @@ class NvmeSpace(TierSpace):
         self.segments.learn_writes(record, now)
 
     def learn_reads(self, record: JobRecord, now: float) -> None:
-        """Learn from a settled load or prefetch how the drives are; what a quarantined one holds is
-        hidden."""
+        """Learn from a settled load how the drives are; hide what a quarantined one holds."""
         self.segments.learn_reads(record, now, self._drops)
         self._catalog.hide(Tier.NVME, self.segments.on_drives(self.segments.drives.quarantined))
 
@@ -211,8 +209,7 @@ class NvmeSpace(TierSpace):
         return self.pool.free_on(size_class, self.segments.writable)
 
     def make_room(self, now: float, wanted: Sequence[int]) -> None:
-        """Open a segment where the cap allows, else evict, so that ``wanted`` slots by size class
-        can be had soon."""
+        """Have ``wanted`` slots by size class soon: make a segment where the cap allows, or evict."""
         for size_class, wish in enumerate(wanted):
             total = self.pool.total[size_class]
             if not self.refresh_writable(now) or self.segments.hold_up(now):
@@ -225,8 +222,7 @@ class NvmeSpace(TierSpace):
             self._stuck[size_class] = not (made and self._index_writable) and not self.free_slots(size_class)
 
     def may_get_room(self, size_class: int, *, silent: bool) -> bool:
-        """Whether ``make_room`` found a way to room when it last tried, or slots come free with a
-        commit. ``silent``: none is awaited any more."""
+        """Whether ``make_room`` found a way to room, or slots come free with a commit."""
         limbo = self.pool.limbo[size_class]
         if silent and limbo and not self.free_slots(size_class):
             return False
@@ -248,8 +244,7 @@ class NvmeSpace(TierSpace):
     # -- records ---------------------------------------------------------------------------------
 
     def _record(self, rows: Sequence[int], now_s: int) -> None:
-        """Queue the records of READY copies for the index. A full queue costs only their life after
-        a restart."""
+        """Queue the records of copies. A full queue costs only their life after a restart."""
         self.uses.begin(rows, [self._catalog.generations[row] for row in rows])
         catalog = self._catalog
         records = [
@@ -268,8 +263,7 @@ class NvmeSpace(TierSpace):
             self._ticket = ticket
 
     def reached(self, rows: Sequence[int]) -> None:
-        """A request has come to these blocks, which are in some tier; of one chain the tail comes
-        first."""
+        """A request reached these blocks; see ``TierSpace``."""
         super().reached(rows)
         self.uses.reached(rows)
 
@@ -290,8 +284,7 @@ class NvmeSpace(TierSpace):
     # -- segments ------------------------------------------------------------------------------
 
     def settle_files(self, record: JobRecord, now: float) -> None:
-        """Settle a job of files: slots enter the pool when all ranks have reported, one failure
-        undoes all."""
+        """Settle a job of files: one rank's failure undoes all."""
         kind, spec = record.job.kind, record.job.segment
         if kind is JobKind.OPEN_HOME:
             self.segments.home_opened(failed=bool(record.failed))
@@ -317,8 +310,7 @@ class NvmeSpace(TierSpace):
         self.pool.add_segment(spec.segment, self.segments.class_of(spec), spec.slot_count, used, spec.drive)
 
     def _drop_segment(self, spec: SegmentSpec) -> None:
-        """Take a segment out of service; its files go when the deletion of its records is
-        committed."""
+        """Take a segment out of service; its files go once its records' deletion is committed."""
         rows = self._catalog.rows_in(Tier.NVME, spec.segment)
         served = [row for row in rows if self._state(row) != DOOMED]
         self._forget(served)
@@ -330,8 +322,7 @@ class NvmeSpace(TierSpace):
         self._drops[spec.segment] = _Drop(spec, [row for row in rows if self._is_in(row, spec.segment)])
 
     def _is_in(self, row: int, segment: int) -> bool:
-        """Whether a row has a copy in a segment: in one that is being dropped no other copy can
-        begin."""
+        """Whether a row has a copy in a segment. In one that is being dropped none can begin."""
         return self._state(row) != ABSENT and self._catalog.slot(row, Tier.NVME).segment == segment
 
     # -- commits and failures ------------------------------------------------------------------

@@ -120,8 +120,7 @@ def _only(columns: BlockColumns, kept: _Flags) -> BlockColumns:
 
 
 def _find_parents(columns: BlockColumns) -> tuple[NDArray[np.int32], dict[int, BlockKey]]:
-    """Return each block's parent as its position in ``columns``, or NONE; and by position those not
-    among them."""
+    """Return the parents' positions in ``columns``, or NONE; by position those not there."""
     row_of = dict(zip(columns.keys, range(len(columns.keys)), strict=True))
     rows = np.fromiter(map(row_of.get, _each_parent(columns), repeat(NONE)), np.int32, len(columns.keys))
     lacking = (rows == NONE) & (columns.parent_bytes > 0)

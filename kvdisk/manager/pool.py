@@ -19,8 +19,7 @@ from kvdisk.blocks import Slot
 FREE, USED, LIMBO = 1, 2, 3
 _SHIFT = 32
 _INDEX = (1 << _SHIFT) - 1
-"""A slot's position is its segment's number times 2**32 and its index, so that those of two
-segments never meet."""
+"""A slot's position: its segment, shifted, and its index. Those of two segments never touch."""
 
 
 _Range = tuple[int, int, int]
@@ -133,8 +132,7 @@ class SlotPool:
         self.total[size_class] += slot_count
 
     def retire_segment(self, segment: int) -> None:
-        """Take a segment's free slots out of service for good; used ones leave as they are
-        freed."""
+        """Take a segment out of service; its used slots leave as they are released."""
         states, place = self.states.pop(segment), self._place_of.pop(segment)
         self._runs[place].drop(segment << _SHIFT, segment + 1 << _SHIFT)
         size_class, _ = place
@@ -143,8 +141,7 @@ class SlotPool:
         self.total[size_class] -= len(states)
 
     def free_in_short_runs(self, length: int) -> int:
-        """Return how many free slots lie in runs shorter than ``length``, over all size classes and
-        drives."""
+        """Return how many free slots lie in runs shorter than ``length``."""
         return sum(runs.count_shorter(length) for runs in self._runs.values())
 
     def free_on(self, size_class: int, drives: Collection[int]) -> int:
@@ -172,8 +169,7 @@ class SlotPool:
         self._change(_neighbours(slots), USED, FREE)
 
     def retain(self, slots: list[Slot], ticket: int) -> None:
-        """Put used slots in limbo until the index has dealt with ``ticket``. Tickets must not go
-        down."""
+        """Put used slots in limbo until ``ticket`` is committed. Tickets must not go down."""
         if slots:
             assert not self._limbo or self._limbo[-1][0] <= ticket
             ranges = _neighbours(slots)

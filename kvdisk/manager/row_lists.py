@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice, repeat
+from itertools import repeat
 from typing import Final
 
 import numpy as np
@@ -31,8 +31,7 @@ class RowLists:
         self.counts = [0] * list_count
 
     def append(self, rows: Sequence[int], numbers: Iterable[int] = repeat(0)) -> None:
-        """Make each row the newest of a list, one after the other. ``numbers``: the list of
-        each."""
+        """Make each row in turn the newest of a list. ``numbers``: the list of each."""
         lacking = max(rows, default=-1) + 1 - len(self._number_of)
         if lacking > 0:
             nothing = array("I", [0]) * (lacking + GROWN_ROWS)
@@ -96,10 +95,6 @@ class RowLists:
         while row >= 0:
             yield row
             row = self.newer(row)
-
-    def first(self, count: int, number: int = 0) -> list[int]:
-        """Return up to so many of the oldest rows of a list."""
-        return list(islice(self.walk(number), count))
 
     def fill(self, rows: NDArray[np.int32], numbers: NDArray[np.uint8]) -> None:
         """Fill empty lists with rows, the oldest first. ``numbers``: the list of each."""

@@ -29,14 +29,12 @@ FAILURES_IN_A_ROW = 8
 """Blocks that a drive fails to read, with none between that it reads, before it is quarantined."""
 _OPENING_S = 60.0  # old copies stay so long because a segment is being made; on a drive that hangs it never is
 _WRITE_IS_BAD = frozenset({Reason.NO_SPACE, Reason.IO_ERROR})
-"""Failures of a write after which writes stop for a while; so does a write that the drive does not
-end in time."""
+"""Failures of a write after which writes stop for a while, as after one that is late."""
 
 
 @dataclass(frozen=True)
 class NvmeLayout:
-    """How a budget is cut: slots of a segment and cap of segment bytes (all ranks) by size
-    class."""
+    """How a budget is cut, by size class: slots of a segment, bytes of all (all ranks)."""
 
     index_bytes: int
     slot_counts: tuple[int, ...]
@@ -49,27 +47,18 @@ class NvmeLayout:
         segment_bytes: int,
         geometry: Geometry,
         index_bytes_for: Callable[[int], int],
-        uses_charge_bytes: Callable[[int], int],
+        uses_charge_bytes: Callable[[int], int] | None,
         drive_count: int = 1,
     ) -> NvmeLayout:
         """Divide ``budget_bytes`` (all ranks) between index, the file of uses, and size classes.
 
         ``index_bytes_for``: bytes of an index of so many blocks; ``uses_charge_bytes``: what the
-        file for so many slots is charged with. Raises ConfigError where nothing fits.
+        file of uses for so many slots is charged with; None: there is none. Raises ConfigError
+        where nothing fits.
         """
-        without = cls._divide(budget_bytes, segment_bytes, geometry, index_bytes_for, drive_count)
-        uses_bytes = uses_charge_bytes(without.most_slots(geometry))
-        return cls._divide(budget_bytes - uses_bytes, segment_bytes, geometry, index_bytes_for, drive_count)
-
-    @classmethod
-    def _divide(
-        cls,
-        budget_bytes: int,
-        segment_bytes: int,
-        geometry: Geometry,
-        index_bytes_for: Callable[[int], int],
-        drive_count: int,
-    ) -> NvmeLayout:
+        if uses_charge_bytes is not None:
+            without = cls.make(budget_bytes, segment_bytes, geometry, index_bytes_for, None, drive_count)
+            budget_bytes -= uses_charge_bytes(without.most_slots(geometry))
         parts = geometry.part_count
         slots = budget_bytes // (min(geometry.slot_sizes) * parts)
         index_bytes = index_bytes_for(slots)
@@ -135,8 +124,7 @@ def _back_off() -> _Pause:
 
 @dataclass(slots=True)
 class _Drive:
-    """``quarantine``: nothing is read or written while it runs. ``failures``: of reads, in a
-    row."""
+    """While ``quarantine`` runs nothing is read or written. ``failures``: of reads in a row."""
 
     writes: _Pause = field(default_factory=_back_off)
     segments: _Pause = field(default_factory=_back_off)
@@ -168,8 +156,7 @@ class Drives:
         return frozenset(number for number, drive in enumerate(self._drives) if drive.quarantine.running)
 
     def refresh(self, now: float) -> bool:
-        """End quarantines whose time is over; return whether that, or the end of a back-off, lets
-        writes return."""
+        """End what is over; return whether that lets writes return."""
         returned = False
         for number, drive in enumerate(self._drives):
             if drive.quarantine.has_ended(now):
@@ -192,8 +179,7 @@ class Drives:
         return [number for number in range(len(self._drives)) if self.may_write(number, now)]
 
     def wrote(self, number: int, now: float, failure: str | None = None) -> None:
-        """A write ended. A failure stops writes for a while; what was on its way at that time does
-        not lengthen it."""
+        """A write ended. A ``failure`` stops writes for a while, longer each time."""
         writes = self._drives[number].writes
         if failure is None:
             writes.reset()
@@ -221,8 +207,7 @@ class Drives:
         )
 
     def read(self, number: int, now: float, *, failed: bool = False, hangs: bool = False) -> None:
-        """A block was read, whatever was in it, or could not be; ``hangs``: not in time, which is
-        enough."""
+        """A block was read, whatever was in it, or not; ``hangs``: not in time, which is enough."""
         drive = self._drives[number]
         if not (failed or hangs):
             drive.failures = 0
@@ -268,8 +253,7 @@ class Segments:
     # -- from plan to end ----------------------------------------------------------------------
 
     def restore(self, records: Iterable[SegmentRecord], home_id: str, fingerprint: bytes) -> None:
-        """Take over what the index knows, and plan the jobs that open the engine store and its
-        segments."""
+        """Take over what the index knows; plan the jobs that open the store and its segments."""
         for record in records:
             self._note(SegmentSpec(record.segment, record.slot_bytes, record.slot_count, record.drive, create=False))
         self._next = max(self.specs, default=-1) + 1
@@ -293,13 +277,11 @@ class Segments:
 
     @property
     def is_opening(self) -> bool:
-        """Whether no new one may be planned yet: opening the store removes what the index does not
-        know."""
+        """Whether none may be planned yet: opening the store removes what the index lacks."""
         return bool(self._attaching) or self._transfers.count(JobKind.OPEN_HOME) > 0
 
     def hold_up(self, now: float) -> bool:
-        """Whether room is soon to come from a segment that is being made or opened, so that nothing
-        should leave."""
+        """Whether nothing should leave, because a segment is being made or opened."""
         return self.is_opening and now - self._opened_s < _OPENING_S
 
     def plan_new(self, size_class: int, now: float) -> bool:
@@ -348,8 +330,7 @@ class Segments:
         return not failed
 
     def surplus(self) -> list[SegmentSpec]:
-        """Return what to drop, the newest first, where the cap has become smaller than what there
-        is."""
+        """Return what to drop, the newest first, where the cap has become smaller."""
         surplus = []
         for size_class, cap in enumerate(self._layout.class_bytes):
             mine = [spec for spec in self.specs.values() if self.class_of(spec) == size_class]
@@ -392,8 +373,7 @@ class Segments:
             self.drives.wrote(drive, now, "a write failed on some rank" if bad else None)
 
     def learn_reads(self, record: JobRecord, now: float, dropping: Collection[int]) -> None:
-        """Learn from a settled load how the drives are, but for the segments that are being
-        dropped."""
+        """Learn from a settled load how the drives are, but for segments that are dropped."""
         for at, move in enumerate(record.job.moves):
             spec = self.specs.get(move.slots[Tier.NVME].segment) if Tier.NVME in move.slots else None
             if spec is None or spec.segment in dropping:

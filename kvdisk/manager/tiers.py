@@ -131,8 +131,7 @@ class TierSpace:
         """Have ``wanted`` slots by size class free soon, where ``allocate`` evicts nothing."""
 
     def may_get_room(self, size_class: int, *, silent: bool) -> bool:  # noqa: ARG002
-        """Whether ``make_room`` found a way to room when it last tried. ``silent``: no commit is
-        awaited any more."""
+        """Whether ``make_room`` found a way to room. ``silent``: no commit is awaited."""
         return True
 
     def _evictable(self) -> Callable[[int], bool]:
@@ -140,8 +139,7 @@ class TierSpace:
         return self._catalog.evictable_in(self.tier)
 
     def _evict(self, size_class: int, count: int, *, keep_queued: bool = False) -> int:
-        """End up to ``count`` copies; return how many. The others are in use, or wait for their
-        demotion."""
+        """End up to ``count`` copies; the others are in use, or wait for their demotion."""
         evicted = 0
         while evicted < count:
             rows = self._victims(size_class, count - evicted, keep_queued=keep_queued)
@@ -223,8 +221,7 @@ class TierSpace:
             self._orders[size_class].access(alike)
 
     def reached(self, rows: Sequence[int]) -> None:
-        """A request has come to these blocks, which are in some tier; of one chain the tail comes
-        first."""
+        """A request reached these blocks, which are in some tier; the tail of a chain first."""
         states = self._catalog.columns(self.tier).states
         self.access([row for row in rows if states[row] == READY])
 
@@ -283,8 +280,7 @@ class TierSpace:
 
 
 class CpuSpace(TierSpace):
-    """Slots of the arena that every rank has. A slot's segment is its size class. A slot is free at
-    once."""
+    """Slots of the arena that every rank has. A slot's segment is its size class."""
 
     def __init__(self, parts: Parts, slot_counts: Sequence[int], admission: AdmissionPolicy) -> None:
         super().__init__(parts, Tier.CPU, admission)
@@ -293,8 +289,7 @@ class CpuSpace(TierSpace):
                 self.pool.add_segment(size_class, size_class, count)
 
     def allocate(self, size_class: int, count: int, *, keep_queued: bool = False) -> list[Slot]:
-        """Take up to ``count`` slots, evicting where none is free; fewer where the rest is pinned
-        or to be demoted."""
+        """Take up to ``count`` slots, evicting where none is free."""
         self._evict(size_class, count - self.pool.free[size_class], keep_queued=keep_queued)
         return self.pool.allocate(size_class, count)
 

@@ -46,8 +46,7 @@ class WriteBudget:
         return self.is_open
 
     def affords(self, block_bytes: int) -> int:
-        """Return how many blocks of so many bytes over all ranks may be written, as of the last
-        ``refresh``."""
+        """Return how many blocks of so many bytes might be written at the last ``refresh``."""
         return int(self._bytes // block_bytes) if self.is_open else 0
 
     @property
