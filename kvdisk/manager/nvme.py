@@ -209,7 +209,7 @@ class NvmeSpace(TierSpace):
         return self.pool.free_on(size_class, self.segments.writable)
 
     def make_room(self, now: float, wanted: Sequence[int]) -> None:
-        """Have ``wanted`` slots by size class soon: make a segment where the cap allows, or evict."""
+        """Have ``wanted`` slots by size class soon: make a segment if the cap allows, or evict."""
         for size_class, wish in enumerate(wanted):
             total = self.pool.total[size_class]
             if not self.refresh_writable(now) or self.segments.hold_up(now):
