@@ -6,9 +6,8 @@ from __future__ import annotations
 import pytest
 from support.fake_pool import FakePool
 from support.pool_check import check_pool
-from tier_bench import TierBench
 
-from kvdisk.blocks import BlockKey, Tier
+from kvdisk.blocks import BlockKey
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager.admission import AdmitAll
@@ -83,15 +82,3 @@ def test_what_the_next_tier_wants_waits_and_others_leave_as_long_as_there_is_pla
     memory.queue.wanted = {*memory.rows[:6]}
     assert len(memory.cpu.allocate(0, 2)) == 2
     assert (memory.left(), len(memory.queue.rows)) == ({4, 5}, 4)
-
-
-def test_copies_on_nvme_wait_for_a_next_tier_too():
-    bench = TierBench((), (8,), nvme_admission="all")
-    bench.serve("abcdefghijkl")
-    nvme, queue, rows = bench.parts.nvme, Queue(), bench.catalog.rows_in(Tier.NVME)
-    head = next(row for row in rows if bench.catalog.parent(row) is None)
-    second = bench.catalog.columns(Tier.NVME).first_child[head]
-    assert len(rows) > 3
-    nvme.lower, queue.rows, queue.wanted = queue, [head], {second}
-    nvme.make_room(bench.engine.now, [8])
-    assert set(bench.catalog.rows_in(Tier.NVME)) == set(queue.rows) == {head, second}
