@@ -18,12 +18,10 @@ GEOMETRY = Geometry((GroupGeometry(0, 16, 4096),), 1, 16)
 
 
 class Queue:
-    """A tier below that takes up to half of eight copies, of those that are wanted there."""
+    """A tier below that wants nothing but what is queued."""
 
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-        self.wanted: set[int] = set()
-        self.stalls = False
+    stalls = False
+    rows: list[int] = []
 
     def is_queued(self, row: int) -> bool:
         return row in self.rows
@@ -32,15 +30,10 @@ class Queue:
         return len(self.rows)
 
     def keeps(self, row: int) -> bool:
-        kept = row in self.wanted and row not in self.rows and len(self.rows) < 4
-        self.rows += [row] * kept
-        return kept
+        return False
 
     def forget(self, rows) -> None:
         self.rows = [row for row in self.rows if row not in rows]
-
-    def offer(self, rows) -> int:
-        return 0
 
 
 class Memory:
@@ -75,10 +68,3 @@ def test_queued_copies_leave_only_while_none_is_written_and_nothing_else_can(sta
     assert memory.left() == {4, 5, 6, 7}
     assert memory.cpu.allocate(0, 5, keep_queued=True)[4:] == []
     assert len(memory.cpu.allocate(0, 1)) == stalls
-
-
-def test_what_the_next_tier_wants_waits_and_others_leave_as_long_as_there_is_place():
-    memory = Memory()
-    memory.queue.wanted = {*memory.rows[:6]}
-    assert len(memory.cpu.allocate(0, 2)) == 2
-    assert (memory.left(), len(memory.queue.rows)) == ({4, 5}, 4)
