@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from support.fake_pool import FakePool
 from support.pool_check import check_pool
@@ -21,7 +23,7 @@ class Queue:
     """A tier below that wants nothing but what is queued."""
 
     stalls = False
-    rows: list[int] = []
+    rows: Sequence[int] = ()
 
     def is_queued(self, row: int) -> bool:
         return row in self.rows
