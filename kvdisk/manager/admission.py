@@ -39,7 +39,6 @@ class ReuseTable:
         self.now = 0
         self._known = max(1, most - 1)  # one more than these is enough, whoever it is
         self._mask = places - 1
-        self._request = ("", 0)
         self.clear()
 
     def clear(self) -> None:
@@ -52,9 +51,7 @@ class ReuseTable:
     def want(self, keys: Sequence[BlockKey], request_id: str) -> tuple[list[BlockKey], list[int]]:
         """Count a request once per key. Return the keys that others had wanted, and whose counts
         have risen; and of each key's second request how many keys were met since the first."""
-        if request_id != self._request[0]:
-            self._request = (request_id, _tag_of(request_id))
-        request = self._request[1]
+        request = _tag_of(request_id)
         tags, counts, times, requests = self._tags, self._counts, self._times, self._requests
         known, most, mask, now = self._known, self.most, self._mask, self.now
         risen: list[BlockKey] = []

@@ -254,14 +254,16 @@ class Catalog:
         row = self._rows.get(key, NONE)
         if row == NONE:
             if not self._vacant:
+                first = len(self.generations)
                 self._grow(_GROWN_ROWS)
+                self._vacant.extend(range(first + _GROWN_ROWS - 1, first - 1, -1))
             row = self._rows[key] = self._vacant.pop()
             self.keys[row] = key
             self._is_placeholder[row] = True
         return row
 
     def _grow(self, count: int) -> None:
-        """Make vacant rows, a few at a time."""
+        """Make so many more rows."""
         first = len(self.generations)
         if first + count > len(self.keys):
             self.keys.resize(first + count + first // 8, refcheck=False)
@@ -272,14 +274,12 @@ class Catalog:
             columns.grow(count)
         self._presences += bytes([NOWHERE]) * count
         self._is_placeholder += bytes(count)
-        self._vacant.extend(range(first + count - 1, first - 1, -1))
 
     def fill(self, tier: Tier, copies: CommittedCopies, epoch: int) -> None:
         """Take over many blocks as rows 0, 1, ... with a READY copy each; there are no rows yet."""
         assert not self.generations
         count = len(copies.keys)
         self._grow(count)
-        self._vacant = array("i")
         self.keys[:count] = copies.keys
         self._rows = dict(zip(copies.keys, range(count), strict=True))
         assert len(self._rows) == count, "a key twice"
@@ -346,10 +346,6 @@ class Catalog:
         return all(
             columns.states[row] == (READY if other is tier else ABSENT) for other, columns in self._columns.items()
         )
-
-    def is_ready(self, row: int) -> bool:
-        """Whether a row (or -1) can be loaded from some tier now."""
-        return self._presences[row] == READY
 
     def is_coming(self, row: int) -> bool:
         """Whether a row (or -1) can be loaded now, or is being written."""

@@ -116,7 +116,7 @@ def test_what_is_asked_for_again_stays(cold):
 
     def held(text: str) -> list[bool]:
         rows = [catalog.find(make_block_key(text[:end].encode(), 0)) for end in (2, 4)]
-        return [row >= 0 and catalog.is_ready(row) for row in rows]
+        return [catalog.readable_tier(row) is not None for row in rows]
 
     for text in ("aabbx", "ccddx", "eeffx", "gghhx"):
         small.serve(text)
