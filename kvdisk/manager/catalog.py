@@ -13,13 +13,14 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from itertools import repeat
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from kvdisk.blocks import BlockKey, Slot, Tier
+from kvdisk.index.base import BlockColumns
 from kvdisk.manager.events import Journal
 
 NONE: Final = -1
@@ -72,21 +73,6 @@ _NOBODY = BlockKey(b"")
 _GROWN_ROWS = 64
 
 
-class CommittedCopies(NamedTuple):
-    """Columns of blocks whose copies a committed record names, a row each; arrays of one length.
-
-    ``parent_rows``: positions in these columns, or -1. ``other_parents``: by position the parents
-    that are not among them.
-    """
-
-    keys: Sequence[BlockKey]
-    parent_rows: NDArray[np.int32]
-    other_parents: dict[int, BlockKey]
-    generations: NDArray[np.uint64]
-    segments: NDArray[np.uint32]
-    indices: NDArray[np.uint32]
-
-
 class TierColumns:
     """One tier's copies by row. The catalog changes them, and nobody else.
 
@@ -112,14 +98,15 @@ class TierColumns:
         for links in (self.first_child, self.next_child, self._previous_child):
             links.extend(array("i", [NONE]) * count)
 
-    def fill(self, copies: CommittedCopies) -> None:
-        """Make of the rows that there are these READY copies."""
-        self.states[:] = bytes([READY]) * len(copies.keys)
-        np.frombuffer(self.segments, np.uint32)[:] = copies.segments
-        np.frombuffer(self.indices, np.uint32)[:] = copies.indices
-        children = np.flatnonzero(copies.parent_rows != NONE).astype(np.int32)
-        children = children[np.argsort(copies.parent_rows[children], kind="stable")]
-        parents = copies.parent_rows[children]
+    def fill(self, segments: NDArray[np.uint32], indices: NDArray[np.uint32]) -> None:
+        """Make of the rows that there are READY copies in these slots; parents are set."""
+        self.states[:] = bytes([READY]) * len(segments)
+        np.frombuffer(self.segments, np.uint32)[:] = segments
+        np.frombuffer(self.indices, np.uint32)[:] = indices
+        parent_rows = np.array(self._parent_rows, np.int32)
+        children = np.flatnonzero(parent_rows != NONE).astype(np.int32)
+        children = children[np.argsort(parent_rows[children], kind="stable")]
+        parents = parent_rows[children]
         np.frombuffer(self.first_child, np.int32)[parents] = children  # the last of each parent's
         alike = parents[1:] == parents[:-1]
         np.frombuffer(self.next_child, np.int32)[children[1:][alike]] = children[:-1][alike]
@@ -275,23 +262,28 @@ class Catalog:
         self._presences += bytes([NOWHERE]) * count
         self._is_placeholder += bytes(count)
 
-    def fill(self, tier: Tier, copies: CommittedCopies, epoch: int) -> None:
-        """Take over many blocks as rows 0, 1, ... with a READY copy each; there are no rows yet."""
+    def fill(
+        self, tier: Tier, blocks: BlockColumns, parent_rows: NDArray[np.int32], other_parents: dict[int, BlockKey]
+    ) -> None:
+        """Take over many blocks as rows 0, 1, ... with a READY copy each; there are no rows yet.
+
+        ``parent_rows``: by row, or NONE. ``other_parents``: by row those that are not among them.
+        """
         assert not self.generations
-        count = len(copies.keys)
+        count = len(blocks.keys)
         self._grow(count)
-        self.keys[:count] = copies.keys
-        self._rows = dict(zip(copies.keys, range(count), strict=True))
+        self.keys[:count] = blocks.keys
+        self._rows = dict(zip(blocks.keys, range(count), strict=True))
         assert len(self._rows) == count, "a key twice"
-        np.frombuffer(self.generations, np.uint64)[:] = copies.generations
-        np.frombuffer(self.epochs, np.uint64)[:] = epoch
-        np.frombuffer(self.parent_rows, np.int32)[:] = copies.parent_rows
-        parents = copies.parent_rows[copies.parent_rows != NONE]
-        np.frombuffer(self._child_counts, np.uint32)[:] = np.bincount(parents, minlength=count)
-        self._columns[tier].fill(copies)
+        np.frombuffer(self.generations, np.uint64)[:] = blocks.generations
+        np.frombuffer(self.epochs, np.uint64)[:] = blocks.epochs
+        np.frombuffer(self.parent_rows, np.int32)[:] = parent_rows
+        counts = np.bincount(parent_rows[parent_rows != NONE], minlength=count)
+        np.frombuffer(self._child_counts, np.uint32)[:] = counts
+        self._columns[tier].fill(blocks.segments, blocks.indices)
         self._presences[:count] = bytes([READY]) * count
         self.gains += 1
-        for row, parent in copies.other_parents.items():
+        for row, parent in other_parents.items():
             self._follow(row, parent)
             self._columns[tier].link((row,))
 

@@ -57,14 +57,14 @@ class Demotions:
         leaves. Returns how many were queued: not those that are already, nor more than there is
         place for.
         """
-        if not self._lower.status.is_open:
-            return 0
         keys = self._catalog.keys
         above, below = (self._catalog.columns(space.tier).states for space in (self._upper, self._lower))
         wanted = [row for row in rows if above[row] == READY and below[row] == ABSENT]
+        if not wanted or not self._lower.status.is_open:
+            return 0
         if self._neighbours.hints:
             wanted = [row for row in wanted if not self._is_with_neighbour(row)]
-        if wanted and not self._lower.admission.is_open:
+        if not self._lower.admission.is_open:
             wanted = list(compress(wanted, self._lower.admission.admits([keys[row] for row in wanted])))
         return self.enqueue(wanted)
 
@@ -85,8 +85,10 @@ class Demotions:
         """
         if self.offer((row,)):
             return True
-        status, is_absent = self._lower.status, self._catalog.state(row, self._lower.tier) == ABSENT
-        if status.is_open and is_absent and not self._is_with_neighbour(row):
+        if self._catalog.state(row, self._lower.tier) != ABSENT or self._is_with_neighbour(row):
+            return False
+        status = self._lower.status
+        if status.is_open:
             if not self._lower.admission.admits((self._catalog.keys[row],))[0]:
                 self._stats.add("left_blocks.reuse")
             else:

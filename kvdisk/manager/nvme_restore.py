@@ -19,7 +19,7 @@ from kvdisk.blocks import GROUP_BYTES, BlockKey, Slot, Tier
 from kvdisk.device.uses import UsesRecords
 from kvdisk.geometry import FILE_EPOCH, Geometry
 from kvdisk.index.base import BlockColumns, Index, SegmentRecord
-from kvdisk.manager.catalog import NONE, Catalog, CommittedCopies
+from kvdisk.manager.catalog import NONE, Catalog
 from kvdisk.manager.eviction import TailFirst
 from kvdisk.manager.uses import Uses
 
@@ -62,10 +62,7 @@ def restore_blocks(
     )
     if len(stale):
         columns, groups = _only(columns, kept), groups[kept]
-    copies = CommittedCopies(
-        columns.keys, *_find_parents(columns), columns.generations, columns.segments, columns.indices
-    )
-    catalog.fill(Tier.NVME, copies, FILE_EPOCH)
+    catalog.fill(Tier.NVME, columns, *_find_parents(columns))
     uses.fill(columns.generations, known_uses)
     # What was stored or used last leaves last; within a second, a chain's tail (larger generation)
     # leaves first.
