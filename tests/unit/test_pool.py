@@ -17,7 +17,7 @@ STEPS = st.lists(
         st.integers(1, 12),
         st.lists(st.integers(0, 40), max_size=12),
     ),
-    max_size=40,
+    max_size=25,
 )
 DRIVES = {0: 0, 1: 1, 2: 0}
 
