@@ -404,9 +404,12 @@ class Catalog:
         assert not any(map(columns.pins.__getitem__, rows)), "a pinned copy cannot be dropped"
         self._change(rows, tier, ABSENT)
         columns.unlink(rows)
-        states = [each.states for each in self._columns.values()]
+        others = [each.states for each in self._columns.values() if each is not columns]
         for row in rows:
-            if not any(each[row] for each in states):
+            for states in others:
+                if states[row] != ABSENT:
+                    break
+            else:
                 self._vacate(row)
         return slots
 
@@ -452,10 +455,10 @@ class Catalog:
     def _change(self, rows: Iterable[int], tier: Tier, target: int) -> None:
         """Bring copies to a state, and learn what that makes of their blocks' presence."""
         columns, presences = self._columns[tier], self._presences
-        states, hidden = columns.states, columns.hidden
+        states, hidden, legal = columns.states, columns.hidden, BEFORE[target]
         others = [other for other in self._columns.values() if other is not columns]
         for row in rows:
-            assert states[row] in BEFORE[target], f"{CopyState(states[row])!r} to {CopyState(target)!r} in row {row}"
+            assert states[row] in legal, f"{CopyState(states[row])!r} to {CopyState(target)!r} in row {row}"
             states[row] = target
             before, now = presences[row], columns.presence(row) if hidden else _PRESENCE_OF[target]
             for other in others:

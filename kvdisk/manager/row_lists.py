@@ -44,12 +44,19 @@ class RowLists:
 
     def remove(self, rows: Iterable[int]) -> None:
         """Take rows out of their lists; those that are in none are ignored."""
+        olders, newers, numbers, counts, ends = self._older, self._newer, self._number_of, self.counts, self._ends
         for row in self.held(rows):
-            self._unlink(row)
+            older, newer = olders[row + ends], newers[row + ends]
+            newers[older], olders[newer] = newer, older
+            counts[numbers[row]] -= 1
+            numbers[row] = _NO_LIST
 
     def move(self, row: int, number: int) -> None:
         """Make a row that is in a list the newest of another, or of the same."""
-        self._unlink(row)
+        olders, newers, place = self._older, self._newer, row + self._ends
+        older, newer = olders[place], newers[place]
+        newers[older], olders[newer] = newer, older
+        self.counts[self._number_of[row]] -= 1
         self._link(row, number)
 
     def _link(self, row: int, number: int) -> None:
@@ -59,13 +66,6 @@ class RowLists:
         olders[place], newers[place] = newest, number
         self._number_of[row] = number
         self.counts[number] += 1
-
-    def _unlink(self, row: int) -> None:
-        olders, newers, place = self._older, self._newer, row + self._ends
-        older, newer = olders[place], newers[place]
-        newers[older], olders[newer] = newer, older
-        self.counts[self._number_of[row]] -= 1
-        self._number_of[row] = _NO_LIST
 
     def number_of(self, row: int) -> int:
         """Return the list that a row is in."""
