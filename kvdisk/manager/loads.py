@@ -20,8 +20,7 @@ from itertools import compress
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier
 from kvdisk.manager.admission import Demand
-from kvdisk.manager.catalog import ABSENT
-from kvdisk.manager.chains import NONE, TIERS
+from kvdisk.manager.catalog import ABSENT, NONE, TIERS
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.lookup import first_needed, longest_hit
 from kvdisk.manager.neighbours import NeighbourCopies

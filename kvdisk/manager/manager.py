@@ -16,7 +16,7 @@ from kvdisk.blocks import BlockKey, JobId, Tier
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import Neighbours
 from kvdisk.manager.admission import Demand
-from kvdisk.manager.chains import TIERS
+from kvdisk.manager.catalog import TIERS
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.events import Journal
 from kvdisk.manager.jobs import StoreSources, Transfers
@@ -322,7 +322,7 @@ class TierManager:
         """
         if self._stores.has_leftovers(now):
             return True
-        tickets = [space.tickets for space in self._tiers]
+        tickets = [space.status.tickets for space in self._tiers]
         if tickets != self._heard_tickets:
             self._heard_tickets, self._heard_s = tickets, now
         if self._transfers.any_queued:
@@ -333,7 +333,7 @@ class TierManager:
         return (
             len(self._transfers) > 0
             or any(demotions.can_go_on(now, silent=False) for demotions in self._demotions)
-            or any(space.uncommitted for space in self._tiers)
+            or any(space.status.uncommitted for space in self._tiers)
         )
 
 
@@ -348,7 +348,7 @@ class Gauges:
     @property
     def busy(self) -> bool:
         """Whether a job is planned or under way, or a change of the index waits for its commit."""
-        return len(self._transfers) > 0 or any(space.uncommitted for space in self._tiers)
+        return len(self._transfers) > 0 or any(space.status.uncommitted for space in self._tiers)
 
     @property
     def planned_jobs(self) -> int:

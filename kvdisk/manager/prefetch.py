@@ -199,7 +199,7 @@ class Promotions:
         awaited, self._state.prefetch_awaited = self._state.prefetch_awaited, False
         if self._landing is None or awaited or not self._waiting:
             return
-        if not any(space.is_open for space in self._tiers if space is not self._landing):
+        if not any(space.status.is_open for space in self._tiers if space is not self._landing):
             return
         examined = 0
         for request, wanted in list(islice(self._waiting.items(), MOST_SEEN)):

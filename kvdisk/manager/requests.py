@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey, JobId, Tier, make_block_key, make_block_keys
 from kvdisk.geometry import Geometry
-from kvdisk.manager.chains import TIERS
+from kvdisk.manager.catalog import TIERS
 from kvdisk.manager.jobs import MoveDetail
 from kvdisk.manager.lookup import Lookups, first_needed
 from kvdisk.stats import Stats

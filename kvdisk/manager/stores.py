@@ -16,8 +16,7 @@ from typing import NamedTuple
 from kvdisk.blocks import BlockKey, JobId, Slot, group_of
 from kvdisk.geometry import GroupGeometry
 from kvdisk.manager.admission import Demand
-from kvdisk.manager.catalog import ABSENT
-from kvdisk.manager.chains import NONE
+from kvdisk.manager.catalog import ABSENT, NONE
 from kvdisk.manager.jobs import MoveDetail, StoreSources
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import Parts
@@ -183,7 +182,7 @@ class StorePlanner:
         live.
         """
         can_wait = not request.loading and not request.stale
-        if self._target.has_room_soon and can_wait and self._store_policy.waits(request.request_id):
+        if self._target.status.has_room_soon and can_wait and self._store_policy.waits(request.request_id):
             self._left.extend(self._unstored(request))
             self._left_at = -1
         self.restarted(request.request_id)
@@ -367,7 +366,7 @@ class StorePlanner:
         if why is Refusal.NOT_REUSED:
             self._stats.add("refused_blocks.reuse", count)
         else:
-            self._stats.add("refused_blocks.budget" if self._target.is_spent else "refused_blocks.room", count)
+            self._stats.add("refused_blocks.budget" if self._target.status.is_spent else "refused_blocks.room", count)
 
     # -- slots and jobs ------------------------------------------------------------------------
 

@@ -11,6 +11,8 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
+from support.pool_check import check_pool
+
 from kvdisk.blocks import Tier
 from kvdisk.manager.catalog import CopyState
 
@@ -130,7 +132,7 @@ def audit_connector(connector: Any) -> dict[str, Any]:
     catalog = manager._catalog
     rows = list(catalog.rows())
     for space in manager._tiers:
-        space.pool.check()
+        check_pool(space.pool)
     assert not any(catalog.pins(row, tier) for row in rows for tier in (Tier.CPU, Tier.NVME))
     nvme = manager._tiers.get(Tier.NVME)
     assert nvme is None or not (nvme._drops or nvme.segments._attaching or any(nvme.pool.limbo))

@@ -51,14 +51,14 @@ def test_an_idle_engine_rests_and_ends_though_a_commit_hangs(
     request = bench.add("a", PROMPT, max_tokens=4)
     end_s = time.monotonic() + WAIT_S
     nvme = bench.connector.scheduler._parts.nvme
-    while not (request.is_finished() and nvme.uncommitted):
+    while not (request.is_finished() and nvme.status.uncommitted):
         bench.step()
         assert time.monotonic() < end_s
     bench.connector.scheduler._manager._longest_silence_s = 0.1  # from now on, or a slow machine would be taken for it
     while bench.scheduler.has_requests():  # as a pause does, before it completes
         bench.step()
         assert time.monotonic() < end_s, "it steps for ever"
-    assert nvme.uncommitted
+    assert nvme.status.uncommitted
     writes: list[Any] = []
     monkeypatch.setattr(Home, "_write", lambda *arguments, **_: writes.append(arguments))
     engines.close()

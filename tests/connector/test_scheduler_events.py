@@ -17,7 +17,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 from kvdisk.blocks import Tier, make_block_key
 from kvdisk.connector import events, scheduler_side
 from kvdisk.manager import events as journal_room
-from kvdisk.manager.chains import TIERS
+from kvdisk.manager.catalog import TIERS
 from kvdisk.messages import JobKind
 from kvdisk.stats import TIER_WORDS
 
@@ -144,7 +144,7 @@ def test_what_a_start_finds_on_the_drive_is_told_once_and_in_pieces(
     bench = plain.make(nvme=True, events=True)
     request = bench.serve("a", PROMPT)
     plain.close()
-    monkeypatch.setattr(journal_room.Journal.take, "__defaults__", (3,))
+    monkeypatch.setattr(journal_room, "MOST_TAKEN", 3)
     bench = plain.make(nvme=True, events=True)
     assert bench.scheduler.has_requests(), "steps are asked for, until all is told"
     steps = []

@@ -17,8 +17,8 @@ from kvdisk.blocks import Tier
 from kvdisk.device import posix
 from kvdisk.device.base import Op
 from kvdisk.device.batches import Call
+from kvdisk.manager import nvme
 from kvdisk.manager.catalog import CopyState
-from kvdisk.manager.segments import Turns
 
 LONGER_THAN_A_QUARANTINE_S = 61.0
 PROMPTS = [PromptTree()._branch(letter) * 4 for letter in ascii_lowercase[:20]]
@@ -41,8 +41,8 @@ def blocks_by_drive(engine: LiveEngine) -> Counter[int]:
 
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A piece is 16 MiB; here two blocks, so that tiny runs are cut as large ones are."""
-    monkeypatch.setattr(Turns, "of_slots", lambda sizes: Turns([2 for _ in sizes]))
+    """A piece is 16 MiB; here one block, so that tiny runs are cut as large ones are."""
+    monkeypatch.setattr(nvme, "RUN_BYTES", 1)
 
 
 def test_a_drive_that_fails_is_left_alone_and_the_rest_serves_on(

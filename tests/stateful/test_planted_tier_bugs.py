@@ -101,7 +101,8 @@ def head_evicted_before_its_tail(patch: Patch) -> None:
 @shows_in(*on.ON_COMPUTE_SIZES)
 def parent_not_found_again_after_a_gap(patch: Patch) -> None:
     def add(original: Any, self: Catalog, key: BlockKey, *args: Any) -> Any:
-        self._placeholders.pop(key, None)
+        if self.find(key) < 0:
+            self._rows.pop(key, None)
         return original(self, key, *args)
 
     wrap(patch, Catalog, "add", add)

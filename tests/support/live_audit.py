@@ -19,6 +19,7 @@ from kvdisk.geometry import FILE_EPOCH, HEADER_BYTES, Namespace, segment_file_by
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from support.live_engine import STUCK_S, LiveEngine
 from support.live_model import LiveModel
+from support.pool_check import check_pool
 
 SHORT_FLUSH_S = 0.5
 
@@ -65,7 +66,7 @@ def _audit_manager(manager: Any) -> None:
     catalog = manager._catalog
     for tier, space in ((Tier.CPU, manager._tiers.get(Tier.CPU)), (Tier.NVME, manager._tiers.get(Tier.NVME))):
         if space is not None:
-            space.pool.check()
+            check_pool(space.pool)
             assert not [row for row in catalog.rows() if catalog.pins(row, tier)], f"copies stay pinned in {tier.name}"
 
 

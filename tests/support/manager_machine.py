@@ -351,7 +351,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self._advance(LONGEST_QUARANTINE_S)
         for _ in range(PATIENCE_ROUNDS):
             self._round()
-        if self.parts.cpu is not None or (self.parts.nvme is not None and self.parts.nvme.is_open):
+        if self.parts.cpu is not None or (self.parts.nvme is not None and self.parts.nvme.status.is_open):
             self.watch.check_stored()
 
     def _run_until_quiet(self) -> None:

@@ -16,7 +16,7 @@ from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import CopyState
 from kvdisk.manager.demotions import MAX_DEMOTE_JOBS
 from kvdisk.manager.lookup import first_needed
-from kvdisk.manager.pool import SlotPool
+from kvdisk.manager.pool import USED, SlotPool
 from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
 from support.budget_watch import BudgetWatch
 from support.fake_engine import FakeEngine
@@ -24,6 +24,7 @@ from support.fake_ranks import FakeRank
 from support.fake_requests import FakeRequest, Status, key_of, value_of
 from support.manager_parts import ManagerParts, Sizes, WatchedCpuSpace, is_neighbours
 from support.policy_watch import PolicyWatch
+from support.pool_check import check_pool
 from support.read_watch import ReadWatch
 
 _BAD_COPY = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
@@ -78,7 +79,7 @@ class ManagerWatch:
 
     def _is_wanted_on_nvme(self, key: BlockKey) -> bool:
         nvme = self.parts.nvme
-        if nvme is None or not nvme.is_open or self.parts.manager.neighbour_has(key):
+        if nvme is None or not nvme.status.is_open or self.parts.manager.neighbour_has(key):
             return False
         return self._is_admitted(self.sizes.config.nvme_admission, key)
 
@@ -271,13 +272,13 @@ class ManagerWatch:
         parts = self.parts
         for tier, space in ((Tier.CPU, parts.cpu), (Tier.NVME, parts.nvme)):
             if space is not None:
-                space.pool.check()
+                check_pool(space.pool)
                 self._check_slots(tier, space.pool)
         self._check_copies()
         self._check_records()
         self._check_zombies()
         nvme, now = parts.nvme, self.engine.now
-        if nvme is not None and not (len(parts.transfers) or nvme.uncommitted or nvme.refresh_writable(now)):
+        if nvme is not None and not (len(parts.transfers) or nvme.status.uncommitted or nvme.refresh_writable(now)):
             assert not parts.manager.has_pending_work(now), "an idle engine steps although nothing may be written"
         if parts.demotions is not None:
             for size_class, count in enumerate(self.sizes.cpu_slots):
@@ -293,7 +294,8 @@ class ManagerWatch:
             Slot(segment, index)
             for segment in {slot.segment for slot in held} | _segments_of(self.sizes, self.parts, tier)
             if pool.has_segment(segment)
-            for index in pool.used_indices(segment)
+            for index, state in enumerate(pool.states[segment])
+            if state == USED
         }
         assert used == in_service, "a used slot without a copy, or a copy without its slot"
         for total, free, limbo in zip(pool.total, pool.free, pool.limbo, strict=True):

@@ -69,7 +69,7 @@ class PolicyWatch:
         catalog, end = self.parts.catalog, local_tokens
         while end + group.block_tokens <= most:
             key = key_of(request, group, end // group.block_tokens)
-            if key not in saved or not catalog.is_ready(catalog.find(key)):
+            if key not in saved or catalog.readable_tier(catalog.find(key)) is None:
                 break
             end += group.block_tokens
         assert local_tokens + answer >= end, f"{request.id} does not get what was saved of it"

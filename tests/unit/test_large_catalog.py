@@ -16,9 +16,9 @@ from support.manager_parts import ManagerParts, Sizes
 from kvdisk.blocks import JobId, Slot, Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.index.base import BlockColumns
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.catalog import CommittedCopies, CopyState
-from kvdisk.manager.chains import NONE
+from kvdisk.manager.catalog import NONE, CopyState
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.messages import Job, JobKind, Reason, SegmentSpec
 
@@ -36,7 +36,9 @@ def parts():
     numbers = np.arange(COUNT)
     slots = (numbers // IN_SEGMENT).astype(np.uint32), (numbers % IN_SEGMENT).astype(np.uint32)
     heads = np.full(COUNT, NONE, np.int32)
-    made.catalog.fill(Tier.NVME, CommittedCopies(keys, heads, {}, numbers.astype(np.uint64), *slots), 0)
+    nothing = np.zeros(COUNT, np.uint32)
+    blocks = BlockColumns(nothing, keys, *slots, numbers.astype(np.uint64), b"", nothing, nothing)
+    made.catalog.fill(Tier.NVME, blocks, heads, {})
     return made
 
 

@@ -168,5 +168,5 @@ def test_what_is_remembered_is_what_would_be_found(situation, events, span, miss
         assert found == Hits(_longest_hit(*places, coming=False), _longest_hit(*places, coming=True))
         for key in (key for group_keys in all_keys for key in group_keys):
             row = catalog.find(key)
-            assert catalog.is_ready(row) == _is_there(catalog, key, (), coming=False)
+            assert (catalog.readable_tier(row) is not None) == _is_there(catalog, key, (), coming=False)
             assert catalog.is_coming(row) == _is_there(catalog, key, (), coming=True)

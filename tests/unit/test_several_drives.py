@@ -81,7 +81,7 @@ def test_a_drive_that_is_left_alone_does_not_keep_the_others_full():
     served = Served(drives=2, segments=2)
     served.serve("aabbccddx")
     assert served.on_nvme("aabbccdd") == [0, 0, 1, 1]
-    served.parts.nvme.segments.drives.read_failed(1, served.engine.now, hangs=True)
+    served.parts.nvme.segments.drives.read(1, served.engine.now, hangs=True)
     served.serve("eeffx")
     served.steps(4)
     assert served.on_nvme("eeff") == [0, 0]
@@ -105,7 +105,7 @@ def test_nobody_steps_for_a_commit_that_never_ends(full):
     served.serve("aabbx")
     served.commits = False
     served.serve("ccddx")
-    assert served.parts.nvme.uncommitted and bool(served.parts.demotions.count(0)) is full
+    assert served.parts.nvme.status.uncommitted and bool(served.parts.demotions.count(0)) is full
     assert served.manager.has_pending_work(served.engine.now)
     served.engine.now += 1000.0
     assert not served.manager.has_pending_work(served.engine.now)

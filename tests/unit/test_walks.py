@@ -45,7 +45,7 @@ def make_bench() -> TierBench:
 
 def test_demotions_take_from_a_long_backlog_no_more_than_they_move():
     bench = make_bench()
-    while not bench.parts.nvme.has_room(0):
+    while not bench.parts.nvme.free_slots(0):
         bench.parts.nvme.make_room(bench.engine.now, [1])
         bench.step()
     cpu, catalog, demotions = bench.parts.cpu, bench.catalog, bench.parts.demotions
