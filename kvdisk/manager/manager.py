@@ -71,7 +71,7 @@ class TierManager:
         self._neighbours = NeighbourCopies(parts, neighbours)
         self._demotions = [Demotions(parts, *pair, self._neighbours) for pair in tiers.pairs]
         self.gauges = Gauges(parts.transfers, tiers, self._demotions)
-        demand = Demand(store_policy, [space.admission for space in tiers])
+        demand = Demand([space.admission for space in tiers])
         self._sources = StoreSources(parts.context)
         self._threshold = LoadThreshold(parts.config.min_load_tokens, parts.geometry.step_tokens)
         self._hits = HitCounts(parts.geometry, parts.stats, [space.tier for space in tiers])

@@ -17,7 +17,7 @@ from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.prefetch import PendingReads
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.store_policy import Refusal, StorePolicy
+from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind, Reason
 
@@ -96,18 +96,22 @@ class Settlement:
         for tier, rows in written.items():
             self._tiers[tier].learn_writes(record, now)
             self._offer_lower(rows[::-1], tier)
-        for at in sorted(record.failed, reverse=True):
-            detail, key, reason = record.details[at], record.job.moves[at].key, record.failed[at]
+        for reason in record.failed.values():
             if reason is Reason.OVERWRITTEN:
                 self._stats.add("overwritten_blocks")
             elif reason is not Reason.CANCELLED:
                 self._stats.add("failed_stores")
-            # Its slot is free again: only the back-off stands before the next offer.
-            why = (Refusal.NO_ROOM, self._state.released - 1, now)
-            if record.request_id is None:
-                self._store_policy.refuse_free(key, *why)
-            else:
-                self._store_policy.refuse(record.request_id, detail.group, (detail.position,), (key,), *why)
+        if record.failed:
+            # Their slots are free again: only the back-off stands before the next offer.
+            self._refuse(record, self._state.released - 1, now)
+
+    def _refuse(self, record: JobRecord, released: int, now: float) -> None:
+        """Have the blocks of failed moves offered again."""
+        if record.request_id is None:
+            self._store_policy.refuse_free([record.job.moves[at].key for at in record.failed], released, now)
+        else:
+            places = [(record.details[at].group, record.details[at].position) for at in record.failed]
+            self._store_policy.refuse(record.request_id, places, released, now)
 
     def _end_demotion(self, record: JobRecord, now: float, now_s: int) -> None:
         written = self._end_targets(record, now_s)
@@ -170,11 +174,11 @@ class Settlement:
         if request is None:
             return
         request.loading = False
-        for at in sorted(record.failed, reverse=True):
-            detail, key = record.details[at], record.job.moves[at].key
+        for at in record.failed:
+            detail = record.details[at]
             request.limit_loads(detail.position * self._geometry.groups[detail.group].block_tokens)
-            place = (request.request_id, detail.group, (detail.position,))
-            self._store_policy.refuse(*place, (key,), Refusal.NO_ROOM, -1, 0.0)
+        if record.failed:
+            self._refuse(record, -1, 0.0)
 
     def _end_sources(self, record: JobRecord) -> None:
         """Give back the pins of sources that were read well, and note that they were used."""

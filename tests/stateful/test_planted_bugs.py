@@ -167,30 +167,20 @@ BUGS = {
     ),
     # -- stores and their policies --
     "refused block skipped by the watermark": Bug(
-        store_policy, "self._no_room[position] = refusal", "pass", (on.NVME_ONLY, on.NVME_REUSE, on.WINDOW)
+        store_policy,
+        "watermark.frontiers[group] = min(position, watermark.frontiers.get(group, 0))",
+        "pass",
+        (on.NVME_ONLY, on.NVME_REUSE, on.WINDOW),
     ),
     "refused block offered every step": Bug(
-        store_policy, "return released > self.released and now >= self.retry_s", "return True"
+        store_policy, "return released <= self.released or now < self.retry_s", "return False"
     ),
-    "wanted block not offered again": Bug(
-        store_policy, "self._risen.append(position)", "pass", (on.NVME_REUSE, on.REUSE_CPU)
-    ),
-    "unwanted block offered again": Bug(
-        store_policy,
-        "self.unused.update(zip(keys, positions, strict=True))",
-        "self.unused.update(zip(keys, positions, strict=True)); self._risen.extend(positions)",
-        (on.REUSE_CPU,),
-    ),
-    "stored block offered again": Bug(
-        store_policy,
-        "return watermark.candidates(storable, released, now)",
-        "watermark.candidates(storable, released, now); return range(storable)",
-    ),
+    "stored block offered again": Bug(store_policy, "return range(start, storable)", "return range(storable)"),
     "refused free block offered every step": Bug(
         store_policy,
-        "            self._unused[key] = block\n",
-        "            self._due[key] = block\n",
-        (on.SPILLOVER_REUSE,),
+        "if self._refused and not self._back_off.holds(released, now):",
+        "if self._refused:",
+        (on.SPILLOVER,),
     ),
     "free blocks stored and not watched": Bug(
         stores, "if watched:", "if watched and request is not None:", on.SPILLOVER_SIZES

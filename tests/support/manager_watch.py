@@ -54,6 +54,9 @@ class ManagerWatch:
     _stored: set[tuple[str, BlockKey]] = field(default_factory=set)
     """Blocks of live requests that were seen in some tier, or on their way there, since they were
     offered."""
+    _not_admitted: set[tuple[str, BlockKey]] = field(default_factory=set)
+    """Blocks that too few requests had wanted when their request offered them: others store
+    them."""
     _progress: tuple[int, bool] = (0, True)
     _planned_s: float = 0.0
     _bad_copies: set[tuple[BlockKey, int, Tier, Slot | None]] = field(default_factory=set)
@@ -92,6 +95,10 @@ class ManagerWatch:
         needed = int(admission[6:-1]) if "(" in admission else 0 if ":" in admission else by_name[admission]
         return len(self._wants.get(key, set()).union(hopes)) >= needed
 
+    @property
+    def _first_admission(self) -> str:
+        return self.sizes.config.cpu_admission if self.sizes.has_cpu else self.sizes.config.nvme_admission
+
     # -- what the engine saw -------------------------------------------------------------------
 
     def answered(self, request: FakeRequest, local_tokens: int, answer: int | None, now: float) -> None:
@@ -125,9 +132,12 @@ class ManagerWatch:
         if not self.sizes.config.store_decode:
             computed_tokens = min(computed_tokens, request.prompt_tokens)
         for key in self._held_keys(request, computed_tokens):
-            self._wants.setdefault(key, set()).add(request.id)
+            is_new = request.id not in self._wants.setdefault(key, set())
+            self._wants[key].add(request.id)
             if self._is_held(key):
                 self._stored.add((request.id, key))
+            elif is_new and not self._is_admitted(self._first_admission, key):
+                self._not_admitted.add((request.id, key))
 
     def _accepted(self, request_id: str, group: int, position: int) -> None:
         key = key_of(self.engine.requests[request_id], self.sizes.geometry.groups[group], position)
@@ -261,6 +271,7 @@ class ManagerWatch:
         self._policy.reset()
         self.weights[epoch] = weights
         self._stored.clear()
+        self._not_admitted.clear()
         self.reads.reset()
         self._wants.clear()
 
@@ -345,7 +356,6 @@ class ManagerWatch:
             tokens = request.computed
             if not self.sizes.config.store_decode:
                 tokens = min(tokens, request.prompt_tokens)
-            admission = self.sizes.config.cpu_admission if self.sizes.has_cpu else self.sizes.config.nvme_admission
             for key in self._held_keys(request, tokens):
                 group = self.sizes.geometry.groups[group_of(key)]
                 slots = (
@@ -353,8 +363,8 @@ class ManagerWatch:
                 )
                 if slots is not None and (len(key) - 2) // group.block_tokens > slots:
                     continue
-                stored = (request.id, key) in self._stored
-                assert stored or not self._is_admitted(admission, key), f"{key!r} of {request.id} is never stored"
+                stored = (request.id, key) in self._stored | self._not_admitted
+                assert stored, f"{key!r} of {request.id} is never stored"
 
     def check_quiet(self) -> None:
         """Assert what holds when nothing is under way but late moves of settled jobs: invariants 4,

@@ -89,7 +89,7 @@ def test_admission_is_told_who_wants_a_generated_block_before_it_is_asked(place,
 
     admission = Told()
     monkeypatch.setattr(place.planner._target, "admission", admission)
-    monkeypatch.setattr(place.planner._demand, "_first", admission)
+    monkeypatch.setattr(place.planner._demand, "_counting", [admission])
     place.engine.add("a", "aabbccddt", 4)
     for _ in range(4):
         place.step()
