@@ -41,9 +41,9 @@ class JobRecord:
     """A job on its way, or settled. ``request_id``: whose it is, if anybody's.
 
     ``failed``: the failed moves of all ranks, by position. ``sent_s``: when its plan was taken,
-    None: not yet. ``late``: those of the failed moves that ``late_ranks`` ranks reported late,
-    ``released`` of which have taken that back; empty in a settled record of which nothing is late
-    any more. ``ranks``, ``copied``: how many have answered, and read nothing more from the GPU.
+    None: not yet. ``ranks``, ``copied``: how many have answered, and read nothing more from the
+    GPU. ``late``: those of the failed moves that ``late_ranks`` ranks reported late, ``released``
+    of which have taken that back; empty once nothing is late any more.
     """
 
     job: Job
@@ -62,6 +62,16 @@ class JobRecord:
         self.failed.setdefault(position, reason)
 
 
+class Ended(NamedTuple):
+    """What a report has ended. ``copied``: stores of which no rank reads the GPU any more, though
+    they go on. ``settled``: jobs, in the order of their plans. ``released``: zombies: nothing
+    touches the slots of their ``late`` moves any more."""
+
+    copied: list[JobRecord]
+    settled: list[JobRecord]
+    released: list[JobRecord]
+
+
 class Transfers:
     """The table of jobs. ``rank_count`` answers settle a job.
 
@@ -76,8 +86,6 @@ class Transfers:
         self._records: dict[JobId, JobRecord] = {}
         self._counts = dict.fromkeys(JobKind, 0)
         self._zombies: dict[JobId, JobRecord] = {}
-        self._released: list[JobRecord] = []
-        self._copied: list[JobRecord] = []
 
     def __contains__(self, job_id: JobId) -> bool:
         """Whether a job is queued or out."""
@@ -158,13 +166,9 @@ class Transfers:
                 for position in range(len(record.details)):
                     record.fail(position, Reason.CANCELLED)
 
-    def absorb(self, report: Report) -> list[JobRecord]:
-        """Count a report's answers; return the jobs that are settled by it, in the order of their
-        plans.
-
-        A rank that lags can answer a segment's opening in the report in which another answers its
-        drop. ``take_released`` has the zombies that end with it.
-        """
+    def absorb(self, report: Report) -> Ended:
+        """Count a report's answers; return what has ended by it."""
+        ended = Ended([], [], [])
         for job_id, ranks in report.released.items():
             record = self._records.get(job_id) or self._zombies.get(job_id)
             assert record is not None, f"job {job_id} was released more than once per rank, or nothing of it was late"
@@ -172,14 +176,15 @@ class Transfers:
             if job_id in self._zombies:
                 assert record.released <= record.late_ranks
                 if record.released == record.late_ranks:
-                    self._released.append(self._zombies.pop(job_id))
+                    ended.released.append(self._zombies.pop(job_id))
         for job_id, ranks in report.copied.items():
             record = self._records.get(job_id)
             if record is not None:
                 record.copied += ranks
                 if record.copied == self._rank_count:
-                    self._copied.append(record)
-        settled = []
+                    ended.copied.append(record)
+        # In the order of the plans: a rank that lags can answer a segment's opening in the report
+        # in which another answers its drop.
         for job_id, result in sorted(report.results.items(), key=lambda answer: answer[0]):
             record = self._records.get(job_id)
             assert record is not None, f"job {job_id} answered more than once per rank, or never planned"
@@ -190,23 +195,12 @@ class Transfers:
             record.late |= result.late
             record.late_ranks += result.late_ranks
             if record.ranks == self._rank_count:
-                settled.append(self._remove(job_id))
+                ended.settled.append(self._remove(job_id))
                 if record.released == record.late_ranks:
                     record.late.clear()
                 else:
                     self._zombies[job_id] = record
-        return settled
-
-    def take_released(self) -> list[JobRecord]:
-        """Return the zombies that have ended: nothing touches the slots of their ``late`` moves any
-        more."""
-        released, self._released = self._released, []
-        return released
-
-    def take_copied(self) -> list[JobRecord]:
-        """Return the stores of which no rank reads the GPU any more, though they go on."""
-        copied, self._copied = self._copied, []
-        return copied
+        return ended
 
     def _remove(self, job_id: JobId) -> JobRecord:
         record = self._records.pop(job_id)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 
-from kvdisk.blocks import BlockKey, JobId, Tier
+from kvdisk.blocks import JobId, Tier
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import Neighbours
 from kvdisk.manager.admission import Demand
@@ -20,10 +20,10 @@ from kvdisk.manager.chains import TIERS
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.events import Journal
 from kvdisk.manager.jobs import StoreSources, Transfers
-from kvdisk.manager.loads import LoadPlanner, LoadThreshold
+from kvdisk.manager.loads import GpuLoads, LoadPlanner, LoadThreshold
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import Parts
-from kvdisk.manager.prefetch import GpuLoads, PendingReads, Promotions
+from kvdisk.manager.prefetch import Promotions
 from kvdisk.manager.requests import HitCounts, RequestLimits, RequestState
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.store_policy import StorePolicy
@@ -67,7 +67,7 @@ class TierManager:
         self._arrivals = 0
         self._tiers = tiers
         self._heard_tickets = [(0, 0)] * len(tiers)
-        self._reads = reads = PendingReads(GpuLoads(enabled=parts.context.caches))
+        self._gpu_loads = GpuLoads(enabled=parts.context.caches)
         self._neighbours = NeighbourCopies(parts, neighbours)
         self._demotions = [Demotions(parts, *pair, self._neighbours) for pair in tiers.pairs]
         self.gauges = Gauges(parts.transfers, tiers, self._demotions)
@@ -75,9 +75,9 @@ class TierManager:
         self._sources = StoreSources(parts.context)
         self._threshold = LoadThreshold(parts.config.min_load_tokens, parts.geometry.step_tokens)
         self._hits = HitCounts(parts.geometry, parts.stats, [space.tier for space in tiers])
-        self._settlement = Settlement(parts, tiers, store_policy, self._requests, self._neighbours, reads)
-        self._promotions = Promotions(parts, tiers, demand, self._neighbours, reads)
-        self._loads = LoadPlanner(parts, tiers, self._hits, demand, self._neighbours, reads, self._threshold)
+        self._settlement = Settlement(parts, tiers, store_policy, self._requests, self._neighbours, self._gpu_loads)
+        self._promotions = Promotions(parts, tiers, demand, self._neighbours, self._gpu_loads)
+        self._loads = LoadPlanner(parts, tiers, self._hits, demand, self._neighbours, self._gpu_loads, self._threshold)
         self._stores = StorePlanner(
             parts, tiers, store_policy, demand, self._sources, self._neighbours, first_generation
         )
@@ -110,10 +110,6 @@ class TierManager:
         if request.forget_changed_keys(self._geometry):
             self._stores.restarted(request_id)
 
-    def follows(self, request_id: str) -> bool:
-        """Whether the request is followed: kvdisk leaves some alone."""
-        return request_id in self._requests
-
     def request_finished(self, request_id: str) -> bool:
         """Forget a request; return whether its GPU blocks may be freed now: always, since the fence
         protects copies."""
@@ -121,8 +117,7 @@ class TierManager:
         if request is not None:
             self._promotions.leave(request)
             self._stores.finished(request)
-            if request.load_job is not None:
-                self._reads.to_gpu.end(request.load_job)  # the engine does not keep what it brings
+            self._gpu_loads.end(request.load_job)  # the engine does not keep what it brings
         return True
 
     def preempt(self, request_ids: Iterable[str], now: float, overwritten: Collection[int] = ()) -> None:
@@ -141,15 +136,6 @@ class TierManager:
                     self._urgent.append(job_id)
                 if not request.loading and request.most_load_tokens != 0:  # it can have been taken up in this very step
                     self._promotions.enqueue(request, first=True)
-
-    def neighbour_has(self, key: BlockKey) -> bool:
-        """Whether a neighbour is thought to have a block."""
-        return self._neighbours.holds(key, self._neighbours.tier)
-
-    @property
-    def neighbour_segments(self) -> int:
-        """Segments of neighbours that are open for loads."""
-        return self._neighbours.open_count
 
     # -- loads ---------------------------------------------------------------------------------
 
@@ -183,7 +169,7 @@ class TierManager:
     def served_tokens(self, request_id: str) -> dict[Tier, int]:
         """Return how the last planned load of a request divides between the tiers, in tokens."""
         request = self._requests.get(request_id)
-        return dict(request.hit_tokens) if request is not None else {}
+        return {} if request is None else request.hit_tokens
 
     # -- stores --------------------------------------------------------------------------------
 
@@ -206,9 +192,7 @@ class TierManager:
         and whose ids are final. ``block_ids``: the block table by group; a block with id 0 is
         skipped.
         """
-        request = self._requests.get(request_id)
-        if request is not None:
-            self._stores.plan(request, computed_tokens, block_ids, now)
+        self._stores.plan(self._requests[request_id], computed_tokens, block_ids, now)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -236,27 +220,25 @@ class TierManager:
         jobs = self._transfers.take_queued(now)
         if jobs:
             self._heard_s = now
-        self._threshold.stepped(now, step_tokens, jobs)
+        self._threshold.stepped(now, step_tokens)
         urgent, self._urgent = tuple(self._urgent), []
         return Plan(jobs, fence, void, idle and self.has_pending_work(now), urgent)
 
     def settle(self, report: Report, now: float, now_s: int) -> None:
         """Take in what the ranks finished. ``now_s``: seconds since the Unix epoch, for the index's
         records."""
-        found = report.stats
-        if found.counts or found.samples or found.gauges:
-            self.stats.merge(found)
-        records = self._transfers.absorb(report)
+        self.stats.merge(report.stats)
+        ended = self._transfers.absorb(report)
         if report.results or report.released or report.copied:
             self._heard_s = now
-        for record in (*self._transfers.take_copied(), *records):
+        for record in (*ended.copied, *ended.settled):
             if record.job.kind is JobKind.STORE:
                 self._sources.end(record)
-        for record in records:
+        for record in ended.settled:
             self._settlement.settle(record, now, now_s)
             if record.job.kind is JobKind.LOAD:
                 self._threshold.settled(record, now)
-        for record in self._transfers.take_released():
+        for record in ended.released:
             self._settlement.release(record)
 
     def note_invalid_blocks(self, blocks: set[int], report: Report) -> None:
@@ -304,6 +286,7 @@ class TierManager:
             self._sources.end(record)
             self._settlement.cancel(record)
         self._promotions.reset()
+        self._gpu_loads.clear()
         for space in self._tiers:
             space.reset()
         self._catalog.hide_all()

@@ -18,12 +18,12 @@ from kvdisk.stats import Stats
 class StepState:
     """``epoch``: of what is stored now. ``released``: rises when room may have come free.
 
-    ``prefetch_awaited``: whether a scheduled request waits for a prefetch in this step.
+    ``read_awaited``: whether a scheduled request waits in this step for a read into memory.
     """
 
     epoch: int = FILE_EPOCH
     released: int = 0
-    prefetch_awaited: bool = False
+    read_awaited: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,11 @@ Store watermarks are not here: they are the store policy's.
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from kvdisk.blocks import BlockKey, JobId, Tier, make_block_key, make_block_keys
 from kvdisk.geometry import Geometry
@@ -61,7 +63,7 @@ class RequestState:
         self.hashes = hashes
         self.prompt_tokens = prompt_tokens
         self.keys: tuple[list[BlockKey], ...] = tuple([[] for _ in geometry.groups])
-        self.lookups = Lookups(len(self.keys))
+        self.lookups = Lookups()
         self.hash_count = 0
         self.arrival = 0
         self.load_limit_tokens: int | None = None
@@ -118,7 +120,7 @@ class RequestState:
                 for stale in self.keys:
                     stale.clear()
                 self.hash_count = 0
-                self.lookups = Lookups(len(self.keys))
+                self.lookups = Lookups()
                 return True
         return False
 
@@ -178,30 +180,19 @@ class HitCounts:
         asked = self._asked(request) or (local_tokens, end_tokens, external_tokens)
         sources = [detail.source for detail in details]
         blocks = {tier: sources.count(tier) for tier in self._tiers}
-        tokens, left = dict(self._nothing), external_tokens
-        if blocks[self._tiers[0]] < len(details):
-            found = self._tokens_by_tier(local_tokens, details)
-            for tier in reversed(self._tiers[1:]):
-                tokens[tier] = min(found[tier], left)
-                left -= tokens[tier]
-        tokens[self._tiers[0]] = left
+        # A token is of the slowest tier that a block of its groups is in.
+        groups = self._geometry.groups
+        grain = math.gcd(*(group.block_tokens for group in groups))
+        slowest = np.full(external_tokens // grain, self._tiers[0], np.uint8)
+        for detail in details:
+            if detail.source is not None and detail.source is not self._tiers[0]:
+                block_tokens = groups[detail.group].block_tokens
+                first = detail.position * block_tokens - local_tokens
+                part = slowest[max(0, first) // grain : (first + block_tokens) // grain]
+                np.maximum(part, np.uint8(detail.source), out=part)
+        tokens = {tier: int(np.count_nonzero(slowest == tier)) * grain for tier in self._tiers}
         request.hit_tokens = {tier: tokens.get(tier, 0) for tier in TIERS}
         self._count(asked, end_tokens, tokens, blocks)
-
-    def _tokens_by_tier(self, local_tokens: int, details: Sequence[MoveDetail]) -> Counter[Tier]:
-        """Return the tokens of each tier but the fastest: one is of the slowest that a block of its
-        groups is in."""
-        groups, fastest = self._geometry.groups, self._tiers[0]
-        step = min(group.block_tokens for group in groups)
-        slowest: dict[int, Tier] = {}
-        for detail in details:
-            source = detail.source
-            if source is not None and source is not fastest:
-                start = detail.position * groups[detail.group].block_tokens
-                for token in range(max(start, local_tokens), start + groups[detail.group].block_tokens, step):
-                    slowest[token] = max(slowest.get(token, source), source)
-        found: Counter[Tier] = Counter(slowest.values())
-        return Counter({tier: count * step for tier, count in found.items()})
 
     def _count(self, asked: _Asked, hit_end_tokens: int, tokens: dict[Tier, int], blocks: dict[Tier, int]) -> None:
         """Count hits and misses. ``hit_end_tokens``: up to where the request has its KV now."""

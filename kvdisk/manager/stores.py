@@ -348,18 +348,24 @@ class StorePlanner:
         parents = catalog.find_all([offer.parent for offer in wanted if offer.parent is not None])
         tails = [row for row in parents if row != NONE and catalog.is_only_in(target.tier, row)]
         catalog.pin(tails, target.tier)
-        classes = [self._geometry.size_classes[offer.group] for offer in wanted]
+        classes = [self._class_of(offer) for offer in wanted]
         free = {size_class: deque(target.allocate(size_class, count)) for size_class, count in Counter(classes).items()}
         catalog.unpin(tails, target.tier)
-        taken = []
-        for offer, size_class in zip(wanted, classes, strict=True):
-            if not free[size_class]:
-                break
-            taken.append((offer, free[size_class].popleft()))
+        left = Counter({size_class: len(slots) for size_class, slots in free.items()})
+        count = 0
+        while count < len(wanted) and left[classes[count]]:
+            left[classes[count]] -= 1
+            count += 1
+        # Of one group the slots lie beside each other.
+        by_group = sorted(wanted[:count], key=lambda offer: offer.group)
+        taken = [(offer, free[self._class_of(offer)].popleft()) for offer in by_group]
         for size_class, surplus in free.items():
             if surplus:
                 target.give_back(size_class, list(surplus))
         return taken
+
+    def _class_of(self, offer: _Offer) -> int:
+        return self._geometry.size_classes[offer.group]
 
     def _queue(
         self, taken: Sequence[tuple[_Offer, Slot]], request: RequestState | None, *, watched: bool = True

@@ -101,11 +101,11 @@ BUGS = {
     "pins of late moves given back twice": Bug(
         settlement,
         """
-        if not late:
-            self._tiers[tier]""",
+            if not late:
+                spent""",
         """
-        if True:
-            self._tiers[tier]""",
+            if True:
+                spent""",
         pins=True,
     ),
     "pins of late moves never given back": Bug(
@@ -114,11 +114,11 @@ BUGS = {
     "neighbour's segment closed under a late read": Bug(
         settlement,
         """
-            if not late:
-                self._neighbours""",
+        if not late:
+            self._neighbours""",
         """
-            if True:
-                self._neighbours""",
+        if True:
+            self._neighbours""",
         (on.REUSE_CPU, on.NVME_ONLY),
     ),
     "failed promotion left ready": Bug(
@@ -131,12 +131,12 @@ BUGS = {
     ),
     "source of a failed promotion kept": Bug(
         settlement,
-        "if reason in _SOURCE_IS_BAD and (",
-        "if record.job.kind is JobKind.LOAD and reason in _SOURCE_IS_BAD and (",
+        "if self._is_bad(row, tier, reason):",
+        "if record.job.kind is JobKind.LOAD and self._is_bad(row, tier, reason):",
         on.QUEUE_SIZES,
     ),
     # -- loads and reading ahead --
-    "load without a pin": Bug(loads, "catalog.pin(rows, tier)", "pass", pins=True),
+    "read without a pin": Bug(loads, "catalog.pin((row,), source)", "pass", (on.ONE_GROUP, *on.QUEUE_SIZES), pins=True),
     "waiting for an answer without end": Bug(loads, "if not self._is_over(request, now):", "if True:"),
     "waiting for a load without end": Bug(
         loads,
@@ -145,25 +145,28 @@ BUGS = {
         (on.NVME_ONLY, on.QUEUE_WINDOW),
     ),
     "neighbour's block kept under a generation of its own": Bug(
-        loads, "catalog.add(block.key, block.generation,", "catalog.add(block.key, block.generation + 1,"
+        loads, "catalog.add(read.key, read.generation,", "catalog.add(read.key, read.generation + 1,"
     ),
     "lookup remembered after an eviction": Bug(
-        lookup, "losses = (catalog.losses, hint_changes)", "losses = (0, hint_changes)", (on.ONE_GROUP,)
+        lookup,
+        "held = (local_tokens, catalog.losses, hint_changes)",
+        "held = (local_tokens, 0, hint_changes)",
+        (on.ONE_GROUP,),
     ),
-    "promotion without a pin": Bug(prefetch, "catalog.pin((row,), source)", "pass", on.QUEUE_SIZES, pins=True),
     "reading ahead without bound": Bug(
-        prefetch, "total // PREFETCH_DIVISOR for total", "total for total", on.QUEUE_SIZES
+        prefetch, "total[size_class] // PREFETCH_DIVISOR", "total[size_class]", on.QUEUE_SIZES
     ),
     "reading ahead for those that run": Bug(prefetch, "self._waiting.pop(request, None)", "pass", on.QUEUE_SIZES),
-    "slots ahead never given back": Bug(prefetch, "self._taken[size_class] -= count", "pass", on.QUEUE_SIZES),
-    "reading ahead what the tier refuses": Bug(
-        prefetch, "if self._landing.admission.admits((key,))[0]:", "if True:", (on.QUEUE_REUSE,)
+    "slots ahead never given back": Bug(
+        prefetch, "self._taken.subtract(self._ahead.pop(request.request_id, Counter()))", "pass", on.QUEUE_SIZES
     ),
-    "block read a second time": Bug(prefetch, "return kind", "return None", on.QUEUE_SIZES),
-    "read that has ended still waited for": Bug(prefetch, "del rows_of[key]", "pass", on.QUEUE_SIZES),
-    "block loaded a second time": Bug(prefetch, "if self._enabled:", "if False:", (on.NVME_ONLY,)),
+    "reading ahead what the tier refuses": Bug(
+        prefetch, "if self._landing.admission.admits((read.key,))[0]:", "if True:", (on.QUEUE_REUSE,)
+    ),
+    "block read a second time": Bug(loads, "states[row] == WRITING", "False", on.QUEUE_SIZES),
+    "block loaded a second time": Bug(loads, "if self._enabled:", "if False:", (on.NVME_ONLY,)),
     "load that has ended still waited for": Bug(
-        prefetch, "job = self._jobs.pop(job_id, None)", "job = None", on.QUEUE_SIZES
+        loads, "job = self._jobs.pop(job_id, None)", "job = None and self._jobs", on.QUEUE_SIZES
     ),
     # -- stores and their policies --
     "refused block skipped by the watermark": Bug(

@@ -81,7 +81,7 @@ class ManagerWatch:
 
     def _is_wanted_on_nvme(self, key: BlockKey) -> bool:
         nvme = self.parts.nvme
-        if nvme is None or not nvme.is_open or self.parts.manager.neighbour_has(key):
+        if nvme is None or not nvme.is_open or self.parts.neighbour_has(key):
             return False
         return self._is_admitted(self.sizes.config.nvme_admission, key)
 
@@ -125,7 +125,7 @@ class ManagerWatch:
         have the block."""
         row, catalog = self.parts.catalog.find(key), self.parts.catalog
         own = row >= 0 and (catalog.readable(row, Tier.CPU) or catalog.readable(row, Tier.NVME))
-        return own or self.parts.manager.neighbour_has(key)
+        return own or self.parts.neighbour_has(key)
 
     def offered(self, request: FakeRequest, computed_tokens: int) -> None:
         """Note which of the request's blocks some tier has or gets."""
@@ -155,7 +155,7 @@ class ManagerWatch:
     def _is_held(self, key: BlockKey) -> bool:
         """Whether a tier has or gets a block, or, without a CPU tier, another home is thought to
         have it."""
-        if not self.sizes.has_cpu and self.parts.manager.neighbour_has(key):
+        if not self.sizes.has_cpu and self.parts.neighbour_has(key):
             return True
         row, catalog = self.parts.catalog.find(key), self.parts.catalog
         return row >= 0 and any(
@@ -373,7 +373,7 @@ class ManagerWatch:
         zombies = self._zombie_pins()
         assert len(parts.transfers) == 0 and not self._jobs, "a job is out"
         self.reads.check_quiet()
-        assert self._late or not parts.manager.neighbour_segments, "another home's segment stays open"
+        assert self._late or not parts.manager._neighbours.open_count, "another home's segment stays open"
         for row in catalog.rows():
             for tier in (Tier.CPU, Tier.NVME):
                 state = catalog.state(row, tier)

@@ -143,7 +143,7 @@ EVENTS = st.one_of(
 def test_what_is_remembered_is_what_would_be_found(situation, events, span, missing):
     geometry, states, local, limit = situation
     all_keys = _keys(geometry)
-    catalog, lookups = _catalog(states, all_keys), Lookups(len(all_keys))
+    catalog, lookups = _catalog(states, all_keys), Lookups()
     keys = [group_keys[: max(4, BLOCKS - missing)] for group_keys in all_keys]
     elsewhere, changes = frozenset(), 0
     for name, *event in events:

@@ -127,18 +127,20 @@ def test_each_wait_has_its_own_bound():
     """One that waits for GPU memory meets reads again and again; the engine could have taken its
     hit in between."""
     queue = Queue(lookup_wait_s=2.0)
-    manager, reads = queue.parts.manager, queue.parts.manager._promotions._reads
-    request, key = queue.add(PROMPTS[0]), keys_of(PROMPTS[0])[1]
-    row = queue.parts.catalog.find(key)
+    manager, request = queue.parts.manager, queue.add(PROMPTS[0])
 
     def looked_up(seconds: float) -> int | None:
         return manager.lookup(request.id, 0, len(request.tokens), 5000.0 + seconds)
 
-    reads.begin(JobKind.LOAD, (key,), (row,))
+    queue.promoted(work=False)
     assert [looked_up(seconds) for seconds in (0.0, 1.9)] == [None, None]
-    reads.end(JobKind.LOAD, (key,), (row,))
+    queue.work()
+    queue.step()
     assert looked_up(1.95) == 8
-    reads.begin(JobKind.PROMOTE, (key,), (row,))
+    for key in keys_of(PROMPTS[0]):
+        queue.parts.cpu.discard(queue.parts.catalog.find(key))  # type: ignore[union-attr]
+    manager._promotions.enqueue(manager._requests[request.id])
+    queue.promoted(work=False)
     assert [looked_up(seconds) for seconds in (2.5, 4.4)] == [None, None]
     assert looked_up(4.6) == 8
     assert manager.stats["wait_timeouts"] == 1
