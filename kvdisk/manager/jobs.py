@@ -57,10 +57,6 @@ class JobRecord:
     released: int = 0
     copied: int = 0
 
-    def fail(self, position: int, reason: Reason) -> None:
-        """Note that a move failed, for the first reason that is heard of."""
-        self.failed.setdefault(position, reason)
-
 
 class Ended(NamedTuple):
     """What a report has ended. ``copied``: stores of which no rank reads the GPU any more, though
@@ -140,13 +136,13 @@ class Transfers:
     def cancel_queued(self) -> list[JobRecord]:
         """Take back the jobs that no plan has carried yet. Jobs of files and loads stay: somebody
         waits for them."""
-        cancelled = [job.id for job in self._queued if job.kind in _CANCELLABLE]
-        self._queued = [job for job in self._queued if job.kind not in _CANCELLABLE]
-        return [self._remove(job_id) for job_id in cancelled]
+        queued = self._queued
+        self._queued = [job for job in queued if job.kind not in _CANCELLABLE]
+        return [self._remove(job.id) for job in queued if job.kind in _CANCELLABLE]
 
-    def sent_loads(self) -> tuple[JobId, ...]:
+    def sent_loads(self) -> list[JobId]:
         """Return the loads that are queued or out."""
-        return tuple(job_id for job_id, record in self._records.items() if record.job.kind is _LOAD)
+        return [job_id for job_id, record in self._records.items() if record.job.kind is _LOAD]
 
     def failed_load_blocks(self, report: Report) -> set[int]:
         """Return the GPU blocks that the loads in a report, which is not absorbed yet, have failed
@@ -164,7 +160,7 @@ class Transfers:
         for record in self._records.values():
             if record.job.kind is _STORE:
                 for position in range(len(record.details)):
-                    record.fail(position, Reason.CANCELLED)
+                    record.failed.setdefault(position, Reason.CANCELLED)
 
     def absorb(self, report: Report) -> Ended:
         """Count a report's answers; return what has ended by it."""
@@ -191,7 +187,7 @@ class Transfers:
             record.ranks += result.ranks
             assert record.ranks <= self._rank_count
             for position, reason in result.failed.items():
-                record.fail(position, reason)
+                record.failed.setdefault(position, reason)
             record.late |= result.late
             record.late_ranks += result.late_ranks
             if record.ranks == self._rank_count:
@@ -237,8 +233,7 @@ class StoreSources:
     def end(self, record: JobRecord) -> None:
         """The job's copies out of the GPU have ended on every rank, or will never begin."""
         self._note_reused()
-        if self._reused:
-            self._reused = [(block, other) for block, other in self._reused if other is not record]
+        self._reused = [(block, other) for block, other in self._reused if other is not record]
         mine = [move.block for move in record.job.moves if self._records.get(move.block) is record]
         for block in mine:
             del self._records[block]
@@ -252,15 +247,14 @@ class StoreSources:
         copied.
         """
         self._note_reused()
-        found: dict[JobId, None] = {}
+        found = tuple(dict.fromkeys(record.job.id for _, record in self._reused))
         for block, record in self._reused:
             if block in overwritten:
                 for position, move in enumerate(record.job.moves):
                     if move.block == block:
-                        record.fail(position, Reason.OVERWRITTEN)
-            found[record.job.id] = None
+                        record.failed.setdefault(position, Reason.OVERWRITTEN)
         self._reused = []
-        return tuple(found)
+        return found
 
     def _note_reused(self) -> None:
         for block in self._context.take_reused():

@@ -25,7 +25,7 @@ from kvdisk.manager.chains import NONE
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.lookup import Lookups, first_needed
 from kvdisk.manager.neighbours import NeighbourCopies
-from kvdisk.manager.parts import Parts
+from kvdisk.manager.parts import Parts, Room
 from kvdisk.manager.requests import HitCounts, RequestState
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import Job, JobKind, Move
@@ -174,12 +174,11 @@ class Read:
         return MoveDetail(self.row, self.group, self.position, self.source, self.target)
 
 
-class Reader:
+class Reader(Room):
     """Takes hold of what is read, and begins the copies in memory that reads leave."""
 
     def __init__(self, parts: Parts, tiers: Tiers, neighbours: NeighbourCopies) -> None:
-        self._catalog = parts.catalog
-        self._state = parts.state
+        super().__init__(parts)
         self._landing = tiers.landing
         self._neighbours = neighbours
 
@@ -209,7 +208,7 @@ class Reader:
         catalog.begin([read.row for read in reads], landing.tier, slots)
 
 
-class LoadPlanner:
+class LoadPlanner(Room):
     """Answers lookups and plans loads."""
 
     def __init__(
@@ -222,12 +221,7 @@ class LoadPlanner:
         gpu_loads: GpuLoads,
         threshold: LoadThreshold,
     ) -> None:
-        self._config = parts.config
-        self._geometry = parts.geometry
-        self._catalog = parts.catalog
-        self._transfers = parts.transfers
-        self._stats = parts.stats
-        self._state = parts.state
+        super().__init__(parts)
         self._tiers = tiers
         self._hits = hits
         self._demand = demand
@@ -238,14 +232,14 @@ class LoadPlanner:
 
     def lookup(self, request: RequestState, local_tokens: int, total_tokens: int, now: float) -> int | None:
         """See ``TierManager.lookup``."""
-        if request.most_load_tokens == 0:
+        if request.limits.most_load_tokens == 0:
             return 0
-        request.update_keys(self._geometry)
+        request.update_keys()
         limit = total_tokens - 1
         if request.load_limit_tokens is not None:
             limit = min(limit, request.load_limit_tokens)
-        if request.most_load_tokens is not None:
-            limit = min(limit, local_tokens + request.most_load_tokens)
+        if request.limits.most_load_tokens is not None:
+            limit = min(limit, local_tokens + request.limits.most_load_tokens)
         self._neighbours.refresh(request, now)
         hints = self._neighbours.usable_hints
         hit, coming = request.lookups.hits(

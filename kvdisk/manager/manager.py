@@ -22,9 +22,9 @@ from kvdisk.manager.events import Journal
 from kvdisk.manager.jobs import StoreSources, Transfers
 from kvdisk.manager.loads import GpuLoads, LoadPlanner, LoadThreshold
 from kvdisk.manager.neighbours import NeighbourCopies
-from kvdisk.manager.parts import Parts
+from kvdisk.manager.parts import Parts, Room
 from kvdisk.manager.prefetch import Promotions
-from kvdisk.manager.requests import HitCounts, RequestLimits, RequestState
+from kvdisk.manager.requests import NO_LIMITS, HitCounts, RequestLimits, RequestState
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.stores import StorePlanner
@@ -36,7 +36,7 @@ LONGEST_SILENCE = 4
 a drive hangs."""
 
 
-class TierManager:
+class TierManager(Room):
     """See the module.
 
     ``first_generation``: larger than any that this engine's store has seen.
@@ -51,11 +51,7 @@ class TierManager:
         first_generation: int,
         neighbours: Neighbours | None = None,
     ) -> None:
-        self._parts = parts
-        self._geometry = parts.geometry
-        self._catalog = parts.catalog
-        self._transfers = parts.transfers
-        self._state = parts.state
+        super().__init__(parts)
         self.stats = parts.stats
         self._requests: dict[str, RequestState] = {}
         self._urgent: list[JobId] = []
@@ -85,18 +81,17 @@ class TierManager:
     # -- requests ------------------------------------------------------------------------------
 
     def new_request(
-        self, request_id: str, hashes: Sequence[bytes], prompt_tokens: int, limits: RequestLimits | None = None
+        self, request_id: str, hashes: Sequence[bytes], prompt_tokens: int, limits: RequestLimits = NO_LIMITS
     ) -> None:
         """Follow a request from now on, and ask the neighbours for what is missing of its prompt.
 
         ``hashes`` is the engine's growing list, read at each call.
         """
-        request = RequestState(request_id, hashes, prompt_tokens, self._geometry, limits)
-        self._requests[request_id] = request
         self._arrivals += 1
-        request.arrival = self._arrivals
-        request.update_keys(self._geometry)
-        if request.most_load_tokens != 0:
+        request = RequestState(request_id, hashes, prompt_tokens, self._geometry, limits, self._arrivals)
+        self._requests[request_id] = request
+        request.update_keys()
+        if request.limits.most_load_tokens != 0:
             self._neighbours.ask(request)
             self._promotions.enqueue(request)
 
@@ -104,11 +99,10 @@ class TierManager:
         """Take in a session's new prompt: its last answer is a part of it, less that answer's last
         token."""
         request = self._requests.get(request_id)
-        if request is None:
-            return
-        request.prompt_tokens = prompt_tokens
-        if request.forget_changed_keys(self._geometry):
-            self._stores.restarted(request_id)
+        if request is not None:
+            request.prompt_tokens = prompt_tokens
+            if request.forget_changed_keys():
+                self._stores.restarted(request_id)
 
     def request_finished(self, request_id: str) -> bool:
         """Forget a request; return whether its GPU blocks may be freed now: always, since the fence
@@ -134,7 +128,9 @@ class TierManager:
                 job_id = self._stores.save(request, overwritten, now)
                 if job_id is not None:
                     self._urgent.append(job_id)
-                if not request.loading and request.most_load_tokens != 0:  # it can have been taken up in this very step
+                if (
+                    not request.loading and request.limits.most_load_tokens != 0
+                ):  # it can have been taken up in this very step
                     self._promotions.enqueue(request, first=True)
 
     # -- loads ---------------------------------------------------------------------------------
@@ -199,8 +195,7 @@ class TierManager:
     def take_plan(
         self, now: float, *, idle: bool, step_tokens: int = 0, now_s: int = 0, overwritten: Collection[int] = ()
     ) -> Plan:
-        """Return the step's plan: what was decided since the last one, stores of free blocks,
-        demotions, promotions.
+        """Return the step's plan.
 
         ``step_tokens``: what the step computes; 0: not known, and nothing is learnt from it.
         ``now_s``: seconds since the Unix epoch, for the uses of blocks; 0: as before.
@@ -281,7 +276,7 @@ class TierManager:
         self._neighbours.stop()
         self._stores.reset()
         self._urgent.clear()
-        self._void = list(self._transfers.sent_loads())
+        self._void = self._transfers.sent_loads()
         for record in self._transfers.cancel_queued():
             self._sources.end(record)
             self._settlement.cancel(record)
@@ -303,20 +298,15 @@ class TierManager:
         Not for zombies, nor where jobs and commits have been silent for long: a drive or a file
         system that never answers must not keep an idle engine stepping.
         """
-        if self._stores.has_leftovers(now):
-            return True
         tickets = [space.tickets for space in self._tiers]
         if tickets != self._heard_tickets:
             self._heard_tickets, self._heard_s = tickets, now
-        if self._transfers.any_queued:
-            return True
         silent = now - self._heard_s >= self._longest_silence_s
-        if silent:
-            return any(demotions.can_go_on(now, silent=True) for demotions in self._demotions)
         return (
-            len(self._transfers) > 0
-            or any(demotions.can_go_on(now, silent=False) for demotions in self._demotions)
-            or any(space.uncommitted for space in self._tiers)
+            self._stores.has_leftovers(now)
+            or self._transfers.any_queued
+            or any(demotions.can_go_on(now, silent=silent) for demotions in self._demotions)
+            or (not silent and self.gauges.busy)
         )
 
 
@@ -330,17 +320,16 @@ class Gauges:
 
     @property
     def busy(self) -> bool:
-        """Whether a job is planned or under way, or a change of the index waits for its commit."""
+        """Whether a job, or a commit of the index, is under way."""
         return len(self._transfers) > 0 or any(space.uncommitted for space in self._tiers)
 
     @property
     def planned_jobs(self) -> int:
-        """Jobs that were ever planned. While there are no new ones, and the engine is not busy, no
-        gauge changes."""
+        """Jobs that were ever planned. Without new ones, nor busy, no gauge changes."""
         return self._transfers.planned
 
     def read(self) -> dict[str, float]:
-        """Return every gauge that there is, by series, but for those of the engine's own blocks."""
+        """Return every gauge, by series."""
         count = self._transfers.count
         moves = (JobKind.STORE, JobKind.LOAD, JobKind.DEMOTE, JobKind.PROMOTE)
         found: dict[str, float] = {f"queued_jobs.{kind.name.lower()}": count(kind) for kind in moves}

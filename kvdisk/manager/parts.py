@@ -42,3 +42,16 @@ class Parts:
     def make(cls, config: Config, geometry: Geometry, context: SchedulerContext) -> Parts:
         """Return the parts of a new manager."""
         return cls(config, geometry, context, Catalog(), Transfers(geometry.rank_count))
+
+
+class Room:
+    """What the rooms that requests go through have at hand: the parts by their names."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._config = parts.config
+        self._geometry = parts.geometry
+        self._context = parts.context
+        self._catalog = parts.catalog
+        self._transfers = parts.transfers
+        self._stats = parts.stats
+        self._state = parts.state

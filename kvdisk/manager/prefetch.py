@@ -16,7 +16,7 @@ from kvdisk.manager.catalog import ABSENT, READY
 from kvdisk.manager.loads import GpuLoads, Read, Reader
 from kvdisk.manager.lookup import Lookups, Reachable, first_needed
 from kvdisk.manager.neighbours import NeighbourCopies
-from kvdisk.manager.parts import Parts
+from kvdisk.manager.parts import Parts, Room
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind
@@ -35,7 +35,7 @@ _Wanted = deque[Read]
 """A waiting request's blocks to be read ahead, in the order of its prompt."""
 
 
-class Promotions:
+class Promotions(Room):
     """Reads ahead for the requests that wait, in order of arrival. Does nothing without a slower
     tier, or if told so.
 
@@ -45,11 +45,7 @@ class Promotions:
     def __init__(
         self, parts: Parts, tiers: Tiers, demand: Demand, neighbours: NeighbourCopies, gpu_loads: GpuLoads
     ) -> None:
-        self._geometry = parts.geometry
-        self._context = parts.context
-        self._catalog = parts.catalog
-        self._transfers = parts.transfers
-        self._state = parts.state
+        super().__init__(parts)
         self._tiers = tiers
         self._landing = tiers.landing if parts.config.prefetch and len(tiers) > 1 else None
         self._demand = demand
@@ -112,7 +108,7 @@ class Promotions:
         """Return what of a request's hit is to be read ahead; what the CPU tier has of it counts as
         used."""
         assert self._landing is not None
-        request.update_keys(self._geometry)
+        request.update_keys()
         known = max(request.prompt_tokens, len(request.hashes) * self._geometry.hash_tokens)
         limit = known - 1 if request.load_limit_tokens is None else min(known - 1, request.load_limit_tokens)
         catalog, source = self._catalog, Reachable(self._catalog, self._neighbours.usable_hints)
@@ -134,7 +130,9 @@ class Promotions:
             return deque()
         self._landing.access(held[::-1])  # or reading ahead would make room by letting just these leave
         found.sort(key=lambda place: place[0])
-        end_tokens = found[0][0] + request.most_load_tokens if request.most_load_tokens is not None else hit
+        end_tokens = (
+            found[0][0] + request.limits.most_load_tokens if request.limits.most_load_tokens is not None else hit
+        )
         return deque(read for start_tokens, read in found if start_tokens < end_tokens)
 
     def _is_wanted(self, key: BlockKey) -> bool:

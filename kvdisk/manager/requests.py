@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -32,64 +33,65 @@ class RequestLimits(NamedTuple):
     store_limit_tokens: int | None = None
 
 
+NO_LIMITS = RequestLimits()
+
+_Asked = tuple[int, int, int]
+"""A lookup, in tokens: what the GPU had, where the longest hit would have ended, what was promised
+beyond the GPU's."""
+
+
+@dataclass(eq=False, slots=True)
 class RequestState:
     """One request between ``new_request`` and ``request_finished``.
 
     ``hashes``: the engine's own growing list of block hashes, one per ``hash_tokens``; read only.
-    ``hash_count``: how many of them are in ``keys``. ``lookups``: what was found of them.
-    ``arrival``: its number in order of arrival. ``load_limit_tokens``: no external hit reaches
-    beyond this any more, because a load failed there. ``most_load_tokens``, ``store_limit_tokens``:
-    what its user allows: so many tokens to load beyond those on the GPU, and to store up to this
-    one; None: no limit. ``load_job``: its last load. ``awaited_load``: another's, for whose blocks
-    it waits, or has waited. ``stale``: what it has computed is of weights that are gone, and
-    nothing of it is stored; until it starts again. ``question``: ticket of what the neighbours were
-    asked, 0: nothing; ``asked_s``: when it was first looked up, or they were asked again.
-    ``hit_tokens``: of the last planned load, by the tier they come from. ``asked``: the last
-    lookup, until it is known what came of it: what the GPU had of its own, a bound of the hit, and
-    what was promised beyond the former, in tokens. ``waited_since_s``: when the wait that goes on
-    began.
+    ``keys``: by group, of the first ``hash_count`` of them. ``arrival``: its number in order of
+    arrival. ``stale``: what it has computed is of weights that are gone, and nothing of it is
+    stored; until it starts again.
     """
 
-    def __init__(
-        self,
-        request_id: str,
-        hashes: Sequence[bytes],
-        prompt_tokens: int,
-        geometry: Geometry,
-        limits: RequestLimits | None = None,
-    ) -> None:
-        most_load_tokens, store_limit_tokens = limits or RequestLimits()
-        self.request_id = request_id
-        self.hashes = hashes
-        self.prompt_tokens = prompt_tokens
-        self.keys: tuple[list[BlockKey], ...] = tuple([[] for _ in geometry.groups])
-        self.lookups = Lookups()
-        self.hash_count = 0
-        self.arrival = 0
-        self.load_limit_tokens: int | None = None
-        self.most_load_tokens = most_load_tokens
-        self.store_limit_tokens = store_limit_tokens
-        self.wait_started_s: float | None = None
-        self.gave_up_waiting = False
-        self.loading = False
-        self.load_job: JobId | None = None
-        self.awaited_load: JobId | None = None
-        self.stale = False
-        self.question = 0
-        self.asked_s: float | None = None
-        self.hit_tokens: dict[Tier, int] = {}
-        self.asked: tuple[int, int, int] | None = None
-        self.waited_since_s: float | None = None
+    request_id: str
+    hashes: Sequence[bytes]
+    prompt_tokens: int
+    geometry: Geometry
+    limits: RequestLimits = NO_LIMITS
+    arrival: int = 0
+    keys: tuple[list[BlockKey], ...] = ()
+    hash_count: int = 0
+    stale: bool = False
+    lookups: Lookups = field(default_factory=Lookups)
+    load_limit_tokens: int | None = None
+    """No external hit reaches beyond this any more, because a load failed there; None: any may."""
+    loading: bool = False
+    load_job: JobId | None = None
+    """Its last load."""
+    awaited_load: JobId | None = None
+    """Another's, for whose blocks it waits, or has waited."""
+    wait_started_s: float | None = None
+    gave_up_waiting: bool = False
+    question: int = 0
+    """Ticket of what the neighbours were asked; 0: nothing."""
+    asked_s: float | None = None
+    """When it was first looked up, or they were asked again."""
+    hit_tokens: dict[Tier, int] = field(default_factory=dict)
+    """Of the last planned load, by the tier they come from."""
+    asked: _Asked | None = None
+    """The last lookup, until it is known what came of it."""
+    waited_since_s: float | None = None
+    """When the wait that goes on began, whatever for."""
 
-    def update_keys(self, geometry: Geometry) -> None:
+    def __post_init__(self) -> None:
+        self.keys = tuple([[] for _ in self.geometry.groups])
+
+    def update_keys(self) -> None:
         """Extend ``keys`` to what the engine has hashed by now: one key per full block and
         group."""
         if len(self.hashes) == self.hash_count:
             return
         self.hash_count = len(self.hashes)
-        for group, keys in zip(geometry.groups, self.keys, strict=True):
+        for group, keys in zip(self.geometry.groups, self.keys, strict=True):
             # Each hash covers its whole prefix, so the last one inside a block names the block.
-            scale = group.block_tokens // geometry.hash_tokens
+            scale = group.block_tokens // self.geometry.hash_tokens
             hashes = self.hashes[(len(keys) + 1) * scale - 1 : self.hash_count : scale]
             keys.extend(make_block_keys(hashes, group.group))
 
@@ -109,13 +111,13 @@ class RequestState:
             self.awaited_load = job_id
             self.may_wait_again()
 
-    def forget_changed_keys(self, geometry: Geometry) -> bool:
+    def forget_changed_keys(self) -> bool:
         """Drop all keys where the engine has hashed the prompt anew; return whether it has.
 
         Each hash covers its whole prefix, so the last key of a group speaks for those before it.
         """
-        for group, keys in zip(geometry.groups, self.keys, strict=True):
-            last = len(keys) * (group.block_tokens // geometry.hash_tokens) - 1
+        for group, keys in zip(self.geometry.groups, self.keys, strict=True):
+            last = len(keys) * (group.block_tokens // self.geometry.hash_tokens) - 1
             if keys and (last >= len(self.hashes) or make_block_key(self.hashes[last], group.group) != keys[-1]):
                 for stale in self.keys:
                     stale.clear()
@@ -123,11 +125,6 @@ class RequestState:
                 self.lookups = Lookups()
                 return True
         return False
-
-
-_Asked = tuple[int, int, int]
-"""A lookup, in tokens: what the GPU had, where the longest hit would have ended, what was promised
-beyond the GPU's."""
 
 
 class HitCounts:

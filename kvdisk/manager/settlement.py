@@ -15,7 +15,7 @@ from kvdisk.manager.catalog import READY
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.loads import GpuLoads
 from kvdisk.manager.neighbours import NeighbourCopies
-from kvdisk.manager.parts import Parts
+from kvdisk.manager.parts import Parts, Room
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.tiers import Tiers
@@ -26,7 +26,7 @@ _SOURCE_IS_BAD = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
 copy."""
 
 
-class Settlement:
+class Settlement(Room):
     """Ends jobs: gives back pins and slots, and tells tiers, requests and the store policy what
     came of them."""
 
@@ -39,10 +39,7 @@ class Settlement:
         neighbours: NeighbourCopies,
         gpu_loads: GpuLoads,
     ) -> None:
-        self._geometry = parts.geometry
-        self._catalog = parts.catalog
-        self._stats = parts.stats
-        self._state = parts.state
+        super().__init__(parts)
         self._tiers = tiers
         self._store_policy = store_policy
         self._requests = requests

@@ -20,7 +20,7 @@ from kvdisk.manager.catalog import ABSENT
 from kvdisk.manager.chains import NONE
 from kvdisk.manager.jobs import MoveDetail, StoreSources
 from kvdisk.manager.neighbours import NeighbourCopies
-from kvdisk.manager.parts import Parts
+from kvdisk.manager.parts import Parts, Room
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.tiers import Tiers
@@ -59,7 +59,7 @@ class _Offer(NamedTuple):
     position: int = -1
 
 
-class StorePlanner:
+class StorePlanner(Room):
     """Takes offers into slots of the first tier, and has their GPU blocks watched.
 
     ``first_generation``: larger than any that this engine's store has seen.
@@ -75,13 +75,7 @@ class StorePlanner:
         neighbours: NeighbourCopies,
         first_generation: int,
     ) -> None:
-        self._config = parts.config
-        self._geometry = parts.geometry
-        self._context = parts.context
-        self._catalog = parts.catalog
-        self._transfers = parts.transfers
-        self._stats = parts.stats
-        self._state = parts.state
+        super().__init__(parts)
         self._tiers = tiers
         self._target = tiers.first
         self._store_policy = store_policy
@@ -115,7 +109,7 @@ class StorePlanner:
         """See ``TierManager.plan_store``."""
         if request.loading or request.stale:
             return
-        request.update_keys(self._geometry)
+        request.update_keys()
         known_tokens = self._tables.get(request.request_id, _EMPTY).computed_tokens
         table = self._tables[request.request_id] = Table(computed_tokens, block_ids)
         storable_tokens = self._storable_tokens(request, computed_tokens)
@@ -128,8 +122,8 @@ class StorePlanner:
         self._answer(request, offers, now)
 
     def _storable_tokens(self, request: RequestState, computed_tokens: int) -> int:
-        if request.store_limit_tokens is not None:
-            computed_tokens = min(computed_tokens, request.store_limit_tokens)
+        if request.limits.store_limit_tokens is not None:
+            computed_tokens = min(computed_tokens, request.limits.store_limit_tokens)
         return computed_tokens if self._config.store_decode else min(computed_tokens, request.prompt_tokens)
 
     def _full_blocks(self, request: RequestState, group: GroupGeometry, table: Table, storable_tokens: int) -> int:
@@ -216,8 +210,8 @@ class StorePlanner:
             return None
         offers: list[_Offer] = []
         storable_tokens = table.computed_tokens
-        if request.store_limit_tokens is not None:
-            storable_tokens = min(storable_tokens, request.store_limit_tokens)
+        if request.limits.store_limit_tokens is not None:
+            storable_tokens = min(storable_tokens, request.limits.store_limit_tokens)
         for group in self._geometry.groups:
             keys = request.keys[group.group]
             blocks = [0 if block in overwritten else block for block in table.block_ids[group.group]]

@@ -42,7 +42,7 @@ def test_what_one_stored_the_other_loads(windowed: bool, quick_path: Path) -> No
     assert stats["loaded_blocks_foreign"] + stats["prefetched_blocks"] > 20
     assert not stats["failed_loads"]
     assert stats["demoted_blocks"] < held // 4, "but for the tails that are always computed, nothing is stored twice"
-    assert two.manager._neighbours.open_count == 0
+    assert not two.manager._neighbours._open
     # They are in the second's memory now, and are loaded from there.
     loaded, promoted = stats["loaded_blocks"], stats["promoted_blocks"]
     two.serve(PROMPTS)

@@ -47,7 +47,7 @@ BUGS = {
             for position, reason in result.failed.items():""",
         (on.CPU_ONLY, on.NVME_ONLY),
     ),
-    "source reused before its copy has ended": Bug(jobs, "return tuple(found)", "return ()"),
+    "source reused before its copy has ended": Bug(jobs, "        return found\n", "        return ()\n"),
     "fence forgotten for a window that moves on": Bug(
         jobs,
         "self._context.watch(blocks)",

@@ -13,6 +13,7 @@ from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager import prefetch
 from kvdisk.manager.catalog import CopyState
+from kvdisk.manager.requests import RequestLimits
 from kvdisk.messages import Job, JobKind
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
@@ -158,5 +159,5 @@ def test_no_more_is_read_ahead_than_the_request_may_load(monkeypatch):
     blocks = keys_of(PROMPTS[0])
     monkeypatch.setattr(queue.engine.pool, "is_cached", lambda key: key == blocks[0])
     request = queue.add(PROMPTS[0])
-    queue.parts.manager._requests[request.id].most_load_tokens = 4
+    queue.parts.manager._requests[request.id].limits = RequestLimits(4)
     assert keys(queue.promoted()) == [blocks[1:3]], "behind what the GPU has"
