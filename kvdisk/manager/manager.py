@@ -102,7 +102,7 @@ class TierManager(Room):
         if request is not None:
             request.prompt_tokens = prompt_tokens
             if request.forget_changed_keys():
-                self._stores.restarted(request_id)
+                self._stores.restarted(request)
 
     def request_finished(self, request_id: str) -> bool:
         """Forget a request; return whether its GPU blocks may be freed now: always, since the fence
@@ -147,7 +147,7 @@ class TierManager(Room):
         request = self._requests[request_id]
         if request.stale:  # the engine asks for requests without computed tokens only: this one starts again
             request.stale = False
-            self._stores.restarted(request_id)
+            self._stores.restarted(request)
         return self._loads.lookup(request, local_tokens, total_tokens, now)
 
     def plan_load(
@@ -246,7 +246,14 @@ class TierManager(Room):
         """
         if blocks - self._transfers.failed_load_blocks(report):
             self._transfers.fail_stores()
-            self._stores.reset()
+            self._forget_computed()
+
+    def _forget_computed(self) -> None:
+        """What requests have computed may be wrong: what they compute from now on is stored
+        again."""
+        self._stores.reset()
+        for request in self._requests.values():
+            request.holds_nothing()
 
     def publish(self) -> Journal:
         """Keep a journal of what becomes loadable and what goes, from what is there now on. At most
@@ -274,7 +281,7 @@ class TierManager(Room):
         assert epoch not in {FILE_EPOCH, self._state.epoch}
         self._state.epoch = epoch
         self._neighbours.stop()
-        self._stores.reset()
+        self._forget_computed()
         self._urgent.clear()
         self._void = self._transfers.sent_loads()
         for record in self._transfers.cancel_queued():

@@ -60,6 +60,11 @@ class RequestState:
     hash_count: int = 0
     stale: bool = False
     lookups: Lookups = field(default_factory=Lookups)
+    held_tokens: int = 0
+    held_blocks: Sequence[Sequence[int]] = ()
+    """Its GPU blocks by group at its last step, 0 where it needs none, and how many tokens were
+    computed in them: a victim is named when they have been freed. Of a group with a window the
+    engine may have taken blocks since that lie wholly before the window."""
     load_limit_tokens: int | None = None
     """No external hit reaches beyond this any more, because a load failed there; None: any may."""
     loading: bool = False
@@ -94,6 +99,10 @@ class RequestState:
             scale = group.block_tokens // self.geometry.hash_tokens
             hashes = self.hashes[(len(keys) + 1) * scale - 1 : self.hash_count : scale]
             keys.extend(make_block_keys(hashes, group.group))
+
+    def holds_nothing(self) -> None:
+        """Its GPU blocks are gone, or may hold what is wrong."""
+        self.held_tokens, self.held_blocks = 0, ()
 
     def limit_loads(self, tokens: int) -> None:
         """Let no hit reach beyond this position any more, because a load failed there."""

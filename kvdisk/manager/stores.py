@@ -33,21 +33,6 @@ MOST_LEFT_OFFERS = 256
 """Of these, how many are offered in a step."""
 
 
-class Table(NamedTuple):
-    """A request's GPU blocks by group, 0 where it needs none, and how many of its tokens are
-    computed in them.
-
-    Of a group with a window the engine may have taken blocks since that lie wholly before the
-    window.
-    """
-
-    computed_tokens: int
-    block_ids: Sequence[Sequence[int]]
-
-
-_EMPTY = Table(0, ())
-
-
 class _Offer(NamedTuple):
     """A block that is offered. ``position``: in its group of its request; -1: it is no
     request's."""
@@ -84,9 +69,6 @@ class StorePlanner(Room):
         self._neighbours = neighbours
         self._generation = first_generation
         self._min_block_tokens = min(group.block_tokens for group in parts.geometry.groups)
-        self._tables: dict[str, Table] = {}
-        """What each running request held at its last step: a victim is named when its blocks have
-        been freed."""
         self._left: deque[_Offer] = deque(maxlen=MOST_LEFT)
         """Blocks that waited for room when their requests ended, by request in the order of the
         prompt."""
@@ -101,8 +83,7 @@ class StorePlanner(Room):
             return False
         if not self._store_policy.saves_victims:
             computed_tokens = self._storable_tokens(request, computed_tokens)
-        known_tokens = self._tables.get(request.request_id, _EMPTY).computed_tokens
-        new_blocks = computed_tokens // self._min_block_tokens > known_tokens // self._min_block_tokens
+        new_blocks = computed_tokens // self._min_block_tokens > request.held_tokens // self._min_block_tokens
         return new_blocks or self._store_policy.waits(request.request_id)
 
     def plan(self, request: RequestState, computed_tokens: int, block_ids: Sequence[Sequence[int]], now: float) -> None:
@@ -110,12 +91,12 @@ class StorePlanner(Room):
         if request.loading or request.stale:
             return
         request.update_keys()
-        known_tokens = self._tables.get(request.request_id, _EMPTY).computed_tokens
-        table = self._tables[request.request_id] = Table(computed_tokens, block_ids)
+        known_tokens = request.held_tokens
+        request.held_tokens, request.held_blocks = computed_tokens, block_ids
         storable_tokens = self._storable_tokens(request, computed_tokens)
         offers: list[_Offer] = []
         for group in self._geometry.groups:
-            storable = self._full_blocks(request, group, table, storable_tokens)
+            storable = self._full_blocks(request, group, storable_tokens)
             self._count_reached(request, group, min(known_tokens // group.block_tokens, storable), storable)
             positions = self._store_policy.offers(request.request_id, group.group, storable, self._state.released, now)
             offers += self._offers(request, group, positions, block_ids[group.group])
@@ -126,11 +107,11 @@ class StorePlanner(Room):
             computed_tokens = min(computed_tokens, request.limits.store_limit_tokens)
         return computed_tokens if self._config.store_decode else min(computed_tokens, request.prompt_tokens)
 
-    def _full_blocks(self, request: RequestState, group: GroupGeometry, table: Table, storable_tokens: int) -> int:
+    def _full_blocks(self, request: RequestState, group: GroupGeometry, storable_tokens: int) -> int:
         """Return how many blocks of a group are full, final and hashed, within
         ``storable_tokens``."""
-        final_tokens = min(storable_tokens, max(0, table.computed_tokens - group.volatile_last))
-        known = min(len(request.keys[group.group]), len(table.block_ids[group.group]))
+        final_tokens = min(storable_tokens, max(0, request.held_tokens - group.volatile_last))
+        known = min(len(request.keys[group.group]), len(request.held_blocks[group.group]))
         return min(final_tokens // group.block_tokens, known)
 
     def _count_reached(self, request: RequestState, group: GroupGeometry, start: int, stop: int) -> None:
@@ -153,10 +134,10 @@ class StorePlanner(Room):
         for space in self._tiers:
             space.reached(used)
 
-    def restarted(self, request_id: str) -> None:
+    def restarted(self, request: RequestState) -> None:
         """Forget what a request has computed: it begins anew."""
-        self._tables.pop(request_id, None)
-        self._store_policy.request_finished(request_id)
+        request.holds_nothing()
+        self._store_policy.request_finished(request.request_id)
 
     def finished(self, request: RequestState) -> None:
         """Forget a request; what of it waits for a segment may still be stored while the engine has
@@ -169,17 +150,15 @@ class StorePlanner(Room):
         if self._target.has_room_soon and can_wait and self._store_policy.waits(request.request_id):
             self._left.extend(self._unstored(request))
             self._left_at = -1
-        self.restarted(request.request_id)
+        self.restarted(request)
 
     def _unstored(self, request: RequestState) -> list[_Offer]:
         """Return a request's blocks that no tier has or gets, in the order of its prompt."""
-        table, found = self._tables.get(request.request_id, _EMPTY), []
-        if not table.block_ids:
-            return []
-        storable_tokens = self._storable_tokens(request, table.computed_tokens)
-        for group in self._geometry.groups:
-            count = self._full_blocks(request, group, table, storable_tokens)
-            found += self._offers(request, group, range(count), table.block_ids[group.group])
+        found = []
+        storable_tokens = self._storable_tokens(request, request.held_tokens)
+        for group in self._geometry.groups if request.held_blocks else ():
+            count = self._full_blocks(request, group, storable_tokens)
+            found += self._offers(request, group, range(count), request.held_blocks[group.group])
         missing = [offer for offer, row in self._missing(found)]
         return [offer._replace(position=-1) for offer in sorted(missing, key=self._end_tokens)]
 
@@ -188,11 +167,7 @@ class StorePlanner(Room):
         return bool(self._left) and self._state.released > self._left_at and self._target.refresh_writable(now)
 
     def reset(self) -> None:
-        """Forget what requests hold, or have left in the engine's cache: it may be wrong.
-
-        What they are seen to compute from now on is stored again.
-        """
-        self._tables.clear()
+        """Forget what requests have left in the engine's cache: it may be wrong."""
         self._left.clear()
         self._store_policy.reset()
 
@@ -205,22 +180,22 @@ class StorePlanner(Room):
         Its blocks may be somebody else's by now.
         ``overwritten``: blocks that the step has written to by the time that the job can begin.
         """
-        table = self._tables.pop(request.request_id, _EMPTY)
-        if request.stale or not table.block_ids:
+        if request.stale or not request.held_blocks:
             return None
         offers: list[_Offer] = []
-        storable_tokens = table.computed_tokens
+        storable_tokens = request.held_tokens
         if request.limits.store_limit_tokens is not None:
             storable_tokens = min(storable_tokens, request.limits.store_limit_tokens)
         for group in self._geometry.groups:
             keys = request.keys[group.group]
-            blocks = [0 if block in overwritten else block for block in table.block_ids[group.group]]
-            self._leave_out_what_has_gone(group, keys, blocks, table.computed_tokens)
-            storable = self._full_blocks(request, group, table, storable_tokens)
+            blocks = [0 if block in overwritten else block for block in request.held_blocks[group.group]]
+            self._leave_out_what_has_gone(group, keys, blocks, request.held_tokens)
+            storable = self._full_blocks(request, group, storable_tokens)
             positions = self._store_policy.preempted(request.request_id, group.group, storable)
             # Generated tokens too, whose demand was not counted without ``store_decode``.
             self._demand.count_demand([keys[position] for position in positions], request.request_id)
             offers += self._offers(request, group, positions, blocks)
+        request.holds_nothing()
         # The copies come before all else of the step: nobody has to watch the blocks.
         return self._answer(request, offers, now, watched=False)
 

@@ -194,10 +194,10 @@ BUGS = {
     "blocks saved that are not full": Bug(
         stores,
         """
-        if request.stale or not table.block_ids:""",
+        if request.stale or not request.held_blocks:""",
         """
-        table = table._replace(computed_tokens=table.computed_tokens + 2)
-        if request.stale or not table.block_ids:""",
+        request.held_tokens += 2
+        if request.stale or not request.held_blocks:""",
         on.ON_PREEMPTION_SIZES,
     ),
     "victim's blocks copied after they were overwritten": Bug(

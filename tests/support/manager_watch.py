@@ -18,12 +18,10 @@ from kvdisk.manager.demotions import MAX_DEMOTE_JOBS
 from kvdisk.manager.lookup import first_needed
 from kvdisk.manager.pool import SlotPool
 from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
-from support.budget_watch import BudgetWatch
 from support.fake_engine import FakeEngine
 from support.fake_ranks import FakeRank
 from support.fake_requests import FakeRequest, Status, key_of, value_of
-from support.manager_parts import ManagerParts, Sizes, WatchedCpuSpace, is_neighbours
-from support.policy_watch import PolicyWatch
+from support.manager_parts import DAY_S, ManagerParts, Sizes, WatchedCpuSpace, is_neighbours
 from support.read_watch import ReadWatch
 
 _BAD_COPY = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
@@ -68,14 +66,16 @@ class ManagerWatch:
     _write_failed_s: float = -FIRST_BACK_OFF_S
     _first_paused: int = 0
     _wants: dict[BlockKey, set[str]] = field(default_factory=dict)
-    _policy: PolicyWatch = field(init=False)
+    _saved: dict[str, set[BlockKey]] = field(default_factory=dict)
+    """By victim, the blocks whose stores were urgent, and have not failed."""
+    _allowed_bytes: float = 0.0
+    """Of the budget of written bytes: an hour's at most, none at the start."""
 
     def __post_init__(self) -> None:
-        self._budget = BudgetWatch(self.sizes, self.engine.now)
+        self._budget_filled_s = self.engine.now
         self.engine.manager, self.engine.watch = self.parts.manager, self
         self.reads = ReadWatch(self.sizes, self.parts, self.engine)
         self.parts.policy.on_accept, self.parts.policy.before_free = self._accepted, self.note_progress
-        self._policy = PolicyWatch(self.sizes, self.parts, self.engine)
         if isinstance(self.parts.cpu, WatchedCpuSpace):
             self.parts.cpu.wanted = self._is_wanted_on_nvme
 
@@ -107,11 +107,11 @@ class ManagerWatch:
 
         A victim gets what was saved of it.
         """
-        self._policy.answered(request, local_tokens, answer, self._load_limits.get(request.id))
         self.reads.answered(request, answer, now)
         if answer is None:
             return
         limit = self._load_limits.get(request.id)
+        self._check_victim(request, local_tokens, answer, limit)
         assert limit is None or answer == 0 or local_tokens + answer <= limit, "what failed to load is promised again"
         if answer:
             end = local_tokens + answer
@@ -168,7 +168,7 @@ class ManagerWatch:
         self.reads.planned(preempted)
         for job in plan.jobs:
             self._note_job(job)
-        self._policy.planned(plan, preempted)
+        self._check_stores(plan, preempted)
         self.reads.check_bounds([job for job, _ in self._jobs.values()])
         kinds = [job.kind for job, _ in self._jobs.values()]
         assert kinds.count(JobKind.DEMOTE) <= MAX_DEMOTE_JOBS
@@ -196,8 +196,7 @@ class ManagerWatch:
         paused = self.engine.now < self._write_failed_s + FIRST_BACK_OFF_S and job.id >= self._first_paused
         assert not (writes and paused), "a write during a back-off"
         if writes:
-            slot_bytes = [self.sizes.slot_bytes_of(move.key) for move in job.moves]
-            self._budget.spend(sum(slot_bytes) * len(self.ranks), self.engine.now)
+            self._spend(sum(self.sizes.slot_bytes_of(move.key) for move in job.moves) * len(self.ranks))
         for move in job.moves:
             self._bad_copies.discard(_target(job, move))
             if job.kind in _READS:
@@ -211,6 +210,59 @@ class ManagerWatch:
                 hopes: Collection[str] = () if writes else self.reads.hopes.get(move.key, ())
                 may_enter = admission == "adaptive" or self._is_admitted(admission, move.key, hopes)
                 assert may_enter, "a block has entered a tier that does not admit it"
+
+    def _spend(self, written_bytes: int) -> None:
+        """A second account of the bytes written to NVMe, beside the product's."""
+        bytes_per_day, now = self.sizes.config.nvme_write_bytes_per_day, self.engine.now
+        if bytes_per_day is not None:
+            burst = max(bytes_per_day / 24, self.sizes.largest_bytes)
+            filled = (now - self._budget_filled_s) * (bytes_per_day - burst) / DAY_S
+            self._allowed_bytes = min(burst, self._allowed_bytes + filled) - written_bytes
+            self._budget_filled_s = now
+            assert self._allowed_bytes >= -1.0, "the budget of written bytes is overdrawn"
+
+    def _check_stores(self, plan: Plan, preempted: Sequence[str]) -> None:
+        """Only what the policy is there for is stored."""
+        name = self.sizes.config.store_policy
+        assert name == "on_preemption" or not plan.urgent
+        for job in [job for job in plan.jobs if job.kind is JobKind.STORE]:
+            if name == "on_preemption":
+                self._check_saved(job, plan, preempted)
+            elif name == "spillover":
+                for move in job.moves:
+                    block = self.engine.pool.get_block(move.block)
+                    assert block.key == move.key, "a block is stored under another name than it has"
+                    assert block.ref_cnt == 0, "a block is stored that was not free"
+
+    def _check_saved(self, job: Job, plan: Plan, preempted: Sequence[str]) -> None:
+        owner = self.parts.transfers._records[job.id].request_id
+        assert owner is not None and owner in preempted and job.id in plan.urgent, "stored, and nobody was preempted"
+        request = self.engine.requests[owner]
+        computed, table = self.engine.victims[owner]
+        for move in job.moves:
+            group = self.sizes.geometry.groups[group_of(move.key)]
+            places = {
+                key_of(request, group, at): table[group.group][at] for at in range(computed // group.block_tokens)
+            }
+            assert move.key in places, "a block is stored that the victim had not computed"
+            # 0: the window has left it behind in the very step that preempts, and nobody has
+            # written to it yet.
+            assert places[move.key] in {0, move.block}, "a block is stored that the victim did not hold"
+        self._saved.setdefault(owner, set()).update(move.key for move in job.moves)
+
+    def _check_victim(self, request: FakeRequest, local_tokens: int, answer: int, limit: int | None) -> None:
+        """A victim that comes back is promised what was saved of it."""
+        saved, groups = self._saved.get(request.id), self.sizes.geometry.groups
+        if not saved or len(groups) > 1:
+            return
+        most = len(request.tokens) - 1 if limit is None else min(len(request.tokens) - 1, limit)
+        catalog, end = self.parts.catalog, local_tokens
+        while end + groups[0].block_tokens <= most:
+            key = key_of(request, groups[0], end // groups[0].block_tokens)
+            if key not in saved or not catalog.is_ready(catalog.find(key)):
+                break
+            end += groups[0].block_tokens
+        assert local_tokens + answer >= end, f"{request.id} does not get what was saved of it"
 
     def settled(self, report: Report) -> None:
         """Note failed loads and stores, and that room may have come free."""
@@ -231,7 +283,6 @@ class ManagerWatch:
                 late = self._late[job_id][1] if self._late_ranks[job_id] else ()
                 for position, reason in self._failures.pop(job_id, {}).items():
                     self._note_failure(job, owner, position, reason, position in late)
-                    self._policy.failed(job, position)
         for job_id in [job_id for job_id in self._late if job_id not in self._jobs and not self._late_ranks[job_id]]:
             del self._late[job_id], self._late_ranks[job_id]
 
@@ -250,6 +301,9 @@ class ManagerWatch:
                 self._io_errors.append(move)
         if owner is not None and job.kind in {JobKind.STORE, JobKind.LOAD}:
             self._stored.discard((owner, move.key))
+            if job.kind is JobKind.STORE:
+                for keys in self._saved.values():
+                    keys.discard(move.key)
             if job.kind is JobKind.LOAD:
                 limit = len(move.key) - 2 - self.sizes.geometry.groups[group_of(move.key)].block_tokens
                 self._load_limits[owner] = min(limit, self._load_limits.get(owner, limit))
@@ -268,7 +322,7 @@ class ManagerWatch:
 
     def reset(self, epoch: int, weights: int) -> None:
         """The weights have changed: everything has to be stored again."""
-        self._policy.reset()
+        self._saved.clear()
         self.weights[epoch] = weights
         self._stored.clear()
         self._not_admitted.clear()

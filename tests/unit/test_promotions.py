@@ -11,7 +11,6 @@ from support.small_engine import SmallEngine
 from kvdisk.blocks import BlockKey, Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager import prefetch
 from kvdisk.manager.catalog import CopyState
 from kvdisk.manager.requests import RequestLimits
 from kvdisk.messages import Job, JobKind
@@ -104,26 +103,6 @@ def test_what_the_tier_has_of_a_hit_stays_while_the_rest_is_read_ahead():
     queue.finish()
 
 
-def test_one_whose_turn_comes_waits_for_its_promotion_and_nothing_more_is_promoted(monkeypatch):
-    monkeypatch.setattr(prefetch, "MAX_PROMOTE_MOVES", 2)
-    monkeypatch.setattr(prefetch, "MAX_PROMOTE_JOBS", 1)
-    queue = Queue()
-    queue.add(PROMPTS[0])
-    (job,) = queue.promoted(work=False)
-    queue.first.finishing = True
-    queue.step(work=False)
-    monkeypatch.setattr(prefetch, "MAX_PROMOTE_JOBS", 4)
-    for _ in range(3):
-        assert queue.promoted(work=False) == []
-    queue.work()
-    queue.step()  # hears of it
-    plan = queue.step()
-    (load,) = [job for job in plan.jobs if job.kind is JobKind.LOAD]
-    assert [Tier.NVME in move.slots for move in load.moves] == [False, False, True, True], "the rest it reads itself"
-    assert job.id < load.id
-    queue.finish()
-
-
 def test_each_wait_has_its_own_bound():
     """One that waits for GPU memory meets reads again and again; the engine could have taken its
     hit in between."""
@@ -145,13 +124,6 @@ def test_each_wait_has_its_own_bound():
     assert [looked_up(seconds) for seconds in (2.5, 4.4)] == [None, None]
     assert looked_up(4.6) == 8
     assert manager.stats["wait_timeouts"] == 1
-
-
-def test_nothing_is_read_ahead_where_the_user_says_so():
-    queue = Queue(prefetch=False)
-    queue.add(PROMPTS[0])
-    assert queue.promoted() == []
-    queue.finish()
 
 
 def test_no_more_is_read_ahead_than_the_request_may_load(monkeypatch):
