@@ -12,7 +12,6 @@ from kvdisk.blocks import BlockKey
 from kvdisk.config import make_own
 from kvdisk.errors import ConfigError
 from kvdisk.manager.catalog import number_of
-from kvdisk.manager.store_policy import StorePolicy
 
 MOST_PLACES = 1 << 22
 FEWEST_PLACES = 1 << 18
@@ -243,23 +242,12 @@ def make_admission(text: str, slots: int, key: str = "admission") -> AdmissionPo
 
 
 class Demand:
-    """Counts which blocks requests want: in the tiers' admissions, and for refused blocks that may
-    be offered again.
+    """Counts which blocks requests want, in the tiers' admissions."""
 
-    ``admissions``: of the tiers, the first of the one that stores go to.
-    """
-
-    def __init__(self, store_policy: StorePolicy, admissions: Sequence[AdmissionPolicy]) -> None:
-        self._store_policy = store_policy
-        counting = [None if type(admission) is AdmitAll else admission for admission in admissions]
-        self._first = counting[0]
-        self._others = [admission for admission in counting[1:] if admission is not None]
+    def __init__(self, admissions: Sequence[AdmissionPolicy]) -> None:
+        self._counting = [admission for admission in admissions if type(admission) is not AdmitAll]
 
     def count_demand(self, keys: Sequence[BlockKey], request_id: str) -> None:
         """A request wants these blocks: it has come to them, or is served from them."""
-        for admission in self._others:
+        for admission in self._counting:
             admission.want(keys, request_id)
-        if self._first is not None:
-            risen = self._first.want(keys, request_id)
-            if risen:
-                self._store_policy.wanted_again(risen)

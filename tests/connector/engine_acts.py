@@ -126,7 +126,7 @@ def audit_connector(connector: Any) -> dict[str, Any]:
     side = connector.scheduler
     manager = side._manager
     assert not side._requests and not side._local_tokens, (side._requests, side._local_tokens)
-    assert not manager._requests and not manager._stores._tables and not manager._urgent and not manager._void
+    assert not manager._requests and not manager._urgent and not manager._void
     assert not getattr(manager._stores._store_policy, "_watermarks", None)
     assert len(manager._transfers) == 0 and not manager._transfers._queued and not len(manager._sources)
     catalog = manager._catalog

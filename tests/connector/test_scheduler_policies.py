@@ -223,34 +223,6 @@ def test_a_free_block_whose_store_failed_is_offered_again(lazy: Bench) -> None:
 # ---------------------------------------------------------------
 
 
-def _offers(bench: Bench, patch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Return a list to which each offer's positions go."""
-    offers: list[list[int]] = []
-    planner = bench._manager._stores
-    answer = planner._answer
-    patch.setattr(planner, "_answer", lambda *given: (offers.append(list(given[2])), answer(*given))[1])
-    return offers
-
-
-def test_a_block_refused_for_lack_of_reuse_is_offered_when_its_count_rises(
-    plain: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = plain.make(max_batched_tokens=2 * BLOCK_TOKENS, extra={"cpu_admission": "reuse(2)"})
-    demand = bench._manager._stores._demand
-    bench.add("a", prompt_of(1, 6 * BLOCK_TOKENS + 1), max_tokens=12)
-    keys = bench.keys("a")
-    for position in (0, 3, 4, 5):
-        demand.count_demand((keys[position],), "somebody else")
-    offers = _offers(bench, monkeypatch)
-    for step in range(8):
-        if step == 5:
-            for position in (1, 2):
-                demand.count_demand((keys[position],), "somebody else")
-        bench.step()
-    assert [offer for offer in offers if offer] == [[0, 1], [2, 3], [4, 5], [1, 2]]
-    assert set(bench.stored()) == set(keys)
-
-
 def test_without_room_a_block_is_offered_when_room_came_free_and_not_every_step(
     plain: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,14 +231,32 @@ def test_without_room_a_block_is_offered_when_room_came_free_and_not_every_step(
     monkeypatch.setattr("kvdisk.connector.scheduler_side.time", clock)
     planner = bench._manager._stores
     bench.add("a", prompt_of(1, 4 * BLOCK_TOKENS + 1), max_tokens=12)
-    offers = _offers(bench, monkeypatch)
+    offers: list[list[int]] = []
+    store = planner._store
+    monkeypatch.setattr(
+        planner,
+        "_store",
+        lambda found, *more, **how: (offers.append([at.position for at in found]), store(found, *more, **how))[1],
+    )
     with monkeypatch.context() as patch:
-        patch.setattr(planner, "_allocate", lambda *_: [])
+        patch.setattr(planner, "_take_slots", lambda *_: [])
         for _ in range(6):
             clock.now += 0.03
             bench.step()
     planner._state.released += 1
     clock.now += 0.03
     bench.step()
-    assert [offer for offer in offers if offer] == [[0, 1], [0, 1, 2, 3]], "the head first"
+    assert offers == [[0, 1], [0, 1, 2, 3]], "the head first"
     assert set(bench.stored()) == set(bench.keys("a")[:4])
+
+
+def test_what_one_request_is_not_admitted_with_the_next_one_stores(plain: Engines) -> None:
+    bench = plain.make(extra={"cpu_admission": "reuse(2)"})
+    prompt = prompt_of(1, 6 * BLOCK_TOKENS + 1)
+    bench.add("a", prompt, max_tokens=12)
+    bench.step()
+    assert not bench.stored()
+    bench.add("b", prompt, max_tokens=2)
+    for _ in range(3):
+        bench.step()
+    assert bench.stored() == bench.keys("a")[:6], "though the GPU had its blocks cached"

@@ -96,7 +96,7 @@ def test_requests_that_need_the_whole_prompt_computed_load_nothing(kind: dict[st
     request = bench.add("b", PROMPT, **kind)
     assert request.skip_reading_prefix_cache
     assert bench.connector.get_num_new_matched_tokens(request, 0) == (0, False), "nor does it wait for a block"
-    assert bench._manager._requests["b"].most_load_tokens == 0, "nor is anything read ahead"
+    assert bench._manager._requests["b"].limits.most_load_tokens == 0, "nor is anything read ahead"
     assert bench.step().num_scheduled_tokens == {"b": len(PROMPT)}
     bench.run()
     bench.serve("c", OTHER, **kind)

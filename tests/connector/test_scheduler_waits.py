@@ -15,7 +15,7 @@ from support.fake_neighbours import FakeHome, FakeNeighbours
 from kvdisk import assembly
 from kvdisk.blocks import BlockKey, Tier
 from kvdisk.index.base import SegmentRecord
-from kvdisk.manager.prefetch import GpuLoads
+from kvdisk.manager.loads import GpuLoads
 from kvdisk.messages import FOREIGN_SEGMENTS, Job, JobKind
 
 pytestmark = pytest.mark.vllm
@@ -77,7 +77,7 @@ def finish(bench: Bench, *names: str) -> None:
     bench.release()
     bench.run()
     assert [len(bench.tokens[name]) for name in names] == [2] * len(names)
-    assert not bench._manager._reads.to_gpu.any
+    assert not bench._manager._gpu_loads.any
     bench.assert_quiet()
 
 

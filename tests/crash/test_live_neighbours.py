@@ -40,7 +40,7 @@ def test_what_one_stored_the_other_loads(windowed: bool, quick_path: Path) -> No
     assert stats["loaded_blocks_foreign"] + stats["prefetched_blocks"] > 20
     assert not stats["failed_loads"]
     assert stats["demoted_blocks"] < held // 4, "but for the tails that are always computed, nothing is stored twice"
-    assert two.manager.neighbour_segments == 0
+    assert not two.manager._neighbours._open
     two.close()
     one.close()
 

@@ -161,6 +161,10 @@ class ManagerParts:
     nvme: NvmeSpace | None
     policy: WatchedPolicy
 
+    def neighbour_has(self, key: BlockKey) -> bool:
+        """Whether a neighbour is thought to have a block."""
+        return self.manager._neighbours.holds(key, Tier.NVME)
+
     @property
     def demotions(self) -> Demotions | None:
         """From the CPU tier to NVMe."""
