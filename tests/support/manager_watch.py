@@ -18,7 +18,7 @@ from kvdisk.manager.demotions import MAX_DEMOTE_JOBS
 from kvdisk.manager.lookup import first_needed
 from kvdisk.manager.pool import USED, SlotPool
 from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
-from support.fake_engine import FakeEngine
+from support.fake_engine import FakeEngine, Watch
 from support.fake_ranks import FakeRank
 from support.fake_requests import FakeRequest, Status, key_of, value_of
 from support.manager_parts import DAY_S, ManagerParts, Sizes, WatchedCpuSpace, is_neighbours
@@ -33,7 +33,7 @@ FIRST_BACK_OFF_S = 1.0
 
 
 @dataclass
-class ManagerWatch:
+class ManagerWatch(Watch):
     """``Watch`` of one manager's life; ``check`` after every event, ``check_quiet`` when nothing is
     under way.
 
