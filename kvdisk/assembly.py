@@ -20,7 +20,6 @@ from kvdisk.device.cap import HOME_OVERHEAD_BYTES, uses_charge_bytes
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.home import Home
 from kvdisk.device.listing import readable_indexes
-from kvdisk.device.pair import PairDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import choose_device
 from kvdisk.device.store import Store
@@ -172,9 +171,8 @@ def _uses_writer(nvme: NvmeSpace, home: Home) -> Callable[[], None]:
 
 
 def _make_telemetry(manager: TierManager, geometry: Geometry, home: Home | None, model: str) -> Telemetry:
-    """Return what tells of the engine; what its home's last owner has told there is replaced."""
     folders = [] if home is None else [folder for folder in home.folders if folder is not None]
-    telemetry = Telemetry(
+    return Telemetry(
         manager.stats,
         manager.gauges,
         model=model,
@@ -182,21 +180,18 @@ def _make_telemetry(manager: TierManager, geometry: Geometry, home: Home | None,
         drives=[str(folder.path.parent.parent) for folder in folders],
         write_file=None if home is None else partial(write_telemetry, home.path),
     )
-    try:
-        telemetry.write()
-    except OSError as error:
-        logger.debug("kvdisk could not write its telemetry: %s", error)
-    return telemetry
 
 
 def _make_budget(config: Config, geometry: Geometry) -> WriteBudget | None:
     """Return the budget of written bytes, if there is one. Raises ConfigError where it never allows
     a block."""
     bytes_per_day = config.nvme_write_bytes_per_day
+    if bytes_per_day is None:
+        return None
     largest = max(geometry.slot_sizes) * geometry.part_count
-    if bytes_per_day is not None and bytes_per_day < 2 * largest:
+    if bytes_per_day < 2 * largest:
         raise ConfigError(f"nvme_write_bytes_per_day {bytes_per_day} is less than two blocks of {largest} bytes.")
-    return None if bytes_per_day is None else WriteBudget.of_day(bytes_per_day, largest)
+    return WriteBudget.of_day(bytes_per_day, largest)
 
 
 def _meet_neighbours(store: Store, home: Home, description: dict[str, Any]) -> NeighbourReader:
@@ -294,19 +289,9 @@ def _is_of_process(error: CorruptRecord | DeviceError) -> bool:
 
 def describe_geometry(geometry: Geometry) -> dict[str, Any]:
     """Return a geometry as plain values, as HOME keeps it for people and the inspector."""
-    return {
-        "ranks": geometry.part_count,
-        "hash_tokens": geometry.hash_tokens,
-        "groups": [
-            {
-                "block_tokens": group.block_tokens,
-                "payload_bytes": group.payload_bytes,
-                "slot_bytes": group.slot_bytes,
-                "window_tokens": group.window_tokens,
-            }
-            for group in geometry.groups
-        ],
-    }
+    names = ("block_tokens", "payload_bytes", "slot_bytes", "window_tokens")
+    groups = [{name: getattr(group, name) for name in names} for group in geometry.groups]
+    return {"ranks": geometry.part_count, "hash_tokens": geometry.hash_tokens, "groups": groups}
 
 
 def _log_start(config: Config, geometry: Geometry, catalog: Catalog, home: Home | None) -> None:
@@ -370,7 +355,7 @@ def _staging_slots(byte_count: int | None, geometry: Geometry) -> list[int]:
 
 
 def _pair_with_gpu(
-    config: Config, geometry: Geometry, lanes: CudaLanes | None, disk: Device
+    config: Config, geometry: Geometry, lanes: CudaLanes | None, disk: PosixDevice
 ) -> tuple[Device, Direct | None]:
     """Return the device for all of a worker's memory, and what of it goes straight between drive
     and GPU.
@@ -381,24 +366,27 @@ def _pair_with_gpu(
     if not config.store_dirs or not (demanded or (config.device == "auto" and lanes is not None)):
         return disk, None
     if lanes is None:
-        why: str | None = "the model is not on a GPU"
+        why = "the model is not on a GPU"
     elif config.gpu_staging_bytes == 0:
         why = "gpu_staging_bytes is 0"
+    elif unavailable := gds_unavailable():
+        why = unavailable
     else:
-        why = gds_unavailable()
-    if lanes is not None and why is None:
         choice = choose_direct(
             config.store_dirs[0],
             geometry.slot_sizes,
             _staging_slots(config.gpu_staging_bytes, geometry),
             lanes,
-            lambda: PairDevice(PosixDevice(), GdsDevice()),
+            GdsDevice,
             always=demanded,
         )
         why = choice.line
         if choice.usable or not demanded:
             logger.info("%s", choice.line)
-            return (disk, None) if choice.direct is None else (PairDevice(disk, GdsDevice()), choice.direct)
+            if choice.direct is None:
+                return disk, None
+            disk.close()
+            return GdsDevice(kernel_queue=disk.kernel_queue), choice.direct
     if demanded:
         disk.close()
         raise ConfigError(f"device 'gds' cannot be used: {why}.")

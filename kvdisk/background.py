@@ -20,7 +20,7 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class Background:
-    """Calls each function at its interval, from the start on, on one thread.
+    """Calls each function at once, then at its interval, and at the end, on one thread.
 
     A KvdiskError or an OSError of one is logged for whoever debugs, and the function is called
     again the next time; any other error is a bug of ours, is logged as one, and ends that
@@ -44,8 +44,7 @@ class Background:
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
-        started_s = time.monotonic()
-        due_s = {position: started_s + interval_s for position, (interval_s, _) in enumerate(self._jobs)}
+        due_s = dict.fromkeys(range(len(self._jobs)), time.monotonic())
         while due_s and not self._stopping.wait(max(0.0, min(due_s.values()) - time.monotonic())):
             for position in [position for position, at_s in due_s.items() if at_s <= time.monotonic()]:
                 interval_s, job = self._jobs[position]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nouns that every floor shares: keys, tiers, slots, segments, jobs."""
+"""The nouns that every floor shares: keys, tiers, slots, jobs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, NewType
 BlockKey = NewType("BlockKey", bytes)
 """vLLM's block hash followed by the KV-cache group index as two big-endian bytes."""
 
-SegmentId = NewType("SegmentId", int)
 JobId = NewType("JobId", int)
 
 GROUP_BYTES = 2

@@ -226,62 +226,50 @@ def _parse_dirs(key: str, value: Any) -> tuple[Path, ...]:
     return found
 
 
-def _parse_seconds(key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise ConfigError(f"{key} must be a number of seconds, not {value!r}.")
-    return float(value)
+def _checked(
+    must_be: str, accepts: Callable[[Any], object], read: Callable[[Any], Any] = lambda value: value
+) -> Callable[[str, Any], Any]:
+    """Return a parser that refuses what ``accepts`` does not."""
 
-
-def _parse_count(key: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(f"{key} must be a whole number that is not negative, not {value!r}.")
-    return value
-
-
-def _parse_tokens(key: str, value: Any) -> int | None:
-    if value == "auto":
-        return None
-    if isinstance(value, str):
-        raise ConfigError(f"{key} must be 'auto' or a whole number that is not negative, not {value!r}.")
-    return _parse_count(key, value)
-
-
-def _parse_flag(key: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{key} must be true or false, not {value!r}.")
-    return value
-
-
-def _one_of(choices: tuple[str, ...]) -> Callable[[str, Any], str]:
-    def parse(key: str, value: Any) -> str:
-        if value not in choices:
-            listed = ", ".join(repr(choice) for choice in choices)
-            raise ConfigError(f"{key} must be one of {listed}, not {value!r}.")
-        return str(value)
+    def parse(key: str, value: Any) -> Any:
+        if not accepts(value):
+            raise ConfigError(f"{key} must be {must_be}, not {value!r}.")
+        return read(value)
 
     return parse
 
 
-def _parse_device(key: str, value: Any) -> str:
-    if value == "nixl":
-        raise ConfigError(f"{key} 'nixl' is gone; use 'auto', which is as fast.")
-    return _one_of(DEVICES)(key, value)
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
-def _parse_store_policy(key: str, value: Any) -> str:
-    if value in STORE_POLICIES or (isinstance(value, str) and _CLASS_NAME.fullmatch(value)):
-        return str(value)
-    listed = ", ".join(repr(policy) for policy in STORE_POLICIES)
-    raise ConfigError(f"{key} must be one of {listed}, or a class of your own as 'module:Class', not {value!r}.")
+def _is_seconds(value: Any) -> bool:
+    return type(value) in {int, float} and 0 <= value < float("inf")
 
 
-def _parse_admission(key: str, value: Any) -> str:
+def _is_class_name(value: Any) -> bool:
+    return isinstance(value, str) and _CLASS_NAME.fullmatch(value) is not None
+
+
+def _is_admission(value: Any) -> bool:
     known = r"all|adaptive|reuse\(([1-9]|1[0-6])\)"
-    if isinstance(value, str) and (re.fullmatch(known, value) or _CLASS_NAME.fullmatch(value)):
-        return value
-    raise ConfigError(
-        f"{key} must be 'all', 'adaptive', 'reuse(n)' with n from 1 to 16, or a 'module:Class', not {value!r}."
-    )
+    return isinstance(value, str) and (re.fullmatch(known, value) is not None or _is_class_name(value))
+
+
+def _one_of(choices: tuple[str, ...], also: str = "", accepts: Callable[[Any], bool] = lambda _: False) -> Any:
+    listed = ", ".join(map(repr, choices))
+    return _checked(f"one of {listed}{also}", lambda value: value in choices or accepts(value))
+
+
+_parse_seconds = _checked("a number of seconds", _is_seconds, float)
+_parse_flag = _checked("true or false", lambda value: isinstance(value, bool))
+_parse_tokens = _checked(
+    "'auto' or a whole number that is not negative",
+    lambda value: value == "auto" or _is_count(value),
+    lambda value: None if value == "auto" else value,
+)
+_parse_store_policy = _one_of(STORE_POLICIES, ", or a class of your own as 'module:Class'", _is_class_name)
+_parse_admission = _checked("'all', 'adaptive', 'reuse(n)' with n from 1 to 16, or a 'module:Class'", _is_admission)
 
 
 def make_own(key: str, text: str, protocol: type) -> Any:
@@ -322,7 +310,7 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "nvme_admission": _parse_admission,
     "nvme_write_bytes_per_day": parse_bytes,
     "eviction": _one_of(EVICTIONS),
-    "device": _parse_device,
+    "device": _one_of(DEVICES),
     "lookup_wait_s": _parse_seconds,
     "io_deadline_s": _parse_seconds,
     "index_commit_s": _parse_seconds,

@@ -66,11 +66,12 @@ def open_index(home: Home, *, index_bytes: int, class_bytes: Mapping[int, int], 
     except BaseException:
         index.close()
         raise
-    if too_long:  # LMDB's file never shrinks
-        index.close()
-        home.remove_index()
-        _write_index(home, segments, blocks, index_bytes)
-    return LmdbIndex(home.index_path, map_bytes=index_bytes, commit_s=commit_s) if too_long else index
+    if not too_long:
+        return index
+    index.close()  # LMDB's file never shrinks
+    home.remove_index()
+    _write_index(home, segments, blocks, index_bytes)
+    return LmdbIndex(home.index_path, map_bytes=index_bytes, commit_s=commit_s)
 
 
 def rebuild_index(home: Home, index_bytes: int) -> Rebuilt:
@@ -83,8 +84,15 @@ def rebuild_index(home: Home, index_bytes: int) -> Rebuilt:
     shape = HomeShape.of(home.fingerprint, home.record.description)
     logger.warning("kvdisk rebuilds the index of home %s from the headers of its slots.", home.id)
     home.remove_index()
-    progress = _Progress(home.id)
-    found = scan_home(home.folders, shape, progress)
+    began_s = said_s = time.monotonic()
+
+    def watch(done: int, total: int) -> None:
+        nonlocal said_s
+        if time.monotonic() - said_s >= PROGRESS_S:
+            said_s = time.monotonic()
+            logger.warning("kvdisk rebuilds home %s: %d of %d segments read.", home.id, done, total)
+
+    found = scan_home(home.folders, shape, watch)
     remove_lost(home.folders, list(found.lost))
     segments = [SegmentRecord(*segment) for segment in found.segments]
     blocks = _as_records(found.blocks, int(time.time()))
@@ -94,7 +102,7 @@ def rebuild_index(home: Home, index_bytes: int) -> Rebuilt:
     logger.warning(
         "kvdisk rebuilt the index of home %s in %.1f s: %d blocks in %d segments; %d segments dropped.",
         home.id,
-        time.monotonic() - progress.started_s,
+        time.monotonic() - began_s,
         len(blocks.keys),
         len(segments),
         len(found.lost),
@@ -133,11 +141,8 @@ def cut_home(home: Home, keys: Sequence[tuple[int, BlockKey]], segments: Collect
     map_bytes = max(home.record.index_bytes, map_bytes_for(0) + 2 * (home.index_path / INDEX_FILE).stat().st_size)
     index = _open(home, map_bytes)
     try:
-        for first in range(0, len(keys), _BATCH):
-            index.delete(keys[first : first + _BATCH])
         records = list(index.segments())
-        dropped = [record for record in records if record.segment in segments]
-        _cut(home, index, dropped)
+        _cut(home, index, [record for record in records if record.segment in segments], keys)
     finally:
         index.close()
     for drive in range(home.drive_count):
@@ -167,20 +172,6 @@ def _open(home: Home, map_bytes: int, commit_s: float = 0.05) -> LmdbIndex:
     return index
 
 
-class _Progress:
-    """Logs how far a scan is, every few seconds."""
-
-    def __init__(self, home_id: str) -> None:
-        self._home_id = home_id
-        self.started_s = self._said_s = time.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
-        now_s = time.monotonic()
-        if now_s - self._said_s >= PROGRESS_S:
-            self._said_s = now_s
-            logger.warning("kvdisk rebuilds home %s: %d of %d segments read.", self._home_id, done, total)
-
-
 def _write_index(home: Home, segments: Sequence[SegmentRecord], blocks: BlockColumns, index_bytes: int) -> None:
     """Make an index of these records, put it into its place and trust it. Raises DeviceError."""
     try:
@@ -204,13 +195,13 @@ def _excess(home: Home, records: Sequence[SegmentRecord], class_bytes: Mapping[i
     return dropped
 
 
-def _cut(home: Home, index: LmdbIndex, dropped: Sequence[SegmentRecord]) -> None:
-    """Delete the records of these segments and of their blocks, commit, and delete the files.
-
-    Raises as ``cut_home``.
-    """
+def _cut(
+    home: Home, index: LmdbIndex, dropped: Sequence[SegmentRecord], others: Sequence[tuple[int, BlockKey]] = ()
+) -> None:
+    """Delete the records of these segments, of their blocks and of others; commit; delete the
+    segments' files. Raises as ``cut_home``."""
     gone = {record.segment for record in dropped}
-    keys = [(record.epoch, record.key) for record in index.blocks() if record.slot.segment in gone]
+    keys = [*others, *((record.epoch, record.key) for record in index.blocks() if record.slot.segment in gone)]
     for first in range(0, len(keys), _BATCH):
         index.delete(keys[first : first + _BATCH])
     for segment in gone:

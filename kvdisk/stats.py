@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from typing import Any, NamedTuple
 
 from kvdisk.blocks import Tier
@@ -81,9 +82,7 @@ METRICS: Mapping[str, Metric] = {
         Metric("prefetched_blocks", _C, "of these, blocks read ahead for requests that waited in the queue"),
         Metric("failed_stores", _C, "block stores or demotions that failed"),
         Metric("overwritten_blocks", _C, "blocks not stored, as the engine reused them before the copy could begin"),
-        Metric(
-            "fence_seconds", _H, "seconds that a step was held up for copies of the blocks it writes", buckets=_WAIT_S
-        ),
+        Metric("fence_seconds", _H, "seconds that a step waited for copies of blocks it writes", buckets=_WAIT_S),
         Metric("failed_loads", _C, "block loads that failed and were recomputed"),
         Metric("failed_promotions", _C, "blocks that could not be read ahead"),
         Metric("transfer_bytes", _H, "bytes of a part of a job, on one rank, by route", "route", ROUTES, _PART_BYTES),
@@ -94,13 +93,7 @@ METRICS: Mapping[str, Metric] = {
         # What left, and what was not taken.
         Metric("evicted_blocks", _C, "copies that left a tier for room", "tier", TIERS),
         Metric("refused_blocks", _C, "offers to the first tier that were refused, by reason", "reason", REFUSALS),
-        Metric(
-            "left_blocks",
-            _C,
-            "copies that left the CPU tier and that NVMe had not taken, by reason",
-            "reason",
-            REFUSALS,
-        ),
+        Metric("left_blocks", _C, "copies that left the CPU tier untaken by NVMe, by reason", "reason", REFUSALS),
         Metric("budget_pauses", _C, "times that writes to NVMe stopped because the day's bytes were spent"),
         Metric("dropped_records", _C, "blocks on NVMe whose record could not be committed: a restart misses them"),
         Metric("lost_events", _C, "stored and removed blocks that were not published because too many waited"),
@@ -167,19 +160,16 @@ def _listed(metric: Metric) -> Iterator[str]:
 
 SERIES: Mapping[str, Kind] = {series: metric.kind for metric in METRICS.values() for series in _listed(metric)}
 """The series whose names are known beforehand."""
-_COUNTERS = frozenset(series for series, kind in SERIES.items() if kind is _C)
-_HISTOGRAMS = frozenset(series for series, kind in SERIES.items() if kind is _H)
 
 
+@cache
 def kind_of(series: str) -> Kind | None:
     """Return the kind of a series, None where there is none of that name."""
-    kind = SERIES.get(series)
-    if kind is None:
-        name, _, value = series.partition(".")
-        metric = METRICS.get(name)
-        if metric is not None and metric.label and not metric.values and value:
-            return metric.kind
-    return kind
+    name, _, value = series.partition(".")
+    metric = METRICS.get(name)
+    if metric is not None and metric.label and not metric.values and value:
+        return metric.kind
+    return SERIES.get(series)
 
 
 @dataclass(slots=True)
@@ -213,17 +203,15 @@ class Stats:
 
     def add(self, series: str, amount: int = 1) -> None:
         """Increase a counter."""
-        assert series in _COUNTERS or kind_of(series) is _C, series
+        assert kind_of(series) is _C, series
         if amount:
             self.counts[series] = self.counts.get(series, 0) + amount
             self.changes += 1
 
     def observe(self, series: str, value: float) -> None:
         """Add a sample to a histogram."""
-        assert series in _HISTOGRAMS or kind_of(series) is _H, series
-        samples = self.samples.get(series)
-        if samples is None:
-            samples = self.samples[series] = Samples()
+        assert kind_of(series) is _H, series
+        samples = self.samples.setdefault(series, Samples())
         samples.count += 1
         samples.total += value
         if len(samples.values) < MOST_SAMPLES:
@@ -235,10 +223,7 @@ class Stats:
         for series, amount in other.counts.items():
             self.add(series, amount)
         for series, samples in other.samples.items():
-            mine = self.samples.get(series)
-            if mine is None:
-                mine = self.samples[series] = Samples()
-            mine.merge(samples)
+            self.samples.setdefault(series, Samples()).merge(samples)
         if other.samples or other.gauges:
             self.gauges.update(other.gauges)
             self.changes += 1
@@ -256,8 +241,7 @@ class Stats:
     def sum_of(self, series: str) -> float:
         """Return the sum of a histogram's samples."""
         assert kind_of(series) is Kind.HISTOGRAM, series
-        samples = self.samples.get(series)
-        return samples.total if samples is not None else 0.0
+        return self.samples.get(series, Samples()).total
 
     @property
     def empty(self) -> bool:

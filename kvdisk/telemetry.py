@@ -2,8 +2,8 @@
 """What an engine tells of itself: values for vLLM's endpoint, a file in its home, and a line in the
 log.
 
-The scheduler's thread calls ``take`` each step, which is next to nothing but a few times a second,
-and now and then leaves a snapshot; ``write`` and ``log`` do what may wait, on another thread
+The scheduler's thread calls ``take`` each step, which does next to nothing but once a second, and
+then leaves a snapshot; ``write`` and ``log`` do what may wait, on another thread
 (``kvdisk.background``).
 """
 
@@ -23,12 +23,9 @@ from kvdisk.stats import FAILURES, TIER_WORDS, TIERS, Samples, Stats, by_metric
 
 logger = logging.getLogger("kvdisk")
 
-TELL_S = 0.25
-"""How often changed counters are taken while jobs are under way; when the last has ended, at
+TELL_S = 1.0
+"""How often counters and gauges are taken while jobs are under way; when the last has ended, at
 once."""
-LOOK_S = 1.0
-"""How often gauges are read, and a snapshot is left, while jobs are under way; when the last has
-ended, at once."""
 WRITE_S = 1.0
 LOG_S = 60.0
 _MOVED = {
@@ -63,8 +60,8 @@ class Telemetry:
     """See the module. ``stats``: the engine's totals, of which the samples are taken out here and
     nowhere else.
 
-    ``write_file``: takes the JSON object; None: there is no
-    home. ``drives``: the directories of its parts.
+    ``write_file``: takes the JSON object; None: there is no home. ``drives``: the directories of
+    its parts.
     """
 
     def __init__(
@@ -90,14 +87,11 @@ class Telemetry:
             "model": model,
             "ranks": ranks,
         }
-        self._told_changes = 0
         self._was_busy = False
         self._tell_at_s = 0.0
-        self._look_at_s = 0.0
-        self._looked_jobs = gauges.planned_jobs
-        self._told = self._latest = _Snapshot(time.time(), {}, {}, gauges.read())
+        self._told = 0, gauges.planned_jobs
+        self._latest = self._logged = _Snapshot(time.time(), {}, {}, gauges.read())
         self._written: _Snapshot | None = None
-        self._logged = self._latest
 
     # -- the scheduler's thread ----------------------------------------------------------------
 
@@ -110,40 +104,31 @@ class Telemetry:
     def take(self, now: float) -> Stats | None:
         """Return what was counted and measured since the last time, if it is time: counters and
         samples as they rose, gauges as they are. ``now``: seconds, monotonic."""
-        stats, busy = self._stats, self._gauges.busy
+        busy = self._gauges.busy
         ended, self._was_busy = self._was_busy and not busy, busy
-        changed = stats.changes != self._told_changes
         # A quiet engine may not take another step: then nothing is left for later.
-        look = now >= self._look_at_s if busy else ended or self._gauges.planned_jobs != self._looked_jobs
-        if not look and not (changed and (not busy or now >= self._tell_at_s)):
+        due = now >= self._tell_at_s if busy else ended or self._told != self._changes()
+        if not due:
             return None
         self._tell_at_s = now + TELL_S
-        if look:
-            self._look_at_s = now + LOOK_S
-        fresh = self._advance(look=look)
-        if look or not busy:  # counters and gauges of one moment
-            self._latest = self._told
-        return fresh
+        return self._advance(self._gauges.read())
 
     def take_rest(self) -> Stats:
         """Return what counters and samples rose by, at the end of all: gauges are not read any
         more."""
-        fresh = self._advance(look=False)
-        self._latest = self._told
+        fresh = self._advance(self._latest.gauges)
+        fresh.gauges = {}
         return fresh
 
-    def _advance(self, *, look: bool) -> Stats:
-        """Return what changed since the last time. ``look``: read the gauges anew."""
-        stats, before = self._stats, self._told
-        if look:
-            self._looked_jobs = self._gauges.planned_jobs
-        gauges = self._gauges.read() if look else before.gauges
+    def _changes(self) -> tuple[int, int]:
+        return self._stats.changes, self._gauges.planned_jobs
+
+    def _advance(self, gauges: Mapping[str, float]) -> Stats:
+        """Leave a snapshot; return what changed since the one before."""
+        stats, before = self._stats, self._latest
         sums = {series: (samples.count, samples.total) for series, samples in stats.samples.items()}
-        self._told = _Snapshot(time.time(), dict(stats.counts), sums, gauges)
-        self._told_changes = stats.changes
-        fresh = self._told.rise_since(before)
-        if not look:
-            fresh.gauges = {}
+        self._told, self._latest = self._changes(), _Snapshot(time.time(), dict(stats.counts), sums, gauges)
+        fresh = self._latest.rise_since(before)
         for series, samples in fresh.samples.items():
             mine = stats.samples[series]
             samples.values, mine.values = mine.values, []

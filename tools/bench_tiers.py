@@ -1,17 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvdisk's devices beside fio and vLLM's own files (``fs_io_C``), in turn, on one drive.
+"""kvdisk's devices beside fio and vLLM's own way to a drive, in turn, on one drive.
 
     python tools/bench_tiers.py /nvme/somewhere
 
 A ratio is the median of the rounds' ratios, so that drift of the drive cancels out. Figures of two
 runs are not comparable. What is not installed is left out.
+
+vLLM's way is a file for each block (``fs_io_C``). The C extension is loaded from its file, without
+vLLM around it, and called as vLLM's tier for file systems does (``vllm/v1/kv_offload/tiering/fs``):
+a list of paths and of buffers for each call, threads of Python, files opened with O_DIRECT, each
+written under another name first. It is given more than it has in vLLM: directories exist already,
+and the blocks of a measurement are dealt out evenly, one call for each thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
+import importlib.util
 import json
 import os
+import secrets
 import shutil
 import statistics
 import subprocess
@@ -19,23 +28,82 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from bench_peer import LANES, Case, Layout, VllmFiles
 from rich.console import Console
 from rich.table import Table
 
 from kvdisk.cli.bench import Machine
-from kvdisk.cli.output import parse_size
+from kvdisk.cli.output import parse_size, size
 from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import nameless_file
 from kvdisk.errors import ConfigError, DeviceError
 from kvdisk.geometry import ALIGNMENT, round_up
 from kvdisk.worker.arena import Arena
+from kvdisk.worker.runner import MOST_READS, PART_BYTES
+
+LANES = MOST_READS
+"""Batches that the mover has at a device at once."""
+THREADS = (1, 4, 8, 16)
+"""Counts that vLLM's files are measured with. Its default is 16 for each direction."""
+FOLDERS = 16
+
+
+class Layout(Enum):
+    """Where on the drive blocks lie that are moved one after the other."""
+
+    CONTIGUOUS = "contiguous"
+    SCATTERED = "scattered"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure: so many blocks, each moved once, ``depth`` of them at a time."""
+
+    op: Op
+    layout: Layout
+    block_bytes: int
+    block_count: int
+
+    @property
+    def depth(self) -> int:
+        """As many blocks as the mover has at the device at once, within reason."""
+        return min(max(MOST_READS * PART_BYTES // self.block_bytes, 4), 256, self.block_count)
+
+    @property
+    def total_bytes(self) -> int:
+        """Of one measurement."""
+        return self.block_bytes * self.block_count
+
+    @property
+    def lane_blocks(self) -> int:
+        """Blocks of a batch."""
+        return -(-self.depth // min(LANES, self.depth))
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Memory that the batches need at once."""
+        return min(LANES, self.depth) * self.lane_blocks * self.block_bytes
+
+    @property
+    def words(self) -> str:
+        """The case in words."""
+        return f"{self.op.value} {size(self.block_bytes).replace('.0 ', ' ')} x {self.depth} {self.layout.value}"
+
+    def order(self) -> list[int]:
+        """Return the blocks in the order in which they are moved, the same in every run."""
+        if self.layout is Layout.CONTIGUOUS:
+            return list(range(self.block_count))
+        return np.random.default_rng(1).permutation(self.block_count).tolist()
+
 
 FIO_ENGINES = {
     "fio io_uring": ("--ioengine=io_uring", "--fixedbufs=1", "--registerfiles=1"),
@@ -115,6 +183,112 @@ def run_fio(case: Case, engine: str, path: str) -> float:
     return max(job["read"]["runtime"], job["write"]["runtime"]) / 1000 / passes
 
 
+def load_extension() -> Any:
+    """Return vLLM's ``fs_io_C``. Raises ConfigError where vLLM is not installed, or has none."""
+    spec = importlib.util.find_spec("vllm")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    path = next((str(path) for folder in folders for path in Path(folder).glob("fs_io_C*.so")), None)
+    if path is None:
+        raise ConfigError("vLLM's fs_io_C is not installed here: there is no peer to compare with.")
+    loader = importlib.machinery.ExtensionFileLoader("fs_io_C", path)
+    try:
+        import torch  # noqa: F401 - it is linked with torch's libraries, and finds them when they are loaded
+
+        loaded = importlib.util.module_from_spec(importlib.util.spec_from_loader("fs_io_C", loader))
+        loader.exec_module(loaded)
+    except ImportError as error:
+        raise ConfigError(f"vLLM's fs_io_C cannot be loaded, so that there is no peer: {error}") from None
+    return loaded
+
+
+class VllmFiles:
+    """vLLM's files of a case's blocks. ``directory``: not made yet.
+
+    They are emptied when they were measured, and removed at the end of the run only: ext4 passes
+    over inodes that were freed in the last minutes one by one, which would slow the next files
+    down, and not in vLLM, which removes none. For the same reason they lie where no run before had
+    its files: ext4 is asked to spread directories over the drive.
+    """
+
+    def __init__(self, extension: Any, case: Case, directory: Path, memory: memoryview, direct: bool) -> None:
+        self._extension = extension
+        self._case = case
+        self._memory = memory
+        self._direct = direct
+        self._directory = directory
+        self._order = case.order()
+        directory.mkdir()
+        if chattr := shutil.which("chattr"):
+            subprocess.run([chattr, "+T", directory], capture_output=True, check=False)  # not all file systems can
+        self._paths: list[str] = []
+        self._renew()
+
+    def contenders(self, stack: ExitStack) -> dict[str, Seconds]:
+        """Return what moves the blocks once, for each number of threads. They take space, once,
+        until ``stack`` ends."""
+        if self._case.op is Op.READ:
+            self.store(THREADS[-1])
+            stack.callback(self.empty)
+        move = self.load if self._case.op is Op.READ else self.store_anew
+        return {f"vLLM fs_io_C x {count}": partial(move, count) for count in THREADS}
+
+    def _renew(self) -> None:
+        """Name files that do not exist, in directories that do."""
+        folders = [self._directory / secrets.token_hex(8) for _ in range(FOLDERS)]
+        for folder in folders:
+            folder.mkdir()
+        self._paths = [str(folders[block % FOLDERS] / f"{block:064x}.bin") for block in self._order]
+
+    def load(self, count: int) -> float:
+        """Read every file."""
+        return self._run(count, lambda paths, views: self._extension.batch_load_block(paths, views, self._direct))
+
+    def store(self, count: int) -> float:
+        """Write every file; what exists already would be left as it is."""
+        store = self._extension.batch_store_block
+        return self._run(
+            count, lambda paths, views: store([f"{path}_1.tmp" for path in paths], paths, views, self._direct)
+        )
+
+    def empty(self) -> None:
+        """Give the files' space back, and wait until that is done."""
+        for path in self._paths:
+            if os.path.exists(path):
+                os.truncate(path, 0)
+        folder = os.open(self._directory, os.O_RDONLY)
+        os.fsync(folder)  # what the file system has to do for that is not for the next one to wait for
+        os.close(folder)
+
+    def store_anew(self, count: int) -> float:
+        """Write every file under a new name, and give the space back."""
+        try:
+            return self.store(count)
+        finally:
+            self.empty()
+            self._renew()
+
+    def _run(self, count: int, call: Any) -> float:
+        """Deal the blocks out to threads, which are there already, and return what their calls
+        took."""
+        tasks = [(self._paths[at::count], self._views(at, count)) for at in range(count)]
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(lambda _: None, range(count)))
+
+            began_s = time.perf_counter()
+            for future in [pool.submit(call, *task) for task in tasks if task[0]]:
+                future.result()
+            return time.perf_counter() - began_s
+
+    def _views(self, thread: int, count: int) -> list[memoryview]:
+        """Return the buffers of a thread's blocks: it has its own part of the memory, and goes
+        round in it."""
+        size = self._case.block_bytes
+        slots = max(1, self._memory.nbytes // size // count)
+        first = thread * slots if (thread + 1) * slots * size <= self._memory.nbytes else 0
+        mine = [self._memory[(first + at) * size : (first + at + 1) * size] for at in range(slots)]
+        return [mine[at % slots] for at in range(len(self._paths[thread::count]))]
+
+
 def timed(move: Callable[[], None]) -> float:
     began_s = time.perf_counter()
     move()
@@ -182,12 +356,11 @@ def main(arguments: list[str]) -> int:
             os.pwrite(fd, arena.memory[: min(WRITE_BYTES, total_bytes - at)], at)
         device = PosixDevice()
         stack.callback(device.close)
-        drives = [DriveRun(device, fd, arena.memory)]
+        drive, extension = DriveRun(device, fd, arena.memory), None
         try:
-            peer = VllmFiles()
+            extension = load_extension()
         except ConfigError as error:
             console.print(str(error))
-            peer = None
         has_fio = direct and shutil.which("fio") is not None
         if not has_fio:
             console.print("fio is not installed, or the file system refuses O_DIRECT: there is no limit")
@@ -198,9 +371,10 @@ def main(arguments: list[str]) -> int:
                 if has_fio:
                     path = f"/proc/{os.getpid()}/fd/{fd}"
                     contenders |= {engine: partial(run_fio, case, engine, path) for engine in FIO_ENGINES}
-                contenders |= {drive.device.name: partial(timed, partial(drive.move, case)) for drive in drives}
-                if peer is not None and case.layout is Layout.CONTIGUOUS:  # files have no order on the drive
-                    contenders |= peer.contenders(case, private / str(number), arena.memory, direct, mine)
+                contenders[device.name] = partial(timed, partial(drive.move, case))
+                if extension is not None and case.layout is Layout.CONTIGUOUS:  # files have no order on the drive
+                    files = VllmFiles(extension, case, private / str(number), arena.memory, direct)
+                    contenders |= files.contenders(mine)
                 add_rows(table, case, measure(contenders, options.rounds))
             table.add_section()
     console.print(table)

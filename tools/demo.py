@@ -10,7 +10,6 @@ token is the median over those who ask a document first in a pass: nothing of it
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
 import statistics
@@ -24,17 +23,15 @@ from typing import Any, cast
 from engine_child import Answer, EngineChild, EngineError, environment
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvdisk.cli.output import as_json
 from kvdisk.cli.survey import survey_store
-from kvdisk.errors import KvdiskError
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / ".demo"
-MADE = WORK / "stores.json"
-"""Ids of the stores that demos made, by path: only those are emptied."""
+STORE = WORK / "store"
+"""Emptied by each demo; a store in any other place is left alone."""
 MODEL_KIND = "demo-llama"
 DOCUMENTS = 3
 MAX_TOKENS = 16
@@ -48,8 +45,6 @@ QUESTIONS = (
     " of them a bound or a measurement of? Put them into a list, the largest first, and say which is missing.\nAnswer:",
 )
 TABLE_WIDTH = 100
-BUILD_WEIGHT, START_WEIGHT, COLD_WEIGHT, WARM_WEIGHT = 6, 10, 3, 0.5
-"""Rough seconds of the parts, for the progress bar."""
 
 
 class DemoError(Exception):
@@ -93,23 +88,17 @@ class Pass:
 
 
 class Demo:
-    """The engines and their passes. ``advance(what, weight)`` says what runs now and moves the
-    progress bar."""
+    """The engines and their passes. ``say`` is told what runs now."""
 
     def __init__(
-        self,
-        options: argparse.Namespace,
-        model: Path,
-        prompts: list[list[int]],
-        advance: Callable[[str, float], None],
+        self, options: argparse.Namespace, model: Path, prompts: list[list[int]], say: Callable[[str], None]
     ) -> None:
         self.options = options
         self.model = model
         self.prompts = prompts
-        self.advance = advance
-        self.store: Path = options.store
+        self.say = say
         self.config = {
-            "store_dirs": str(self.store),
+            "store_dirs": str(options.store),
             "nvme_bytes": options.nvme_bytes,
             "cpu_bytes": options.cpu_bytes,
             "segment_bytes": "64MiB",
@@ -118,18 +107,17 @@ class Demo:
     def run(self) -> list[Pass]:
         """Run vLLM alone, then the three passes with kvdisk. Raises EngineError."""
         with self._start("vLLM alone", "alone", None) as engine:
-            passes = [self._pass("vLLM alone", engine, COLD_WEIGHT)]
+            passes = [self._pass("vLLM alone", engine)]
         with self._start("vLLM with kvdisk", "first", self.config) as engine:
-            remember_store(self.store)
-            passes.append(self._pass("cold", engine, COLD_WEIGHT))
+            passes.append(self._pass("cold", engine))
             engine.reset()
-            passes.append(self._pass("warm from CPU", engine, WARM_WEIGHT))
+            passes.append(self._pass("warm from CPU", engine))
         with self._start("vLLM with kvdisk again", "second", self.config) as engine:
-            passes.append(self._pass("after a restart, from NVMe", engine, WARM_WEIGHT))
+            passes.append(self._pass("after a restart, from NVMe", engine))
         return passes
 
     def _start(self, what: str, name: str, config: dict[str, Any] | None) -> EngineChild:
-        self.advance(f"starting {what}", 0)
+        self.say(f"starting {what}")
         log = WORK / f"engine-{name}.log"
         log.unlink(missing_ok=True)
         engine = EngineChild(
@@ -140,18 +128,17 @@ class Demo:
             max_model_len=max(map(len, self.prompts)) + MAX_TOKENS,
         )
         engine.generate([WARM_UP], 2)
-        self.advance("", START_WEIGHT)
         return engine
 
-    def _pass(self, name: str, engine: EngineChild, weight: float) -> Pass:
-        self.advance(f"asking: {name}", 0)
+    def _pass(self, name: str, engine: EngineChild) -> Pass:
+        self.say(f"asking: {name}")
         before = engine.counters() if engine.connected else {}
-        answers = engine.generate(self.prompts, MAX_TOKENS, together=False, progress=lambda _: self.advance("", weight))
+        answers = engine.generate(self.prompts, MAX_TOKENS, together=False)
         if not engine.connected:
             return Pass(name, self.prompts, answers, {}, None)
         engine.drain()
         counted = {counter: count - before.get(counter, 0) for counter, count in engine.counters().items()}
-        return Pass(name, self.prompts, answers, counted, inspect(self.store)["totals"]["used_bytes"])
+        return Pass(name, self.prompts, answers, counted, inspect(self.options.store)["totals"]["used_bytes"])
 
 
 def inspect(store: Path) -> dict[str, Any]:
@@ -246,28 +233,13 @@ def cut_prompts(model: Path, prompt_tokens: int) -> list[list[int]]:
     return [document + question for document in documents for question in questions]
 
 
-def remember_store(store: Path) -> None:
-    """Note that a demo made this store."""
-    made = json.loads(MADE.read_text()) if MADE.exists() else {}
-    made[str(store)] = inspect(store)["store"]["store_id"]
-    MADE.write_text(json.dumps(made, indent=1))
-
-
 def clear_store(store: Path) -> None:
-    """Remove the store of an earlier demo. Raises DemoError where something else lies there."""
-    if not store.exists() or not any(store.iterdir()):
-        store.parent.mkdir(parents=True, exist_ok=True)
-        return
-    made = json.loads(MADE.read_text()) if MADE.exists() else {}
-    try:
-        found = inspect(store)
-    except KvdiskError:
-        found = None
-    if found is None or found["store"]["store_id"] != made.get(str(store)):
-        raise DemoError(f"{store} was not made by a demo, so it is left alone; name another place with STORE=.")
-    if found["totals"]["live_homes"]:
-        raise DemoError(f"{store} is in use by a running engine.")
-    shutil.rmtree(store)
+    """Remove the store of the last demo. Raises DemoError where anything lies elsewhere."""
+    if store == STORE:
+        shutil.rmtree(store, ignore_errors=True)
+    elif store.exists() and any(store.iterdir()):
+        raise DemoError(f"{store} is not empty, so it is left alone; remove it, or name another place with STORE=.")
+    store.parent.mkdir(parents=True, exist_ok=True)
 
 
 def chosen_devices() -> list[str]:
@@ -284,7 +256,7 @@ def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="a local model directory; without it a random one is built")
-    parser.add_argument("--store", type=Path, default=WORK / "store", help="where the store lies")
+    parser.add_argument("--store", type=Path, default=STORE, help="where the store lies")
     parser.add_argument("--prompt-tokens", type=int, default=4000)
     parser.add_argument("--nvme-bytes", default="4GiB", help="cap of the store")
     parser.add_argument("--cpu-bytes", default="1GiB", help="host memory of the CPU tier")
@@ -295,28 +267,20 @@ def parse_options() -> argparse.Namespace:
 
 
 def run_demo(options: argparse.Namespace, console: Console) -> list[Pass]:
-    """Run everything under a progress bar. Raises DemoError, EngineError."""
-    askers = DOCUMENTS * len(QUESTIONS)
-    total = BUILD_WEIGHT + 3 * START_WEIGHT + askers * 2 * (COLD_WEIGHT + WARM_WEIGHT)
-    columns = (TextColumn("{task.description:<36}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        task = progress.add_task("", total=total)
+    """Run everything, and say what runs now. Raises DemoError, EngineError."""
+    with console.status("") as status:
 
-        def advance(what: str, weight: float) -> None:
-            progress.update(task, advance=weight, **({"description": what} if what else {}))
-            if what and not console.is_terminal:
+        def say(what: str) -> None:
+            status.update(what)
+            if not console.is_terminal:
                 console.print(f"kvdisk: {what}")
 
-        advance("building the model" if options.model is None else "reading the model", 0)
+        say("building the model" if options.model is None else "reading the model")
         if options.model is not None and not (options.model / "config.json").exists():
             raise DemoError(f"{options.model} is not a model directory: it has no config.json.")
         clear_store(options.store)
         model = build_model() if options.model is None else options.model.absolute()
-        prompts = cut_prompts(model, options.prompt_tokens)
-        advance("", BUILD_WEIGHT)
-        passes = Demo(options, model, prompts, advance).run()
-        progress.update(task, completed=total, description="done")
-    return passes
+        return Demo(options, model, cut_prompts(model, options.prompt_tokens), say).run()
 
 
 def main() -> int:

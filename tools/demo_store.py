@@ -15,7 +15,6 @@ import os
 import random
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ from kvdisk.messages import SegmentSpec
 
 HOUR_S, DAY_S = 3600, 86400
 BLOCK_TOKENS = 16
+FIRST_SLOT = Slot(0, 0)
 
 
 class Model(NamedTuple):
@@ -72,13 +72,22 @@ LARGE = Model("meta-llama/Llama-3.2-1B-Instruct", "torch.bfloat16", "fp8", 2, 16
 
 @dataclass
 class Block:
-    """A block of a prompt, with what has happened to it."""
+    """A block of a prompt, with what has happened to it. ``followers``: blocks that were computed
+    behind it."""
 
     key: BlockKey
     parent: Block | None
     stored_s: int
     uses: int = 0
     last_use_s: int = 0
+    followers: int = 0
+    generation: int = 0
+    slot: Slot = FIRST_SLOT
+
+    @property
+    def parent_key(self) -> BlockKey | None:
+        """As its header and its record name it."""
+        return None if self.parent is None else self.parent.key
 
 
 @dataclass
@@ -95,6 +104,8 @@ class Prompts:
         last."""
         for _ in range(count):
             key = make_block_key(self.chance.randbytes(32), 0)
+            if parent is not None:
+                parent.followers += 1
             parent = Block(key, parent, int(self.now_s - ago_s))
             self.blocks.append(parent)
         assert parent is not None
@@ -137,66 +148,46 @@ def fill(home: Home, model: Model, prompts: Prompts, slot_count: int, *, dropped
     """
     group = model.geometry.groups[0]
     blocks = sorted(prompts.blocks, key=lambda block: block.stored_s)
-    places = {id(block): Slot(at // slot_count, at % slot_count) for at, block in enumerate(blocks)}
+    for at, block in enumerate(blocks):
+        block.slot, block.generation = Slot(at // slot_count, at % slot_count), prompts.now_s * 1_000_000_000 + at
     kept = _without_ends(blocks, int(len(blocks) * dropped), prompts.chance)
     index = LmdbIndex(home.index_path, map_bytes=map_bytes_for(10_000))
     namespace = Namespace(model.fingerprint, 0)
-    first = prompts.now_s * 1_000_000_000
     with mmap.mmap(-1, group.slot_bytes) as memory, memoryview(memory) as view:
         view[HEADER_BYTES : HEADER_BYTES + (1 << 12)] = prompts.chance.randbytes(1 << 12)
         for segment in range(-(-len(blocks) // slot_count)):
             spec = SegmentSpec(segment, group.slot_bytes, slot_count)
             for rank in range(model.ranks):
                 create_segment(home, spec, rank, model.ranks, model.fingerprint).close()
-                path = home.segments_path / str(segment) / f"rank{rank}.kv"
-                fd = os.open(path, os.O_WRONLY)
-                for number, block in enumerate(blocks[segment * slot_count : (segment + 1) * slot_count]):
-                    parent = None if block.parent is None else block.parent.key
-                    generation = first + segment * slot_count + number
-                    identity = SlotIdentity(namespace, block.key, generation, group.payload_bytes, rank, model.ranks)
-                    seal_slot(view, identity, parent)
-                    os.pwrite(fd, view, slot_offset(group.slot_bytes, number))
+                fd = os.open(home.segments_path / str(segment) / f"rank{rank}.kv", os.O_WRONLY)
+                for block in blocks[segment * slot_count : (segment + 1) * slot_count]:
+                    sizes = (group.payload_bytes, rank, model.ranks)
+                    seal_slot(view, SlotIdentity(namespace, block.key, block.generation, *sizes), block.parent_key)
+                    os.pwrite(fd, view, slot_offset(group.slot_bytes, block.slot.index))
                 os.close(fd)
             index.put_segment(SegmentRecord(segment, group.slot_bytes, slot_count))
-    numbers = {id(block): first + at for at, block in enumerate(blocks)}
     for start in range(0, len(kept), 500):
-        index.put(
-            [
-                BlockRecord(
-                    0, block.key, places[id(block)], numbers[id(block)],
-                    None if block.parent is None else block.parent.key, block.stored_s,
-                )
-                for block in kept[start : start + 500]
-            ]
-        )  # fmt: skip
+        some = kept[start : start + 500]
+        index.put([BlockRecord(0, one.key, one.slot, one.generation, one.parent_key, one.stored_s) for one in some])
         assert index.flush(60)
-    note_uses(home, [(places[id(block)], numbers[id(block)], block) for block in kept])
+    write_uses(home.path, np.array([(one.generation, one.uses, one.last_use_s) for one in kept], USES_RECORD))
     return index
 
 
 def _without_ends(blocks: Sequence[Block], count: int, chance: random.Random) -> list[Block]:
     """Take blocks away that no other one follows, the less used the sooner; return those that
     stay."""
-    followers: dict[int, int] = {}
-    for block in blocks:
-        if block.parent is not None:
-            followers[id(block.parent)] = followers.get(id(block.parent), 0) + 1
+    followers = {id(block): block.followers for block in blocks}
     gone: set[int] = set()
-    ends = sorted((block for block in blocks if id(block) not in followers), key=lambda block: block.stored_s)
+    ends = [block for block in blocks if not block.followers]
     while len(gone) < count:
         block: Block | None = ends.pop(chance.randrange(min(8, len(ends))))
-        while block is not None and len(gone) < count and not followers.get(id(block)):
+        while block is not None and len(gone) < count and not followers[id(block)]:
             gone.add(id(block))
             block = block.parent
             if block is not None:
                 followers[id(block)] -= 1
     return [block for block in blocks if id(block) not in gone]
-
-
-def note_uses(home: Home, blocks: Sequence[tuple[Slot, int, Block]]) -> None:
-    """Write down how often blocks were used."""
-    records = [(generation, block.uses, block.last_use_s) for _, generation, block in blocks]
-    write_uses(home.path, np.array(records, USES_RECORD))
 
 
 class Plan(NamedTuple):
@@ -240,8 +231,7 @@ def branching_key() -> str:
     """Return, in hex digits, the key of the last block of the first document: several questions
     follow it."""
     blocks = prompts_of(len(PLANS) - 1, 0).blocks
-    followed = Counter(id(block.parent) for block in blocks if block.parent is not None)
-    return next(block for block in blocks if followed[id(block)] == DOCUMENT_QUESTIONS).key.hex()
+    return next(block for block in blocks if block.followers == DOCUMENT_QUESTIONS).key.hex()
 
 
 @contextmanager

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,7 +144,7 @@ class EngineChild:
 
     def ready(self) -> None:
         """Wait until the engine takes requests. Raises EngineError."""
-        self._receive(START_S, None)
+        self._receive(START_S)
 
     def generate(
         self,
@@ -153,37 +153,30 @@ class EngineChild:
         *,
         together: bool = True,
         salt: str | None = None,
-        progress: Callable[[int], None] | None = None,
     ) -> list[Answer]:
         """Decode greedily, past any end token, and return one answer per prompt (token ids), in
         order.
 
         ``together``: all requests at once, else one after the other. ``salt``: vLLM's cache salt.
-        ``progress`` is called with the number of finished requests (only one after the other).
         """
-        act = {
-            "act": "generate",
-            "prompts": [list(map(int, prompt)) for prompt in prompts],
-            "max_tokens": max_tokens,
-            "together": together,
-            "salt": salt,
-        }
-        return [Answer(*answer) for answer in self.ask(act, progress=progress)]
+        listed = [list(map(int, prompt)) for prompt in prompts]
+        found = self._ask("generate", prompts=listed, max_tokens=max_tokens, together=together, salt=salt)
+        return [Answer(*answer) for answer in found]
 
     def reset(self) -> None:
         """Forget the GPU prefix cache, and nothing else. Drains first: blocks that a store reads
         would refuse it."""
         self.drain()
-        assert self.ask({"act": "reset"}), "blocks are still held after a drain"
+        assert self._ask("reset"), "blocks are still held after a drain"
 
     def drain(self) -> None:
         """Step until no request and no store is in flight; what was stored is committed then."""
-        self.ask({"act": "drain"})
+        self._ask("drain")
 
     def counters(self) -> dict[str, int]:
         """Return kvdisk's counters since the start, by the names of ``kvdisk.stats`` (in-process
         layout only)."""
-        return dict(self.ask({"act": "counters"}))
+        return dict(self._ask("counters"))
 
     def metrics(self) -> dict[str, float]:
         """Return every Prometheus metric of the engine, without the prefix ``vllm:``.
@@ -194,20 +187,12 @@ class EngineChild:
         In the layouts with processes, figures of idle steps travel with the next request, so a
         request of one token is made first.
         """
-        return dict(self.ask({"act": "metrics"}))
+        return dict(self._ask("metrics"))
 
     def call(self, target: str, *arguments: Any) -> Any:
         """Call ``module:function`` in the child with the LLM and JSON arguments; return its JSON
         result."""
-        return self.ask({"act": "call", "target": target, "arguments": list(arguments)})
-
-    def ask(
-        self, act: Mapping[str, Any], timeout_s: float = ACT_S, progress: Callable[[int], None] | None = None
-    ) -> Any:
-        """Run one act and return its result. Raises EngineError when the child fails or stays
-        silent too long."""
-        self._send(act)
-        return self._receive(timeout_s, progress)
+        return self._ask("call", target=target, arguments=list(arguments))
 
     def cpu_s(self) -> float:
         """Return the CPU seconds that the child has used, in all its threads; not those of further
@@ -220,7 +205,7 @@ class EngineChild:
         exit code 0."""
         if self._process.poll() is None:
             self._send({"act": "close"})
-            self._receive(ACT_S, None)
+            self._receive(ACT_S)
         try:
             code = self._process.wait(ACT_S)
         except subprocess.TimeoutExpired:
@@ -258,6 +243,12 @@ class EngineChild:
         else:
             self.kill()
 
+    def _ask(self, act: str, **fields: Any) -> Any:
+        """Run one act and return its result. Raises EngineError when the child fails or stays
+        silent too long."""
+        self._send({"act": act, **fields})
+        return self._receive(ACT_S)
+
     def _send(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
         try:
@@ -272,20 +263,16 @@ class EngineChild:
             self._answers.put(json.loads(line))
         self._answers.put(None)
 
-    def _receive(self, timeout_s: float, progress: Callable[[int], None] | None) -> Any:
-        while True:
-            try:
-                answer = self._answers.get(timeout=timeout_s)
-            except queue.Empty:
-                raise self._failed(f"no answer in {timeout_s:.0f} s") from None
-            if answer is None:
-                raise self._failed("the engine ended")
-            if "failure" in answer:
-                raise self._failed(answer["failure"])
-            if "result" in answer:
-                return answer["result"]
-            if progress is not None:
-                progress(answer["progress"])
+    def _receive(self, timeout_s: float) -> Any:
+        try:
+            answer = self._answers.get(timeout=timeout_s)
+        except queue.Empty:
+            raise self._failed(f"no answer in {timeout_s:.0f} s") from None
+        if answer is None:
+            raise self._failed("the engine ended")
+        if "failure" in answer:
+            raise self._failed(answer["failure"])
+        return answer["result"]
 
     def _failed(self, what: str) -> EngineError:
         self.kill()
@@ -296,10 +283,9 @@ class EngineChild:
 class _Child:
     """The acts, in the child. Each method takes the act's fields and returns what is sent back."""
 
-    def __init__(self, llm: Any, layout: str, send: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, llm: Any, layout: str) -> None:
         self.llm = llm
         self.layout = layout
-        self.send = send
 
     def generate(self, prompts: list[list[int]], max_tokens: int, together: bool, salt: str | None) -> list[Answer]:
         from vllm import SamplingParams
@@ -312,7 +298,6 @@ class _Child:
             for output in self.llm.generate(batch, sampling, use_tqdm=False):
                 ttft_s = output.metrics.first_token_latency
                 answers.append(Answer(list(output.outputs[0].token_ids), output.num_cached_tokens, ttft_s))
-            self.send({"progress": len(answers)})
         return answers
 
     def reset(self) -> bool:
@@ -371,7 +356,7 @@ def child_main() -> None:
         start = json.loads(sys.stdin.readline())
         # vLLM's imports are most of a start, and collecting garbage is a fifth of them.
         gc.disable()
-        child = _Child(_start_llm(start["llm"]), start["layout"], send)
+        child = _Child(_start_llm(start["llm"]), start["layout"])
         gc.enable()
         send({"result": None})
         for line in sys.stdin:

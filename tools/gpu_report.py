@@ -22,18 +22,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from kvdisk.blocks import JobId, Slot, Tier, make_block_key
 from kvdisk.cli.bench import Machine
 from kvdisk.device.base import Device
 from kvdisk.device.gds import GdsDevice, gds_unavailable
-from kvdisk.device.pair import PairDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import HEADER_BYTES, Geometry, GroupGeometry, slot_offset
@@ -52,35 +56,51 @@ MIB = 1 << 20
 BLOCK_BYTES = (64 << 10, 256 << 10, MIB, 2 * MIB, 8 * MIB)
 LAYERS = 32
 STAGING_BYTES = 128 * MIB
+LARGE_COPY, COPY = "one large copy", "copy"
+STRAIGHT = "gds, straight"
+COPIES, MOVES = ("gather", "scatter"), ("store", "load", "load unverified")
+
+
+@dataclass
+class Speed:
+    """How fast something was. ``samples``: bytes a second; none where ``why`` says why not."""
+
+    route: str
+    what: str
+    block_bytes: int
+    samples: list[float] = field(default_factory=list)
+    why: str = ""
+
+    @property
+    def words(self) -> str:
+        """The median, in GB/s."""
+        return self.why or f"{self.bytes_per_s / 1e9:.2f}"
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The median."""
+        return statistics.median(self.samples)
 
 
 @dataclass
 class Report:
-    """What is printed, and written as JSON. Speeds are bytes per second, medians of their
-    samples."""
+    """What is printed, and written as JSON."""
 
-    machine: dict[str, str] = field(default_factory=dict)
+    machine: dict[str, str]
     tests: dict[str, Any] = field(default_factory=dict)
     gds: str = ""
-    devices: dict[str, str] = field(default_factory=dict)
-    plain: dict[str, float] = field(default_factory=dict)
-    copies: list[dict[str, Any]] = field(default_factory=list)
-    routes: list[dict[str, Any]] = field(default_factory=list)
+    speeds: list[Speed] = field(default_factory=list)
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def median_speed(byte_count: int, act: Callable[[], None], repetitions: int) -> tuple[float, list[float]]:
-    """Return bytes per second, and all samples, of something that is done when it returns."""
-    samples = []
+def speed_of(byte_count: int, act: Callable[[], None]) -> float:
+    """Return bytes per second of something that is done when it returns."""
+    began_s = time.perf_counter()
     act()
-    for _ in range(repetitions):
-        began_s = time.perf_counter()
-        act()
-        samples.append(byte_count / (time.perf_counter() - began_s))
-    return statistics.median(samples), samples
+    return byte_count / (time.perf_counter() - began_s)
 
 
 # -- the machine and the tests --------------------------------------------------------------------
@@ -115,21 +135,31 @@ def run_tests(directory: Path) -> dict[str, Any]:
 # -- copies ----------------------------------------------------------------------------------------
 
 
-def measure_plain(lanes: Lanes, byte_count: int, repetitions: int) -> dict[str, float]:
+def measure_plain(lanes: Lanes, byte_count: int, repetitions: int) -> list[Speed]:
     """Return the speed of one large copy between pinned memory and the GPU, each way: the limit of
     the others."""
     import torch
 
     host = torch.zeros(byte_count, dtype=torch.uint8, pin_memory=lanes.device.type == "cuda")
     gpu = torch.zeros(byte_count, dtype=torch.uint8, device=lanes.device)
-    found = {}
-    for name, target, source in (("gpu_to_host", host, gpu), ("host_to_gpu", gpu, host)):
 
-        def copy(target: torch.Tensor = target, source: torch.Tensor = source) -> None:
-            target.copy_(source, non_blocking=True)
-            lanes.record(None).synchronize()
+    def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+        lanes.record(None).synchronize()
 
-        found[name], _ = median_speed(byte_count, copy, repetitions)
+    ways = {"gather": partial(copy, host, gpu), "scatter": partial(copy, gpu, host)}
+    return measure_ways(LARGE_COPY, ways, byte_count, byte_count, repetitions)
+
+
+def measure_ways(
+    route: str, ways: Mapping[str, Callable[[], None]], block_bytes: int, byte_count: int, repetitions: int
+) -> list[Speed]:
+    """Return the speed of each, once it is warm."""
+    found = []
+    for what, act in ways.items():
+        act()
+        samples = [speed_of(byte_count, act) for _ in range(repetitions)]
+        found.append(Speed(route, what, block_bytes, samples))
     return found
 
 
@@ -141,7 +171,7 @@ def make_layers(lanes: Lanes, block_bytes: int, count: int) -> list[Any]:
     return list(torch.randint(0, 256, (LAYERS, count, each), dtype=torch.uint8, device=lanes.device).unbind(0))
 
 
-def measure_copies(lanes: Lanes, block_bytes: int, total_bytes: int, repetitions: int) -> list[dict[str, Any]]:
+def measure_copies(lanes: Lanes, block_bytes: int, total_bytes: int, repetitions: int) -> list[Speed]:
     """Return the copier's speeds both ways, between blocks on the GPU and neighbouring pinned
     slots."""
     from kvdisk.worker.copier import CudaCopier, LayerBlocks, Slots
@@ -149,14 +179,12 @@ def measure_copies(lanes: Lanes, block_bytes: int, total_bytes: int, repetitions
     count = max(2, total_bytes // block_bytes)
     arena = Arena([HEADER_BYTES + block_bytes], [count], pin=lanes.device.type == "cuda")
     copier = CudaCopier([LayerBlocks(make_layers(lanes, block_bytes, count))], lanes, 64 * MIB)
-    slots, blocks = list(range(count)), list(range(count))[::-1]
-    found = []
-    for name, act in (
-        ("gather", lambda: copier.gather(0, blocks, Slots(arena, 0, slots)).synchronize()),
-        ("scatter", lambda: copier.scatter(0, Slots(arena, 0, slots), blocks).synchronize()),
-    ):
-        speed, samples = median_speed(count * block_bytes, act, repetitions)
-        found.append({"what": name, "block_bytes": block_bytes, "bytes_per_s": speed, "samples": samples})
+    slots, blocks = Slots(arena, 0, list(range(count))), list(range(count))[::-1]
+    ways = {
+        "gather": lambda: copier.gather(0, blocks, slots).synchronize(),
+        "scatter": lambda: copier.scatter(0, slots, blocks).synchronize(),
+    }
+    found = measure_ways(COPY, ways, block_bytes, count * block_bytes, repetitions)
     arena.close()
     return found
 
@@ -234,10 +262,8 @@ class Route:
             memory.close()
 
     def _moves(self) -> list[Move]:
-        return [Move(make_block_key(at.to_bytes(32, "big"), 0), 1, at, {Tier.NVME: Slot(0, at)}) for at in self._all()]
-
-    def _all(self) -> range:
-        return range(self._count)
+        keys = [make_block_key(at.to_bytes(32, "big"), 0) for at in range(self._count)]
+        return [Move(key, 1, at, {Tier.NVME: Slot(0, at)}) for at, key in enumerate(keys)]
 
     def _run(self, kind: JobKind, moves: list[Move] | None = None, **fields: Any) -> None:
         self._last += 1
@@ -264,120 +290,68 @@ def unverified() -> Iterator[None]:
 
 
 def measure_routes(
-    lanes: Lanes, directory: Path, makers: dict[str, tuple[Callable[[], Device], bool]], block_bytes: int, options: Any
-) -> list[dict[str, Any]]:
+    lanes: Lanes, directory: Path, makers: Mapping[str, Callable[[], Device]], block_bytes: int, options: Any
+) -> list[Speed]:
     """Return the speeds of stores and loads by each route, their repetitions in turn. ``makers``:
-    device and whether it is a direct one, by name of the route."""
+    of devices, by name of the route."""
     count = max(2, options.file_bytes // (block_bytes + HEADER_BYTES))  # room for headers, too
-    routes = {}
-    samples: dict[tuple[str, str], list[float]] = {}
-    errors = {}
+    routes, found = {}, []
     try:
-        for name, (make, direct) in makers.items():
+        for name, make in makers.items():
             try:
-                routes[name] = Route(lanes, directory, make(), block_bytes, count, direct=direct)
+                routes[name] = Route(lanes, directory, make(), block_bytes, count, direct=name == STRAIGHT)
                 routes[name].store()
+                found += [Speed(name, what, block_bytes) for what in MOVES]
             except (ConfigError, OSError, RuntimeError) as error:
-                errors[name] = str(error)
-        for _ in range(options.repetitions):
-            for name, route in routes.items():
-                if name in errors:
-                    continue
-                acts = (
-                    ("store", route.store, nullcontext),
-                    ("load", route.load, nullcontext),
-                    ("load unverified", route.load, unverified),
-                )
-                for what, act, how in acts:
-                    with how():
-                        began_s = time.perf_counter()
-                        act()
-                        speed = count * block_bytes / (time.perf_counter() - began_s)
-                    samples.setdefault((name, what), []).append(speed)
+                found.append(Speed(name, MOVES[0], block_bytes, why=str(error)))
+        for speed in [speed for speed in found if not speed.why] * options.repetitions:
+            route = routes[speed.route]
+            with unverified() if speed.what == MOVES[2] else nullcontext():
+                act = route.store if speed.what == MOVES[0] else route.load
+                speed.samples.append(speed_of(count * block_bytes, act))
     finally:
         for route in routes.values():
             route.close()
-    found: list[dict[str, Any]] = [
-        {
-            "route": name,
-            "what": what,
-            "block_bytes": block_bytes,
-            "bytes_per_s": statistics.median(all_of),
-            "samples": all_of,
-        }
-        for (name, what), all_of in samples.items()
-    ]
-    return found + [
-        {"route": name, "what": "error", "block_bytes": block_bytes, "why": why} for name, why in errors.items()
-    ]
+    return found
 
 
-def make_makers(gds: str) -> tuple[dict[str, tuple[Callable[[], Device], bool]], dict[str, str]]:
-    """Return the routes that this machine has, and why it lacks the others."""
-    makers: dict[str, tuple[Callable[[], Device], bool]] = {"posix, pinned memory": (PosixDevice, False)}
-    if gds:
-        return makers, {"gds": gds}
-    makers["gds, straight"] = (lambda: PairDevice(PosixDevice(), GdsDevice()), True)
-    return makers, {}
+# -- what is printed ---------------------------------------------------------------------------
 
 
-# -- what is printed
-# --------------------------------------------------------------------------------
-
-
-def gigabytes(speed: float) -> str:
-    return f"{speed / 1e9:.2f}"
-
-
-def table(report: Report) -> str:
-    """Return the report as Markdown, for docs/measurements/gpu.md."""
-    lines = ["GPU: " + ", ".join(f"{name} {value}" for name, value in report.machine.items()), ""]
-    tests = ", ".join(
-        f"{report.tests[what]} {what}" for what in ("passed", "failed", "skipped") if what in report.tests
-    )
-    lines += [f"Tests: {tests or 'none ran'}.", ""]
-    lines += [f"Not here: {name}: {why}" for name, why in report.devices.items()]
-    plain = report.plain
-    lines += [
-        "",
-        f"One large copy: GPU to host {gigabytes(plain['gpu_to_host'])} GB/s, host to GPU "
-        f"{gigabytes(plain['host_to_gpu'])} GB/s.",
-        "",
-        "| block | gather GB/s (of a large copy) | scatter GB/s (of a large copy) |",
-        "|---|---|---|",
-    ]
-    for size in dict.fromkeys(row["block_bytes"] for row in report.copies):
-        cells = [
-            f"{gigabytes(row['bytes_per_s'])} ({row['bytes_per_s'] / plain[way]:.2f})"
-            for what, way in (("gather", "gpu_to_host"), ("scatter", "host_to_gpu"))
-            for row in report.copies
-            if (row["block_bytes"], row["what"]) == (size, what)
-        ]
-        lines.append(f"| {size >> 10} KiB | {' | '.join(cells)} |")
-    lines += ["", "| block | route | store GB/s | load GB/s | load unverified GB/s |", "|---|---|---|---|---|"]
-    for size, route in dict.fromkeys((row["block_bytes"], row["route"]) for row in report.routes):
-        mine = {row["what"]: row for row in report.routes if (row["block_bytes"], row["route"]) == (size, route)}
-        if "error" in mine:
-            lines.append(f"| {size >> 10} KiB | {route} | {mine['error']['why']} | | |")
-            continue
-        cells = [gigabytes(mine[what]["bytes_per_s"]) for what in ("store", "load", "load unverified")]
-        lines.append(f"| {size >> 10} KiB | {route} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def show(report: Report) -> None:
+    """Print the report as Markdown, for docs/measurements/gpu.md."""
+    console = Console(width=200, markup=False, highlight=False)
+    tests = [f"{report.tests[what]} {what}" for what in ("passed", "failed", "skipped") if what in report.tests]
+    console.print("GPU:", ", ".join(f"{name} {value}" for name, value in report.machine.items()))
+    console.print(f"\nTests: {', '.join(tests) or 'none ran'}.")
+    if report.gds:
+        console.print(f"Not here: gds: {report.gds}")
+    by_route = {(speed.block_bytes, speed.route, speed.what): speed for speed in report.speeds}
+    for whats, routes in (
+        (COPIES, {LARGE_COPY, COPY}),
+        (MOVES, {speed.route for speed in report.speeds} - {LARGE_COPY, COPY}),
+    ):
+        table = Table("block", "route", *(f"{what} GB/s" for what in whats), box=box.MARKDOWN)
+        for size, route in dict.fromkeys(key[:2] for key in by_route if key[1] in routes):
+            cells = [by_route[key].words for what in whats if (key := (size, route, what)) in by_route]
+            table.add_row(f"{size >> 10} KiB", route, *cells)
+        console.print(table)
 
 
 def make_report(lanes: Lanes, options: Any) -> Report:
-    report = Report(describe_machine(options.dir))
+    report = Report(describe_machine(options.dir), gds=gds_unavailable() or "")
     if not options.no_tests:
         say("the tests of tests/gpu")
         report.tests = run_tests(options.dir)
-    report.gds = gds_unavailable() or ""
-    makers, report.devices = make_makers(report.gds)
+    makers: dict[str, Callable[[], Device]] = {"posix, pinned memory": PosixDevice}
+    if not report.gds:
+        makers[STRAIGHT] = GdsDevice
     say("one large copy each way")
-    report.plain = measure_plain(lanes, options.copy_bytes, options.repetitions)
+    report.speeds = measure_plain(lanes, options.copy_bytes, options.repetitions)
     for at, size in enumerate(options.sizes, 1):
         say(f"blocks of {size >> 10} KiB ({at} of {len(options.sizes)})")
-        report.copies += measure_copies(lanes, size, options.copy_bytes, options.repetitions)
-        report.routes += measure_routes(lanes, options.dir, makers, size, options)
+        report.speeds += measure_copies(lanes, size, options.copy_bytes, options.repetitions)
+        report.speeds += measure_routes(lanes, options.dir, makers, size, options)
     return report
 
 
@@ -408,7 +382,7 @@ def main(arguments: list[str]) -> int:
         print(NO_GPU)
         return 2
     report = make_report(lanes, options)
-    print(table(report))
+    show(report)
     if options.json is not None:
         options.json.write_text(json.dumps(asdict(report), indent=1) + "\n")
     return 1 if report.tests.get("code", 0) else 0

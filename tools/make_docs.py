@@ -2,19 +2,16 @@
 """Make the pages that say what the code says: docs/CONFIGURATION.md from ``Config``, docs/CLI.md
 from the help, and the tables of docs/METRICS.md from ``kvdisk.stats``.
 
-``--check`` writes nothing, and ends with 1 where a file is not what would be written.
 ``tests/test_docs.py`` holds them equal. What the commands print is in docs/output, which
 ``tools/make_pictures.py`` writes.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import inspect
 import json
 import re
-import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -349,19 +346,12 @@ FILES = {
 }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; end with 1 where a file is not up to date")
-    check = parser.parse_args().check
-    stale = [path for path, make in FILES.items() if not path.exists() or path.read_text() != make()]
-    for path in stale:
-        print(
-            f"kvdisk: {path.relative_to(ROOT)} {'is not up to date: run tools/make_docs.py' if check else 'is written'}"
-        )
-        if not check:
-            path.write_text(FILES[path]())
-    return int(check and bool(stale))
+def main() -> None:
+    for path, make in FILES.items():
+        if not path.exists() or path.read_text() != make():
+            path.write_text(make())
+            print(f"kvdisk: {path.relative_to(ROOT)} is written")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

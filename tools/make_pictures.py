@@ -4,8 +4,7 @@ them in docs/pictures.
 
 Needs Chromium, or Chrome, in the PATH, and the packages of the tests. The store (600 MB) is made in
 DIR, which must not exist and is removed at the end; the pages call it ``/nvme/kv``. Afterwards
-``tools/make_docs.py`` puts the outputs into docs/CLI.md. Commands that this kvdisk does not have
-are left out, and said.
+``tools/make_docs.py`` puts the outputs into docs/CLI.md.
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from demo_store import branching_key, demo_store
-from make_docs import OUTPUT, PICTURES, commands
+from make_docs import OUTPUT, PICTURES
 from PIL import Image, ImageChops
-from rich.console import Console
-from rich.terminal_theme import TerminalTheme
+from rich.console import CONSOLE_SVG_FORMAT, Console
 from rich.text import Text
 from support import ENVIRONMENT
 
@@ -44,39 +42,8 @@ ROWS = 60
 PAGE_WIDTH, PAGE_HEIGHT = 1280, 4000
 
 
-def _rgb(colours: str) -> list[tuple[int, int, int]]:
-    """Read colours, six hex digits each."""
-    found = [bytes.fromhex(colour) for colour in colours.split()]
-    return [(red, green, blue) for red, green, blue in found]
-
-
-THEME = TerminalTheme(
-    *_rgb("1e212b d6dae4"),
-    _rgb("454b5e f07178 98ce76 eebe62 68a0f8 c68cf0 54c8cd bcc2d0"),
-    _rgb("626a82 ff8b92 b4e394 ffd682 8cb9ff dcaaff 78e1e4 ecedf6"),
-)
-# In the form that rich fills in; its own names a font on the network.
-SVG = """\
-<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">
-<style>
-.{unique_id}-matrix {{
-  font-family: "DejaVu Sans Mono", monospace; font-size: {char_height}px; line-height: {line_height}px;
-}}
-.{unique_id}-title {{ font-size: 18px; font-family: "DejaVu Sans", sans-serif; }}
-{styles}
-</style>
-<defs>
-<clipPath id="{unique_id}-clip-terminal">
-<rect x="0" y="0" width="{terminal_width}" height="{terminal_height}"/>
-</clipPath>
-{lines}</defs>
-{chrome}
-<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
-{backgrounds}
-<g class="{unique_id}-matrix">{matrix}</g>
-</g>
-</svg>
-"""
+# rich's own form names a font on the network.
+SVG = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -97,11 +64,6 @@ class Shown:
     picture: bool = False
     copy: bool = False
     live: float = 0
-
-    @property
-    def command(self) -> str:
-        """Its first word."""
-        return self.typed.split()[0]
 
 
 SHOWN = (
@@ -129,17 +91,9 @@ def main() -> int:
     if store.exists():
         parser.error(f"{store} exists")
     trace = arguments.trace and arguments.trace.absolute()
-    known = {name for name, _ in commands()}
     wanted = [shown for shown in SHOWN if not arguments.names or shown.name in arguments.names]
-    for shown in wanted:
-        if shown.command not in known:
-            print(f"kvdisk: there is no command {shown.command}, so nothing is made for it")
-        elif "TRACE" in shown.typed and trace is None:
-            print(f"kvdisk: --trace is not given, so nothing is made for {shown.command}")
-            known.discard(shown.command)
-    OUTPUT.mkdir(exist_ok=True)
-    PICTURES.mkdir(exist_ok=True)
-    wanted = [shown for shown in wanted if shown.command in known]
+    if trace is None:
+        wanted = [shown for shown in wanted if "TRACE" not in shown.typed]
     with removed(store), demo_store(store):
         for shown in wanted:
             if not shown.live:
@@ -220,7 +174,7 @@ def show(shown: Shown, store: Path, trace: Path | None) -> None:
             shoot(made, target, PAGE_WIDTH, PAGE_HEIGHT)
         elif shown.picture:
             svg = terminal(f"kvdisk {typed}", lines, shown.columns)
-            width, height = (float(number) for number in re.findall(r'(?:width|height)="([\d.]+)"', svg)[:2])
+            width, height = (float(number) for number in re.findall(r"[\d.]+", svg[svg.index("viewBox") :])[2:4])
             drawn = folder / "terminal.html"
             drawn.write_text(f"<!doctype html><body style='margin:0'>{svg}")
             shoot(drawn, target, int(width), int(height))
@@ -293,7 +247,7 @@ def terminal(typed: str, lines: Sequence[Text], columns: int) -> str:
     for line in lines:
         line.rstrip()
         console.print(line, no_wrap=True, overflow="ignore", crop=False)
-    return console.export_svg(title=typed, theme=THEME, code_format=SVG, unique_id="shown")
+    return console.export_svg(title=typed, code_format=SVG)
 
 
 def shoot(page: Path, target: Path, width: int, height: int) -> None:

@@ -27,12 +27,25 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
 from rich.console import Console
 from rich.table import Table
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_offload.base import OffloadingSpec
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
 
 from kvdisk.blocks import Tier
 from kvdisk.cli.bench import Machine
 from kvdisk.config import Config
+from kvdisk.connector.scheduler_side import SchedulerSide
 from kvdisk.messages import JobKind, JobResult, Plan, Report
 
 BLOCK_TOKENS = 16
@@ -54,12 +67,6 @@ class BothSides:
     """
 
     def __init__(self, cpu_blocks: int, store_dir: Path | None, their_blocks: int | None = None) -> None:
-        import torch
-        from vllm.v1.core.block_pool import BlockPool
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-
-        from kvdisk.connector.scheduler_side import SchedulerSide
-
         head_size = PAYLOAD_BYTES // BLOCK_TOKENS // 8
         spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=head_size, dtype=torch.float32)
         pool_blocks = 1 << 17
@@ -83,9 +90,6 @@ class BothSides:
 
     def come(self, hashes: list[bytes]) -> Any:
         """Let a request come whose prompt is these blocks."""
-        from vllm.sampling_params import SamplingParams
-        from vllm.v1.request import Request
-
         self._last += 1
         request_id = f"request {self._last}"
         request = Request(request_id, [1] * (len(hashes) * BLOCK_TOKENS), SamplingParams(max_tokens=10**6), None)
@@ -112,8 +116,6 @@ class BothSides:
 
     def finish(self, request_id: str) -> None:
         """Let a request go of which both have settled everything."""
-        from vllm.v1.request import RequestStatus
-
         request = self.requests.pop(request_id)
         self.ours.finished(request, (), True)
         request.status = RequestStatus.FINISHED_ABORTED
@@ -125,8 +127,6 @@ class BothSides:
 
     def output(self, request_ids: list[str], new_blocks: dict[str, list[Any]]) -> Any:
         """Return a scheduler's output: a token for each of these requests."""
-        from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
-
         output = SchedulerOutput.make_empty()
         output.num_scheduled_tokens = dict.fromkeys(request_ids, 1)
         found = [new_blocks.get(name) for name in request_ids]
@@ -182,9 +182,6 @@ class BothSides:
 
         ``ours``, ``theirs``: called first, in the same time.
         """
-        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
-        from vllm.v1.outputs import KVConnectorOutput
-
         self._ours_first = not self._ours_first
         (ours_s, plan), (theirs_s, meta) = self.both(
             lambda: (ours and ours(), self.ours.plan(output))[1],
@@ -221,10 +218,6 @@ def _settings() -> Any:
 
 
 def _offloading_scheduler(cpu_blocks: int, settings: Any, cache: Any) -> Any:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
-    from vllm.v1.kv_offload.base import OffloadingSpec
-    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
-
     class Spec(OffloadingSpec):  # type: ignore[misc]  # vLLM is untyped here
         def get_manager(self) -> Any:
             return CPUOffloadingManager(cpu_blocks)
@@ -294,8 +287,6 @@ def hits(blocks: int, store_dir: Path | None) -> Samples:
         while sides.ours.has_pending_work():  # until all is on NVMe that goes there, and committed
             sides.step(sides.output([], {}))
         sides.finish(request.request_id)
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-
     while True:
         prompts.append(prompts.pop(0))
         request, tokens = sides.come(prompts[-1]), blocks * BLOCK_TOKENS

@@ -5,10 +5,10 @@ An index of ``--blocks`` blocks with sha256 keys, in chains of 100, is built in 
 below ``--dir`` and closed cleanly. Each opening is a process of its own: the time is that of
 reading the file's sum (after a clean end) or of the child that reads the index first (after a
 kill), of ``LmdbIndex`` and of ``NvmeSpace.restore``. The RAM is what the process's resident memory
-has grown by, after freed memory was given back, divided by the blocks. Other homes are asked
-through a ``NeighbourReader``. A pause is that of a full collection of garbage, beside the same in a
-process without a store; ``--memory`` measures it with steps and hits, without a drive. A rebuild
-reads headers of slots of 64 KiB, past the system's memory.
+has grown by, after freed memory was given back, divided by the blocks. A pause is that of a full
+collection of garbage, beside the same in a process without a store. ``--memory`` measures the same
+without a drive, and evictions. Other homes are asked through a ``NeighbourReader``. A rebuild reads
+headers of slots of 64 KiB, past the system's memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from kvdisk.device.paths import sum_of_file
 from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
 from kvdisk.geometry import HEADER_BYTES, Geometry, GroupGeometry, Namespace, slot_offset
-from kvdisk.index.base import BlockColumns, BlockRecord, SegmentRecord
+from kvdisk.index.base import BlockColumns, BlockRecord, Index, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader
@@ -123,50 +123,57 @@ def pause_s() -> float:
 
 
 def measure_opening(path: Path, block_count: int, after_kill: bool) -> dict[str, float]:
-    """Open the store in this process, and look prompts of LOOKED_UP blocks up."""
-    prompts = [
-        [key_of(first + number) for number in range(LOOKED_UP)]
-        for first in range(0, block_count - LOOKED_UP + 1, block_count // PROMPTS)
-    ]
-    layout = NvmeLayout(0, (SEGMENT_SLOTS,), (1 << 62,))
+    """Open the store in this process."""
+
+    def opened() -> LmdbIndex:
+        if not after_kill:
+            sum_of_file(path / "data.mdb")
+        return open_index(path, block_count)
+
     if after_kill:
         (path / "open").touch()
+    return measure_tier(opened, block_count, Config().eviction)
+
+
+def measure_tier(make_index: Callable[[], Index], block_count: int, eviction: str) -> dict[str, float]:
+    """Fill a tier from its index, look prompts of LOOKED_UP blocks up in it, and evict from it."""
     before, empty_pause_s = resident_bytes(), pause_s()
     start_s = time.perf_counter()
-    if not after_kill:
-        sum_of_file(path / "data.mdb")
-    index = open_index(path, block_count)
-    config = Config(store_dirs=(path,), nvme_bytes=1)
+    index = make_index()
+    config = Config(store_dirs=(Path("/nowhere"),), nvme_bytes=1, eviction=eviction)
     parts = Parts.make(config, GEOMETRY, None)  # nobody asks the engine
-    catalog, nvme = parts.catalog, NvmeSpace(parts, layout, index, AdmitAll())
+    nvme = NvmeSpace(parts, NvmeLayout(0, (SEGMENT_SLOTS,), (1 << 62,)), index, AdmitAll())
     nvme.restore("0" * 32, bytes(32))
     open_s = time.perf_counter() - start_s
-    assert len(catalog) == block_count
-    grown = resident_bytes() - before
-    pause = pause_s() - empty_pause_s
-    steps = [step_s(nvme, now=1.0 + number) for number in range(STEPS)]
-    hits, tokens = [], LOOKED_UP * GEOMETRY.groups[0].block_tokens
-    for prompt in prompts:
-        start_s = time.perf_counter()
-        found = longest_hit(catalog, GEOMETRY, [prompt], 0, tokens, coming=False)
-        hits.append((time.perf_counter() - start_s) / LOOKED_UP)
+    assert len(parts.catalog) == block_count
+    grown, pause = resident_bytes() - before, pause_s() - empty_pause_s
+    steps, hits, evictions = [], [], []
+    for number in range(STEPS):
+        start_s = time.process_time()
+        nvme.refresh(1.0 + number, 1_800_000_000)
+        nvme.make_room(1.0 + number, [0])
+        steps.append(time.process_time() - start_s)
+    tokens = LOOKED_UP * GEOMETRY.groups[0].block_tokens
+    for first in range(0, block_count - LOOKED_UP + 1, block_count // PROMPTS):
+        prompt = [key_of(first + number) for number in range(LOOKED_UP)]
+        start_s = time.process_time()
+        found = longest_hit(parts.catalog, GEOMETRY, [prompt], 0, tokens, coming=False)
+        hits.append(time.process_time() - start_s)
         assert found == tokens
+    if isinstance(index, GivenIndex):
+        for _ in range(PROMPTS):
+            start_s = time.process_time()
+            nvme._evict(0, EVICTED)
+            evictions.append(time.process_time() - start_s)
     index.close()
     return {
         "open_s": open_s,
         "ram_bytes": grown / block_count,
         "pause_ms": 1e3 * pause,
         "step_us": 1e6 * statistics.median(steps),
-        "hit_us": 1e6 * statistics.median(hits),
+        "hit_us": 1e6 * statistics.median(hits) / LOOKED_UP,
+        "evict_us": 1e6 * statistics.median(evictions or [0.0]) / EVICTED,
     }
-
-
-def step_s(nvme: NvmeSpace, now: float) -> float:
-    """Return how long a step of the tier takes in which nothing is to be stored."""
-    start_s = time.perf_counter()
-    nvme.refresh(now, int(now))
-    nvme.make_room(now, [0])
-    return time.perf_counter() - start_s
 
 
 class GivenIndex(MemoryIndex):
@@ -204,39 +211,6 @@ class GivenIndex(MemoryIndex):
         return 0
 
 
-def measure_pauses(block_count: int, eviction: str) -> dict[str, float]:
-    """Fill a tier without a drive, and evict from it as a step does; return processor times of
-    steps and pauses."""
-    before, empty = resident_bytes(), pause_s()
-    config = Config(store_dirs=("/nowhere",), nvme_bytes=1, eviction=eviction)
-    parts = Parts.make(config, GEOMETRY, None)  # nobody asks the engine
-    nvme = NvmeSpace(parts, NvmeLayout(0, (SEGMENT_SLOTS,), (1 << 62,)), GivenIndex(block_count), AdmitAll())
-    start_s = time.process_time()
-    nvme.restore("0" * 32, bytes(32))
-    filled_s = time.process_time() - start_s
-    assert len(parts.catalog) == block_count
-    grown, pause = resident_bytes() - before, pause_s() - empty
-    steps = []
-    for number in range(PROMPTS):
-        start_s = time.process_time()
-        nvme.refresh(1.0 + number, 1_800_000_000)
-        nvme._evict(0, EVICTED)
-        steps.append(time.process_time() - start_s)
-    hits = []
-    for first in range(0, block_count - LOOKED_UP + 1, block_count // PROMPTS):
-        prompt = [key_of(first + number) for number in range(LOOKED_UP)]
-        start_s = time.process_time()
-        longest_hit(parts.catalog, GEOMETRY, [prompt], 0, LOOKED_UP * GEOMETRY.groups[0].block_tokens, coming=False)
-        hits.append(time.process_time() - start_s)
-    return {
-        "filled_s": filled_s,
-        "pause_ms": 1e3 * pause,
-        "ram_bytes": grown / block_count,
-        "evict_us": 1e6 * statistics.median(steps) / EVICTED,
-        "hit_us": 1e6 * statistics.median(hits) / LOOKED_UP,
-    }
-
-
 class Asked(NamedTuple):
     """Seconds: of the call of ``ask``, of each call of ``poll`` until the answer, and from the one
     to the other."""
@@ -246,85 +220,49 @@ class Asked(NamedTuple):
     answer_s: float
 
 
-class AskedHome:
-    """Another engine's index, and the reader that asks it as an engine would."""
-
-    def __init__(self, index_path: Path) -> None:
-        fd = os.open(index_path / "data.mdb", os.O_RDONLY)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # out of the system's memory
-        os.close(fd)
-        self._reader = NeighbourReader(lambda: [Neighbour("0" * 32, index_path)])
-
-    def ask(self, keys: Sequence[BlockKey]) -> Asked:
-        """Ask for keys that the index has, all of them."""
-        start_s = time.perf_counter()
-        assert self._reader.ask(1, 0, keys)
-        asked_s = time.perf_counter()
-        polls_s: list[float] = []
-        while time.perf_counter() - start_s < ANSWERED_WITHIN_S:
-            before_s = time.perf_counter()
-            answers = self._reader.poll()
-            after_s = time.perf_counter()
-            polls_s.append(after_s - before_s)
-            if answers:
-                assert len(answers[0].copies) == len(keys)
-                return Asked(asked_s - start_s, polls_s, after_s - start_s)
-            time.sleep(POLL_INTERVAL_S)
-        raise AssertionError("no answer")
-
-    def close(self) -> None:
-        """Ask no more."""
-        self._reader.close()
+def ask(reader: NeighbourReader, keys: Sequence[BlockKey]) -> Asked:
+    """Ask for keys that another home's index has, all of them."""
+    start_s = time.perf_counter()
+    assert reader.ask(1, 0, keys)
+    asked_s = time.perf_counter()
+    polls_s: list[float] = []
+    while time.perf_counter() - start_s < ANSWERED_WITHIN_S:
+        before_s = time.perf_counter()
+        answers = reader.poll()
+        after_s = time.perf_counter()
+        polls_s.append(after_s - before_s)
+        if answers:
+            assert len(answers[0].copies) == len(keys)
+            return Asked(asked_s - start_s, polls_s, after_s - start_s)
+        time.sleep(POLL_INTERVAL_S)
+    raise AssertionError("no answer")
 
 
-class HomeOfHeaders:
-    """A home with whole segments of which only the headers were ever written: no payload is read in
-    a rebuild."""
+def home_of_headers(path: Path, segment_count: int) -> Home:
+    """Make a home with whole segments of which only the headers were ever written: no payload is
+    read in a rebuild."""
+    home = Store.open(path).acquire_home(FINGERPRINT, {"geometry": describe_geometry(GEOMETRY)}, CAP_BYTES)
+    slot_bytes, payload_bytes = GEOMETRY.slot_sizes[0], GEOMETRY.groups[0].payload_bytes
+    block, namespace = mmap.mmap(-1, HEADER_BYTES), Namespace(FINGERPRINT, 0)
+    for segment in range(segment_count):
+        file = create_segment(home.folder(0), SegmentSpec(segment, slot_bytes, SEGMENT_SLOTS), 0, 1, FINGERPRINT)
+        for slot in range(SEGMENT_SLOTS):
+            record = record_of(segment * SEGMENT_SLOTS + slot, slot)
+            sealed = (namespace, record.key, record.generation, record.parent, payload_bytes, 0, 1, bytes(16))
+            with memoryview(block) as view:
+                write_header(view, SlotHeader(*sealed))
+            os.pwritev(file.fd, [block], slot_offset(slot_bytes, slot))
+        os.fsync(file.fd)
+        file.close()
+    return home
 
-    def __init__(
-        self,
-        path: Path,
-        geometry: Geometry,
-        segment_count: int,
-        segment_slots: int,
-        name_of: Callable[[int], tuple[BlockKey, BlockKey | None]],
-    ) -> None:
-        description = {"geometry": describe_geometry(geometry)}
-        self.block_count = segment_count * segment_slots
-        self._home: Home = Store.open(path).acquire_home(FINGERPRINT, description, CAP_BYTES)
-        self._segments: Sequence[int] = range(segment_count)
-        slot_bytes, payload_bytes = geometry.slot_sizes[0], geometry.groups[0].payload_bytes
-        block = mmap.mmap(-1, HEADER_BYTES)
-        for segment in self._segments:
-            spec = SegmentSpec(segment, slot_bytes, segment_slots)
-            file = create_segment(self._home.folder(0), spec, 0, 1, FINGERPRINT)
-            for slot in range(segment_slots):
-                number = segment * segment_slots + slot
-                key, parent = name_of(number)
-                with memoryview(block) as view:
-                    write_header(
-                        view,
-                        SlotHeader(
-                            Namespace(FINGERPRINT, 0), key, 10**18 + number, parent, payload_bytes, 0, 1, bytes(16)
-                        ),
-                    )
-                os.pwritev(file.fd, [block], slot_offset(slot_bytes, slot))
-            os.fsync(file.fd)
-            file.close()
 
-    def rebuild(self) -> tuple[float, float]:
-        """Return the time and the processor time of a header, in microseconds."""
-        shutil.rmtree(self._home.index_path, ignore_errors=True)
-        start_s, start_cpu_s = time.perf_counter(), time.process_time()
-        done = rebuild_index(self._home, index_bytes=0)
-        took_s, took_cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
-        assert done.blocks == self.block_count
-        return 1e6 * took_s / done.blocks, 1e6 * took_cpu_s / done.blocks
-
-    def close(self) -> None:
-        """Give the home back."""
-        self._home.close(clean=False)
+def rebuild(home: Home) -> tuple[float, float]:
+    """Return the time and the processor time of a header, in microseconds."""
+    shutil.rmtree(home.index_path, ignore_errors=True)
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    blocks = rebuild_index(home, index_bytes=0).blocks
+    return 1e6 * (time.perf_counter() - start_s) / blocks, 1e6 * (time.process_time() - start_cpu_s) / blocks
 
 
 def in_a_child(path: Path, block_count: int, *, after_kill: bool) -> dict[str, float]:
@@ -359,11 +297,14 @@ def show_neighbours(path: Path, block_count: int, rounds: int) -> None:
     batches = [
         [key_of((at * LOOKED_UP + step) * 7919 % block_count) for step in range(LOOKED_UP)] for at in range(rounds)
     ]
-    with contextlib.closing(AskedHome(path)) as home:
-        say("other home: first answer, index not in memory, with the start of the child, ms",
-            [1e3 * home.ask(batches[0]).answer_s], 1)  # fmt: skip
-        cold = [home.ask(batch) for batch in batches[1:]]
-        warm = [home.ask(batch) for batch in batches]
+    fd = os.open(path / "data.mdb", os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # out of the system's memory
+    os.close(fd)
+    with contextlib.closing(NeighbourReader(lambda: [Neighbour("0" * 32, path)])) as reader:
+        first, *cold = [ask(reader, batch) for batch in batches]
+        warm = [ask(reader, batch) for batch in batches]
+    say("other home: first answer, index not in memory, with the start of the child, ms", [1e3 * first.answer_s], 1)
     say(f"other home: answer to {LOOKED_UP:,} keys not asked for before, ms", [1e3 * one.answer_s for one in cold], 1)
     say("other home: answer to the same again, ms", [1e3 * one.answer_s for one in warm], 1)
     say("other home: the call of ask on the scheduler's thread, us", [1e6 * one.ask_s for one in cold + warm], 1)
@@ -375,16 +316,11 @@ def show_rebuild(directory: Path, header_count: int, rounds: int) -> None:
     """Measure a rebuild of a home of one rank with so many headers, each in the drive and not in
     memory."""
     logging.getLogger("kvdisk").setLevel(logging.ERROR)  # a rebuild warns
-    home = HomeOfHeaders(directory / "store", GEOMETRY, -(-header_count // SEGMENT_SLOTS), SEGMENT_SLOTS, names_of)
-    with contextlib.closing(home):
-        found = [home.rebuild() for _ in range(rounds)]
-    say(f"rebuild of {home.block_count:,} blocks, us a header", [wall for wall, _ in found])
+    home = home_of_headers(directory / "store", -(-header_count // SEGMENT_SLOTS))
+    found = [rebuild(home) for _ in range(rounds)]
+    home.close(clean=False)
+    say("rebuild, us a header", [wall for wall, _ in found])
     say("rebuild, us of processor time a header", [cpu for _, cpu in found])
-
-
-def names_of(number: int) -> tuple[BlockKey, BlockKey | None]:
-    """Return a block's key and its parent's."""
-    return key_of(number), record_of(number, 0).parent
 
 
 def main() -> None:
@@ -401,7 +337,7 @@ def main() -> None:
     parser.add_argument("--after-kill", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory:
-        print(json.dumps(measure_pauses(options.blocks, options.eviction)))
+        print(json.dumps(measure_tier(lambda: GivenIndex(options.blocks), options.blocks, options.eviction)))
         return
     if options.open:
         print(json.dumps(measure_opening(options.open, options.blocks, options.after_kill)))

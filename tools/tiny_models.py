@@ -45,16 +45,44 @@ def train_tokenizer(texts: Iterable[str], directory: Path, vocabulary: int) -> N
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS).save_pretrained(directory)
 
 
+ALL: dict[str, Any] = {"tie_word_embeddings": False, "dtype": "float32", "bos_token_id": 0, "eos_token_id": 1}
+TINY: dict[str, Any] = ALL | {
+    "vocab_size": TINY_VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+}
+GEMMA: dict[str, Any] = TINY | {"sliding_window": 64, "pad_token_id": 0}
+
+
 def demo_llama() -> Any:
     """Return the configuration of the demo's model: 8 layers, hidden 512, grouped-query
     attention."""
-    return _llama(VOCABULARY, layers=8, hidden=512, intermediate=1408, heads=8, kv_heads=2, positions=8192)
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        **ALL,
+        architectures=["LlamaForCausalLM"],
+        vocab_size=VOCABULARY,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=8192,
+    )
 
 
 def tiny_llama() -> Any:
     """Return the configuration of the smallest full-attention model of the tests (two KV heads, so
     TP=2 splits it)."""
-    return _llama(TINY_VOCABULARY, layers=2, hidden=128, intermediate=256, heads=4, kv_heads=2, positions=2048)
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**TINY, architectures=["LlamaForCausalLM"], num_hidden_layers=2)
 
 
 def tiny_gemma3() -> Any:
@@ -64,24 +92,13 @@ def tiny_gemma3() -> Any:
     """
     from transformers import Gemma3TextConfig
 
+    layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
     return Gemma3TextConfig(
+        **GEMMA,
         architectures=["Gemma3ForCausalLM"],
-        vocab_size=TINY_VOCABULARY,
-        num_hidden_layers=6,
-        hidden_size=128,
-        intermediate_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        num_hidden_layers=len(layers),
+        layer_types=layers,
         query_pre_attn_scalar=32,
-        sliding_window=64,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        dtype="float32",
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=0,
     )
 
 
@@ -94,26 +111,15 @@ def tiny_gemma4() -> Any:
     """
     from transformers import Gemma4TextConfig
 
+    layers = ["sliding_attention", "full_attention"] * 2
     return Gemma4TextConfig(
+        **GEMMA | {"head_dim": 64},
         architectures=["Gemma4ForCausalLM"],
-        vocab_size=TINY_VOCABULARY,
+        num_hidden_layers=len(layers),
+        layer_types=layers,
+        global_head_dim=128,
         vocab_size_per_layer_input=TINY_VOCABULARY,
         hidden_size_per_layer_input=0,
-        num_hidden_layers=4,
-        hidden_size=128,
-        intermediate_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        global_head_dim=128,
-        sliding_window=64,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        dtype="float32",
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=0,
     )
 
 
@@ -150,28 +156,6 @@ def build(kind: str, directory: Path, texts: Sequence[str]) -> Path:
     transformers.GenerationConfig(bos_token_id=0, eos_token_id=1).save_pretrained(directory)
     stamp_file.write_text(json.dumps(wanted, indent=1))
     return directory
-
-
-def _llama(
-    vocabulary: int, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, positions: int
-) -> Any:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        vocab_size=vocabulary,
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
-        max_position_embeddings=positions,
-        tie_word_embeddings=False,
-        dtype="float32",
-        bos_token_id=0,
-        eos_token_id=1,
-    )
 
 
 def _spread(model: Any) -> None:

@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -29,20 +29,22 @@ from kvdisk import __version__
 from kvdisk.cli.output import Exit, parse_size, print_json, refusal, report_console, size
 from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.gds import GdsDevice, gds_unavailable
-from kvdisk.device.pair import PairDevice
 from kvdisk.device.posix import PosixDevice
-from kvdisk.device.probe import FILE_BYTES, nameless_file, probe
+from kvdisk.device.probe import FILE_BYTES, Silence, nameless_file, probe
 from kvdisk.errors import ConfigError, DeviceError
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES
 
 JSON_VERSION = 3
 LEFT_FREE_BYTES = 1 << 30
 """What a run leaves free on the file system, or it does not begin."""
-_STAGING_SLOTS = 4
+SILENT_S = 30.0
+"""A drive of which nothing is heard for so long is measured no further."""
 RUN_BYTES = 8 << 20
 """What a worker moves at once of neighbouring slots."""
 ROUNDS = 3
-_WAYS = ((Op.READ, False), (Op.WRITE, False), (Op.READ, True), (Op.WRITE, True))
+_STAGING_SLOTS = 4
+_given_up: list[object] = []
+"""A device that has not ended what it holds, and its memory: the drive may still come to it."""
 
 
 @dataclass(frozen=True)
@@ -184,36 +186,39 @@ def measure(directory: Path, block_sizes: Sequence[int]) -> Bench:
         )
     slot_sizes = [HEADER_BYTES + block_bytes for block_bytes in block_sizes]
     try:
-        private = tempfile.TemporaryDirectory(prefix=".kvdisk-bench-", dir=directory)
+        with tempfile.TemporaryDirectory(prefix=".kvdisk-bench-", dir=directory) as private:
+            found = probe(Path(private))
+            straight = _straight_to_gpu(Path(private), sorted(set(slot_sizes)))
     except OSError as error:
         raise ConfigError(f"cannot write in {directory}: {error.strerror}.") from None
-    with private:
-        place = Path(private.name)
-        found = probe(place)
-        try:
-            drive = [measure_drive(place, slot_bytes) for slot_bytes in slot_sizes]
-        except OSError as error:
-            raise DeviceError(error.errno or errno.EIO, "the drive that is measured") from error
-        chosen = f"device: auto would use {found.name}: {found.why}"
-        return Bench(Machine.here(directory), drive, chosen, _straight_to_gpu(place, sorted(set(slot_sizes))))
+    try:
+        drive = [measure_drive(directory, slot_bytes) for slot_bytes in slot_sizes]
+    except Silence:
+        raise DeviceError(errno.ETIMEDOUT, f"nothing was heard of it for {SILENT_S:g} s") from None
+    except OSError as error:
+        raise DeviceError(error.errno or errno.EIO, "the drive that is measured") from error
+    return Bench(Machine.here(directory), drive, f"device: auto would use {found.name}: {found.why}", straight)
 
 
 def measure_drive(directory: Path, block_bytes: int, file_bytes: int = FILE_BYTES) -> DriveReport:
     """Move a file of ``directory`` that nobody sees in blocks and in runs. Raises DeviceError,
-    OSError."""
+    Silence, OSError."""
     run_bytes = min(RUN_BYTES, file_bytes)
     block_bytes = min(block_bytes, run_bytes)
     memory = memoryview(mmap.mmap(-1, file_bytes))
     memory[:] = random.randbytes(4096) * (file_bytes // 4096)  # noqa: S311 - no secret
-    with nameless_file(directory, file_bytes) as (fd, direct), closing(PosixDevice()) as device:
-        report = DriveReport(block_bytes, run_bytes, direct)
+    with nameless_file(directory, file_bytes) as (fd, direct), ExitStack() as stack:
+        report, device = DriveReport(block_bytes, run_bytes, direct), stack.enter_context(closing(PosixDevice()))
         device.attach_memory(memory)
         device.attach_file(fd)
-        for op in (Op.WRITE, Op.READ):
-            for run in (False, True):
-                size = run_bytes if run else block_bytes
-                samples = [_sample(device, op, _batches(fd, memory, size, run_bytes)) for _ in range(ROUNDS)]
-                report.speeds.append(Speed(device.name, op, run, size, tuple(samples)))
+        try:
+            for op in (Op.WRITE, Op.READ):
+                for run, size in ((False, block_bytes), (True, run_bytes)):
+                    samples = [_sample(device, op, _batches(fd, memory, size, run_bytes)) for _ in range(ROUNDS)]
+                    report.speeds.append(Speed(device.name, op, run, size, tuple(samples)))
+        except Silence:
+            _given_up.append((stack.pop_all(), memory))
+            raise
     return report
 
 
@@ -229,11 +234,17 @@ def _batches(fd: int, memory: Buffer, size: int, batch_bytes: int) -> list[list[
 
 
 def _sample(device: Device, op: Op, batches: Sequence[Sequence[Transfer]]) -> float:
-    """Move all batches; return bytes per second. Raises DeviceError."""
+    """Move all batches; return bytes per second. Raises DeviceError, Silence."""
     began_s = time.monotonic()
-    for batch in batches:
-        device.submit(op, batch)
-    failed = [number for outcome in device.drain() for number in outcome.errors.values()]
+    waiting = {device.submit(op, batch) for batch in batches}
+    failed: list[int] = []
+    while waiting:
+        ended = device.poll(SILENT_S)
+        if not ended:
+            raise Silence
+        for outcome in ended:
+            waiting.discard(outcome.ticket)
+            failed += outcome.errors.values()
     took_s = time.monotonic() - began_s
     if failed:
         raise DeviceError(failed[0], "the drive that is measured")
@@ -253,9 +264,7 @@ def _straight_to_gpu(directory: Path, slot_sizes: Sequence[int]) -> str:
     if why is not None:
         return f"nothing would go straight between drive and GPU: {why}"
     counts = [_STAGING_SLOTS] * len(slot_sizes)
-    choice = choose_direct(
-        directory, slot_sizes, counts, lanes, lambda: PairDevice(PosixDevice(), GdsDevice()), always=False
-    )
+    choice = choose_direct(directory, slot_sizes, counts, lanes, GdsDevice, always=False)
     if choice.direct is not None:
         choice.direct.staging.close()
     return choice.line
@@ -293,23 +302,12 @@ def _drive(number: int) -> str | None:
 def _print(found: Bench) -> None:
     console = report_console()
     console.print(found.machine.sentence)
-    console.print("\nMemory and NVMe, the device alone, MB/s", _table(found.drive), sep="\n")
-    console.print(found.chosen, found.straight_to_gpu, sep="\n")
-
-
-def _table(reports: Sequence[DriveReport]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for name in ("slots of", "device"):
-        table.add_column(name, no_wrap=True)
+    console.print("\nMemory and NVMe, the device alone, MB/s")
+    table = Table("slots of", "device", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for name in ("read", "write", "runs read", "runs written"):
         table.add_column(name, justify="right")
-    for report in reports:
-        rates = {(speed.op, speed.run): f"{speed.bytes_per_s / 1e6:,.0f}" for speed in report.speeds}
-        name = report.speeds[0].device
-        table.add_row(_short(report.block_bytes), name, *(rates[way] for way in _WAYS))
-    return table
-
-
-def _short(count_bytes: int) -> str:
-    """Return a size without decimals where it has none: ``64 KiB``."""
-    return size(count_bytes).replace(".0 ", " ")
+    for report in found.drive:
+        speeds = sorted(report.speeds, key=lambda speed: (speed.run, speed.op is Op.WRITE))
+        rates = (f"{speed.bytes_per_s / 1e6:,.0f}" for speed in speeds)
+        table.add_row(size(report.block_bytes).replace(".0 ", " "), speeds[0].device, *rates)
+    console.print(table, found.chosen, found.straight_to_gpu, sep="\n")

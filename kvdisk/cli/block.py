@@ -20,6 +20,7 @@ from rich.text import Text
 
 from kvdisk import __version__
 from kvdisk.blocks import GROUP_BYTES, group_of
+from kvdisk.cli.export import describe_rows
 from kvdisk.cli.indexes import NONE, HomeColumns, ReadHome, ReadNamespace, by_namespace, read_homes
 from kvdisk.cli.output import (
     ID_LETTERS,
@@ -34,7 +35,7 @@ from kvdisk.cli.output import (
     printable,
     right,
 )
-from kvdisk.cli.prefixes import Forest, grow_forest, locate
+from kvdisk.cli.prefixes import Forest, grow_forest
 from kvdisk.cli.survey import JSON_VERSION
 from kvdisk.cli.verify import Part, read_part
 from kvdisk.device import paths
@@ -79,7 +80,7 @@ class Copy:
     slot: int
     drive: int | None
     generation: int
-    parent: bytes | None
+    parent: str | None
     stored_s: int
     uses: int | None
     last_use_s: int | None
@@ -141,8 +142,8 @@ def survey_block(directories: Directories, wanted: str) -> FoundKey:
 
 def _survey(directories: Directories, wanted: str) -> FoundKey:
     homes = read_homes(directories)
-    rows = {home.id: _rows(home, wanted) for home in homes}
-    keys = {home.records.columns.keys[row] for home in homes for row in rows[home.id]}
+    found = [(namespace, _rows(namespace, wanted)) for namespace in by_namespace(homes)]
+    keys = {namespace.blocks.columns.keys[row] for namespace, rows in found for row in rows}
     hashes = sorted({key[:-GROUP_BYTES].hex() for key in keys})
     if len(hashes) > 1:
         named = ", ".join(f"{name[: len(wanted) + 8]}…" for name in hashes[:MOST_NAMED])
@@ -151,9 +152,8 @@ def _survey(directories: Directories, wanted: str) -> FoundKey:
         unread = sum(home.problem is not None for home in homes)
         without = f" ({unread} of its indexes cannot be read)" if unread else ""
         raise ConfigError(f"no block of this store has a key that begins with {wanted}{without}")
-    groups = tuple(sorted({group_of(key) for key in keys}))
-    with_rows = [one for one in by_namespace(homes) if any(rows[home.id] for home in one.homes)]
-    blocks = tuple(block for one in with_rows for block in _blocks(one, rows, groups[0]))
+    groups = tuple(sorted(set(map(group_of, keys))))
+    blocks = tuple(block for namespace, rows in found if rows for block in _blocks(namespace, rows, groups[0]))
     problems = tuple(
         f"engine store {copy.home}: rank {rank.rank}: {problem}"
         for block in blocks
@@ -164,51 +164,43 @@ def _survey(directories: Directories, wanted: str) -> FoundKey:
     return FoundKey(JSON_VERSION, __version__, int(time.time()), not problems, problems, wanted, groups, blocks)
 
 
-def _rows(home: ReadHome, wanted: str) -> list[int]:
+def _rows(namespace: ReadNamespace, wanted: str) -> list[int]:
     """Return the rows whose keys begin so."""
     whole = bytes.fromhex(wanted[: len(wanted) // 2 * 2])
-    keys = home.records.columns.keys
+    keys = namespace.blocks.columns.keys
     return [row for row, key in enumerate(keys) if key.startswith(whole) and key.hex().startswith(wanted)]
 
 
-def _blocks(namespace: ReadNamespace, rows: Mapping[str, Sequence[int]], group: int) -> Iterator[FoundBlock]:
+def _blocks(namespace: ReadNamespace, rows: Sequence[int], group: int) -> Iterator[FoundBlock]:
     """Yield a block for each epoch that has one in these rows, of this KV-cache group."""
-    readable = [home for home in namespace.homes if home.blocks is not None]
-    columns = namespace.columns
-    forest = grow_forest(columns, namespace.block_tokens)
-    by_epoch: dict[int, list[tuple[int, int]]] = {}
-    for at, home in enumerate(readable):
-        for row in rows[home.id]:
-            if columns[at].groups[row] == group:
-                by_epoch.setdefault(int(columns[at].columns.epochs[row]), []).append((at, row))
-    for epoch, found in sorted(by_epoch.items()):
-        at, row = found[0]
-        node = int(forest.node_of[at][row])
-        chain = tuple(_chain(columns, forest, node))
-        position = len(chain) - 1 if forest.is_whole[node] else None
-        tokens = namespace.block_tokens[group] if group < len(namespace.block_tokens) else None
-        record = namespace.record
+    record, blocks, forest = namespace.record, namespace.blocks, grow_forest(namespace.blocks)
+    for epoch in np.unique(blocks.columns.epochs[rows]).tolist():
+        mine = [row for row in rows if blocks.groups[row] == group and blocks.columns.epochs[row] == epoch]
+        if not mine:
+            continue
+        node = int(forest.node_of[mine[0]])
+        tokens, position = int(blocks.tokens[mine[0]]), int(forest.depths[node])
+        is_whole, has_tokens = bool(forest.is_whole[node]), tokens != NONE
         yield FoundBlock(
             fingerprint=record.fingerprint if record else None,
             model=record.description.get("model") if record else None,
             epoch=epoch,
-            key=columns[at].columns.keys[row],
+            key=blocks.columns.keys[mine[0]],
             group=group,
-            block_tokens=tokens,
-            position=position,
-            start_tokens=None if position is None or tokens is None else position * tokens,
+            block_tokens=tokens if has_tokens else None,
+            position=position if is_whole else None,
+            start_tokens=position * tokens if is_whole and has_tokens else None,
             children=int(np.count_nonzero(forest.parents == node)),
-            chain=chain,
-            copies=tuple(_copy(readable[at], columns[at], row) for at, row in found),
+            chain=tuple(_chain(blocks, forest, node)),
+            copies=tuple(_copies(namespace, forest, mine)),
         )
 
 
-def _chain(columns: Sequence[HomeColumns], forest: Forest, node: int) -> list[bytes]:
+def _chain(blocks: HomeColumns, forest: Forest, node: int) -> list[bytes]:
     """Return the hashes of the chain up to a block, from its head on."""
     chain = []
     while node != NONE:
-        at, row = locate(columns, int(forest.first_rows[node]))
-        chain.append(columns[at].columns.keys[row][:-GROUP_BYTES])
+        chain.append(blocks.columns.keys[int(forest.first_rows[node])][:-GROUP_BYTES])
         node = int(forest.parents[node])
     return chain[::-1]
 
@@ -216,23 +208,18 @@ def _chain(columns: Sequence[HomeColumns], forest: Forest, node: int) -> list[by
 # -- slots -------------------------------------------------------------------------------------
 
 
-def _copy(read: ReadHome, blocks: HomeColumns, row: int) -> Copy:
-    home, record = read.summary, read.records[row]
-    segment = next((one for one in read.index.segments if one.segment == record.slot.segment), None)
-    is_told = bool(blocks.is_known[row])
-    return Copy(
-        home=home.id,
-        owner="alive" if home.alive else "orphan",
-        segment=record.slot.segment,
-        slot=record.slot.index,
-        drive=segment.drive if segment else None,
-        generation=record.generation,
-        parent=record.parent,
-        stored_s=record.stored_s,
-        uses=int(blocks.uses[row]) if is_told and blocks.uses is not None else None,
-        last_use_s=int(blocks.last_use_s[row]) if is_told and blocks.last_use_s is not None else None,
-        ranks=tuple(_rank_slot(read, segment, row, rank) for rank in range(read.ranks)),
-    )
+def _copies(namespace: ReadNamespace, forest: Forest, rows: Sequence[int]) -> Iterator[Copy]:
+    table = describe_rows(namespace, forest, rows)
+    for at, (read, row) in enumerate(namespace.places[row] for row in rows):
+        said = {name: column[at] for name, column in table.items()}
+        segment = next((one for one in read.index.segments if one.segment == said["segment"]), None)
+        yield Copy(
+            **{name: said[name] for name in ("home", "segment", "slot", "drive", "generation", "parent", "stored_s")},
+            owner="alive" if read.summary.alive else "orphan",
+            uses=said["uses"],
+            last_use_s=None if said["uses"] is None else said["last_use_s"] or 0,
+            ranks=tuple(_rank_slot(read, segment, row, rank) for rank in range(read.ranks)),
+        )
 
 
 def _rank_slot(read: ReadHome, segment: SegmentRecord | None, row: int, rank: int) -> RankSlot:
@@ -254,12 +241,10 @@ def _rank_slot(read: ReadHome, segment: SegmentRecord | None, row: int, rank: in
 def _header(path: Path, offset: int) -> dict[str, Any] | None:
     """Return what a slot's header says; None where none can be read."""
     try:
-        fd = paths.open_regular(path, os.O_RDONLY)
-        try:
-            header = read_header(memoryview(os.pread(fd, HEADER_BYTES, offset).ljust(HEADER_BYTES, b"\0")))
-        finally:
-            os.close(fd)
-    except (OSError, KvdiskError):
+        with os.fdopen(paths.open_regular(path, os.O_RDONLY), "rb") as file:
+            file.seek(offset)
+            header = read_header(memoryview(file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0")))
+    except (OSError, ValueError, KvdiskError):
         return None
     names = ("key", "parent", "generation", "rank", "rank_count", "payload_bytes", "checksum_kind", "checksum")
     return {name: getattr(header, name) for name in names} | header.namespace._asdict()
@@ -343,11 +328,11 @@ def _chain_table(block: FoundBlock, width: int, most: int | None) -> Table:
     table = make_table(title, width, right("Position"), right("Tokens up to"), folded("Block", "cyan"))
     if not is_whole:
         table.add_row("", "", Text("… a block that is not here", "dim"))
-    hidden = 0 if most is None else max(0, len(chain) - 2 * most)
+    hidden = range(0) if most is None else range(most, len(chain) - most)
     for position, name in enumerate(chain):
-        if hidden and most is not None and position == most:
-            table.add_row("…", "", Text(f"{number(hidden)} more (see --all)", "dim"))
-        if not hidden or most is None or position < most or position >= most + hidden:
-            end = "?" if tokens is None or not is_whole else number((position + 1) * tokens)
+        if position not in hidden:
+            end = number(None if tokens is None or not is_whole else (position + 1) * tokens)
             table.add_row(str(position) if is_whole else "?", end, name.hex())
+        elif position == hidden.start:
+            table.add_row("…", "", Text(f"{number(len(hidden))} more (see --all)", "dim"))
     return table

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdisk.cli.indexes import ReadHome, ReadNamespace, by_namespace, of_segments, read_homes
+from kvdisk.cli.indexes import NONE, ReadNamespace, Records, by_namespace, read_homes
 from kvdisk.cli.output import new_file
-from kvdisk.cli.prefixes import grow_forest
+from kvdisk.cli.prefixes import Forest, grow_forest
 from kvdisk.cli.survey import JSON_VERSION
 from kvdisk.device.drives import Directories
 from kvdisk.errors import ConfigError
@@ -33,7 +33,6 @@ COLUMNS = (
 )
 SUFFIXES = (".csv", ".parquet")
 _ROWS_AT_ONCE = 65536
-_UNKNOWN = -1
 
 Table = dict[str, list[Any]]
 """Some rows: a list for each of COLUMNS, all of one length."""
@@ -58,7 +57,12 @@ def export_blocks(directories: Directories, path: Path, *, force: bool) -> Expor
     ``force``: replace a file of that name. Raises ConfigError where it cannot be written, and as
     ``survey.survey_store``.
     """
-    _check_target(path, force=force)
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"--export takes a file whose name ends with .csv or .parquet, not {path.name!r}")
+    if os.path.lexists(path) and not force:
+        raise ConfigError(f"{path} exists; --force replaces it")
+    if path.suffix == ".parquet":
+        _import_pyarrow()
     homes = read_homes(directories)
     write = _write_csv if path.suffix == ".csv" else _write_parquet
     with new_file(path) as temporary:
@@ -73,20 +77,6 @@ def export_blocks(directories: Directories, path: Path, *, force: bool) -> Expor
     )
 
 
-def _check_target(path: Path, *, force: bool) -> None:
-    """Raise ConfigError where a file of that name cannot be written, before anything is read."""
-    if path.suffix not in SUFFIXES:
-        raise ConfigError(f"--export takes a file whose name ends with .csv or .parquet, not {path.name!r}")
-    if path.is_dir():
-        raise ConfigError(f"{path} is a directory")
-    if os.path.lexists(path) and not force:
-        raise ConfigError(f"{path} exists; --force replaces it")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path.parent} is not a directory")
-    if path.suffix == ".parquet":
-        _import_pyarrow()
-
-
 def _import_pyarrow() -> Any:
     try:
         import pyarrow.parquet
@@ -95,51 +85,36 @@ def _import_pyarrow() -> Any:
     return pyarrow
 
 
-def _tables(read: list[ReadNamespace]) -> Iterator[Table]:
-    for namespace in read:
-        forest = grow_forest(namespace.columns, namespace.block_tokens)
-        nodes_of = iter(forest.node_of)
-        for home in namespace.homes:
-            if home.blocks is not None:
-                nodes = next(nodes_of)
-                positions = np.where(forest.is_whole[nodes], forest.depths[nodes], _UNKNOWN)
-                yield from _home_tables(home, namespace.block_tokens, positions)
+def _tables(namespaces: list[ReadNamespace]) -> Iterator[Table]:
+    for namespace in namespaces:
+        forest, count = grow_forest(namespace.blocks), len(namespace.places)
+        for start in range(0, count, _ROWS_AT_ONCE):
+            yield describe_rows(namespace, forest, range(start, min(count, start + _ROWS_AT_ONCE)))
 
 
-def _home_tables(home: ReadHome, block_tokens: tuple[int | None, ...], positions: NDArray[np.int64]) -> Iterator[Table]:
-    summary, blocks = home.summary, home.blocks
-    assert blocks is not None
-    columns, parents = blocks.columns, blocks.columns.each_parent()
-    namespace = summary.record.fingerprint.hex() if summary.record else None
-    sizes = np.array([*(size or _UNKNOWN for size in block_tokens), _UNKNOWN], np.int64)
-    tokens = sizes[np.minimum(blocks.groups, len(block_tokens))]
-    drives = of_segments(columns.segments, {each.segment: each.drive for each in home.index.segments}, _UNKNOWN)
-    uses, last_use_s = (
-        np.full(len(parents), _UNKNOWN) if told is None else np.where(blocks.is_known, told, _UNKNOWN)
-        for told in (blocks.uses, blocks.last_use_s)
-    )
-    for start in range(0, len(parents), _ROWS_AT_ONCE):
-        rows = slice(start, start + _ROWS_AT_ONCE)
-        keys = columns.keys[rows]
-        values: tuple[list[Any], ...] = (
-            [summary.id] * len(keys),
-            [namespace] * len(keys),
-            columns.epochs[rows].tolist(),
-            [key.hex() for key in keys],
-            blocks.groups[rows].tolist(),
-            columns.segments[rows].tolist(),
-            columns.indices[rows].tolist(),
-            _known(drives[rows]),
-            columns.generations[rows].tolist(),
-            [parent.hex() or None for parent in parents[rows]],
-            _known(positions[rows]),
-            _known(tokens[rows]),
-            blocks.slot_bytes[rows].tolist(),
-            columns.stored_s[rows].tolist(),
-            _known(uses[rows]),
-            _known(last_use_s[rows], least=1),
-        )
-        yield dict(zip(COLUMNS, values, strict=True))
+def describe_rows(namespace: ReadNamespace, forest: Forest, rows: Sequence[int]) -> Table:
+    """Return what is known of these rows of a namespace's blocks."""
+    blocks, columns, at = namespace.blocks, namespace.blocks.columns, np.array(rows, np.int64)
+    record, records, nodes = namespace.record, Records(columns), forest.node_of[at]
+    uses = np.where(blocks.is_known, blocks.uses, NONE)
+    return {
+        "home": [namespace.places[row][0].id for row in rows],
+        "namespace": [record.fingerprint.hex() if record else None] * len(rows),
+        "epoch": columns.epochs[at].tolist(),
+        "key": [columns.keys[row].hex() for row in rows],
+        "group": blocks.groups[at].tolist(),
+        "segment": columns.segments[at].tolist(),
+        "slot": columns.indices[at].tolist(),
+        "drive": _known(blocks.drives[at]),
+        "generation": columns.generations[at].tolist(),
+        "parent": [(records[row].parent or b"").hex() or None for row in rows],
+        "position": _known(np.where(forest.is_whole[nodes], forest.depths[nodes], NONE)),
+        "tokens": _known(blocks.tokens[at]),
+        "bytes": blocks.slot_bytes[at].tolist(),
+        "stored_s": columns.stored_s[at].tolist(),
+        "uses": _known(uses[at]),
+        "last_use_s": _known(blocks.last_use_s[at], least=1),
+    }
 
 
 def _known(column: NDArray[np.int64], least: int = 0) -> list[int | None]:

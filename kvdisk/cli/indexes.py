@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +20,7 @@ from kvdisk.blocks import GROUP_BYTES, BlockKey, Slot
 from kvdisk.device.control import DriveFolder, HomeRecord, HomeSummary, read_record
 from kvdisk.device.drives import Directories
 from kvdisk.device.listing import list_homes
-from kvdisk.device.segment import SegmentFileSummary
-from kvdisk.device.uses import UsesRecords, find_uses, read_uses
+from kvdisk.device.uses import USES_RECORD, UsesRecords, find_uses, read_uses
 from kvdisk.errors import CorruptRecord
 from kvdisk.index.base import BlockColumns, BlockRecord, SegmentRecord
 from kvdisk.index.columns import join_columns
@@ -31,6 +29,8 @@ from kvdisk.index.reader_process import IndexContent, read_indexes
 NONE = -1
 _MOST_RANKS = 1 << 16
 _MOST_TOKENS = 1 << 20
+_EPOCH_BITS, _KIND_BITS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
+"""Odd numbers, to spread epochs and kinds over 64 bits."""
 
 
 class Records:
@@ -60,20 +60,46 @@ class Records:
 
 
 class HomeColumns(NamedTuple):
-    """Blocks of one engine store, a row each.
+    """Blocks of one engine store, or of several one after the other, a row each.
 
-    ``slot_bytes``: on all ranks; 0 in a segment that the index does not have. ``parents``: row of
-    the parent, or NONE. ``uses`` and ``last_use_s``: None where no USES file tells; ``is_known``:
-    of which blocks it does.
+    ``names``: 64 bits of a block's epoch and hash, without its KV-cache group; ``above``: those of
+    its parent, 0 where it has none. Two of ten million blocks share a name with a chance of 1 in
+    300,000; two chains would look like one then. ``tokens``: of the block, NONE where HOME does not
+    say. ``slot_bytes``: on all ranks; 0, and ``drives`` NONE, in a segment that the index does not
+    have. ``uses`` and ``last_use_s``: 0 where ``is_known`` says that USES does not tell.
     """
 
     columns: BlockColumns
+    names: NDArray[np.uint64]
+    above: NDArray[np.uint64]
     groups: NDArray[np.int64]
+    tokens: NDArray[np.int64]
     slot_bytes: NDArray[np.int64]
-    parents: NDArray[np.int64]
-    uses: NDArray[np.int64] | None
-    last_use_s: NDArray[np.int64] | None
+    drives: NDArray[np.int64]
+    uses: NDArray[np.int64]
+    last_use_s: NDArray[np.int64]
     is_known: NDArray[np.bool_]
+
+    @property
+    def parents(self) -> NDArray[np.int64]:
+        """The row of each block's parent of the same KV-cache group, or NONE."""
+        first_rows, _, parents = self.identify(self.groups)
+        return np.where(parents == NONE, NONE, first_rows[parents])
+
+    def identify(self, kinds: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Number the blocks in the order of rows: one number for those of one name and kind.
+
+        Return the first row of each number; of each row its number, and that of its parent or NONE.
+        """
+        kind_bits = kinds.astype(np.uint64) * _KIND_BITS
+        above = self.above + kind_bits
+        names, first_rows, at = np.unique(self.names + kind_bits, return_index=True, return_inverse=True)
+        in_order = np.argsort(first_rows)
+        numbers = np.empty_like(in_order)
+        numbers[in_order] = np.arange(len(in_order))
+        above_at = np.searchsorted(names, above).clip(max=len(names) - 1)
+        is_here = (self.above != 0) & (names[above_at] == above)
+        return first_rows[in_order], numbers[at], np.where(is_here, numbers[above_at], NONE)
 
 
 @dataclass(frozen=True)
@@ -99,7 +125,10 @@ class ReadHome:
     @property
     def ranks(self) -> int:
         """How many parts a block has on the drive: as HOME says, else as many as have files."""
-        return ranks_of(self.summary.record, self.summary.segments)
+        ranks = described_geometry(self.summary.record).get("ranks")
+        if isinstance(ranks, int) and 0 < ranks <= _MOST_RANKS:
+            return ranks
+        return max(1, len({file.rank for file in self.summary.segments}))
 
     @cached_property
     def records(self) -> Records:
@@ -111,29 +140,34 @@ class ReadHome:
         """The blocks with what USES tells of them; None where the index cannot be read."""
         if self.problem is not None:
             return None
-        uses = read_uses(self.summary.path)
-        return join_home(self.records.columns, self.index.segments, self.ranks, uses)
+        tokens, uses = block_tokens(self.summary.record), read_uses(self.summary.path)
+        return join_home(self.records.columns, self.index.segments, self.ranks, tokens, uses)
 
     def folder(self, drive: int) -> DriveFolder | None:
         """Return its part on a drive; None where that directory was not named."""
         return self.summary.folders[drive] if drive < len(self.summary.folders) else None
 
 
-class ReadNamespace(NamedTuple):
+@dataclass(frozen=True)
+class ReadNamespace:
     """The engine stores of one namespace. One whose HOME cannot be read is alone."""
 
     homes: tuple[ReadHome, ...]
-    block_tokens: tuple[int | None, ...]
 
     @property
     def record(self) -> HomeRecord | None:
         """HOME of the engine store that was used last."""
         return max((home.summary.record for home in self.homes), key=lambda one: one.last_use_s if one else 0)
 
-    @property
-    def columns(self) -> list[HomeColumns]:
-        """The blocks of those whose index can be read."""
-        return [home.blocks for home in self.homes if home.blocks is not None]
+    @cached_property
+    def blocks(self) -> HomeColumns:
+        """The blocks of all engine stores whose index can be read."""
+        return join([home.blocks for home in self.homes if home.blocks is not None])
+
+    @cached_property
+    def places(self) -> list[tuple[ReadHome, int]]:
+        """Of each row of ``blocks``, the engine store and the row there."""
+        return [(home, row) for home in self.homes if home.problem is None for row in range(len(home.records))]
 
 
 def read_homes(directories: Directories, wanted: Callable[[HomeSummary], bool] = lambda _: True) -> list[ReadHome]:
@@ -149,8 +183,7 @@ def by_namespace(homes: Sequence[ReadHome]) -> list[ReadNamespace]:
     for home in homes:
         record = home.summary.record
         groups.setdefault(record.fingerprint if record else home.id, []).append(home)
-    found = [ReadNamespace(tuple(group), ()) for group in groups.values()]
-    return [each._replace(block_tokens=_block_tokens(each.record)) for each in found]
+    return [ReadNamespace(tuple(group)) for group in groups.values()]
 
 
 def why_no_record(path: Path) -> str | None:
@@ -179,43 +212,50 @@ def described_geometry(record: HomeRecord | None) -> dict[str, object]:
     return geometry if isinstance(geometry, dict) else description
 
 
-def ranks_of(record: HomeRecord | None, files: Sequence[SegmentFileSummary]) -> int:
-    """Return how many parts a block has: as HOME says, else as many as have files."""
-    ranks = described_geometry(record).get("ranks")
-    if isinstance(ranks, int) and 0 < ranks <= _MOST_RANKS:
-        return ranks
-    return max(1, len({file.rank for file in files}))
-
-
-def _block_tokens(record: HomeRecord | None) -> tuple[int | None, ...]:
+def block_tokens(record: HomeRecord | None) -> list[int]:
+    """Return the tokens of a block of each KV-cache group, as HOME says; NONE where it does not."""
     groups = described_geometry(record).get("groups")
     if not isinstance(groups, list):
-        return ()
+        return []
     sizes = [group.get("block_tokens") if isinstance(group, dict) else None for group in groups]
-    return tuple(size if isinstance(size, int) and 0 < size <= _MOST_TOKENS else None for size in sizes)
+    return [size if isinstance(size, int) and 0 < size <= _MOST_TOKENS else NONE for size in sizes]
 
 
 def join_home(
-    columns: BlockColumns, segments: Sequence[SegmentRecord], ranks: int, uses: UsesRecords | None
+    columns: BlockColumns,
+    segments: Sequence[SegmentRecord],
+    ranks: int,
+    tokens: Sequence[int],
+    uses: UsesRecords | None,
 ) -> HomeColumns:
-    """Put together what one engine store's index and USES file say."""
-    count = len(columns.keys)
-    tails = b"".join([key[-GROUP_BYTES:] for key in columns.keys])
-    names: Sequence[bytes] = columns.keys
-    above: Sequence[bytes] = columns.each_parent()
-    if count and columns.epochs[0] != columns.epochs[-1]:  # they ascend
-        heads = [epoch.to_bytes(8, "big") for epoch in columns.epochs.tolist()]
-        names = [head + key for head, key in zip(heads, names, strict=True)]
-        above = [parent and head + parent for head, parent in zip(heads, above, strict=True)]
-    row_of = dict(zip(names, range(count), strict=True))
-    sizes = {record.segment: min(record.slot_bytes, 1 << 48) for record in segments}
+    """Put together what an engine store's index, HOME and USES say. ``tokens``: of a block, by
+    KV-cache group."""
+    groups = np.frombuffer(b"".join([key[-GROUP_BYTES:] for key in columns.keys]), ">u2").astype(np.int64)
+    names, above = (
+        np.array([hash(key[:-GROUP_BYTES]) for key in keys], np.int64).view(np.uint64) + columns.epochs * _EPOCH_BITS
+        for keys in (columns.keys, columns.each_parent())
+    )
+    told, is_known = find_uses(np.zeros(0, USES_RECORD) if uses is None else uses, columns.generations)
     return HomeColumns(
         columns,
-        np.frombuffer(tails, ">u2").astype(np.int64),
-        of_segments(columns.segments, sizes, 0) * ranks,
-        np.fromiter(map(row_of.get, above, repeat(NONE)), np.int64, count),
-        *_uses_of(columns, uses),
+        names,
+        np.where(columns.parent_bytes == 0, np.uint64(0), above),
+        groups,
+        np.array([*tokens, NONE])[np.minimum(groups, len(tokens))],
+        of_segments(columns.segments, {each.segment: min(each.slot_bytes, 1 << 48) for each in segments}, 0) * ranks,
+        of_segments(columns.segments, {each.segment: each.drive for each in segments}, NONE),
+        told["uses"].astype(np.int64),
+        told["last_use_s"].astype(np.int64),
+        is_known,
     )
+
+
+def join(homes: Sequence[HomeColumns]) -> HomeColumns:
+    """Return the blocks of engine stores one after the other."""
+    columns = join_columns([home.columns for home in homes])
+    if not homes:
+        return join_home(columns, (), 1, (), None)
+    return HomeColumns(columns, *map(np.concatenate, zip(*(home[1:] for home in homes), strict=True)))
 
 
 def of_segments(numbers: NDArray[np.uint32], values: Mapping[int, int], missing: int) -> NDArray[np.int64]:
@@ -228,13 +268,3 @@ def of_segments(numbers: NDArray[np.uint32], values: Mapping[int, int], missing:
 def places_of(columns: BlockColumns) -> NDArray[np.uint64]:
     """Return segment and slot of each block as one number."""
     return columns.segments.astype(np.uint64) << np.uint64(32) | columns.indices.astype(np.uint64)
-
-
-def _uses_of(
-    columns: BlockColumns, records: UsesRecords | None
-) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None, NDArray[np.bool_]]:
-    """Return uses, last use, and whether USES names the block's generation."""
-    if records is None:
-        return None, None, np.zeros(len(columns.keys), np.bool_)
-    found, is_known = find_uses(records, columns.generations)
-    return found["uses"].astype(np.int64), found["last_use_s"].astype(np.int64), is_known

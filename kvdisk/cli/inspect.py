@@ -6,13 +6,14 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+from rich.bar import Bar
 from rich.columns import Columns
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -25,7 +26,6 @@ from kvdisk.cli.output import (
     Exit,
     ago,
     bar,
-    fine_bar,
     folded,
     left,
     make_lines,
@@ -42,7 +42,6 @@ from kvdisk.cli.output import (
     short_model,
     size,
     store_paths,
-    unknown,
 )
 from kvdisk.cli.prefixes import Prefix
 from kvdisk.cli.survey import (
@@ -52,7 +51,6 @@ from kvdisk.cli.survey import (
     Namespace,
     Segment,
     Survey,
-    fragmentation,
     survey_store,
 )
 from kvdisk.errors import ConfigError
@@ -63,6 +61,7 @@ MOST_PREFIXES = 10_000
 SEGMENTS_SHOWN = 16
 PROBLEMS_SHOWN = 20
 _BAR_LETTERS = 24
+_FILL_BAR_LETTERS = 8
 _FINE_BAR_LETTERS = 10
 
 DirectoriesAndKey = Annotated[
@@ -163,7 +162,7 @@ def print_survey(survey: Survey, console: Console, *, everything: bool) -> None:
         if len(survey.drives) > 1:
             console.print(_drives(survey, width))
         if survey.totals.blocks:
-            console.print(Columns([_ages(survey, width), _reuse(survey, width)], padding=(0, 4)))
+            console.print(_histograms(survey, width))
         for namespace in survey.namespaces:
             _print_prefixes(survey, namespace, console)
     title = plural(len(survey.problems), "problem")
@@ -213,7 +212,7 @@ def namespaces_table(survey: Survey, width: int) -> Table:
             "/".join(dict.fromkeys(printable(group.block_tokens) for group in each.groups)) or "?",
             _epochs(each),
             number(len(each.homes)),
-            *([unknown(), unknown()] if each.unreadable_homes == len(each.homes) else sums),
+            *(["?", "?"] if each.unreadable_homes == len(each.homes) else sums),
         )
     return table
 
@@ -235,14 +234,14 @@ def homes_table(survey: Survey, width: int) -> Table:
         stopped = Text("crashed" if home.clean is False else "stopped", "yellow")
         table.add_row(
             home.id[:ID_LETTERS],
-            unknown() if home.fingerprint is None else home.fingerprint[:ID_LETTERS],
+            "?" if home.fingerprint is None else home.fingerprint[:ID_LETTERS],
             Text("alive", "green") if home.alive else stopped,
-            _known(home.blocks, number),
+            number(home.blocks),
             size(home.allocated_bytes),
-            _known(home.cap_bytes, size),
-            _known(home.fill, share),
-            _dash_or(home.fragmentation, share),
-            unknown() if home.last_use_s is None else ago(home.last_use_s, survey.surveyed_s),
+            size(home.cap_bytes),
+            share(home.fill),
+            _share_or_dash(home.fragmentation),
+            ago(home.last_use_s, survey.surveyed_s),
         )
     return table
 
@@ -255,27 +254,22 @@ def segments_table(survey: Survey, width: int, most: int | None) -> Table:
     table = make_table("Segments", width, *columns)
     for home in survey.homes:
         for at, segment in enumerate(home.segments[:most]):
-            cells = [_dash_or(segment.fragmentation, share), _dash_or(segment.read_run_blocks, "{:.1f}".format)]
+            run = "-" if segment.read_run_blocks is None else f"{segment.read_run_blocks:.1f}"
+            fill = "" if segment.fill is None else bar(segment.fill, _FILL_BAR_LETTERS)
             table.add_row(
                 "" if at else home.id[:ID_LETTERS],
                 str(segment.segment),
                 str(segment.drive),
                 size(segment.slot_bytes),
                 number(segment.slots),
-                _known(segment.used_slots, number),
-                unknown() if segment.fill is None else _fill_bar(segment.fill),
-                *(cells if width >= WIDE else []),
-                _files(segment, home.ranks),
+                number(segment.used_slots),
+                Text.assemble((fill, "cyan"), f" {share(segment.fill):>5}"),
+                *([_share_or_dash(segment.fragmentation), run] if width >= WIDE else []),
+                _files(segment),
             )
         if most is not None and len(home.segments) > most:
-            rest = home.segments[most:]
-            slots = sum(segment.slots or 0 for segment in rest)
-            used = sum(segment.used_slots or 0 for segment in rest) if home.index_readable else None
-            fill = Text("") if used is None or not slots else _fill_bar(used / slots)
-            length = size(sum(file.length_bytes for segment in rest for file in segment.files))
-            cells = [_dash_or(fragmentation(rest), share), ""] if width >= WIDE else []
-            head = ("", f"{len(rest)} more", "", "", number(slots), _known(used, number))
-            table.add_row(*head, fill, *cells, f"{length} (see --all)")
+            between = [""] * (len(table.columns) - 3)
+            table.add_row("", f"{len(home.segments) - most} more", *between, "(see --all)")
         table.add_section()
     return table
 
@@ -289,83 +283,61 @@ def _drives(survey: Survey, width: int) -> Table:
         table.add_row(
             name,
             number(drive.homes),
-            number(drive.segments) if drive.path else unknown(),
+            number(drive.segments if drive.path else None),
             Text.assemble(number(drive.blocks), more),
             Text.assemble(size(drive.used_bytes), more),
-            size(drive.allocated_bytes) if drive.path else unknown(),
+            size(drive.allocated_bytes if drive.path else None),
         )
     return table
 
 
-# -- cells -------------------------------------------------------------------------------------
+def _share_or_dash(fraction: float | None) -> str:
+    return "-" if fraction is None else share(fraction)
 
 
-def _known(value: Any, say: Callable[[Any], str]) -> Text:
-    return unknown() if value is None else Text(say(value))
-
-
-def _dash_or(value: float | None, say: Callable[[float], str]) -> str:
-    return "-" if value is None else say(value)
-
-
-def _fill_bar(fraction: float) -> Text:
-    return Text.assemble((bar(fraction, 8), "cyan"), f" {share(fraction):>5}")
-
-
-def _files(segment: Segment, ranks: int) -> Text:
-    """Return how long the files are: the usual length once, then the ranks that differ."""
-    lengths = {file.rank: file.length_bytes for file in segment.files}
-    counts = Counter(lengths.values())
-    usual = max(counts, key=lambda length: (counts[length], length), default=None)
-    lines = [] if usual is None else [Text(f"{counts[usual]} x {size(usual)}")]
-    for rank in sorted(lengths.keys() | set(range(ranks))):
-        length = lengths.get(rank)
-        if length is None or length != usual:
-            lines.append(Text(f"rank {rank}: {'none' if length is None else size(length)}", "red"))
-    if segment.used_slots is not None and not segment.indexed:
-        lines.append(Text("not in the index", "yellow"))
-    return Text("\n").join(lines)
+def _files(segment: Segment) -> Text:
+    """Say how long the files are; the ranks of one segment have equal ones."""
+    lengths = Counter(file.length_bytes for file in segment.files)
+    said = ", ".join(f"{count} x {size(length)}" for length, count in lengths.most_common()) or "none"
+    strange = segment.used_slots is not None and not segment.indexed
+    return Text.assemble(
+        (said, "" if len(lengths) == 1 else "red"), ("\nnot in the index" if strange else "", "yellow")
+    )
 
 
 # -- ages, reuse, prefixes ---------------------------------------------------------------------
 
 
-def _ages(survey: Survey, width: int) -> Table:
-    ages = survey.ages
-    columns = (left("Ago", "cyan"), right("stored"), left(""), right("last used"), left(""))
-    table = make_table("Ages of blocks", width, *columns)
-    names = [*AGE_NAMES, "never", "not known yet"]
-    used = None if ages.used is None else [*ages.used, ages.never_used or 0, ages.unknown or 0]
-    stored = [*ages.stored, 0, 0]
-    for at in _worth_showing([stored, used or []], least=len(AGE_NAMES)):
-        first = _bar_cells(stored, at) if at < len(AGE_NAMES) else ["", ""]
-        table.add_row(names[at], *first, *(_bar_cells(used, at) if used else [unknown(), ""]))
+def _histograms(survey: Survey, width: int) -> Columns:
+    ages, reuse = survey.ages, survey.reuse
+    used = None if ages.used is None else [*ages.used, ages.never_used, ages.unknown]
+    uses = [0] * len(REUSE_NAMES) + [survey.totals.blocks] if reuse.blocks is None else [*reuse.blocks, reuse.unknown]
+    by_age = {"stored": [*ages.stored, None, None], "last used": used}
+    tables = [
+        _histogram("Ages of blocks", "Ago", (*AGE_NAMES, "never", "not known yet"), by_age, width),
+        _histogram("Reuse of blocks", "Times used", (*REUSE_NAMES, "not known yet"), {"Blocks": uses}, width),
+    ]
+    return Columns(tables, padding=(0, 4))
+
+
+def _histogram(
+    title: str, header: str, names: Sequence[str], counts: Mapping[str, Sequence[int | None] | None], width: int
+) -> Table:
+    """Return a table of blocks by class, without those that have none. A column of which nothing is
+    known is None."""
+    columns = [column for name in counts for column in (right(name), left(""))]
+    table = make_table(title, width, left(header, "cyan"), *columns)
+    for at, name in enumerate(names):
+        if any(each and each[at] for each in counts.values()):
+            table.add_row(name, *(cell for each in counts.values() for cell in _count_and_bar(each, at)))
     return table
 
 
-def _reuse(survey: Survey, width: int) -> Table:
-    reuse = survey.reuse
-    table = make_table("Reuse of blocks", width, left("Times used", "cyan"), right("Blocks"), left(""))
-    if reuse.blocks is None:
-        table.add_row("?", unknown(), Text("no USES file yet", "dim"))
-        return table
-    names, counts = [*REUSE_NAMES, "not known yet"], [*reuse.blocks, reuse.unknown or 0]
-    for at in _worth_showing([counts], least=len(REUSE_NAMES)):
-        table.add_row(names[at], *_bar_cells(counts, at))
-    return table
-
-
-def _worth_showing(columns: Sequence[Sequence[int]], least: int) -> list[int]:
-    """Return the classes between the first and last filled one below ``least``, and others."""
-    filled = [at for at in range(max(map(len, columns))) if any(column[at] for column in columns if at < len(column))]
-    inner = [at for at in filled if at < least]
-    return [*range(min(inner, default=0), max(inner, default=-1) + 1), *(at for at in filled if at >= least)]
-
-
-def _bar_cells(counts: Sequence[int], at: int) -> list[Text]:
-    highest = max(counts, default=0)
-    filled = fine_bar(counts[at] / highest if highest else 0, _FINE_BAR_LETTERS)
-    return [Text(number(counts[at])), Text(filled, "cyan")]
+def _count_and_bar(counts: Sequence[int | None] | None, at: int) -> tuple[RenderableType, RenderableType]:
+    if counts is None:
+        return "?", ""
+    count, highest = counts[at], max(filter(None, counts), default=1)
+    return ("", "") if count is None else (number(count), Bar(highest, 0, count, width=_FINE_BAR_LETTERS, color="cyan"))
 
 
 def _print_prefixes(survey: Survey, namespace: Namespace, console: Console) -> None:
@@ -394,11 +366,11 @@ def prefix_table(title: str, listed: Iterable[tuple[str, Prefix]], now_s: int, w
         table.add_row(
             Text.assemble((guides, "dim"), prefix.key[:ID_LETTERS]),
             number(tokens),
-            unknown() if start is None or tokens is None else number(start + tokens),
+            number(None if start is None or tokens is None else start + tokens),
             size(prefix.bytes),
             number(prefix.chains),
-            unknown() if prefix.first_uses is None else "…".join(uses),
-            unknown() if last is None else ago(last, now_s) if last else Text("never", "dim"),
+            "…".join(uses),
+            "never" if last == 0 else ago(last, now_s),
         )
     return table
 

@@ -28,39 +28,27 @@ _LEFT_OUT: dict[str, dict[str, int]] = {
 }
 """What configurations on the hub leave to the defaults of their kind."""
 _OTHER_STATE = {
-    "attention_chunk_size": "chunked attention",
-    "attn_config": "attention settings of its own kind",
-    "attn_layer_period": "layers without attention",
-    "attn_type_list": "linear attention",
-    "block_configs": "layers of different sizes",
-    "compress_ratios": "compressed attention",
-    "conv_L_cache": "convolution layers",
-    "cross_attention_layers": "cross-attention layers",
-    "full_attn_idxs": "linear attention",
-    "global_head_dim": "layers of different sizes",
-    "hybrid_layer_pattern": "layers of different sizes",
-    "hybrid_override_pattern": "Mamba layers",
-    "index_topk": "sparse attention",
-    "layers_block_type": "layers without attention",
-    "linear_attn_config": "linear attention",
-    "linear_num_key_heads": "linear attention",
-    "mamba_d_state": "Mamba layers",
-    "mamba_expand": "Mamba layers",
-    "mamba_n_heads": "Mamba layers",
-    "num_kv_shared_layers": "layers that share their KV",
-    "per_layer_config": "layers of different sizes",
-    "ssm_cfg": "Mamba layers",
-    "ssm_state_size": "Mamba layers",
-    "state_size": "Mamba layers",
-    "swa_num_key_value_heads": "layers of different sizes",
-}
-"""Fields that tell of a state that is not counted here."""
+    "Mamba layers": (
+        "hybrid_override_pattern", "mamba_d_state", "mamba_expand", "mamba_n_heads", "ssm_cfg", "ssm_state_size",
+        "state_size",
+    ),
+    "linear, chunked or sparse attention": (
+        "attention_chunk_size", "attn_type_list", "compress_ratios", "full_attn_idxs", "index_topk",
+        "linear_attn_config", "linear_num_key_heads",
+    ),
+    "layers of different sizes": (
+        "block_configs", "global_head_dim", "hybrid_layer_pattern", "per_layer_config", "swa_num_key_value_heads",
+    ),
+    "layers without KV of their own": (
+        "attn_layer_period", "conv_L_cache", "cross_attention_layers", "layers_block_type", "num_kv_shared_layers",
+    ),
+    "attention settings of its own kind": ("attn_config",),
+}  # fmt: skip
+"""What is not counted here, and the fields that tell of it."""
 _LAYER_KINDS = {"full_attention": False, "attention": False, "global": False, "sliding_attention": True, "local": True}
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
 _KV_DTYPE_BYTES = _DTYPE_BYTES | {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 _LIMIT = 1 << 20
-DTYPES = tuple(_DTYPE_BYTES)
-KV_DTYPES = ("auto", *_KV_DTYPE_BYTES)
 
 
 class ModelKv(NamedTuple):
@@ -118,10 +106,6 @@ def read_model(path: Path, dtype: str | None = None, kv_dtype: str = "auto") -> 
     file = path / "config.json" if path.is_dir() else path
     try:
         whole = json.loads(file.read_text("utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path} has no config.json, and is none." if path.is_dir() else f"{path} does not exist."
-        ) from None
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError):
@@ -139,16 +123,22 @@ def model_of(whole: Mapping[str, Any], dtype: str | None = None, kv_dtype: str =
     refused = next(_other_state(whole, config, kind), None)
     if refused is not None:
         raise ConfigError(f"kvdisk size does not count the KV of this model ({kind}): it has {refused}.")
-    layers = _number(config, kind, "num_hidden_layers", "n_layer", "n_layers")
     heads = _number(config, kind, "num_attention_heads", "n_head", "n_heads")
     mla = config.get("kv_lora_rank") is not None
-    windows, notes = _windows(config, kind, layers)
-    element_bytes, dtype_said, more = _dtypes(whole, config, dtype, kv_dtype)
-    kv_heads = 1 if mla else _kv_heads(config, kind, heads)
+    windows, notes = _windows(config, kind, _number(config, kind, "num_hidden_layers", "n_layer", "n_layers"))
+    element_bytes, dtype_said, more_notes = _dtypes(whole, config, dtype, kv_dtype)
     return ModelKv(
-        kind, heads, windows, mla, kv_heads, _head_elements(config, kind, heads, mla), element_bytes, dtype_said,
-        _longest(config), (*notes, *more),
-    )  # fmt: skip
+        kind=kind,
+        heads=heads,
+        windows=windows,
+        mla=mla,
+        kv_heads=1 if mla else _kv_heads(config, kind, heads),
+        head_elements=_head_elements(config, kind, heads, mla),
+        element_bytes=element_bytes,
+        dtype=dtype_said,
+        longest_tokens=_longest(config),
+        notes=(*notes, *more_notes),
+    )
 
 
 def _language_part(whole: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -164,11 +154,9 @@ def _other_state(whole: Mapping[str, Any], config: Mapping[str, Any], kind: str)
     if whole.get("is_encoder_decoder") or config.get("is_encoder_decoder"):
         yield "an encoder, and kvdisk serves decoders only"
     every_layer_is_full = {"attn_type_list": [1] * len(config.get("attn_type_list") or ())}
-    yield from (
-        said
-        for name, said in _OTHER_STATE.items()
-        if config.get(name) and config[name] != every_layer_is_full.get(name)
-    )
+    for said, names in _OTHER_STATE.items():
+        if any(config.get(name) and config[name] != every_layer_is_full.get(name) for name in names):
+            yield said
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
         yield from (f"layers of the kind {name}" for name in kinds if name not in _LAYER_KINDS)
@@ -255,24 +243,26 @@ def _dtypes(
 ) -> tuple[int, str, list[str]]:
     """Return bytes of an element of KV, its kind in words, and what had to be assumed."""
     if kv_dtype != "auto":
-        if kv_dtype not in _KV_DTYPE_BYTES:
-            raise ConfigError(f"--kv-dtype is one of {', '.join(KV_DTYPES)}, and not {kv_dtype}.")
-        return _KV_DTYPE_BYTES[kv_dtype], kv_dtype, []
+        return _element_bytes("--kv-dtype", kv_dtype, _KV_DTYPE_BYTES), kv_dtype, []
     quantised = whole.get("quantization_config") or config.get("quantization_config")
     if isinstance(quantised, dict) and (quantised.get("kv_cache_scheme") or quantised.get("kv_cache_quant_algo")):
         raise ConfigError(
             "this model's configuration has a kind of KV of its own; say which with --kv-dtype, such as fp8."
         )
     if dtype is not None:
-        if dtype not in _DTYPE_BYTES:
-            raise ConfigError(f"--dtype is one of {', '.join(DTYPES)}, and not {dtype}.")
-        return _DTYPE_BYTES[dtype], dtype, []
+        return _element_bytes("--dtype", dtype, _DTYPE_BYTES), dtype, []
     said = next((part[name] for part in (config, whole) for name in ("dtype", "torch_dtype") if part.get(name)), None)
     name = str(said).removeprefix("torch.")
     if name in {"bfloat16", "float16", "half"}:
         return 2, name, []
     stated = "says no dtype" if said is None else f"says {name}"
     return 2, "16 bit", [f"the configuration {stated}, and vLLM serves that with 16 bit unless --dtype says otherwise"]
+
+
+def _element_bytes(option: str, dtype: str, known: Mapping[str, int]) -> int:
+    if dtype not in known:
+        raise ConfigError(f"{option} is one of {', '.join(known)}, and not {dtype}.")
+    return known[dtype]
 
 
 def _longest(config: Mapping[str, Any]) -> int | None:

@@ -7,22 +7,21 @@ import errno
 import io
 import json
 import os
-import pwd
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from enum import Enum, IntEnum
 from itertools import pairwise
-from pathlib import Path, PurePath, PurePosixPath
-from typing import Annotated
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
 
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -65,22 +64,20 @@ class Exit(IntEnum):
 
 def as_json(value: object) -> object:
     """Return plain JSON: dataclasses by field, paths as text, enums by value, bytes as hex."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(name): as_json(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_json(item) for item in value]
-    if isinstance(value, Enum):
-        return as_json(value.value)
-    if isinstance(value, PurePath):
-        return str(value)
-    return value.hex() if isinstance(value, bytes) else value
+    return json.loads(json.dumps(value, default=_plain))
 
 
 def print_json(value: object) -> None:
     """Print a value as one JSON object."""
-    typer.echo(json.dumps(as_json(value), indent=2))
+    typer.echo(json.dumps(value, default=_plain, indent=2))
+
+
+def _plain(value: Any) -> object:
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    return value.hex() if isinstance(value, bytes) else os.fspath(value)
 
 
 # -- numbers and names -------------------------------------------------------------------------
@@ -121,14 +118,11 @@ def bar(fraction: float, width: int) -> str:
     return "█" * filled + "░" * (width - filled)
 
 
-def fine_bar(fraction: float, width: int) -> str:
-    """Return a bar of up to ``width`` characters, in eighths of one; empty only for 0."""
-    eighths = min(8 * width, max(1 if fraction > 0 else 0, round(fraction * 8 * width)))
-    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
-
-
-def ago(then_s: int, now_s: int) -> str:
-    """Return how long ago something was: ``3 min ago``; its date where that is long, or ahead."""
+def ago(then_s: int | None, now_s: int) -> str:
+    """Return how long ago something was: ``3 min ago``; its date where that is long, or ahead;
+    ``?`` for None."""
+    if then_s is None:
+        return "?"
     age_s = now_s - then_s
     if age_s > _LONGEST_AGE_S or age_s < -60:
         return time.strftime("%Y-%m-%d", time.localtime(then_s))
@@ -230,11 +224,6 @@ def folded(header: str, style: str = "") -> Column:
     return Column(header, style=style, overflow="fold")
 
 
-def unknown() -> Text:
-    """Return the mark of a value that cannot be known."""
-    return Text("?", "red")
-
-
 def print_list(title: str, lines: Sequence[str], console: Console, most: int | None, more: str) -> None:
     """Print what is wrong, a line each, at most ``most``; ``more`` says how to see the rest."""
     if not lines:
@@ -254,21 +243,11 @@ def print_note(note: str, console: Console) -> None:
 @contextmanager
 def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show progress on standard error, if it is a terminal. Yields a call for (done, all)."""
-    console = Console(stderr=True, markup=False, highlight=False, emoji=False)
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
+    console, bytes_done = report_console(stderr=True), DownloadColumn(binary_units=True)
+    columns = ("{task.description}", BarColumn(), bytes_done, TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=None)
-
-        def watch(done_bytes: int, total_bytes: int) -> None:
-            progress.update(task, completed=done_bytes, total=total_bytes)
-
-        yield watch
+        yield lambda done_bytes, total_bytes: progress.update(task, completed=done_bytes, total=total_bytes)
 
 
 def ask(question: str) -> None:
@@ -318,35 +297,13 @@ def new_file(target: Path) -> Iterator[Path]:
 
 def _why_not(error: KvdiskError, paths: Sequence[Path]) -> str:
     """Say in one sentence why a store cannot be opened, and what would help."""
-    first = paths[0]
-    if isinstance(error, DeviceError) and error.errno in _DENIED:
-        cause = error.__cause__
-        closed = f"; closed to this one is {cause.filename}" if isinstance(cause, OSError) and cause.filename else ""
-        return f"no permission to read {first}; run this as the user whose engine made it{_owner(first)}{closed}."
-    why = next(filter(None, map(_why_no_store, paths)), None)
-    if why is None and isinstance(error, ConfigError) and (status := first.stat()).st_uid != os.geteuid():
-        why = f"{first} belongs to user {status.st_uid}{_owner(first)}; run this as that user"
-    return (why or str(error).removeprefix("store_dirs: ").rstrip(".")) + "."
-
-
-def _why_no_store(path: Path) -> str | None:
-    if not os.path.lexists(path):
-        return f"{path} does not exist"
-    if not path.is_dir():
-        return f"{path} is a file, and a store is a directory"
-    if os.path.lexists(path / STORE_FILE):
-        return None
-    around = next((parent for parent in path.parents if os.path.lexists(parent / STORE_FILE)), None)
-    if around is not None:
-        return f"{path} is not a kvdisk store, but a part of {around}"
-    with suppress(OSError):
-        if not os.listdir(path):
-            return f"{path} is not a kvdisk store, it is an empty directory"
-    return f"{path} is not a kvdisk store"
-
-
-def _owner(path: Path) -> str:
-    try:
-        return f" ({pwd.getpwuid(path.stat().st_uid).pw_name})"
-    except (OSError, KeyError):
-        return ""
+    cause = error.__cause__
+    if isinstance(error, DeviceError) and error.errno in _DENIED and isinstance(cause, OSError):
+        return f"no permission to read {cause.filename or paths[0]}; run this as the user whose engine made it."
+    for path in paths:
+        if not os.path.lexists(path):
+            return f"{path} does not exist."
+        around = next((parent for parent in path.parents if os.path.lexists(parent / STORE_FILE)), None)
+        if around is not None and not os.path.lexists(path / STORE_FILE):
+            return f"{path} is not a kvdisk store, but a part of {around}."
+    return str(error).removeprefix("store_dirs: ").rstrip(".") + "."

@@ -10,11 +10,9 @@ share them), with those that lead there.
 
 from __future__ import annotations
 
-import heapq
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +23,9 @@ from kvdisk.cli.indexes import NONE, HomeColumns
 
 DEEPEST = 12
 """Branches from a root to the last prefix that is shown."""
-_MOST_GROUPS = 256
+_GROUP_BITS = 16
+_USES = ("uses", "first_uses", "last_uses", "last_use_s")
+"""What is null where USES tells of no block."""
 
 _Ints = NDArray[np.int64]
 
@@ -37,7 +37,7 @@ class Prefix:
     ``key``: hash of the first block, hex, without its KV-cache group. ``bytes``: of the slots of
     all copies. ``chains``: ends of chains that begin with it, at least 1. ``start_tokens``,
     ``tokens``: tokens before it (null where the block before it is not here), and in it. ``uses``:
-    of its blocks together, of its first and of its last block; null where there is no USES file;
+    of its blocks together, of its first and of its last block; null where USES tells of none;
     a block that several KV-cache groups have counts as often as in that where it was used most.
     ``last_use_s``: 0: never. ``below_blocks``, ``below_bytes``: of all that follows it.
     ``children``: how many follow it, of which ``hidden_children`` are not in ``tree``.
@@ -90,48 +90,29 @@ def each_prefix(prefixes: Sequence[Prefix], depth: int = 0) -> Iterator[tuple[in
 
 
 class Forest(NamedTuple):
-    """Nodes, and of each its parent (NONE: a root) and depth. ``node_of``: of each row, by engine
-    store.
+    """Nodes, in the order of rows, and of each its parent (NONE: a root), depth, and first row.
 
-    ``is_whole``: whether the chain begins here, and not behind a block that nobody has.
-    ``first_rows``: one of the node's rows, counted over all engine stores.
+    ``node_of``: of each row. ``is_whole``: whether the chain begins here, and not behind a block
+    that nobody has.
     """
 
-    node_of: list[_Ints]
+    node_of: _Ints
     parents: _Ints
     depths: _Ints
     is_whole: NDArray[np.bool_]
     first_rows: _Ints
 
 
-def grow_forest(homes: Sequence[HomeColumns], block_tokens: Sequence[int | None]) -> Forest:
-    """Return the nodes of all engine stores of a namespace. ``block_tokens``: by group."""
-    every = [name for home in homes for name in _node_names(home, home.columns.keys, block_tokens)]
-    above = [name for home in homes for name in _node_names(home, home.columns.each_parent(), block_tokens)]
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(every))}
-    node_of = np.fromiter(map(numbers.__getitem__, every), np.int64, len(every))
-    found = np.fromiter(map(numbers.get, above, repeat(NONE)), np.int64, len(above))
-    parents = np.full(len(numbers), NONE, np.int64)
-    parents[node_of[found != NONE]] = found[found != NONE]
-    lacks = np.zeros(len(numbers), np.bool_)
-    lacks[node_of[np.array(list(map(bool, above)), np.bool_)]] = True
+def grow_forest(blocks: HomeColumns) -> Forest:
+    """Return the nodes of a namespace's blocks. Groups of one block size share theirs."""
+    first_rows, node_of, above = blocks.identify(blocks.tokens)
+    parents = np.full(len(first_rows), NONE, np.int64)
+    parents[node_of[above != NONE]] = above[above != NONE]
+    lacks = np.zeros(len(first_rows), np.bool_)
+    lacks[node_of[blocks.above != 0]] = True
     lacks &= parents == NONE
-    first_rows = np.zeros(len(numbers), np.int64)
-    first_rows[node_of[::-1]] = np.arange(len(every))[::-1]
     depths, tops = climb(parents)
-    cuts = np.cumsum([len(home.groups) for home in homes])[:-1].tolist()
-    return Forest(np.split(node_of, cuts)[: len(homes)], parents, depths, ~lacks[tops], first_rows)
-
-
-def _node_names(home: HomeColumns, keys: Sequence[bytes], block_tokens: Sequence[int | None]) -> list[bytes]:
-    """Return keys without group, with what tells other block sizes and epochs apart."""
-    tokens = np.array([*(size or 0 for size in block_tokens), 0], ">u4")
-    sizes = tokens[np.minimum(home.groups, len(block_tokens))].tobytes()
-    epochs = home.columns.epochs.astype(">u8").tobytes()
-    return [
-        key and sizes[4 * row : 4 * row + 4] + epochs[8 * row : 8 * row + 8] + key[:-GROUP_BYTES]
-        for row, key in enumerate(keys)
-    ]
+    return Forest(node_of, parents, depths, ~lacks[tops], first_rows)
 
 
 def climb(parents: _Ints) -> tuple[_Ints, _Ints]:
@@ -161,173 +142,120 @@ def fold_up(values: NDArray[Any], parents: _Ints, depths: _Ints, join: Callable[
 
 
 class _Stretches(NamedTuple):
-    """Prefixes, a row each, in columns: the numbers of ``Prefix``, and what they are ranked by."""
+    """Prefixes, a row each. ``facts``: numbers of ``Prefix``, by their names. ``all_bytes``: with
+    all that follows. ``ranks``: the highest is shown first; none is above that of its parent."""
 
     first_nodes: _Ints
-    last_nodes: _Ints
     parents: _Ints
-    blocks: _Ints
-    bytes: _Ints
-    uses: _Ints
-    last_use_s: _Ints
-    chains: _Ints
-    children: _Ints
-    all_blocks: _Ints
+    facts: dict[str, _Ints]
     all_bytes: _Ints
     ranks: NDArray[np.float64]
 
 
-def find_prefixes(
-    homes: Sequence[HomeColumns],
-    forest: Forest,
-    block_tokens: Sequence[int | None],
-    most: int,
-    *,
-    shared_only: bool = True,
-) -> PrefixTree:
-    """Return the tree of the biggest prefixes, at most ``most`` of them.
+def find_prefixes(blocks: HomeColumns, forest: Forest, most: int, *, shared_only: bool = True) -> PrefixTree:
+    """Return the tree of the biggest prefixes of a namespace, at most ``most`` of them.
 
     ``shared_only``: leave out those that one chain has and no request has used again.
     """
-    node_bytes, node_uses, node_last_s = _sum_copies(homes, forest)
-    told = any(home.uses is not None for home in homes)
-    stretches = _fold(forest, node_bytes, node_uses, node_last_s, told)
-    roots = np.flatnonzero(stretches.parents == NONE)
-    shared = (stretches.chains > 1) | (stretches.uses > 0)
-    kept = _choose(stretches, roots, most, shared if shared_only else np.ones(len(shared), np.bool_))
+    stretches = _fold(blocks, forest)
+    facts, parents = stretches.facts, stretches.parents
+    told = bool(blocks.is_known.any())
+    shared = (facts["chains"] > 1) | (facts["uses"] > 0)
+    kept = _choose(stretches, shared if shared_only else np.ones_like(shared), most)
 
     def describe(number: int) -> Prefix:
-        node, last = int(stretches.first_nodes[number]), int(stretches.last_nodes[number])
-        at, row = locate(homes, int(forest.first_rows[node]))
-        columns, group = homes[at].columns, int(homes[at].groups[row])
-        tokens = block_tokens[group] if group < len(block_tokens) else None
-        blocks, children = int(stretches.blocks[number]), int(stretches.children[number])
-        own_bytes = int(stretches.bytes[number])
-        below = [child for child in kept[number] if child in kept]
+        node = int(stretches.first_nodes[number])
+        row = int(forest.first_rows[node])
+        size = int(blocks.tokens[row])
+        tokens = None if size == NONE else size
+        below = kept.get(number, [])
+        mine = {name: int(column[number]) for name, column in facts.items()}
         return Prefix(
-            key=columns.keys[row][:-GROUP_BYTES].hex(),
-            epoch=int(columns.epochs[row]),
+            key=blocks.columns.keys[row][:-GROUP_BYTES].hex(),
+            epoch=int(blocks.columns.epochs[row]),
             block_tokens=tokens,
             start_tokens=int(forest.depths[node]) * tokens if tokens is not None and forest.is_whole[node] else None,
-            tokens=None if tokens is None else blocks * tokens,
-            blocks=blocks,
-            bytes=own_bytes,
-            chains=int(stretches.chains[number]),
-            uses=int(stretches.uses[number]) if told else None,
-            first_uses=int(node_uses[node]) if told else None,
-            last_uses=int(node_uses[last]) if told else None,
-            last_use_s=int(stretches.last_use_s[number]) if told else None,
-            below_blocks=int(stretches.all_blocks[number]) - blocks,
-            below_bytes=int(stretches.all_bytes[number]) - own_bytes,
-            children=children,
-            hidden_children=children - len(below),
+            tokens=None if tokens is None else mine["blocks"] * tokens,
+            hidden_children=mine["children"] - len(below),
             tree=tuple(map(describe, below)),
+            **(mine if told else mine | dict.fromkeys(_USES)),
         )
 
-    tree = tuple(describe(root) for root in kept[NONE] if root in kept)
-    listed = [prefix for _, prefix in each_prefix(tree)]
+    tree = tuple(map(describe, kept.get(NONE, [])))
+    shown = [number for numbers in kept.values() for number in numbers]
+    roots = parents == NONE
     return PrefixTree(
-        total=len(stretches.parents),
+        total=len(parents),
         shared=int(np.count_nonzero(shared)),
-        roots=len(roots),
-        chains=int(stretches.chains[roots].sum()),
-        hidden_roots=len(roots) - len(tree),
-        hidden_blocks=len(forest.parents) - sum(prefix.blocks for prefix in listed),
-        hidden_bytes=int(node_bytes.sum()) - sum(prefix.bytes for prefix in listed),
+        roots=int(np.count_nonzero(roots)),
+        chains=int(facts["chains"][roots].sum()),
+        hidden_roots=int(np.count_nonzero(roots)) - len(tree),
+        hidden_blocks=int(facts["blocks"].sum() - facts["blocks"][shown].sum()),
+        hidden_bytes=int(facts["bytes"].sum() - facts["bytes"][shown].sum()),
         tree=tree,
     )
 
 
-def locate(homes: Sequence[HomeColumns], row: int) -> tuple[int, int]:
-    """Return the position of the engine store of a row that counts over all of them, and its row
-    there."""
-    for at, home in enumerate(homes):
-        if row < len(home.groups):
-            return at, row
-        row -= len(home.groups)
-    raise AssertionError("nobody has that row")
-
-
-def _sum_copies(homes: Sequence[HomeColumns], forest: Forest) -> tuple[_Ints, _Ints, _Ints]:
+def _sum_copies(blocks: HomeColumns, nodes: _Ints, count: int) -> tuple[_Ints, _Ints, _Ints]:
     """Return bytes, uses and last use of each node, over its copies."""
-    count = len(forest.parents)
-    node_bytes = np.zeros(count)
-    last_s = np.zeros(count, np.int64)
-    by_group: dict[int, NDArray[np.float64]] = {}
-    for home, nodes in zip(homes, forest.node_of, strict=True):
-        node_bytes += np.bincount(nodes, home.slot_bytes, count)
-        if home.uses is None or home.last_use_s is None:
-            continue
-        np.maximum.at(last_s, nodes, home.last_use_s)
-        for group in np.unique(home.groups).tolist()[:_MOST_GROUPS]:
-            rows = home.groups == group
-            counted = np.bincount(nodes[rows], home.uses[rows], count).astype(np.float64)
-            by_group[group] = by_group.get(group, 0.0) + counted
-    uses = np.zeros(count)
-    for of_group in by_group.values():
-        np.maximum(uses, of_group, out=uses)
-    return node_bytes.astype(np.int64), uses.astype(np.int64), last_s
+    node_bytes = np.bincount(nodes, blocks.slot_bytes, count).astype(np.int64)
+    # A request uses the blocks of all groups at once: it counts where most are counted.
+    of_group, at = np.unique(nodes << _GROUP_BITS | blocks.groups, return_inverse=True)
+    group_uses = np.bincount(at, blocks.uses).astype(np.int64)
+    node_uses, last_use_s = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    np.maximum.at(node_uses, of_group >> _GROUP_BITS, group_uses)
+    np.maximum.at(last_use_s, nodes, blocks.last_use_s)
+    return node_bytes, node_uses, last_use_s
 
 
-def _fold(forest: Forest, node_bytes: _Ints, node_uses: _Ints, node_last_s: _Ints, told: bool) -> _Stretches:
+def _fold(blocks: HomeColumns, forest: Forest) -> _Stretches:
     """Join nodes that follow each other without a branch."""
     parents, count = forest.parents, len(forest.parents)
+    node_bytes, node_uses, node_last_s = _sum_copies(blocks, forest.node_of, count)
     children = np.bincount(parents[parents != NONE], minlength=count)
     begins = (parents == NONE) | (children[parents] != 1)
     _, first_of = climb(np.where(begins, NONE, parents))
     first_nodes, numbers = np.unique(first_of, return_inverse=True)
     total = len(first_nodes)
-    last_nodes = np.zeros(total, np.int64)
+    last_nodes, last_use_s = np.zeros(total, np.int64), np.zeros(total, np.int64)
     ends = np.flatnonzero(children != 1)
     last_nodes[numbers[ends]] = ends
-    last_use_s = np.zeros(total, np.int64)
     np.maximum.at(last_use_s, numbers, node_last_s)
     above, depths = parents[first_nodes], forest.depths[first_nodes]
     above = np.where(above == NONE, NONE, numbers[above])
-    blocks, own_bytes = np.bincount(numbers, minlength=total), np.bincount(numbers, node_bytes, total)
+    own_blocks = np.bincount(numbers, minlength=total)
+    own_bytes = np.bincount(numbers, node_bytes, total).astype(np.int64)
+    all_bytes = fold_up(own_bytes, above, depths, operator.add)
     fan = np.bincount(above[above != NONE], minlength=total)
     chains = fold_up((fan == 0).astype(np.int64), above, depths, operator.add)
     used_bytes = np.bincount(numbers, node_bytes.astype(np.float64) * node_uses, total)
-    return _Stretches(
-        first_nodes,
-        last_nodes,
-        above,
-        blocks,
-        own_bytes.astype(np.int64),
-        np.bincount(numbers, node_uses, total).astype(np.int64),
-        last_use_s,
-        chains,
-        fan,
-        fold_up(blocks, above, depths, operator.add),
-        fold_up(own_bytes.astype(np.int64), above, depths, operator.add),
-        # Nothing hides behind what leads to it.
-        fold_up(used_bytes if told else own_bytes * (chains - 1), above, depths, max),
-    )
+    facts = {
+        "blocks": own_blocks,
+        "bytes": own_bytes,
+        "chains": chains,
+        "uses": np.bincount(numbers, node_uses, total).astype(np.int64),
+        "first_uses": node_uses[first_nodes],
+        "last_uses": node_uses[last_nodes],
+        "last_use_s": last_use_s,
+        "below_blocks": fold_up(own_blocks, above, depths, operator.add) - own_blocks,
+        "below_bytes": all_bytes - own_bytes,
+        "children": fan,
+    }
+    own_ranks = used_bytes if blocks.is_known.any() else own_bytes * (chains - 1)
+    # A prefix ranks as high as the best below it, so that it never hides behind what leads to it.
+    ranks = fold_up(own_ranks.astype(np.float64), above, depths, max)
+    return _Stretches(first_nodes, above, facts, all_bytes, ranks)
 
 
-def _choose(stretches: _Stretches, roots: _Ints, most: int, shown: NDArray[np.bool_]) -> dict[int, list[int]]:
-    """Return the prefixes to show, each with its children, the best first; below NONE the roots.
+def _choose(stretches: _Stretches, candidates: NDArray[np.bool_], most: int) -> dict[int, list[int]]:
+    """Return the prefixes to show, by their parents, the best first; below NONE the roots.
 
-    Not all of these children and roots are shown themselves.
+    The parent of each comes before it in the order, and has two chains at least: it is shown too.
     """
-    by_parent = np.argsort(stretches.parents, kind="stable")
-    starts = np.searchsorted(stretches.parents[by_parent], np.arange(len(stretches.parents) + 1))
-
-    def best(numbers: _Ints, depth: int) -> list[tuple[float, int, int, int]]:
-        """Return what waits to be shown."""
-        numbers = numbers[shown[numbers]]
-        order = np.lexsort((numbers, -stretches.all_bytes[numbers], -stretches.ranks[numbers]))[:most]
-        return [
-            (-float(stretches.ranks[number]), -int(stretches.all_bytes[number]), number, depth)
-            for number in numbers[order].tolist()
-        ]
-
-    heap = best(roots, 0)
-    kept = {NONE: [number for *_, number, _ in heap]}
-    while heap and len(kept) <= most:
-        *_, number, depth = heapq.heappop(heap)
-        further = best(by_parent[starts[number] : starts[number + 1]], depth + 1) if depth + 1 < DEEPEST else []
-        kept[number] = [child for *_, child, _ in further]
-        for item in further:
-            heapq.heappush(heap, item)
+    depths, _ = climb(stretches.parents.copy())
+    order = np.lexsort((np.arange(len(depths)), depths, -stretches.all_bytes, -stretches.ranks))
+    order = order[(candidates & (depths < DEEPEST))[order]][:most]
+    kept: dict[int, list[int]] = {}
+    for number, parent in zip(order.tolist(), stretches.parents[order].tolist(), strict=True):
+        kept.setdefault(parent, []).append(number)
     return kept

@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,9 +27,10 @@ from kvdisk.cli.output import (
     store_paths,
 )
 from kvdisk.device.control import home_ids
+from kvdisk.device.home import Home
 from kvdisk.device.paths import device_errors
 from kvdisk.device.store import Store
-from kvdisk.errors import DeviceError, KvdiskError, StoreLocked
+from kvdisk.errors import ConfigError, DeviceError, KvdiskError, StoreLocked
 from kvdisk.recovery import rebuild_index
 
 
@@ -96,25 +99,32 @@ def repair(directories: StoreDirectories, home: OnlyHome = None, as_json: AsJson
     raise typer.Exit(max((codes[report.result] for report in reports), default=Exit.FINE))
 
 
+@contextmanager
+def held_home(store: Store, home_id: str) -> Iterator[Home]:
+    """Own a stopped engine's store to change it; in order afterwards, unless the change failed.
+
+    That is no use of it. Raises as ``Store.hold_home``, and DeviceError.
+    """
+    held = store.hold_home(home_id)
+    try:
+        yield held
+    except BaseException:
+        with suppress(DeviceError):  # the same drive's
+            held.close(clean=False, used=False)
+        raise
+    held.close(clean=True, used=False)
+
+
 def _repair(store: Store, home_id: str) -> Repaired:
     try:
-        held = store.hold_home(home_id)
+        with held_home(store, home_id) as held:
+            if None in held.folders:
+                raise ConfigError("not all of its directories were named")
+            done = rebuild_index(held, index_bytes=0)  # as large as it has to be
     except StoreLocked:
         return Repaired(home_id, "in use", "a live engine owns it")
     except KvdiskError as error:
         return Repaired(home_id, "failed", str(error))
-    done, why = None, "not all of its directories were named"
-    try:
-        if all(folder is not None for folder in held.folders):
-            done = rebuild_index(held, index_bytes=0)  # as large as it has to be
-    except KvdiskError as error:
-        why = str(error)
-    try:
-        held.close(clean=done is not None)
-    except DeviceError as error:  # a drive that is full, or fails, does not take the last word on HOME either
-        done, why = None, str(error) if done is not None else why
-    if done is None:
-        return Repaired(home_id, "failed", why)
     lost = tuple(DroppedSegment(drive, segment, why) for (drive, segment), why in done.lost_segments.items())
     return Repaired(home_id, "rebuilt", None, done.blocks, done.segments, done.older_copies, lost)
 

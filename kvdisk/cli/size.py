@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -19,8 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvdisk import __version__
-from kvdisk.blocks import group_of
-from kvdisk.cli.indexes import Records
+from kvdisk.cli.indexes import read_homes
 from kvdisk.cli.model_kv import ModelKv, read_model
 from kvdisk.cli.output import (
     AsJson,
@@ -39,18 +38,17 @@ from kvdisk.cli.output import (
 from kvdisk.cli.output import size as in_words
 from kvdisk.config import Config
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES, uses_charge_bytes
-from kvdisk.device.listing import list_homes
-from kvdisk.device.rebuild import HomeShape
-from kvdisk.errors import ConfigError, CorruptRecord
+from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry
 from kvdisk.index.lmdb_index import map_bytes_for
-from kvdisk.index.reader_process import read_indexes
 from kvdisk.manager.segments import NvmeLayout
 
 DAY_S = 86400
 _BLOCK_TOKENS, _MLA_BLOCK_TOKENS = 16, 64
 _CONTEXT_TOKENS = 32768
 _MOST_RANKS = 1024
+_MOST_BLOCK_TOKENS = 1 << 16
+_MOST_TOKENS = 1 << 40
 _MODEL_FIELDS = ("kind", "kv_heads", "head_elements", "mla", "dtype", "longest_tokens")
 _GROUP_FIELDS = ("group", "window_tokens", "block_tokens", "payload_bytes", "slot_bytes")
 
@@ -92,7 +90,7 @@ class Endurance:
     days: float | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Answer:
     """All that is shown.
 
@@ -111,52 +109,45 @@ class Answer:
     token_bytes_drive: int
     groups: Sequence[Mapping[str, int | None]]
     context_tokens: int
-    cpu: Fit | None
-    nvme: Fit | None
-    writes: Writes | None
-    endurance: Endurance | None
-    notes: tuple[str, ...]
+    cpu: Fit | None = None
+    nvme: Fit | None = None
+    writes: Writes | None = None
+    endurance: Endurance | None = None
+    notes: list[str] = field(default_factory=list)
     json_version: int = 1
     kvdisk_version: str = __version__
 
 
-Model = Annotated[
-    Path, typer.Option("--model", metavar="CONFIG", help="A model's directory, or its config.json.", readable=False)
-]
-Ranks = Annotated[int, typer.Option("--tp", metavar="N", help="Tensor-parallel size.")]
-NvmeBytes = Annotated[str | None, typer.Option("--nvme", metavar="BYTES", help="The NVMe tier: 500GiB.")]
-CpuBytes = Annotated[str | None, typer.Option("--cpu", metavar="BYTES", help="The CPU tier, over all ranks.")]
-Context = Annotated[
-    int | None, typer.Option("--context", metavar="TOKENS", help="Of a conversation; at most the model's, or 32,768.")
-]
-BlockSize = Annotated[
-    int | None, typer.Option("--block-size", metavar="TOKENS", help="As vLLM is told: 16, with MLA 64.")
-]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="As vLLM is told, where that is not the model's.")]
-KvDtype = Annotated[str, typer.Option("--kv-dtype", help="As vLLM's kv_cache_dtype: auto, fp8, bfloat16 ...")]
-Drives = Annotated[int, typer.Option("--drives", metavar="N", help="How many directories store_dirs has.")]
-Rate = Annotated[
-    str | None,
-    typer.Option("--write-rate", metavar="BYTES|DIR", help="Written in a day; or a store, to look at what it took."),
-]
-EnduranceBytes = Annotated[
-    str | None,
-    typer.Option("--drive-endurance", metavar="BYTES", help="What the drives take before they wear out: 1.2PB."),
-]
-
-
 def size(
-    model: Model,
-    tp: Ranks = 1,
-    nvme: NvmeBytes = None,
-    cpu: CpuBytes = None,
-    context: Context = None,
-    block_size: BlockSize = None,
-    dtype: Dtype = None,
-    kv_dtype: KvDtype = "auto",
-    drives: Drives = 1,
-    write_rate: Rate = None,
-    endurance: EnduranceBytes = None,
+    model: Annotated[
+        Path, typer.Option("--model", metavar="CONFIG", help="A model's directory, or its config.json.", readable=False)
+    ],
+    tp: Annotated[int, typer.Option("--tp", metavar="N", min=1, max=_MOST_RANKS, help="Tensor-parallel size.")] = 1,
+    nvme: Annotated[str | None, typer.Option("--nvme", metavar="BYTES", help="The NVMe tier: 500GiB.")] = None,
+    cpu: Annotated[str | None, typer.Option("--cpu", metavar="BYTES", help="The CPU tier, over all ranks.")] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS", min=1, max=_MOST_TOKENS, help="Of a conversation; at most the model's, or 32,768."
+        ),
+    ] = None,
+    block_size: Annotated[
+        int | None,
+        typer.Option(metavar="TOKENS", min=1, max=_MOST_BLOCK_TOKENS, help="As vLLM is told: 16, with MLA 64."),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="As vLLM is told, where that is not the model's.")] = None,
+    kv_dtype: Annotated[str, typer.Option(help="As vLLM's kv_cache_dtype: auto, fp8, bfloat16 ...")] = "auto",
+    drives: Annotated[
+        int, typer.Option(metavar="N", min=1, max=_MOST_RANKS, help="How many directories store_dirs has.")
+    ] = 1,
+    write_rate: Annotated[
+        str | None,
+        typer.Option(metavar="BYTES|DIR", help="Written in a day; or a store, to look at what it took."),
+    ] = None,
+    endurance: Annotated[
+        str | None,
+        typer.Option("--drive-endurance", metavar="BYTES", help="What the drives take before they wear out: 1.2PB."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a token's KV takes, what fits, and how long the drive lasts.
@@ -174,38 +165,15 @@ def size(
     """
     try:
         known = read_model(model, dtype, kv_dtype)
-        block_tokens = block_size if block_size is not None else _MLA_BLOCK_TOKENS if known.mla else _BLOCK_TOKENS
-        longest = min(known.longest_tokens or _CONTEXT_TOKENS, _CONTEXT_TOKENS)
-        tokens = longest if context is None else context
-        for name, value, most in (
-            ("--tp", tp, _MOST_RANKS),
-            ("--block-size", block_tokens, 1 << 16),
-            ("--drives", drives, _MOST_RANKS),
-            ("--context", tokens, 1 << 40),
-        ):
-            if not 1 <= value <= most:
-                raise ConfigError(f"{name} must be 1 to {most:,}, not {value}.")
-        geometry = known.geometry(tp, block_tokens)
-        writes = _writes(write_rate)
-        wear = None
-        if endurance is not None:
-            taken = parse_endurance(endurance)
-            wear = Endurance(taken, round(taken / writes.bytes_per_day, 1) if writes and writes.bytes_per_day else None)
-        answer = Answer(
-            model={name: getattr(known, name) for name in _MODEL_FIELDS} | {"layers": len(known.windows)},
-            tensor_parallel=tp,
-            block_tokens=geometry.hash_tokens,
-            token_bytes=round(token_bytes(geometry, geometry.rank_count)),
-            token_bytes_rank=round(token_bytes(geometry, 1)),
-            token_bytes_drive=round(token_bytes(geometry, geometry.part_count)),
-            groups=[{name: getattr(group, name) for name in _GROUP_FIELDS} for group in geometry.groups],
-            context_tokens=tokens,
-            cpu=None if cpu is None else fit_cpu(geometry, parse_size("--cpu", cpu), tokens),
-            nvme=None if nvme is None else fit_nvme(geometry, parse_size("--nvme", nvme), drives, tokens),
-            writes=writes,
-            endurance=wear,
-            notes=(*known.notes, *_block_note(block_size, block_tokens)),
-        )
+        block_tokens = block_size or (_MLA_BLOCK_TOKENS if known.mla else _BLOCK_TOKENS)
+        tokens = context or min(known.longest_tokens or _CONTEXT_TOKENS, _CONTEXT_TOKENS)
+        geometry, writes = known.geometry(tp, block_tokens), _writes(write_rate)
+        answer = _answer(known, geometry, tokens)
+        answer.cpu = fit_cpu(geometry, parse_size("--cpu", cpu), tokens) if cpu else None
+        answer.nvme = fit_nvme(geometry, parse_size("--nvme", nvme), drives, tokens) if nvme else None
+        answer.writes, answer.endurance = writes, _endurance(endurance, writes) if endurance else None
+        if block_size is None:
+            answer.notes.append(f"blocks of {block_tokens} tokens are assumed; see --block-size")
     except ConfigError as error:
         sentence = str(error).replace("nvme_bytes", "--nvme").replace("cpu_bytes", "--cpu")  # as they are called here
         raise refusal(sentence.rstrip(".") + ".") from None
@@ -215,32 +183,37 @@ def size(
         _print(answer, known, report_console())
 
 
-def parse_endurance(text: str) -> int:
+def _answer(model: ModelKv, geometry: Geometry, context_tokens: int) -> Answer:
+    return Answer(
+        model={name: getattr(model, name) for name in _MODEL_FIELDS} | {"layers": len(model.windows)},
+        tensor_parallel=geometry.rank_count,
+        block_tokens=geometry.hash_tokens,
+        token_bytes=round(token_bytes(geometry, geometry.rank_count)),
+        token_bytes_rank=round(token_bytes(geometry, 1)),
+        token_bytes_drive=round(token_bytes(geometry, geometry.part_count)),
+        groups=[{name: getattr(group, name) for name in _GROUP_FIELDS} for group in geometry.groups],
+        context_tokens=context_tokens,
+        notes=list(model.notes),
+    )
+
+
+def _endurance(text: str, writes: Writes | None) -> Endurance:
     """Read what drives take, as makers write it: ``600TB``, ``1.2PBW``. Raises ConfigError."""
     stripped = text.strip().upper().removesuffix("W")
-    if stripped.endswith("PB"):
-        stripped, factor = stripped.removesuffix("PB") + "TB", 1000
-    else:
-        factor = 1
-    return parse_size("--drive-endurance", stripped) * factor
-
-
-def _block_note(given: int | None, block_tokens: int) -> list[str]:
-    return [] if given else [f"blocks of {block_tokens} tokens are assumed; see --block-size"]
+    scale = 1000 if stripped.endswith("PB") else 1
+    taken = scale * parse_size("--drive-endurance", stripped.replace("PB", "TB"))
+    return Endurance(taken, round(taken / writes.bytes_per_day, 1) if writes and writes.bytes_per_day else None)
 
 
 def _writes(text: str | None) -> Writes | None:
     """Return what was measured in a store, or what was given."""
     if text is None:
         return None
-    if not ((path := Path(text)).is_dir() or "/" in text):
+    if not Path(text).is_dir() and "/" not in text:
         return Writes(parse_size("--write-rate", text), None, at_least=False)
-    paths = store_paths([path])
+    paths = store_paths([Path(text)])
     with refusing(paths):
-        found = measure_writes(paths)
-    if found is None:
-        raise ConfigError(f"nothing was written to {paths[0]} in the last 24 hours, as far as it still holds it.")
-    return found
+        return measure_writes(paths)
 
 
 # -- what fits, and what was written -----------------------------------------------------------
@@ -280,30 +253,24 @@ def _fit(geometry: Geometry, slots: Sequence[int], capacity_bytes: int, parts: i
     return Fit(capacity_bytes, tokens, blocks, used_bytes, tokens // context_tokens)
 
 
-def measure_writes(directories: Sequence[Path], now_s: int | None = None) -> Writes | None:
+def measure_writes(directories: Sequence[Path]) -> Writes:
     """Return what a store's engines wrote in the last 24 hours, from when its blocks were stored.
 
-    None: nothing. At least so much: blocks that have left in the meantime do not count. Of a store
-    that is younger the time since its first home was made counts. Raises as ``list_homes``.
+    At least so much: blocks that have left in the meantime do not count. Of a store that is younger
+    the time since its first home was made counts. Raises ConfigError where nothing was written, and
+    as ``list_homes``.
     """
-    now_s = int(time.time()) if now_s is None else now_s
-    summaries = [summary for summary in list_homes(directories) if summary.record is not None]
+    now_s = began_s = int(time.time())
     written = 0
-    began_s = now_s
-    for summary, index in zip(summaries, read_indexes([one.index_path for one in summaries]), strict=True):
-        assert summary.record is not None
-        began_s = min(began_s, summary.record.created_s)
-        try:
-            shape = HomeShape.of(summary.record.fingerprint, summary.record.description)
-        except CorruptRecord:
-            continue
-        blocks = Records(index.blocks).columns
-        stored_s = blocks.stored_s.astype(np.int64)
-        for row in np.flatnonzero((now_s - DAY_S <= stored_s) & (stored_s <= now_s)).tolist():
-            if (group := group_of(blocks.keys[row])) < len(shape.groups):
-                written += shape.groups[group].slot_bytes * shape.rank_count
+    for home in read_homes(directories):
+        began_s = min(began_s, home.summary.record.created_s if home.summary.record else now_s)
+        if home.blocks is not None:
+            stored_s = home.blocks.columns.stored_s.astype(np.int64)
+            written += int(home.blocks.slot_bytes[(now_s - DAY_S <= stored_s) & (stored_s <= now_s)].sum())
+    if not written:
+        raise ConfigError(f"nothing was written to {directories[0]} in the last 24 hours, as far as it still holds it.")
     seconds = min(DAY_S, max(1, now_s - began_s))
-    return Writes(round(written * DAY_S / seconds), seconds, at_least=True) if written else None
+    return Writes(round(written * DAY_S / seconds), seconds, at_least=True)
 
 
 # -- for people --------------------------------------------------------------------------------
@@ -323,12 +290,16 @@ def _print(answer: Answer, model: ModelKv, console: Console) -> None:
         lines.add_row("" if at else "Blocks", f"{group['block_tokens']} tokens, {window}: {payload} on each rank")
     long = in_words(answer.token_bytes * answer.context_tokens)
     lines.add_row("Conversation", f"{number(answer.context_tokens)} tokens, {long}")
-    console.print(lines)
-    tiers = [(name, fit) for name, fit in (("CPU", answer.cpu), ("NVMe", answer.nvme)) if fit is not None]
-    if tiers:
-        console.print(_tiers(tiers))
+    for name, fit in (("CPU", answer.cpu), ("NVMe", answer.nvme)):
+        if fit is not None:
+            filled = f" (payload {share(fit.used_bytes / fit.capacity_bytes)})" if fit.capacity_bytes else ""
+            holds = f"{number(fit.tokens)} tokens in {plural(fit.blocks, 'block')}"
+            lines.add_row(
+                name, f"{in_words(fit.capacity_bytes)}{filled}: {holds}, {plural(fit.conversations, 'conversation')}"
+            )
     if answer.writes is not None:
-        _print_wear(answer.writes, answer.endurance, console)
+        _add_wear(lines, answer.writes, answer.endurance)
+    console.print(lines)
     for note in answer.notes:
         console.print(f"  · {printable(note)}", soft_wrap=True, style="dim")
 
@@ -345,32 +316,13 @@ def _described(model: ModelKv) -> str:
     return f"{model.kind}: {layers}{windows}, {heads}, {model.dtype}"
 
 
-def _tiers(tiers: list[tuple[str, Fit]]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("\nTier", style="bold")
-    for header in ("\nBytes", "\nTokens", "\nBlocks", "Conver-\nsations", "\nPayload"):
-        table.add_column(header, justify="right", no_wrap=True)
-    for name, fit in tiers:
-        table.add_row(
-            name,
-            in_words(fit.capacity_bytes),
-            number(fit.tokens),
-            number(fit.blocks),
-            number(fit.conversations),
-            share(fit.used_bytes / fit.capacity_bytes) if fit.capacity_bytes else "?",
-        )
-    return table
-
-
-def _print_wear(writes: Writes, endurance: Endurance | None, console: Console) -> None:
+def _add_wear(lines: Table, writes: Writes, endurance: Endurance | None) -> None:
     how = at_most = ""
     if writes.measured_s is not None:
         how = f", measured over {writes.measured_s / 3600:.1f} h; at least, since what has left is not counted"
         at_most = "at most "
-    lines = make_lines()
-    lines.add_row("\nWrites", f"\n{in_words(writes.bytes_per_day)} a day{how}")
+    lines.add_row("Writes", f"{in_words(writes.bytes_per_day)} a day{how}")
     if endurance is not None and endurance.days is not None:
         years = f" ({endurance.days / 365:.1f} years)" if endurance.days >= 365 else ""
         rest = "without what else is written to the drive"
         lines.add_row("Wear-out", f"after {at_most}{number(int(endurance.days))} days{years}, {rest}")
-    console.print(lines)

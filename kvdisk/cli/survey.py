@@ -3,20 +3,20 @@
 
 ``survey_store`` is the one call. It writes nothing, and works on a store in use and on a copy.
 
-The shape of the JSON changes only with ``json_version``. Bytes are integers, and ``*_s`` are whole
-seconds since the Unix epoch. ``null`` is what cannot be known, since a file cannot be read, or what
-is not there (no block, no live owner). A block, or a slot, has a part on every rank and counts
-once; bytes are those of all ranks together. Used bytes are those of slots that hold blocks, each
-with its header. Allocated bytes are what the file system holds, with index and control files. A
-home is an engine store; homes are in order of last use, the last first.
+The shape of the JSON changes only with ``json_version``. ``*_s`` are whole seconds since the Unix
+epoch. ``null`` is what cannot be known, since a file cannot be read, or is not there (no block, no
+live owner). A block, or a slot, has a part on every rank and counts once; bytes are those of all
+ranks together. Used bytes: of slots that hold blocks, with their headers. Allocated bytes: what the
+file system holds, with index and control files. A home is an engine store; the one used last comes
+first.
 """
 
 from __future__ import annotations
 
 import errno
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,17 +26,18 @@ from numpy.typing import NDArray
 
 from kvdisk import __version__
 from kvdisk.cli.indexes import (
-    NONE,
     HomeColumns,
     ReadHome,
     ReadNamespace,
     by_namespace,
     described_geometry,
     not_named,
+    of_segments,
     places_of,
     read_homes,
     why_no_record,
 )
+from kvdisk.cli.output import plural
 from kvdisk.cli.prefixes import PrefixTree, find_prefixes, grow_forest
 from kvdisk.device import paths
 from kvdisk.device.control import STORE_FILE
@@ -72,11 +73,10 @@ class Segment:
     """A segment of an engine store. ``drive``: position among the engine store's drives.
 
     ``indexed``: the index has a record of it; one that is being made, or that a crash has left, has
-    none yet. ``slot_bytes``: on one rank. ``fill``: used_slots / slots. A free run is a row of free
-    slots, as long as it can be. ``fragmentation``: the share of free bytes in runs of less than 2
-    MiB on a rank, which a larger write has to go around; null where nothing is free.
-    ``read_run_blocks``: how many blocks are read at a time, in the mean, where chains are read in
-    order: a block that lies behind its parent is read with it.
+    none yet. ``slot_bytes``: on one rank. ``fill``: used_slots / slots. ``fragmentation``: share of
+    free bytes in runs of less than 2 MiB on a rank, which a larger write goes around; null where
+    nothing is free. ``read_run_blocks``: how many blocks are read at a time, in the mean, where
+    chains are read in order: a block that lies behind its parent is read with it.
     """
 
     segment: int
@@ -201,8 +201,8 @@ class Drive:
 class Ages:
     """Blocks of all engine stores by age. Class n is below bound n; the last has no bound.
 
-    ``stored``: by the age of their record. ``used``: by the age of their last use; null where
-    there is no USES file. ``never_used``: not since they were stored. ``unknown``: USES does not
+    ``stored``: by the age of their record. ``used``: by the age of their last use; null where USES
+    tells of no block. ``never_used``: not since they were stored. ``unknown``: USES does not
     tell of them, as of those stored after it was last written.
     """
 
@@ -283,26 +283,21 @@ def survey_store(
     where its STORE file does not decode, StoreLocked, DeviceError.
     """
     path, *further = list_directories(directories)
-    for attempt in range(_ATTEMPTS):
+    for _ in range(_ATTEMPTS):
         read = read_homes([path, *further])
-        surveyed = [_survey_home(home) for home in read]
-        there = [each for each in zip(read, surveyed, strict=True) if each[1].path.exists()]
+        found = [_survey_home(home) for home in read]
         # What has got another name, or dropped a segment, meanwhile looks wrong: look again.
-        wrong = len(there) < len(read) or any(home.alive and home.problems for home in surveyed)
-        if not wrong or attempt == _ATTEMPTS - 1:
+        if all(home.path.exists() and not (home.alive and home.problems) for home in found):
             break
-    now_s = int(time.time())
-    homes = tuple(sorted((home for _, home in there), key=lambda home: home.last_use_s or 0, reverse=True))
-    read = [home for home, _ in there]
+    there = [each for each in zip(read, found, strict=True) if each[1].path.exists()]
+    there.sort(key=lambda each: each[1].last_use_s or 0, reverse=True)
+    read, homes = [each for each, _ in there], tuple(home for _, home in there)
     groups = by_namespace(read)
     most = prefixes if prefixes_in_all is None else min(prefixes, prefixes_in_all // max(1, len(groups)))
-    namespaces = {
-        one.record.fingerprint.hex(): _survey_namespace(one, homes, most, shared_only) for one in groups if one.record
-    }
-    columns = [home.blocks for home in read if home.blocks is not None]
     with paths.device_errors(f"reading {path / STORE_FILE}"):
         store = paths.read_control(path / STORE_FILE)
     problems = tuple(f"engine store {home.id}: {problem}" for home in homes for problem in home.problems)
+    columns, now_s = [home.blocks for home in read if home.blocks is not None], int(time.time())
     return Survey(
         json_version=JSON_VERSION,
         kvdisk_version=__version__,
@@ -314,7 +309,7 @@ def survey_store(
         drives=_drives(path, store.get("store_id"), homes, read),
         ages=_ages(columns, now_s),
         reuse=_reuse(columns),
-        namespaces=tuple(namespaces[name] for name in dict.fromkeys(h.fingerprint for h in homes if h.fingerprint)),
+        namespaces=tuple(_survey_namespace(one, homes, most, shared_only) for one in groups if one.record),
         homes=homes,
     )
 
@@ -332,14 +327,15 @@ def _survey_home(read: ReadHome) -> Home:
     problems = [not_named(drive) for drive, folder in enumerate(summary.folders) if folder is None]
     if record is None:
         problems.append(why_no_record(summary.path) or "its HOME file was being replaced")
-    used_bytes = stored = None
     if blocks is None:
         problems.append(read.problem or "")
         segments = tuple(_unindexed(read, files[number], None) for number in sorted(files))
+        count = used_bytes = oldest_s = newest_s = None
     else:
         segments = tuple(_segments(read, blocks, files))
-        used_bytes = sum(segment.used_bytes or 0 for segment in segments)
         stored = blocks.columns.stored_s
+        count, used_bytes = len(stored), _sum(segments, "used_bytes")
+        oldest_s, newest_s = (int(stored.min()), int(stored.max())) if count else (None, None)
         problems += [*_wrong_records(read, blocks), *_wrong_files(read, segments)]
     return Home(
         id=summary.id,
@@ -351,17 +347,17 @@ def _survey_home(read: ReadHome) -> Home:
         cap_bytes=record.cap_bytes if record else None,
         allocated_bytes=summary.allocated_bytes,
         used_bytes=used_bytes,
-        blocks=None if stored is None else len(stored),
-        slots=sum(segment.slots or 0 for segment in segments),
+        blocks=count,
+        slots=_sum(segments, "slots"),
         fill=used_bytes / record.cap_bytes if record and record.cap_bytes > 0 and used_bytes is not None else None,
         fragmentation=fragmentation(segments),
         read_run_blocks=read_run_blocks(segments),
         read_run_bytes=read_run_bytes(segments),
         created_s=record.created_s if record else None,
         last_use_s=record.last_use_s if record else None,
-        oldest_stored_s=int(stored.min()) if stored is not None and len(stored) else None,
-        newest_stored_s=int(stored.max()) if stored is not None and len(stored) else None,
-        index_readable=stored is not None,
+        oldest_stored_s=oldest_s,
+        newest_stored_s=newest_s,
+        index_readable=blocks is not None,
         drives=tuple(drive.store_id for drive in record.drives) if record else (),
         problems=tuple(problems),
         segments=segments,
@@ -372,10 +368,10 @@ def _segments(
     read: ReadHome, blocks: HomeColumns, files: Mapping[int, Sequence[SegmentFileSummary]]
 ) -> Iterator[Segment]:
     places = places_of(blocks.columns)
-    follows = blocks.parents != NONE
-    follows[follows] = places[follows] == places[blocks.parents[follows]] + np.uint64(1)
     order = np.argsort(places)
-    places, begins = places[order], ~follows[order]
+    places, names, above, groups = places[order], blocks.names[order], blocks.above[order], blocks.groups[order]
+    begins = np.ones(len(places), np.bool_)  # a read: the block does not lie behind its parent
+    begins[1:] = (places[1:] != places[:-1] + np.uint64(1)) | (above[1:] != names[:-1]) | (groups[1:] != groups[:-1])
     records = {record.segment: record for record in read.index.segments}
     for number in sorted(records.keys() | files.keys()):
         if number not in records:
@@ -422,16 +418,14 @@ def _segment(
 def _unindexed(read: ReadHome, files: Sequence[SegmentFileSummary], used: int | None) -> Segment:
     """Describe a segment of which only files are known. ``used``: 0 where the index has no record
     of it."""
-    slot_bytes = slots = None
-    try:
-        folder = read.folder(files[0].drive)
-        assert folder is not None, "a file was found there"
-        header = read_segment_header(folder, files[0].segment, files[0].rank)
-        slot_bytes, slots = header.slot_bytes, header.slot_count
-    except KvdiskError:
-        pass
-    used_bytes = None if slot_bytes is None else used
-    return Segment(files[0].segment, files[0].drive, False, slot_bytes, slots, used, used_bytes, files=_files(files))
+    number, drive, rank = files[0].segment, files[0].drive, files[0].rank
+    folder = read.folder(drive)
+    assert folder is not None, "a file was found there"
+    slot_bytes = slots = used_bytes = None
+    with suppress(KvdiskError):
+        header = read_segment_header(folder, number, rank)
+        slot_bytes, slots, used_bytes = header.slot_bytes, header.slot_count, used
+    return Segment(number, drive, False, slot_bytes, slots, used, used_bytes, files=_files(files))
 
 
 def _files(files: Sequence[SegmentFileSummary]) -> tuple[SegmentFile, ...]:
@@ -439,16 +433,9 @@ def _files(files: Sequence[SegmentFileSummary]) -> tuple[SegmentFile, ...]:
 
 
 def _wrong_records(read: ReadHome, blocks: HomeColumns) -> Iterator[str]:
-    slots = {record.segment: record.slot_count for record in read.index.segments}
-    numbers, rows, counts = np.unique(blocks.columns.segments, return_inverse=True, return_counts=True)
-    highest = np.zeros(len(numbers), np.int64)
-    np.maximum.at(highest, rows, blocks.columns.indices)
-    lost = [count for number, count in zip(numbers.tolist(), counts.tolist(), strict=True) if number not in slots]
-    if lost:
-        yield f"{sum(lost)} blocks are in segments that the index does not have"
-    for number, slot in zip(numbers.tolist(), highest.tolist(), strict=True):
-        if slot >= slots.get(number, slot + 1):
-            yield f"segment {number} has {slots[number]} slots, and the index has a block in slot {slot}"
+    slots = of_segments(blocks.columns.segments, {each.segment: each.slot_count for each in read.index.segments}, 0)
+    if astray := int(np.count_nonzero(blocks.columns.indices >= slots)):
+        yield f"{plural(astray, 'block')} lie where its segments have no slots"
 
 
 def _wrong_files(read: ReadHome, segments: Iterable[Segment]) -> Iterator[str]:
@@ -477,82 +464,80 @@ def _wrong_files(read: ReadHome, segments: Iterable[Segment]) -> Iterator[str]:
 
 def fragmentation(segments: Iterable[Segment]) -> float | None:
     """Return the share of free bytes in runs below 2 MiB on a rank; None without free slots."""
-    free = [(each.free_slots * (each.slot_bytes or 0), each.fragmentation or 0) for each in segments if each.free_slots]
-    total = sum(free_bytes for free_bytes, _ in free)
-    return sum(free_bytes * share for free_bytes, share in free) / total if total else None
+    return _mean(((each.free_slots or 0) * (each.slot_bytes or 0), each.fragmentation) for each in segments)
 
 
 def read_run_blocks(segments: Iterable[Segment]) -> float | None:
     """Return how many blocks are read at a time, where chains are read; None without blocks."""
-    return _mean_read(segments, lambda _: 1)
+    return _mean((_reads(each), each.read_run_blocks) for each in segments)
 
 
 def read_run_bytes(segments: Iterable[Segment]) -> float | None:
     """Return how many bytes of a rank are read at a time, in the mean; None without blocks."""
-    return _mean_read(segments, lambda segment: segment.slot_bytes or 0)
+    return _mean((_reads(each), (each.read_run_blocks or 0) * (each.slot_bytes or 0)) for each in segments)
 
 
-def _mean_read(segments: Iterable[Segment], weight: Callable[[Segment], int]) -> float | None:
-    known = [(each, each.used_slots or 0, each.read_run_blocks) for each in segments]
-    reads = sum(used / run for _, used, run in known if run)
-    return sum(used * weight(each) for each, used, run in known if run) / reads if reads else None
+def _reads(segment: Segment) -> float:
+    return (segment.used_slots or 0) / segment.read_run_blocks if segment.read_run_blocks else 0
 
 
-def stored_range(homes: Iterable[Home]) -> tuple[int | None, int | None]:
-    """Return when the oldest and the newest block of these engine stores were stored."""
+def _mean(weighed: Iterable[tuple[float, float | None]]) -> float | None:
+    known = [(weight, value) for weight, value in weighed if weight and value is not None]
+    return sum(weight * value for weight, value in known) / sum(weight for weight, _ in known) if known else None
+
+
+def _sum(things: Iterable[object], name: str) -> int:
+    """Return the sum of what is known of one field."""
+    return sum(getattr(thing, name) or 0 for thing in things)
+
+
+def _sums(homes: Sequence[Home]) -> dict[str, Any]:
+    """Return what a namespace and the totals both say of engine stores."""
     known = [home for home in homes if home.blocks]
-    oldest_s = min((home.oldest_stored_s or 0 for home in known), default=None)
-    return oldest_s, max((home.newest_stored_s or 0 for home in known), default=None)
+    return {
+        "unreadable_homes": sum(not home.index_readable for home in homes),
+        "blocks": _sum(homes, "blocks"),
+        "used_bytes": _sum(homes, "used_bytes"),
+        "oldest_stored_s": min((home.oldest_stored_s or 0 for home in known), default=None),
+        "newest_stored_s": max((home.newest_stored_s or 0 for home in known), default=None),
+    }
 
 
 def _totals(homes: Sequence[Home]) -> Totals:
     caps = [home.cap_bytes for home in homes if home.alive and home.cap_bytes is not None]
-    oldest_s, newest_s = stored_range(homes)
     return Totals(
         namespaces=len({home.fingerprint for home in homes} - {None}),
         homes=len(homes),
         live_homes=sum(home.alive for home in homes),
-        unreadable_homes=sum(not home.index_readable for home in homes),
-        blocks=sum(home.blocks or 0 for home in homes),
-        slots=sum(home.slots for home in homes),
-        used_bytes=sum(home.used_bytes or 0 for home in homes),
-        allocated_bytes=sum(home.allocated_bytes for home in homes),
+        slots=_sum(homes, "slots"),
+        allocated_bytes=_sum(homes, "allocated_bytes"),
         cap_bytes=sum(caps) if caps else None,
-        oldest_stored_s=oldest_s,
-        newest_stored_s=newest_s,
+        **_sums(homes),
     )
 
 
 def _survey_namespace(read: ReadNamespace, homes: Sequence[Home], prefixes: int, shared_only: bool) -> Namespace:
-    record, columns = read.record, read.columns
+    record, blocks = read.record, read.blocks
     assert record is not None
-    mine = [home for home in homes if home.fingerprint == record.fingerprint.hex()]
+    fingerprint = record.fingerprint.hex()
+    mine = [home for home in homes if home.fingerprint == fingerprint]
     said = record.description | described_geometry(record)
     described = said.get("groups")
     groups = [group for group in described if isinstance(group, dict)] if isinstance(described, list) else []
-    by_group, by_epoch = Counter[int](), Counter[int]()
-    for one in columns:
-        by_group.update(one.groups.tolist())
-        by_epoch.update(one.columns.epochs.tolist())
-    oldest_s, newest_s = stored_range(mine)
+    in_group = np.bincount(blocks.groups, minlength=len(groups)).tolist()
+    epochs, in_epoch = np.unique(blocks.columns.epochs, return_counts=True)
     sizes = ("block_tokens", "payload_bytes", "slot_bytes", "window_tokens")
     names = ("model", "dtype", "kv_dtype", "tensor_parallel", "ranks", "hash_tokens")
+    known: dict[str, Any] = {name: said.get(name) for name in names} | _sums(mine)
     return Namespace(
-        fingerprint=record.fingerprint.hex(),
-        **{name: said.get(name) for name in names},
+        fingerprint=fingerprint,
         homes=tuple(home.id for home in mine),
-        unreadable_homes=sum(not home.index_readable for home in mine),
-        blocks=sum(home.blocks or 0 for home in mine),
-        used_bytes=sum(home.used_bytes or 0 for home in mine),
-        oldest_stored_s=oldest_s,
-        newest_stored_s=newest_s,
         groups=tuple(
-            Group(number, by_group[number], *(group.get(name) for name in sizes)) for number, group in enumerate(groups)
+            Group(number, in_group[number], *(group.get(name) for name in sizes)) for number, group in enumerate(groups)
         ),
-        epochs=tuple(Epoch(epoch, by_epoch[epoch]) for epoch in sorted(by_epoch)),
-        prefixes=find_prefixes(
-            columns, grow_forest(columns, read.block_tokens), read.block_tokens, prefixes, shared_only=shared_only
-        ),
+        epochs=tuple(map(Epoch, epochs.tolist(), in_epoch.tolist())),
+        prefixes=find_prefixes(blocks, grow_forest(blocks), prefixes, shared_only=shared_only),
+        **known,
     )
 
 
@@ -566,6 +551,7 @@ def _drives(path: Path, store_id: str | None, homes: Sequence[Home], read: Seque
     drives = []
     for name, parts in found.items():
         segments = [(home, each) for home, drive in parts for each in home.segments if each.drive == drive]
+        there = [segment for _, segment in segments]
         folders = [folder for home, drive in parts if (folder := by_id[home.id].folder(drive)) is not None]
         drives.append(
             Drive(
@@ -573,11 +559,11 @@ def _drives(path: Path, store_id: str | None, homes: Sequence[Home], read: Seque
                 path=path if name == store_id else folders[0].path.parent.parent if folders else None,
                 homes=len({home.id for home, _ in segments}),
                 unreadable_homes=len({home.id for home, _ in segments if not home.index_readable}),
-                segments=len(segments),
-                slots=sum(segment.slots or 0 for _, segment in segments),
-                blocks=sum(segment.used_slots or 0 for _, segment in segments),
-                used_bytes=sum(segment.used_bytes or 0 for _, segment in segments),
-                allocated_bytes=sum(file.allocated_bytes for _, segment in segments for file in segment.files),
+                segments=len(there),
+                slots=_sum(there, "slots"),
+                blocks=_sum(there, "used_slots"),
+                used_bytes=_sum(there, "used_bytes"),
+                allocated_bytes=sum(file.allocated_bytes for segment in there for file in segment.files),
             )
         )
     return tuple(drives)
@@ -588,26 +574,28 @@ def _drives(path: Path, store_id: str | None, homes: Sequence[Home], read: Seque
 
 def _ages(homes: Sequence[HomeColumns], now_s: int) -> Ages:
     stored = _classes([now_s - home.columns.stored_s.astype(np.int64) for home in homes], AGE_BOUNDS_S, "right")
-    told = [(home.is_known, home.last_use_s) for home in homes if home.last_use_s is not None]
+    told = [home for home in homes if home.is_known.any()]
     if not told:
         return Ages(AGE_BOUNDS_S, stored, None, None, None)
-    used = _classes([now_s - last_s[known & (last_s != 0)] for known, last_s in told], AGE_BOUNDS_S, "right")
-    never_used = sum(int(np.count_nonzero(known & (last_s == 0))) for known, last_s in told)
-    return Ages(AGE_BOUNDS_S, stored, used, never_used, _untold(homes))
+    used = _classes([now_s - home.last_use_s[home.last_use_s != 0] for home in told], AGE_BOUNDS_S, "right")
+    never_used = sum(int(np.count_nonzero(home.is_known & (home.last_use_s == 0))) for home in told)
+    return Ages(AGE_BOUNDS_S, stored, used, never_used, _unknown(told))
 
 
 def _reuse(homes: Sequence[HomeColumns]) -> Reuse:
-    told = [home.uses[home.is_known] for home in homes if home.uses is not None]
+    told = [home for home in homes if home.is_known.any()]
     if not told:
         return Reuse(REUSE_BOUNDS, None, None)
-    return Reuse(REUSE_BOUNDS, _classes(told, REUSE_BOUNDS, "left"), _untold(homes))
+    return Reuse(REUSE_BOUNDS, _classes([home.uses[home.is_known] for home in told], REUSE_BOUNDS), _unknown(told))
 
 
-def _untold(homes: Sequence[HomeColumns]) -> int:
-    return sum(int(np.count_nonzero(~home.is_known)) for home in homes if home.uses is not None)
+def _unknown(told: Sequence[HomeColumns]) -> int:
+    return sum(int(np.count_nonzero(~home.is_known)) for home in told)
 
 
-def _classes(parts: Sequence[NDArray[np.int64]], bounds: tuple[int, ...], side: Literal["left", "right"]) -> list[int]:
+def _classes(
+    parts: Sequence[NDArray[np.int64]], bounds: tuple[int, ...], side: Literal["left", "right"] = "left"
+) -> list[int]:
     """Count the values of all parts by class."""
     values = np.concatenate([np.zeros(0, np.int64), *parts])
     counts: list[int] = np.bincount(np.searchsorted(bounds, values, side), minlength=len(bounds) + 1).tolist()

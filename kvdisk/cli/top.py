@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -28,12 +28,15 @@ from rich.text import Text
 from kvdisk import __version__
 from kvdisk.cli.output import (
     ID_LETTERS,
+    WIDE,
     AsJson,
     Exit,
     StoreDirectories,
     ago,
     bar,
     duration,
+    folded,
+    left,
     make_lines,
     make_table,
     number,
@@ -42,6 +45,7 @@ from kvdisk.cli.output import (
     printable,
     refusing,
     report_console,
+    right,
     share,
     short_model,
     size,
@@ -63,9 +67,8 @@ READS = ("nvme_to_cpu", "nvme_to_gpu")
 WRITES = ("cpu_to_nvme", "gpu_to_nvme")
 ORPHANS_SHOWN = 8
 PROBLEMS_SHOWN = 5
-_FLOWS = (("GPU → memory", ("gpu_to_cpu",)), ("memory → GPU", ("cpu_to_gpu",)), ("→ NVMe", WRITES), ("NVMe →", READS))
+_FLOWS = {"GPU → memory": ("gpu_to_cpu",), "memory → GPU": ("cpu_to_gpu",), "→ NVMe": WRITES, "NVMe →": READS}
 _SPARKS = "▁▂▃▄▅▆▇█"
-_WIDE, _NARROW = 96, 76
 
 
 @dataclass(frozen=True)
@@ -236,75 +239,67 @@ def _watch(reader: TopReader, frame: Frame, console: Console, interval_s: float)
 # -- reading -----------------------------------------------------------------------------------
 
 
-def hit_rate(totals: Mapping[str, float], tier: str | None = None) -> float | None:
-    """Return the share of asked tokens that were hits; None where nothing was asked."""
-    if tier is None:
-        asked = totals.get("lookup_tokens", 0)
-        hit = sum(totals.get(f"hit_tokens.{each}", 0) for each in TIERS)
-    else:
-        hit = totals.get(f"hit_tokens.{tier}", 0)
-        asked = hit + totals.get(f"missed_tokens.{tier}", 0)
+def _counted(figures: TelemetryRecord) -> Counter[str]:
+    """Return all that only rises: counters by series, bytes by route, and by drive."""
+    counted = Counter(figures.totals)
+    for route in ROUTES:
+        counted[route] = int(figures.sums.get(f"transfer_bytes.{route}", (0, 0.0))[1])
+    for drive in figures.drives:
+        counted[f"read {drive.path}"], counted[f"written {drive.path}"] = drive.read_bytes, drive.written_bytes
+    return counted
+
+
+def hit_rate(counts: Mapping[str, float], tier: str) -> float | None:
+    """Return the share of the tokens asked of a tier that were hits; None where none were asked."""
+    hit = counts.get(f"hit_tokens.{tier}", 0)
+    asked = hit + counts.get(f"missed_tokens.{tier}", 0)
     return min(1.0, hit / asked) if asked else None
-
-
-class Rise(NamedTuple):
-    """What rose in so many seconds. ``drives``: bytes read and written.
-
-    What fell was damaged, and counts as no rise.
-    """
-
-    seconds: float
-    totals: Mapping[str, float]
-    bytes_moved: Mapping[str, float]
-    drives: Mapping[str, tuple[float, float]]
-
-    @classmethod
-    def between(cls, before: TelemetryRecord, after: TelemetryRecord, seconds: float | None = None) -> Rise:
-        """Return the differences. ``seconds``: in how long, where that is not what the two say."""
-        old = {drive.path: drive for drive in before.drives}
-        moved = {route: f"transfer_bytes.{route}" for route in ROUTES}
-        none = (0, 0.0)
-        return cls(
-            after.time_s - before.time_s if seconds is None else seconds,
-            {series: max(0, value - before.totals.get(series, 0)) for series, value in after.totals.items()},
-            {
-                route: max(0.0, after.sums.get(series, none)[1] - before.sums.get(series, none)[1])
-                for route, series in moved.items()
-            },
-            {
-                path: (max(0, now.read_bytes - was.read_bytes), max(0, now.written_bytes - was.written_bytes))
-                for now in after.drives
-                for path in (now.path,)
-                if (was := old.get(path)) is not None
-            },
-        )
-
-    @property
-    def bytes_per_s(self) -> dict[str, float]:
-        """What was moved on each route a second."""
-        return {route: count / self.seconds for route, count in self.bytes_moved.items()}
 
 
 @dataclass
 class _Watched:
-    """An engine over time. ``last``: the figures read last; ``rise``: against those before."""
+    """An engine over time.
+
+    ``last``: the figures read last. ``rose``: by how much each of ``_counted`` rose in the
+    ``seconds`` before them; None: not known yet. What fell was damaged, and counts as no rise.
+    """
 
     last: TelemetryRecord
-    rise: Rise | None = None
+    rose: Counter[str] | None = None
+    seconds: float = 1.0
     reads: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
     writes: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
 
     def look(self, figures: TelemetryRecord, *, idle: bool) -> None:
         """Compare the engine's figures with those before."""
         if figures.time_s > self.last.time_s:
-            self.rise = Rise.between(self.last, figures)
+            self.rose, self.seconds = _counted(figures) - _counted(self.last), figures.time_s - self.last.time_s
             self.last = figures
         elif idle:
-            self.rise = Rise.between(figures, figures, seconds=1.0)
-        if self.rise is not None:
-            flows = self.rise.bytes_per_s
-            self.reads.append(sum(flows[route] for route in READS))
-            self.writes.append(sum(flows[route] for route in WRITES))
+            self.rose, self.seconds = Counter(), 1.0
+        if self.rose is not None:
+            self.reads.append(sum(self.rose[route] for route in READS) / self.seconds)
+            self.writes.append(sum(self.rose[route] for route in WRITES) / self.seconds)
+
+    def per_s(self, series: str) -> float | None:
+        """Return what a series rose by in a second."""
+        return None if self.rose is None else self.rose[series] / self.seconds
+
+    def tiers(self) -> Iterator[tuple[str, Tier]]:
+        """Yield the tiers that the engine has."""
+        figures = self.last
+        for tier in TIERS:
+            if capacity_bytes := figures.gauges.get(f"capacity_bytes.{tier}"):
+                yield (
+                    tier,
+                    Tier(
+                        figures.gauges.get(f"used_bytes.{tier}", 0),
+                        capacity_bytes,
+                        hit_rate=hit_rate(figures.totals, tier),
+                        hit_rate_now=None if self.rose is None else hit_rate(self.rose, tier),
+                        evicted_blocks_per_s=self.per_s(f"evicted_blocks.{tier}"),
+                    ),
+                )
 
 
 class TopReader:
@@ -323,24 +318,24 @@ class TopReader:
         told = {engine.home for engine in engines if engine.figures_s is not None}
         self._watched = {home_id: each for home_id, each in self._watched.items() if home_id in told}
         engines.sort(key=lambda engine: (engine.started_s or 0.0, engine.home))
-        left = sorted(
-            (owner for owner in owners if not owner.alive),
-            key=lambda owner: -(owner.record.last_use_s if owner.record else 0),
-        )
+        orphans = [
+            Orphan(owner.id, _model_of(owner), owner.record.last_use_s if owner.record else None)
+            for owner in owners
+            if not owner.alive
+        ]
+        orphans.sort(key=lambda orphan: -(orphan.last_use_s or 0))
         problems = [f"home {each.home}: {each.problem}" for each in engines if each.problem]
-        problems += [f"home {owner.id}: HOME cannot be read" for owner in left if owner.record is None]
+        problems += [f"home {orphan.home}: HOME cannot be read" for orphan in orphans if orphan.last_use_s is None]
         return Frame(
             JSON_VERSION,
             __version__,
             round(now_s, 3),
             {"path": self._directories[0]},
             tuple(problems),
-            self._totals(engines, len(left)),
+            self._totals(engines, len(orphans)),
             tuple(engines),
-            self._drives(),
-            tuple(
-                Orphan(owner.id, _model_of(owner), owner.record.last_use_s if owner.record else None) for owner in left
-            ),
+            tuple(self._drive(path) for path in sorted({drive.path for _, drive in self._drives()})),
+            tuple(orphans),
         )
 
     def _engine(self, owner: HomeOwner, now_s: float) -> Engine:
@@ -359,7 +354,7 @@ class TopReader:
         if watched is None or (watched.last.pid, watched.last.started_s) != (figures.pid, figures.started_s):
             watched = self._watched[owner.id] = _Watched(figures)
         watched.look(figures, idle=idle)
-        rise, gauges = watched.rise, figures.gauges
+        rose, gauges = watched.rose, figures.gauges
         return Engine(
             home=owner.id,
             model=figures.model or model,
@@ -369,9 +364,9 @@ class TopReader:
             started_s=figures.started_s,
             figures_s=figures.time_s,
             idle=idle,
-            seconds=rise.seconds if rise else None,
-            tiers={tier: _tier(tier, figures, rise) for tier in TIERS if gauges.get(f"capacity_bytes.{tier}")},
-            bytes_per_s=rise.bytes_per_s if rise else None,
+            seconds=None if rose is None else watched.seconds,
+            tiers=dict(watched.tiers()),
+            bytes_per_s=None if rose is None else {route: rose[route] / watched.seconds for route in ROUTES},
             waiting=Waiting(
                 jobs={job: gauges.get(f"queued_jobs.{job}", 0) for job in (*JOBS, "files")},
                 backlog_blocks=gauges.get("backlog_blocks", 0),
@@ -388,52 +383,43 @@ class TopReader:
         counted = Counter[str]()
         for watched in self._watched.values():
             counted.update(watched.last.totals)
+        asked, hit = counted["lookup_tokens"], sum(counted[f"hit_tokens.{tier}"] for tier in TIERS)
         tiers = {tier: [engine.tiers[tier] for engine in engines if tier in engine.tiers] for tier in TIERS}
-        reads, writes = ([rate for each in engines if (rate := each.flow(of)) is not None] for of in (READS, WRITES))
         return Totals(
             engines=len(engines),
             orphans=orphans,
             used_bytes={name: int(sum(tier.used_bytes for tier in found)) for name, found in tiers.items()},
             capacity_bytes={name: int(sum(tier.capacity_bytes for tier in found)) for name, found in tiers.items()},
-            hit_rate=hit_rate(counted),
-            read_bytes_per_s=sum(reads) if reads else None,
-            written_bytes_per_s=sum(writes) if writes else None,
+            hit_rate=min(1.0, hit / asked) if asked else None,
+            read_bytes_per_s=_sum_known(engine.flow(READS) for engine in engines),
+            written_bytes_per_s=_sum_known(engine.flow(WRITES) for engine in engines),
         )
 
-    def _drives(self) -> tuple[Drive, ...]:
-        told: dict[str, list[tuple[DriveTelemetry, Rise | None]]] = {}
-        for watched in self._watched.values():
-            for drive in watched.last.drives:
-                told.setdefault(drive.path, []).append((drive, watched.rise))
-        return tuple(_drive(path, told[path]) for path in sorted(told))
+    def _drives(self) -> list[tuple[_Watched, DriveTelemetry]]:
+        return [(watched, drive) for watched in self._watched.values() for drive in watched.last.drives]
+
+    def _drive(self, path: str) -> Drive:
+        """Return a drive that engines tell of. Rates: of the engines whose rates are known."""
+        told = [(watched, drive) for watched, drive in self._drives() if drive.path == path]
+        return Drive(
+            path,
+            engines=len(told),
+            read_bytes=sum(drive.read_bytes for _, drive in told),
+            written_bytes=sum(drive.written_bytes for _, drive in told),
+            read_bytes_per_s=_sum_known(watched.per_s(f"read {path}") for watched, _ in told),
+            written_bytes_per_s=_sum_known(watched.per_s(f"written {path}") for watched, _ in told),
+            quarantined=sum(drive.quarantined for _, drive in told),
+        )
 
 
-def _drive(path: str, told: Sequence[tuple[DriveTelemetry, Rise | None]]) -> Drive:
-    """Return a drive that engines tell of. Rates: of the engines whose rates are known."""
-    rises = [(*rise.drives[path], rise.seconds) for _, rise in told if rise is not None and path in rise.drives]
-    return Drive(
-        path,
-        engines=len(told),
-        read_bytes=sum(drive.read_bytes for drive, _ in told),
-        written_bytes=sum(drive.written_bytes for drive, _ in told),
-        read_bytes_per_s=sum(read / seconds for read, _, seconds in rises) if rises else None,
-        written_bytes_per_s=sum(written / seconds for _, written, seconds in rises) if rises else None,
-        quarantined=sum(drive.quarantined for drive, _ in told),
-    )
+def _sum_known(rates: Iterable[float | None]) -> float | None:
+    """Return the sum of the rates that are known; None where none is."""
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) if known else None
 
 
 def _model_of(owner: HomeOwner) -> object:
     return owner.record.description.get("model") if owner.record else None
-
-
-def _tier(tier: str, figures: TelemetryRecord, rise: Rise | None) -> Tier:
-    return Tier(
-        used_bytes=figures.gauges.get(f"used_bytes.{tier}", 0),
-        capacity_bytes=figures.gauges[f"capacity_bytes.{tier}"],
-        hit_rate=hit_rate(figures.totals, tier),
-        hit_rate_now=hit_rate(rise.totals, tier) if rise else None,
-        evicted_blocks_per_s=rise.totals.get(f"evicted_blocks.{tier}", 0) / rise.seconds if rise else None,
-    )
 
 
 # -- for people --------------------------------------------------------------------------------
@@ -448,12 +434,15 @@ def draw(frame: Frame, width: int, note: str = "") -> RenderableType:
     if frame.drives:
         parts.append(_drives(frame, width))
     if frame.orphans:
-        parts.append(_orphans(frame))
-    for problem in frame.problems[:PROBLEMS_SHOWN]:
-        parts.append(Text.assemble(("✗ ", "red"), printable(problem)))
-    if len(frame.problems) > PROBLEMS_SHOWN:
-        parts.append(Text(f"… and {len(frame.problems) - PROBLEMS_SHOWN} more", "dim"))
+        parts += [Text("\nOrphans", "bold dim"), *_listed(_orphans(frame), ORPHANS_SHOWN)]
+    parts += _listed([Text.assemble(("✗ ", "red"), printable(problem)) for problem in frame.problems], PROBLEMS_SHOWN)
     return Group(*parts)
+
+
+def _listed(lines: Sequence[Text], most: int) -> list[Text]:
+    """Return the first lines, and how many more there are."""
+    more = [Text(f"  … and {len(lines) - most} more", "dim")] if len(lines) > most else []
+    return [*lines[:most], *more]
 
 
 def per_second(rate: float | None) -> str:
@@ -465,11 +454,9 @@ def per_second(rate: float | None) -> str:
 
 def spark(values: Sequence[float], width: int) -> str:
     """Return the last values as a line of small bars, the largest of them the highest."""
-    shown = list(values)[-width:]
-    most = max(shown, default=0.0)
-    if most <= 0:
-        return _SPARKS[0] * len(shown)
-    return "".join(_SPARKS[min(len(_SPARKS) - 1, int(value / most * (len(_SPARKS) - 1) + 0.5))] for value in shown)
+    shown = values[-width:]
+    most = max(shown, default=0.0) or 1.0
+    return "".join(_SPARKS[round(value / most * (len(_SPARKS) - 1))] for value in shown)
 
 
 def _head(frame: Frame) -> RenderableType:
@@ -493,12 +480,9 @@ def _head(frame: Frame) -> RenderableType:
 
 
 def _drives(frame: Frame, width: int) -> RenderableType:
-    table = make_table("Drives", width)
+    numbers = map(right, ("Read now", "Written now", "Read", "Written", "Engines"))
+    table = make_table("Drives", width, folded("Drive"), *numbers, left("State"))
     table.title = "Drives"  # the boxes above leave a line
-    table.add_column("Drive", overflow="fold")
-    for header in ("Read now", "Written now", "Read", "Written", "Engines"):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("State", no_wrap=True)
     for drive in frame.drives:
         state = Text("fine", "green")
         if drive.quarantined:
@@ -515,16 +499,14 @@ def _drives(frame: Frame, width: int) -> RenderableType:
     return table
 
 
-def _orphans(frame: Frame) -> RenderableType:
-    lines = [Text("\nOrphans", "bold dim")]
-    for orphan in frame.orphans[:ORPHANS_SHOWN]:
+def _orphans(frame: Frame) -> list[Text]:
+    lines = []
+    for orphan in frame.orphans:
         about = "HOME cannot be read"
         if orphan.last_use_s is not None:
             about = f"{short_model(orphan.model)}, last used {ago(orphan.last_use_s, int(frame.time_s))}"
         lines.append(Text(f"  {orphan.home[:ID_LETTERS]}  {about}", "dim"))
-    if len(frame.orphans) > ORPHANS_SHOWN:
-        lines.append(Text(f"  … and {len(frame.orphans) - ORPHANS_SHOWN} more", "dim"))
-    return Group(*lines)
+    return lines
 
 
 def _engine(engine: Engine, now_s: float, width: int) -> RenderableType:
@@ -541,8 +523,15 @@ def _engine(engine: Engine, now_s: float, width: int) -> RenderableType:
     about += f"up {duration(max(0.0, now_s - (engine.started_s or 0.0)))}"
     if engine.idle:
         about += f", idle for {duration(now_s - engine.figures_s)}"
+    tiers = [_tier(name, tier, width) for name, tier in engine.tiers.items()]
+    flows = [f"{name} {per_second(engine.flow(routes))}" for name, routes in _FLOWS.items()]
+    parts = [_grid(tiers, width), _grid([flows], width)]
+    if any(engine.writes) or any(engine.reads):
+        letters = max(8, min(HISTORY, (width - 24) // 2))
+        written = Text.assemble("written ", (spark(engine.writes, letters), "yellow"))
+        parts.append(_grid([[written, Text.assemble("read ", (spark(engine.reads, letters), "magenta"))]], width))
     return Panel(
-        Group(_tiers(engine, width), _flow(engine, width), _waiting(engine.waiting), _failures(engine)),
+        Group(*parts, _waiting(engine.waiting), _failures(engine)),
         title=title,
         title_align="left",
         subtitle=Text(about, "dim"),
@@ -551,46 +540,27 @@ def _engine(engine: Engine, now_s: float, width: int) -> RenderableType:
     )
 
 
-def _tiers(engine: Engine, width: int) -> RenderableType:
-    lines = Table.grid(padding=(0, 2))
-    lines.add_column(style="bold", no_wrap=True)
-    for _ in range(4 if width >= _NARROW else 2):
-        lines.add_column(no_wrap=True)
-    letters = 24 if width >= _WIDE else 10 if width >= _NARROW else 6
-    for name, tier in engine.tiers.items():
-        fill, evicted = tier.used_bytes / tier.capacity_bytes, tier.evicted_blocks_per_s
-        in_all = f" ({_asked(tier.hit_rate)} in all)" if width >= _WIDE else ""
-        cells = (
-            Text.assemble((bar(fill, letters), "cyan"), f" {share(fill):>5}"),
-            f"{size(int(tier.used_bytes))} of {size(int(tier.capacity_bytes))}",
-            Text.assemble("hits ", (_asked(tier.hit_rate_now), "bold green"), (in_all, "dim")),
-            f"evicts {'?' if evicted is None else f'{evicted:,.0f}'}/s",
-        )
-        if width >= _NARROW:
-            lines.add_row(TIER_WORDS[name], *cells)
-        else:
-            lines.add_row(TIER_WORDS[name], *cells[:2])
-            lines.add_row("", *cells[2:])
+def _grid(rows: Iterable[Sequence[str | Text]], width: int) -> RenderableType:
+    """Return rows of cells, with two cells in a line where the terminal is narrow."""
+    lines = Table.grid(padding=(0, 3 if width >= WIDE else 2))
+    for row in rows:
+        per_line = len(row) if width >= WIDE else 2
+        for start in range(0, len(row), per_line):
+            lines.add_row(*row[start : start + per_line])
     return lines
 
 
-def _asked(rate: float | None) -> str:
-    return "-" if rate is None else share(rate)
-
-
-def _flow(engine: Engine, width: int) -> RenderableType:
-    lines = Table.grid(padding=(0, 3))
-    rates = [f"{name} {per_second(engine.flow(routes))}" for name, routes in _FLOWS]
-    per_line = len(rates) if width >= _WIDE else 2
-    for start in range(0, len(rates), per_line):
-        lines.add_row(*rates[start : start + per_line])
-    history = Table.grid(padding=(0, 3))
-    letters = max(8, min(60, (width - 24) // 2))
-    history.add_row(
-        Text.assemble("written ", (spark(engine.writes, letters), "yellow")),
-        Text.assemble("read ", (spark(engine.reads, letters), "magenta")),
+def _tier(name: str, tier: Tier, width: int) -> Sequence[str | Text]:
+    """Return the cells of a tier."""
+    fill, evicted = tier.used_bytes / tier.capacity_bytes, tier.evicted_blocks_per_s
+    now, ever = ("-" if rate is None else share(rate) for rate in (tier.hit_rate_now, tier.hit_rate))
+    letters, in_all = (24, f" ({ever} in all)") if width >= WIDE else (10, "")
+    return (
+        Text.assemble((f"{TIER_WORDS[name]:<6}", "bold"), (bar(fill, letters), "cyan"), f" {share(fill):>5}"),
+        f"{size(int(tier.used_bytes))} of {size(int(tier.capacity_bytes))}",
+        Text.assemble("hits ", (now, "bold green"), (in_all, "dim")),
+        f"evicts {'?' if evicted is None else f'{evicted:,.0f}'}/s",
     )
-    return Group(lines, history) if any(engine.writes) or any(engine.reads) else lines
 
 
 def _waiting(waiting: Waiting) -> Text:

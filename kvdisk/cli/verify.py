@@ -2,23 +2,20 @@
 """``kvdisk verify``: reads the slots that a store's indexes name, and checks them as a load does.
 
 It writes nothing. On a store in use blocks are evicted while it is read, and others take their
-slots. So what does not match is wrong only where the index, asked again afterwards, still has the
+slots. So what does not match is wrong only where the index, read again at the end, still has the
 same record.
 """
 
 from __future__ import annotations
 
 import errno
-import mmap
 import random
 import secrets
-import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -28,8 +25,8 @@ from rich.console import Console
 from rich.text import Text
 
 from kvdisk import __version__
-from kvdisk.blocks import BlockKey, Slot, group_of
-from kvdisk.cli.indexes import ReadHome, not_named, of_segments, places_of, read_homes, why_no_record
+from kvdisk.blocks import group_of
+from kvdisk.cli.indexes import ReadHome, Records, not_named, places_of, read_homes, why_no_record
 from kvdisk.cli.output import (
     ID_LETTERS,
     AsJson,
@@ -50,28 +47,22 @@ from kvdisk.cli.output import (
     size,
     store_paths,
 )
-from kvdisk.device import paths
-from kvdisk.device.control import INDEX, HomeRecord, HomeSummary, read_record
-from kvdisk.device.home import INDEX_FILE
+from kvdisk.device.control import DriveFolder, HomeRecord, read_record
+from kvdisk.device.home import index_is_sound
 from kvdisk.device.rebuild import HomeShape
 from kvdisk.device.segment import open_segment, segment_path
 from kvdisk.device.store import Store
 from kvdisk.device.verify import NamedSlot, WrongSlot, check_slots, read_memory
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
 from kvdisk.geometry import Namespace, slot_offset
-from kvdisk.index.base import BlockRecord, SegmentRecord
-from kvdisk.index.reader_process import ReaderProcess
+from kvdisk.index.base import SegmentRecord
+from kvdisk.index.reader_process import IndexContent, read_indexes
 from kvdisk.messages import SegmentSpec
 
 SHOWN = 20
 THREADS_PER_DRIVE = 4
 MOST_THREADS = 16
-PART_BYTES = 64 << 20
-_ASK_AGAIN_S = 600.0
-"""For an index that could be read at the start. Later its drive hangs, and what is wrong there is
-said."""
 _ROUNDS = 3
-_KEY_LETTERS = 16
 
 Watch = Callable[[int, int], None]
 """Called with the bytes that have been read, and those that are to be read in all."""
@@ -81,11 +72,8 @@ Watch = Callable[[int, int], None]
 class Finding:
     """Something wrong with a slot, or with a file, of whose slots ``slots`` hold blocks.
 
-    ``check`` is what failed first. Of a slot: "read" (it cannot be read), "header" (it has no sound
-    one), "version", "checksum" (of the payload), "group" (its segment has slots of another size),
-    or the field of its header that says something else than the index: "namespace", "epoch", "key",
-    "generation", "payload_bytes", "rank", "rank_count", "parent". Of a file of which nothing can be
-    used: "file"; what is about one slot is null then. ``path``: null where the drive was not named.
+    ``check``: what failed first, as in ``WrongSlot``; "file" where nothing of the file can be used,
+    and what is about one slot is null then. ``path``: null where the drive was not named.
     ``drive``: position among those of its engine store. ``what``: in words. ``offset_bytes``: of
     the slot in the file.
     """
@@ -229,84 +217,137 @@ def verify_store(
     """
     started_s = time.monotonic()
     verdict = Verdict(Path(directories[0]), percent, None if percent is None else seed)
+    boot_id = Store.open(directories, create=False).boot_id
     generator = random.Random(seed)  # noqa: S311 - which slots are read is no secret
-    try:
-        for _ in range(_ROUNDS):
-            seen = {one.id for one in verdict.homes}
-            read = read_homes(directories, lambda one: one.id not in seen and home_id in {None, one.id})  # noqa: B023
-            boot_id = Store.open(directories, create=False).boot_id
-            verdicts = [_verdict_of(home, boot_id) for home in read]
-            verdict.homes += verdicts
-            _read_slots(list(zip(read, verdicts, strict=True)), percent, generator, verdict.wrong, watch)
-            for home, mine in zip(read, verdicts, strict=True):
-                mine.gone = not home.summary.path.exists()
-                if mine.gone:
-                    mine.problems.clear()  # such as a missing index
-            if not any(mine.gone for mine in verdicts):
-                break  # else its blocks are, by now, in an engine store of another name
-    except KeyboardInterrupt:
-        verdict.stopped = True
-    verdict.wrong = _one_a_file(verdict.wrong)
+    for _ in range(_ROUNDS):
+        seen = {one.id for one in verdict.homes}
+        homes = read_homes(directories, lambda one: one.id not in seen and home_id in {None, one.id})  # noqa: B023
+        checks = {home.id: HomeCheck(home, boot_id) for home in homes}
+        verdict.homes += [check.mine for check in checks.values()]
+        try:
+            parts = [part for check in checks.values() for part in check.parts(percent, generator)]
+            done_bytes, total_bytes = 0, sum(part.byte_count for part in parts)
+            watch(0, total_bytes)
+            with closing(read_parts(parts)) as reads:
+                for part, read in reads:
+                    checks[part.home.id].take(part, read)
+                    done_bytes += part.byte_count
+                    watch(done_bytes, total_bytes)
+        except KeyboardInterrupt:
+            verdict.stopped = True
+        for check in checks.values():
+            verdict.wrong += check.judge()
+        if verdict.stopped or not any(check.mine.gone for check in checks.values()):
+            break  # else its blocks are, by now, in an engine store of another name
+    verdict.wrong.sort(key=lambda one: (one.home, one.drive, one.segment, one.rank, one.slot or 0))
     for mine in verdict.homes:
         mine.wrong_slots = sum(finding.slots for finding in verdict.wrong if finding.home == mine.id)
     verdict.seconds = time.monotonic() - started_s
     return verdict
 
 
-def _one_a_file(findings: Sequence[Finding]) -> list[Finding]:
-    """Join what is said of a file as a whole, and put all in the order of where it is."""
-    found: dict[tuple[object, ...], Finding] = {}
-    for one in findings:
-        where = (one.home, one.drive, one.segment, one.rank, -1 if one.slot is None else one.slot)
-        found[where] = replace(one, slots=one.slots + found[where].slots) if where in found else one
-    return [found[where] for where in sorted(found)]
+# -- an engine store ---------------------------------------------------------------------------
 
 
-# -- engine stores as a whole ------------------------------------------------------------------
+class HomeCheck:
+    """An engine store while it is verified. ``mine``: what was found of it."""
+
+    def __init__(self, home: ReadHome, boot_id: str) -> None:
+        self._home = home
+        self._suspects: list[tuple[Finding, Sequence[int]]] = []
+        """What does not match, and the rows of the blocks that it is about."""
+        summary, record = home.summary, home.summary.record
+        self.mine = HomeVerdict(summary.id, "alive" if summary.alive else "orphan")
+        if record is None:
+            why = why_no_record(summary.path)
+            self.mine.problems += [why] if why else []
+        elif home.problem is not None:
+            self.mine.problems.append(home.problem)
+        elif home.index.exists:
+            self.mine.blocks = len(home.records)
+            why = None if summary.alive else why_distrusted(home, record, boot_id)
+            if why:  # nobody promised that one that was not closed in order would be sound
+                (self.mine.problems if record.index_sum else self.mine.notes).append(why)
+
+    def parts(self, percent: float | None, generator: random.Random) -> Iterator[Part]:
+        """Yield a part for each file, with so many of the blocks, at least one."""
+        home, record = self._home, self._home.summary.record
+        if self.mine.blocks is None or record is None:
+            return
+        try:
+            shape = HomeShape.of(record.fingerprint, record.description)
+        except CorruptRecord as error:
+            self.mine.problems.append(str(error))
+            return
+        rows = np.arange(self.mine.blocks)
+        if percent is not None and len(rows):
+            rows = np.array(generator.sample(range(len(rows)), max(1, round(len(rows) * percent / 100))))
+        rows = rows[np.argsort(places_of(home.records.columns)[rows], kind="stable")]
+        numbers = home.records.columns.segments[rows]
+        for number in np.setdiff1d(numbers, [segment.segment for segment in home.index.segments]).tolist():
+            finding = Finding(home.id, 0, number, 0, None, "file", "the index does not have this segment")
+            self._suspects.append((finding, rows[numbers == number].tolist()))
+        for segment in home.index.segments:
+            here: list[int] = rows[numbers == segment.segment].tolist()
+            yield from (Part(home, shape, segment, rank, here) for rank in range(shape.rank_count))
+
+    def take(self, part: Part, read: PartRead) -> None:
+        """Note what a part's slots are like."""
+        segment, mine = part.segment, self.mine
+        where = (mine.id, segment.drive, segment.segment, part.rank, part.path)
+        mine.slots += len(part.rows)
+        if read.failed:
+            self._suspects.append((Finding(*where, "file", read.failed), part.rows))
+            return
+        mine.read_bytes += part.byte_count
+        row_of = {part.home.records[row].slot.index: row for row in part.rows} if read.wrong else {}
+        for slot, check, what in read.wrong:
+            at = slot_offset(segment.slot_bytes, slot.number)
+            finding = Finding(*where, check, what, 1, slot.number, at, slot.namespace.epoch, slot.key)
+            self._suspects.append((finding, [row_of[slot.number]]))
+
+    def judge(self) -> Iterator[Finding]:
+        """Yield as wrong what did not match though its block is, by now, still where it was.
+
+        An index that can no longer be read clears nothing.
+        """
+        records = self._home.records
+        self.mine.gone = not self._home.summary.path.exists()
+        if self.mine.gone:
+            self.mine.problems.clear()  # such as a missing index
+        keys = {records.columns.keys[row] for _, rows in self._suspects for row in rows}
+        (index,) = read_indexes([self._home.summary.index_path]) if self._suspects else [IndexContent()]
+        now = Records(index.blocks)
+        there = {now[row][:4] for row, key in enumerate(now.columns.keys) if key in keys}
+        for finding, rows in self._suspects:
+            still = len(rows) if index.problem else sum(records[row][:4] in there for row in rows)
+            self.mine.changed_slots += len(rows) - still
+            if still or not rows:
+                yield replace(finding, slots=still)
 
 
-def _verdict_of(home: ReadHome, boot_id: str) -> HomeVerdict:
-    """Note what is wrong with an engine store as a whole."""
-    summary, record = home.summary, home.summary.record
-    mine = HomeVerdict(summary.id, "alive" if summary.alive else "orphan")
-    if record is None:
-        why = why_no_record(summary.path)
-        mine.problems += [why] if why and summary.path.exists() else []
-    elif home.problem is not None:
-        mine.problems.append(home.problem)
-    elif home.index.exists:
-        mine.blocks = len(home.records)
-        if not summary.alive:
-            _compare_index(summary, record, boot_id, mine)
-    return mine
-
-
-def _compare_index(summary: HomeSummary, record: HomeRecord, boot_id: str, mine: HomeVerdict) -> None:
-    """Compare the index of an engine store without an owner with what HOME says of it."""
-    if not record.index_sum:
-        if record.boot_id != boot_id:
-            mine.notes.append(
-                "its index is not trusted, since the machine stopped, or is another one, and it was not closed in "
-                "order: the next engine, or kvdisk repair, makes it anew"
-            )
-        return
+def why_distrusted(home: ReadHome, record: HomeRecord, boot_id: str) -> str | None:
+    """Say why no engine would trust the index of this stopped engine's store; None where one
+    would."""
+    summary = home.summary
     try:
-        as_closed = paths.sum_of_file(summary.index_path / INDEX_FILE) == record.index_sum
-        if not as_closed and read_record(summary.path) == record:
-            mine.problems.append(
-                "its index is not the one that its last owner closed: the next engine, or kvdisk repair, makes it anew"
-            )
+        lost = summary.segments and not home.index.segments
+        if not lost and index_is_sound(summary.index_path, record, boot_id):
+            return None
+        if read_record(summary.path) != record:
+            return None  # it has changed meanwhile
     except (FileNotFoundError, CorruptRecord):
-        return  # taken over or deleted meanwhile
+        return None  # taken over or deleted meanwhile
     except OSError as error:
-        mine.problems.append(f"its index cannot be read ({error.strerror})")
+        return f"its index cannot be read ({error.strerror})"
+    return "its index is not what its last owner committed: the next engine, or kvdisk repair, makes it anew"
 
 
 # -- slots -------------------------------------------------------------------------------------
 
 
 class Part(NamedTuple):
-    """Slots of one file, by the rows of their blocks, ascending by slot."""
+    """Slots of one file to read, by the rows of their blocks, ascending by slot."""
 
     home: ReadHome
     shape: HomeShape
@@ -320,10 +361,14 @@ class Part(NamedTuple):
         return len(self.rows) * self.segment.slot_bytes
 
     @property
+    def folder(self) -> DriveFolder | None:
+        """What the engine store has on its drive; None where the directory was not named."""
+        return self.home.folder(self.segment.drive)
+
+    @property
     def path(self) -> Path | None:
         """The file; None where its directory was not named."""
-        folder = self.home.folder(self.segment.drive)
-        return segment_path(folder, self.segment.segment, self.rank) if folder else None
+        return segment_path(self.folder, self.segment.segment, self.rank) if self.folder else None
 
 
 class PartRead(NamedTuple):
@@ -331,177 +376,40 @@ class PartRead(NamedTuple):
 
     wrong: Sequence[WrongSlot] = ()
     failed: str | None = None
-    missing: bool = False
 
 
-def _read_slots(
-    homes: Sequence[tuple[ReadHome, HomeVerdict]],
-    percent: float | None,
-    generator: random.Random,
-    wrong: list[Finding],
-    watch: Watch,
-) -> None:
-    parts: list[Part] = []
-    verdicts = {mine.id: mine for _, mine in homes}
-    with closing(IndexesNow()) as indexes:
-        for home, mine in homes:
-            if mine.blocks is not None:
-                parts += _parts_of(home, mine, _sampled(mine.blocks, percent, generator), indexes)
-        done_bytes, total_bytes = 0, sum(part.byte_count for part in parts)
-        watch(0, total_bytes)
-        with closing(read_parts(parts)) as reads:
-            for part, read in reads:
-                mine = verdicts[part.home.id]
-                mine.slots += len(part.rows)
-                mine.read_bytes += 0 if read.failed else part.byte_count
-                wrong += _judge(part, read, mine, indexes)
-                done_bytes += part.byte_count
-                watch(done_bytes, total_bytes)
-
-
-def _sampled(blocks: int, percent: float | None, generator: random.Random) -> Sequence[int]:
-    """Return the rows of so many of the blocks, at least one."""
-    if percent is None or not blocks:
-        return range(blocks)
-    return sorted(generator.sample(range(blocks), min(blocks, max(1, round(blocks * percent / 100)))))
-
-
-class IndexesNow:
-    """What the indexes of engine stores say after slots were read."""
-
-    def __init__(self) -> None:
-        self._reader = ReaderProcess()
-        self._silent: set[str] = set()
-
-    def still_have(self, home: ReadHome, records: Sequence[BlockRecord]) -> list[bool]:
-        """Whether the index still has each block there. True for all where it cannot be asked."""
-        keys: dict[int, list[BlockKey]] = {}
-        for record in records:
-            keys.setdefault(record.epoch, []).append(record.key)
-        now: set[tuple[object, ...]] = set()
-        try:
-            for epoch, of_epoch in keys.items():
-                if home.id not in self._silent:
-                    found = self._reader.find(home.summary.path / INDEX, epoch, of_epoch, _ASK_AGAIN_S)
-                    now.update(record[:4] for _, record in found.records)
-        except KvdiskError:
-            self._silent.add(home.id)
-        is_silent = home.id in self._silent
-        return [is_silent or record[:4] in now for record in records]
-
-    def close(self) -> None:
-        """End the process that reads them."""
-        self._reader.stop()
-
-
-def _judge(part: Part, read: PartRead, mine: HomeVerdict, indexes: IndexesNow) -> Iterator[Finding]:
-    """Yield as wrong what does not match though its block is still where it was."""
-    segment = part.segment
-    where = (mine.id, segment.drive, segment.segment, part.rank, part.path)
-    if read.failed:
-        there = indexes.still_have(part.home, [part.home.records[row] for row in part.rows])
-        # Dropping a segment takes the records of its blocks, then its files, then its own record.
-        if any(there) or not (there or read.missing):
-            yield Finding(*where, "file", read.failed, sum(there))
-    else:
-        there = indexes.still_have(part.home, [_record(segment, one.slot) for one in read.wrong])
-        for one, is_there in zip(read.wrong, there, strict=True):
-            if is_there:
-                slot, at = one.slot, slot_offset(segment.slot_bytes, one.slot.number)
-                yield Finding(*where, one.check, one.what, 1, slot.number, at, slot.namespace.epoch, slot.key)
-    mine.changed_slots += len(there) - sum(there)
-
-
-def _record(segment: SegmentRecord, slot: NamedSlot) -> BlockRecord:
-    return BlockRecord(slot.namespace.epoch, slot.key, Slot(segment.segment, slot.number), slot.generation)
-
-
-def _parts_of(home: ReadHome, mine: HomeVerdict, chosen: Sequence[int], indexes: IndexesNow) -> list[Part]:
-    """Cut an engine store into parts, and note the blocks that lie where its segments have no
-    slots."""
-    record, blocks = home.summary.record, home.records.columns
-    assert record is not None
-    try:
-        shape = HomeShape.of(record.fingerprint, record.description)
-    except CorruptRecord as error:
-        mine.problems.append(str(error))
-        return []
-    rows = np.array(chosen, np.int64)
-    slots = of_segments(blocks.segments, {each.segment: each.slot_count for each in home.index.segments}, 0)
-    is_astray = blocks.indices[rows] >= slots[rows]
-    astray = [home.records[row] for row in rows[is_astray].tolist()]
-    if lost_blocks := sum(indexes.still_have(home, astray)):
-        mine.problems.append(f"{plural(lost_blocks, 'block')} lie where its segments have no slots")
-    rows = rows[~is_astray]
-    rows = rows[np.argsort(places_of(blocks)[rows], kind="stable")]
-    numbers = blocks.segments[rows]
-    parts = []
-    for segment in home.index.segments:
-        of_segment: list[int] = rows[numbers == segment.segment].tolist()
-        most = max(1, PART_BYTES // max(1, segment.slot_bytes))
-        for first in range(0, max(1, len(of_segment)), most):
-            cut = of_segment[first : first + most]
-            parts += [Part(home, shape, segment, rank, cut) for rank in range(shape.rank_count)]
-    return parts
-
-
-def read_parts(parts: Iterable[Part]) -> Generator[tuple[Part, PartRead]]:
-    """Read parts on threads. Yields them drive by drive in turn."""
-    by_drive: dict[Path | None, list[Part]] = {}
-    for part in parts:
-        folder = part.home.folder(part.segment.drive)
-        by_drive.setdefault(folder.path.parent if folder else None, []).append(part)
-    threads = min(MOST_THREADS, THREADS_PER_DRIVE * max(1, len(by_drive)))
-    in_turn = [part for turn in zip_longest(*by_drive.values()) for part in turn if part is not None]
+def read_parts(parts: Sequence[Part]) -> Generator[tuple[Part, PartRead]]:
+    """Read parts on threads, for so many drives as there are."""
+    drives = {part.folder.path.parent for part in parts if part.folder}
+    threads = min(MOST_THREADS, THREADS_PER_DRIVE * max(1, len(drives)))
     pool = ThreadPoolExecutor(threads, thread_name_prefix="kvdisk-verify")
     try:
-        yield from zip(in_turn, pool.map(read_part, in_turn), strict=True)
+        yield from zip(parts, pool.map(read_part, parts), strict=True)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-_of_thread = threading.local()
-
-
-def _memory(slot_bytes: int) -> mmap.mmap:
-    if len(getattr(_of_thread, "memory", b"")) < slot_bytes:
-        _of_thread.memory = read_memory(slot_bytes)
-    memory: mmap.mmap = _of_thread.memory
-    return memory
-
-
 def read_part(part: Part) -> PartRead:
     """Read and check the slots of a part."""
-    shape, segment = part.shape, part.segment
-    folder = part.home.folder(segment.drive)
+    shape, segment, folder = part.shape, part.segment, part.folder
     if folder is None:
         return PartRead(failed=not_named(segment.drive))
-    wrong, slots = [], []
-    for record in (part.home.records[row] for row in part.rows):
-        group = group_of(record.key)
-        known = group < len(shape.groups) and shape.groups[group].slot_bytes == segment.slot_bytes
-        payload_bytes = shape.groups[group].payload_bytes if known else 0
-        namespace = Namespace(shape.fingerprint, record.epoch)
-        slot = NamedSlot(record.slot.index, namespace, record.key, record.generation, record.parent, payload_bytes)
-        if known:
-            slots.append(slot)
-        else:
-            what = f"slots of {segment.slot_bytes} bytes hold no blocks of KV-cache group {group}"
-            wrong.append(WrongSlot(slot, "group", what))
-    ranks = shape.rank_count
     spec = SegmentSpec(segment.segment, segment.slot_bytes, segment.slot_count, segment.drive, create=False)
     try:
-        file = open_segment(folder, spec, part.rank, ranks, shape.fingerprint, writable=False)
+        file = open_segment(folder, spec, part.rank, shape.rank_count, shape.fingerprint, writable=False)
     except KvdiskError as error:
-        missing = isinstance(error, DeviceError) and error.errno == errno.ENOENT
-        said = "there is no such file" if missing else str(error).replace(f"{folder.path}/", "")
-        return PartRead(failed=said, missing=missing)
-    try:
-        if slots:  # so the file is as long as HOME and the index say, however large that is
-            wrong += check_slots(file, ranks, slots, _memory(segment.slot_bytes))
-    finally:
-        file.close()
-    return PartRead(wrong)
+        if not (isinstance(error, DeviceError) and error.errno == errno.ENOENT):
+            return PartRead(failed=str(error).replace(f"{folder.path}/", ""))
+        # Dropping a segment takes the records of its blocks, then its files, then its own record.
+        return PartRead(failed="there is no such file" if part.rows else None)
+    sizes = [group.payload_bytes if group.slot_bytes == segment.slot_bytes else 0 for group in shape.groups]
+    payload_bytes = dict(enumerate(sizes))  # 0, as no block has, where it cannot be in this segment
+    slots = []
+    for record in (part.home.records[row] for row in part.rows):
+        namespace, size = Namespace(shape.fingerprint, record.epoch), payload_bytes.get(group_of(record.key), 0)
+        slots.append(NamedSlot(record.slot.index, namespace, record.key, record.generation, record.parent, size))
+    with closing(file):
+        return PartRead(list(check_slots(file, shape.rank_count, slots, read_memory(segment.slot_bytes))))
 
 
 # -- for people --------------------------------------------------------------------------------
@@ -539,11 +447,8 @@ def _result(verdict: Verdict) -> Text:
         in_part = verdict.stopped or verdict.sample_percent
         return text.append("all that was read is good" if in_part else "all good", "green")
     said = [f"{plural(wrong, 'slot')} wrong ({share(wrong / slots)} of those read)"] if wrong and slots else []
-    files = sum(finding.slots == 0 for finding in verdict.wrong)
-    said += [f"{plural(files, 'file')} without blocks wrong"] if files else []
-    problems = sum(len(home.problems) for home in verdict.homes)
-    said += [f"{plural(problems, 'problem')} of engine stores"] if problems else []
-    return text.append(", ".join(said), "bold red")
+    others = sum(finding.slots == 0 for finding in verdict.wrong) + sum(len(home.problems) for home in verdict.homes)
+    return text.append(", ".join([*said, plural(others, "other problem")] if others else said), "bold red")
 
 
 def _wrong_line(finding: Finding) -> str:
@@ -554,5 +459,4 @@ def _wrong_line(finding: Finding) -> str:
     if finding.slot is None:
         return f"{place}, all of its {plural(finding.slots, 'block')}: {finding.what}{path}"
     key = (finding.key or b"").hex()
-    shown = key if len(key) <= _KEY_LETTERS else f"{key[:_KEY_LETTERS]}…"
-    return f"{place} slot {finding.slot}: {finding.what}; key {shown}, byte {finding.offset_bytes} of {finding.path}"
+    return f"{place} slot {finding.slot}: {finding.what}; key {key}, byte {finding.offset_bytes} of {finding.path}"

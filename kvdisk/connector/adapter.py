@@ -37,43 +37,13 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 SUPPORTED_VERSIONS = ((0, 32), (0, 33))
 """0.32 is what the tests run on; 0.33 adds ``supports_sleep_mode`` and keeps no reference count on
 null blocks."""
-
-LEFT_ALONE = {
-    "bind_kv_cache_manager": "it hands the manager's pool to bind_gpu_block_pool, and kvdisk needs no more of it",
-    "clear_connector_metadata": "the base keeps the step's metadata",
-    "finish_forward": "stores begin in wait_for_save, which comes after it",
-    "get_finished": "get_transfer_results answers in its place, and says also which loads failed",
-    "get_finished_count": "None: a load has ended when every rank says so",
-    "get_kv_connector_kv_cache_events": "events come from the scheduler, by take_events",
-    "get_loaded_kv_cache_group_ids": "all groups that can be in a prefix cache: those of every kind that is accepted",
-    "get_mem_pool_context": "None: the engine allocates the KV cache as it does without a connector",
-    "get_required_kvcache_layout": "None: layer_blocks takes every layout in which a block is contiguous",
-    "has_connector_metadata": "the base keeps the step's metadata",
-    "has_pending_block_frees": "False: no transfer holds a block that a preemption could wait for",
-    "register_finished_partial_tail": "called for Mamba's state, and Mamba is refused",
-    "requires_piecewise_for_cudagraph": "False: no hook by layer does anything",
-    "reset_capture_state": "hooks by layer do nothing, so a capture changes nothing",
-    "restore_kv_caches": "called after sleep, which is refused",
-    "role": "the base keeps it",
-    "set_host_xfer_buffer_ops": "kvdisk copies the blocks itself",
-    "supports_divergent_local_hybrid_hits": "False: it is about Mamba's state, and Mamba is refused",
-    "unregister_kv_caches": "called before sleep, which is refused",
-}
-"""The hooks that kvdisk does not override, and why."""
-
-ADDED_HOOKS = {
-    "restore_kv_caches": (0, 33),
-    "supports_sleep_mode": (0, 33),
-    "unregister_kv_caches": (0, 33),
-}
-"""Hooks that not every supported version has, and the first that has them."""
 
 SUPPORTED_DRAFTERS = frozenset({"ngram", "suffix", "eagle", "eagle3", "mtp"})
 """Those with layers of their own have them in KV-cache groups that vLLM marks, or among the model's
@@ -146,18 +116,16 @@ def _layer_specs(spec: KVCacheSpec, layer_names: Sequence[str]) -> dict[str, KVC
 def refuse_store_policy(store_policy: str, vllm_config: VllmConfig, geometry: Geometry) -> None:
     """Raise ConfigError where vLLM's prefix cache is off, and a policy would store nothing, or
     nothing that hits."""
-    if store_policy not in {"spillover", "on_preemption"} or vllm_config.cache_config.enable_prefix_caching:
-        return
+    why = ""
     if store_policy == "spillover":
-        raise ConfigError(
-            "store_policy 'spillover' stores what leaves vLLM's prefix cache, and that is off: set "
-            "enable_prefix_caching, or store_policy to 'on_compute'."
-        )
-    if any(group.window_tokens is not None for group in geometry.groups):
+        why = "stores what leaves vLLM's prefix cache"
+    elif store_policy == "on_preemption" and any(group.window_tokens is not None for group in geometry.groups):
         # Only the prefix cache tells whether a block at the window's edge is still the victim's.
+        why = "needs vLLM's prefix cache for a model with sliding windows"
+    if why and not vllm_config.cache_config.enable_prefix_caching:
         raise ConfigError(
-            "store_policy 'on_preemption' needs vLLM's prefix cache for a model with sliding windows, and that is off: "
-            "set enable_prefix_caching, or store_policy to 'on_compute'."
+            f"store_policy '{store_policy}' {why}, and that is off: set enable_prefix_caching, or store_policy to "
+            "'on_compute'."
         )
 
 
@@ -322,23 +290,21 @@ def step_blocks_of(vllm_config: VllmConfig, geometry: Geometry) -> int:
     )
 
 
-class PooledBlock:
-    """``KVCacheBlockView`` of one of vLLM's blocks, for good. It keeps the key it has made of the
-    block's last hash."""
+class PooledBlock(NamedTuple):
+    """``KVCacheBlockView`` of one of vLLM's blocks."""
 
-    __slots__ = ("_block", "_geometry", "_key", "_named", "block_id")
+    block: KVCacheBlock
+    geometry: Geometry
 
-    def __init__(self, block: KVCacheBlock, geometry: Geometry) -> None:
-        self.block_id: int = block.block_id
-        self._block = block
-        self._geometry = geometry
-        self._named: bytes | None = None
-        self._key: BlockKey | None = None
+    @property
+    def block_id(self) -> int:
+        """See ``KVCacheBlockView``."""
+        return self.block.block_id  # type: ignore[no-any-return]
 
     @property
     def ref_cnt(self) -> int:
         """See ``KVCacheBlockView``."""
-        return self._block.ref_cnt  # type: ignore[no-any-return]
+        return self.block.ref_cnt  # type: ignore[no-any-return]
 
     @property
     def key(self) -> BlockKey | None:
@@ -347,16 +313,11 @@ class PooledBlock:
 
         None also where vLLM knows the block by a part of its tokens.
         """
-        named = self._block.block_hash
-        if named is not self._named:
-            self._named, self._key = named, self._made_key(named)
-        return self._key
-
-    def _made_key(self, named: BlockHashWithGroupId | None) -> BlockKey | None:
-        if named is None:
+        named, tokens = self.block.block_hash, self.block.block_hash_num_tokens
+        if named is None or tokens is None:
             return None
-        group, tokens = get_group_id(named), self._block.block_hash_num_tokens
-        if tokens is None or tokens % self._geometry.groups[group].block_tokens:
+        group = get_group_id(named)
+        if tokens % self.geometry.groups[group].block_tokens:
             return None
         return make_block_key(get_block_hash(named), group)
 
@@ -373,15 +334,9 @@ class BlockPoolContext:
         if not isinstance(pool._reuse_watchers, _Watchers):
             pool._reuse_watchers = _Watchers(pool._reuse_watchers)
         self._geometry = geometry
-        self._step_blocks = step_blocks
-        self._views: dict[int, PooledBlock] = {}
+        self.step_blocks = step_blocks
         self._note = self._note_reuse  # one object, to be known again
         self._reused: list[int] = []
-
-    @property
-    def step_blocks(self) -> int:
-        """How many blocks the requests of one step can take at most."""
-        return self._step_blocks
 
     @property
     def caches(self) -> bool:
@@ -395,10 +350,7 @@ class BlockPoolContext:
 
     def get_block(self, block_id: int) -> KVCacheBlockView:
         """Return the block with this id."""
-        view = self._views.get(block_id)
-        if view is None:
-            view = self._views[block_id] = PooledBlock(self._pool.blocks[block_id], self._geometry)
-        return view
+        return PooledBlock(self._pool.blocks[block_id], self._geometry)
 
     def watch(self, block_ids: Sequence[int]) -> None:
         """See ``SchedulerContext``.
@@ -431,10 +383,16 @@ class BlockPoolContext:
         """See ``SchedulerContext``."""
         cursor = None if after is None else self._pool.blocks[after]
         for block in self._pool.free_block_queue.iter_blocks_after(cursor):
-            yield self.get_block(block.block_id)
+            yield PooledBlock(block, self._geometry)
 
 
 _Watcher = Callable[["KVCacheBlock"], None]
+
+
+class _CallAll(list[_Watcher]):
+    def __call__(self, block: KVCacheBlock) -> None:
+        for watcher in self:
+            watcher(block)
 
 
 class _Watchers(dict[int, Any]):
@@ -442,31 +400,17 @@ class _Watchers(dict[int, Any]):
     ours."""
 
     def __init__(self, before: Mapping[int, _Watcher]) -> None:
-        super().__init__()
-        for block_id, watcher in before.items():
-            self[block_id] = watcher
+        super().__init__((block_id, _CallAll([watcher])) for block_id, watcher in before.items())
 
     def __setitem__(self, block_id: int, watcher: _Watcher) -> None:
-        watching = self._of(block_id)
+        watching = self.setdefault(block_id, _CallAll())
         if watcher not in watching:
-            super().__setitem__(block_id, _CallAll((*watching, watcher)))
+            watching.append(watcher)
 
     def remove(self, block_id: int, watcher: _Watcher) -> None:
         """Forget one watcher of a block. It may not be there."""
-        left = tuple(each for each in self._of(block_id) if each != watcher)
-        if left:
-            super().__setitem__(block_id, _CallAll(left))
-        else:
-            self.pop(block_id, None)
-
-    def _of(self, block_id: int) -> tuple[_Watcher, ...]:
-        found = self.get(block_id)
-        return found.watchers if isinstance(found, _CallAll) else ()
-
-
-class _CallAll(NamedTuple):
-    watchers: tuple[_Watcher, ...]
-
-    def __call__(self, block: KVCacheBlock) -> None:
-        for watcher in self.watchers:
-            watcher(block)
+        watching = self.get(block_id, ())
+        if watcher in watching:
+            watching.remove(watcher)
+            if not watching:
+                del self[block_id]

@@ -121,40 +121,30 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
                 "kvdisk needs a CPU tier (cpu_bytes) where the engine zeroes KV blocks, as for this model."
             )
         self._own_policies = {getattr(config, name) for name in OWN_POLICIES if ":" in getattr(config, name)}
-        sides = (config, vllm_config, kv_cache_config)
-        self._scheduler: SchedulerSide | SchedulerOff | None = None
-        self._worker: WorkerSide | WorkerOff | None = None
-        if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(*sides)
-        else:
-            self._worker = WorkerSide(*sides)
+        make = SchedulerSide if role == KVConnectorRole.SCHEDULER else WorkerSide
+        self._half: SchedulerSide | WorkerSide | SchedulerOff | WorkerOff = make(config, vllm_config, kv_cache_config)
 
     @property
     def scheduler(self) -> SchedulerSide | SchedulerOff:
         """The scheduler's half."""
-        assert self._scheduler is not None
-        return self._scheduler
+        assert isinstance(self._half, SchedulerSide | SchedulerOff)
+        return self._half
 
     @property
     def worker(self) -> WorkerSide | WorkerOff:
         """The worker's half."""
-        assert self._worker is not None
-        return self._worker
+        assert isinstance(self._half, WorkerSide | WorkerOff)
+        return self._half
 
     def _switch_off(self, error: Exception | None, hook: str) -> bool:
         """Put this object's half off; return whether it was on. ``error``: None: another process
         has said why."""
-        half = self._scheduler or self._worker
-        assert half is not None
-        off = half.switched_off()
+        off = self._half.switched_off()
         if off is None:
             return False
         if error is not None:
             say_off(error, hook, self._own_policies)
-        if isinstance(off, SchedulerOff):
-            self._scheduler = off
-        else:
-            self._worker = off
+        self._half = off
         return True
 
     # -- what the engine asks about the class ---------------------------------------------------
@@ -174,8 +164,8 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Start the worker's half over the KV tensors."""
-        assert isinstance(self._worker, WorkerSide)
-        self._worker.register(kv_caches)
+        assert isinstance(self._half, WorkerSide)
+        self._half.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVDiskHandshake | None:
         """Send what the scheduler cannot know of the KV cache."""
@@ -243,15 +233,15 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Build the manager over the engine's block pool."""
-        assert isinstance(self._scheduler, SchedulerSide)
-        self._scheduler.bind_pool(gpu_block_pool)
+        assert isinstance(self._half, SchedulerSide)
+        self._half.bind_pool(gpu_block_pool)
 
     def set_xfer_handshake_metadata(self, metadata: dict[Any, KVConnectorHandshakeMetadata]) -> None:
         """Take what the workers sent, of any rank; as a child of ``MultiConnector`` also another
         connector's."""
         by_worker = [one.groups for one in metadata.values() if isinstance(one, KVDiskHandshake)]
-        assert isinstance(self._scheduler, SchedulerSide)
-        self._scheduler.take_worker_groups(by_worker)
+        assert isinstance(self._half, SchedulerSide)
+        self._half.take_worker_groups(by_worker)
 
     set_xfer_handshake_metadata_pp_aware = set_xfer_handshake_metadata
 
@@ -322,7 +312,7 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return what was counted and measured since the last call; a worker's travels in its
         report."""
-        stats = self._scheduler.take_stats() if self._scheduler is not None else None
+        stats = None if isinstance(self._half, WorkerSide | WorkerOff) else self._half.take_stats()
         return KVDiskStats.of(stats) if stats is not None else None
 
     @classmethod
@@ -342,6 +332,4 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     @guarded
     def shutdown(self) -> None:
         """Stop the worker's half, or commit and release the engine store."""
-        for side in (self._worker, self._scheduler):
-            if side is not None:
-                side.shutdown()
+        self._half.shutdown()

@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_events import (
     MEDIUM_CPU,
@@ -34,20 +34,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MOST_REMEMBERED = 65536
-"""Hashes whose tokens are remembered, at 8 bytes a token and about 200 a hash; the oldest go
+"""Hashes whose tokens are remembered, at 8 bytes a token and about 300 a hash; the oldest go
 first."""
 
 _MEDIA = {Tier.CPU: MEDIUM_CPU, Tier.NVME: MEDIUM_STORAGE}
 _LOCALITY = "LOCAL"
-
-
-class _Stretch(NamedTuple):
-    """Consecutive hashes of one prompt and their tokens; ``first``: number of the first hash in its
-    prompt."""
-
-    first: int
-    hashes: list[bytes]
-    tokens: array[int]
 
 
 class BlockDescriptions:
@@ -55,10 +46,8 @@ class BlockDescriptions:
 
     def __init__(self, geometry: Geometry, most: int = MOST_REMEMBERED) -> None:
         self._hash_tokens = geometry.hash_tokens
-        # A large block's first token and its parent lie before the hash that names it.
-        self._lead = max(group.block_tokens for group in geometry.groups) // geometry.hash_tokens
         self._most = most
-        self._known: dict[bytes, tuple[_Stretch, int]] = {}
+        self._known: dict[bytes, tuple[bytes | None, array[int]]] = {}
 
     def remember(self, request: Request, known: int) -> int:
         """Remember a request's hashes from number ``known`` on; return how many it has.
@@ -69,29 +58,27 @@ class BlockDescriptions:
         count = len(request.block_hashes)
         if count <= known or request.cache_salt or request.mm_features or request.prompt_embeds is not None:
             return count
-        first = max(0, known - self._lead)
-        tokens = request.all_token_ids[first * self._hash_tokens : count * self._hash_tokens]
-        stretch = _Stretch(first, list(request.block_hashes[first:]), array("q", tokens))
-        for at in range(known - first, count - first):
-            block_hash = stretch.hashes[at]
+        for at in range(known, count):
+            block_hash, parent = request.block_hashes[at], request.block_hashes[at - 1] if at else None
+            tokens = request.all_token_ids[at * self._hash_tokens : (at + 1) * self._hash_tokens]
             self._known.pop(block_hash, None)
-            self._known[block_hash] = (stretch, at)
+            self._known[block_hash] = parent, array("q", tokens)
         while len(self._known) > self._most:
             del self._known[next(iter(self._known))]
         return count
 
     def find(self, block_hash: bytes, block_tokens: int) -> tuple[bytes | None, list[int]] | None:
         """Return the parent's hash (None: it begins a prompt) and the tokens of a block of
-        ``block_tokens``."""
-        known = self._known.get(block_hash)
-        if known is None:
-            return None
-        stretch, at = known
-        scale = block_tokens // self._hash_tokens
-        start = at + 1 - scale  # of the block's first hash in the stretch
-        assert start > 0 or start == stretch.first == 0, "a stretch begins a large block before what it was made for"
-        tokens = stretch.tokens[start * self._hash_tokens : (at + 1) * self._hash_tokens]
-        return stretch.hashes[start - 1] if start else None, list(tokens)
+        ``block_tokens``: a large block has several hashes, and is named by the last."""
+        parent: bytes | None = block_hash
+        tokens: list[int] = []
+        while len(tokens) < block_tokens:
+            known = self._known.get(parent) if parent is not None else None
+            if known is None:
+                return None
+            parent = known[0]
+            tokens[:0] = known[1]
+        return parent, tokens
 
 
 class EventWriter:

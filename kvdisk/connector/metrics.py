@@ -10,9 +10,10 @@ several, and so does Ray's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import cache, wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
@@ -22,29 +23,19 @@ from kvdisk.telemetry import summarize
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-Returned = TypeVar("Returned")
 logger = logging.getLogger("kvdisk.connector")
 PREFIX = "vllm:kvdisk_"
 """vLLM clears and lists the metrics of its own name only."""
 _COUNTS, _SAMPLES, _GAUGES = "counts", "samples", "gauges"
 
 
-def _or(instead: Callable[[], Returned]) -> Callable[[Callable[..., Returned]], Callable[..., Returned]]:
-    """Return ``instead()`` where a method raises: vLLM calls it where an error would end the
-    server."""
-
-    def guard(method: Callable[..., Returned]) -> Callable[..., Returned]:
-        @wraps(method)
-        def guarded(*arguments: Any, **named: Any) -> Returned:
-            try:
-                return method(*arguments, **named)
-            except Exception:
-                _say_once()
-                return instead()
-
-        return guarded
-
-    return guard
+@contextmanager
+def _harmless() -> Iterator[None]:
+    """Pass over an error: vLLM calls this where one would end the server."""
+    try:
+        yield
+    except Exception:
+        _say_once()
 
 
 @cache
@@ -82,19 +73,17 @@ class KVDiskStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped he
     def aggregate(self, other: KVConnectorStats) -> KVDiskStats:
         """Add those of a later time, or of another child of a ``MultiConnector``: of gauges the
         later ones are kept."""
-        self._add(other)
+        with _harmless():
+            merged = self.stats
+            merged.merge(KVDiskStats(data=other.data).stats)
+            self.data = KVDiskStats.of(merged).data
         return self
 
-    @_or(lambda: None)
-    def _add(self, other: KVConnectorStats) -> None:
-        merged = self.stats
-        merged.merge(KVDiskStats(data=other.data).stats)
-        self.data = KVDiskStats.of(merged).data
-
-    @_or(dict)
     def reduce(self) -> dict[str, Any]:
         """Return what one log line shows: a few figures of the time since the last one."""
-        return summarize(self.stats)
+        with _harmless():
+            return summarize(self.stats)
+        return {}
 
     def is_empty(self) -> bool:
         """Whether nothing was counted or measured."""
@@ -144,21 +133,21 @@ class KVDiskPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM i
             self._series[engine, series] = found
         return found
 
-    @_or(lambda: None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Take what one engine has counted and measured since the last call, as
         ``KVDiskStats.data`` has it."""
-        stats = KVDiskStats(data=transfer_stats_data).stats
+        with _harmless():
+            self._observe(KVDiskStats(data=transfer_stats_data).stats, engine_idx)
+
+    def _observe(self, stats: Stats, engine: int) -> None:
         for series, amount in stats.counts.items():
-            self._of(engine_idx, series).inc(amount)
+            self._of(engine, series).inc(amount)
         for series, value in stats.gauges.items():
-            self._of(engine_idx, series).set(value)
+            self._of(engine, series).set(value)
         for series, samples in stats.samples.items():
-            histogram = self._of(engine_idx, series)
-            for value in samples.values:
-                histogram.observe(value)
             # What came without its value, because there were too many, counts as its mean: number
             # and sum are exact.
             rest = samples.count - len(samples.values)
-            for _ in range(rest):
-                histogram.observe((samples.total - sum(samples.values)) / rest)
+            mean = (samples.total - sum(samples.values)) / rest if rest else 0.0
+            for value in [*samples.values, *[mean] * rest]:
+                self._of(engine, series).observe(value)

@@ -147,14 +147,14 @@ class SchedulerSide:
     def _follow_session(self, request: Request) -> None:
         """Notice what no hook reports: that the prompt of a streaming session, a request with a
         queue, has grown."""
-        self._manager.prompt_changed(request.request_id, request.num_prompt_tokens)
+        if request.streaming_queue is not None:
+            self._manager.prompt_changed(request.request_id, request.num_prompt_tokens)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Answer ``get_num_new_matched_tokens``."""
         if request.request_id not in self._requests:
             return 0, False
-        if request.streaming_queue is not None:
-            self._follow_session(request)
+        self._follow_session(request)
         self._local_tokens[request.request_id] = local_tokens = int(local_tokens)
         tokens = self._manager.lookup(request.request_id, local_tokens, request.num_tokens, time.monotonic())
         return tokens, bool(tokens)
@@ -181,8 +181,7 @@ class SchedulerSide:
         if not aborted:
             # The last sampled token has no KV.
             computed_tokens = int(min(request.num_computed_tokens, request.num_tokens - 1))
-            if request.streaming_queue is not None:
-                self._follow_session(request)
+            self._follow_session(request)
             if self._manager.may_offer(request.request_id, computed_tokens):
                 self._describe(request)
                 self._manager.plan_store(request.request_id, computed_tokens, block_ids, time.monotonic())
@@ -206,8 +205,7 @@ class SchedulerSide:
             # Of the tokens computed when this step is over, only those whose ids are known are
             # final.
             computed_tokens = int(min(request.num_computed_tokens + scheduled_tokens, request.num_tokens))
-            if request.streaming_queue is not None:
-                self._follow_session(request)
+            self._follow_session(request)
             if manager.may_offer(request_id, computed_tokens):
                 self._describe(request)
                 block_ids = state.get_block_ids(request_id)

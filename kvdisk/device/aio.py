@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A drive's queue in the kernel: Linux AIO (``io_submit``), where a batch is one system call.
 
-A thread that calls ``preadv`` waits for the interpreter lock after each call; while Python code
-runs elsewhere in the process that is 5 ms a time. Here the calls of a batch are handed over
-together, the kernel keeps them all at the drive, and their ends come in together too. It is
-asynchronous for O_DIRECT only, and on file systems that do not wait in between: others are served
-by threads. Unlike io_uring it is allowed by the usual profile of containers.
+A thread that calls ``preadv`` waits for the interpreter lock after each call: 5 ms, while Python
+code runs elsewhere in the process. Here the calls of a batch go to the kernel together, and their
+ends come in together. It is asynchronous for O_DIRECT only, and on some file systems: others are
+served by threads. Unlike io_uring it is allowed by the usual profile of containers.
 """
 
 from __future__ import annotations
@@ -26,18 +25,17 @@ from typing import Any
 
 from kvdisk.device.base import Buffer, Op, Transfer
 from kvdisk.device.batches import Call, Done, cut, without
-from kvdisk.geometry import ALIGNMENT
+from kvdisk.geometry import ALIGNMENT, round_up
 
-SHORTEST_BYTES = 512 << 10
-LONGEST_BYTES = 2 << 20
-"""A call is cut to between these: long enough for the drive, short enough that a batch keeps it
-busy."""
+SHORTEST_BYTES, LONGEST_BYTES = 512 << 10, 2 << 20
+"""Of a call: long enough for the drive, short enough that a batch keeps it busy."""
 AHEAD_BYTES = 16 << 20
 """What the kernel is given before any of it has ended: enough for the drive, and so little that
-batches end in their order, one by one, and whoever waits has something to do meanwhile."""
+batches end one by one, in their order."""
 BESIDE_READS_BYTES = 1 << 20
-"""The same of writes while reads are under way: a load waits for these, not for the demotions
-before it."""
+"""The same of writes while reads are under way, so that a load waits for no more."""
+_LEAST_CALLS = 4
+"""That a batch is cut into, unless they would be too short."""
 _MOST_EVENTS = 512
 """Of each of a drive's two contexts: the machine's bound (``fs.aio-max-nr``) counts them."""
 _FULL_WAIT_S = 0.001
@@ -45,7 +43,8 @@ _NUMBERS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
 """System calls by machine: io_setup, io_destroy, io_getevents, io_submit."""
 _ASYNC_FILE_SYSTEMS = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010})
 """ext2 to ext4, XFS, btrfs, F2FS: a direct call on allocated blocks ends later."""
-_PREAD, _PWRITE, _PREADV, _PWRITEV = 0, 1, 7, 8
+_OPCODES = {Op.READ: 7, Op.WRITE: 8}
+"""IOCB_CMD_PREADV and IOCB_CMD_PWRITEV."""
 
 
 _IOCB = struct.Struct("=QIiHhIQQqQII")
@@ -129,13 +128,12 @@ class _Flight:
 
 class KernelQueue:
     """``DriveQueue`` over a context of the kernel's. One thread waits for the ends, and submits
-    what comes next.
+    what comes next; a second one submits where the first has nothing to wait for, so that no caller
+    waits for a drive that hangs.
 
-    A second one submits where the first has nothing to wait for: no caller waits in the kernel for
-    a drive that hangs. ``report`` is called for each batch, on one of the two. ``longest_bytes``:
-    of a call, at most. ``reads``: the queue of the drive's reads, where this is that of its writes,
-    which make way for them. Raises OSError where the kernel has none, forbids it or has no room
-    (``fs.aio-max-nr``).
+    ``report`` is called for each batch, on one of the two. ``longest_bytes``: of a call, at most.
+    ``reads``: the queue of the drive's reads, if this is that of its writes, which make way for
+    them. Raises OSError where the kernel has none, forbids it or has no room (``fs.aio-max-nr``).
     """
 
     way = "aio"
@@ -169,18 +167,14 @@ class KernelQueue:
         for thread in self._threads:
             thread.start()
 
-    def put(self, ticket: int, op: Op, known: Sequence[tuple[int, Transfer]], share_bytes: int) -> int:
+    def put(self, ticket: int, op: Op, known: Sequence[tuple[int, Transfer]], batch_bytes: int) -> int:
         """See ``DriveQueue``."""
+        share_bytes = round_up(-(-batch_bytes // _LEAST_CALLS), ALIGNMENT)
         call_bytes = min(max(share_bytes, SHORTEST_BYTES), self._longest_bytes)
         calls: list[tuple[Call, int]] = []
-        for position, transfer in known:
-            buffers = transfer.buffers
-            if len(buffers) == 1 and buffers[0].nbytes <= call_bytes:
-                view = buffers[0][:]  # of its own, whatever the caller does to his
-                calls.append((Call(position, transfer.fd, transfer.offset, (view,)), view.nbytes))
-            else:
-                for part in cut([(position, transfer)], call_bytes):
-                    calls += [(call, sum([buffer.nbytes for buffer in call.buffers])) for call in part]
+        for each in known:
+            for part in cut([each], call_bytes):
+                calls += [(call, sum(buffer.nbytes for buffer in call.buffers)) for call in part]
         flight = _Flight(ticket, op, len(calls))
         with self._lock:
             self._flights[ticket] = flight
@@ -220,19 +214,21 @@ class KernelQueue:
                 self._bytes += size
         if not taken:
             return
-        vectors: list[Any] = []
+        vectors: list[Any] = []  # lists of buffers, which have to be there until the calls are submitted
         iocbs = bytearray(_IOCB.size * len(taken))
         base = ctypes.addressof(ctypes.c_char.from_buffer(iocbs))
         made: list[int] = []
         refused: list[int] = []
         for number, (op, call) in enumerate(taken, first):
             try:
-                opcode, address, length = _place(op, call, vectors)
+                vector = (_Vector * len(call.buffers))(*(_Vector(_address(each), each.nbytes) for each in call.buffers))
             except (ValueError, TypeError, BufferError):
                 refused.append(number)  # by Python
                 continue
             at = (number - first) * _IOCB.size
-            _IOCB.pack_into(iocbs, at, number, 0, 0, opcode, 0, call.fd, address, length, call.offset, 0, 0, 0)
+            place = ctypes.addressof(vector), len(vector)
+            _IOCB.pack_into(iocbs, at, number, 0, 0, _OPCODES[op], 0, call.fd, *place, call.offset, 0, 0, 0)
+            vectors.append(vector)
             made.append(base + at)
         # Whoever hears of the end may release the memory: no view of it may be left in this frame.
         del call
@@ -271,12 +267,12 @@ class KernelQueue:
                     continue
                 return  # the context is gone
             patient = count > 0
-            ended, odd = self._sort(memoryview(events)[: _EVENT.size * count])
+            found = memoryview(events)[: _EVENT.size * count]
+            with self._lock:
+                settled = [self._settle(number, result) for number, _, result, _ in _EVENT.iter_unpack(found)]
             self._submit()
-            for flight in ended:
+            for flight in filter(None, settled):
                 self._report(Done(flight.ticket, flight.errors))
-            for number, result in odd:
-                self._stopped(number, result)
 
     def _least(self) -> int:
         """Return how many ends to wait for: each look costs the interpreter lock, and no batch ends
@@ -287,66 +283,33 @@ class KernelQueue:
                 least = min(least, len(self._calls) // 2)  # and then the kernel is given more
         return max(1, least)
 
-    def _sort(self, events: memoryview) -> tuple[list[_Flight], list[tuple[int, int]]]:
-        """Note what has ended well; return the batches that are through, and the other calls with
-        their results."""
-        ended: list[_Flight] = []
-        odd: list[tuple[int, int]] = []
-        with self._lock:
-            for number, _, result, _ in _EVENT.iter_unpack(events):
-                flight, _, wanted = self._calls[number]
-                if result != wanted:
-                    odd.append((number, result))
-                    continue
-                del self._calls[number]
-                self._bytes -= wanted
-                flight.left -= 1
-                if not flight.left:
-                    ended.append(flight)
-                    del self._flights[flight.ticket]
-        return ended, odd
-
-    def _stopped(self, number: int, result: int) -> None:
-        """Go on with a call that moved less than it should, or note that it failed."""
-        if result > 0 and result % ALIGNMENT == 0:
-            with self._lock:
-                flight, call, wanted = self._calls.pop(number)
-                self._bytes -= wanted
-                rest = without(call.buffers, result)
-                call = Call(call.position, call.fd, call.offset + result, rest)
-                self._waiting.appendleft((flight, call, wanted - result))
-            self._wakes.put(True)
-        else:
-            # The end of the file, or a rest that O_DIRECT cannot go on from.
-            self._fail(number, -result if result < 0 else errno.EIO)
+    def _settle(self, number: int, result: int) -> _Flight | None:
+        """Take in a call's result, under the lock: bytes, or minus an errno. Return its batch if
+        that has ended with it."""
+        flight, call, wanted = self._calls.pop(number)
+        self._bytes -= wanted
+        if result != wanted:
+            if result > 0 and result % ALIGNMENT == 0:  # it stopped short: the rest is another call
+                rest = call._replace(offset=call.offset + result, buffers=without(call.buffers, result))
+                self._waiting.appendleft((flight, rest, wanted - result))
+                return None
+            # It failed, met the end of the file, or left a rest that O_DIRECT cannot go on from.
+            flight.errors.setdefault(call.position, -result if result < 0 else errno.EIO)
+        flight.left -= 1
+        if flight.left:
+            return None
+        del self._flights[flight.ticket]
+        return flight
 
     def _fail(self, number: int, error: int) -> None:
-        """Note that a call failed with an errno."""
+        """Settle a call that the kernel was not given, with an errno."""
         with self._lock:
-            flight, call, size = self._calls.pop(number)
-            flight.errors.setdefault(call.position, error)
-            del call
-            self._bytes -= size
-            flight.left -= 1
-            ended = flight.left == 0
-            if ended:
-                del self._flights[flight.ticket]
+            flight = self._settle(number, -error)
             wake = bool(self._waiting)
-        if ended:
+        if flight is not None:
             self._report(Done(flight.ticket, flight.errors))
         if wake:
             self._wakes.put(True)
-
-
-def _place(op: Op, call: Call, vectors: list[Any]) -> tuple[int, int, int]:
-    """Return opcode, address and length; ``vectors`` keeps what they point to until they have been
-    submitted."""
-    buffers = call.buffers
-    if len(buffers) == 1:
-        return _PREAD if op is Op.READ else _PWRITE, _address(buffers[0]), buffers[0].nbytes
-    vector = (_Vector * len(buffers))(*(_Vector(_address(buffer), buffer.nbytes) for buffer in buffers))
-    vectors.append(vector)
-    return _PREADV if op is Op.READ else _PWRITEV, ctypes.addressof(vector), len(buffers)
 
 
 def _address(buffer: Buffer) -> int:

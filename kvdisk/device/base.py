@@ -6,11 +6,46 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 Buffer = memoryview
 """A writable, contiguous, one-byte-item view whose address and length are multiples of
 ``geometry.ALIGNMENT``."""
+
+
+class GpuRange:
+    """A range of GPU memory by its address, in the place of a ``Buffer``. Immutable; any thread.
+
+    Has ``nbytes`` and ``readonly`` and is sliced in bytes like a memoryview, so that parts and
+    transfers are cut the same way. It has no buffer protocol: a device that does not know it
+    refuses it. ``owner``: keeps the memory alive; slices share it. ``address`` and ``nbytes``:
+    multiples of ``geometry.ALIGNMENT``.
+    """
+
+    __slots__ = ("address", "nbytes", "owner")
+    readonly = False
+
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+        assert address >= 0 and nbytes >= 0
+        self.address = address
+        self.nbytes = nbytes
+        self.owner = owner
+
+    def __getitem__(self, part: slice) -> GpuRange:
+        start, end, step = part.indices(self.nbytes)
+        assert step == 1
+        return GpuRange(self.address + start, max(0, end - start), self.owner)
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def release(self) -> None:
+        """Do nothing; a memoryview would let go of its memory."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """What kvikio and torch know GPU memory by."""
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
 
 
 class Op(Enum):
@@ -64,18 +99,12 @@ class Device(Protocol):
         """Forget a file. The caller makes sure that no batch in flight names it."""
 
     def submit(self, op: Op, batch: Sequence[Transfer]) -> int:
-        """Start a batch (one transfer or more) and return its ticket.
-
-        Does not wait for the disk; raises nothing for operating failures, which come back in the
-        outcome.
-        """
+        """Start a batch (one transfer or more) and return its ticket. Does not wait for the disk;
+        operating failures come back in the outcome."""
 
     def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
-        """Return the batches that ended since the last call.
-
-        Waits up to ``timeout_s`` for the first where none has; returns at once when nothing is in
-        flight.
-        """
+        """Return the batches that ended since the last call; where none has, wait up to
+        ``timeout_s`` for the first. Returns at once when nothing is in flight."""
 
     def drain(self) -> list[Outcome]:
         """Wait until nothing is in flight, and return what ended since the last call."""

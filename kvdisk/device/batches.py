@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches under way: cut into system calls, queued by drive, counted until all calls end."""
+"""How a batch is cut into system calls, and the queue of a drive that runs them."""
 
 from __future__ import annotations
 
-import queue
-import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from kvdisk.device.base import Buffer, Op, Outcome, Transfer
+from kvdisk.device.base import Buffer, Op, Transfer
 
 MOST_BUFFERS = 1024
 """IOV_MAX of Linux: buffers of one call."""
@@ -24,19 +22,20 @@ class Call(NamedTuple):
 
 
 class DriveQueue(Protocol):
-    """Runs the calls of one drive in one direction, several at a time, on threads of its own.
+    """Runs the calls of one drive in one direction, several at a time, on threads of its own: a
+    drive that hangs holds up no other, and writes that hang hold up no reads.
 
-    So a drive that hangs holds up no other, and where only writes hang, as on a frozen file system,
-    reads go on. ``way``: what serves the calls, in a word.
+    ``way``: what serves the calls, in a word.
     """
 
     way: str
 
-    def put(self, ticket: int, op: Op, known: Sequence[tuple[int, Transfer]], share_bytes: int) -> int:
-        """Start transfers, given with their positions; return how many reports will come.
+    def put(self, ticket: int, op: Op, known: Sequence[tuple[int, Transfer]], batch_bytes: int) -> int:
+        """Start transfers, given with their positions; return how many reports (``Done``) will
+        come.
 
-        ``share_bytes``: what a thread should have of the batch, a multiple of ALIGNMENT. Does not
-        wait for the drive.
+        ``batch_bytes``: of the whole batch, which is cut into about as many calls as run at once.
+        Does not wait for the drive.
         """
 
     def close(self) -> None:
@@ -83,58 +82,3 @@ class Done(NamedTuple):
 
     ticket: int
     errors: dict[int, int]
-
-
-class Tickets:
-    """Answers ``submit``, ``poll`` and ``drain``. The device's thread calls all but ``report``."""
-
-    def __init__(self) -> None:
-        self._last = 0
-        self._in_flight: dict[int, tuple[int, dict[int, int]]] = {}
-        """Reports that are still to come, and errors so far, by ticket."""
-        self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
-
-    def take(self) -> int:
-        """Return the ticket of a new batch. Reports that come at once wait for the next poll."""
-        self._last += 1
-        return self._last
-
-    def expect(self, ticket: int, reports: int, errors: dict[int, int]) -> None:
-        """So many reports of a batch will come. ``errors``: what failed before it began."""
-        self._in_flight[ticket] = (max(1, reports), errors)
-        if not reports:
-            self._done.put(Done(ticket, {}))
-
-    def report(self, done: Done) -> None:
-        """A task of a batch has ended. Any thread."""
-        self._done.put(done)
-
-    def poll(self, timeout_s: float) -> list[Outcome]:
-        """See ``Device``."""
-        ended: list[Outcome] = []
-        deadline_s = time.monotonic() + timeout_s
-        while self._in_flight:
-            remaining_s = 0.0 if ended else deadline_s - time.monotonic()
-            try:
-                self._note(self._done.get(timeout=remaining_s) if remaining_s > 0 else self._done.get_nowait(), ended)
-            except queue.Empty:
-                break
-        return ended
-
-    def drain(self) -> list[Outcome]:
-        """See ``Device``."""
-        ended: list[Outcome] = []
-        while self._in_flight:
-            self._note(self._done.get(), ended)
-        return ended
-
-    def _note(self, done: Done, ended: list[Outcome]) -> None:
-        """Take in a report; of two errors of one transfer the first in time counts."""
-        left, errors = self._in_flight[done.ticket]
-        for position, number in done.errors.items():
-            errors.setdefault(position, number)
-        if left > 1:
-            self._in_flight[done.ticket] = (left - 1, errors)
-        else:
-            del self._in_flight[done.ticket]
-            ended.append(Outcome(done.ticket, errors))

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cap, as values: what all homes hold and may hold, and which must go for more room.
 
-The allocated bytes of all homes never exceed the caps of the live owners together. An owner keeps
-within its own cap by itself (its layout), so those without an owner can always make room, except
-for what cannot be deleted. The index of a live owner grows without asking, and counts at its full
-size. ``store`` measures, and deletes.
+The allocated bytes of all homes never exceed the caps of the live owners together. An owner's
+layout keeps within its own cap, so homes without an owner can always make room. The index of a live
+owner grows without asking, and counts at its full size. ``store`` measures, and deletes.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -32,9 +29,9 @@ def uses_charge_bytes(slot_count: int) -> int:
 class Holding(NamedTuple):
     """A home while the store is locked.
 
-    ``record`` is None where HOME or the lock is missing, or HOME does not decode. ``live``: it has
-    an owner; else ``lock_fd`` holds its lock exclusively (-1: it has no lock file, so nobody can
-    own it). ``charged_bytes``: as allocated, and a live owner's index at its full size.
+    ``record``: None where HOME or the lock is missing, or HOME does not decode. ``live``: it has an
+    owner; else ``lock_fd`` holds its lock exclusively (-1: without a lock file nobody can own it).
+    ``charged_bytes``: allocated, with a live owner's index at its full size.
     """
 
     id: str
@@ -67,17 +64,6 @@ class Stock:
     def unowned_to_delete(self, fingerprint: bytes) -> list[Holding]:
         """``unowned``, those of this namespace after all others."""
         return sorted(self.unowned, key=lambda home: bool(home.record and home.record.fingerprint == fingerprint))
-
-    def excess(self, fingerprint: bytes, needed_bytes: int, unused_since_s: float = math.inf) -> Iterator[Holding]:
-        """Yield those without an owner for the caller to delete, until ``needed_bytes`` more fit.
-
-        Spares those used after ``unused_since_s``.
-        """
-        for home in self.unowned_to_delete(fingerprint):
-            if not self.exceeds(needed_bytes):
-                return
-            if home.record is None or home.record.last_use_s <= unused_since_s:
-                yield home
 
     def exceeds(self, needed_bytes: int) -> bool:
         """Whether so many bytes more would exceed the caps of the live owners."""

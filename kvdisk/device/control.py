@@ -31,11 +31,7 @@ _BEFORE_STORE = frozenset({LOCK_FILE, HOMES, STORE_FILE, STORE_FILE + ".tmp", "l
 @dataclass(frozen=True, slots=True)
 class DriveName:
     """A part of a home: the ``folder`` (32 hex digits) under ``homes`` in the directory with this
-    ``store_id``.
-
-    The first of a home is its own directory in the store's first directory, and its ``folder`` is
-    empty.
-    """
+    ``store_id``. Empty for a home's first part, which is its own directory."""
 
     store_id: str
     folder: str
@@ -45,12 +41,11 @@ class DriveName:
 class HomeRecord:
     """What a HOME file says.
 
-    ``description``: plain JSON values for people and tools; the value under ``geometry`` must be
-    equal for a takeover. ``boot_id``: of the boot in which the index is whole as long as the
-    machine runs; empty: it never is. ``clean``: the last owner closed the home in order.
-    ``index_sum``: of the index's data file since then, until an owner is about to write to it; else
-    empty. ``index_bytes``: what the index may grow to. ``drives``: where the home's segments lie.
-    Times: whole seconds since the Unix epoch.
+    ``description``: plain JSON values for people and tools; what is under ``geometry`` must be
+    equal for a takeover. ``boot_id``: of the boot during which the index is whole; empty: it is
+    not. ``clean``: the last owner closed the home in order. ``index_sum``: of the index's data file
+    since then; empty while an owner may write to it. ``index_bytes``: what the index may grow to.
+    ``drives``: where the segments lie. Times: whole seconds since the Unix epoch.
     """
 
     format_version: int
@@ -110,12 +105,11 @@ class HomePaths:
 
 @dataclass(frozen=True, slots=True)
 class HomeSummary(HomePaths):
-    """A home as ``list_homes`` found it. ``record`` is None where HOME is missing or does not
-    decode.
+    """A home as ``list_homes`` found it.
 
-    ``alive``: a process of its owner lives. ``allocated_bytes``: all the home's files and
-    directories. ``folders``: by position in the record's ``drives``; None where its directory was
-    not named.
+    ``record``: None where HOME is missing or does not decode. ``alive``: a process of its owner
+    lives. ``folders``: by position in the record's ``drives``; None where the directory was not
+    named.
     """
 
     id: str

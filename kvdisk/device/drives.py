@@ -73,13 +73,30 @@ def make_missing_directory(path: Path) -> None:
         paths.make_directory(path, exist_ok=True)
 
 
-def open_further(first: Drive, path: Path, *, create: bool, now_s: int) -> Drive:
-    """Open a further directory of the store whose first is ``first``, or with ``create`` make it
-    one.
+def open_further(
+    first: Drive, further: Iterable[Path], *, create: bool, need_all: bool, now_s: int
+) -> tuple[Drive, ...]:
+    """Return the drives of the store whose first is ``first``; with ``create`` make what lacks.
 
-    Raises ConfigError where it is not fit or belongs elsewhere, CorruptRecord, DeviceError. To
-    create, the caller holds the store lock.
+    Without ``need_all``, those that cannot be opened are left out. Raises ConfigError where a
+    directory is not fit or belongs elsewhere, CorruptRecord, DeviceError. To create, the caller
+    holds the store lock.
     """
+    drives = [first]
+    for path in further:
+        try:
+            drive = Drive(path, _store_id_of(first, path, create, now_s))
+        except KvdiskError:
+            if need_all:
+                raise
+            continue
+        if any(drive.store_id == other.store_id for other in drives):
+            raise ConfigError(f"store_dirs: {path} is listed twice")
+        drives.append(drive)
+    return tuple(drives)
+
+
+def _store_id_of(first: Drive, path: Path, create: bool, now_s: int) -> str:
     with paths.device_errors(f"opening {path}"):
         if create:
             make_missing_directory(path)
@@ -89,35 +106,12 @@ def open_further(first: Drive, path: Path, *, create: bool, now_s: int) -> Drive
             if not create:
                 raise ConfigError(f"store_dirs: {path} is not a kvdisk store")
             path.chmod(paths.DIRECTORY_MODE)
-            return Drive(path, make_store(path, now_s, first.store_id))
-    if record.store_id == first.store_id:
-        raise ConfigError(f"store_dirs: {path} is listed twice")
-    if record.part_of is None:
+            return make_store(path, now_s, first.store_id)
+    if record.part_of is None and record.store_id != first.store_id:
         raise ConfigError(f"store_dirs: {path} is a store of its own, and cannot be part of the one in {first.path}")
-    if record.part_of != first.store_id:
+    if record.part_of not in {None, first.store_id}:
         raise ConfigError(f"store_dirs: {path} is part of another store than the one in {first.path}")
-    return Drive(path, record.store_id)
-
-
-def open_drives(
-    first: Drive, further: Iterable[Path], *, create: bool, need_all: bool, now_s: int
-) -> tuple[Drive, ...]:
-    """Return the drives of a store, the first one first.
-
-    Without ``need_all``, those that cannot be opened are left out. Raises as ``open_further``.
-    """
-    drives = [first]
-    for path in further:
-        try:
-            drive = open_further(first, path, create=create, now_s=now_s)
-        except KvdiskError:
-            if need_all:
-                raise
-            continue
-        if any(drive.store_id == other.store_id for other in drives):
-            raise ConfigError(f"store_dirs: {path} is listed twice")
-        drives.append(drive)
-    return tuple(drives)
+    return record.store_id
 
 
 def folders_of(drives: Sequence[Drive], home_path: Path, record: HomeRecord) -> tuple[DriveFolder | None, ...]:
@@ -164,11 +158,9 @@ def make_folders(folders: Iterable[DriveFolder | None]) -> None:
 
 
 def write_in_place(fd: int) -> None:
-    """Let an empty file, or what will be made in a directory, be overwritten in place, where a file
-    system copies.
+    """Let an empty file, or what will be made in a directory, be overwritten in place.
 
-    On btrfs the submission of a write would wait for the copy and its checksum. Others do not know
-    it, or need not.
+    On btrfs the submission of a write would wait for a copy and its checksum. Others need it not.
     """
     flags = array("l", [0])
     with suppress(OSError):

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUDirect Storage through kvikio: whether it is here, and the device of GPU memory. ``kvikio`` is
-imported in this room only, and late.
+"""GPUDirect Storage through kvikio: whether it is here, and the device that moves GPU memory too.
+``kvikio`` is imported in this room only, and late.
 
 An import that works says nothing: kvikio imports and opens files without a GPU, falls back to host
-memory silently, and spins for ever where ``/proc/modules`` is missing. So what can be seen in files
-is looked at first, and kvikio is asked in a child process, which may hang or die without harm.
+memory silently, and spins for ever where ``/proc/modules`` is missing. So files are looked at
+first, and kvikio is asked in a child process, which may hang or die without harm.
 
-What a kvikio future leaves to its user: of an operation that kvikio cuts in tasks the future ends
-with the last task, while others may still move bytes if that one failed, so one call is one task;
-errors come without a number; nothing can be cancelled. A call may first wait for the model's work
-on the GPU's default stream. So threads of ours make the calls.
+A kvikio future of several tasks ends with the last one, while others may still move bytes if that
+one failed: so one call is one task. Errors come without a number; nothing can be cancelled. A call
+may first wait for the model's work on the GPU's default stream: so threads of ours make the calls.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvdisk.device.base import Buffer, Op
-from kvdisk.device.batches import Call
-from kvdisk.device.pair import GpuRange
-from kvdisk.device.posix import PosixDevice
+from kvdisk.device.base import Buffer, GpuRange, Op, Transfer
+from kvdisk.device.batches import Call, DriveQueue
+from kvdisk.device.posix import PosixDevice, drive_of
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import ALIGNMENT
 
@@ -57,10 +55,9 @@ def gds_unavailable(proc: Path = Path("/proc")) -> str | None:
     """Return why GPUDirect Storage cannot be used on this machine, as one clause, or None where it
     can.
 
-    None says that driver and library are there; whether a file system takes part only a checked
-    write and read of a file on it can say. Where everything is there kvikio is asked in a child
-    process, which takes a second or two and never more than a minute; otherwise the answer comes at
-    once. Any thread; raises nothing. ``proc``: for tests.
+    None says that driver and library are there; whether a file system takes part only a trial can
+    say. Where everything is there, kvikio is asked in a child process, for a second or two, and a
+    minute at most. Any thread; raises nothing. ``proc``: for tests.
     """
     if importlib.util.find_spec("kvikio") is None:
         return "kvikio is not installed"
@@ -97,22 +94,19 @@ def _ask_kvikio(script: str, timeout_s: float) -> str | None:
 
 
 class GdsDevice(PosixDevice):
-    """``Device`` between files and GPU memory (``GpuRange`` in the place of ``Buffer``), without a
-    copy in host memory.
+    """``PosixDevice`` that also moves GPU memory (``GpuRange``), without a copy in host memory.
 
-    Its queues are ``PosixDevice``'s on threads, ``threads`` of them for each drive and direction.
-    To be made only where ``gds_unavailable`` answered None: it forbids kvikio to fall back, so that
-    what cannot be moved directly fails. ``compat``: for tests with a stub of the driver only;
-    buffers are host memory then. Files have to lie where O_DIRECT is; one that cuFile cannot take
-    fails all its transfers with EIO. Raises ConfigError where kvikio cannot be used.
+    GPU memory has queues of its own: ``gpu_threads`` threads for each drive and direction, which
+    call kvikio. To be made only where ``gds_unavailable`` answered None: kvikio may not fall back,
+    so what cannot be moved directly fails. A file that cuFile cannot take fails its transfers of
+    GPU memory with EIO. ``compat``: for tests with a stub of the driver; ranges are of host memory
+    then. Raises ConfigError where kvikio cannot be used.
 
     kvikio's settings are those of the process, and are all set here.
     """
 
-    kind = "gds"
-
-    def __init__(self, threads: int = _THREADS, *, compat: bool = False) -> None:
-        super().__init__(threads, longest_bytes=PIECE_BYTES, kernel_queue=False)
+    def __init__(self, gpu_threads: int = _THREADS, *, kernel_queue: bool = True, compat: bool = False) -> None:
+        super().__init__(longest_bytes=PIECE_BYTES, kernel_queue=kernel_queue)
         try:
             import kvikio
             from kvikio import CompatMode, defaults
@@ -120,6 +114,7 @@ class GdsDevice(PosixDevice):
             raise ConfigError(f"kvikio cannot be used: {error}") from error
         self._kvikio = kvikio
         self._compat = compat
+        self._gpu_threads = gpu_threads
         settings = {
             "compat_mode": CompatMode.ON if compat else CompatMode.OFF,
             "num_threads": _KVIKIO_THREADS,
@@ -133,13 +128,15 @@ class GdsDevice(PosixDevice):
         listed = ", ".join(f"{name} {getattr(value, 'name', value)}" for name, value in settings.items())
         logger.info("kvdisk uses kvikio %s: %s", kvikio.__version__, listed)
         self._registered: list[GpuRange] = []
-        self._cufiles: dict[int, Any] = {}
-        """``CuFile`` or None, by descriptor."""
+        self._gpu_queues: dict[int, dict[Op, DriveQueue]] = {}
+        """By drive."""
+        self._gpu_files: dict[int, tuple[dict[Op, DriveQueue], Any]] = {}
+        """Queues, and ``CuFile`` or None, by descriptor."""
 
     @property
     def name(self) -> str:
         """See ``Device``."""
-        return self.kind
+        return f"{super().name}+gds"
 
     def attach_memory(self, memory: Buffer) -> None:
         """See ``Device``. GPU memory is registered whole, as it was allocated; what is not is
@@ -156,24 +153,32 @@ class GdsDevice(PosixDevice):
         """See ``Device``. kvikio opens the file once more by its descriptor, whatever its name is
         by now."""
         super().attach_file(fd)
-        self._cufiles[fd] = None
+        file, drive = None, drive_of(fd)
+        if drive not in self._gpu_queues:
+            name = f"kvdisk-gds-{len(self._gpu_queues) + 1}"
+            self._gpu_queues[drive] = self._make_thread_queues(name, self._gpu_threads, self._run_on_gpu)
         try:
             writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
-            self._cufiles[fd] = self._kvikio.CuFile(f"/proc/self/fd/{fd}", "r+" if writable else "r")
+            file = self._kvikio.CuFile(f"/proc/self/fd/{fd}", "r+" if writable else "r")
         except (OSError, RuntimeError) as error:
             logger.warning("kvdisk cannot open a segment for GPUDirect: %s", error)
+        self._gpu_files[fd] = self._gpu_queues[drive], file
 
     def detach_file(self, fd: int) -> None:
         """See ``Device``."""
         super().detach_file(fd)
-        file = self._cufiles.pop(fd, None)
+        _, file = self._gpu_files.pop(fd, (None, None))
         if file is not None:
             file.close()
 
     def close(self) -> None:
         """See ``Device``. Registered memory is still there: it is closed after the device."""
         super().close()
-        for fd in list(self._cufiles):
+        for places in self._gpu_queues.values():
+            for place in places.values():
+                place.close()
+        self._gpu_queues.clear()
+        for fd in list(self._gpu_files):
             self.detach_file(fd)
         while self._registered:
             try:
@@ -181,10 +186,16 @@ class GdsDevice(PosixDevice):
             except RuntimeError as error:
                 logger.warning("kvdisk could not take GPU memory back from cuFile: %s", error)
 
-    def _run(self, op: Op, call: Call) -> int:
+    def _queues_of(self, transfer: Transfer) -> dict[Op, DriveQueue] | None:
+        if not isinstance(transfer.buffers[0], GpuRange):
+            return super()._queues_of(transfer)
+        queues, _ = self._gpu_files.get(transfer.fd, (None, None))
+        return queues
+
+    def _run_on_gpu(self, op: Op, call: Call) -> int:
         """Move the bytes of a call, each buffer as one task of kvikio's, and wait until nothing
         moves any more."""
-        file, offset = self._cufiles[call.fd], call.offset
+        (_, file), offset = self._gpu_files[call.fd], call.offset
         if file is None:
             return errno.EIO
         move = file.pread if op is Op.READ else file.pwrite

@@ -35,8 +35,8 @@ def index_is_sound(index_path: Path, record: HomeRecord, boot_id: str) -> bool:
     return record.boot_id == boot_id and file.is_file() and not file.is_symlink()
 
 
-class JoinedHome(HomePaths):
-    """A rank's hold on its engine's home, from ``Store.join_home`` until ``close``."""
+class _HeldHome(HomePaths):
+    """A home whose lock this process holds, shared, through a descriptor of its own."""
 
     def __init__(self, path: Path, record: HomeRecord, folders: tuple[DriveFolder | None, ...], lock_fd: int) -> None:
         self.id = path.name
@@ -44,6 +44,14 @@ class JoinedHome(HomePaths):
         self.fingerprint = record.fingerprint
         self.folders = folders
         self._lock_fd = lock_fd
+
+    def release(self) -> None:
+        """Release the home as it is: HOME stays what it says. Its files are closed. Idempotent."""
+        self._lock_fd = paths.unlock(self._lock_fd)
+
+
+class JoinedHome(_HeldHome):
+    """A rank's hold on its engine's home, from ``Store.join_home`` until ``close``."""
 
     def drive_of(self, folder: DriveFolder) -> int:
         """Return the number, in this home's list, of the drive that a part of another home is on.
@@ -56,10 +64,8 @@ class JoinedHome(HomePaths):
         raise DeviceError(errno.ENODEV, f"home {self.id} is not open on the drive of {folder.path}")
 
     def clean_drives(self, clean: Callable[[DriveFolder], object]) -> None:
-        """Call ``clean`` for every part of the home, once. Raises DeviceError of the first drive.
-
-        A further drive on which that fails is from then on as if it could not be opened.
-        """
+        """Call ``clean`` for every part of the home, once. A further drive on which that fails
+        counts as one that could not be opened. Raises DeviceError of the first drive."""
         kept: list[DriveFolder | None] = []
         for drive, folder in enumerate(self.folders):
             kept.append(folder)
@@ -72,19 +78,15 @@ class JoinedHome(HomePaths):
                     kept[-1] = None
         self.folders = tuple(kept)
 
-    def close(self) -> None:
-        """Release the home. The caller closed its segment files before. Idempotent."""
-        self._lock_fd = paths.unlock(self._lock_fd)
+    close = _HeldHome.release
 
 
-class Home(HomePaths):
-    """The owner's hold on a home, until ``close``. One thread calls all.
+class Home(_HeldHome):
+    """The owner's hold on a home, until ``close``. One thread calls all, and waits for the disk.
 
-    ``fresh``: made new, so that index and segments are empty. ``budget_bytes``: what index and
-    segments together may come to; a home that was taken over under a smaller cap can be above it,
-    and its owner then cuts it first. All calls wait for the disk: none belongs into a scheduler's
-    step. ``mark_used`` may be called by any thread, also beside ``close``. ``now_s``: gives whole
-    seconds since the Unix epoch.
+    ``fresh``: made new, so that index and segments are empty. ``budget_bytes``: of index and
+    segments together; a home taken over under a smaller cap can be above it, and its owner cuts it
+    first. ``now_s``: gives whole seconds since the Unix epoch.
 
     Before the owner opens the index to write, it asks ``index_is_sound``, has it rebuilt where that
     is False (``remove_index``, ``place_index``), and calls ``adopt_index``.
@@ -101,16 +103,13 @@ class Home(HomePaths):
         boot_id: str,
         now_s: Callable[[], int],
     ) -> None:
-        self.id = path.name
-        self.path = path
-        self.fingerprint = record.fingerprint
+        super().__init__(path, record, folders, lock_fd)
         self.cap_bytes = record.cap_bytes
         self.budget_bytes = max(0, self.cap_bytes - HOME_OVERHEAD_BYTES)
-        self.folders = folders
         self.fresh = fresh
-        self._record = record
+        self.record = record
+        """What HOME says."""
         self._adopted = fresh
-        self._lock_fd = lock_fd
         self._boot_id = boot_id
         self._now_s = now_s
         self._ending = threading.Lock()
@@ -118,37 +117,30 @@ class Home(HomePaths):
         other."""
 
     @property
-    def record(self) -> HomeRecord:
-        """What HOME says."""
-        return self._record
-
-    @property
     def drive_count(self) -> int:
         """Drives on which the home may have segments; the first is the one with the index."""
         return len(self.folders)
 
     def mark_used(self) -> None:
-        """Note in HOME that the home is used now; nothing once it is closed. Raises DeviceError."""
+        """Note in HOME that the home is used now; nothing once it is closed. Any thread. Raises
+        DeviceError."""
         with self._ending:
             if self._lock_fd >= 0:
-                self._write(replace(self._record, last_use_s=self._now_s()), durable=True)
+                self._write(replace(self.record, last_use_s=self._now_s()))
 
     # -- the index -----------------------------------------------------------------------------
 
     def index_is_sound(self) -> bool:
-        """Whether the index is what its last owner committed. Raises DeviceError.
-
-        After a clean end its sum decides. After a crash of the owner it is whole while the machine
-        runs: what is wrong with it then shows when it is read.
-        """
+        """Whether the index is what its last owner committed: by its sum after a clean end, by the
+        boot after a crash. Raises DeviceError."""
         if self.fresh:
             return True
         with paths.device_errors(f"reading the index of home {self.id}"):
-            return index_is_sound(self.index_path, self._record, self._boot_id)
+            return index_is_sound(self.index_path, self.record, self._boot_id)
 
     def adopt_index(self) -> None:
         """Note that the index is whole and is about to be written to. Raises DeviceError."""
-        self._write(replace(self._record, boot_id=self._boot_id, index_sum="", clean=False), durable=True)
+        self._write(replace(self.record, boot_id=self._boot_id, index_sum="", clean=False))
         self._adopted = True
 
     def remove_index(self) -> None:
@@ -156,7 +148,7 @@ class Home(HomePaths):
 
         Unlinked, not truncated: others may have the file mapped.
         """
-        self._write(replace(self._record, boot_id="", index_sum="", clean=False), durable=True)
+        self._write(replace(self.record, boot_id="", index_sum="", clean=False))
         self._adopted = False
         with paths.device_errors(f"removing the index of home {self.id}"):
             for name in (INDEX, NEW_INDEX):
@@ -175,17 +167,12 @@ class Home(HomePaths):
 
     # -- the end -------------------------------------------------------------------------------
 
-    def release(self) -> None:
-        """Release the home as it is: HOME stays what it says. Idempotent."""
-        self._lock_fd = paths.unlock(self._lock_fd)
-
     def close(self, clean: bool, *, used: bool = True) -> None:
         """Release the home, after its files are closed and its ranks have left. Idempotent.
 
-        With ``clean`` all files are synced, and HOME says afterwards that they can be trusted
-        whatever happens to the machine, with a sum of the index; False is for an owner that could
-        not commit. ``used``: False leaves the time of its last use as it is. Raises DeviceError;
-        the home is released then, too.
+        ``clean``: sync all files and have HOME say that they can be trusted whatever happens to the
+        machine, with a sum of the index; False: the owner could not commit. ``used``: False leaves
+        the time of its last use. Raises DeviceError; the home is released all the same.
         """
         with self._ending:
             if self._lock_fd >= 0:
@@ -193,7 +180,7 @@ class Home(HomePaths):
 
     def _close(self, clean: bool, used: bool) -> None:
         try:
-            record = replace(self._record, last_use_s=self._now_s()) if used else self._record
+            record = replace(self.record, last_use_s=self._now_s()) if used else self.record
             with paths.device_errors(f"closing home {self.id}"):
                 if clean and self._adopted:
                     for folder in self.folders:
@@ -205,11 +192,11 @@ class Home(HomePaths):
                     record = replace(record, clean=True, index_sum=index_sum)
                 elif not self._adopted:  # nothing was written: what was true of the index still is
                     record = replace(record, clean=bool(record.index_sum))
-            self._write(record, durable=True)
+            self._write(record)
         finally:
             self._lock_fd = paths.unlock(self._lock_fd)
 
-    def _write(self, record: HomeRecord, *, durable: bool) -> None:
+    def _write(self, record: HomeRecord) -> None:
         with paths.device_errors(f"writing HOME of {self.id}"):
-            write_record(self.path, record, durable=durable)
-        self._record = record
+            write_record(self.path, record, durable=True)
+        self.record = record

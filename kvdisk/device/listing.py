@@ -26,29 +26,6 @@ from kvdisk.device.store import Store
 from kvdisk.errors import CorruptRecord
 
 
-def list_homes(directories: Directories) -> list[HomeSummary]:
-    """Describe every home of a store, by id. Writes nothing.
-
-    ``directories``: the store's first, and those of the others that shall be looked into. Holds the
-    store lock while it tries the homes' locks, not while it measures. Raises as ``Store.open``.
-    """
-    store = Store.open(directories, create=False)
-    with store.locked(readonly=True):
-        alive = {home_id: _is_owned(store, home_id) for home_id in home_ids(store.path)}
-    homes = []
-    for home_id in sorted(alive):
-        path = store.home_path(home_id)
-        record = None
-        with paths.device_errors(f"reading home {home_id}"):
-            with suppress(FileNotFoundError, CorruptRecord):
-                record = read_record(path)
-            allocated_bytes = store.measure(home_id, record)
-            folders = store.folders(home_id, record) if record else (DriveFolder(path),)
-            segments = scan_folders(folders)
-        homes.append(HomeSummary(home_id, path, record, alive[home_id], allocated_bytes, segments, folders))
-    return homes
-
-
 class HomeOwner(NamedTuple):
     """A home as ``list_owners`` found it. ``alive``: a process of its owner lives."""
 
@@ -63,17 +40,37 @@ def list_owners(directories: Directories, timeout_s: float) -> list[HomeOwner]:
 
     For those who look again and again. Waits so long for the store lock; raises as ``Store.open``.
     """
-    store = Store.open(directories, create=False, need_all=False)
+    return _list_owners(Store.open(directories, create=False, need_all=False), timeout_s, OSError)
+
+
+def _list_owners(store: Store, timeout_s: float | None, ignored: type[OSError]) -> list[HomeOwner]:
     with store.locked(readonly=True, timeout_s=timeout_s):
         alive = {home_id: _is_owned(store, home_id) for home_id in home_ids(store.path)}
     owners = []
     for home_id in sorted(alive):
         path, record = store.home_path(home_id), None
-        with suppress(OSError, CorruptRecord):
+        with paths.device_errors(f"reading home {home_id}"), suppress(ignored, CorruptRecord):
             record = read_record(path)
         if record is not None or os.path.lexists(path):  # it can be gone by now
             owners.append(HomeOwner(home_id, path, record, alive[home_id]))
     return owners
+
+
+def list_homes(directories: Directories) -> list[HomeSummary]:
+    """Describe every home of a store, by id. Writes nothing.
+
+    ``directories``: the store's first, and those of the others that shall be looked into. Holds the
+    store lock while it tries the homes' locks, not while it measures. Raises as ``Store.open``.
+    """
+    store = Store.open(directories, create=False)
+    homes = []
+    for home_id, path, record, alive in _list_owners(store, None, FileNotFoundError):
+        with paths.device_errors(f"reading home {home_id}"):
+            allocated_bytes = store.measure(home_id, record)
+            folders = store.folders(home_id, record) if record else (DriveFolder(path),)
+            segments = scan_folders(folders)
+        homes.append(HomeSummary(home_id, path, record, alive, allocated_bytes, segments, folders))
+    return homes
 
 
 def scan_folders(folders: tuple[DriveFolder | None, ...]) -> tuple[SegmentFileSummary, ...]:

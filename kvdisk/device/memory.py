@@ -22,7 +22,6 @@ class MemoryDevice:
         self._file_bytes = file_bytes
         self._attached: set[int] = set()
         self._files: dict[int, bytearray] = {}
-        self._lengths: dict[int, int] = {}
         self._waiting: list[tuple[int, Op, list[Transfer]]] = []
         self._tickets = 0
         self._closed = False
@@ -39,7 +38,6 @@ class MemoryDevice:
         """See ``Device``."""
         self._attached.add(fd)
         self._files.setdefault(fd, bytearray())
-        self._lengths.setdefault(fd, self._file_bytes)
 
     def detach_file(self, fd: int) -> None:
         """See ``Device``."""
@@ -47,7 +45,7 @@ class MemoryDevice:
 
     def contents(self, fd: int) -> bytes:
         """Return all bytes of a file, for tests."""
-        return bytes(self._files[fd]).ljust(self._lengths[fd], b"\0")
+        return bytes(self._files[fd]).ljust(self._file_bytes, b"\0")
 
     def submit(self, op: Op, batch: Sequence[Transfer]) -> int:
         """See ``Device``."""
@@ -84,11 +82,10 @@ class MemoryDevice:
     def _read(self, transfer: Transfer) -> int:
         if transfer.fd not in self._attached:
             return errno.EBADF
-        data, length_bytes = self._files[transfer.fd], self._lengths[transfer.fd]
-        offset = transfer.offset
+        data, offset = self._files[transfer.fd], transfer.offset
         for buffer in transfer.buffers:
             end = offset + buffer.nbytes
-            if end > length_bytes:
+            if end > max(len(data), self._file_bytes):
                 return errno.EIO
             buffer[:] = bytes(data[offset:end]).ljust(buffer.nbytes, b"\0")
             offset = end
@@ -104,5 +101,4 @@ class MemoryDevice:
         for buffer in transfer.buffers:
             data[offset : offset + buffer.nbytes] = buffer
             offset += buffer.nbytes
-        self._lengths[transfer.fd] = max(self._lengths[transfer.fd], offset)
         return 0

@@ -7,13 +7,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import hashlib
 import json
 import logging
 import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,6 @@ STOPPED_WAIT_S = 1.0
 _LONGEST_CONTROL_FILE_BYTES = 1 << 20
 _LONGEST_KEPT_BYTES = 64 << 10
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-_SUM_PIECE_BYTES = 1 << 20
 
 
 @contextmanager
@@ -46,11 +46,8 @@ def device_errors(what: str) -> Iterator[None]:
 
 
 def make_directory(path: Path, *, exist_ok: bool = False) -> None:
-    """Make one directory of mode 0700, whatever the umask. Raises OSError; NotADirectoryError for a
-    symlink.
-
-    FileNotFoundError also where somebody removes it meanwhile.
-    """
+    """Make one directory of mode 0700, whatever the umask. Raises OSError: NotADirectoryError for a
+    symlink, FileNotFoundError also where somebody removes it meanwhile."""
     try:
         path.mkdir(DIRECTORY_MODE)
     except FileExistsError:
@@ -107,16 +104,38 @@ def open_regular(path: Path, flags: int) -> int:
     return -1
 
 
-def write_control(path: Path, value: dict[str, Any], *, durable: bool, keep: bool = True) -> None:
+def replace_file(path: Path, pieces: Iterable[bytes]) -> None:
+    """Replace a file in one step, whatever is in its place; unsynced. Raises OSError, and leaves
+    what was there."""
+    temporary = path.with_name(path.name + ".tmp")
+    remove_anything(temporary.parent, temporary.name)
+    try:
+        with os.fdopen(create_file(temporary), "wb") as file:
+            file.writelines(pieces)
+        if is_directory(path):
+            remove_anything(path.parent, path.name)
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def encode_json(value: dict[str, Any]) -> bytes:
+    """Return the bytes of a JSON file."""
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
+
+
+def write_control(path: Path, value: dict[str, Any], *, durable: bool) -> None:
     """Replace a JSON file in one step. ``durable``: it survives a loss of power from here on.
     Raises OSError.
 
-    ``keep``: what it replaces stays beside it, under another name, and is written over the next
-    time, which then needs no room; False for what only tells people something.
+    What it replaces stays beside it, under another name, and is written over the next time, which
+    then needs no room.
     """
     temporary = path.with_name(path.name + ".tmp")
-    encoded = (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
-    fd = _open_kept(temporary) if keep else -1
+    encoded = encode_json(value)
+    fd = _open_kept(temporary)
     if fd < 0:
         remove_anything(temporary.parent, temporary.name)
         fd = create_file(temporary)
@@ -126,13 +145,8 @@ def write_control(path: Path, value: dict[str, Any], *, durable: bool, keep: boo
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(temporary))
         if durable:
             os.fsync(fd)
-        if not (keep and _exchange(temporary, path)):
+        if not _exchange(temporary, path):
             temporary.replace(path)
-    except BaseException:
-        if not keep:
-            with suppress(OSError):
-                temporary.unlink()
-        raise
     finally:
         os.close(fd)
     if durable:
@@ -161,11 +175,8 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def read_control(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Raises CorruptRecord, also for what is no regular file, or OSError (FileNotFoundError where
-    there is none).
-    """
+    """Return the object in a JSON file. Raises CorruptRecord, also for what is no regular file, or
+    OSError (FileNotFoundError where there is none)."""
     is_current = False
     while not is_current:  # what has been replaced meanwhile may have been written over
         if (fd := open_regular(path, os.O_RDONLY)) < 0:
@@ -202,15 +213,11 @@ def wait_lock(fd: int, kind: int, timeout_s: float, what: str) -> None:
 
 
 def take_named_lock(path: Path, timeout_s: float, what: str, *, readonly: bool) -> int:
-    """Take the exclusive flock on a file that says who holds it; return its descriptor. Raises
-    StoreLocked, OSError.
+    """Take the exclusive flock on a file that says who holds it; return its descriptor, for
+    ``drop_named_lock``. Needs no room. Raises StoreLocked, OSError.
 
-    Needs no room: where the drive has none the file does not say it. ``drop_named_lock`` releases
-    it.
-
-    A holder that is stopped (SIGSTOP) holds nobody up: the file is replaced by a new one after
-    STOPPED_WAIT_S, and the old holder's lock means nothing from then on. So what is done under this
-    lock must not rely on it alone.
+    A holder that is stopped (SIGSTOP) holds nobody up: after STOPPED_WAIT_S a new file replaces the
+    old one, and the old lock means nothing. So what is done under it must not rely on it alone.
     """
     deadline = time.monotonic() + timeout_s
     look_at = time.monotonic() + STOPPED_WAIT_S
@@ -313,19 +320,12 @@ def sync_tree(directory: Path) -> None:
 
 
 def sum_of_file(path: Path) -> str:
-    """Return the xxh3_128 of a file's bytes as hex digits.
-
-    Raises OSError; FileNotFoundError also for what is no regular file.
-    """
+    """Return the xxh3_128 of a file's bytes as hex digits. Raises OSError; FileNotFoundError also
+    for what is no regular file."""
     if (fd := open_regular(path, os.O_RDONLY)) < 0:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    try:
-        total, piece = xxh3_128(), bytearray(_SUM_PIECE_BYTES)
-        while count := os.readv(fd, [piece]):
-            total.update(memoryview(piece)[:count])
-    finally:
-        os.close(fd)
-    return total.hexdigest()
+    with os.fdopen(fd, "rb") as file:
+        return hashlib.file_digest(file, xxh3_128).hexdigest()
 
 
 def allocated_bytes(path: Path) -> int:
@@ -358,24 +358,17 @@ def _inside(directory: Path, names: Sequence[str]) -> Iterator[int]:
         os.close(fd)
 
 
-def remove_empty(directory: Path, *names: str) -> None:
-    """Remove the empty directory ``directory/names[0]/names[1]/...``. Raises OSError, ENOTEMPTY
-    where it is not."""
-    with _inside(directory, names) as parent:
-        os.rmdir(names[-1], dir_fd=parent)
-
-
-def remove_anything(directory: Path, *names: str, first: str | None = None, trees: bool = True) -> None:
+def remove_anything(directory: Path, *names: str, first: str | None = None) -> None:
     """Remove ``directory/names[0]/names[1]/...``, whatever it is: a tree, a file, a symlink. Gone
     already is no error.
 
-    ``first``: what goes before the rest of a tree. ``trees``: False leaves a directory as it is. No
-    symlink is followed, neither on the way nor below. Raises OSError.
+    ``first``: what goes before the rest of a tree. No symlink is followed, neither on the way nor
+    below. Raises OSError.
     """
     with _inside(directory, names) as parent, suppress(FileNotFoundError):
         if not stat.S_ISDIR(os.lstat(names[-1], dir_fd=parent).st_mode):
             os.unlink(names[-1], dir_fd=parent)
-        elif trees:
+        else:
             if first is not None:
                 with _inside(directory, (*names, first)) as tree, suppress(FileNotFoundError, IsADirectoryError):
                     os.unlink(first, dir_fd=tree)

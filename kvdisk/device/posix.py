@@ -3,10 +3,9 @@
 on a few threads.
 
 While Python code runs elsewhere in the process, each system call waits for the interpreter lock
-when it returns. So few calls are made. Where the kernel takes a whole batch in one (``aio``), it
-does. Elsewhere a batch is cut into about as many tasks as there are threads, each a list of calls
-of ``preadv`` or ``pwritev`` of up to ``longest_bytes``; the kernel keeps the drive busy within a
-long call.
+when it returns. So few calls are made. The kernel's queue (``aio``) takes a whole batch in one.
+Without it a batch is cut into about as many tasks as there are threads, each a list of calls of
+``preadv`` or ``pwritev`` of up to ``longest_bytes``.
 """
 
 from __future__ import annotations
@@ -17,12 +16,13 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from kvdisk.device import aio
 from kvdisk.device.base import Buffer, Op, Outcome, Transfer
-from kvdisk.device.batches import Call, Done, DriveQueue, Tickets, cut, without
+from kvdisk.device.batches import Call, Done, DriveQueue, cut, without
 from kvdisk.geometry import ALIGNMENT, round_up
 
 SHORTEST_BYTES = 1 << 20
@@ -60,8 +60,9 @@ class _ThreadQueue:
         for thread in self._threads:
             thread.start()
 
-    def put(self, ticket: int, op: Op, known: Sequence[tuple[int, Transfer]], share_bytes: int) -> int:
+    def put(self, ticket: int, op: Op, known: Sequence[tuple[int, Transfer]], batch_bytes: int) -> int:
         """See ``DriveQueue``."""
+        share_bytes = round_up(-(-batch_bytes // len(self._threads)), ALIGNMENT)
         task_bytes = min(max(share_bytes, SHORTEST_BYTES), self._longest_bytes)
         tasks = [_Task(ticket, op, calls) for calls in cut(known, task_bytes)]
         for task in tasks:
@@ -77,32 +78,31 @@ class _ThreadQueue:
 
 
 class PosixDevice:
-    """``Device`` over system calls, in files opened with O_DIRECT or without, with two queues for
-    each drive.
+    """``Device`` over system calls, with a queue for each drive and direction.
 
-    ``threads``: for each direction on a drive that the kernel has no queue for, or of files without
-    O_DIRECT. ``longest_bytes``: of a call. ``kernel_queue``: False: threads for all.
-
-    A transfer of a file that is not attached fails with EBADF, so that a descriptor number used
-    anew by somebody else is never written to. Errors of a transfer are those of its first failed
-    call in time.
+    ``threads``: of a queue that is not the kernel's. ``longest_bytes``: of a call.
+    ``kernel_queue``: False: threads for all. A transfer of a file that is not attached fails with
+    EBADF: a descriptor number that somebody else uses by now is never written to. The error of a
+    transfer is that of its first call to fail.
     """
-
-    kind = "posix"
 
     def __init__(self, threads: int = 4, *, longest_bytes: int = LONGEST_BYTES, kernel_queue: bool = True) -> None:
         assert threads > 0
         assert longest_bytes > 0
         assert longest_bytes % ALIGNMENT == 0
-        self._thread_count = threads
+        self.kernel_queue = kernel_queue
+        self._threads = threads
         self._longest_bytes = longest_bytes
-        self._kernel_queue = kernel_queue
         self._files: dict[int, dict[Op, DriveQueue]] = {}
         """By descriptor, the queues of the drive that a file lies on."""
-        self._tickets = Tickets()
         self._queues: dict[tuple[int, bool], dict[Op, DriveQueue]] = {}
         """By drive (``st_dev``) and whether they should be the kernel's; one that hangs is of no
         use to the others."""
+        self._last_ticket = 0
+        self._in_flight: dict[int, tuple[int, dict[int, int]]] = {}
+        """Reports that are still to come, and errors so far, by ticket."""
+        self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
+        """What the queues report, on their threads."""
         self._closed = False
 
     @property
@@ -110,18 +110,15 @@ class PosixDevice:
         """See ``Device``. Once it has a file it says what serves: ``posix-aio``, ``posix-threads``,
         or both."""
         ways = {place.way for places in self._queues.values() for place in places.values()}
-        return f"{self.kind}-{'/'.join(sorted(ways))}" if ways else self.kind
+        return f"posix-{'/'.join(sorted(ways))}" if ways else "posix"
 
     def attach_memory(self, memory: Buffer) -> None:
         """See ``Device``; system calls need no registration."""
 
     def attach_file(self, fd: int) -> None:
         """See ``Device``."""
-        try:
-            drive = os.fstat(fd).st_dev
-        except OSError:
-            drive = -1  # its transfers will say what is wrong with it
-        in_kernel = self._kernel_queue and drive != -1 and aio.serves(fd)
+        drive = drive_of(fd)
+        in_kernel = self.kernel_queue and drive != NO_DRIVE and aio.serves(fd)
         found = self._queues.get((drive, in_kernel))
         if found is None:
             found = self._queues[drive, in_kernel] = self._make_queues(in_kernel)
@@ -135,29 +132,42 @@ class PosixDevice:
         """See ``Device``."""
         assert not self._closed, "the device is closed"
         assert batch
-        ticket = self._tickets.take()
+        self._last_ticket += 1
         errors: dict[int, int] = {}
         known: dict[DriveQueue, list[tuple[int, Transfer]]] = {}
-        total_bytes = 0
+        batch_bytes = 0
         for position, transfer in enumerate(batch):
-            total_bytes += _checked_bytes(op, transfer)
-            places = self._files.get(transfer.fd)
+            batch_bytes += _checked_bytes(op, transfer)
+            places = self._queues_of(transfer)
             if places is None:
                 errors[position] = errno.EBADF
             else:
                 known.setdefault(places[op], []).append((position, transfer))
-        share_bytes = round_up(-(-total_bytes // self._thread_count), ALIGNMENT)
-        reports = sum(place.put(ticket, op, part, share_bytes) for place, part in known.items())
-        self._tickets.expect(ticket, reports, errors)
-        return ticket
+        reports = sum(place.put(self._last_ticket, op, part, batch_bytes) for place, part in known.items())
+        self._in_flight[self._last_ticket] = (max(1, reports), errors)
+        if not reports:
+            self._done.put(Done(self._last_ticket, {}))
+        return self._last_ticket
 
     def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
         """See ``Device``."""
-        return self._tickets.poll(timeout_s)
+        ended: list[Outcome] = []
+        deadline_s = time.monotonic() + timeout_s
+        while self._in_flight:
+            remaining_s = 0.0 if ended else deadline_s - time.monotonic()
+            try:
+                done = self._done.get(timeout=remaining_s) if remaining_s > 0 else self._done.get_nowait()
+            except queue.Empty:
+                break
+            self._count_report(done, ended)
+        return ended
 
     def drain(self) -> list[Outcome]:
         """See ``Device``."""
-        return self._tickets.drain()
+        ended: list[Outcome] = []
+        while self._in_flight:
+            self._count_report(self._done.get(), ended)
+        return ended
 
     def close(self) -> None:
         """See ``Device``."""
@@ -169,25 +179,51 @@ class PosixDevice:
         self._queues.clear()
         self._files.clear()
 
-    def _make_queues(self, in_kernel: bool) -> dict[Op, DriveQueue]:
-        name = f"kvdisk-{self.kind}-{len(self._queues) + 1}"
-        reads = self._make_queue(f"{name}-read", in_kernel, None)
-        return {Op.READ: reads, Op.WRITE: self._make_queue(f"{name}-write", in_kernel, reads)}
+    def _queues_of(self, transfer: Transfer) -> dict[Op, DriveQueue] | None:
+        """Return the queues that serve a transfer; None where its file is not attached."""
+        return self._files.get(transfer.fd)
 
-    def _make_queue(self, name: str, in_kernel: bool, reads: DriveQueue | None) -> DriveQueue:
+    def _count_report(self, done: Done, ended: list[Outcome]) -> None:
+        """Count a report; of two errors of one transfer the first in time stays."""
+        left, errors = self._in_flight.pop(done.ticket)
+        for position, number in done.errors.items():
+            errors.setdefault(position, number)
+        if left > 1:
+            self._in_flight[done.ticket] = (left - 1, errors)
+        else:
+            ended.append(Outcome(done.ticket, errors))
+
+    def _make_queues(self, in_kernel: bool) -> dict[Op, DriveQueue]:
+        name = f"kvdisk-posix-{len(self._queues) + 1}"
         if in_kernel:
             try:
-                before = reads if isinstance(reads, aio.KernelQueue) else None
-                return aio.KernelQueue(name, self._tickets.report, self._longest_bytes, before)
+                reads = aio.KernelQueue(f"{name}-read", self._done.put, self._longest_bytes)
+                try:
+                    writes = aio.KernelQueue(f"{name}-write", self._done.put, self._longest_bytes, reads)
+                except OSError:
+                    reads.close()
+                    raise
+                return {Op.READ: reads, Op.WRITE: writes}
             except OSError as error:
                 used_up = error.errno == errno.EAGAIN
                 refused = f"the kernel or a container refuses it ({error.strerror})"
                 _say_lost("fs.aio-max-nr is used up" if used_up else refused)
-        return _ThreadQueue(name, self._thread_count, self._tickets.report, self._run, self._longest_bytes)
+        return self._make_thread_queues(name, self._threads, _run)
 
-    def _run(self, op: Op, call: Call) -> int:
-        """Make the system calls. On a thread of the queue."""
-        return _run(op, call)
+    def _make_thread_queues(self, name: str, count: int, run: Run) -> dict[Op, DriveQueue]:
+        return {op: _ThreadQueue(f"{name}-{op.value}", count, self._done.put, run, self._longest_bytes) for op in Op}
+
+
+NO_DRIVE = -1
+"""Of a descriptor that is not open: its transfers will say what is wrong with it."""
+
+
+def drive_of(fd: int) -> int:
+    """Return the number of the drive that an open file lies on, or NO_DRIVE."""
+    try:
+        return os.fstat(fd).st_dev
+    except OSError:
+        return NO_DRIVE
 
 
 @functools.cache

@@ -14,8 +14,9 @@ import mmap
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from kvdisk.device.base import Device, Op, Transfer
 from kvdisk.device.control import check_directory
 from kvdisk.device.drives import make_missing_directory, write_in_place
 from kvdisk.device.posix import PosixDevice
+from kvdisk.device.segment import open_direct
 from kvdisk.errors import KvdiskError
 from kvdisk.geometry import ALIGNMENT
 
@@ -31,14 +33,12 @@ logger = logging.getLogger("kvdisk")
 FILE_BYTES = 32 << 20
 """Of a file on which speeds are compared."""
 _TRIAL_BYTES = 64 * ALIGNMENT
-_GIVE_UP_S = 5.0
+GIVE_UP_S = 5.0
 _PREFIX = ".probe-"
-_NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _NO_NAMELESS = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL})
 
 _given_up: list[object] = []
-"""Devices that have not ended what they hold, and its memory: kept, for the drive may still come to
-it."""
+"""Silent devices, and their memory: the drive may still come to what they hold."""
 
 
 class Silence(Exception):
@@ -46,12 +46,9 @@ class Silence(Exception):
 
 
 class ProbeReport(NamedTuple):
-    """What a probe found. ``name``: what serves. ``kernel_queue``: whether the kernel's queue may
-    be used.
-
-    ``direct``: whether files there are opened with O_DIRECT, None where that is not known. ``why``:
-    what was seen.
-    """
+    """What a probe found. ``name``: of the device that serves. ``kernel_queue``: whether the
+    kernel's queue may be used. ``direct``: whether files there are opened with O_DIRECT, None where
+    that is not known. ``why``: what was seen."""
 
     directory: Path
     name: str
@@ -82,12 +79,11 @@ def choose_device(wanted: str, directories: Sequence[Path]) -> PosixDevice:
 def probe(
     directory: Path, make: Callable[[bool], Device] = lambda queue: PosixDevice(kernel_queue=queue)
 ) -> ProbeReport:
-    """Write and read a small file as a worker does, and compare. Raises nothing that a drive can
-    cause.
+    """Write and read a small file as a worker does, and compare; where the kernel's queue moves
+    wrong bytes, threads shall serve.
 
     ``directory``: of a store, made where it is missing. ``make``: makes the device, with the
-    kernel's queue or without. What moves wrong bytes through the kernel's queue is served by
-    threads. Waits for the drive, a few seconds at most.
+    kernel's queue or without. Waits a few seconds at most; raises nothing that a drive can cause.
     """
     name, direct = "posix", None
     try:
@@ -100,7 +96,7 @@ def probe(
             threads, still = _try(make(False), fd)
             return ProbeReport(directory, threads, False, direct, still or f"not {name}: {wrong}")
     except Silence:
-        why = f"the drive has not answered for {_GIVE_UP_S:.0f} s"
+        why = f"the drive has not answered for {GIVE_UP_S:.0f} s"
     except (OSError, KvdiskError) as error:
         full = getattr(error, "errno", None) in {errno.ENOSPC, errno.EDQUOT}
         why = "the drive is full" if full else f"nothing could be tried there: {error}".rstrip(".")
@@ -110,30 +106,24 @@ def probe(
 @contextmanager
 def nameless_file(directory: Path, file_bytes: int) -> Iterator[tuple[int, bool]]:
     """Open a file of so many allocated bytes that nobody else sees, and say whether it is direct.
-    Raises OSError."""
-    fd = -1
-    for direct in (os.O_DIRECT, 0):
-        try:
-            fd = _open_nameless(directory, direct)
-            write_in_place(fd)  # as segments are
-            os.posix_fallocate(fd, 0, file_bytes)
-            with memoryview(mmap.mmap(-1, ALIGNMENT)) as block:
-                os.pwritev(fd, [block], 0)
-            break
-        except OSError as error:
-            if fd >= 0:
-                os.close(fd)
-                fd = -1
-            if not direct or error.errno not in _NOT_DIRECT:
-                raise
-    silent = False
+
+    It stays open where ``Silence`` ends the block. Raises OSError.
+    """
+
+    def allocate_and_write(fd: int) -> None:
+        write_in_place(fd)  # as segments are
+        os.posix_fallocate(fd, 0, file_bytes)
+        with memoryview(mmap.mmap(-1, ALIGNMENT)) as block:
+            os.pwritev(fd, [block], 0)
+
+    fd, direct = open_direct(partial(_open_nameless, directory), allocate_and_write)
     try:
-        yield fd, bool(direct)
+        yield fd, direct
     except Silence:
-        silent = True  # what has not ended may still use the number
+        fd = -1  # what has not ended may still use the number
         raise
     finally:
-        if not silent:
+        if fd >= 0:
             os.close(fd)
 
 
@@ -158,18 +148,19 @@ def _open_nameless(directory: Path, direct: int) -> int:
 def _try(device: Device, fd: int) -> tuple[str, str]:
     """Return what a device is called with the file, and what is wrong with what it moves. Raises
     Silence."""
-    memory, silent = memoryview(mmap.mmap(-1, _TRIAL_BYTES)), False
+    memory = memoryview(mmap.mmap(-1, _TRIAL_BYTES))
     try:
         device.attach_memory(memory)
         device.attach_file(fd)
-        return device.name, _check(device, fd, memory)
+        found = device.name, _check(device, fd, memory)
     except Silence:
-        silent = True
         _given_up.append((device, memory))
         raise
-    finally:
-        if not silent:
-            device.close()
+    except BaseException:
+        device.close()
+        raise
+    device.close()
+    return found
 
 
 def _check(device: Device, fd: int, memory: memoryview) -> str:
@@ -179,10 +170,11 @@ def _check(device: Device, fd: int, memory: memoryview) -> str:
     written[:] = data = random.randbytes(size)  # noqa: S311 - no secret
     # Backwards in memory, so that the order of buffers counts.
     parts = [slice(start, start + ALIGNMENT) for start in range(size - ALIGNMENT, -1, -ALIGNMENT)]
-    if errors := _move(device, Op.WRITE, [Transfer(fd, size, tuple(written[part] for part in parts))]):
+    batch = [Transfer(fd, size, tuple(written[part] for part in parts))]
+    if errors := await_batches(device, [device.submit(Op.WRITE, batch)]):
         return f"a write that was tried failed: {os.strerror(errors[0])}"
     single = [Transfer(fd, size + place * ALIGNMENT, (read[part],)) for place, part in enumerate(parts)]
-    if errors := _move(device, Op.READ, single):
+    if errors := await_batches(device, [device.submit(Op.READ, single)]):
         return f"a read that was tried failed: {os.strerror(next(iter(errors.values())))}"
     seen = mmap.mmap(-1, size)
     if os.preadv(fd, [seen], size) != size or seen[:] != b"".join(data[part] for part in parts):
@@ -190,11 +182,17 @@ def _check(device: Device, fd: int, memory: memoryview) -> str:
     return "" if read == data else "what was read is not what is on the drive"
 
 
-def _move(device: Device, op: Op, batch: Sequence[Transfer]) -> dict[int, int]:
-    """Move a batch and return its errors. Raises Silence."""
-    device.submit(op, batch)
-    deadline_s = time.monotonic() + _GIVE_UP_S
-    while time.monotonic() < deadline_s:
+def await_batches(device: Device, tickets: Collection[int]) -> dict[int, int]:
+    """Wait until these batches have ended, the only ones under way; return the errors of all.
+
+    Raises Silence where one has not ended in ``GIVE_UP_S``.
+    """
+    waiting, errors = set(tickets), dict[int, int]()
+    deadline_s = time.monotonic() + GIVE_UP_S
+    while waiting:
         for outcome in device.poll(0.05):
-            return outcome.errors
-    raise Silence
+            waiting.discard(outcome.ticket)
+            errors |= outcome.errors
+        if waiting and time.monotonic() >= deadline_s:
+            raise Silence
+    return errors

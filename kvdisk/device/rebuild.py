@@ -99,9 +99,8 @@ class FoundSegment(NamedTuple):
 @dataclass(slots=True)
 class Findings:
     """``segments``: ascending. ``blocks``: of each epoch and key the newest generation;
-    ``older_copies``: how many there were beside. ``lost``: segments with files that are of no use,
-    by drive and number, and why.
-    """
+    ``older_copies``: how many more there were. ``lost``: useless segments, by drive and number, and
+    why."""
 
     segments: list[FoundSegment]
     blocks: Blocks
@@ -114,9 +113,9 @@ def scan_home(
 ) -> Findings:
     """Read all headers of a home that nobody writes to. ``folders``: its parts, by drive.
 
-    ``progress`` is called with segments read and segments in all, in this thread. Writes nothing.
-    Raises DeviceError where the directories, or all segments of a drive, cannot be read, or this
-    process lacks open files or memory.
+    ``progress`` is called with segments read and segments in all. Writes nothing. Raises
+    DeviceError where the directories, or all segments of a drive, cannot be read, or this process
+    lacks open files or memory.
     """
     places, lost = _find_segments(folders)
     segments: list[FoundSegment] = []
@@ -200,11 +199,8 @@ def _read_segment(folder: DriveFolder, segment: int, drive: int, shape: HomeShap
 
 
 def _headers(file: SegmentFile, shape: HomeShape) -> Blocks:
-    """Return the slot headers of a file that are sound; one that cannot be read is like one that is
-    not.
-
-    Raises DeviceError where none can be read.
-    """
+    """Return the slot headers of a file that can be read and are sound. Raises DeviceError where
+    none can be read."""
     most = _PIECE_BYTES // HEADER_BYTES
     memory = mmap.mmap(-1, _PIECE_BYTES)  # anonymous maps have the alignment that O_DIRECT needs
     parts, unread = [], 0

@@ -21,16 +21,7 @@ from typing import NamedTuple, Protocol
 
 from xxhash import xxh3_64_intdigest
 
-from kvdisk.device.paths import (
-    STAT_BLOCK_BYTES,
-    create_file,
-    device_errors,
-    is_directory,
-    is_other_than_directory,
-    make_directory,
-    remove_anything,
-    remove_empty,
-)
+from kvdisk.device import paths
 from kvdisk.errors import CorruptRecord, DeviceError, GeometryMismatch
 from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION, SEGMENT_HEADER_BYTES, segment_file_bytes
 from kvdisk.messages import SegmentSpec
@@ -80,20 +71,19 @@ class SegmentFileSummary(NamedTuple):
 class SegmentFile:
     """An open segment file; ``fd`` is its own until ``close``.
 
-    ``direct``: transfers bypass the kernel's cache (O_DIRECT); False where the file system refused
-    that. Slot ``i`` begins at ``geometry.slot_offset(slot_bytes, i)``.
+    Transfers bypass the kernel's cache (O_DIRECT) unless the file system refuses that. Slot ``i``
+    begins at ``geometry.slot_offset(slot_bytes, i)``.
     """
 
-    __slots__ = ("direct", "fd", "header", "rank", "segment", "slot_bytes", "slot_count")
+    __slots__ = ("fd", "header", "rank", "segment", "slot_bytes", "slot_count")
 
-    def __init__(self, fd: int, header: SegmentHeader, direct: bool) -> None:
+    def __init__(self, fd: int, header: SegmentHeader) -> None:
         self.fd = fd
         self.header = header
         self.segment = header.segment
         self.rank = header.rank
         self.slot_bytes = header.slot_bytes
         self.slot_count = header.slot_count
-        self.direct = direct
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -109,16 +99,15 @@ class SegmentFile:
 
 
 def create_segment(home: HasSegments, spec: SegmentSpec, rank: int, rank_count: int, fingerprint: bytes) -> SegmentFile:
-    """Make this rank's file of a segment, all its bytes allocated, and open it.
+    """Make this rank's file of a segment, all its bytes allocated, and open it. Blocks on the disk.
 
-    The file appears under its name only when it is complete. Raises DeviceError, with nothing left
-    behind: ENOSPC, EDQUOT or EFBIG where there is no room, EEXIST where the segment has a file
-    already, and whatever else the system calls give. Blocks on the disk.
+    The file has its name only when it is complete. Raises DeviceError, with nothing left behind:
+    ENOSPC, EDQUOT or EFBIG where there is no room, EEXIST where it has a file already, ...
     """
     header = SegmentHeader(spec.segment, rank, rank_count, spec.slot_bytes, spec.slot_count, fingerprint)
     final = segment_path(home, spec.segment, rank)
     temporary = _temporary(final)
-    with device_errors(f"making segment {spec.segment} for rank {rank}"):
+    with paths.device_errors(f"making segment {spec.segment} for rank {rank}"):
         _check_way(final)
         try:
             if os.path.lexists(final):
@@ -127,10 +116,10 @@ def create_segment(home: HasSegments, spec: SegmentSpec, rank: int, rank_count: 
                 temporary.unlink()
             _allocate_with_folder(temporary, segment_file_bytes(spec.slot_bytes, spec.slot_count))
             encoded = _encode(header)
-            fd, direct = _open_direct(temporary, os.O_RDWR, lambda fd: _write_header(fd, encoded))
+            fd, _ = open_direct(_opener(temporary, os.O_RDWR), lambda fd: _write_header(fd, encoded))
         except BaseException:
             _discard(temporary)
-            _remove_if_empty(home, spec.segment)
+            _remove_if_empty(final.parent)
             raise
         try:
             temporary.rename(final)
@@ -138,7 +127,7 @@ def create_segment(home: HasSegments, spec: SegmentSpec, rank: int, rank_count: 
             os.close(fd)
             _discard(temporary)
             raise
-    return SegmentFile(fd, header, direct)
+    return SegmentFile(fd, header)
 
 
 def _allocate_with_folder(path: Path, byte_count: int) -> None:
@@ -146,7 +135,7 @@ def _allocate_with_folder(path: Path, byte_count: int) -> None:
     while it is empty."""
     for tries_left in reversed(range(_FOLDER_TRIES)):
         try:
-            make_directory(path.parent, exist_ok=True)
+            paths.make_directory(path.parent, exist_ok=True)
             _allocate(path, byte_count)
             return
         except FileNotFoundError:
@@ -159,9 +148,9 @@ def open_segment(
 ) -> SegmentFile:
     """Open this rank's file of a segment that exists.
 
-    Raises DeviceError (ENOENT where there is none), CorruptRecord where its header does not decode
-    or the file is shorter than it says, GeometryMismatch where it was made for something else.
-    Blocks on the disk.
+    Blocks on the disk. Raises DeviceError (ENOENT where there is none), CorruptRecord where its
+    header does not decode or the file is shorter than it says, GeometryMismatch where it was made
+    for something else.
     """
     file = scan_file(home, spec.segment, rank, os.O_RDWR if writable else os.O_RDONLY)
     expected = SegmentHeader(spec.segment, rank, rank_count, spec.slot_bytes, spec.slot_count, fingerprint)
@@ -175,7 +164,7 @@ def open_segment(
 def scan_file(home: HasSegments, segment: int, rank: int, flags: int = os.O_RDONLY) -> SegmentFile:
     """Open a segment file, to read by default, whatever it was made for. Raises as
     ``open_segment``."""
-    with device_errors(f"opening segment {segment} of rank {rank}"):
+    with paths.device_errors(f"opening segment {segment} of rank {rank}"):
         return _open_existing(segment_path(home, segment, rank), flags)
 
 
@@ -188,34 +177,26 @@ def read_segment_header(home: HasSegments, segment: int, rank: int) -> SegmentHe
 
 
 def drop_segment(home: HasSegments, segment: int, rank: int) -> None:
-    """Remove this rank's file of a segment, and the segment's directory with the last rank's.
+    """Remove this rank's closed file of a segment, and its directory with the last rank's.
 
-    What is gone already is no error. The caller closed its ``SegmentFile`` before. Raises
-    DeviceError.
+    What is gone already is no error. Raises DeviceError.
     """
     path = segment_path(home, segment, rank)
-    with device_errors(f"dropping segment {segment} of rank {rank}"):
+    with paths.device_errors(f"dropping segment {segment} of rank {rank}"):
         _remove_files(home, segment, (_temporary(path).name, path.name))
 
 
-def remove_unknown_segments(home: HasSegments, rank: int, known: Collection[int]) -> list[int]:
+def remove_unknown_segments(home: HasSegments, rank: int, known: Collection[int]) -> None:
     """Remove what a crash left of this rank: files of segments not in ``known``, and files never
-    completed.
-
-    Returns the segments not in ``known`` whose file was removed, ascending. Raises DeviceError.
-    """
-    removed = []
-    with device_errors(f"removing unknown segments of rank {rank}"):
+    completed. Raises DeviceError."""
+    with paths.device_errors(f"removing unknown segments of rank {rank}"):
         for segment in segment_numbers(home.segments_path, also_no_directories=True):
             path = segment_path(home, segment, rank)
             if segment in known:
-                if is_directory(path.parent):
+                if paths.is_directory(path.parent):
                     _remove_files(home, segment, (_temporary(path).name,))
-                continue
-            if os.path.lexists(path):
-                removed.append(segment)
-            _remove_files(home, segment, (_temporary(path).name, path.name))
-    return removed
+            else:
+                _remove_files(home, segment, (_temporary(path).name, path.name))
 
 
 def scan_segments(segments_path: Path, drive: int = 0) -> tuple[SegmentFileSummary, ...]:
@@ -228,7 +209,7 @@ def scan_segments(segments_path: Path, drive: int = 0) -> tuple[SegmentFileSumma
                 match = _FILE_NAME.fullmatch(file.name)
                 if match and file.is_file(follow_symlinks=False):
                     status = file.stat(follow_symlinks=False)
-                    allocated = status.st_blocks * STAT_BLOCK_BYTES
+                    allocated = status.st_blocks * paths.STAT_BLOCK_BYTES
                     found.append(SegmentFileSummary(segment, int(match[1]), status.st_size, allocated, drive))
     return tuple(sorted(found))
 
@@ -259,34 +240,32 @@ def _remove_files(home: HasSegments, segment: int, names: Collection[str]) -> No
     """Remove files of a segment, whatever is in their place, and its directory where that is empty
     or is none."""
     way = home.segments_path.parent.name, home.segments_path.name, str(segment)
-    homes = home.segments_path.parent.parent
+    homes, directory = home.segments_path.parent.parent, home.segments_path / str(segment)
     for name in names:
         with suppress(FileNotFoundError, NotADirectoryError):  # another rank may have removed the directory first
-            remove_anything(homes, *way, name)
-    with suppress(FileNotFoundError):
-        remove_anything(homes, *way, trees=False)
-    _remove_if_empty(home, segment)
+            paths.remove_anything(homes, *way, name)
+    if paths.is_other_than_directory(directory):
+        paths.remove_anything(homes, *way)
+    _remove_if_empty(directory)
+
+
+def _remove_if_empty(directory: Path) -> None:
+    with suppress(OSError):  # other ranks may still have files in it, or may have removed it first
+        directory.rmdir()
 
 
 def _check_way(path: Path) -> None:
     """Raise NotADirectoryError unless a file's segment, its ``segments`` and its home are
     directories, no symlinks."""
     for directory in (path.parent.parent.parent, path.parent.parent, path.parent):
-        if is_other_than_directory(directory):
+        if paths.is_other_than_directory(directory):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
-
-
-def _remove_if_empty(home: HasSegments, segment: int) -> None:
-    home_path = home.segments_path.parent
-    # Other ranks may still have files in it, or may have removed it first.
-    with suppress(OSError):
-        remove_empty(home_path.parent, home_path.name, home.segments_path.name, str(segment))
 
 
 def _allocate(path: Path, length_bytes: int) -> None:
     # Not through an O_DIRECT descriptor: where a file system cannot allocate, libc writes single
     # bytes instead.
-    fd = create_file(path)
+    fd = paths.create_file(path)
     try:
         os.posix_fallocate(fd, 0, length_bytes)
     finally:
@@ -302,14 +281,18 @@ def _discard(path: Path) -> None:
         path.unlink()
 
 
-def _open_direct(path: Path, flags: int, probe: Callable[[int], None]) -> tuple[int, bool]:
-    """Open with O_DIRECT, or without where opening or the first transfer, ``probe``, says that it
-    cannot be."""
+def open_direct(open_file: Callable[[int], int], first: Callable[[int], object]) -> tuple[int, bool]:
+    """Open a file with O_DIRECT, or without where the file system refuses that.
+
+    ``open_file`` takes the flag and returns a descriptor; ``first`` makes the first transfer, which
+    may be what is refused. Returns the descriptor, and whether it is direct. Raises what they
+    raise.
+    """
     for direct in (os.O_DIRECT, 0):
         fd = -1
         try:
-            fd = os.open(path, flags | direct | os.O_NOFOLLOW)
-            probe(fd)
+            fd = open_file(direct)
+            first(fd)
             return fd, bool(direct)
         except BaseException as error:
             if fd >= 0:
@@ -317,6 +300,10 @@ def _open_direct(path: Path, flags: int, probe: Callable[[int], None]) -> tuple[
             if not direct or not isinstance(error, OSError) or error.errno not in _NOT_DIRECT:
                 raise
     raise AssertionError("unreachable")
+
+
+def _opener(path: Path, flags: int) -> Callable[[int], int]:
+    return lambda direct: os.open(path, flags | direct | os.O_NOFOLLOW)
 
 
 def _open_existing(path: Path, flags: int) -> SegmentFile:
@@ -330,7 +317,7 @@ def _open_existing(path: Path, flags: int) -> SegmentFile:
         if os.preadv(fd, [block], 0) != SEGMENT_HEADER_BYTES:
             raise CorruptRecord(f"{path} ends within its header")
 
-    fd, direct = _open_direct(path, flags, read_first)
+    fd, _ = open_direct(_opener(path, flags), read_first)
     try:
         header = _decode(block[:])
         length_bytes = os.fstat(fd).st_size
@@ -339,7 +326,7 @@ def _open_existing(path: Path, flags: int) -> SegmentFile:
     except BaseException:
         os.close(fd)
         raise
-    return SegmentFile(fd, header, direct)
+    return SegmentFile(fd, header)
 
 
 def _write_header(fd: int, encoded: bytes) -> None:

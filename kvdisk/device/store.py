@@ -53,7 +53,7 @@ from kvdisk.device.drives import (
     make_folders,
     make_missing_directory,
     make_store,
-    open_drives,
+    open_further,
     remove_folder,
     serves,
     with_all,
@@ -121,7 +121,7 @@ class Store:
             store.drives = (Drive(path, record.store_id),)
             if further:
                 with store.locked() if create else nullcontext():
-                    store.drives = open_drives(
+                    store.drives = open_further(
                         store.drives[0], further, create=create, need_all=need_all, now_s=store.now_s()
                     )
         return store
@@ -137,12 +137,12 @@ class Store:
     ) -> Home:
         """Take over the fullest unowned home that fits, or make a home. HOME then says *not clean*.
 
-        Taken over are only homes all of whose drives are among the store's; those that it has no
-        folder on are added. Whether its index can be trusted is the next question: see ``Home``.
-        Deleted are unowned homes that are not complete, and what ``cap`` says must go for the home
-        to fit; on a drive without room even for HOME others go, too, one by one. ``cap_bytes``:
-        over all ranks. ``index_bytes``: what the index may grow to. ``except_ids``: homes that are
-        neither taken over nor deleted. Raises StoreLocked, DeviceError.
+        A home fits if all its drives are among the store's; those that it has no folder on are
+        added. Whether its index can be trusted is the next question: see ``Home``. Unowned homes
+        that are not complete are deleted, and what ``cap`` says must go for this one to fit; on a
+        drive without room even for HOME others go too, one by one. ``cap_bytes``: over all ranks.
+        ``index_bytes``: what the index may grow to. ``except_ids``: homes that are left alone.
+        Raises StoreLocked, DeviceError.
         """
         assert len(fingerprint) == FINGERPRINT_BYTES
         assert cap_bytes > 0
@@ -194,13 +194,11 @@ class Store:
     def _make_room(self, stock: Stock, mine: Holding | None, record: HomeRecord) -> None:
         """Delete unowned homes until all fits once this home is owned; it counts with its cap at
         most."""
-        charged = 0
+        charged = record.index_bytes
         if mine is not None:
             stock.homes.remove(mine)
             index_bytes = paths.allocated_bytes(self.home_path(mine.id) / INDEX)
             charged = mine.allocated_bytes + max(0, record.index_bytes - index_bytes)
-        else:
-            charged = record.index_bytes
         stock.homes.append(Holding("", record, True, 0, min(charged, record.cap_bytes), -1))
         self._trim(stock, record.fingerprint, 0)
 
@@ -217,11 +215,11 @@ class Store:
             return self._held(home_id, record, lock_fd=_keep(found.lock_fd), fresh=False)
 
     def join_home(self, home_id: str, fingerprint: bytes) -> JoinedHome:
-        """Enter the home that this process's scheduler acquired.
+        """Enter the home that this engine's scheduler acquired.
 
-        Raises CorruptRecord where ``home_id`` is not an id, DeviceError (ENOENT) where there is no
-        such home, StoreLocked where it is being taken away, GeometryMismatch where it is of another
-        fingerprint.
+        Raises CorruptRecord where ``home_id`` is not an id, DeviceError (ENOENT where there is no
+        such home), StoreLocked where it is being taken away, GeometryMismatch where it is of
+        another fingerprint.
         """
         if not is_home_id(home_id):
             raise CorruptRecord(f"a home id has 32 hex digits, not {home_id!r}")
@@ -241,10 +239,8 @@ class Store:
         return JoinedHome(path, record, self.folders(home_id, record), lock_fd)
 
     def foreign_folder(self, source: ForeignSegment, drive: int) -> DriveFolder:
-        """Return another home's part on one of *its* drives. Takes no lock: it may vanish.
-
-        Raises CorruptRecord where ``source`` names no home id or HOME does not decode, DeviceError.
-        """
+        """Return another home's part on one of *its* drives. Takes no lock: it may vanish. Raises
+        CorruptRecord where ``source`` names no home id or HOME does not decode, DeviceError."""
         if not is_home_id(source.home_id):
             raise CorruptRecord(f"a home id has 32 hex digits, not {source.home_id!r}")
         with paths.device_errors(f"looking into home {source.home_id}"):
@@ -336,10 +332,9 @@ class Store:
     def trim(self, fingerprint: bytes, unused_s: int = 0) -> bool:
         """Delete unowned homes until all fit the live owners' caps; return whether they do.
 
-        For the time between two segments, in which an owner may die and its cap with it. Homes of
-        ``fingerprint`` go last. ``unused_s``: spare those that were used since, whose owner may be
-        starting again. Any thread. Raises StoreLocked where another process holds the store lock
-        for long, DeviceError.
+        An owner may die between two segments, and its cap with it. Homes of ``fingerprint`` go
+        last; those used within ``unused_s`` stay, whose owner may be starting again. Any thread.
+        Raises StoreLocked where another process holds the store lock for long, DeviceError.
         """
         with self._stock(LOCK_WAIT_S) as stock:
             return self._trim(stock, fingerprint, 0, self.now_s() - unused_s)
@@ -381,10 +376,10 @@ class Store:
         """Hold the store lock, and of each unowned home the lock, with a stock that was taken
         meanwhile.
 
-        A process that was stopped may have lost the store lock, and what it has seen is then of two
-        times: it begins anew. So does one under whose eyes such a process went on and took a home
-        over. One that is stopped later does no harm: what it may delete then is locked, or was
-        nobody's for good. Raises StoreLocked, DeviceError.
+        A process that was stopped may have lost the store lock, or see another go on that had: then
+        what it has seen is of two times, and it begins anew. One that is stopped later does no
+        harm: what it may delete is locked, or was nobody's for good. Raises StoreLocked,
+        DeviceError.
         """
         while True:
             with self.locked(timeout_s=timeout_s) as still_holds, ExitStack() as stack:
@@ -425,20 +420,18 @@ class Store:
         return self._measured.get(folder, 0)
 
     def _trim(self, stock: Stock, fingerprint: bytes, needed_bytes: int, unused_since_s: float = math.inf) -> bool:
-        """Delete unowned homes until ``needed_bytes`` more fit; return whether they do.
-
-        The caller holds the store lock. Those used after ``unused_since_s`` are spared. What a
-        deletion that was broken off has left goes before them.
-        """
+        """Delete what broken deletions left, then unowned homes last used by ``unused_since_s``,
+        until ``needed_bytes`` more fit; return whether they do."""
         if stock.exceeds(needed_bytes):
             self._remove_loose(stock)
-        for home in stock.excess(fingerprint, needed_bytes, unused_since_s):
-            self._delete(stock, home)
+        for home in stock.unowned_to_delete(fingerprint):
+            last_use_s = home.record.last_use_s if home.record else -1
+            if stock.exceeds(needed_bytes) and last_use_s <= unused_since_s:
+                self._delete(stock, home)
         return not stock.exceeds(needed_bytes)
 
     def _delete(self, stock: Stock, home: Holding) -> None:
-        """Delete an unowned home. What cannot be deleted still counts, and nobody may take it
-        over."""
+        """Delete an unowned home. What cannot be deleted still counts; nobody may take it over."""
         stock.homes.remove(home)
         if not self.delete_home(home.id, home.record):
             stock.homes.append(home._replace(record=None))

@@ -54,7 +54,7 @@ class TelemetryRecord(NamedTuple):
 
 def write_telemetry(home_path: Path, figures: dict[str, Any]) -> None:
     """Replace FIGURES in one step. Raises OSError."""
-    paths.write_control(home_path / FIGURES_FILE, figures, durable=False, keep=False)
+    paths.replace_file(home_path / FIGURES_FILE, [paths.encode_json(figures)])
 
 
 def read_telemetry(home_path: Path) -> TelemetryRecord | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import struct
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +57,7 @@ def read_uses(home_path: Path) -> UsesRecords | None:
     count, rest = divmod(len(data) - _HEAD.size - _SUM.size, USES_RECORD.itemsize)
     if count < 0 or rest or data[: _HEAD.size] != _head(count):
         return None
-    if data[-_SUM.size :] != _sum(memoryview(data)[: -_SUM.size]):
+    if data[-_SUM.size :] != _SUM.pack(xxh3_64_intdigest(memoryview(data)[: -_SUM.size])):
         return None
     return np.frombuffer(data, USES_RECORD, count, _HEAD.size)
 
@@ -65,25 +65,18 @@ def read_uses(home_path: Path) -> UsesRecords | None:
 def write_uses(home_path: Path, records: UsesRecords) -> None:
     """Replace a home's USES file in one step, whatever is in its place. Waits for the disk. Raises
     OSError."""
-    path = home_path / USES_FILE
-    temporary = path.with_name(USES_FILE + ".tmp")
-    paths.remove_anything(home_path, temporary.name)
+    paths.replace_file(home_path / USES_FILE, _encode(records))
+
+
+def _encode(records: UsesRecords) -> Iterator[bytes]:
+    """Yield the file's bytes in pieces, so that no call holds the interpreter for long."""
     hasher = xxh3_64(head := _head(len(records)))
-    try:
-        with os.fdopen(paths.create_file(temporary), "wb") as file:
-            file.write(head)
-            for first in range(0, len(records), _PIECE_RECORDS):  # so that no call holds the interpreter for long
-                piece = records[first : first + _PIECE_RECORDS].tobytes()
-                hasher.update(piece)
-                file.write(piece)
-            file.write(_SUM.pack(hasher.intdigest()))
-        if paths.is_directory(path):
-            paths.remove_anything(home_path, path.name)
-        temporary.replace(path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+    yield head
+    for first in range(0, len(records), _PIECE_RECORDS):
+        piece = records[first : first + _PIECE_RECORDS].tobytes()
+        hasher.update(piece)
+        yield piece
+    yield _SUM.pack(hasher.intdigest())
 
 
 def find_uses(records: UsesRecords, generations: NDArray[np.uint64]) -> tuple[UsesRecords, NDArray[np.bool_]]:
@@ -104,7 +97,3 @@ def find_uses(records: UsesRecords, generations: NDArray[np.uint64]) -> tuple[Us
 
 def _head(count: int) -> bytes:
     return _HEAD.pack(_MAGIC, _VERSION, USES_RECORD.itemsize, count)
-
-
-def _sum(data: bytes | memoryview) -> bytes:
-    return _SUM.pack(xxh3_64_intdigest(data))

@@ -52,6 +52,7 @@ _LOCK_BYTES = 8192
 _BLOCK_RECORD_BYTES = 256
 """Bytes to plan for a record with sha256 keys: 118-162 at first, 221 after any number of
 replacements (measured)."""
+_STEP_BYTES = 256 << 10
 _DAMAGED = (
     lmdb.InvalidError,
     lmdb.CorruptedError,
@@ -68,6 +69,18 @@ def map_bytes_for(block_count: int) -> int:
     for deletions."""
     kept_units = 2 * (MAX_TRANSACTION + _RESERVE_UNITS)
     return MIN_MAP_BYTES + _UNIT_BYTES * kept_units + _BLOCK_RECORD_BYTES * block_count
+
+
+def planned_bytes(record_count: int) -> int:
+    """Return how long LMDB's file can become by replacements alone, with so many records at a time;
+    in whole steps.
+
+    Beside the records as loosely as they come to be packed, there are the units that the last two
+    transactions have freed: only the next but one can take them.
+    """
+    packed_units = -(-_BLOCK_RECORD_BYTES * record_count // _UNIT_BYTES)
+    units = packed_units + 2 * min(MAX_TRANSACTION, packed_units) + _RESERVE_UNITS // 4
+    return -(-_UNIT_BYTES * units // _STEP_BYTES) * _STEP_BYTES
 
 
 class LmdbTables:
@@ -87,6 +100,7 @@ class LmdbTables:
         self._map_bytes = map_bytes
         self._readonly = readonly
         self._last_error: lmdb.Error | None = None
+        self._planned_bytes = 0
         self.damaged = False
         """Whether a commit has met damage, which is noted for the next owner."""
         with _translating(path):
@@ -143,6 +157,7 @@ class LmdbTables:
                         txn.delete(operation.key, db=database)
                     else:
                         txn.put(operation.key, operation.value, db=database)
+                record_count = sum(txn.stat(database)["entries"] for database in self._databases.values())
                 if any(operation.droppable for operation in operations) and not self._has_room(txn):
                     raise lmdb.MapFullError("map full, but for what is kept for deletions")
         except lmdb.Error as error:
@@ -150,6 +165,7 @@ class LmdbTables:
                 self._last_error = error
             self._note_damage(error)
             raise _translated(error, self._path) from error
+        self._allocate(record_count)
 
     def append(self, table: Table, items: Iterable[tuple[bytes, bytes]]) -> None:
         """Commit many records, ascending, that come after all that the table has; the fastest way
@@ -157,11 +173,13 @@ class LmdbTables:
 
         The caller has nothing of value in these files until all is in them. Raises DeviceError.
         """
-        left = iter(items)
+        left, count = iter(items), 0
         with _translating(self._path):
             while part := list(islice(left, _PART_RECORDS)):
                 with self._environment.begin(write=True) as txn:
                     txn.cursor(self._databases[table]).putmulti(part, append=True)
+                count += len(part)
+        self._allocate(count)
 
     def recover(self) -> None:
         """See ``Tables.recover``."""
@@ -231,6 +249,26 @@ class LmdbTables:
         data_file = self._path / "data.mdb"
         if data_file.stat().st_size < length:
             os.truncate(data_file, length)
+
+    def _allocate(self, record_count: int) -> None:
+        """Make the file as long as so many records can need, so that it grows with them and never
+        by replacements: on a full drive blocks can still leave for others.
+
+        Where the drive refuses that, the file grows as LMDB writes it; the next step is tried
+        again.
+        """
+        wanted_bytes = min(planned_bytes(record_count), self._map_units * self._unit_bytes)
+        if wanted_bytes <= self._planned_bytes:
+            return
+        self._planned_bytes = wanted_bytes
+        with suppress(OSError):
+            fd = os.open(self._path / "data.mdb", os.O_WRONLY | os.O_NOFOLLOW)
+            try:
+                length = os.fstat(fd).st_size
+                while length < wanted_bytes:  # written, because a file system needs room for an allocation in pieces
+                    length += os.pwrite(fd, bytes(min(_STEP_BYTES, wanted_bytes - length)), length)
+            finally:
+                os.close(fd)
 
     def _has_room(self, txn: lmdb.Transaction) -> bool:
         """Whether deletions will still find free units after this transaction, and after one more

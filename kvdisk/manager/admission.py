@@ -6,14 +6,12 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Sequence
-from typing import Protocol
 from zlib import crc32
 
 from kvdisk.blocks import BlockKey
 from kvdisk.config import make_own
 from kvdisk.errors import ConfigError
 from kvdisk.manager.catalog import number_of
-from kvdisk.manager.store_policy import StorePolicy
 
 MOST_PLACES = 1 << 22
 FEWEST_PLACES = 1 << 18
@@ -21,8 +19,7 @@ _BITS = 0xFFFFFFFF
 
 
 def places_for(slots: int) -> int:
-    """Return how many keys to track for a tier of so many slots: eight a slot, within bounds; a
-    power of two."""
+    """Return how many keys to track for a tier: eight a slot, within bounds; a power of two."""
     return min(MOST_PLACES, max(FEWEST_PLACES, 1 << (8 * slots - 1).bit_length()))
 
 
@@ -41,10 +38,10 @@ class ReuseTable:
         self.now = 0
         self._known = max(1, most - 1)  # one more than these is enough, whoever it is
         self._mask = places - 1
-        self._request = ("", 0)
-        self._clear()
+        self.clear()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Forget all keys."""
         places = self._mask + 1
         self._tags, self._times = array("I", [0]) * places, array("I", [0]) * places
         self._counts = bytearray(places)
@@ -53,9 +50,7 @@ class ReuseTable:
     def want(self, keys: Sequence[BlockKey], request_id: str) -> tuple[list[BlockKey], list[int]]:
         """Count a request once per key. Return the keys that others had wanted, and whose counts
         have risen; and of each key's second request how many keys were met since the first."""
-        if request_id != self._request[0]:
-            self._request = (request_id, _tag_of(request_id))
-        request = self._request[1]
+        request = _tag_of(request_id)
         tags, counts, times, requests = self._tags, self._counts, self._times, self._requests
         known, most, mask, now = self._known, self.most, self._mask, self.now
         risen: list[BlockKey] = []
@@ -86,39 +81,18 @@ class ReuseTable:
         self.now = now
         return risen, ages
 
-    def counts(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Return of each key how many distinct requests wanted it, at most ``most``."""
-        counts = self._counts
-        return [counts[place] if place >= 0 else 0 for place in self._find(keys)]
-
-    def first_requests(self, keys: Sequence[BlockKey], count: int) -> list[float]:
-        """Return of each key a number from 0 to 1 that stands for the first request that wanted it;
-        1: unknown.
-
-        -1 of a key that ``count`` requests or more wanted.
-        """
-        requests, known, counts = self._requests, self._known, self._counts
-        return [
-            1.0 if place < 0 else -1.0 if counts[place] >= count else requests[place * known] / 2**32
-            for place in self._find(keys)
-        ]
-
-    def clear(self) -> None:
-        """Forget all keys."""
-        self._clear()
-
-    def _find(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Return each key's place, or -1."""
-        tags, mask = self._tags, self._mask
-        places = []
+    def known(self, keys: Sequence[BlockKey]) -> list[tuple[int, float]]:
+        """Return of each key how many distinct requests wanted it, at most ``most``, and a number
+        from 0 to 1 that stands for the first of them; 1: none is known."""
+        tags, counts, requests, known, mask = self._tags, self._counts, self._requests, self._known, self._mask
+        found = []
         for name in map(number_of, keys):
             tag, place = name >> 32 | 1, name & mask
             if tags[place] != tag:
                 place = name >> 22 & mask
-                if tags[place] != tag:
-                    place = -1
-            places.append(place)
-        return places
+            is_known = tags[place] == tag
+            found.append((counts[place], requests[place * known] / 2**32) if is_known else (0, 1.0))
+        return found
 
 
 def _tag_of(request_id: str) -> int:
@@ -128,9 +102,46 @@ def _tag_of(request_id: str) -> int:
     return tag ^ tag >> 13
 
 
-class AdmitReused:
-    """A block may enter once ``needed`` distinct requests wanted it. ``places``: of the
-    ``ReuseTable``."""
+class AdmissionPolicy:
+    """Decides for one tier. ``want`` is told before ``admits`` is asked for the same request. What
+    is here lets every block in.
+
+    The CPU tier's is asked when a request offers a block. The NVMe tier's is asked when a copy in
+    the CPU tier becomes READY, each time a request wants it there, and before it leaves; without a
+    CPU tier, when a request offers it.
+    """
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ``admits`` would now return True for any block: then it is not asked."""
+        return True
+
+    def want(self, keys: Sequence[BlockKey], request_id: str) -> Sequence[BlockKey]:  # noqa: ARG002
+        """A request wanted these blocks (offered them, or was served from them). May be told again
+        for the same one.
+
+        Returns those of which ``admits`` may answer otherwise than before: where they were refused
+        they are offered again.
+        """
+        return ()
+
+    def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Return of each block whether it may enter now."""
+        return [True] * len(keys)
+
+    def note_room(self, free: int, total: int) -> None:
+        """Learn, once a step, how many of the tier's slots are free, of all that it may have."""
+
+    def reset(self) -> None:
+        """Forget all counts: the KV they stood for is gone."""
+
+
+class AdmitAll(AdmissionPolicy):
+    """Every block may enter."""
+
+
+class AdmitReused(AdmissionPolicy):
+    """A block may enter once ``needed`` distinct requests wanted it."""
 
     def __init__(self, needed: int, places: int) -> None:
         self._needed = needed
@@ -147,11 +158,7 @@ class AdmitReused:
 
     def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Return of each block whether enough distinct requests wanted it."""
-        needed = self._needed
-        return [count >= needed for count in self.table.counts(keys)]
-
-    def note_room(self, free: int, total: int) -> None:
-        """It makes no difference."""
+        return [count >= self._needed for count, _ in self.table.known(keys)]
 
     def reset(self) -> None:
         """Forget all counts."""
@@ -198,12 +205,11 @@ class AdmitAdaptive(AdmitReused):
         return risen
 
     def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Return whether there is room, or of each block whether two wanted it, or the first is one
-        of the share."""
+        """Return True while open, and for what two wanted, or the first if it is of the share."""
         if self.is_open:
             return [True] * len(keys)
         share = self.share
-        return [first < share for first in self.table.first_requests(keys, self._needed)]
+        return [count >= self._needed or first < share for count, first in self.table.known(keys)]
 
     @property
     def share(self) -> float:
@@ -214,57 +220,6 @@ class AdmitAdaptive(AdmitReused):
         """A tier is full from when an eighth of it or less is free until half of it is."""
         self._total = total
         self._is_full = free * 2 <= total if self._is_full else free * 8 <= total
-
-
-class AdmissionPolicy(Protocol):
-    """Decides for one tier. ``want`` is told before ``admits`` is asked for the same request.
-
-    The CPU tier's is asked when a request offers a block. The NVMe tier's is asked when a copy in
-    the CPU tier becomes READY, each time a request wants it there, and before it leaves; without a
-    CPU tier, when a request offers it.
-    """
-
-    @property
-    def is_open(self) -> bool:
-        """Whether ``admits`` would now return True for whichever block: many are then let in
-        without a question."""
-
-    def want(self, keys: Sequence[BlockKey], request_id: str) -> Sequence[BlockKey]:
-        """A request wanted these blocks (offered them, or was served from them). May be told again
-        for the same one.
-
-        Returns those of which ``admits`` may answer otherwise than before: where they were refused
-        they are offered again.
-        """
-
-    def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Return of each block whether it may enter now."""
-
-    def note_room(self, free: int, total: int) -> None:
-        """Learn, once a step, how many of the tier's slots are free, of all that it may have."""
-
-    def reset(self) -> None:
-        """Forget all counts: the KV they stood for is gone."""
-
-
-class AdmitAll:
-    """Every block may enter."""
-
-    is_open = True
-
-    def want(self, keys: Sequence[BlockKey], request_id: str) -> Sequence[BlockKey]:  # noqa: ARG002
-        """Nothing to remember: the answer never changes."""
-        return ()
-
-    def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Return True for each."""
-        return [True] * len(keys)
-
-    def note_room(self, free: int, total: int) -> None:
-        """It makes no difference."""
-
-    def reset(self) -> None:
-        """Nothing to forget."""
 
 
 def make_admission(text: str, slots: int, key: str = "admission") -> AdmissionPolicy:
@@ -287,23 +242,12 @@ def make_admission(text: str, slots: int, key: str = "admission") -> AdmissionPo
 
 
 class Demand:
-    """Counts which blocks requests want: in the tiers' admissions, and for refused blocks that may
-    be offered again.
+    """Counts which blocks requests want, in the tiers' admissions."""
 
-    ``admissions``: of the tiers, the first of the one that stores go to.
-    """
-
-    def __init__(self, store_policy: StorePolicy, admissions: Sequence[AdmissionPolicy]) -> None:
-        self._store_policy = store_policy
-        counting = [None if type(admission) is AdmitAll else admission for admission in admissions]
-        self._first = counting[0]
-        self._others = [admission for admission in counting[1:] if admission is not None]
+    def __init__(self, admissions: Sequence[AdmissionPolicy]) -> None:
+        self._counting = [admission for admission in admissions if type(admission) is not AdmitAll]
 
     def count_demand(self, keys: Sequence[BlockKey], request_id: str) -> None:
         """A request wants these blocks: it has come to them, or is served from them."""
-        for admission in self._others:
+        for admission in self._counting:
             admission.want(keys, request_id)
-        if self._first is not None:
-            risen = self._first.want(keys, request_id)
-            if risen:
-                self._store_policy.wanted_again(risen)

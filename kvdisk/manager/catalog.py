@@ -2,7 +2,7 @@
 """Which copies this engine has, by key: arrays with a row per block, not an object. Scheduler
 thread only.
 
-A row lives while its block has a copy in any tier. Each copy's life follows ``TRANSITIONS``; pins
+A row lives while its block has a copy in any tier. Each copy's life follows ``BEFORE``; pins
 count the jobs that use it. A copy is READY only when every rank's slot holds the key's bytes
 (invariant 3); a WRITING or pinned copy is never dropped (invariant 4).
 """
@@ -13,19 +13,23 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from itertools import repeat
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from kvdisk.blocks import BlockKey, Slot, Tier
-from kvdisk.manager.chains import NONE, TIERS, Chains
+from kvdisk.index.base import BlockColumns
 from kvdisk.manager.events import Journal
 
+NONE: Final = -1
+"""No row."""
+TIERS: tuple[Tier, ...] = tuple(tier for tier in Tier if tier is not Tier.GPU)
+"""Those that keep copies, the fastest first."""
+
 number_of: Callable[[BlockKey], int] = xxh3_64_intdigest
-"""Return a key's number, of 64 bits, for tables by hash: the same in every process, as ``hash`` of
-bytes is not."""
+"""Return a key's number, of 64 bits, for tables by hash: the same in every process."""
 
 
 class CopyState(IntEnum):
@@ -44,30 +48,17 @@ DOOMED: Final = int(CopyState.DOOMED)
 """The same as plain integers, which is what columns hold."""
 
 
-class Change(IntEnum):
-    """What can happen to a copy."""
-
-    BEGIN = 0
-    READY = 1
-    DOOM = 2
-    DROP = 3
-
-
-TRANSITIONS: dict[tuple[CopyState, Change], CopyState] = {
-    (CopyState.ABSENT, Change.BEGIN): CopyState.WRITING,
-    (CopyState.WRITING, Change.READY): CopyState.READY,
-    (CopyState.WRITING, Change.DOOM): CopyState.DOOMED,
-    (CopyState.WRITING, Change.DROP): CopyState.ABSENT,
-    (CopyState.READY, Change.DOOM): CopyState.DOOMED,
-    (CopyState.READY, Change.DROP): CopyState.ABSENT,
-    (CopyState.DOOMED, Change.DROP): CopyState.ABSENT,
+BEFORE: Final = {
+    WRITING: (ABSENT,),
+    READY: (WRITING,),
+    DOOMED: (WRITING, READY),
+    ABSENT: (WRITING, READY, DOOMED),
 }
-"""The whole life cycle of a copy. DROP asks for zero pins."""
+"""The whole life of a copy: which states come before each. ABSENT asks for zero pins."""
 
 
 class Presence(IntEnum):
-    """Whether a block can be loaded: NOWHERE, from no tier; COMING: it is being written; READY:
-    now."""
+    """Whether a block can be loaded: NOWHERE, from no tier; COMING: it is being written."""
 
     NOWHERE = 0
     COMING = 1
@@ -76,29 +67,10 @@ class Presence(IntEnum):
 
 NOWHERE: Final = int(Presence.NOWHERE)
 COMING: Final = int(Presence.COMING)
-ILLEGAL = 255
-_NEXT = bytes(TRANSITIONS.get((state, change), ILLEGAL) for state in CopyState for change in Change)
-"""By state and change: asked for every block of every job."""
 _PRESENCE_OF = bytes((NOWHERE, COMING, int(Presence.READY), NOWHERE))
 """By the state of a copy that its tier lets be read."""
-_BEGIN, _FINISH, _DOOM, _DROP = map(int, Change)
 _NOBODY = BlockKey(b"")
 _GROWN_ROWS = 64
-
-
-class CommittedCopies(NamedTuple):
-    """Columns of blocks whose copies a committed record names, a row each; arrays of one length.
-
-    ``parent_rows``: positions in these columns, or -1. ``other_parents``: by position the parents
-    that are not among them.
-    """
-
-    keys: Sequence[BlockKey]
-    parent_rows: NDArray[np.int32]
-    other_parents: dict[int, BlockKey]
-    generations: NDArray[np.uint64]
-    segments: NDArray[np.uint32]
-    indices: NDArray[np.uint32]
 
 
 class TierColumns:
@@ -106,14 +78,16 @@ class TierColumns:
 
     ``states``: each copy's ``CopyState``; where there is one, ``segments`` and ``indices`` are its
     slot's. ``pins``: how many jobs use it, its writer counts. ``hidden``: segments that nobody is
-    to read now.
+    to read now. Copies in the tier hang on the row of their parent, whether or not that has one
+    too: ``first_child`` of it is one of them, and ``next_child`` of each is another; NONE after the
+    last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parent_rows: array[int]) -> None:
+        self._parent_rows = parent_rows
         self.states = bytearray()
-        self.pins = array("I")
-        self.segments = array("I")
-        self.indices = array("I")
+        self.pins, self.segments, self.indices = array("I"), array("I"), array("I")
+        self.first_child, self.next_child, self._previous_child = array("i"), array("i"), array("i")
         self.hidden: frozenset[int] = frozenset()
 
     def grow(self, count: int) -> None:
@@ -121,14 +95,48 @@ class TierColumns:
         self.states.extend(bytes([ABSENT]) * count)
         for column in (self.pins, self.segments, self.indices):
             column.frombytes(bytes(count * column.itemsize))
+        for links in (self.first_child, self.next_child, self._previous_child):
+            links.extend(array("i", [NONE]) * count)
 
-    def fill(self, copies: CommittedCopies) -> None:
-        """Take over READY copies as rows 0, 1, ...; there are no rows yet."""
-        assert not self.states
-        self.states.extend(bytes([READY]) * len(copies.keys))
-        self.pins.frombytes(bytes(self.pins.itemsize * len(copies.keys)))
-        for column, values in ((self.segments, copies.segments), (self.indices, copies.indices)):
-            column.frombytes(values.astype(np.uint32).tobytes())
+    def fill(self, segments: NDArray[np.uint32], indices: NDArray[np.uint32]) -> None:
+        """Make of the rows that there are READY copies in these slots; parents are set."""
+        self.states[:] = bytes([READY]) * len(segments)
+        np.frombuffer(self.segments, np.uint32)[:] = segments
+        np.frombuffer(self.indices, np.uint32)[:] = indices
+        parent_rows = np.array(self._parent_rows, np.int32)
+        children = np.flatnonzero(parent_rows != NONE).astype(np.int32)
+        children = children[np.argsort(parent_rows[children], kind="stable")]
+        parents = parent_rows[children]
+        np.frombuffer(self.first_child, np.int32)[parents] = children  # the last of each parent's
+        alike = parents[1:] == parents[:-1]
+        np.frombuffer(self.next_child, np.int32)[children[1:][alike]] = children[:-1][alike]
+        np.frombuffer(self._previous_child, np.int32)[children[:-1][alike]] = children[1:][alike]
+
+    def link(self, rows: Iterable[int]) -> None:
+        """Hang copies that have begun on their parents."""
+        first, after, before = self.first_child, self.next_child, self._previous_child
+        for row in rows:
+            parent_row = self._parent_rows[row]
+            if parent_row != NONE:
+                sibling = first[parent_row]
+                after[row], before[row] = sibling, NONE
+                if sibling != NONE:
+                    before[sibling] = row
+                first[parent_row] = row
+
+    def unlink(self, rows: Iterable[int]) -> None:
+        """Take copies that have ended from their parents."""
+        first, after, before = self.first_child, self.next_child, self._previous_child
+        for row in rows:
+            parent_row = self._parent_rows[row]
+            if parent_row != NONE:
+                younger, older = after[row], before[row]
+                if older == NONE:
+                    first[parent_row] = younger
+                else:
+                    after[older] = younger
+                if younger != NONE:
+                    before[younger] = older
 
     def slot(self, row: int) -> Slot:
         """Return the slot of a copy that is not ABSENT."""
@@ -169,29 +177,29 @@ class Catalog:
 
     A parent without copies keeps a row, too, as long as a block follows it: a placeholder, which
     nobody finds. Nothing here is walked by the garbage collector block by block: a list or an
-    object for each block would be. ``keys``: by row, always the same array. ``chains``: which rows
-    follow which. ``gains`` rises whenever some block comes nearer to being loaded, in the order of
-    ``Presence``, and ``losses`` whenever some block comes to be farther from it: what was found
-    holds until then.
+    object for each block would be. ``keys``: by row, always the same array. ``parent_rows``: by row
+    that of the block before it in its chain; NONE of the first. ``gains`` rises whenever some block
+    comes nearer to being loaded, in the order of ``Presence``, and ``losses`` whenever some block
+    comes to be farther from it: what was found holds until then.
     """
 
     def __init__(self) -> None:
         self._rows: dict[BlockKey, int] = {}
-        self._placeholders: dict[BlockKey, int] = {}
-        """Those of the current epoch; ``_is_placeholder`` tells it of every row."""
+        """Those of the current epoch, placeholders too."""
         self._is_placeholder = bytearray()
         self._vacant = array("i")
         self.gains = self.losses = 0
         self.keys: NDArray[np.object_] = np.empty(0, np.object_)
         self.generations = array("Q")
         self.epochs = array("Q")
-        self._columns = {tier: TierColumns() for tier in TIERS}
+        self.parent_rows = array("i")
+        self._child_counts = array("I")
+        """By row: how many rows have it as their parent, with copies or not yet."""
+        self._columns = {tier: TierColumns(self.parent_rows) for tier in TIERS}
         # The last is that of row -1, which no block has.
         self._presences = bytearray([NOWHERE])
-        self.chains = Chains()
         self.journal: Journal | None = None
-        """Told of each copy that becomes READY or ends, of the current epoch; None: nobody
-        listens."""
+        """Told of each copy that becomes READY or ends; None: nobody listens."""
 
     def __len__(self) -> int:
         return int(np.count_nonzero(np.logical_or.reduce([columns.held() for columns in self._columns.values()])))
@@ -200,100 +208,95 @@ class Catalog:
 
     def find(self, key: BlockKey) -> int:
         """Return the row of a block of the current epoch, or -1."""
-        return self._rows.get(key, NONE)
+        return self.find_all((key,))[0]
 
     def find_all(self, keys: Iterable[BlockKey]) -> list[int]:
         """Return the row, or -1, of each block."""
-        return list(map(self._rows.get, keys, repeat(NONE)))
+        is_placeholder = self._is_placeholder
+        found = map(self._rows.get, keys, repeat(NONE))
+        return [NONE if row != NONE and is_placeholder[row] else row for row in found]
 
     def parent(self, row: int) -> BlockKey | None:
         """Return the key of the block before a row's in its chain; None of the first."""
-        parent_row = self.chains.parent_rows[row]
+        parent_row = self.parent_rows[row]
         return None if parent_row == NONE else self.keys[parent_row]
 
     def add(self, key: BlockKey, generation: int, epoch: int, parent: BlockKey | None) -> int:
         """Make a row without copies for a key that has none. The caller begins a copy at once."""
-        assert key not in self._rows
-        row = self._placeholders.pop(key, NONE)
-        if row == NONE:
-            row = self._take_vacant(key)
-        self._rows[key] = row
+        row = self._row_of(key)
+        assert self._is_placeholder[row], "it has a row"
         self._is_placeholder[row] = False
         self.generations[row] = generation
         self.epochs[row] = epoch
         if parent is not None:
-            self.chains.set_parent(row, self._parent_row(parent))
+            self._follow(row, parent)
         return row
 
-    def _parent_row(self, parent: BlockKey) -> int:
-        """Return the row of a block that another follows; it becomes a placeholder where there is
-        none."""
-        row = self._rows.get(parent, NONE)
+    def _follow(self, row: int, parent: BlockKey) -> None:
+        self.parent_rows[row] = parent_row = self._row_of(parent)
+        self._child_counts[parent_row] += 1
+
+    def _row_of(self, key: BlockKey) -> int:
+        """Return the row of a block; where there is none it gets one, as a placeholder."""
+        row = self._rows.get(key, NONE)
         if row == NONE:
-            row = self._placeholders.get(parent, NONE)
-        if row == NONE:
-            row = self._placeholders[parent] = self._take_vacant(parent)
+            if not self._vacant:
+                first = len(self.generations)
+                self._grow(_GROWN_ROWS)
+                self._vacant.extend(range(first + _GROWN_ROWS - 1, first - 1, -1))
+            row = self._rows[key] = self._vacant.pop()
+            self.keys[row] = key
             self._is_placeholder[row] = True
         return row
 
-    def _take_vacant(self, key: BlockKey) -> int:
-        if not self._vacant:
-            self._grow(_GROWN_ROWS)
-        row = self._vacant.pop()
-        self.keys[row] = key
-        return row
-
     def _grow(self, count: int) -> None:
-        """Make vacant rows, a few at a time."""
+        """Make so many more rows."""
         first = len(self.generations)
         if first + count > len(self.keys):
             self.keys.resize(first + count + first // 8, refcheck=False)
-        self.generations.frombytes(bytes(count * self.generations.itemsize))
-        self.epochs.frombytes(bytes(count * self.epochs.itemsize))
+        for column in (self.generations, self.epochs, self._child_counts):
+            column.frombytes(bytes(count * column.itemsize))
+        self.parent_rows.extend(array("i", [NONE]) * count)
         for columns in self._columns.values():
             columns.grow(count)
         self._presences += bytes([NOWHERE]) * count
         self._is_placeholder += bytes(count)
-        self.chains.grow(count)
-        self._vacant.extend(range(first + count - 1, first - 1, -1))
 
-    def fill(self, tier: Tier, copies: CommittedCopies, epoch: int) -> None:
-        """Take over many blocks at once as rows 0, 1, ... with a READY copy each; the catalog must
-        be empty."""
+    def fill(
+        self, tier: Tier, blocks: BlockColumns, parent_rows: NDArray[np.int32], other_parents: dict[int, BlockKey]
+    ) -> None:
+        """Take over many blocks as rows 0, 1, ... with a READY copy each; there are no rows yet.
+
+        ``parent_rows``: by row, or NONE. ``other_parents``: by row those that are not among them.
+        """
         assert not self.generations
-        count = len(copies.keys)
-        self.keys.resize(count, refcheck=False)
-        self.keys[:] = copies.keys
-        self._rows = dict(zip(copies.keys, range(count), strict=True))
+        count = len(blocks.keys)
+        self._grow(count)
+        self.keys[:count] = blocks.keys
+        self._rows = dict(zip(blocks.keys, range(count), strict=True))
         assert len(self._rows) == count, "a key twice"
-        self.generations.frombytes(copies.generations.astype(np.uint64).tobytes())
-        self.epochs = array("Q", [epoch]) * count
-        for other, columns in self._columns.items():
-            if other is tier:
-                columns.fill(copies)
-            else:
-                columns.grow(count)
-        self._presences[:0] = bytes([READY]) * count
-        self._is_placeholder += bytes(count)
+        np.frombuffer(self.generations, np.uint64)[:] = blocks.generations
+        np.frombuffer(self.epochs, np.uint64)[:] = blocks.epochs
+        np.frombuffer(self.parent_rows, np.int32)[:] = parent_rows
+        counts = np.bincount(parent_rows[parent_rows != NONE], minlength=count)
+        np.frombuffer(self._child_counts, np.uint32)[:] = counts
+        self._columns[tier].fill(blocks.segments, blocks.indices)
+        self._presences[:count] = bytes([READY]) * count
         self.gains += 1
-        self.chains.fill(tier, copies.parent_rows)
-        for row, parent in copies.other_parents.items():
-            self.chains.set_parent(row, self._parent_row(parent))
-            self.chains.link((row,), tier)
+        for row, parent in other_parents.items():
+            self._follow(row, parent)
+            self._columns[tier].link((row,))
 
     def hide_all(self) -> None:
-        """Forget every key, for a new epoch: rows stay for their slots' sake, and are found by
-        nobody."""
+        """Forget every key, for a new epoch: rows stay until their copies end."""
         if self.journal is not None:
             for tier in TIERS:
                 self.journal.note(tier, False, self.ready_keys(tier))
         self._rows.clear()
-        self._placeholders.clear()
         self.losses += 1
 
     def rows_in(self, tier: Tier, segment: int | None = None) -> list[int]:
-        """Return the rows with a copy in a tier, or in one of its segments, of all epochs,
-        ascending; fast."""
+        """Return the rows with a copy in a tier, or in one of its segments, of all epochs."""
         rows: list[int] = self._columns[tier].rows(None if segment is None else (segment,)).tolist()
         return rows
 
@@ -336,17 +339,13 @@ class Catalog:
             columns.states[row] == (READY if other is tier else ABSENT) for other, columns in self._columns.items()
         )
 
-    def is_ready(self, row: int) -> bool:
-        """Whether a row (or -1) can be loaded from some tier now."""
-        return self._presences[row] == READY
-
     def is_coming(self, row: int) -> bool:
         """Whether a row (or -1) can be loaded now, or is being written."""
         return self._presences[row] > NOWHERE
 
     def presences(self, keys: Sequence[BlockKey]) -> bytes:
         """Return the ``Presence`` of each key as a byte."""
-        return bytes(map(self._presences.__getitem__, self.find_all(keys)))
+        return bytes(map(self._presences.__getitem__, map(self._rows.get, keys, repeat(NONE))))
 
     def ready_keys(self, tier: Tier) -> list[BlockKey]:
         """Return the keys of all copies of the current epoch that are READY in a tier."""
@@ -354,14 +353,12 @@ class Catalog:
         return [key for key, row in self._rows.items() if states[row] == READY]
 
     def evictable_in(self, tier: Tier) -> Callable[[int], bool]:
-        """Return who tells whether a row's copy may be dropped for room, READY and unpinned: to be
-        used at once."""
+        """Return who tells whether a row's copy is READY and unpinned: to be used at once."""
         states, pins = self._columns[tier].states, self._columns[tier].pins
         return lambda row: states[row] == READY and pins[row] == 0
 
     def hide(self, tier: Tier, segments: frozenset[int]) -> None:
-        """Let nobody read copies in these segments of a tier, whose drive is quarantined, and all
-        others again."""
+        """Let nobody read copies in these segments of a tier, and all others again."""
         columns = self._columns[tier]
         if segments == columns.hidden:
             return
@@ -379,22 +376,22 @@ class Catalog:
         """Start writing copies, each into its slot; the writer holds one pin."""
         columns = self._columns[tier]
         segments, indices, pins = columns.segments, columns.indices, columns.pins
-        self._change(rows, tier, _BEGIN)
+        self._change(rows, tier, WRITING)
         for row, slot in zip(rows, slots, strict=True):
             segments[row], indices[row] = slot
             pins[row] = 1
-        self.chains.link(rows, tier)
+        columns.link(rows)
 
     def finish(self, rows: Sequence[int], tier: Tier) -> None:
         """The writers of some copies are done on every rank: READY, their pins are gone."""
-        self._change(rows, tier, _FINISH)
+        self._change(rows, tier, READY)
         self.unpin(rows, tier)
         self._note(rows, tier, stored=True)
 
     def doom(self, row: int, tier: Tier) -> None:
         """Serve this copy to nobody any more. The caller drops it when its pins are gone."""
         self._note((row,), tier, stored=False)
-        self._change((row,), tier, _DOOM)
+        self._change((row,), tier, DOOMED)
 
     def drop(self, rows: Sequence[int], tier: Tier) -> list[Slot]:
         """End unpinned copies, those that follow a copy before it, and return their slots.
@@ -405,9 +402,9 @@ class Catalog:
         slots = [columns.slot(row) for row in rows]
         self._note(rows, tier, stored=False)
         assert not any(map(columns.pins.__getitem__, rows)), "a pinned copy cannot be dropped"
-        self._change(rows, tier, _DROP)
-        self.chains.unlink(rows, tier)
-        others = [other.states for other in self._columns.values() if other is not columns]
+        self._change(rows, tier, ABSENT)
+        columns.unlink(rows)
+        others = [each.states for each in self._columns.values() if each is not columns]
         for row in rows:
             for states in others:
                 if states[row] != ABSENT:
@@ -417,28 +414,20 @@ class Catalog:
         return slots
 
     def _vacate(self, row: int) -> None:
-        """A row has lost its last copy: it becomes a placeholder while others follow it, or
-        vacant."""
-        key = self.keys[row]
-        is_current = self._rows.get(key) == row
-        if is_current:
-            del self._rows[key]
-        parent_row = self.chains.leave_parent(row)
+        """A row has no copy: it is a placeholder while others follow it, then vacant."""
+        parent_row = self.parent_rows[row]
+        if parent_row != NONE:
+            self.parent_rows[row] = NONE
+            self._child_counts[parent_row] -= 1
         self._is_placeholder[row] = True
-        if is_current and self.chains.child_counts[row]:
-            self._placeholders[key] = row
         for each in (row, parent_row):
-            if each != NONE and self._is_placeholder[each] and not self.chains.child_counts[each]:
-                self._free(each)
-
-    def _free(self, row: int) -> None:
-        """Nobody follows a placeholder any more."""
-        key = self.keys[row]
-        if self._placeholders.get(key) == row:
-            del self._placeholders[key]
-        self._is_placeholder[row] = False
-        self.keys[row] = _NOBODY
-        self._vacant.append(row)
+            if each != NONE and self._is_placeholder[each] and not self._child_counts[each]:
+                key = self.keys[each]
+                if self._rows.get(key) == each:  # of the current epoch
+                    del self._rows[key]
+                self._is_placeholder[each] = False
+                self.keys[each] = _NOBODY
+                self._vacant.append(each)
 
     def pin(self, rows: Iterable[int], tier: Tier) -> None:
         """Hold READY copies for one job."""
@@ -455,8 +444,7 @@ class Catalog:
             pins[row] -= 1
 
     def _note(self, rows: Iterable[int], tier: Tier, *, stored: bool) -> None:
-        """Tell of those copies that are READY, unless a new epoch has hidden them: then their end
-        was told already."""
+        """Tell of READY copies, but for those of an earlier epoch: their end was told."""
         if self.journal is not None:
             states = self._columns[tier].states
             for row in rows:
@@ -464,15 +452,13 @@ class Catalog:
                 if states[row] == READY and self._rows.get(key) == row:
                     self.journal.note(tier, stored, (key,))  # one by one: so they count for the journal's bound
 
-    def _change(self, rows: Iterable[int], tier: Tier, change: int) -> None:
-        """Change the states of some copies by the table, and what is known of their blocks'
-        presence."""
+    def _change(self, rows: Iterable[int], tier: Tier, target: int) -> None:
+        """Bring copies to a state, and learn what that makes of their blocks' presence."""
         columns, presences = self._columns[tier], self._presences
-        states, hidden = columns.states, columns.hidden
+        states, hidden, legal = columns.states, columns.hidden, BEFORE[target]
         others = [other for other in self._columns.values() if other is not columns]
         for row in rows:
-            target = _NEXT[states[row] * 4 + change]
-            assert target != ILLEGAL, f"{Change(change)!r} of a copy of row {row}"
+            assert states[row] in legal, f"{CopyState(states[row])!r} to {CopyState(target)!r} in row {row}"
             states[row] = target
             before, now = presences[row], columns.presence(row) if hidden else _PRESENCE_OF[target]
             for other in others:

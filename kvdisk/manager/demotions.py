@@ -10,7 +10,7 @@ thread only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress
+from itertools import compress, islice
 
 from kvdisk.blocks import JobId
 from kvdisk.manager.catalog import ABSENT, READY
@@ -57,25 +57,24 @@ class Demotions:
         leaves. Returns how many were queued: not those that are already, nor more than there is
         place for.
         """
-        if not self._lower.is_open:
-            return 0
         keys = self._catalog.keys
         above, below = (self._catalog.columns(space.tier).states for space in (self._upper, self._lower))
         wanted = [row for row in rows if above[row] == READY and below[row] == ABSENT]
+        if not wanted or not self._lower.status.is_open:
+            return 0
         if self._neighbours.hints:
             wanted = [row for row in wanted if not self._is_with_neighbour(row)]
-        if wanted and not self._lower.admission.is_open:
+        if not self._lower.admission.is_open:
             wanted = list(compress(wanted, self._lower.admission.admits([keys[row] for row in wanted])))
         return self.enqueue(wanted)
 
     def enqueue(self, rows: Sequence[int]) -> int:
-        """Queue READY copies; return how many: not those that are already, nor more than there is
-        place for."""
+        """Queue READY copies that are not queued yet, while there is place; return how many."""
         taken = 0
         for row in rows:
             size_class = self._upper.class_of(row)
-            if not self._queued.holds(row) and self.count(size_class) < self.limit(size_class):
-                self._queued.append((row,), size_class)
+            if row not in self._queued and self.count(size_class) < self.limit(size_class):
+                self._queued.append((row,), (size_class,))
                 taken += 1
         return taken
 
@@ -86,12 +85,14 @@ class Demotions:
         """
         if self.offer((row,)):
             return True
-        is_absent = self._catalog.state(row, self._lower.tier) == ABSENT
-        if self._lower.is_open and is_absent and not self._is_with_neighbour(row):
+        if self._catalog.state(row, self._lower.tier) != ABSENT or self._is_with_neighbour(row):
+            return False
+        status = self._lower.status
+        if status.is_open:
             if not self._lower.admission.admits((self._catalog.keys[row],))[0]:
                 self._stats.add("left_blocks.reuse")
             else:
-                self._stats.add("left_blocks.budget" if self._lower.is_spent else "left_blocks.room")
+                self._stats.add("left_blocks.budget" if status.is_spent else "left_blocks.room")
         return False
 
     def _is_with_neighbour(self, row: int) -> bool:
@@ -101,12 +102,11 @@ class Demotions:
 
     def is_queued(self, row: int) -> bool:
         """Whether a copy waits for its demotion."""
-        return self._queued.holds(row)
+        return row in self._queued
 
-    def forget(self, row: int) -> None:
-        """A copy has ended."""
-        if self._queued.holds(row):
-            self._queued.remove((row,), self._upper.class_of(row))
+    def forget(self, rows: Sequence[int]) -> None:
+        """Copies have ended."""
+        self._queued.remove(rows)
 
     def count(self, size_class: int) -> int:
         """Return how many copies of a size class are queued."""
@@ -124,10 +124,9 @@ class Demotions:
     # -- steps -------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> None:
-        """Have room made in the lower tier for what is queued, and plan jobs for what has found
-        some."""
+        """Make room in the lower tier for what is queued; plan jobs for what finds some."""
         lower = self._lower
-        if not lower.is_open:
+        if not lower.status.is_open:
             self._queued = RowLists(len(self._queued.counts))
             return
         self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
@@ -145,8 +144,8 @@ class Demotions:
         slots = self._lower.allocate(size_class, min(MAX_DEMOTE_MOVES, self.count(size_class)))
         if not slots:
             return False
-        rows, catalog = self._queued.first(len(slots), size_class), self._catalog
-        self._queued.remove(rows, size_class)
+        rows, catalog = list(islice(self._queued.walk(size_class), len(slots))), self._catalog
+        self._queued.remove(rows)
         source, target = self._upper.tier, self._lower.tier
         catalog.begin(rows, target, slots)
         catalog.pin(rows, source)
@@ -170,6 +169,6 @@ class Demotions:
         is awaited."""
         lower = self._lower
         return lower.refresh_writable(now) and any(
-            count and not lower.is_stuck(size_class) and not (silent and lower.awaits_commit(size_class))
+            count and lower.may_get_room(size_class, silent=silent)
             for size_class, count in enumerate(self._queued.counts)
         )

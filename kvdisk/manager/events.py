@@ -18,9 +18,9 @@ from kvdisk.blocks import BlockKey, Tier
 from kvdisk.stats import Stats
 
 MOST_WAITING = 65536
-"""Changes that wait to be taken; many keys of one call count as one."""
+"""Changes that wait to be taken."""
 MOST_TAKEN = 4096
-"""Keys that one ``take`` returns: bounds a step, where a start or a reset has a million to tell."""
+"""Keys of a change, and of one ``take``: a start or a reset has a million to tell."""
 
 
 class BlockChange(NamedTuple):
@@ -33,8 +33,7 @@ class BlockChange(NamedTuple):
 
 @dataclass(slots=True)
 class Taken:
-    """What ``take`` returns. ``cleared``: forget all that was told before; then come
-    ``changes``."""
+    """``cleared``: forget all that was told before; then come ``changes``."""
 
     cleared: bool
     changes: list[BlockChange]
@@ -47,38 +46,28 @@ class Journal:
         self._stats = stats
         self._most_waiting = most_waiting
         self._waiting: deque[BlockChange] = deque()
-        self._taken_of_first = 0
         self._cleared = False
 
     def note(self, tier: Tier, stored: bool, keys: Sequence[BlockKey]) -> None:
         """Add a change. ``keys`` must not change any more."""
-        if not keys:
-            return
-        if len(self._waiting) >= self._most_waiting:
-            self._stats.add("lost_events", sum(len(change.keys) for change in self._waiting) - self._taken_of_first)
-            self._waiting.clear()
-            self._taken_of_first = 0
-            self._cleared = True
-        self._waiting.append(BlockChange(tier, stored, keys))
+        for start in range(0, len(keys), MOST_TAKEN):
+            if len(self._waiting) >= self._most_waiting:
+                self._stats.add("lost_events", sum(len(change.keys) for change in self._waiting))
+                self._waiting.clear()
+                self._cleared = True
+            self._waiting.append(BlockChange(tier, stored, keys[start : start + MOST_TAKEN]))
 
     @property
     def waits(self) -> bool:
         """Whether there is something to take."""
         return self._cleared or bool(self._waiting)
 
-    def take(self, most_keys: int = MOST_TAKEN) -> Taken:
-        """Return the oldest changes, of ``most_keys`` keys in all."""
+    def take(self) -> Taken:
+        """Return the oldest changes, of ``MOST_TAKEN`` keys in all."""
         taken = Taken(self._cleared, [])
         self._cleared = False
-        left = most_keys
-        while self._waiting and left > 0:
-            tier, stored, keys = self._waiting[0]
-            start = self._taken_of_first
-            piece = keys if start == 0 and len(keys) <= left else keys[start : start + left]
-            taken.changes.append(BlockChange(tier, stored, piece))
-            left -= len(piece)
-            self._taken_of_first = start + len(piece)
-            if self._taken_of_first == len(keys):
-                self._waiting.popleft()
-                self._taken_of_first = 0
+        left = MOST_TAKEN
+        while self._waiting and len(self._waiting[0].keys) <= left:
+            taken.changes.append(self._waiting.popleft())
+            left -= len(taken.changes[-1].keys)
         return taken

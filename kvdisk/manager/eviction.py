@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,97 +16,80 @@ from numpy.typing import NDArray
 from kvdisk.blocks import BlockKey, Tier
 from kvdisk.config import EVICTIONS
 from kvdisk.errors import ConfigError
-from kvdisk.manager.catalog import Catalog, number_of
-from kvdisk.manager.chains import NONE
+from kvdisk.manager.catalog import NONE, Catalog, number_of
 from kvdisk.manager.row_lists import GROWN_ROWS, RowLists
 
-
-class Keys(Protocol):
-    """The keys of the catalog's rows."""
-
-    def __getitem__(self, row: int, /) -> Any:
-        """Return the key of a row's block."""
+Keys = NDArray[np.object_] | Sequence[BlockKey]
+"""The keys of the catalog's rows, by row."""
 
 
-class EvictionPolicy(Protocol):
-    """Order of the copies of one tier and size class. A row is inserted once and removed once.
+class EvictionPolicy:
+    """Order of the copies of one tier and size class. What is here keeps the order of last use.
 
-    Many come, and go, at a time: a prompt's blocks, and those that make room for them. A policy has
-    no clock: it counts what is inserted and used. What it knows of rows is in arrays, not in a
-    Python object for each row (``tests/unit/test_garbage.py``), and it grows them itself when a
-    higher row comes.
+    Many rows come, and go, at a time: a prompt's blocks, and those that make room for them. Of a
+    chain the tail comes before the head. A row is inserted once and removed once; other calls
+    ignore rows that are not there. A policy has no clock: it counts what is inserted and used. What
+    it knows of rows is in arrays, not in a Python object for each row
+    (``tests/unit/test_garbage.py``), and it grows them itself when a higher row comes.
+
+    ``keys``: of the catalog's rows, read when a row is given.
     """
 
+    _LISTS = 1
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+        self._lists = RowLists(self._LISTS)
+
     def insert(self, rows: Sequence[int]) -> None:
-        """Copies became READY: the earliest first, and of a chain the tail before the head."""
+        """Copies became READY: the earliest first."""
+        self._lists.append(rows)
 
     def access(self, rows: Sequence[int]) -> None:
-        """Copies were used: the earliest first, and of a chain the tail before the head. Rows that
-        are not there are ignored.
+        """Copies were used: the earliest first.
 
         One request may use a copy up to three times: when it is read ahead for, when it has loaded
         the copy, and when it reaches the block. A policy that counts uses counts those once.
-        ``CreditPolicy`` goes by the time between them, which is a small part of the mean interval.
         """
+        for row in self._lists.held(rows):
+            self._lists.move(row, 0)
 
     def postpone(self, row: int) -> None:
-        """A copy could not leave now: propose it later than others. That is no use. Rows that are
-        not there are ignored."""
+        """A copy could not leave now: propose it later than others of its list. That is no use."""
+        if row in self._lists:
+            self._lists.move(row, self._lists.number_of(row))
 
     def remove(self, rows: Sequence[int]) -> None:
-        """Copies left the tier, for whatever reason; rows still have their keys. Those not there
-        are ignored."""
+        """Copies left the tier, for whatever reason; rows still have their keys."""
+        self._lists.remove(rows)
 
-    def fill(self, rows: NDArray[np.int32], uses: NDArray[np.uint32]) -> None:
+    def fill(self, rows: NDArray[np.int32], uses: NDArray[np.uint32]) -> None:  # noqa: ARG002 - LRU counts none
         """Insert many rows at once, the oldest first, into an empty policy: what was there before a
         restart.
 
         ``uses``: how often each was used since it was stored.
         """
+        self._lists.fill(rows, np.zeros(len(rows), np.uint8))
 
     def proposals(self) -> Iterator[int]:
         """Yield rows in the order in which they should leave. A step reads only the first of them:
         find each when it is asked for. Removes none: a row that the caller leaves where it is is
         proposed again by a later call. Not to be advanced after any other call."""
+        return self._lists.walk()
 
 
-class LruPolicy:
-    """Least recently used leaves first. Callers insert and access the blocks of a chain tail
-    first."""
-
-    def __init__(self) -> None:
-        self._rows = RowLists(1)
-
-    def insert(self, rows: Sequence[int]) -> None:
-        """Make rows the newest."""
-        self._rows.append(rows)
-
-    def access(self, rows: Sequence[int]) -> None:
-        """Make rows the newest again."""
-        for row in self._rows.held(rows):
-            self._rows.move(row, 0, 0)
-
-    def postpone(self, row: int) -> None:
-        """Make a row the newest again, as a use does: LRU counts none."""
-        self.access((row,))
-
-    def remove(self, rows: Sequence[int]) -> None:
-        """Take rows out; those that are not there are ignored."""
-        self._rows.remove(self._rows.held(rows))
-
-    def fill(self, rows: NDArray[np.int32], uses: NDArray[np.uint32]) -> None:  # noqa: ARG002 - the order says all
-        """Insert many rows, the oldest first."""
-        self._rows.fill(rows, np.zeros(len(rows), np.uint8))
-
-    def proposals(self) -> Iterator[int]:
-        """Yield from the oldest on."""
-        row = self._rows.oldest()
-        while row >= 0:
-            yield row
-            row = self._rows.newer(row)
+def _grow(column: bytearray | array[int], rows: Sequence[int]) -> None:
+    """Make place in a column by row for these rows, and some more."""
+    lacking = max(rows, default=-1) + 1 - len(column)
+    if lacking > 0:
+        column.extend(bytes(lacking + GROWN_ROWS))
 
 
-class S3FifoPolicy:
+class LruPolicy(EvictionPolicy):
+    """Least recently used leaves first."""
+
+
+class S3FifoPolicy(EvictionPolicy):
     """S3-FIFO: new copies pass through a probation queue, and only those used there get into the
     main queue.
 
@@ -116,73 +99,55 @@ class S3FifoPolicy:
     those that did best on a trace (decision 12).
     """
 
+    _LISTS = 2
+    """List 0 is the probation queue, 1 the main one."""
     _PROBATION_SHARE = 0.7
     _MOST_USES = 3
     _MOST_MOVES = 4096
-    """Rows that one search moves from queue to queue before it proposes them as they stand: bounds
-    a step."""
+    """Rows that one search moves between queues before it proposes them as they stand."""
     _LONGEST_STREAK = 8
     """Rows of the main queue that are proposed before one on probation is, whatever the shares."""
 
     def __init__(self, keys: Keys) -> None:
-        self._keys = keys
-        self._queues = RowLists(2)
-        # By row: uses since it came to its queue, and whether that is the main one.
+        super().__init__(keys)
         self._uses = bytearray()
-        self._is_main = bytearray()
+        """By row, since it came to its queue."""
         self._left = LeftKeys(1)
         self._now = self._life = 0
 
     def insert(self, rows: Sequence[int]) -> None:
         """Put rows on probation, or in the main queue where they have left not long ago."""
-        if not rows:
-            return
-        lacking = max(rows) + 1 - len(self._uses)
-        if lacking > 0:
-            self._uses += bytes(lacking + GROWN_ROWS)
-            self._is_main += bytes(lacking + GROWN_ROWS)
-        keys = self._keys
-        known = self._left.take([keys[row] for row in rows], self._now)
-        for at, row in enumerate(rows):
+        _grow(self._uses, rows)
+        known = self._left.take([self._keys[row] for row in rows], self._now)
+        for row in rows:
             self._uses[row] = 0
-            self._is_main[row] = at in known and known[at][1] < self._life
-        for number in (1, 0):
-            self._queues.append([row for row in rows if self._is_main[row] == number], number)
+        self._lists.append(rows, [int(at in known and known[at][1] < self._life) for at in range(len(rows))])
 
     def access(self, rows: Sequence[int]) -> None:
         """Count a use of each."""
-        for row in self._queues.held(rows):
-            if self._uses[row] < self._MOST_USES:
-                self._uses[row] += 1
-
-    def postpone(self, row: int) -> None:
-        """Make a row the newest of its queue; it was not used."""
-        if self._queues.holds(row):
-            self._queues.move(row, self._is_main[row], self._is_main[row])
+        for row in self._lists.held(rows):
+            self._uses[row] = min(self._uses[row] + 1, self._MOST_USES)
 
     def remove(self, rows: Sequence[int]) -> None:
-        """Take rows out; those on probation are remembered. Rows that are not there are ignored."""
-        held, life = self._queues.held(rows), sum(self._queues.counts)
-        left = [row for row in held if not self._is_main[row]]
-        self._queues.remove(left, 0)
-        self._queues.remove([row for row in held if self._is_main[row]], 1)
+        """Take rows out; those on probation are remembered."""
+        life = sum(self._lists.counts)
+        left = [row for row in self._lists.held(rows) if self._lists.number_of(row) == 0]
+        super().remove(rows)
         if left:
             times = range(self._now + 1, self._now + 1 + len(left))
             self._left.add([self._keys[row] for row in left], [0] * len(left), times, life)
             self._now, self._life = times[-1], life
 
     def fill(self, rows: NDArray[np.int32], uses: NDArray[np.uint32]) -> None:
-        """Insert many rows, the oldest first: all on probation, which those that were used leave
-        for the main queue."""
+        """Insert rows, all on probation, which those that were used leave for the main queue."""
         by_row = np.zeros(int(rows.max(initial=-1)) + 1, np.uint8)
         by_row[rows] = np.minimum(uses, self._MOST_USES)
-        self._uses, self._is_main = bytearray(by_row), bytearray(len(by_row))
-        self._queues.fill(rows, np.zeros(len(rows), np.uint8))
+        self._uses = bytearray(by_row)
+        super().fill(rows, uses)
 
     def proposals(self) -> Iterator[int]:
-        """Yield from the oldest on of the queue that is above its share; rows that were used move
-        on."""
-        queues, uses = self._queues, self._uses
+        """Yield the oldest of the queue that is above its share; rows that were used move on."""
+        queues, uses = self._lists, self._uses
         places = [queues.oldest(0), queues.oldest(1)]
         waiting = list(queues.counts)  # rows that this search has not looked at
         moves, streak = self._MOST_MOVES, 0
@@ -200,15 +165,13 @@ class S3FifoPolicy:
                 continue
             moves -= 1
             uses[row] = uses[row] - 1 if number else 0
-            queues.remove((row,), number)
-            queues.append((row,), 1)
-            self._is_main[row] = 1
+            queues.move(row, 1)
             waiting[1] += 1
             if places[1] < 0:
                 places[1] = row
 
 
-class CreditPolicy:
+class CreditPolicy(EvictionPolicy):
     """Least recently used leaves first; what was used more often counts as used later than it was.
 
     How much later goes by the mean interval between two uses of a copy, which is learnt. A
@@ -220,7 +183,7 @@ class CreditPolicy:
 
     where the class rises by one with each doubling of its uses. In a tier so small that copies
     leave within an interval frequency decides, in one so large that they stay for many last use
-    does. Time is counted in copies inserted or used.
+    does. Time is counted in copies inserted or used. Each class has its list.
 
     What has left is remembered with its uses and its last, as long as a table has place; if it
     comes back they count. Uses that follow each other within a small part of the interval are one:
@@ -236,15 +199,14 @@ class CreditPolicy:
     _MOST_USES: Final = 9
     _CLASS_OF: Final = bytes((0, 0, 1, 2, 2, 3, 3, 3, 3)).ljust(256, b"\4")
     """Of a number of uses: how often it can be halved, rounded up."""
-    _CLASSES: Final = max(_CLASS_OF) + 1
+    _LISTS = max(_CLASS_OF) + 1
     _NOTHING: Final = 1 << 62
     """Above all ranks."""
     _FEWEST_PLACES: Final = 1 << 18
     """Of the keys that have left."""
 
     def __init__(self, keys: Keys) -> None:
-        self._keys = keys
-        self._lists = RowLists(self._CLASSES)
+        super().__init__(keys)
         # By row: how often it was used, up to the most that matter, and when last.
         self._uses = bytearray()
         self._last = array("Q")
@@ -255,58 +217,40 @@ class CreditPolicy:
 
     def insert(self, rows: Sequence[int]) -> None:
         """Make rows the newest; those that have left not long ago are used again."""
-        if not rows:
-            return
-        lacking = max(rows) + 1 - len(self._uses)
-        if lacking > 0:
-            self._uses += bytes(lacking + GROWN_ROWS)
-            self._last.frombytes(bytes(8 * (lacking + GROWN_ROWS)))
-        uses, last, now, keys = self._uses, self._last, self._now, self._keys
-        known = self._left.take([keys[row] for row in rows], now)
-        for row in rows:
-            now += 1
-            uses[row] = 1
-            last[row] = now
-        self._now = now
-        for at, (count, age) in known.items():
-            uses[rows[at]] = self._count_use(count, age)
-        for number, alike in self._by_class(rows):
-            self._lists.append(alike, number)
+        _grow(self._uses, rows)
+        _grow(self._last, rows)
+        known = self._left.take([self._keys[row] for row in rows], self._now)
+        for at, row in enumerate(rows):
+            self._uses[row] = self._count_use(*known[at]) if at in known else 1
+            self._now += 1
+            self._last[row] = self._now
+        self._lists.append(rows, [self._CLASS_OF[self._uses[row]] for row in rows])
 
     def access(self, rows: Sequence[int]) -> None:
         """Count a use of each, and make rows the newest."""
-        lists, uses, last, now = self._lists, self._uses, self._last, self._now
-        for row in lists.held(rows):
-            before = uses[row]
-            count = self._count_use(before, now - last[row])
-            now += 1
-            if count != before:
-                uses[row] = count
-            last[row] = now
-            lists.move(row, self._CLASS_OF[before], self._CLASS_OF[count])
-        self._now = now
+        uses, last = self._uses, self._last
+        for row in self._lists.held(rows):
+            uses[row] = self._count_use(uses[row], self._now - last[row])
+            self._now += 1
+            last[row] = self._now
+            self._lists.move(row, self._CLASS_OF[uses[row]])
 
     def postpone(self, row: int) -> None:
         """Make a row the newest of those used as often; it was not used."""
-        if self._lists.holds(row):
-            number = self._CLASS_OF[self._uses[row]]
+        super().postpone(row)
+        if row in self._lists:
             self._now += 1
             self._last[row] = self._now
-            self._lists.move(row, number, number)
 
     def remove(self, rows: Sequence[int]) -> None:
-        """Take rows out, and remember them; those that are not there are ignored."""
-        lists = self._lists
-        count = sum(lists.counts)
-        rows = lists.held(rows)
-        for number, alike in self._by_class(rows):
-            lists.remove(alike, number)
-        keys, uses, last = self._keys, self._uses, self._last
-        self._left.add([keys[row] for row in rows], [uses[row] for row in rows], [last[row] for row in rows], count)
+        """Take rows out, and remember them."""
+        count, rows, keys = sum(self._lists.counts), self._lists.held(rows), self._keys
+        super().remove(rows)
+        uses, last = [self._uses[row] for row in rows], [self._last[row] for row in rows]
+        self._left.add([keys[row] for row in rows], uses, last, count)
 
     def fill(self, rows: NDArray[np.int32], uses: NDArray[np.uint32]) -> None:
-        """Insert many rows, the oldest first, as if one were used after the other; being stored
-        counts as a use."""
+        """Insert rows as if one were used after the other; being stored counts as a use."""
         counts = np.minimum(uses, self._MOST_USES - 1).astype(np.uint8) + np.uint8(1)
         count = int(rows.max(initial=-1)) + 1
         by_row, last = np.ones(count, np.uint8), np.zeros(count, np.uint64)
@@ -316,12 +260,11 @@ class CreditPolicy:
         self._lists.fill(rows, np.frombuffer(self._CLASS_OF, np.uint8)[counts])
 
     def proposals(self) -> Iterator[int]:
-        """Yield from the one on that counts as used longest ago. Within a class that is the order
-        of last use."""
+        """Yield from the one on that counts as used longest ago; that of a class is its oldest."""
         lists, now = self._lists, self._now
-        rows = [lists.oldest(number) for number in range(self._CLASSES)]
+        rows = [lists.oldest(number) for number in range(self._LISTS)]
         horizon = int(self.HORIZON * self.interval)
-        ranks = [self._rank(number, rows[number], now, horizon) for number in range(self._CLASSES)]
+        ranks = [self._rank(number, row, now, horizon) for number, row in enumerate(rows)]
         while (least := min(ranks)) < self._NOTHING:
             number = ranks.index(least)
             ranks[number] = self._NOTHING
@@ -334,33 +277,19 @@ class CreditPolicy:
             ranks[number] = least if row >= 0 else self._NOTHING
 
     def _rank(self, number: int, row: int, now: int, horizon: int) -> int:
-        """Return how long ago a row of a class counts as used, times -2; ``_NOTHING`` where there
-        is no row."""
+        """Return how long ago a row (or -1) of a class counts as used, times -2."""
         if row < 0:
             return self._NOTHING
         age = now - self._last[row]
         return (number * (horizon - age) if age < horizon else 0) - 2 * age
 
     def _count_use(self, count: int, age: int) -> int:
-        """Return the uses of a copy that had ``count``, the last one ``age`` ago, and was used
-        again; learn from it."""
+        """Return the uses of a copy that had ``count`` ``age`` ago, and is used again; learn."""
         if age < self._SHORTEST * self.interval:
             return count
         self._learnt = min(self._learnt + 1, self.MEMORY)
         self.interval += (age - self.interval) / self._learnt
         return min(count + 1, self._MOST_USES)
-
-    def _by_class(self, rows: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
-        """Return rows by class, each in the order given."""
-        if len(rows) == 1:
-            return [(self._CLASS_OF[self._uses[rows[0]]], rows)]
-        classes = bytes(map(self._uses.__getitem__, rows)).translate(self._CLASS_OF)
-        if not classes.strip(classes[:1]):  # all alike, as most are, or none
-            return [(classes[0], rows)] if rows else []
-        found = [
-            (number, [r for r, c in zip(rows, classes, strict=True) if c == number]) for number in range(self._CLASSES)
-        ]
-        return [(number, alike) for number, alike in found if alike]
 
 
 class LeftKeys:
@@ -393,8 +322,7 @@ class LeftKeys:
             table[name & mask] = (name >> 33 | 1) << 32 | (time & self._LAST) << 4 | count
 
     def take(self, keys: Sequence[BlockKey], now: int) -> dict[int, tuple[int, int]]:
-        """Return by position the uses of each key that is remembered, and how long ago the last
-        was; forget it."""
+        """Forget keys; return by position the uses of those known, and how long ago the last."""
         table, mask = self._table, len(self._table) - 1
         found: dict[int, tuple[int, int]] = {}
         for at, key in enumerate(keys) if table else ():
@@ -419,11 +347,9 @@ class TailFirst:
     """
 
     MAX_SKIPPED = 1024
-    """Proposals that one search passes over because nothing of them may leave now: bounds a
-    step."""
+    """Proposals of which nothing may leave that one search passes over: bounds a step."""
     MAX_STEPS = 4096
-    """Rows that one search looks at on its way from proposed heads to tails, besides those that it
-    was asked for."""
+    """Rows that one search looks at on its way from heads to tails, besides four a victim."""
 
     def __init__(self, policy: EvictionPolicy, catalog: Catalog, tier: Tier) -> None:
         self._policy = policy
@@ -477,14 +403,13 @@ class TailFirst:
             self._walk(top, top, count, evictable, found)  # what it reached last time is held back now
 
     def _walk(self, top: int, start: int, count: int, evictable: Callable[[int], bool], found: dict[int, None]) -> None:
-        """Go through the tree under ``top``, children before parents, from ``start`` on towards
-        ``top``."""
-        chains, tier, held = self._catalog.chains, self._tier, self._held
+        """Go through the tree under ``top`` from ``start`` on, children before parents."""
+        parent_rows, columns, held = self._catalog.parent_rows, self._catalog.columns(self._tier), self._held
         row, down = start, True
         while self._steps > 0:
             self._steps -= 1
             if down and row not in found and row not in held:
-                child = chains.first(row, tier)
+                child = columns.first_child[row]
                 if child != NONE:
                     row = child
                     continue
@@ -493,39 +418,33 @@ class TailFirst:
                     found[row] = None
                 else:
                     held.add(row)
-            parent = chains.parent_rows[row]
+            parent = parent_rows[row]
             if row == top or parent == NONE or len(found) >= count:
                 break
-            sibling = chains.next(row, tier)
+            sibling = columns.next_child[row]
             down = sibling != NONE
             row = sibling if down else parent
         # A row that was found is about to leave; its parent stays.
-        if row in found and row != top and chains.parent_rows[row] != NONE:
-            row = chains.parent_rows[row]
+        if row in found and row != top and parent_rows[row] != NONE:
+            row = parent_rows[row]
         self._reached = (top, row, self._catalog.generations[row])
 
     def _nothing_stays_behind(self, row: int, found: dict[int, None]) -> bool:
         """Whether all that follows a row's copy in the tier leaves before it."""
-        chains, tier = self._catalog.chains, self._tier
-        child = chains.first(row, tier)
+        columns = self._catalog.columns(self._tier)
+        child = columns.first_child[row]
         while child != NONE and child in found:
             self._steps -= 1
-            child = chains.next(child, tier)
+            child = columns.next_child[child]
         return child == NONE
 
 
-_POLICIES: Mapping[str, Callable[[Keys], EvictionPolicy]] = {
-    "credit": CreditPolicy,
-    "lru": lambda _: LruPolicy(),
-    "s3fifo": S3FifoPolicy,
-}
+_POLICIES: Mapping[str, type[EvictionPolicy]] = {"credit": CreditPolicy, "lru": LruPolicy, "s3fifo": S3FifoPolicy}
 assert tuple(_POLICIES) == EVICTIONS
 
 
 def make_eviction(name: str, keys: Keys) -> EvictionPolicy:
-    """Return a new policy by its configuration name. ``keys``: of the catalog's rows, read when a
-    row is given."""
-    make = _POLICIES.get(name)
-    if make is None:
+    """Return a new policy by its configuration name. Raises ConfigError."""
+    if name not in _POLICIES:
         raise ConfigError(f"eviction must be one of {', '.join(map(repr, _POLICIES))}, not {name!r}.")
-    return make(keys)
+    return _POLICIES[name](keys)

@@ -41,9 +41,9 @@ class JobRecord:
     """A job on its way, or settled. ``request_id``: whose it is, if anybody's.
 
     ``failed``: the failed moves of all ranks, by position. ``sent_s``: when its plan was taken,
-    None: not yet. ``late``: those of the failed moves that ``late_ranks`` ranks reported late,
-    ``released`` of which have taken that back; empty in a settled record of which nothing is late
-    any more. ``ranks``, ``copied``: how many have answered, and read nothing more from the GPU.
+    None: not yet. ``ranks``, ``copied``: how many have answered, and read nothing more from the
+    GPU. ``late``: those of the failed moves that ``late_ranks`` ranks reported late, ``released``
+    of which have taken that back; empty once nothing is late any more.
     """
 
     job: Job
@@ -57,9 +57,15 @@ class JobRecord:
     released: int = 0
     copied: int = 0
 
-    def fail(self, position: int, reason: Reason) -> None:
-        """Note that a move failed, for the first reason that is heard of."""
-        self.failed.setdefault(position, reason)
+
+class Ended(NamedTuple):
+    """What a report has ended. ``copied``: stores of which no rank reads the GPU any more, though
+    they go on. ``settled``: jobs, in the order of their plans. ``released``: zombies: nothing
+    touches the slots of their ``late`` moves any more."""
+
+    copied: list[JobRecord]
+    settled: list[JobRecord]
+    released: list[JobRecord]
 
 
 class Transfers:
@@ -76,8 +82,6 @@ class Transfers:
         self._records: dict[JobId, JobRecord] = {}
         self._counts = dict.fromkeys(JobKind, 0)
         self._zombies: dict[JobId, JobRecord] = {}
-        self._released: list[JobRecord] = []
-        self._copied: list[JobRecord] = []
 
     def __contains__(self, job_id: JobId) -> bool:
         """Whether a job is queued or out."""
@@ -132,13 +136,13 @@ class Transfers:
     def cancel_queued(self) -> list[JobRecord]:
         """Take back the jobs that no plan has carried yet. Jobs of files and loads stay: somebody
         waits for them."""
-        cancelled = [job.id for job in self._queued if job.kind in _CANCELLABLE]
-        self._queued = [job for job in self._queued if job.kind not in _CANCELLABLE]
-        return [self._remove(job_id) for job_id in cancelled]
+        queued = self._queued
+        self._queued = [job for job in queued if job.kind not in _CANCELLABLE]
+        return [self._remove(job.id) for job in queued if job.kind in _CANCELLABLE]
 
-    def sent_loads(self) -> tuple[JobId, ...]:
+    def sent_loads(self) -> list[JobId]:
         """Return the loads that are queued or out."""
-        return tuple(job_id for job_id, record in self._records.items() if record.job.kind is _LOAD)
+        return [job_id for job_id, record in self._records.items() if record.job.kind is _LOAD]
 
     def failed_load_blocks(self, report: Report) -> set[int]:
         """Return the GPU blocks that the loads in a report, which is not absorbed yet, have failed
@@ -156,15 +160,11 @@ class Transfers:
         for record in self._records.values():
             if record.job.kind is _STORE:
                 for position in range(len(record.details)):
-                    record.fail(position, Reason.CANCELLED)
+                    record.failed.setdefault(position, Reason.CANCELLED)
 
-    def absorb(self, report: Report) -> list[JobRecord]:
-        """Count a report's answers; return the jobs that are settled by it, in the order of their
-        plans.
-
-        A rank that lags can answer a segment's opening in the report in which another answers its
-        drop. ``take_released`` has the zombies that end with it.
-        """
+    def absorb(self, report: Report) -> Ended:
+        """Count a report's answers; return what has ended by it."""
+        ended = Ended([], [], [])
         for job_id, ranks in report.released.items():
             record = self._records.get(job_id) or self._zombies.get(job_id)
             assert record is not None, f"job {job_id} was released more than once per rank, or nothing of it was late"
@@ -172,41 +172,31 @@ class Transfers:
             if job_id in self._zombies:
                 assert record.released <= record.late_ranks
                 if record.released == record.late_ranks:
-                    self._released.append(self._zombies.pop(job_id))
+                    ended.released.append(self._zombies.pop(job_id))
         for job_id, ranks in report.copied.items():
             record = self._records.get(job_id)
             if record is not None:
                 record.copied += ranks
                 if record.copied == self._rank_count:
-                    self._copied.append(record)
-        settled = []
+                    ended.copied.append(record)
+        # In the order of the plans: a rank that lags can answer a segment's opening in the report
+        # in which another answers its drop.
         for job_id, result in sorted(report.results.items(), key=lambda answer: answer[0]):
             record = self._records.get(job_id)
             assert record is not None, f"job {job_id} answered more than once per rank, or never planned"
             record.ranks += result.ranks
             assert record.ranks <= self._rank_count
             for position, reason in result.failed.items():
-                record.fail(position, reason)
+                record.failed.setdefault(position, reason)
             record.late |= result.late
             record.late_ranks += result.late_ranks
             if record.ranks == self._rank_count:
-                settled.append(self._remove(job_id))
+                ended.settled.append(self._remove(job_id))
                 if record.released == record.late_ranks:
                     record.late.clear()
                 else:
                     self._zombies[job_id] = record
-        return settled
-
-    def take_released(self) -> list[JobRecord]:
-        """Return the zombies that have ended: nothing touches the slots of their ``late`` moves any
-        more."""
-        released, self._released = self._released, []
-        return released
-
-    def take_copied(self) -> list[JobRecord]:
-        """Return the stores of which no rank reads the GPU any more, though they go on."""
-        copied, self._copied = self._copied, []
-        return copied
+        return ended
 
     def _remove(self, job_id: JobId) -> JobRecord:
         record = self._records.pop(job_id)
@@ -243,8 +233,7 @@ class StoreSources:
     def end(self, record: JobRecord) -> None:
         """The job's copies out of the GPU have ended on every rank, or will never begin."""
         self._note_reused()
-        if self._reused:
-            self._reused = [(block, other) for block, other in self._reused if other is not record]
+        self._reused = [(block, other) for block, other in self._reused if other is not record]
         mine = [move.block for move in record.job.moves if self._records.get(move.block) is record]
         for block in mine:
             del self._records[block]
@@ -258,15 +247,14 @@ class StoreSources:
         copied.
         """
         self._note_reused()
-        found: dict[JobId, None] = {}
+        found = tuple(dict.fromkeys(record.job.id for _, record in self._reused))
         for block, record in self._reused:
             if block in overwritten:
                 for position, move in enumerate(record.job.moves):
                     if move.block == block:
-                        record.fail(position, Reason.OVERWRITTEN)
-            found[record.job.id] = None
+                        record.failed.setdefault(position, Reason.OVERWRITTEN)
         self._reused = []
-        return tuple(found)
+        return found
 
     def _note_reused(self) -> None:
         for block in self._context.take_reused():

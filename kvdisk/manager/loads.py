@@ -20,13 +20,11 @@ from itertools import compress
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier
 from kvdisk.manager.admission import Demand
-from kvdisk.manager.catalog import ABSENT
-from kvdisk.manager.chains import NONE, TIERS
+from kvdisk.manager.catalog import ABSENT, NONE, READY, WRITING
 from kvdisk.manager.jobs import JobRecord, MoveDetail
-from kvdisk.manager.lookup import first_needed, longest_hit
+from kvdisk.manager.lookup import Lookups, first_needed
 from kvdisk.manager.neighbours import NeighbourCopies
-from kvdisk.manager.parts import Parts
-from kvdisk.manager.prefetch import PendingReads
+from kvdisk.manager.parts import Parts, Room
 from kvdisk.manager.requests import HitCounts, RequestState
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import Job, JobKind, Move
@@ -41,8 +39,7 @@ LONGEST_STEP_S = 5.0
 """What takes longer is a pause between steps."""
 _SMOOTHING = 1 / 8
 """Weight of a new observation."""
-_SLACK = 0.5
-"""Blocks by which the estimate must leave the range of the threshold in use before that changes."""
+_READY = bytes([READY])
 
 
 class LoadThreshold:
@@ -54,11 +51,10 @@ class LoadThreshold:
     def __init__(self, fixed_tokens: int | None, step_tokens: int) -> None:
         self._fixed_tokens = fixed_tokens
         self._step_tokens = step_tokens
-        self._rate: float | None = None
+        self._rate = 0.0
+        """Tokens computed per second; 0: not known."""
         self._seconds: dict[Tier, float] = {}
-        self._least: dict[Tier, int] = dict.fromkeys(TIERS, 0)
         self._last_step: tuple[float, int] | None = None
-        self._sent_s: dict[JobId, float] = {}
 
     def may_refuse(self, tokens: int) -> bool:
         """Whether a hit is so short that ``is_worth`` has to be asked."""
@@ -68,72 +64,150 @@ class LoadThreshold:
     def is_worth(self, tokens: int, tier: Tier, arrival: int) -> bool:
         """Whether to load a hit. ``tier``: the slowest that it comes from; ``arrival``: the
         request's number."""
-        if self._fixed_tokens is not None:
-            return tokens >= self._fixed_tokens
-        return tokens >= self._least[tier] or arrival % TRIED_ANYWAY == 0
+        tried = self._fixed_tokens is None and arrival % TRIED_ANYWAY == 0
+        return tried or tokens >= self.least_tokens(tier)
 
     def least_tokens(self, tier: Tier) -> int:
         """Return the shortest hit that is loaded from a tier."""
-        return self._least[tier] if self._fixed_tokens is None else self._fixed_tokens
-
-    def stepped(self, now: float, tokens: int, jobs: tuple[Job, ...]) -> None:
-        """Learn the engine's rate: a step begins that computes so many tokens, and sends these jobs
-        out."""
         if self._fixed_tokens is not None:
-            return
+            return self._fixed_tokens
+        blocks = self._rate * self._seconds.get(tier, 0.0) / self._step_tokens
+        return int(min(blocks, MOST_BLOCKS)) * self._step_tokens
+
+    def stepped(self, now: float, tokens: int) -> None:
+        """Learn the engine's rate: a step begins that computes so many tokens."""
         last, self._last_step = self._last_step, (now, tokens)
         if last is not None and last[1] >= LEAST_STEP_TOKENS and 0 < now - last[0] <= LONGEST_STEP_S:
             rate = last[1] / (now - last[0])
-            self._rate = rate if self._rate is None else self._rate + (rate - self._rate) * _SMOOTHING
-            self._update()
-        for job in jobs:
-            if job.kind is _LOAD:
-                self._sent_s[job.id] = now
+            self._rate += (rate - self._rate) * (_SMOOTHING if self._rate else 1.0)
 
     def settled(self, record: JobRecord, now: float) -> None:
         """Learn the time of a settled load, if it brought all that it was sent for."""
-        sent_s = self._sent_s.pop(record.job.id, None)
-        if sent_s is None or record.failed or not record.job.moves:
+        if record.sent_s is None or record.failed or not record.details:
             return
         tier = max(detail.source for detail in record.details if detail.source is not None)
-        seconds, known = now - sent_s, self._seconds.get(tier)
+        seconds = now - record.sent_s
+        known = self._seconds.get(tier, seconds)
         # At once down, and slowly up: the quickest of the last loads or so.
-        quicker = known is None or seconds <= known
-        self._seconds[tier] = seconds if known is None or quicker else known + (seconds - known) * _SMOOTHING
-        self._update()
+        self._seconds[tier] = min(seconds, known + (seconds - known) * _SMOOTHING)
 
-    def _update(self) -> None:
-        """Take over what the estimates say, where they have left the range of the thresholds in
-        use."""
-        if self._rate is None:
-            return
-        for tier, seconds in self._seconds.items():
-            blocks = min(self._rate * seconds / self._step_tokens, MOST_BLOCKS)
-            current = self._least[tier] // self._step_tokens
-            if not current - _SLACK <= blocks < current + 1 + _SLACK:
-                self._least[tier] = int(blocks) * self._step_tokens
+
+class GpuLoads:
+    """Blocks that loads are just bringing to the GPU, so that one load serves all who need them.
+
+    vLLM: it has a loaded block in its prefix cache before it looks up any waiting request again. So
+    whoever has waited for the load finds its blocks on the GPU. A block that two jobs load is the
+    later one's. ``enabled``: whether the engine has a prefix cache. Without one nothing is noted,
+    and so nobody waits.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._loaders: dict[BlockKey, JobId] = {}
+        self._jobs: dict[JobId, Job] = {}
+
+    def begin(self, job: Job) -> None:
+        """Note a planned load."""
+        if self._enabled:
+            self._jobs[job.id] = job
+            self._loaders.update(dict.fromkeys([move.key for move in job.moves], job.id))
+
+    def end(self, job_id: JobId | None) -> None:
+        """Forget a load that was settled, or whose blocks nobody will use. It may be forgotten
+        already."""
+        job = self._jobs.pop(job_id, None) if job_id is not None else None
+        for move in job.moves if job is not None else ():
+            if self._loaders.get(move.key) == job_id:
+                del self._loaders[move.key]
+
+    def clear(self) -> None:
+        """For a new epoch: no load on its way brings anything."""
+        self._jobs.clear()
+        self._loaders.clear()
+
+    @property
+    def any(self) -> bool:
+        """Whether any load is on its way."""
+        return bool(self._jobs)
+
+    def is_out(self, job_id: JobId | None) -> bool:
+        """Whether a load is on its way."""
+        return job_id in self._jobs
+
+    def loader_of(self, key: BlockKey) -> JobId | None:
+        """Return the job that loads a block; None: none does."""
+        return self._loaders.get(key)
+
+    def presences(self, keys: Sequence[BlockKey]) -> bytes:
+        """Return, as ``Catalog.presences``: READY for what is on its way to the GPU."""
+        return bytes(map(self._loaders.__contains__, keys)).replace(b"\1", _READY)
 
 
 @dataclass(slots=True)
-class _Block:
-    """A block to be loaded. ``source``: the tier whose copy is read; None: there is none.
+class Read:
+    """A block to be read. ``source``: the tier whose copy is read; None: there is none.
 
-    ``target``: where the load leaves a copy, in ``row``; None: nowhere.
+    ``target``: where the read leaves a copy, in ``row``; None: nowhere. ``gpu_block``, ``group``,
+    ``position``: of a load.
     """
 
     key: BlockKey
     parent: BlockKey | None
-    group: int
-    position: int
-    gpu_block: int
+    gpu_block: int = -1
+    group: int = -1
+    position: int = -1
     row: int = NONE
     generation: int = 0
     source: Tier | None = None
     target: Tier | None = None
     slots: dict[Tier, Slot] = field(default_factory=dict)
 
+    @property
+    def move(self) -> Move:
+        """What the workers are told."""
+        return Move(self.key, self.generation, self.gpu_block, self.slots, self.parent)
 
-class LoadPlanner:
+    @property
+    def detail(self) -> MoveDetail:
+        """What is to be finished when it is settled."""
+        return MoveDetail(self.row, self.group, self.position, self.source, self.target)
+
+
+class Reader(Room):
+    """Takes hold of what is read, and begins the copies in memory that reads leave."""
+
+    def __init__(self, parts: Parts, tiers: Tiers, neighbours: NeighbourCopies) -> None:
+        super().__init__(parts)
+        self._landing = tiers.landing
+        self._neighbours = neighbours
+
+    def pin_source(self, read: Read) -> None:
+        """Find and pin the fastest copy of a block: in a tier, or a neighbour's."""
+        catalog = self._catalog
+        row = catalog.find(read.key)
+        source = catalog.readable_tier(row)
+        if source is not None:
+            catalog.pin((row,), source)
+            read.row, read.source, read.slots[source] = row, source, catalog.slot(row, source)
+            read.generation, read.parent = catalog.generations[row], catalog.parent(row)
+            return
+        taken = self._neighbours.take(read.key)
+        if taken is not None:
+            read.source, slot, read.generation = taken
+            read.slots[read.source] = slot
+
+    def land(self, reads: Sequence[Read], slots: Sequence[Slot]) -> None:
+        """Begin a copy in memory of what each of some reads brings."""
+        catalog, landing = self._catalog, self._landing
+        assert landing is not None
+        for read, slot in zip(reads, slots, strict=True):
+            if read.row < 0:  # a neighbour's
+                read.row = catalog.add(read.key, read.generation, self._state.epoch, read.parent)
+            read.target, read.slots[landing.tier] = landing.tier, slot
+        catalog.begin([read.row for read in reads], landing.tier, slots)
+
+
+class LoadPlanner(Room):
     """Answers lookups and plans loads."""
 
     def __init__(
@@ -143,32 +217,28 @@ class LoadPlanner:
         hits: HitCounts,
         demand: Demand,
         neighbours: NeighbourCopies,
-        reads: PendingReads,
+        gpu_loads: GpuLoads,
         threshold: LoadThreshold,
     ) -> None:
-        self._config = parts.config
-        self._geometry = parts.geometry
-        self._catalog = parts.catalog
-        self._transfers = parts.transfers
-        self._stats = parts.stats
-        self._state = parts.state
+        super().__init__(parts)
         self._tiers = tiers
         self._hits = hits
         self._demand = demand
         self._neighbours = neighbours
-        self._reads = reads
+        self._gpu_loads = gpu_loads
         self._threshold = threshold
+        self._reader = Reader(parts, tiers, neighbours)
 
     def lookup(self, request: RequestState, local_tokens: int, total_tokens: int, now: float) -> int | None:
         """See ``TierManager.lookup``."""
-        if request.most_load_tokens == 0:
+        if request.limits.most_load_tokens == 0:
             return 0
-        request.update_keys(self._geometry)
+        request.update_keys()
         limit = total_tokens - 1
         if request.load_limit_tokens is not None:
             limit = min(limit, request.load_limit_tokens)
-        if request.most_load_tokens is not None:
-            limit = min(limit, local_tokens + request.most_load_tokens)
+        if request.limits.most_load_tokens is not None:
+            limit = min(limit, local_tokens + request.limits.most_load_tokens)
         self._neighbours.refresh(request, now)
         hints = self._neighbours.usable_hints
         hit, coming = request.lookups.hits(
@@ -186,14 +256,14 @@ class LoadPlanner:
         if not request.gave_up_waiting:
             step = self._geometry.step_tokens
             asking = coming < limit // step * step and self._neighbours.is_asking(request)
-            reader = self._reader_of(request, local_tokens, hit)
-            comes = coming > hit or asking or reader is not None or loader is not None
+            being_read = self._is_being_read(request, local_tokens, hit)
+            comes = coming > hit or asking or being_read or loader is not None
             if comes and self._may_wait(request, now):
-                self._state.prefetch_awaited |= reader is JobKind.PROMOTE
+                self._state.read_awaited |= being_read
                 self._hits.waits(request, now)
                 return None
         tokens = hit - local_tokens
-        if tokens <= 0 or (self._threshold.may_refuse(tokens) and not self._is_worth(request, local_tokens, hit)):
+        if tokens <= 0 or not self._is_worth(request, local_tokens, hit):
             self._stats.add("short_hits", int(tokens > 0))
             tokens = 0
         else:
@@ -210,13 +280,17 @@ class LoadPlanner:
             needed.append(request.keys[group.group][first : hit // group.block_tokens])
         return needed
 
-    def _reader_of(self, request: RequestState, local_tokens: int, hit: int) -> JobKind | None:
-        """Return what kind of job is just reading a block of a hit into a CPU slot, where one
-        is."""
-        if not self._reads.any or hit <= local_tokens:
-            return None
-        readers = [self._reads.reader_of(keys) for keys in self._needed_keys(request, local_tokens, hit)]
-        return JobKind.PROMOTE if JobKind.PROMOTE in readers else next(filter(None, readers), None)
+    def _is_being_read(self, request: RequestState, local_tokens: int, hit: int) -> bool:
+        """Whether a block of a hit is just being read into memory: once is enough."""
+        landing, count = self._tiers.landing, self._transfers.count
+        if landing is None or hit <= local_tokens or not (count(_LOAD) or count(JobKind.PROMOTE)):
+            return False
+        states = self._catalog.columns(landing.tier).states
+        return any(
+            row >= 0 and states[row] == WRITING
+            for keys in self._needed_keys(request, local_tokens, hit)
+            for row in self._catalog.find_all(keys)
+        )
 
     def _loader_of(self, request: RequestState, local_tokens: int, hit: int, now: float) -> JobId | None:
         """Return the load of another request after which the GPU will have a part of a hit, if
@@ -225,19 +299,20 @@ class LoadPlanner:
         It is looked for once for each load that is waited for, and again when the time for it is
         over.
         """
-        loads, awaited = self._reads.to_gpu, request.awaited_load
+        loads, awaited = self._gpu_loads, request.awaited_load
         if not loads.any or hit <= local_tokens:
             return None
         if loads.is_out(awaited) and not request.gave_up_waiting and not self._is_over(request, now):
             return awaited
-        end = longest_hit(loads, self._geometry, request.keys, local_tokens, hit, coming=False)
-        saved = end - local_tokens
-        if saved <= 0 or (self._threshold.may_refuse(saved) and not self._is_worth(request, local_tokens, end)):
+        end = Lookups().find(loads, self._geometry, request.keys, local_tokens, hit).ready
+        if end <= local_tokens or not self._is_worth(request, local_tokens, end):
             return None
         return loads.loader_of(next(keys[0] for keys in self._needed_keys(request, local_tokens, end) if keys))
 
     def _is_worth(self, request: RequestState, local_tokens: int, hit: int) -> bool:
-        """Whether a short hit is worth its load."""
+        """Whether a hit is long enough to be worth its load."""
+        if not self._threshold.may_refuse(hit - local_tokens):
+            return True
         slowest = self._tiers.first.tier
         for keys in self._needed_keys(request, local_tokens, hit):
             for row in self._catalog.find_all(keys):
@@ -262,15 +337,18 @@ class LoadPlanner:
     ) -> None:
         """See ``TierManager.plan_load``."""
         end_tokens = local_tokens + external_tokens
-        blocks: list[_Block] = []
+        reads: list[Read] = []
         for group in self._geometry.groups:
+            keys, gpu_blocks = request.keys[group.group], block_ids[group.group]
             # vLLM: it caches each block that it gave under its hash. So each is loaded or fails,
             # even where ``lookup`` needed less of a window: else nobody would have written it.
-            positions = range(local_tokens // group.block_tokens, end_tokens // group.block_tokens)
-            blocks += self._find_sources(request, group.group, positions, block_ids[group.group])
-        self._land(blocks)
-        moves = [Move(one.key, one.generation, one.gpu_block, one.slots, one.parent) for one in blocks]
-        details = [MoveDetail(one.row, one.group, one.position, one.source, one.target) for one in blocks]
+            for at in range(local_tokens // group.block_tokens, end_tokens // group.block_tokens):
+                if gpu_blocks[at]:
+                    reads.append(Read(keys[at], keys[at - 1] if at else None, gpu_blocks[at], group.group, at))
+                    self._reader.pin_source(reads[-1])
+        self._demand.count_demand([read.key for read in reads if read.source is not None], request.request_id)
+        self._land(reads)
+        moves, details = [read.move for read in reads], [read.detail for read in reads]
         request.loading = True
         request.wait_started_s = None
         self._hits.loaded(request, local_tokens, external_tokens, details)
@@ -278,61 +356,30 @@ class LoadPlanner:
             _LOAD, moves, details, epoch=self._state.epoch, request_id=request.request_id, arrival=request.arrival
         )
         request.load_job = record.job.id
-        self._reads.to_gpu.begin(record.job)
+        self._gpu_loads.begin(record.job)
 
-    def _find_sources(
-        self, request: RequestState, group: int, positions: range, gpu_blocks: Sequence[int]
-    ) -> list[_Block]:
-        """Find and pin the fastest copy of each block that the engine gave a place: in a tier, or a
-        neighbour's."""
-        catalog, keys, found = self._catalog, request.keys[group], []
-        pinned: dict[Tier, list[int]] = {}
-        for position, row in zip(positions, catalog.find_all(keys[positions.start : positions.stop]), strict=True):
-            if not gpu_blocks[position]:
-                continue
-            key, source = keys[position], catalog.readable_tier(row)
-            block = _Block(key, keys[position - 1] if position else None, group, position, gpu_blocks[position])
-            found.append(block)
-            taken = self._neighbours.take(key) if source is None else None
-            if source is not None:
-                pinned.setdefault(source, []).append(row)
-                block.row, block.source, block.slots[source] = row, source, catalog.slot(row, source)
-                block.generation, block.parent = catalog.generations[row], catalog.parent(row)
-            elif taken is not None:
-                block.source, slot, block.generation = taken
-                block.slots[block.source] = slot
-        for tier, rows in pinned.items():
-            catalog.pin(rows, tier)
-        self._demand.count_demand([block.key for block in found if block.source is not None], request.request_id)
-        return found
-
-    def _land(self, blocks: Sequence[_Block]) -> None:
+    def _land(self, reads: Sequence[Read]) -> None:
         """Begin copies in memory of blocks that are read from elsewhere, where admission and room
         allow.
 
         The rest goes through staging.
         """
-        landing, catalog = self._tiers.landing, self._catalog
+        landing = self._tiers.landing
         if landing is None:
             return
-        vacant = []
-        for block in blocks:
-            if block.source is not None and block.source is not landing.tier:
-                # A neighbour's block gets a row of its own, unless this engine is just writing or
-                # dropping that block.
-                row = block.row
-                if catalog.state(row, landing.tier) == ABSENT if row >= 0 else catalog.find(block.key) < 0:
-                    vacant.append(block)
-        wanted: dict[int, list[_Block]] = {}
-        for block in compress(vacant, landing.admission.admits([block.key for block in vacant])):
-            wanted.setdefault(self._geometry.size_classes[block.group], []).append(block)
-        for size_class, alike in wanted.items():
+        vacant = [
+            read for read in reads if read.source not in {None, landing.tier} and self._is_vacant(read, landing.tier)
+        ]
+        by_class: dict[int, list[Read]] = {}
+        for read in compress(vacant, landing.admission.admits([read.key for read in vacant])):
+            by_class.setdefault(self._geometry.size_classes[read.group], []).append(read)
+        for size_class, alike in by_class.items():
             slots = landing.allocate(size_class, len(alike))
-            landed = alike[: len(slots)]
-            for block, slot in zip(landed, slots, strict=True):
-                if block.row < 0:
-                    block.row = catalog.add(block.key, block.generation, self._state.epoch, block.parent)
-                block.target, block.slots[landing.tier] = landing.tier, slot
-            rows = [block.row for block in landed]
-            catalog.begin(rows, landing.tier, slots)
-            self._reads.begin(_LOAD, [block.key for block in landed], rows)
+            self._reader.land(alike[: len(slots)], slots)
+
+    def _is_vacant(self, read: Read, tier: Tier) -> bool:
+        """Whether a read may begin a copy: not where this engine is just writing or dropping
+        one."""
+        if read.row >= 0:
+            return self._catalog.state(read.row, tier) == ABSENT
+        return self._catalog.find(read.key) < 0

@@ -9,12 +9,12 @@ from typing import NamedTuple, Protocol
 
 from kvdisk.blocks import BlockKey
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager.catalog import Catalog, Presence
+from kvdisk.manager.catalog import COMING, NOWHERE, Catalog, Presence
 
 _SPAN = 256
 """Blocks that are looked up at a time: so many too many where a prefix ends."""
-_NOWHERE, _COMING = int(Presence.NOWHERE), int(Presence.COMING)
 _READY = bytes([Presence.READY])
+_WITHOUT_COMING = bytes(NOWHERE if presence == COMING else presence for presence in range(256))
 
 
 class Presences(Protocol):
@@ -65,17 +65,16 @@ class Reachable:
 
 
 class Lookups:
-    """One request's lookups. The last answer is kept while nothing has changed, and its ready
-    prefix while no tier has lost anything: what came since is looked for behind it."""
+    """One request's lookups. The last answer is kept while nothing has changed, and how far its
+    blocks were ready while no tier has lost anything: what came since is looked for behind that."""
 
-    def __init__(self, group_count: int) -> None:
+    def __init__(self) -> None:
         self._asked: tuple[int, ...] = ()
         self._hits = Hits(0, 0)
-        # By group: the blocks from ``starts`` on, up to ``ends``, were ready when so much had been
-        # lost.
-        self._starts = [0] * group_count
-        self._ends = [0] * group_count
-        self._losses = (-1, -1)
+        self._held: tuple[int, ...] = ()
+        self._ends: dict[int, int] = {}
+        """By group, up to where the blocks from the local ones on were ready when ``_held``
+        was."""
 
     def hits(
         self,
@@ -97,120 +96,89 @@ class Lookups:
         ``first_needed`` names.
         """
         asked = (local_tokens, limit_tokens, catalog.gains, catalog.losses, hint_changes, *map(len, keys))
-        if asked == self._asked:
-            return self._hits
-        losses = (catalog.losses, hint_changes)
-        if losses != self._losses:
-            self._ends = [0] * len(keys)
-            self._losses = losses
-        self._asked = asked
-        self._hits = self.find(Reachable(catalog, hints), geometry, keys, local_tokens, limit_tokens)
+        if asked != self._asked:
+            held = (local_tokens, catalog.losses, hint_changes)
+            if held != self._held:
+                self._ends, self._held = {}, held
+            self._asked = asked
+            self._hits = self.find(Reachable(catalog, hints), geometry, keys, local_tokens, limit_tokens)
         return self._hits
 
     def find(
         self,
-        catalog: Presences,
+        source: Presences,
         geometry: Geometry,
         keys: Sequence[Sequence[BlockKey]],
         local_tokens: int,
         limit_tokens: int,
     ) -> Hits:
-        """As ``hits``, but looks even where nothing has changed."""
+        """As ``hits``, but looks even where nothing has changed; of new ``Lookups`` in any
+        source."""
         step = geometry.step_tokens
         for group in geometry.groups:
             limit_tokens = min(limit_tokens, len(keys[group.group]) * group.block_tokens)
         ready = coming = limit_tokens // step * step
-        windows: list[GroupGeometry] = []
         for group in geometry.groups:
             if coming <= local_tokens:
                 break
             if group.window_tokens is not None:
-                windows.append(group)
                 continue
             first, last = local_tokens // group.block_tokens, coming // group.block_tokens
             if group.volatile_last:  # the block after a hit must be there: then the hit's last one was not the last
                 last = min(last + 1, len(keys[group.group]))
-            ends = self._extend(catalog, group.group, keys[group.group], first, last)
+            ends = self._extend(source, group.group, keys[group.group], first, last)
             ready = min(ready, (ends[0] - group.volatile_last) * group.block_tokens // step * step)
             coming = min(coming, (ends[1] - group.volatile_last) * group.block_tokens // step * step)
-        if coming <= local_tokens:
-            return Hits(local_tokens, local_tokens)
-        if not windows:
-            return Hits(max(local_tokens, ready), coming)
-        found = [_Window(catalog, group, keys[group.group], local_tokens, coming) for group in windows]
+        windows: list[_Window] = []
+        for group in geometry.groups if coming > local_tokens else ():
+            if group.window_tokens is not None:
+                local = local_tokens // group.block_tokens
+                rest = source.presences(keys[group.group][local : coming // group.block_tokens])
+                windows.append((group, _READY * local + rest))
+        loadable = [(group, presences.translate(_WITHOUT_COMING)) for group, presences in windows]
         return Hits(
-            _shorten(found, local_tokens, ready, step, Presence.READY),
-            _shorten(found, local_tokens, coming, step, Presence.COMING),
+            _shorten(loadable, local_tokens, ready, step),
+            _shorten(windows, local_tokens, coming, step),
         )
 
     def _extend(
-        self, catalog: Presences, group: int, keys: Sequence[BlockKey], first: int, last: int
+        self, source: Presences, group: int, keys: Sequence[BlockKey], first: int, last: int
     ) -> tuple[int, int]:
         """Return up to where, at most ``last``, a full-attention group's blocks from ``first`` on
         are ready, or coming.
 
         Looks from where they were ready the last time.
         """
-        if not self._starts[group] <= first <= self._ends[group]:
-            self._starts[group] = self._ends[group] = first
-        position = min(self._ends[group], last)
-        ready, is_ready = position, True
+        ready = position = min(self._ends.get(group, first), last)
+        is_ready = True
         while position < last:
-            span = catalog.presences(keys[position : min(position + _SPAN, last)])
+            span = source.presences(keys[position : min(position + _SPAN, last)])
             if is_ready:
                 count = len(span) - len(span.lstrip(_READY))
                 ready += count
                 is_ready = count == len(span)
-            hole = span.find(_NOWHERE)
+            hole = span.find(NOWHERE)
             if hole >= 0:
                 position += hole
                 break
             position += len(span)
-        self._ends[group] = max(self._ends[group], ready)
+        self._ends[group] = max(self._ends.get(group, first), ready)
         return ready, position
 
 
-def longest_hit(
-    catalog: Presences,
-    geometry: Geometry,
-    keys: Sequence[Sequence[BlockKey]],
-    local_tokens: int,
-    limit_tokens: int,
-    *,
-    coming: bool,
-) -> int:
-    """Return one of the ends that ``Lookups.hits`` finds, where nothing is remembered."""
-    hits = Lookups(len(keys)).find(catalog, geometry, keys, local_tokens, limit_tokens)
-    return hits.coming if coming else hits.ready
+_Window = tuple[GroupGeometry, bytes]
+"""A window group, and the presence of each of its blocks: those that are local count as there."""
 
 
-class _Window:
-    """The blocks of a window group up to ``end_tokens``; those that are local count as there."""
-
-    def __init__(
-        self, catalog: Presences, group: GroupGeometry, keys: Sequence[BlockKey], local_tokens: int, end_tokens: int
-    ) -> None:
-        local, end = local_tokens // group.block_tokens, end_tokens // group.block_tokens
-        self.group = group
-        self._presences = _READY * local + catalog.presences(keys[local:end])
-
-    def hole(self, first: int, last: int, least: Presence) -> int:
-        """Return the last position in ``first`` to ``last`` whose block is farther than ``least``,
-        or -1."""
-        hole = self._presences.rfind(_NOWHERE, first, last)
-        return max(hole, self._presences.rfind(_COMING, first, last)) if least is Presence.READY else hole
-
-
-def _shorten(windows: Sequence[_Window], local_tokens: int, end: int, step: int, least: Presence) -> int:
+def _shorten(windows: Sequence[_Window], local_tokens: int, end: int, step: int) -> int:
     """Return the longest end, at most ``end``, at which each window group has the blocks that it
     needs there."""
     while end > local_tokens:
-        for window in windows:
-            tokens = window.group.block_tokens
-            hole = window.hole(first_needed(window.group, local_tokens, end), end // tokens, least)
+        for group, presences in windows:
+            hole = presences.rfind(NOWHERE, first_needed(group, local_tokens, end), end // group.block_tokens)
             if hole >= 0:
                 # Any end between needs that block too.
-                end = hole * tokens // step * step
+                end = hole * group.block_tokens // step * step
                 break
         else:
             return end

@@ -12,19 +12,19 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 
-from kvdisk.blocks import BlockKey, JobId, Tier
+from kvdisk.blocks import JobId, Tier
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import Neighbours
 from kvdisk.manager.admission import Demand
-from kvdisk.manager.chains import TIERS
+from kvdisk.manager.catalog import TIERS
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.events import Journal
 from kvdisk.manager.jobs import StoreSources, Transfers
-from kvdisk.manager.loads import LoadPlanner, LoadThreshold
+from kvdisk.manager.loads import GpuLoads, LoadPlanner, LoadThreshold
 from kvdisk.manager.neighbours import NeighbourCopies
-from kvdisk.manager.parts import Parts
-from kvdisk.manager.prefetch import GpuLoads, PendingReads, Promotions
-from kvdisk.manager.requests import HitCounts, RequestLimits, RequestState
+from kvdisk.manager.parts import Parts, Room
+from kvdisk.manager.prefetch import Promotions
+from kvdisk.manager.requests import NO_LIMITS, HitCounts, RequestLimits, RequestState
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.stores import StorePlanner
@@ -36,7 +36,7 @@ LONGEST_SILENCE = 4
 a drive hangs."""
 
 
-class TierManager:
+class TierManager(Room):
     """See the module.
 
     ``first_generation``: larger than any that this engine's store has seen.
@@ -51,11 +51,7 @@ class TierManager:
         first_generation: int,
         neighbours: Neighbours | None = None,
     ) -> None:
-        self._parts = parts
-        self._geometry = parts.geometry
-        self._catalog = parts.catalog
-        self._transfers = parts.transfers
-        self._state = parts.state
+        super().__init__(parts)
         self.stats = parts.stats
         self._requests: dict[str, RequestState] = {}
         self._urgent: list[JobId] = []
@@ -67,17 +63,17 @@ class TierManager:
         self._arrivals = 0
         self._tiers = tiers
         self._heard_tickets = [(0, 0)] * len(tiers)
-        self._reads = reads = PendingReads(GpuLoads(enabled=parts.context.caches))
+        self._gpu_loads = GpuLoads(enabled=parts.context.caches)
         self._neighbours = NeighbourCopies(parts, neighbours)
         self._demotions = [Demotions(parts, *pair, self._neighbours) for pair in tiers.pairs]
         self.gauges = Gauges(parts.transfers, tiers, self._demotions)
-        demand = Demand(store_policy, [space.admission for space in tiers])
+        demand = Demand([space.admission for space in tiers])
         self._sources = StoreSources(parts.context)
         self._threshold = LoadThreshold(parts.config.min_load_tokens, parts.geometry.step_tokens)
         self._hits = HitCounts(parts.geometry, parts.stats, [space.tier for space in tiers])
-        self._settlement = Settlement(parts, tiers, store_policy, self._requests, self._neighbours, reads)
-        self._promotions = Promotions(parts, tiers, demand, self._neighbours, reads)
-        self._loads = LoadPlanner(parts, tiers, self._hits, demand, self._neighbours, reads, self._threshold)
+        self._settlement = Settlement(parts, tiers, store_policy, self._requests, self._neighbours, self._gpu_loads)
+        self._promotions = Promotions(parts, tiers, demand, self._neighbours, self._gpu_loads)
+        self._loads = LoadPlanner(parts, tiers, self._hits, demand, self._neighbours, self._gpu_loads, self._threshold)
         self._stores = StorePlanner(
             parts, tiers, store_policy, demand, self._sources, self._neighbours, first_generation
         )
@@ -85,18 +81,17 @@ class TierManager:
     # -- requests ------------------------------------------------------------------------------
 
     def new_request(
-        self, request_id: str, hashes: Sequence[bytes], prompt_tokens: int, limits: RequestLimits | None = None
+        self, request_id: str, hashes: Sequence[bytes], prompt_tokens: int, limits: RequestLimits = NO_LIMITS
     ) -> None:
         """Follow a request from now on, and ask the neighbours for what is missing of its prompt.
 
         ``hashes`` is the engine's growing list, read at each call.
         """
-        request = RequestState(request_id, hashes, prompt_tokens, self._geometry, limits)
-        self._requests[request_id] = request
         self._arrivals += 1
-        request.arrival = self._arrivals
-        request.update_keys(self._geometry)
-        if request.most_load_tokens != 0:
+        request = RequestState(request_id, hashes, prompt_tokens, self._geometry, limits, self._arrivals)
+        self._requests[request_id] = request
+        request.update_keys()
+        if request.limits.most_load_tokens != 0:
             self._neighbours.ask(request)
             self._promotions.enqueue(request)
 
@@ -104,15 +99,10 @@ class TierManager:
         """Take in a session's new prompt: its last answer is a part of it, less that answer's last
         token."""
         request = self._requests.get(request_id)
-        if request is None:
-            return
-        request.prompt_tokens = prompt_tokens
-        if request.forget_changed_keys(self._geometry):
-            self._stores.restarted(request_id)
-
-    def follows(self, request_id: str) -> bool:
-        """Whether the request is followed: kvdisk leaves some alone."""
-        return request_id in self._requests
+        if request is not None:
+            request.prompt_tokens = prompt_tokens
+            if request.forget_changed_keys():
+                self._stores.restarted(request)
 
     def request_finished(self, request_id: str) -> bool:
         """Forget a request; return whether its GPU blocks may be freed now: always, since the fence
@@ -121,8 +111,7 @@ class TierManager:
         if request is not None:
             self._promotions.leave(request)
             self._stores.finished(request)
-            if request.load_job is not None:
-                self._reads.to_gpu.end(request.load_job)  # the engine does not keep what it brings
+            self._gpu_loads.end(request.load_job)  # the engine does not keep what it brings
         return True
 
     def preempt(self, request_ids: Iterable[str], now: float, overwritten: Collection[int] = ()) -> None:
@@ -139,17 +128,10 @@ class TierManager:
                 job_id = self._stores.save(request, overwritten, now)
                 if job_id is not None:
                     self._urgent.append(job_id)
-                if not request.loading and request.most_load_tokens != 0:  # it can have been taken up in this very step
+                if (
+                    not request.loading and request.limits.most_load_tokens != 0
+                ):  # it can have been taken up in this very step
                     self._promotions.enqueue(request, first=True)
-
-    def neighbour_has(self, key: BlockKey) -> bool:
-        """Whether a neighbour is thought to have a block."""
-        return self._neighbours.holds(key, self._neighbours.tier)
-
-    @property
-    def neighbour_segments(self) -> int:
-        """Segments of neighbours that are open for loads."""
-        return self._neighbours.open_count
 
     # -- loads ---------------------------------------------------------------------------------
 
@@ -165,7 +147,7 @@ class TierManager:
         request = self._requests[request_id]
         if request.stale:  # the engine asks for requests without computed tokens only: this one starts again
             request.stale = False
-            self._stores.restarted(request_id)
+            self._stores.restarted(request)
         return self._loads.lookup(request, local_tokens, total_tokens, now)
 
     def plan_load(
@@ -183,7 +165,7 @@ class TierManager:
     def served_tokens(self, request_id: str) -> dict[Tier, int]:
         """Return how the last planned load of a request divides between the tiers, in tokens."""
         request = self._requests.get(request_id)
-        return dict(request.hit_tokens) if request is not None else {}
+        return {} if request is None else request.hit_tokens
 
     # -- stores --------------------------------------------------------------------------------
 
@@ -206,17 +188,14 @@ class TierManager:
         and whose ids are final. ``block_ids``: the block table by group; a block with id 0 is
         skipped.
         """
-        request = self._requests.get(request_id)
-        if request is not None:
-            self._stores.plan(request, computed_tokens, block_ids, now)
+        self._stores.plan(self._requests[request_id], computed_tokens, block_ids, now)
 
     # -- steps ---------------------------------------------------------------------------------
 
     def take_plan(
         self, now: float, *, idle: bool, step_tokens: int = 0, now_s: int = 0, overwritten: Collection[int] = ()
     ) -> Plan:
-        """Return the step's plan: what was decided since the last one, stores of free blocks,
-        demotions, promotions.
+        """Return the step's plan.
 
         ``step_tokens``: what the step computes; 0: not known, and nothing is learnt from it.
         ``now_s``: seconds since the Unix epoch, for the uses of blocks; 0: as before.
@@ -236,27 +215,25 @@ class TierManager:
         jobs = self._transfers.take_queued(now)
         if jobs:
             self._heard_s = now
-        self._threshold.stepped(now, step_tokens, jobs)
+        self._threshold.stepped(now, step_tokens)
         urgent, self._urgent = tuple(self._urgent), []
         return Plan(jobs, fence, void, idle and self.has_pending_work(now), urgent)
 
     def settle(self, report: Report, now: float, now_s: int) -> None:
         """Take in what the ranks finished. ``now_s``: seconds since the Unix epoch, for the index's
         records."""
-        found = report.stats
-        if found.counts or found.samples or found.gauges:
-            self.stats.merge(found)
-        records = self._transfers.absorb(report)
+        self.stats.merge(report.stats)
+        ended = self._transfers.absorb(report)
         if report.results or report.released or report.copied:
             self._heard_s = now
-        for record in (*self._transfers.take_copied(), *records):
+        for record in (*ended.copied, *ended.settled):
             if record.job.kind is JobKind.STORE:
                 self._sources.end(record)
-        for record in records:
+        for record in ended.settled:
             self._settlement.settle(record, now, now_s)
             if record.job.kind is JobKind.LOAD:
                 self._threshold.settled(record, now)
-        for record in self._transfers.take_released():
+        for record in ended.released:
             self._settlement.release(record)
 
     def note_invalid_blocks(self, blocks: set[int], report: Report) -> None:
@@ -269,7 +246,14 @@ class TierManager:
         """
         if blocks - self._transfers.failed_load_blocks(report):
             self._transfers.fail_stores()
-            self._stores.reset()
+            self._forget_computed()
+
+    def _forget_computed(self) -> None:
+        """What requests have computed may be wrong: what they compute from now on is stored
+        again."""
+        self._stores.reset()
+        for request in self._requests.values():
+            request.holds_nothing()
 
     def publish(self) -> Journal:
         """Keep a journal of what becomes loadable and what goes, from what is there now on. At most
@@ -297,13 +281,14 @@ class TierManager:
         assert epoch not in {FILE_EPOCH, self._state.epoch}
         self._state.epoch = epoch
         self._neighbours.stop()
-        self._stores.reset()
+        self._forget_computed()
         self._urgent.clear()
-        self._void = list(self._transfers.sent_loads())
+        self._void = self._transfers.sent_loads()
         for record in self._transfers.cancel_queued():
             self._sources.end(record)
             self._settlement.cancel(record)
         self._promotions.reset()
+        self._gpu_loads.clear()
         for space in self._tiers:
             space.reset()
         self._catalog.hide_all()
@@ -320,20 +305,15 @@ class TierManager:
         Not for zombies, nor where jobs and commits have been silent for long: a drive or a file
         system that never answers must not keep an idle engine stepping.
         """
-        if self._stores.has_leftovers(now):
-            return True
-        tickets = [space.tickets for space in self._tiers]
+        tickets = [space.status.tickets for space in self._tiers]
         if tickets != self._heard_tickets:
             self._heard_tickets, self._heard_s = tickets, now
-        if self._transfers.any_queued:
-            return True
         silent = now - self._heard_s >= self._longest_silence_s
-        if silent:
-            return any(demotions.can_go_on(now, silent=True) for demotions in self._demotions)
         return (
-            len(self._transfers) > 0
-            or any(demotions.can_go_on(now, silent=False) for demotions in self._demotions)
-            or any(space.uncommitted for space in self._tiers)
+            self._stores.has_leftovers(now)
+            or self._transfers.any_queued
+            or any(demotions.can_go_on(now, silent=silent) for demotions in self._demotions)
+            or (not silent and self.gauges.busy)
         )
 
 
@@ -347,17 +327,16 @@ class Gauges:
 
     @property
     def busy(self) -> bool:
-        """Whether a job is planned or under way, or a change of the index waits for its commit."""
-        return len(self._transfers) > 0 or any(space.uncommitted for space in self._tiers)
+        """Whether a job, or a commit of the index, is under way."""
+        return len(self._transfers) > 0 or any(space.status.uncommitted for space in self._tiers)
 
     @property
     def planned_jobs(self) -> int:
-        """Jobs that were ever planned. While there are no new ones, and the engine is not busy, no
-        gauge changes."""
+        """Jobs that were ever planned. Without new ones, nor busy, no gauge changes."""
         return self._transfers.planned
 
     def read(self) -> dict[str, float]:
-        """Return every gauge that there is, by series, but for those of the engine's own blocks."""
+        """Return every gauge, by series."""
         count = self._transfers.count
         moves = (JobKind.STORE, JobKind.LOAD, JobKind.DEMOTE, JobKind.PROMOTE)
         found: dict[str, float] = {f"queued_jobs.{kind.name.lower()}": count(kind) for kind in moves}

@@ -19,7 +19,7 @@ from kvdisk.blocks import BlockKey, Slot, Tier, group_of
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import ForeignCopy, Neighbours
 from kvdisk.manager.catalog import Presence
-from kvdisk.manager.parts import Parts
+from kvdisk.manager.parts import Parts, Room
 from kvdisk.manager.requests import RequestState
 from kvdisk.messages import FOREIGN_SEGMENTS, ForeignSegment, JobKind, Move, SegmentSpec
 
@@ -50,17 +50,14 @@ class _OpenSegment:
     users: int = 0
 
 
-class NeighbourCopies:
+class NeighbourCopies(Room):
     """What neighbours are thought to have. Without ``neighbours`` (no NVMe tier) nobody is
     asked. ``tier``: what their copies are read as."""
 
     tier: Final = Tier.NVME
 
     def __init__(self, parts: Parts, neighbours: Neighbours | None) -> None:
-        self._geometry = parts.geometry
-        self._catalog = parts.catalog
-        self._transfers = parts.transfers
-        self._stats = parts.stats
+        super().__init__(parts)
         self._neighbours = neighbours
         self.hints: OrderedDict[BlockKey, tuple[ForeignCopy, float]] = OrderedDict()
         """Copies that neighbours named, and when, the oldest first. Read only, but for this
@@ -200,12 +197,7 @@ class NeighbourCopies:
         self._rejected[home_id, key, generation] = None
         if len(self._rejected) > MOST_REJECTED:
             self._rejected.popitem(last=False)
-        hinted, _ = self.hints.get(key, (None, 0.0))
-        if hinted is not None and (hinted.home_id, hinted.generation) == (home_id, generation):
+        hinted = self.hints.get(key)
+        if hinted is not None and (hinted[0].home_id, hinted[0].generation) == (home_id, generation):
             self.changes += 1
             del self.hints[key]
-
-    @property
-    def open_count(self) -> int:
-        """Segments that loads on their way use. For tests."""
-        return len(self._open)

@@ -7,10 +7,11 @@ record never names a slot that holds other bytes (invariant 2).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvdisk.blocks import Slot, Tier
 from kvdisk.device.uses import USES_RECORD, UsesRecords
@@ -20,12 +21,14 @@ from kvdisk.manager.catalog import ABSENT, DOOMED
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.nvme_restore import restore_blocks
 from kvdisk.manager.parts import Parts
-from kvdisk.manager.segments import NvmeLayout, Segments, Turns
-from kvdisk.manager.tiers import TierSpace
+from kvdisk.manager.segments import NvmeLayout, Segments
+from kvdisk.manager.tiers import TierSpace, TierStatus
 from kvdisk.manager.uses import Uses
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import JobKind, SegmentSpec
 
+RUN_BYTES = 16 << 20
+"""Of one rank's file: what goes to one drive before the next one's turn."""
 SHORT_RUN_SLOTS = 8
 """Free slots in shorter runs than this count as fragmented: a write of a block or few at a time."""
 _MAX_EVICTED_PER_STEP = 256
@@ -78,10 +81,11 @@ class NvmeSpace(TierSpace):
         self._dropped = 0
         self._index_writable = True
         self._stuck = [False] * len(parts.geometry.slot_sizes)
-        self._turns = Turns.of_slots(parts.geometry.slot_sizes)
+        self._allocated = [0] * len(parts.geometry.slot_sizes)
+        """Slots that were ever taken, by size class: says which drive's turn it is."""
         self._budget = budget
-        self.most_slots = layout.most_slots(parts.geometry)
-        self.capacity_bytes = layout.capacity_bytes(parts.geometry)
+        self._parts_of_block = parts.geometry.part_count
+        self.capacity = layout.class_slots(parts.geometry)
 
     # -- start ---------------------------------------------------------------------------------
 
@@ -102,38 +106,88 @@ class NvmeSpace(TierSpace):
             self._ticket = self._index.delete(restored.stale)
         self.segments.restore(records, home_id, fingerprint)
         for spec in self.segments.specs.values():
-            used = restored.used.get(spec.segment)
-            self.pool.add_segment(spec.segment, self.segments.class_of(spec), spec.slot_count, used, spec.drive)
+            self._enter(spec, restored.used.get(spec.segment))
         self.pool.retain(restored.stale_slots, self._ticket)
         for spec in self.segments.surplus():
             self._drop_segment(spec)
 
+    # -- how it stands ---------------------------------------------------------------------------
+
+    @property
+    def status(self) -> TierStatus:
+        """How the tier stands now."""
+        is_open, is_spent = self.segments.home_open, self._budget is not None and not self._budget.is_open
+        # There is room, or it is in a segment that is being made or opened, or is the first of its
+        # kind.
+        comes = self.segments.is_opening or not all(self.pool.total) or all(self.pool.free)
+        # Stepping would not help an index that fails. A drop without a ticket waits for a job,
+        # which is pending itself, or for a zombie, which nobody waits for.
+        dropping = any(drop.ticket is not None for drop in self._drops.values())
+        uncommitted = self._index_writable and (self._ticket > self._committed or dropping)
+        has_room_soon = comes and is_open and not is_spent
+        return TierStatus(is_open, is_spent, has_room_soon, uncommitted, (self._ticket, self._committed))
+
+    def refresh(self, now: float, now_s: int) -> bool:
+        """Learn of commits, drives and budget. Return whether room may have come free."""
+        released = self.commit()
+        self.uses.count(now_s)
+        resumed = self.segments.drives.refresh(now) and self.refresh_writable(now)
+        if self._budget is not None:
+            resumed |= self._budget.refresh(now) and self._budget.take_resumed()
+        self._catalog.hide(Tier.NVME, self.segments.on_drives(self.segments.drives.quarantined))
+        return released or resumed
+
+    def refresh_writable(self, now: float) -> bool:
+        """Fill the budget, and learn which drives may be written. Return whether copies may be: the
+        store is open, some drive is in order and not in a back-off, and the budget is not spent."""
+        return self.segments.refresh_writable(now) and (self._budget is None or self._budget.refresh(now))
+
+    def learn_writes(self, record: JobRecord, now: float) -> None:
+        """Learn from a settled store or demotion how the drives are."""
+        self.segments.learn_writes(record, now)
+
+    def learn_reads(self, record: JobRecord, now: float) -> None:
+        """Learn from a settled load how the drives are; hide what a quarantined one holds."""
+        self.segments.learn_reads(record, now, self._drops)
+        self._catalog.hide(Tier.NVME, self.segments.on_drives(self.segments.drives.quarantined))
+
+    def gauges(self) -> dict[str, float]:
+        """Return the tier's gauges, by series."""
+        found = super().gauges()
+        found["limbo_blocks"] = sum(self.pool.limbo)
+        found["uncommitted_changes"] = max(0, self._ticket - self._committed)
+        free = sum(self.pool.free)
+        found["fragmentation_ratio"] = self.pool.free_in_short_runs(SHORT_RUN_SLOTS) / free if free else 0.0
+        if self._budget is not None:
+            found["write_budget_bytes"] = self._budget.left_bytes
+        drives = self.segments.drives
+        for drive in range(len(drives)):
+            found[f"drive_quarantined.{drive}"] = int(drive in drives.quarantined)
+        return found
+
     # -- slots ---------------------------------------------------------------------------------
 
     def allocate(self, size_class: int, count: int, *, keep_queued: bool = False) -> list[Slot]:  # noqa: ARG002
-        """Take up to ``count`` free slots, run by run from the drives in turn; fewer, or none, for
-        want.
+        """Take up to ``count`` free slots, run by run from the drives in turn, so that a load reads
+        from all; fewer, or none, for want.
 
         From the drives that could be written at the last ``refresh_writable``. They are charged
         to the budget.
         """
-        block_bytes = self._block_bytes(size_class)
-        if self._budget is not None:
-            count = min(count, self._budget.affords(block_bytes))
+        count = self._affordable(size_class, count)
+        run_slots = max(1, RUN_BYTES // self._geometry.slot_sizes[size_class])
         slots: list[Slot] = []
         drives = [drive for drive in self.segments.writable if self.pool.free_on(size_class, (drive,))]
         while drives and len(slots) < count:
-            drive, most = self._turns.next_run(size_class, drives)
-            taken = self.pool.allocate(size_class, min(most, count - len(slots)), drive)
-            if taken:
-                self._turns.took(size_class, len(taken))
-                slots += taken
-            else:
+            turn, taken = divmod(self._allocated[size_class], run_slots)
+            drive = drives[turn % len(drives)]
+            found = self.pool.allocate(size_class, min(run_slots - taken, count - len(slots)), drive)
+            self._allocated[size_class] += len(found)
+            slots += found
+            if not found:
                 drives.remove(drive)
         if self._budget is not None:
-            pauses = self._budget.pauses
-            self._budget.spend(len(slots), block_bytes)
-            self._stats.add("budget_pauses", self._budget.pauses - pauses)
+            self._stats.add("budget_pauses", int(self._budget.spend(len(slots), self._block_bytes(size_class))))
         return slots
 
     def give_back(self, size_class: int, slots: Sequence[Slot]) -> None:
@@ -142,28 +196,55 @@ class NvmeSpace(TierSpace):
         if self._budget is not None:
             self._budget.spend(-len(slots), self._block_bytes(size_class))
 
-    @property
-    def free_and_total(self) -> tuple[int, int]:
-        """Slots that are or will be free without an eviction, and all that there may be."""
-        unmade = max(0, self.most_slots - sum(self.pool.total))
-        return unmade + sum(self.pool.free) + sum(self.pool.limbo), unmade + sum(self.pool.total)
+    def _affordable(self, size_class: int, count: int) -> int:
+        """Return up to ``count`` blocks that may be written."""
+        return count if self._budget is None else min(count, self._budget.affords(self._block_bytes(size_class)))
 
     def _block_bytes(self, size_class: int) -> int:
         """Bytes of a block on the drive over all ranks."""
         return self._geometry.slot_sizes[size_class] * self._parts_of_block
 
-    def has_room(self, size_class: int) -> bool:
-        """Whether a slot is free now, on a drive that can be written."""
-        return self._free_slots(size_class) > 0
-
-    def _free_slots(self, size_class: int) -> int:
-        if self.segments.all_writable:
-            return self.pool.free[size_class]
+    def free_slots(self, size_class: int) -> int:
+        """Return how many slots are free now, on drives that can be written."""
         return self.pool.free_on(size_class, self.segments.writable)
 
+    def make_room(self, now: float, wanted: Sequence[int]) -> None:
+        """Have ``wanted`` slots by size class soon: make a segment if the cap allows, or evict."""
+        for size_class, wish in enumerate(wanted):
+            total = self.pool.total[size_class]
+            if not self.refresh_writable(now) or self.segments.hold_up(now):
+                continue
+            needed = max(self._affordable(size_class, wish), spare_slots(total))
+            short = needed - self.free_slots(size_class) - self.pool.limbo[size_class]
+            made = short <= 0 or self.segments.plan_new(size_class, now)
+            if not made and total:
+                made = self._evict(size_class, min(short, _MAX_EVICTED_PER_STEP)) > 0
+            self._stuck[size_class] = not (made and self._index_writable) and not self.free_slots(size_class)
+
+    def may_get_room(self, size_class: int, *, silent: bool) -> bool:
+        """Whether ``make_room`` found a way to room, or slots come free with a commit."""
+        limbo = self.pool.limbo[size_class]
+        if silent and limbo and not self.free_slots(size_class):
+            return False
+        return not self._stuck[size_class] or (self._index_writable and limbo > 0)
+
+    def _evictable(self) -> Callable[[int], bool]:
+        """Return who tells whether a copy may leave for room: one on a drive that can be written.
+
+        What a quarantined drive has may leave, too: it would hold back the heads of its chains on
+        the others.
+        """
+        anywhere, segments = super()._evictable(), self.segments
+        if len(segments.writable) == len(segments.drives):
+            return anywhere
+        places = segments.on_drives({*segments.writable, *segments.drives.quarantined})
+        segment_of = self._catalog.columns(Tier.NVME).segments
+        return lambda row: anywhere(row) and segment_of[row] in places
+
+    # -- records ---------------------------------------------------------------------------------
+
     def _record(self, rows: Sequence[int], now_s: int) -> None:
-        """Queue the records of READY copies for the index. A full queue costs only their life after
-        a restart."""
+        """Queue the records of copies. A full queue costs only their life after a restart."""
         self.uses.begin(rows, [self._catalog.generations[row] for row in rows])
         catalog = self._catalog
         records = [
@@ -182,111 +263,66 @@ class NvmeSpace(TierSpace):
             self._ticket = ticket
 
     def reached(self, rows: Sequence[int]) -> None:
-        """A request has come to these blocks, which are in some tier; of one chain the tail comes
-        first."""
+        """A request reached these blocks; see ``TierSpace``."""
         super().reached(rows)
         self.uses.reached(rows)
 
     def drop(self, rows: Sequence[int]) -> None:
         """End unpinned copies: their records are deleted, their slots go to limbo."""
-        if not rows:
-            return
-        names = [(self._catalog.epochs[row], self._catalog.keys[row]) for row in rows]
-        slots = self._end(rows)
-        self.uses.end(rows)
-        self._ticket = self._index.delete(names)
+        if rows:
+            self._ticket = self._index.delete([(self._catalog.epochs[row], self._catalog.keys[row]) for row in rows])
+            self.uses.end(rows)
+            super().drop(rows)
+
+    def _free(self, slots: list[Slot]) -> None:
         self.pool.retain(slots, self._ticket)
 
-    def make_room(self, now: float, wanted: Sequence[int]) -> None:
-        """Open a segment where the cap allows, else evict, so that ``wanted`` slots by size class
-        can be had soon."""
-        for size_class, wish in enumerate(wanted):
-            total = self.pool.total[size_class]
-            low_slots = spare_slots(total)
-            if not self.refresh_writable(now) or self.segments.hold_up(now):
-                continue
-            allowed = wish if self._budget is None else self._budget.affords(self._block_bytes(size_class))
-            short = max(min(wish, allowed), low_slots) - self._free_slots(size_class) - self.pool.limbo[size_class]
-            made = short <= 0 or self.segments.plan_new(size_class, now)
-            if not made and self.pool.total[size_class]:
-                made = self._evict(size_class, min(short, _MAX_EVICTED_PER_STEP)) > 0
-            self._stuck[size_class] = not (made and self._index_writable) and not self.has_room(size_class)
-
-    def is_stuck(self, size_class: int) -> bool:
-        """Whether ``make_room`` found no way to room when it last tried, and no slot is free or
-        about to be."""
-        return self._stuck[size_class] and not (self._index_writable and self.pool.limbo[size_class])
-
-    def awaits_commit(self, size_class: int) -> bool:
-        """Whether slots come free with a commit, and no other way."""
-        return self.pool.limbo[size_class] > 0 and not self.has_room(size_class)
-
-    def _evict(self, size_class: int, count: int) -> int:
-        evictable = self._catalog.evictable_in(Tier.NVME)
-        if not self.segments.all_writable:
-            # What a quarantined drive has may leave, too: it would hold back the heads of its
-            # chains on the others.
-            places = self.segments.on_drives({*self.segments.writable, *self.segments.drives.quarantined})
-            slot, anywhere = self._catalog.slot, evictable
-
-            def evictable(row: int) -> bool:
-                return anywhere(row) and slot(row, Tier.NVME).segment in places
-
-        rows = self._leaving(self._victims(size_class, count, evictable))
-        self._stats.add("evicted_blocks.nvme", len(rows))
-        self.drop(rows)
-        return len(rows)
+    def reset(self) -> None:
+        """Forget what was counted. Records stay for engines that load the files."""
+        self.admission.reset()
 
     # -- segments ------------------------------------------------------------------------------
 
     def settle_files(self, record: JobRecord, now: float) -> None:
-        """Settle a job of files: slots enter the pool when all ranks have reported, one failure
-        undoes all."""
-        job = record.job
-        if job.kind is JobKind.OPEN_HOME:
-            if record.failed:
-                self.segments.home_failed()
+        """Settle a job of files: one rank's failure undoes all."""
+        kind, spec = record.job.kind, record.job.segment
+        if kind is JobKind.OPEN_HOME:
+            self.segments.home_opened(failed=bool(record.failed))
             return
-        spec = job.segment
         assert spec is not None
-        if job.kind is JobKind.DROP_SEGMENT:
+        if kind is JobKind.DROP_SEGMENT:
             self.segments.forget(spec)
             del self._drops[spec.segment]
             self._ticket = self._index.delete_segment(spec.segment)
             return
-        self.segments.attached(spec)
-        if spec.segment in self._drops:
-            return  # it was dropped while it was being opened
-        if record.failed:
-            self.segments.open_failed(spec, now)
+        dropped = spec.segment in self._drops
+        usable = self.segments.opened(spec, now, failed=bool(record.failed), dropped=dropped)
+        if record.failed and not dropped:
             self._drop_segment(spec)
-        elif spec.create:
-            self.segments.drives.segment_made(spec.drive)
-            self._ticket = self._index.put_segment(
-                SegmentRecord(spec.segment, spec.slot_bytes, spec.slot_count, spec.drive)
-            )
-            if not self.segments.share(spec):
-                self.pool.add_segment(spec.segment, self.segments.class_of(spec), spec.slot_count, drive=spec.drive)
-        elif not self.pool.has_segment(spec.segment):
-            self.pool.add_segment(spec.segment, self.segments.class_of(spec), spec.slot_count, drive=spec.drive)
+        elif spec.create and not dropped:
+            known = SegmentRecord(spec.segment, spec.slot_bytes, spec.slot_count, spec.drive)
+            self._ticket = self._index.put_segment(known)
+        if usable and not self.pool.has_segment(spec.segment):
+            self._enter(spec)
+
+    def _enter(self, spec: SegmentSpec, used: NDArray[np.uint32] | None = None) -> None:
+        """Take a segment's slots into service."""
+        self.pool.add_segment(spec.segment, self.segments.class_of(spec), spec.slot_count, used, spec.drive)
 
     def _drop_segment(self, spec: SegmentSpec) -> None:
-        """Take a segment out of service; its files go when the deletion of its records is
-        committed."""
+        """Take a segment out of service; its files go once its records' deletion is committed."""
         rows = self._catalog.rows_in(Tier.NVME, spec.segment)
-        for row in rows:
-            if self._state(row) != DOOMED:
-                self._forget((row,))
-                self._catalog.doom(row, Tier.NVME)
-        pinned = [row for row in rows if self._catalog.pins(row, Tier.NVME) > 0]
-        self.drop([row for row in rows if self._catalog.pins(row, Tier.NVME) == 0])
+        served = [row for row in rows if self._state(row) != DOOMED]
+        self._forget(served)
+        for row in served:
+            self._catalog.doom(row, Tier.NVME)
+        self._drop_doomed(rows)
         if self.pool.has_segment(spec.segment):
             self.pool.retire_segment(spec.segment)
-        self._drops[spec.segment] = _Drop(spec, pinned)
+        self._drops[spec.segment] = _Drop(spec, [row for row in rows if self._is_in(row, spec.segment)])
 
     def _is_in(self, row: int, segment: int) -> bool:
-        """Whether a row has a copy in a segment: in one that is being dropped no other copy can
-        begin."""
+        """Whether a row has a copy in a segment. In one that is being dropped none can begin."""
         return self._state(row) != ABSENT and self._catalog.slot(row, Tier.NVME).segment == segment
 
     # -- commits and failures ------------------------------------------------------------------
@@ -311,83 +347,3 @@ class NvmeSpace(TierSpace):
                 drop.sent = True
                 self._transfers.add(JobKind.DROP_SEGMENT, [], [], segment=drop.spec)
         return sum(self.pool.free) > free
-
-    @property
-    def uncommitted(self) -> bool:
-        """Whether steps are needed until a commit. Not while the index fails: stepping would not
-        help it."""
-        # A drop without a ticket waits for a job, which is pending itself, or for a zombie, which
-        # nobody waits for.
-        dropping = any(drop.ticket is not None for drop in self._drops.values())
-        return self._index_writable and (self._ticket > self._committed or dropping)
-
-    @property
-    def tickets(self) -> tuple[int, int]:
-        """Of the last change of the index, and of the last that is known to be committed."""
-        return self._ticket, self._committed
-
-    @property
-    def _parts_of_block(self) -> int:
-        return self._geometry.part_count
-
-    def gauges(self) -> dict[str, float]:
-        """Return the tier's gauges, by series."""
-        found = super().gauges()
-        found["capacity_bytes.nvme"] = self.capacity_bytes
-        found["limbo_blocks"] = sum(self.pool.limbo)
-        found["uncommitted_changes"] = max(0, self._ticket - self._committed)
-        free = sum(self.pool.free)
-        found["fragmentation_ratio"] = self.pool.free_in_short_runs(SHORT_RUN_SLOTS) / free if free else 0.0
-        if self._budget is not None:
-            found["write_budget_bytes"] = self._budget.left_bytes
-        drives = self.segments.drives
-        for drive in range(len(drives)):
-            found[f"drive_quarantined.{drive}"] = int(drive in drives.quarantined)
-        return found
-
-    def refresh_writable(self, now: float) -> bool:
-        """Fill the budget, and learn which drives may be written. Return whether copies may be: the
-        store is open, some drive is in order and not in a back-off, and the budget is not spent."""
-        return self.segments.refresh_writable(now) and (self._budget is None or self._budget.refresh(now))
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether it was the budget that forbade writing at the last ``refresh_writable``."""
-        return self._budget is not None and not self._budget.is_open
-
-    @property
-    def has_room_soon(self) -> bool:
-        """Whether there is room, or is to be in a segment that is being made or opened, or is the
-        first of its kind."""
-        coming = self.segments.is_opening or not all(self.pool.total) or all(self.pool.free)
-        return coming and self.is_open and not self.is_spent
-
-    @property
-    def is_open(self) -> bool:
-        """False once a rank could not open the engine's store."""
-        return self.segments.home_open
-
-    def reset(self) -> None:
-        """Forget what was counted. Records stay for engines that load the files."""
-        self.admission.reset()
-
-    def refresh(self, now: float, now_s: int) -> bool:
-        """Learn how far commits have come, and which drives may be used again. Return whether room
-        may be free."""
-        released = self.commit()
-        self.uses.count(now_s)
-        resumed = self.segments.drives.refresh(now) and self.refresh_writable(now)
-        if self._budget is not None:
-            resumed |= self._budget.refresh(now) and self._budget.take_resumed()
-        self._catalog.hide(Tier.NVME, self.segments.quarantined)
-        return released or resumed
-
-    def learn_writes(self, record: JobRecord, now: float) -> None:
-        """Learn from a settled store or demotion how the drives are."""
-        self.segments.learn_writes(record, now)
-
-    def learn_reads(self, record: JobRecord, now: float) -> None:
-        """Learn from a settled load or prefetch how the drives are; what a quarantined one holds is
-        hidden."""
-        self.segments.learn_reads(record, now, self._drops)
-        self._catalog.hide(Tier.NVME, self.segments.quarantined)

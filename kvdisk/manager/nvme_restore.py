@@ -8,7 +8,7 @@ time: columns come from the index, and columns go to the catalog.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, compress, pairwise, repeat
 
@@ -19,8 +19,7 @@ from kvdisk.blocks import GROUP_BYTES, BlockKey, Slot, Tier
 from kvdisk.device.uses import UsesRecords
 from kvdisk.geometry import FILE_EPOCH, Geometry
 from kvdisk.index.base import BlockColumns, Index, SegmentRecord
-from kvdisk.manager.catalog import Catalog, CommittedCopies
-from kvdisk.manager.chains import NONE
+from kvdisk.manager.catalog import NONE, Catalog
 from kvdisk.manager.eviction import TailFirst
 from kvdisk.manager.uses import Uses
 
@@ -53,9 +52,8 @@ def restore_blocks(
     """
     columns = index.block_columns()
     groups = np.frombuffer(b"".join([key[-GROUP_BYTES:] for key in columns.keys]), ">u2").astype(np.int64)
-    inside, suitable = _place(geometry, columns, groups, segments)
-    fresh, used = _taken_slots(columns, inside, segments)
-    kept = fresh & suitable & (columns.epochs == FILE_EPOCH)
+    fresh, fits, used = _place(geometry, columns, groups, segments)
+    kept = fresh & fits & (columns.epochs == FILE_EPOCH)
     stale = np.flatnonzero(~kept)
     restored = Restored(
         used,
@@ -64,10 +62,7 @@ def restore_blocks(
     )
     if len(stale):
         columns, groups = _only(columns, kept), groups[kept]
-    copies = CommittedCopies(
-        columns.keys, *_find_parents(columns), columns.generations, columns.segments, columns.indices
-    )
-    catalog.fill(Tier.NVME, copies, FILE_EPOCH)
+    catalog.fill(Tier.NVME, columns, *_find_parents(columns))
     uses.fill(columns.generations, known_uses)
     # What was stored or used last leaves last; within a second, a chain's tail (larger generation)
     # leaves first.
@@ -82,42 +77,30 @@ def restore_blocks(
 
 def _place(
     geometry: Geometry, columns: BlockColumns, groups: NDArray[np.int64], segments: Mapping[int, SegmentRecord]
-) -> tuple[_Flags, _Flags]:
-    """Return which blocks have a slot that there is, and which have one that fits their group."""
+) -> tuple[_Flags, _Flags, dict[int, NDArray[np.uint32]]]:
+    """Return which blocks have a slot that there is and no earlier one shares, which have one that
+    fits their group, and the slots by segment."""
     numbers = np.array(sorted(segments), np.int64)
-    slot_counts = np.array([segments[number].slot_count for number in sorted(segments)], np.int64)
-    slot_bytes = np.array([segments[number].slot_bytes for number in sorted(segments)], np.uint64)
     if not len(numbers):
         nothing = np.zeros(len(columns.keys), np.bool_)
-        return nothing, nothing
+        return nothing, nothing, {}
+    slot_counts = np.array([segments[number].slot_count for number in sorted(segments)], np.int64)
+    slot_bytes = np.array([segments[number].slot_bytes for number in sorted(segments)], np.uint64)
     at = np.minimum(np.searchsorted(numbers, columns.segments), len(numbers) - 1)
-    inside = (numbers[at] == columns.segments) & (columns.indices < slot_counts[at])
+    fresh = (numbers[at] == columns.segments) & (columns.indices < slot_counts[at])
     needed = np.array([group.slot_bytes for group in geometry.groups], np.uint64)
-    known = groups < len(needed)
-    return inside, inside & known & (needed[np.minimum(groups, len(needed) - 1)] == slot_bytes[at])
-
-
-def _taken_slots(
-    columns: BlockColumns, inside: _Flags, segments: Mapping[int, SegmentRecord]
-) -> tuple[_Flags, dict[int, NDArray[np.uint32]]]:
-    """Of the blocks ``inside``, return those that no earlier one shares its slot with, and their
-    slots by segment."""
-    rows = np.flatnonzero(inside)
-    numbers = sorted(segments)
-    starts = np.cumsum([0] + [segments[number].slot_count for number in numbers])
-    slots = starts[np.searchsorted(np.array(numbers, np.int64), columns.segments[rows])] + columns.indices[rows]
+    fits = (groups < len(needed)) & (needed[np.minimum(groups, len(needed) - 1)] == slot_bytes[at])
+    starts = np.cumsum([0, *slot_counts])
+    rows = np.flatnonzero(fresh)
+    slots = starts[at[rows]] + columns.indices[rows]
     taken = np.zeros(int(starts[-1]), np.bool_)
     taken[slots] = True
-    fresh = inside
     if np.count_nonzero(taken) < len(rows):
         _, first = np.unique(slots, return_index=True)
-        fresh = np.zeros(len(inside), np.bool_)
+        fresh = np.zeros(len(fresh), np.bool_)
         fresh[rows[first]] = True
-    used = {
-        number: np.flatnonzero(taken[start:end]).astype(np.uint32)
-        for number, start, end in zip(numbers, starts[:-1], starts[1:], strict=True)
-    }
-    return fresh, used
+    each = zip(numbers.tolist(), np.split(taken, starts[1:-1]), strict=True)
+    return fresh, fits, {number: np.flatnonzero(found).astype(np.uint32) for number, found in each}
 
 
 def _only(columns: BlockColumns, kept: _Flags) -> BlockColumns:
@@ -134,18 +117,18 @@ def _only(columns: BlockColumns, kept: _Flags) -> BlockColumns:
 
 
 def _find_parents(columns: BlockColumns) -> tuple[NDArray[np.int32], dict[int, BlockKey]]:
-    """Return each block's parent as its position in ``columns``, or NONE; and by position those not
-    among them."""
-    count = len(columns.keys)
-    row_of = dict(zip(columns.keys, range(count), strict=True))
-    ends = accumulate(columns.parent_bytes.tolist(), initial=0)
-    each = (BlockKey(columns.parents[start:end]) for start, end in pairwise(ends))
-    rows = np.fromiter(map(row_of.get, each, repeat(NONE)), np.int32, count)
-    others = {}
-    lengths, ends_of = columns.parent_bytes, np.cumsum(columns.parent_bytes)
-    for row in np.flatnonzero((rows == NONE) & (lengths > 0)).tolist():
-        others[row] = BlockKey(columns.parents[ends_of[row] - lengths[row] : ends_of[row]])
+    """Return the parents' positions in ``columns``, or NONE; by position those not there."""
+    row_of = dict(zip(columns.keys, range(len(columns.keys)), strict=True))
+    rows = np.fromiter(map(row_of.get, _each_parent(columns), repeat(NONE)), np.int32, len(columns.keys))
+    lacking = (rows == NONE) & (columns.parent_bytes > 0)
+    others = dict(compress(enumerate(_each_parent(columns)), lacking))
     return _without_circles(rows), others
+
+
+def _each_parent(columns: BlockColumns) -> Iterator[BlockKey]:
+    """Yield parents one at a time: of millions, all at once would be too many."""
+    ends = accumulate(columns.parent_bytes.tolist(), initial=0)
+    return (BlockKey(columns.parents[start:end]) for start, end in pairwise(ends))
 
 
 def _without_circles(parent_rows: NDArray[np.int32]) -> NDArray[np.int32]:

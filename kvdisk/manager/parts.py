@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all rooms of the manager work on, and the state of its steps that several of them read or
-write."""
+"""What all rooms of the manager work on, and the state of a step that they share."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ from kvdisk.stats import Stats
 class StepState:
     """``epoch``: of what is stored now. ``released``: rises when room may have come free.
 
-    ``prefetch_awaited``: whether a scheduled request waits for a prefetch in this step.
+    ``read_awaited``: whether a scheduled request waits in this step for a read into memory.
     """
 
     epoch: int = FILE_EPOCH
     released: int = 0
-    prefetch_awaited: bool = False
+    read_awaited: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +41,16 @@ class Parts:
     def make(cls, config: Config, geometry: Geometry, context: SchedulerContext) -> Parts:
         """Return the parts of a new manager."""
         return cls(config, geometry, context, Catalog(), Transfers(geometry.rank_count))
+
+
+class Room:
+    """What the rooms that requests go through have at hand: the parts by their names."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._config = parts.config
+        self._geometry = parts.geometry
+        self._context = parts.context
+        self._catalog = parts.catalog
+        self._transfers = parts.transfers
+        self._stats = parts.stats
+        self._state = parts.state

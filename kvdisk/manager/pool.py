@@ -8,19 +8,18 @@ transfer may still touch, is held by a doomed copy that keeps its pin. Scheduler
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import Slot
 
-_FREE, _USED, _LIMBO = 1, 2, 3
+FREE, USED, LIMBO = 1, 2, 3
 _SHIFT = 32
 _INDEX = (1 << _SHIFT) - 1
-"""A slot's position is its segment's number times 2**32 and its index, so that those of two
-segments never meet."""
+"""A slot's position: its segment, shifted, and its index. Those of two segments never touch."""
 
 
 _Range = tuple[int, int, int]
@@ -28,7 +27,7 @@ _Range = tuple[int, int, int]
 
 
 class FreeRuns:
-    """The free slots of one place as runs of neighbours, found by length.
+    """The free slots of one size class on one drive as runs of neighbours, found by length.
 
     Positions are plain integers; neighbours differ by one. ``free``: how many there are.
     """
@@ -42,10 +41,6 @@ class FreeRuns:
         self._by_length: dict[int, dict[int, None]] = {}
         self._sorted: list[int] = []
         """The lengths that there are, ascending."""
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Yield (first position, length) of each run."""
-        yield from self._lengths.items()
 
     def add(self, start: int, length: int) -> None:
         """Free a range, none of which was free."""
@@ -62,16 +57,11 @@ class FreeRuns:
         """Return how many positions lie in runs shorter than ``length``."""
         return sum(short * len(self._by_length.get(short, ())) for short in range(1, length))
 
-    def fit(self, count: int) -> int:
-        """Return the length of the shortest run of at least ``count``, else of the longest; 0 where
-        nothing is free."""
-        at = bisect_left(self._sorted, count)
-        return self._sorted[min(at, len(self._sorted) - 1)] if self._sorted else 0
-
     def take(self, count: int) -> tuple[int, int]:
-        """Take up to ``count`` neighbours of the run that ``fit`` finds: (first position, how
-        many). Some are free."""
-        start = next(reversed(self._by_length[self.fit(count)]))
+        """Take up to ``count`` neighbours of the shortest run that has so many, else of the
+        longest: (first position, how many). Some are free."""
+        at = min(bisect_left(self._sorted, count), len(self._sorted) - 1)
+        start = next(reversed(self._by_length[self._sorted[at]]))
         length = self._remove(start)
         if length > count:
             self._insert(start + count, length - count)
@@ -115,11 +105,11 @@ class SlotPool:
         self.free = [0] * size_class_count
         self.total = [0] * size_class_count
         self.limbo = [0] * size_class_count
-        self._maps: dict[int, bytearray] = {}
-        self._class_of: dict[int, int] = {}
-        self._runs_of: dict[int, FreeRuns] = {}
-        """By segment: those of its drive and size class."""
-        self._runs: list[dict[int, FreeRuns]] = [{} for _ in range(size_class_count)]
+        self.states: dict[int, bytearray] = {}
+        """Of each slot, by segment: FREE, USED or LIMBO."""
+        self._place_of: dict[int, tuple[int, int]] = {}
+        """Size class and drive, by segment."""
+        self._runs: defaultdict[tuple[int, int], FreeRuns] = defaultdict(FreeRuns)
         """By size class and drive."""
         self._limbo: deque[tuple[int, list[_Range]]] = deque()
 
@@ -127,151 +117,98 @@ class SlotPool:
         self, segment: int, size_class: int, slot_count: int, used: NDArray[np.uint32] | None = None, drive: int = 0
     ) -> None:
         """Add a segment; the indices in ``used`` are held by copies already, the rest is free."""
-        assert segment not in self._maps
-        states = bytearray([_FREE]) * slot_count
-        taken = 0
+        assert segment not in self.states
+        states = bytearray([FREE]) * slot_count
         if used is not None:
-            np.frombuffer(states, np.uint8)[used] = _USED
-            taken = len(used)
-            assert states.count(_USED) == taken, "two copies in one slot"
-        self._maps[segment] = states
-        self._class_of[segment] = size_class
-        found = self._runs[size_class]
-        if drive not in found:
-            found[drive] = FreeRuns()
-        runs = self._runs_of[segment] = found[drive]
-        for start, end in _ranges_of(states, _FREE):
-            runs.add((segment << _SHIFT) + start, end - start)
-        self.free[size_class] += slot_count - taken
+            np.frombuffer(states, np.uint8)[used] = USED
+            assert states.count(USED) == len(used), "two copies in one slot"
+        self.states[segment] = states
+        self._place_of[segment] = (size_class, drive)
+        is_free = np.frombuffer(states, np.uint8) == FREE
+        edges = np.flatnonzero(np.diff(is_free, prepend=False, append=False)).tolist()
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
+            self._runs[size_class, drive].add((segment << _SHIFT) + start, end - start)
+        self.free[size_class] += states.count(FREE)
         self.total[size_class] += slot_count
 
     def retire_segment(self, segment: int) -> None:
-        """Take a segment's free slots out of service for good; used ones leave as they are
-        freed."""
-        states = self._maps.pop(segment)
-        size_class = self._class_of.pop(segment)
-        self._runs_of.pop(segment).drop(segment << _SHIFT, segment + 1 << _SHIFT)
-        self.free[size_class] -= states.count(_FREE)
-        self.limbo[size_class] -= states.count(_LIMBO)
+        """Take a segment out of service; its used slots leave as they are released."""
+        states, place = self.states.pop(segment), self._place_of.pop(segment)
+        self._runs[place].drop(segment << _SHIFT, segment + 1 << _SHIFT)
+        size_class, _ = place
+        self.free[size_class] -= states.count(FREE)
+        self.limbo[size_class] -= states.count(LIMBO)
         self.total[size_class] -= len(states)
 
     def free_in_short_runs(self, length: int) -> int:
-        """Return how many free slots lie in runs shorter than ``length``, over all size classes and
-        drives."""
-        return sum(runs.count_shorter(length) for found in self._runs for runs in found.values())
+        """Return how many free slots lie in runs shorter than ``length``."""
+        return sum(runs.count_shorter(length) for runs in self._runs.values())
 
     def free_on(self, size_class: int, drives: Collection[int]) -> int:
         """Return how many slots of a size class are free on some drives."""
-        return sum(runs.free for drive, runs in self._runs[size_class].items() if drive in drives)
+        return sum(self._runs[size_class, drive].free for drive in drives)
 
-    def allocate(self, size_class: int, count: int, drive: int | None = None) -> list[Slot]:
-        """Take up to ``count`` slots, all there are where there are fewer, in as few runs as there
-        can be.
+    def allocate(self, size_class: int, count: int, drive: int = 0) -> list[Slot]:
+        """Take up to ``count`` slots of a drive, all there are where there are fewer, in as few
+        runs as there can be.
 
-        ``drive``: only from this one, by default from all. The shortest run that is long enough is
-        cut, and where none is, the longest are used up.
+        The shortest run that is long enough is cut, and where none is, the longest are used up.
         """
         slots: list[Slot] = []
-        by_drive, wanted = self._runs[size_class], count
-        places = [runs for place, runs in by_drive.items() if drive is None or place == drive]
-        while wanted > 0:
-            runs = _best(places, wanted)
-            if runs is None or not runs.free:
-                break
-            position, length = runs.take(wanted)
+        runs = self._runs[size_class, drive]
+        while len(slots) < count and runs.free:
+            position, length = runs.take(count - len(slots))
             segment, start = position >> _SHIFT, position & _INDEX
-            self._maps[segment][start : start + length] = bytes([_USED]) * length
+            self.states[segment][start : start + length] = bytes([USED]) * length
             slots += [Slot(segment, index) for index in range(start, start + length)]
-            wanted -= length
-        self.free[size_class] -= count - wanted
+        self.free[size_class] -= len(slots)
         return slots
 
     def release(self, slots: Sequence[Slot]) -> None:
         """Make used slots free at once: for those that no committed record names."""
-        self._change(_neighbours(slots), _USED, _FREE)
+        self._change(_neighbours(slots), USED, FREE)
 
     def retain(self, slots: list[Slot], ticket: int) -> None:
-        """Put used slots in limbo until the index has dealt with ``ticket``. Tickets must not go
-        down."""
+        """Put used slots in limbo until ``ticket`` is committed. Tickets must not go down."""
         if slots:
             assert not self._limbo or self._limbo[-1][0] <= ticket
             ranges = _neighbours(slots)
-            self._change(ranges, _USED, _LIMBO)
+            self._change(ranges, USED, LIMBO)
             self._limbo.append((ticket, ranges))
 
     def settle_limbo(self, committed: int) -> None:
         """Free the slots in limbo whose ticket is at most ``committed``."""
         while self._limbo and self._limbo[0][0] <= committed:
-            self._change(self._limbo.popleft()[1], _LIMBO, _FREE)
+            self._change(self._limbo.popleft()[1], LIMBO, FREE)
 
-    def _change(self, ranges: Iterable[_Range], source: int, target: int) -> None:
+    def _change(self, ranges: Sequence[_Range], source: int, target: int) -> None:
         for segment, start, length in ranges:
-            states = self._maps.get(segment)
+            states = self.states.get(segment)
             if states is None:
                 continue  # its segment was retired
-            end = start + length
-            found = states[start:end]
-            assert found == bytes([source]) * length, f"slots {segment}/{start}-{end - 1} are {list(found)}"
-            states[start:end] = bytes([target]) * length
-            size_class = self._class_of[segment]
-            self.limbo[size_class] += length * ((target == _LIMBO) - (source == _LIMBO))
-            if target == _FREE:
+            found = states[start : start + length]
+            assert found == bytes([source]) * length, f"slots {segment}/{start} and on are {list(found)}"
+            states[start : start + length] = bytes([target]) * length
+            place = size_class, _ = self._place_of[segment]
+            self.limbo[size_class] += length * ((target == LIMBO) - (source == LIMBO))
+            if target == FREE:
                 self.free[size_class] += length
-                self._runs_of[segment].add((segment << _SHIFT) + start, length)
-
-    def used_indices(self, segment: int) -> list[int]:
-        """Return the indices of a segment's slots that copies hold: for tests."""
-        return [index for index, state in enumerate(self._maps[segment]) if state == _USED]
+                self._runs[place].add((segment << _SHIFT) + start, length)
 
     def has_segment(self, segment: int) -> bool:
         """Whether the segment is in service."""
-        return segment in self._maps
-
-    def check(self) -> None:
-        """Assert the counts and the runs against the maps (invariant 1). For tests."""
-        for size_class, by_drive in enumerate(self._runs):
-            maps = {segment: self._maps[segment] for segment, other in self._class_of.items() if other == size_class}
-            assert self.free[size_class] == sum(states.count(_FREE) for states in maps.values())
-            assert self.limbo[size_class] == sum(states.count(_LIMBO) for states in maps.values())
-            assert self.total[size_class] == sum(len(states) for states in maps.values())
-            assert self.free[size_class] == sum(runs.free for runs in by_drive.values())
-            for runs in by_drive.values():
-                expected = {
-                    ((segment << _SHIFT) + start, end - start)
-                    for segment, states in maps.items()
-                    if self._runs_of[segment] is runs
-                    for start, end in _ranges_of(states, _FREE)
-                }
-                assert set(runs) == expected
-                assert runs.free == sum(length for _, length in expected)
-
-
-def _best(places: Sequence[FreeRuns], count: int) -> FreeRuns | None:
-    """Return the place with the shortest run of at least ``count``, else with the longest."""
-    if len(places) == 1:
-        return places[0]
-    return min(places, key=lambda runs: ((fit := runs.fit(count)) < count, abs(fit - count)), default=None)
-
-
-def _ranges_of(states: bytearray, state: int) -> list[tuple[int, int]]:
-    """Return the ranges of slots in a state: first, and the one behind the last."""
-    edges = np.flatnonzero(np.diff(np.frombuffer(states, np.uint8) == state, prepend=False, append=False)).tolist()
-    return list(zip(edges[::2], edges[1::2], strict=True))
+        return segment in self.states
 
 
 def _neighbours(slots: Sequence[Slot]) -> list[_Range]:
     """Return slots that follow each other up or down as ranges."""
     ranges: list[_Range] = []
-    segment, start, end = -1, 0, 0
+    segment, start, length = -1, 0, 0
     for place, index in slots:
-        if place == segment and index == end:
-            end += 1
-        elif place == segment and index == start - 1:
-            start = index
+        if place == segment and index in {start - 1, start + length}:
+            start, length = min(start, index), length + 1
+            ranges[-1] = (segment, start, length)
         else:
-            if end > start:
-                ranges.append((segment, start, end - start))
-            segment, start, end = place, index, index + 1
-    if end > start:
-        ranges.append((segment, start, end - start))
+            segment, start, length = place, index, 1
+            ranges.append((segment, start, length))
     return ranges

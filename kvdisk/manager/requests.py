@@ -7,13 +7,16 @@ Store watermarks are not here: they are the store policy's.
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
 
 from kvdisk.blocks import BlockKey, JobId, Tier, make_block_key, make_block_keys
 from kvdisk.geometry import Geometry
-from kvdisk.manager.chains import TIERS
+from kvdisk.manager.catalog import TIERS
 from kvdisk.manager.jobs import MoveDetail
 from kvdisk.manager.lookup import Lookups, first_needed
 from kvdisk.stats import Stats
@@ -30,66 +33,76 @@ class RequestLimits(NamedTuple):
     store_limit_tokens: int | None = None
 
 
+NO_LIMITS = RequestLimits()
+
+_Asked = tuple[int, int, int]
+"""A lookup, in tokens: what the GPU had, where the longest hit would have ended, what was promised
+beyond the GPU's."""
+
+
+@dataclass(eq=False, slots=True)
 class RequestState:
     """One request between ``new_request`` and ``request_finished``.
 
     ``hashes``: the engine's own growing list of block hashes, one per ``hash_tokens``; read only.
-    ``hash_count``: how many of them are in ``keys``. ``lookups``: what was found of them.
-    ``arrival``: its number in order of arrival. ``load_limit_tokens``: no external hit reaches
-    beyond this any more, because a load failed there. ``most_load_tokens``, ``store_limit_tokens``:
-    what its user allows: so many tokens to load beyond those on the GPU, and to store up to this
-    one; None: no limit. ``load_job``: its last load. ``awaited_load``: another's, for whose blocks
-    it waits, or has waited. ``stale``: what it has computed is of weights that are gone, and
-    nothing of it is stored; until it starts again. ``question``: ticket of what the neighbours were
-    asked, 0: nothing; ``asked_s``: when it was first looked up, or they were asked again.
-    ``hit_tokens``: of the last planned load, by the tier they come from. ``asked``: the last
-    lookup, until it is known what came of it: what the GPU had of its own, a bound of the hit, and
-    what was promised beyond the former, in tokens. ``waited_since_s``: when the wait that goes on
-    began.
+    ``keys``: by group, of the first ``hash_count`` of them. ``arrival``: its number in order of
+    arrival. ``stale``: what it has computed is of weights that are gone, and nothing of it is
+    stored; until it starts again.
     """
 
-    def __init__(
-        self,
-        request_id: str,
-        hashes: Sequence[bytes],
-        prompt_tokens: int,
-        geometry: Geometry,
-        limits: RequestLimits | None = None,
-    ) -> None:
-        most_load_tokens, store_limit_tokens = limits or RequestLimits()
-        self.request_id = request_id
-        self.hashes = hashes
-        self.prompt_tokens = prompt_tokens
-        self.keys: tuple[list[BlockKey], ...] = tuple([[] for _ in geometry.groups])
-        self.lookups = Lookups(len(self.keys))
-        self.hash_count = 0
-        self.arrival = 0
-        self.load_limit_tokens: int | None = None
-        self.most_load_tokens = most_load_tokens
-        self.store_limit_tokens = store_limit_tokens
-        self.wait_started_s: float | None = None
-        self.gave_up_waiting = False
-        self.loading = False
-        self.load_job: JobId | None = None
-        self.awaited_load: JobId | None = None
-        self.stale = False
-        self.question = 0
-        self.asked_s: float | None = None
-        self.hit_tokens: dict[Tier, int] = {}
-        self.asked: tuple[int, int, int] | None = None
-        self.waited_since_s: float | None = None
+    request_id: str
+    hashes: Sequence[bytes]
+    prompt_tokens: int
+    geometry: Geometry
+    limits: RequestLimits = NO_LIMITS
+    arrival: int = 0
+    keys: tuple[list[BlockKey], ...] = ()
+    hash_count: int = 0
+    stale: bool = False
+    lookups: Lookups = field(default_factory=Lookups)
+    held_tokens: int = 0
+    held_blocks: Sequence[Sequence[int]] = ()
+    """Its GPU blocks by group at its last step, 0 where it needs none, and how many tokens were
+    computed in them: a victim is named when they have been freed. Of a group with a window the
+    engine may have taken blocks since that lie wholly before the window."""
+    load_limit_tokens: int | None = None
+    """No external hit reaches beyond this any more, because a load failed there; None: any may."""
+    loading: bool = False
+    load_job: JobId | None = None
+    """Its last load."""
+    awaited_load: JobId | None = None
+    """Another's, for whose blocks it waits, or has waited."""
+    wait_started_s: float | None = None
+    gave_up_waiting: bool = False
+    question: int = 0
+    """Ticket of what the neighbours were asked; 0: nothing."""
+    asked_s: float | None = None
+    """When it was first looked up, or they were asked again."""
+    hit_tokens: dict[Tier, int] = field(default_factory=dict)
+    """Of the last planned load, by the tier they come from."""
+    asked: _Asked | None = None
+    """The last lookup, until it is known what came of it."""
+    waited_since_s: float | None = None
+    """When the wait that goes on began, whatever for."""
 
-    def update_keys(self, geometry: Geometry) -> None:
+    def __post_init__(self) -> None:
+        self.keys = tuple([[] for _ in self.geometry.groups])
+
+    def update_keys(self) -> None:
         """Extend ``keys`` to what the engine has hashed by now: one key per full block and
         group."""
         if len(self.hashes) == self.hash_count:
             return
         self.hash_count = len(self.hashes)
-        for group, keys in zip(geometry.groups, self.keys, strict=True):
+        for group, keys in zip(self.geometry.groups, self.keys, strict=True):
             # Each hash covers its whole prefix, so the last one inside a block names the block.
-            scale = group.block_tokens // geometry.hash_tokens
+            scale = group.block_tokens // self.geometry.hash_tokens
             hashes = self.hashes[(len(keys) + 1) * scale - 1 : self.hash_count : scale]
             keys.extend(make_block_keys(hashes, group.group))
+
+    def holds_nothing(self) -> None:
+        """Its GPU blocks are gone, or may hold what is wrong."""
+        self.held_tokens, self.held_blocks = 0, ()
 
     def limit_loads(self, tokens: int) -> None:
         """Let no hit reach beyond this position any more, because a load failed there."""
@@ -107,25 +120,20 @@ class RequestState:
             self.awaited_load = job_id
             self.may_wait_again()
 
-    def forget_changed_keys(self, geometry: Geometry) -> bool:
+    def forget_changed_keys(self) -> bool:
         """Drop all keys where the engine has hashed the prompt anew; return whether it has.
 
         Each hash covers its whole prefix, so the last key of a group speaks for those before it.
         """
-        for group, keys in zip(geometry.groups, self.keys, strict=True):
-            last = len(keys) * (group.block_tokens // geometry.hash_tokens) - 1
+        for group, keys in zip(self.geometry.groups, self.keys, strict=True):
+            last = len(keys) * (group.block_tokens // self.geometry.hash_tokens) - 1
             if keys and (last >= len(self.hashes) or make_block_key(self.hashes[last], group.group) != keys[-1]):
                 for stale in self.keys:
                     stale.clear()
                 self.hash_count = 0
-                self.lookups = Lookups(len(self.keys))
+                self.lookups = Lookups()
                 return True
         return False
-
-
-_Asked = tuple[int, int, int]
-"""A lookup, in tokens: what the GPU had, where the longest hit would have ended, what was promised
-beyond the GPU's."""
 
 
 class HitCounts:
@@ -178,30 +186,19 @@ class HitCounts:
         asked = self._asked(request) or (local_tokens, end_tokens, external_tokens)
         sources = [detail.source for detail in details]
         blocks = {tier: sources.count(tier) for tier in self._tiers}
-        tokens, left = dict(self._nothing), external_tokens
-        if blocks[self._tiers[0]] < len(details):
-            found = self._tokens_by_tier(local_tokens, details)
-            for tier in reversed(self._tiers[1:]):
-                tokens[tier] = min(found[tier], left)
-                left -= tokens[tier]
-        tokens[self._tiers[0]] = left
+        # A token is of the slowest tier that a block of its groups is in.
+        groups = self._geometry.groups
+        grain = math.gcd(*(group.block_tokens for group in groups))
+        slowest = np.full(external_tokens // grain, self._tiers[0], np.uint8)
+        for detail in details:
+            if detail.source is not None and detail.source is not self._tiers[0]:
+                block_tokens = groups[detail.group].block_tokens
+                first = detail.position * block_tokens - local_tokens
+                part = slowest[max(0, first) // grain : (first + block_tokens) // grain]
+                np.maximum(part, np.uint8(detail.source), out=part)
+        tokens = {tier: int(np.count_nonzero(slowest == tier)) * grain for tier in self._tiers}
         request.hit_tokens = {tier: tokens.get(tier, 0) for tier in TIERS}
         self._count(asked, end_tokens, tokens, blocks)
-
-    def _tokens_by_tier(self, local_tokens: int, details: Sequence[MoveDetail]) -> Counter[Tier]:
-        """Return the tokens of each tier but the fastest: one is of the slowest that a block of its
-        groups is in."""
-        groups, fastest = self._geometry.groups, self._tiers[0]
-        step = min(group.block_tokens for group in groups)
-        slowest: dict[int, Tier] = {}
-        for detail in details:
-            source = detail.source
-            if source is not None and source is not fastest:
-                start = detail.position * groups[detail.group].block_tokens
-                for token in range(max(start, local_tokens), start + groups[detail.group].block_tokens, step):
-                    slowest[token] = max(slowest.get(token, source), source)
-        found: Counter[Tier] = Counter(slowest.values())
-        return Counter({tier: count * step for tier, count in found.items()})
 
     def _count(self, asked: _Asked, hit_end_tokens: int, tokens: dict[Tier, int], blocks: dict[Tier, int]) -> None:
         """Count hits and misses. ``hit_end_tokens``: up to where the request has its KV now."""

@@ -4,22 +4,22 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-_ABSENT: Final = 2**32 - 1
-"""Both neighbours of a row that is in no list."""
+_NO_LIST: Final = 255
 GROWN_ROWS = 64
 """Rows that an array grows by at a time."""
 
 
 class RowLists:
-    """Ordered lists of rows in two arrays: a row is in one list at most. Lists are numbered from 0.
+    """Ordered lists of rows: a row is in one list at most. Lists are numbered from 0.
 
-    ``counts``: rows by list. Walk a list with ``oldest`` and ``newer``.
+    ``counts``: rows by list.
     """
 
     def __init__(self, list_count: int) -> None:
@@ -27,64 +27,59 @@ class RowLists:
         self._ends = list_count
         self._older = array("I", range(list_count))
         self._newer = array("I", range(list_count))
+        self._number_of = bytearray()
         self.counts = [0] * list_count
 
-    def append(self, rows: Sequence[int], number: int = 0) -> None:
-        """Make rows the newest of a list, the last of them the newest of all."""
-        if not rows:
-            return
-        ends = self._ends
-        lacking = max(rows) + ends + 1 - len(self._older)
+    def append(self, rows: Sequence[int], numbers: Iterable[int] = repeat(0)) -> None:
+        """Make each row in turn the newest of a list. ``numbers``: the list of each."""
+        lacking = max(rows, default=-1) + 1 - len(self._number_of)
         if lacking > 0:
-            nothing = array("I", [_ABSENT]) * (lacking + GROWN_ROWS)
+            nothing = array("I", [0]) * (lacking + GROWN_ROWS)
             self._older += nothing
             self._newer += nothing
-        older, newer = self._older, self._newer
-        newest = older[number]
-        for row in rows:
-            place = row + ends
-            assert older[place] == _ABSENT, "inserted twice"
-            older[place] = newest
-            newer[newest] = place
-            newest = place
-        newer[newest] = number
-        older[number] = newest
-        self.counts[number] += len(rows)
+            self._number_of += bytes([_NO_LIST]) * (lacking + GROWN_ROWS)
+        for row, number in zip(rows, numbers, strict=False):
+            assert self._number_of[row] == _NO_LIST, "inserted twice"
+            self._link(row, number)
 
-    def remove(self, rows: Sequence[int], number: int = 0) -> None:
-        """Take rows out of the list that all of them are in."""
-        ends, olders, newers = self._ends, self._older, self._newer
-        for row in rows:
-            place = row + ends
-            older, newer = olders[place], newers[place]
-            assert older != _ABSENT
-            newers[older] = newer
-            olders[newer] = older
-            olders[place] = newers[place] = _ABSENT
-        self.counts[number] -= len(rows)
+    def remove(self, rows: Iterable[int]) -> None:
+        """Take rows out of their lists; those that are in none are ignored."""
+        olders, newers, numbers, counts, ends = self._older, self._newer, self._number_of, self.counts, self._ends
+        for row in self.held(rows):
+            older, newer = olders[row + ends], newers[row + ends]
+            newers[older], olders[newer] = newer, older
+            counts[numbers[row]] -= 1
+            numbers[row] = _NO_LIST
 
-    def move(self, row: int, source: int, target: int) -> None:
-        """Make a row of one list the newest of another, or of the same."""
+    def move(self, row: int, number: int) -> None:
+        """Make a row that is in a list the newest of another, or of the same."""
         olders, newers, place = self._older, self._newer, row + self._ends
         older, newer = olders[place], newers[place]
-        assert older != _ABSENT
         newers[older], olders[newer] = newer, older
-        newest = olders[target]
-        newers[newest] = olders[target] = place
-        olders[place], newers[place] = newest, target
-        if source != target:
-            self.counts[source] -= 1
-            self.counts[target] += 1
+        self.counts[self._number_of[row]] -= 1
+        self._link(row, number)
 
-    def holds(self, row: int) -> bool:
-        """Whether the row is in any list."""
-        place = row + self._ends
-        return place < len(self._older) and self._older[place] != _ABSENT
+    def _link(self, row: int, number: int) -> None:
+        olders, newers, place = self._older, self._newer, row + self._ends
+        newest = olders[number]
+        newers[newest] = olders[number] = place
+        olders[place], newers[place] = newest, number
+        self._number_of[row] = number
+        self.counts[number] += 1
 
-    def held(self, rows: Sequence[int]) -> list[int]:
+    def number_of(self, row: int) -> int:
+        """Return the list that a row is in."""
+        number = self._number_of[row]
+        assert number != _NO_LIST
+        return number
+
+    def __contains__(self, row: int) -> bool:
+        return row < len(self._number_of) and self._number_of[row] != _NO_LIST
+
+    def held(self, rows: Iterable[int]) -> list[int]:
         """Return those of some rows that are in any list."""
-        older, ends, end = self._older, self._ends, len(self._older) - self._ends
-        return [row for row in rows if row < end and older[row + ends] != _ABSENT]
+        number_of, end = self._number_of, len(self._number_of)
+        return [row for row in rows if row < end and number_of[row] != _NO_LIST]
 
     def oldest(self, number: int = 0) -> int:
         """Return the oldest row of a list; negative where it is empty."""
@@ -94,23 +89,24 @@ class RowLists:
         """Return the row after this one in its list; negative after the newest."""
         return self._newer[row + self._ends] - self._ends
 
-    def first(self, count: int, number: int = 0) -> list[int]:
-        """Return the oldest rows of a list, which has so many."""
-        rows = [self.oldest(number)]
-        while len(rows) < count:
-            rows.append(self.newer(rows[-1]))
-        return rows
+    def walk(self, number: int = 0) -> Iterator[int]:
+        """Yield the rows of a list from the oldest on."""
+        row = self.oldest(number)
+        while row >= 0:
+            yield row
+            row = self.newer(row)
 
     def fill(self, rows: NDArray[np.int32], numbers: NDArray[np.uint8]) -> None:
         """Fill empty lists with rows, the oldest first. ``numbers``: the list of each."""
         assert sum(self.counts) == 0
-        places = rows.astype(np.uint32) + self._ends
-        older = np.full(int(places.max(initial=self._ends - 1)) + 1, _ABSENT, np.uint32)
-        older[: self._ends] = np.arange(self._ends)
-        newer = older.copy()
+        count = int(rows.max(initial=-1)) + 1
+        number_of = np.full(count, _NO_LIST, np.uint8)
+        number_of[rows] = numbers
+        older, newer = (np.arange(count + self._ends, dtype=np.uint32) for _ in range(2))
         for number in range(self._ends):
-            alike = places[numbers == number]
+            alike = rows[numbers == number].astype(np.uint32) + self._ends
             ring = np.concatenate(([number], alike)).astype(np.uint32)
             older[ring], newer[ring] = np.roll(ring, 1), np.roll(ring, -1)
             self.counts[number] = len(alike)
+        self._number_of = bytearray(number_of)
         self._older, self._newer = array("I", older.tobytes()), array("I", newer.tobytes())

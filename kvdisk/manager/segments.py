@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from kvdisk.blocks import Tier
@@ -21,9 +21,6 @@ from kvdisk.stats import Stats
 
 logger = logging.getLogger("kvdisk.manager")
 
-RUN_BYTES = 16 << 20
-"""Of one rank's file: what goes to one drive before the next one's turn."""
-
 FIRST_BACK_OFF_S = 1.0
 LAST_BACK_OFF_S = 60.0
 FIRST_QUARANTINE_S = 60.0
@@ -32,14 +29,12 @@ FAILURES_IN_A_ROW = 8
 """Blocks that a drive fails to read, with none between that it reads, before it is quarantined."""
 _OPENING_S = 60.0  # old copies stay so long because a segment is being made; on a drive that hangs it never is
 _WRITE_IS_BAD = frozenset({Reason.NO_SPACE, Reason.IO_ERROR})
-"""Failures of a write after which writes stop for a while; so does a write that the drive does not
-end in time."""
+"""Failures of a write after which writes stop for a while, as after one that is late."""
 
 
 @dataclass(frozen=True)
 class NvmeLayout:
-    """How a budget is cut: slots of a segment and cap of segment bytes (all ranks) by size
-    class."""
+    """How a budget is cut, by size class: slots of a segment, bytes of all (all ranks)."""
 
     index_bytes: int
     slot_counts: tuple[int, ...]
@@ -52,27 +47,18 @@ class NvmeLayout:
         segment_bytes: int,
         geometry: Geometry,
         index_bytes_for: Callable[[int], int],
-        uses_charge_bytes: Callable[[int], int],
+        uses_charge_bytes: Callable[[int], int] | None,
         drive_count: int = 1,
     ) -> NvmeLayout:
         """Divide ``budget_bytes`` (all ranks) between index, the file of uses, and size classes.
 
         ``index_bytes_for``: bytes of an index of so many blocks; ``uses_charge_bytes``: what the
-        file for so many slots is charged with. Raises ConfigError where nothing fits.
+        file of uses for so many slots is charged with; None: there is none. Raises ConfigError
+        where nothing fits.
         """
-        without = cls._divide(budget_bytes, segment_bytes, geometry, index_bytes_for, drive_count)
-        uses_bytes = uses_charge_bytes(without.most_slots(geometry))
-        return cls._divide(budget_bytes - uses_bytes, segment_bytes, geometry, index_bytes_for, drive_count)
-
-    @classmethod
-    def _divide(
-        cls,
-        budget_bytes: int,
-        segment_bytes: int,
-        geometry: Geometry,
-        index_bytes_for: Callable[[int], int],
-        drive_count: int,
-    ) -> NvmeLayout:
+        if uses_charge_bytes is not None:
+            without = cls.make(budget_bytes, segment_bytes, geometry, index_bytes_for, None, drive_count)
+            budget_bytes -= uses_charge_bytes(without.most_slots(geometry))
         parts = geometry.part_count
         slots = budget_bytes // (min(geometry.slot_sizes) * parts)
         index_bytes = index_bytes_for(slots)
@@ -97,34 +83,28 @@ class NvmeLayout:
 
     def class_slots(self, geometry: Geometry) -> tuple[int, ...]:
         """Return the same by size class."""
-        counts = zip(self.most_segments(geometry), self.slot_counts, strict=True)
-        return tuple(segments * slots for segments, slots in counts)
-
-    def capacity_bytes(self, geometry: Geometry) -> int:
-        """Return the bytes of these slots, over all ranks."""
-        return sum(map(int.__mul__, geometry.slot_sizes, self.class_slots(geometry))) * geometry.part_count
-
-    def most_segments(self, geometry: Geometry) -> tuple[int, ...]:
-        """Return by size class how many segments the caps have room for."""
         return tuple(
-            cap // (segment_charge_bytes(size, count) * geometry.part_count)
+            cap // (segment_charge_bytes(size, count) * geometry.part_count) * count
             for size, count, cap in zip(geometry.slot_sizes, self.slot_counts, self.class_bytes, strict=True)
         )
 
 
 @dataclass(slots=True)
-class _BackOff:
-    """A time in which something is not tried again, twice as long after each failure."""
+class _Pause:
+    """A time in which something is not tried, twice as long after each failure. ``running``: until
+    somebody was told of its end."""
 
+    first_s: float
+    last_s: float
+    next_s: float = 0.0
     until_s: float = 0.0
-    next_s: float = FIRST_BACK_OFF_S
     running: bool = False
 
     def begin(self, now: float) -> float:
         """Begin one; return how long it takes."""
-        length_s = self.next_s
+        length_s = max(self.next_s, self.first_s)
         self.until_s, self.running = now + length_s, True
-        self.next_s = min(length_s * 2, LAST_BACK_OFF_S)
+        self.next_s = min(length_s * 2, self.last_s)
         return length_s
 
     def has_ended(self, now: float) -> bool:
@@ -135,16 +115,21 @@ class _BackOff:
 
     def reset(self) -> None:
         """It worked: the next failure starts with a short one again."""
-        self.next_s = FIRST_BACK_OFF_S
+        self.next_s = 0.0
+
+
+def _back_off() -> _Pause:
+    return _Pause(FIRST_BACK_OFF_S, LAST_BACK_OFF_S)
 
 
 @dataclass(slots=True)
 class _Drive:
-    writes: _BackOff = field(default_factory=_BackOff)
-    segments: _BackOff = field(default_factory=_BackOff)
+    """While ``quarantine`` runs nothing is read or written. ``failures``: of reads in a row."""
+
+    writes: _Pause = field(default_factory=_back_off)
+    segments: _Pause = field(default_factory=_back_off)
+    quarantine: _Pause = field(default_factory=lambda: _Pause(FIRST_QUARANTINE_S, LAST_QUARANTINE_S))
     failures: int = 0
-    quarantined_until_s: float | None = None
-    quarantine_s: float = FIRST_QUARANTINE_S
 
 
 class Drives:
@@ -162,25 +147,23 @@ class Drives:
         self._drives = [_Drive() for _ in range(count)]
         self._stats = stats
 
-    @property
-    def quarantined(self) -> frozenset[int]:
-        """The drives that are neither read nor written, as of the last failure or ``refresh``."""
-        return frozenset(number for number, drive in enumerate(self._drives) if drive.quarantined_until_s is not None)
-
     def __len__(self) -> int:
         return len(self._drives)
 
+    @property
+    def quarantined(self) -> frozenset[int]:
+        """The drives that are neither read nor written, as of the last failure or ``refresh``."""
+        return frozenset(number for number, drive in enumerate(self._drives) if drive.quarantine.running)
+
     def refresh(self, now: float) -> bool:
-        """End quarantines whose time is over; return whether that, or the end of a back-off, lets
-        writes return."""
+        """End what is over; return whether that lets writes return."""
         returned = False
         for number, drive in enumerate(self._drives):
-            if drive.quarantined_until_s is not None and now >= drive.quarantined_until_s:
-                drive.quarantined_until_s = None
+            if drive.quarantine.has_ended(now):
                 drive.failures = FAILURES_IN_A_ROW - 1
                 returned = True
                 logger.warning("kvdisk tries drive %d of the store again.", number)
-            if drive.quarantined_until_s is None and drive.writes.has_ended(now):
+            if not drive.quarantine.running and drive.writes.has_ended(now):
                 returned = True
             if drive.segments.has_ended(now):
                 returned = True
@@ -189,96 +172,66 @@ class Drives:
     def may_write(self, number: int, now: float) -> bool:
         """Whether nothing keeps a drive from being written."""
         drive = self._drives[number]
-        return drive.quarantined_until_s is None and now >= drive.writes.until_s
+        return not drive.quarantine.running and now >= drive.writes.until_s
 
     def writable(self, now: float) -> list[int]:
         """Return the drives that may be written."""
         return [number for number in range(len(self._drives)) if self.may_write(number, now)]
 
-    def write_failed(self, number: int, now: float, what: str) -> None:
-        """Stop writing to a drive for a while; what was on its way at that time does not lengthen
-        it."""
-        drive = self._drives[number]
-        if now >= drive.writes.until_s:
-            length_s = drive.writes.begin(now)
+    def wrote(self, number: int, now: float, failure: str | None = None) -> None:
+        """A write ended. A ``failure`` stops writes for a while, longer each time."""
+        writes = self._drives[number].writes
+        if failure is None:
+            writes.reset()
+        elif now >= writes.until_s:
+            length_s = writes.begin(now)
             self._stats.add("write_pauses")
             logger.warning(
-                "kvdisk: %s; no writes to drive %d of the store for %.0f s, reads go on.", what, number, length_s
+                "kvdisk: %s; no writes to drive %d of the store for %.0f s, reads go on.", failure, number, length_s
             )
-
-    def write_succeeded(self, number: int) -> None:
-        """A write worked: the next failure starts with a short back-off again."""
-        self._drives[number].writes.reset()
 
     def may_make(self, number: int, now: float) -> bool:
         """Whether a segment may be made on a drive that may be written."""
         return now >= self._drives[number].segments.until_s
 
-    def segment_failed(self, number: int, now: float) -> None:
-        """Make no segments on a drive for a while: one could not be made on some rank."""
-        length_s = self._drives[number].segments.begin(now)
+    def made(self, number: int, now: float, *, failed: bool = False) -> None:
+        """A segment was made, or could not be made on some rank: then none is for a while."""
+        segments = self._drives[number].segments
+        if not failed:
+            segments.reset()
+            return
+        length_s = segments.begin(now)
         self._stats.add("segment_failures")
         logger.warning(
             "kvdisk could not make a segment on drive %d of the store; next try in %.0f s.", number, length_s
         )
 
-    def segment_made(self, number: int) -> None:
-        """A segment was made: the next failure starts with a short back-off again."""
-        self._drives[number].segments.reset()
-
-    def read_succeeded(self, number: int) -> None:
-        """A block was read, whatever was in it."""
+    def read(self, number: int, now: float, *, failed: bool = False, hangs: bool = False) -> None:
+        """A block was read, whatever was in it, or not; ``hangs``: not in time, which is enough."""
         drive = self._drives[number]
-        drive.failures = 0
-        drive.quarantine_s = FIRST_QUARANTINE_S
-
-    def read_failed(self, number: int, now: float, *, hangs: bool = False) -> None:
-        """A block could not be read; ``hangs``: not in time, which is enough."""
-        drive = self._drives[number]
-        drive.failures += 1
-        if drive.quarantined_until_s is not None or (drive.failures < FAILURES_IN_A_ROW and not hangs):
+        if not (failed or hangs):
+            drive.failures = 0
+            drive.quarantine.reset()
             return
-        drive.quarantined_until_s = now + drive.quarantine_s
+        drive.failures += 1
+        if drive.quarantine.running or (drive.failures < FAILURES_IN_A_ROW and not hangs):
+            return
+        length_s = drive.quarantine.begin(now)
         self._stats.add("drive_quarantines")
         logger.error(
             "kvdisk: drive %d of the store %s; it is left alone for %.0f s, and what is on it is computed again.",
             number,
             "does not answer" if hangs else f"failed to read {drive.failures} blocks in a row",
-            drive.quarantine_s,
+            length_s,
         )
-        drive.quarantine_s = min(drive.quarantine_s * 2, LAST_QUARANTINE_S)
-
-
-class Turns:
-    """Whose turn it is: of each size class a run of slots goes to one drive, the next to the next;
-    so a load reads from all. ``run_slots``: slots of a run by size class.
-    """
-
-    def __init__(self, run_slots: Sequence[int]) -> None:
-        assert all(count > 0 for count in run_slots)
-        self._run_slots = tuple(run_slots)
-        self._taken = [0] * len(self._run_slots)
-
-    @classmethod
-    def of_slots(cls, slot_sizes: Sequence[int]) -> Turns:
-        """Return the turns for slots of these sizes in bytes."""
-        return cls([max(1, RUN_BYTES // size) for size in slot_sizes])
-
-    def next_run(self, size_class: int, drives: Sequence[int]) -> tuple[int, int]:
-        """Return which of ``drives`` (not empty) is to take how many slots at most."""
-        turn, taken = divmod(self._taken[size_class], self._run_slots[size_class])
-        return drives[turn % len(drives)], self._run_slots[size_class] - taken
-
-    def took(self, size_class: int, count: int) -> None:
-        """Note that so many slots of the run were taken; with the last one the turn ends."""
-        self._taken[size_class] += count
 
 
 class Segments:
     """This engine's segments. ``specs``: every one by its number, from its plan to the end of its
     files.
 
-    ``writable``: drives that might be written at the last ``refresh_writable``.
+    ``writable``: drives that might be written at the last ``refresh_writable``. ``home_open``:
+    False once a rank could not open the engine store.
     """
 
     def __init__(
@@ -291,7 +244,6 @@ class Segments:
         self.drives = Drives(drive_count, stats)
         self.writable = list(range(drive_count))
         self.home_open = True
-        """False once a rank could not open the engine store."""
         self._held: Counter[tuple[int, int]] = Counter()
         """Bytes of all that ``specs`` has, by slot size and drive."""
         self._attaching: set[int] = set()
@@ -301,8 +253,7 @@ class Segments:
     # -- from plan to end ----------------------------------------------------------------------
 
     def restore(self, records: Iterable[SegmentRecord], home_id: str, fingerprint: bytes) -> None:
-        """Take over what the index knows, and plan the jobs that open the engine store and its
-        segments."""
+        """Take over what the index knows; plan the jobs that open the store and its segments."""
         for record in records:
             self._note(SegmentSpec(record.segment, record.slot_bytes, record.slot_count, record.drive, create=False))
         self._next = max(self.specs, default=-1) + 1
@@ -326,13 +277,11 @@ class Segments:
 
     @property
     def is_opening(self) -> bool:
-        """Whether no new one may be planned yet: opening the store removes what the index does not
-        know."""
+        """Whether none may be planned yet: opening the store removes what the index lacks."""
         return bool(self._attaching) or self._transfers.count(JobKind.OPEN_HOME) > 0
 
     def hold_up(self, now: float) -> bool:
-        """Whether room is soon to come from a segment that is being made or opened, so that nothing
-        should leave."""
+        """Whether nothing should leave, because a segment is being made or opened."""
         return self.is_opening and now - self._opened_s < _OPENING_S
 
     def plan_new(self, size_class: int, now: float) -> bool:
@@ -356,33 +305,32 @@ class Segments:
         self._attach(spec)
         return True
 
-    def home_failed(self) -> None:
-        """Some rank could not open the engine store."""
-        self.home_open = False
-        logger.warning("kvdisk could not open its home on every rank; the NVMe tier is off until a restart.")
+    def home_opened(self, *, failed: bool) -> None:
+        """Every rank has answered the job that opens the engine store."""
+        if failed:
+            self.home_open = False
+            logger.warning("kvdisk could not open its home on every rank; the NVMe tier is off until a restart.")
 
-    def attached(self, spec: SegmentSpec) -> None:
-        """Note that every rank has answered the job that opens a segment."""
+    def opened(self, spec: SegmentSpec, now: float, *, failed: bool, dropped: bool) -> bool:
+        """Every rank has answered the job that makes or opens a segment. Return whether its slots
+        can be used.
+
+        Where one rank makes it for all, they open it now. ``dropped``: it is given up already.
+        """
         self._attaching.discard(spec.segment)
-
-    def share(self, spec: SegmentSpec) -> bool:
-        """Plan that all ranks open what one of them has made for all; return whether that is
-        needed."""
-        shared = self._geometry.replicated and spec.create
-        if shared:
-            self._attach(spec._replace(create=False))
-        return shared
-
-    def open_failed(self, spec: SegmentSpec, now: float) -> None:
-        """Learn that some rank could not open or make a segment; the caller drops it."""
+        if dropped:
+            return False
         if spec.create:
-            self.drives.segment_failed(spec.drive, now)
-        else:
+            self.drives.made(spec.drive, now, failed=failed)
+            if self._geometry.replicated and not failed:
+                self._attach(spec._replace(create=False))
+                return False
+        elif failed:
             logger.warning("kvdisk gives up segment %d, which could not be opened on every rank.", spec.segment)
+        return not failed
 
     def surplus(self) -> list[SegmentSpec]:
-        """Return what to drop, the newest first, where the cap has become smaller than what there
-        is."""
+        """Return what to drop, the newest first, where the cap has become smaller."""
         surplus = []
         for size_class, cap in enumerate(self._layout.class_bytes):
             mine = [spec for spec in self.specs.values() if self.class_of(spec) == size_class]
@@ -394,7 +342,9 @@ class Segments:
 
     def on_drives(self, drives: Collection[int]) -> frozenset[int]:
         """Return the segments that lie on some drives."""
-        return frozenset(spec.segment for spec in self.specs.values() if spec.drive in drives)
+        return (
+            frozenset(spec.segment for spec in self.specs.values() if spec.drive in drives) if drives else frozenset()
+        )
 
     def class_of(self, spec: SegmentSpec) -> int:
         """Return the size class of a segment's slots."""
@@ -411,39 +361,23 @@ class Segments:
         self.writable = self.drives.writable(now) if self.home_open else []
         return bool(self.writable)
 
-    @property
-    def all_writable(self) -> bool:
-        """Whether each drive might be written at the last ``refresh_writable``."""
-        return len(self.writable) == len(self.drives)
-
-    @property
-    def quarantined(self) -> frozenset[int]:
-        """The segments that nobody is to read now."""
-        return self.on_drives(self.drives.quarantined) if self.drives.quarantined else frozenset()
-
     def learn_writes(self, record: JobRecord, now: float) -> None:
         """Learn from a settled store or demotion how the drives are."""
-        good, bad = set(), set()
+        bad_of: dict[int, bool] = {}
         for at, move in enumerate(record.job.moves):
-            reason = record.failed.get(at)
-            if reason is None:
-                good.add(self.specs[move.slots[Tier.NVME].segment].drive)
-            elif reason in _WRITE_IS_BAD or at in record.late:
-                bad.add(self.specs[move.slots[Tier.NVME].segment].drive)
-        for drive in bad:
-            self.drives.write_failed(drive, now, "a write failed on some rank")
-        for drive in good - bad:
-            self.drives.write_succeeded(drive)
+            reason, drive = record.failed.get(at), self.specs[move.slots[Tier.NVME].segment].drive
+            bad = reason in _WRITE_IS_BAD or at in record.late
+            if bad or reason is None:
+                bad_of[drive] = bad or bad_of.get(drive, False)
+        for drive, bad in bad_of.items():
+            self.drives.wrote(drive, now, "a write failed on some rank" if bad else None)
 
     def learn_reads(self, record: JobRecord, now: float, dropping: Collection[int]) -> None:
-        """Learn from a settled load how the drives are, but for the segments that are being
-        dropped."""
+        """Learn from a settled load how the drives are, but for segments that are dropped."""
         for at, move in enumerate(record.job.moves):
             spec = self.specs.get(move.slots[Tier.NVME].segment) if Tier.NVME in move.slots else None
             if spec is None or spec.segment in dropping:
                 continue  # a neighbour's, or its files could not be opened
-            reason = record.failed.get(at)
-            if reason is Reason.IO_ERROR or at in record.late:
-                self.drives.read_failed(spec.drive, now, hangs=at in record.late)
-            elif reason is None or reason in {Reason.HEADER, Reason.CHECKSUM}:
-                self.drives.read_succeeded(spec.drive)
+            reason, hangs = record.failed.get(at), at in record.late
+            if hangs or reason in {None, Reason.IO_ERROR, Reason.HEADER, Reason.CHECKSUM}:
+                self.drives.read(spec.drive, now, failed=reason is Reason.IO_ERROR, hangs=hangs)

@@ -10,23 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvdisk.blocks import Tier
-from kvdisk.manager.catalog import DOOMED, READY
+from kvdisk.blocks import Slot, Tier
+from kvdisk.manager.catalog import READY
 from kvdisk.manager.jobs import JobRecord
+from kvdisk.manager.loads import GpuLoads
 from kvdisk.manager.neighbours import NeighbourCopies
-from kvdisk.manager.parts import Parts
-from kvdisk.manager.prefetch import PendingReads
+from kvdisk.manager.parts import Parts, Room
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.store_policy import Refusal, StorePolicy
+from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.tiers import Tiers
-from kvdisk.messages import JobKind, Reason
+from kvdisk.messages import JobKind, Move, Reason
 
 _SOURCE_IS_BAD = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
 """Failures of a load after which its source copy is dropped. A deadline says nothing about the
 copy."""
 
 
-class Settlement:
+class Settlement(Room):
     """Ends jobs: gives back pins and slots, and tells tiers, requests and the store policy what
     came of them."""
 
@@ -37,17 +37,14 @@ class Settlement:
         store_policy: StorePolicy,
         requests: dict[str, RequestState],
         neighbours: NeighbourCopies,
-        reads: PendingReads,
+        gpu_loads: GpuLoads,
     ) -> None:
-        self._geometry = parts.geometry
-        self._catalog = parts.catalog
-        self._stats = parts.stats
-        self._state = parts.state
+        super().__init__(parts)
         self._tiers = tiers
         self._store_policy = store_policy
         self._requests = requests
         self._neighbours = neighbours
-        self._reads = reads
+        self._gpu_loads = gpu_loads
 
     def settle(self, record: JobRecord, now: float, now_s: int) -> None:
         """End a job that every rank has answered. ``now_s``: seconds since the Unix epoch."""
@@ -96,18 +93,22 @@ class Settlement:
         for tier, rows in written.items():
             self._tiers[tier].learn_writes(record, now)
             self._offer_lower(rows[::-1], tier)
-        for at in sorted(record.failed, reverse=True):
-            detail, key, reason = record.details[at], record.job.moves[at].key, record.failed[at]
+        for reason in record.failed.values():
             if reason is Reason.OVERWRITTEN:
                 self._stats.add("overwritten_blocks")
             elif reason is not Reason.CANCELLED:
                 self._stats.add("failed_stores")
-            # Its slot is free again: only the back-off stands before the next offer.
-            why = (Refusal.NO_ROOM, self._state.released - 1, now)
-            if record.request_id is None:
-                self._store_policy.refuse_free(key, *why)
-            else:
-                self._store_policy.refuse(record.request_id, detail.group, (detail.position,), (key,), *why)
+        if record.failed:
+            # Their slots are free again: only the back-off stands before the next offer.
+            self._refuse(record, self._state.released - 1, now)
+
+    def _refuse(self, record: JobRecord, released: int, now: float) -> None:
+        """Have the blocks of failed moves offered again."""
+        if record.request_id is None:
+            self._store_policy.refuse_free([record.job.moves[at].key for at in record.failed], released, now)
+        else:
+            places = [(record.details[at].group, record.details[at].position) for at in record.failed]
+            self._store_policy.refuse(record.request_id, places, released, now)
 
     def _end_demotion(self, record: JobRecord, now: float, now_s: int) -> None:
         written = self._end_targets(record, now_s)
@@ -149,11 +150,7 @@ class Settlement:
         for space in self._tiers:
             space.learn_reads(record, now)
         self._end_sources(record)
-        for at in sorted(record.failed, reverse=True):
-            self._end_failed_source(record, at)
-        landed = [at for at in reversed(range(len(record.details))) if record.details[at].target is not None]
-        keys, rows = [record.job.moves[at].key for at in landed], [record.details[at].row for at in landed]
-        self._reads.end(record.job.kind, keys, rows)
+        landed = [at for at, detail in enumerate(record.details) if detail.target is not None]
         self._stats.add("promoted_blocks", sum(at not in record.failed for at in landed))
         ready = sum(map(len, self._end_targets(record, now_s).values()))
         if record.job.kind is JobKind.PROMOTE:
@@ -163,64 +160,58 @@ class Settlement:
 
     def _end_load_of_request(self, record: JobRecord) -> None:
         """Let a request go on after its load, and promise it no failed position again."""
-        self._reads.to_gpu.end(record.job.id)
+        self._gpu_loads.end(record.job.id)
         self._stats.add("loaded_blocks", len(record.details) - len(record.failed))
         self._stats.add("failed_loads", len(record.failed))
         request = self._requests.get(record.request_id or "")
         if request is None:
             return
         request.loading = False
-        for at in sorted(record.failed, reverse=True):
-            detail, key = record.details[at], record.job.moves[at].key
+        for at in record.failed:
+            detail = record.details[at]
             request.limit_loads(detail.position * self._geometry.groups[detail.group].block_tokens)
-            place = (request.request_id, detail.group, (detail.position,))
-            self._store_policy.refuse(*place, (key,), Refusal.NO_ROOM, -1, 0.0)
+        if record.failed:
+            self._refuse(record, -1, 0.0)
 
     def _end_sources(self, record: JobRecord) -> None:
-        """Give back the pins of sources that were read well, and note that they were used."""
-        read: dict[Tier, list[int]] = {}
+        """Give back the pins of sources, drop the bad ones, and note that the others were used."""
+        used: dict[Tier, list[int]] = {space.tier: [] for space in self._tiers}
+        spent: dict[Tier, list[int]] = {space.tier: [] for space in self._tiers}
         for at in reversed(range(len(record.details))):
-            detail, move = record.details[at], record.job.moves[at]
-            if at in record.failed:
-                continue
+            (row, _, _, tier, _), move = record.details[at], record.job.moves[at]
+            reason, late = record.failed.get(at), at in record.late
             foreign = self._neighbours.slot_of(move)
             if foreign is not None:
-                self._neighbours.unpin(foreign)
-                if record.job.kind is JobKind.LOAD:
-                    self._stats.add("loaded_blocks_foreign")
-            else:
-                assert detail.source is not None, "nothing was read, and nobody said so"
-                read.setdefault(detail.source, []).append(detail.row)
-        for space in self._tiers:
-            rows = read.get(space.tier, [])
-            states = self._catalog.columns(space.tier).states
-            used = [row for row in rows if states[row] != DOOMED]
-            self._offer_lower(used, space.tier)  # their counts rose when the load was planned
-            space.unpin(rows)
-            space.access(used)
-
-    def _end_failed_source(self, record: JobRecord, at: int) -> None:
-        """End a source that was not read: drop a bad copy, and offer a sound one as one that was
-        used."""
-        (row, _, _, tier, _), move = record.details[at], record.job.moves[at]
-        reason, late = record.failed[at], at in record.late
-        foreign = self._neighbours.slot_of(move)
-        if foreign is not None:
-            if reason in _SOURCE_IS_BAD:
-                self._neighbours.reject(move.key, foreign, move.generation)
+                self._end_foreign(move, foreign, reason, late=late)
+                self._stats.add("loaded_blocks_foreign", int(reason is None and record.job.kind is JobKind.LOAD))
+                continue
+            assert tier is not None or reason is not None, "nothing was read, and nobody said so"
+            if tier is None:
+                continue
             if not late:
-                self._neighbours.unpin(foreign)
-            return
-        if tier is None:
-            return
-        if self._catalog.state(row, tier) == READY:
-            # A copy on a drive that was given up for now is none the worse for it.
-            if reason in _SOURCE_IS_BAD and (reason is not Reason.IO_ERROR or self._catalog.readable(row, tier)):
+                spent[tier].append(row)
+            if self._is_bad(row, tier, reason):
                 self._tiers[tier].discard(row)
-            else:
-                self._offer_lower((row,), tier)
+            elif self._catalog.state(row, tier) == READY:
+                used[tier].append(row)
+        for space in self._tiers:
+            self._offer_lower(used[space.tier], space.tier)  # their counts rose when the load was planned
+            space.unpin(spent[space.tier])
+            space.access(used[space.tier])
+
+    def _is_bad(self, row: int, tier: Tier, reason: Reason | None) -> bool:
+        """Whether to drop a copy that was read. One on a drive that was given up for now is as good
+        as before."""
+        if reason not in _SOURCE_IS_BAD or self._catalog.state(row, tier) != READY:
+            return False
+        return reason is not Reason.IO_ERROR or self._catalog.readable(row, tier)
+
+    def _end_foreign(self, move: Move, slot: Slot, reason: Reason | None, *, late: bool) -> None:
+        """End the read of a neighbour's copy."""
+        if reason in _SOURCE_IS_BAD:
+            self._neighbours.reject(move.key, slot, move.generation)
         if not late:
-            self._tiers[tier].unpin((row,))
+            self._neighbours.unpin(slot)
 
     def _offer_lower(self, rows: Sequence[int], tier: Tier) -> None:
         """Offer copies that have become READY, or were used, to the next tier."""

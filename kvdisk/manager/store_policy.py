@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
-from itertools import compress, islice
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from kvdisk.blocks import BlockKey
@@ -22,132 +21,32 @@ FIRST_BACK_OFF_S = 0.05
 LAST_BACK_OFF_S = 2.0
 
 
-class Refusal(IntEnum):
-    """Why an offer was refused."""
+@dataclass(slots=True)
+class BackOff:
+    """How long nothing is offered after a refusal: until room came free, and some time passed.
 
-    NOT_REUSED = 1
-    NO_ROOM = 2
-
-
-@dataclass(eq=False, slots=True)
-class Refused:
-    """A refusal for lack of room, of one block or of several together. ``released``: the number at
-    that moment."""
-
-    released: int
-    retry_s: float
-    back_off_s: float
-
-    @classmethod
-    def make(cls, released: int, now: float, before: Refused | None) -> Refused:
-        """Return a refusal of now; ``before``: the one before it of the same blocks, whose back-off
-        doubles."""
-        back_off_s = min(before.back_off_s * 2, LAST_BACK_OFF_S) if before else FIRST_BACK_OFF_S
-        return cls(released, now + back_off_s, back_off_s)
-
-    def is_over(self, released: int, now: float) -> bool:
-        """Whether room has come free since, and time has passed."""
-        return released > self.released and now >= self.retry_s
-
-
-class Watermark:
-    """Up to where one group's blocks of one request have been offered, and which below were
-    refused.
-
-    A block refused for lack of reuse is offered again when its count has risen (``rise``), one
-    refused for lack of room when room has come free since, with back-off. Nothing else is offered
-    twice. While nothing is to be offered, asking costs the same however many blocks wait.
-
-    ``unused``: refused for lack of reuse: positions by key.
+    ``released``: the number at the last refusal. ``seconds``: how long the last one held, twice as
+    long as the one before; 0: an offer was taken since, so that the next one is short again.
     """
 
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
-        self.frontier = 0
-        self.unused: dict[BlockKey, int] = {}
-        # Of those, the ones whose count has risen since.
-        self._risen: list[int] = []
-        # Refused for lack of room, or offered again since and not answered yet.
-        self._no_room: dict[int, Refused] = {}
-        # Those of ``_no_room`` that have not been offered again, each once.
-        self._refusals: list[Refused] = []
+    released: int = -1
+    retry_s: float = 0.0
+    seconds: float = 0.0
 
-    @property
-    def waits(self) -> bool:
-        """Whether refused blocks may be candidates without another event than room or time."""
-        return bool(self._no_room or self._risen)
+    def holds(self, released: int, now: float) -> bool:
+        """Whether it is too early to offer anything."""
+        return released <= self.released or now < self.retry_s
 
-    def is_held(self, released: int, now: float) -> bool:
-        """Whether blocks wait for room that are not to be offered yet: without them what follows
-        serves nobody."""
-        return any(not refusal.is_over(released, now) for refusal in self._refusals)
+    def refuse(self, released: int, now: float) -> None:
+        """Offers were refused. Those that are refused while it holds count as one refusal."""
+        if now >= self.retry_s:
+            self.seconds = min(self.seconds * 2, LAST_BACK_OFF_S) or FIRST_BACK_OFF_S
+        self.released = max(self.released, released)
+        self.retry_s = max(self.retry_s, now + (self.seconds or FIRST_BACK_OFF_S))
 
-    def candidates(self, limit: int, released: int, now: float) -> Sequence[int]:
-        """Return the positions below ``limit`` to offer now, ascending; the frontier moves to
-        ``limit``.
-
-        ``released``: a number that rises when room comes free.
-        """
-        start, self.frontier = self.frontier, max(limit, self.frontier)
-        offered: list[int] = []
-        if self._risen:
-            offered = [position for position in self._risen if position < limit]
-            self._risen = [position for position in self._risen if position >= limit]
-        if self._refusals:
-            offered += self._take_over(limit, released, now)
-        return sorted({*offered}) + list(range(start, limit)) if offered else range(start, limit)
-
-    def _take_over(self, limit: int, released: int, now: float) -> list[int]:
-        """Return the positions below ``limit`` of those refusals that are over."""
-        over = [refusal.is_over(released, now) for refusal in self._refusals]
-        if not any(over):
-            return []
-        ended = {*compress(self._refusals, over)}
-        held: set[Refused] = set()
-        offered = []
-        for position, refusal in self._no_room.items():
-            if refusal in ended:
-                if position < limit:
-                    offered.append(position)
-                else:
-                    held.add(refusal)
-        self._refusals = [refusal for refusal in self._refusals if refusal not in ended or refusal in held]
-        return offered
-
-    def accept(self, positions: Sequence[int]) -> None:
-        """Do not offer the blocks again: they are stored, on their way, or of no use."""
-        if self._no_room:
-            for position in positions:
-                self._no_room.pop(position, None)
-
-    def rise(self, key: BlockKey) -> None:
-        """Offer a block again that was refused for lack of reuse: its count has risen."""
-        position = self.unused.pop(key, None)
-        if position is not None:
-            self._risen.append(position)
-
-    def refuse_unused(self, positions: Sequence[int], keys: Sequence[BlockKey]) -> None:
-        """Remember what was refused for lack of reuse, all of it below the frontier."""
-        self.accept(positions)
-        self.unused.update(zip(keys, positions, strict=True))
-
-    def refuse(self, positions: Sequence[int], released: int, now: float) -> None:
-        """Remember what was refused for lack of room; ``released`` is its number at this moment.
-
-        Blocks from the frontier on are offered anyway: their load failed, or a store from before a
-        reset.
-        """
-        if self._risen:
-            self._risen = [position for position in self._risen if position not in positions]
-        refused: dict[Refused | None, Refused] = {}
-        for position in positions:
-            if position < self.frontier:
-                before = self._no_room.get(position)
-                refusal = refused.get(before)
-                if refusal is None:
-                    refusal = refused[before] = Refused.make(released, now, before)
-                self._no_room[position] = refusal
-        self._refusals += refused.values()
+    def accept(self) -> None:
+        """An offer was taken."""
+        self.seconds = 0.0
 
 
 class FreeOffer(NamedTuple):
@@ -159,13 +58,18 @@ class FreeOffer(NamedTuple):
     parent: BlockKey | None
 
 
+Place = tuple[int, int]
+"""A block's group, and its position in that group of its request."""
+
+
 class StorePolicy(Protocol):
     """Decides which blocks are offered, and when. As it is written here it offers nothing.
 
     ``saves_victims``: whether ``preempted`` returns anything. Every offer is answered once all
-    groups of its request were asked, and before anything else is asked: by ``accept`` or
-    ``refuse``, for free blocks by ``accept_free`` or ``refuse_free``. An offer that was taken may
-    be refused later, when its copy failed. ``released``: a number that rises when room comes free.
+    groups of its request were asked, and before anything else is asked: first by ``accept``, then
+    by ``refuse``; for free blocks by ``accept_free`` and ``refuse_free``. An offer that was taken
+    may be refused later, when its copy failed. ``released``: a number that rises when room comes
+    free.
     """
 
     saves_victims: bool = False
@@ -205,39 +109,24 @@ class StorePolicy(Protocol):
         """Return the free blocks to offer in this step, no key twice."""
         return ()
 
-    def accept(self, request_id: str, group: int, positions: Sequence[int]) -> None:
-        """The offers were taken, or the blocks are there already."""
+    def accept(self, request_id: str, places: Sequence[Place]) -> None:
+        """The offers need no other: they were taken, are there already, or are not admitted."""
 
-    def refuse(
-        self,
-        request_id: str,
-        group: int,
-        positions: Sequence[int],
-        keys: Sequence[BlockKey],
-        why: Refusal,
-        released: int,
-        now: float,
-    ) -> None:
-        """The offers were refused, or taken ones failed: offer them again when things have changed.
+    def refuse(self, request_id: str, places: Sequence[Place], released: int, now: float) -> None:
+        """There was no room for the offers, or taken ones failed: offer them again later.
 
-        ``keys``: of the blocks. ``released``: as it was then, for those that were refused for lack
-        of room.
+        The request may be gone. ``released``: as it was then.
         """
 
-    def wanted_again(self, keys: Sequence[BlockKey]) -> None:
-        """More requests want these blocks than before: those that were refused for lack of reuse
-        may be admitted."""
+    def accept_free(self, keys: Sequence[BlockKey]) -> None:
+        """As ``accept``, of free blocks."""
 
-    def accept_free(self, key: BlockKey) -> None:
-        """The offer of a free block was taken, or the block is there already."""
-
-    def refuse_free(self, key: BlockKey, why: Refusal, released: int, now: float) -> None:
-        """The offer of a free block was refused, or its store failed. ``released``: as in
-        ``refuse``."""
+    def refuse_free(self, keys: Sequence[BlockKey], released: int, now: float) -> None:
+        """As ``refuse``, of free blocks."""
 
     def waits(self, request_id: str) -> bool:  # noqa: ARG002
-        """Whether refused blocks of the request are to be offered again, as soon as there is room
-        or at once."""
+        """Whether refused blocks of the request are to be offered again, as soon as there is
+        room."""
         return False
 
     def request_finished(self, request_id: str) -> None:
@@ -256,93 +145,60 @@ class NoStores(StorePolicy):
     """Offers nothing: what other policies, a user's own too, differ from."""
 
 
+@dataclass(slots=True)
+class _Watermark:
+    """Up to where one request's blocks were offered, by group; drawn back to what found no room.
+
+    ``waits``: it was drawn back, and nothing was offered since.
+    """
+
+    frontiers: dict[int, int] = field(default_factory=dict)
+    back_off: BackOff = field(default_factory=BackOff)
+    waits: bool = False
+
+
 class OnCompute(NoStores):
-    """Offers each full block in the step that computes it."""
+    """Offers each full block in the step that computes it.
+
+    Where blocks find no room nothing behind them is offered before they are, after a back-off:
+    without them it serves nobody. A block that is not admitted is not offered again: whoever makes
+    its count rise offers it.
+    """
 
     def __init__(self) -> None:
-        self._watermarks: dict[str, dict[int, Watermark]] = {}
-        """By request and group."""
-        self._waiting: set[str] = set()
-        """Those with blocks to be offered again: few, and asked for in every step."""
-        self._unused: dict[BlockKey, tuple[Watermark, ...]] = {}
-        """Of each block that was refused for lack of reuse, the watermarks that wait for its count
-        to rise."""
+        self._watermarks: dict[str, _Watermark] = {}
 
     def offers(self, request_id: str, group: int, storable: int, released: int, now: float) -> Sequence[int]:
-        """Return new blocks, and refused ones whose cause has changed; no new ones while others
-        wait for room."""
-        watermarks = self._watermarks.setdefault(request_id, {})
-        watermark = watermarks.get(group)
-        if request_id in self._waiting and any(other.is_held(released, now) for other in watermarks.values()):
-            storable = 0 if watermark is None else min(storable, watermark.frontier)
-        if watermark is None:
-            watermark = watermarks[group] = Watermark(request_id)
-        elif storable == watermark.frontier and not watermark.waits:
+        """Return the blocks from the watermark on; none during the back-off."""
+        watermark = self._watermarks.setdefault(request_id, _Watermark())
+        if watermark.back_off.holds(released, now):
             return ()
-        return watermark.candidates(storable, released, now)
+        watermark.waits = False
+        start = watermark.frontiers.get(group, 0)
+        watermark.frontiers[group] = max(start, storable)
+        return range(start, storable)
 
-    def accept(self, request_id: str, group: int, positions: Sequence[int]) -> None:
-        """Do not offer the blocks again."""
-        if request_id in self._waiting:  # what was never refused is not offered twice
-            self._watermarks[request_id][group].accept(positions)
-            self._refresh(request_id)
+    def accept(self, request_id: str, places: Sequence[Place]) -> None:  # noqa: ARG002
+        """Begin with a short back-off again."""
+        self._watermarks[request_id].back_off.accept()
 
-    def _refresh(self, request_id: str) -> None:
-        """Note whether any of a request's blocks wait, some of which were answered."""
-        if any(watermark.waits for watermark in self._watermarks[request_id].values()):
-            self._waiting.add(request_id)
-        else:
-            self._waiting.discard(request_id)
-
-    def refuse(
-        self,
-        request_id: str,
-        group: int,
-        positions: Sequence[int],
-        keys: Sequence[BlockKey],
-        why: Refusal,
-        released: int,
-        now: float,
-    ) -> None:
-        """Offer the blocks again when the cause has changed. A request that is gone is ignored."""
-        watermark = self._watermarks.get(request_id, {}).get(group)
-        if watermark is None:
-            return
-        if why is Refusal.NOT_REUSED:
-            watermark.refuse_unused(positions, keys)
-            for key in keys:
-                self._unused[key] = (*self._unused.get(key, ()), watermark)
-        else:
-            watermark.refuse(positions, released, now)
-            if watermark.unused:  # one that another request has stored since, and whose load failed
-                self._forget(watermark, [key for key in keys if key in watermark.unused])
-        self._refresh(request_id)
-
-    def wanted_again(self, keys: Sequence[BlockKey]) -> None:
-        """Offer those blocks again that were refused for lack of reuse."""
-        if self._unused:
-            for key in keys:
-                for watermark in self._unused.pop(key, ()):
-                    watermark.rise(key)
-                    self._waiting.add(watermark.request_id)
+    def refuse(self, request_id: str, places: Sequence[Place], released: int, now: float) -> None:
+        """Draw the watermark back."""
+        watermark = self._watermarks.get(request_id)
+        if watermark is not None:
+            watermark.back_off.refuse(released, now)
+            watermark.waits = True
+            for group, position in places:
+                watermark.frontiers[group] = min(position, watermark.frontiers.get(group, 0))
 
     def waits(self, request_id: str) -> bool:
-        """Return whether any group has blocks to be offered again."""
-        return request_id in self._waiting
+        """Return whether the watermark is drawn back."""
+        watermark = self._watermarks.get(request_id)
+        return watermark is not None and watermark.waits
 
     def request_finished(self, request_id: str) -> None:
-        """Forget the request's watermarks."""
-        for watermark in self._watermarks.pop(request_id, {}).values():
-            self._forget(watermark, list(watermark.unused))
-        self._waiting.discard(request_id)
-
-    def _forget(self, watermark: Watermark, keys: Sequence[BlockKey]) -> None:
-        """Wait no more, for a watermark, until the counts of some blocks rise."""
-        for key in keys:
-            del watermark.unused[key]
-            others = tuple(other for other in self._unused.pop(key) if other is not watermark)
-            if others:
-                self._unused[key] = others
+        """Forget the request's watermark."""
+        self._watermarks.pop(request_id, None)
 
 
 class OnPreemption(NoStores):
@@ -420,8 +276,9 @@ class Spillover(NoStores):
     """Offers free, cached blocks at the front of the engine's free queue.
 
     The cursor is behind the first blocks of the queue, as many as ``AHEAD_STEPS`` steps can take. A
-    block is offered when the cursor passes it; again when its refusal is over, or when it has left
-    the queue and come back.
+    block is offered when the cursor passes it; again when it has left the queue and come back. When
+    the back-off of a refusal is over, the cursor begins at the head anew, and what was refused is
+    offered where it is still there.
 
     Only blocks of requests that kvdisk follows are offered (an adapter's are not), reached since
     the last reset. Of these it knows the keys last reached, twice as many as the GPU has blocks.
@@ -434,15 +291,9 @@ class Spillover(NoStores):
         """The block of each key that was offered last."""
         self._offered: set[BlockKey] = set()
         """Keys that were offered since they were last reached."""
-        self._unused: dict[BlockKey, int] = {}
-        self._no_room: dict[BlockKey, int] = {}
-        self._groups: deque[tuple[Refused, float, list[BlockKey]]] = deque()
-        """Keys of ``_no_room`` that were refused together, at that time; they are offered again
-        together."""
-        self._retried: Refused | None = None
-        """The refusal of those that were offered again last, whose back-off the next refusal
-        doubles."""
-        self._due: dict[BlockKey, int] = {}
+        self._refused: set[BlockKey] = set()
+        """Those that found no room."""
+        self._back_off = BackOff()
 
     def reached(self, request_id: str, keys: Sequence[BlockKey], start: int, stop: int) -> None:  # noqa: ARG002
         """Note keys and parents."""
@@ -455,77 +306,46 @@ class Spillover(NoStores):
                 self._front.leave(block)
 
     def free_offers(self, context: SchedulerContext, released: int, now: float) -> Sequence[FreeOffer]:
-        """Return the blocks that the cursor passes, and those that are due again."""
+        """Return the blocks that the cursor passes."""
         while len(self._parents) > 2 * context.block_count:
             self._forget(self._parents.popitem(last=False)[0])
-        while self._groups and self._groups[0][0].is_over(released, now):
-            self._retried, _, keys = self._groups.popleft()
-            self._due.update((key, self._no_room.pop(key)) for key in keys if key in self._no_room)
-        due, self._due = self._due, {}
+        if self._refused and not self._back_off.holds(released, now):
+            self._offered -= self._refused
+            self._refused.clear()
+            self._front = _Front()
         offers: dict[BlockKey, FreeOffer] = {}
-        for wanted, block_id in due.items():
-            block = context.get_block(block_id)
-            if block.key == wanted:
-                self._add(offers, block)
         for block in self._front.advance(context):
             key = block.key
-            if key is None:
+            if key is None or key not in self._parents or key in self._offered or key in offers:
                 continue
-            if key in self._unused:
-                self._unused[key] = block.block_id
-            elif key in self._no_room:
-                self._no_room[key] = block.block_id
-            elif key not in self._offered:
-                self._add(offers, block)
+            if block.ref_cnt == 0:
+                offers[key] = FreeOffer(block.block_id, key, self._parents[key])
         self._blocks.update((key, offer.block) for key, offer in offers.items())
         self._offered.update(offers)
+        self._refused.difference_update(offers)
         return list(offers.values())
 
-    def _add(self, offers: dict[BlockKey, FreeOffer], block: KVCacheBlockView) -> None:
-        key = block.key
-        if key is not None and block.ref_cnt == 0 and key in self._parents and key not in offers:
-            offers[key] = FreeOffer(block.block_id, key, self._parents[key])
+    def accept_free(self, keys: Sequence[BlockKey]) -> None:  # noqa: ARG002
+        """Begin with a short back-off again."""
+        self._back_off.accept()
 
-    def accept_free(self, key: BlockKey) -> None:
-        """Do not offer the block again until it is reached again."""
-        self._retried = None
-        for known in (self._unused, self._no_room, self._due):
-            known.pop(key, None)
-
-    def refuse_free(self, key: BlockKey, why: Refusal, released: int, now: float) -> None:
-        """Offer the block again when its cause has changed, if it is there then."""
-        block = self._blocks.get(key)
-        if block is None:
-            return
-        if why is Refusal.NOT_REUSED:
-            self._unused[key] = block
-        else:
-            self._no_room[key] = block
-            if not self._groups or self._groups[-1][1] != now:
-                self._groups.append((Refused.make(released, now, self._retried), now, []))
-            refused, _, keys = self._groups[-1]
-            refused.released = max(refused.released, released)
-            keys.append(key)
-
-    def wanted_again(self, keys: Sequence[BlockKey]) -> None:
-        """Offer those that were refused for lack of reuse again."""
-        for key in keys:
-            block = self._unused.pop(key, None)
-            if block is not None:
-                self._due[key] = block
+    def refuse_free(self, keys: Sequence[BlockKey], released: int, now: float) -> None:
+        """Offer the blocks again when the back-off is over, if they are there then."""
+        self._back_off.refuse(released, now)
+        known = [key for key in keys if key in self._parents]
+        self._refused.update(known)
+        self._offered.update(known)  # a request may have reached them meanwhile
 
     def _forget(self, key: BlockKey) -> None:
-        self.accept_free(key)
         self._blocks.pop(key, None)
-        self._offered.discard(key)
+        for known in (self._offered, self._refused):
+            known.discard(key)
 
     def reset(self) -> None:
         """Forget all keys: the blocks may keep theirs, and what they hold is not what those mean
         any more."""
-        for known in (self._parents, self._blocks, self._offered, self._unused, self._no_room, self._due):
+        for known in (self._parents, self._blocks, self._offered, self._refused):
             known.clear()
-        self._groups.clear()
-        self._retried = None
 
 
 _POLICIES: Mapping[str, Callable[[], StorePolicy]] = {

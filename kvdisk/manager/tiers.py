@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvdisk.blocks import Slot, Tier, group_of
 from kvdisk.manager.admission import AdmissionPolicy
@@ -24,12 +24,29 @@ if TYPE_CHECKING:
     from kvdisk.manager.demotions import Demotions
 
 
+class TierStatus(NamedTuple):
+    """How a tier stands; the defaults are those of one that can always be written.
+
+    ``is_open``: False once the tier is off for good. ``is_spent``: whether it was a budget that
+    forbade writing at the last ``refresh_writable``. ``has_room_soon``: whether room is to come
+    that nobody has to leave for. ``uncommitted``: whether steps are needed until a commit.
+    ``tickets``: of the last change that is to be committed, and of the last that is known to be.
+    """
+
+    is_open: bool = True
+    is_spent: bool = False
+    has_room_soon: bool = False
+    uncommitted: bool = False
+    tickets: tuple[int, int] = (0, 0)
+
+
 class TierSpace:
     """A tier: its slots, the copies in them, who leaves and who may enter.
 
     These methods are those of a tier that is always there and can always be written.
     ``admission`` decides who may enter. ``lower``: where copies go that leave; None: nowhere.
     ``in_memory``: whether a load can leave a copy there of what it reads from a slower tier.
+    ``capacity``: slots that there may be, by size class.
     """
 
     in_memory = True
@@ -41,11 +58,60 @@ class TierSpace:
         self._geometry = parts.geometry
         self._catalog = parts.catalog
         self._stats = parts.stats
+        self._parts_of_block = parts.geometry.rank_count
+        """Slots that one block takes, over all ranks."""
         classes = range(len(parts.geometry.slot_sizes))
         self.pool = SlotPool(len(classes))
+        self.capacity: Sequence[int] = self.pool.total
         self._orders = [
             TailFirst(make_eviction(parts.config.eviction, parts.catalog.keys), parts.catalog, tier) for _ in classes
         ]
+
+    # -- how it stands ---------------------------------------------------------------------------
+
+    @property
+    def status(self) -> TierStatus:
+        """How the tier stands now."""
+        return TierStatus()
+
+    @property
+    def free_and_total(self) -> tuple[int, int]:
+        """Slots that are or will be free without an eviction, and all that there may be."""
+        pool = self.pool
+        unmade = max(0, sum(self.capacity) - sum(pool.total))
+        return unmade + sum(pool.free) + sum(pool.limbo), unmade + sum(pool.total)
+
+    def refresh(self, now: float, now_s: int) -> bool:  # noqa: ARG002
+        """Learn, once a step, how things stand. Return whether room may have come free."""
+        return False
+
+    def commit(self) -> bool:
+        """Learn how far commits have come. Return whether room came free."""
+        return False
+
+    def refresh_writable(self, now: float) -> bool:  # noqa: ARG002
+        """Learn whether copies may be written now, and return it."""
+        return True
+
+    def settle_files(self, record: JobRecord, now: float) -> None:
+        """Learn how a job of files has ended, which is another tier's where this one has none."""
+
+    def learn_writes(self, record: JobRecord, now: float) -> None:
+        """Learn from a settled job that wrote copies how the tier is."""
+
+    def learn_reads(self, record: JobRecord, now: float) -> None:
+        """Learn from a settled job that read copies how the tier is."""
+
+    def gauges(self) -> dict[str, float]:
+        """Return the tier's gauges, by series."""
+        name, sizes = self.tier.name.lower(), self._geometry.slot_sizes
+        pool, parts = self.pool, self._parts_of_block
+        used = [total - free - limbo for total, free, limbo in zip(pool.total, pool.free, pool.limbo, strict=True)]
+        return {
+            f"used_bytes.{name}": sum(map(int.__mul__, used, sizes)) * parts,
+            f"held_blocks.{name}": sum(used),
+            f"capacity_bytes.{name}": sum(map(int.__mul__, self.capacity, sizes)) * parts,
+        }
 
     # -- room ----------------------------------------------------------------------------------
 
@@ -61,15 +127,40 @@ class TierSpace:
         """Return slots that were just taken, and not used."""
         self.pool.release(slots)
 
-    def _victims(
-        self, size_class: int, count: int, evictable: Callable[[int], bool], *, keep_queued: bool = False
-    ) -> list[int]:
-        """Return copies that may leave, of those that are ``evictable``.
+    def make_room(self, now: float, wanted: Sequence[int]) -> None:
+        """Have ``wanted`` slots by size class free soon, where ``allocate`` evicts nothing."""
+
+    def may_get_room(self, size_class: int, *, silent: bool) -> bool:  # noqa: ARG002
+        """Whether ``make_room`` found a way to room. ``silent``: no commit is awaited."""
+        return True
+
+    def _evictable(self) -> Callable[[int], bool]:
+        """Return who tells whether a copy may leave for room: to be used at once."""
+        return self._catalog.evictable_in(self.tier)
+
+    def _evict(self, size_class: int, count: int, *, keep_queued: bool = False) -> int:
+        """End up to ``count`` copies; the others are in use, or wait for their demotion."""
+        evicted = 0
+        while evicted < count:
+            rows = self._victims(size_class, count - evicted, keep_queued=keep_queued)
+            leaving = self._leaving(rows)
+            self.drop(leaving)
+            self._stats.add(f"evicted_blocks.{self.tier.name.lower()}", len(leaving))
+            evicted += len(leaving)
+            # Others may be found where some were queued, which is bounded, or where those that are
+            # may leave as well.
+            stalls = self.lower is not None and self.lower.stalls and not keep_queued
+            if not rows or (len(leaving) == len(rows) and not stalls):
+                break
+        return evicted
+
+    def _victims(self, size_class: int, count: int, *, keep_queued: bool) -> list[int]:
+        """Return copies that may leave.
 
         While the next tier takes no writes, queued copies may, too; otherwise they would block
         their ancestors.
         """
-        order, lower = self._orders[size_class], self.lower
+        order, lower, evictable = self._orders[size_class], self.lower, self._evictable()
         if lower is None:
             return order.victims(count, evictable)
         rows = order.victims(count, lambda row: evictable(row) and not lower.is_queued(row))
@@ -86,80 +177,10 @@ class TierSpace:
         for row in rows:
             # Where what follows a copy stays, the copy stays before it.
             if row in held or self.lower.keeps(row):
-                held.add(self._catalog.chains.parent_rows[row])
+                held.add(self._catalog.parent_rows[row])
             else:
                 leaving.append(row)
         return leaving
-
-    def make_room(self, now: float, wanted: Sequence[int]) -> None:
-        """Have ``wanted`` slots by size class free soon, where ``allocate`` evicts nothing."""
-
-    @property
-    def free_and_total(self) -> tuple[int, int]:
-        """Slots that are or will be free without an eviction, and all that there may be."""
-        return sum(self.pool.free), sum(self.pool.total)
-
-    def refresh(self, now: float, now_s: int) -> bool:  # noqa: ARG002
-        """Learn, once a step, how things stand. Return whether room may have come free."""
-        return False
-
-    def commit(self) -> bool:
-        """Learn how far commits have come. Return whether room came free."""
-        return False
-
-    def refresh_writable(self, now: float) -> bool:  # noqa: ARG002
-        """Learn whether copies may be written now, and return it."""
-        return True
-
-    def is_stuck(self, size_class: int) -> bool:  # noqa: ARG002
-        """Whether ``make_room`` found no way to room when it last tried, and no slot is free or
-        about to be."""
-        return False
-
-    def awaits_commit(self, size_class: int) -> bool:  # noqa: ARG002
-        """Whether slots come free with a commit, and no other way."""
-        return False
-
-    @property
-    def is_open(self) -> bool:
-        """False once the tier is off for good."""
-        return True
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether it was a budget that forbade writing at the last ``refresh_writable``."""
-        return False
-
-    @property
-    def has_room_soon(self) -> bool:
-        """Whether room is to come that nobody has to leave for."""
-        return False
-
-    @property
-    def uncommitted(self) -> bool:
-        """Whether steps are needed until a commit."""
-        return False
-
-    @property
-    def tickets(self) -> tuple[int, int]:
-        """Of the last change that is to be committed, and of the last that is known to be."""
-        return 0, 0
-
-    def gauges(self) -> dict[str, float]:
-        """Return the tier's gauges, by series."""
-        name, sizes = self.tier.name.lower(), self._geometry.slot_sizes
-        pool, ranks = self.pool, self._parts_of_block
-        used = [total - free - limbo for total, free, limbo in zip(pool.total, pool.free, pool.limbo, strict=True)]
-        return {
-            f"used_bytes.{name}": sum(map(int.__mul__, used, sizes)) * ranks,
-            f"held_blocks.{name}": sum(used),
-            f"capacity_bytes.{name}": sum(map(int.__mul__, pool.total, sizes)) * ranks,
-        }
-
-    @property
-    def _parts_of_block(self) -> int:
-        """Slots that one block takes, over all ranks."""
-        return self._geometry.rank_count
 
     # -- the life of copies ----------------------------------------------------------------------
 
@@ -170,8 +191,8 @@ class TierSpace:
         Of one chain the tail comes first. ``now_s``: seconds since the Unix epoch.
         """
         states = self._catalog.columns(self.tier).states
-        ready = [row for row in rows if states[row] != DOOMED]
-        for row in [row for row in rows if states[row] == DOOMED] if len(ready) < len(rows) else ():
+        ready, doomed = [row for row in rows if states[row] != DOOMED], [row for row in rows if states[row] == DOOMED]
+        for row in doomed:
             self.abandon(row)
         self._catalog.finish(ready, self.tier)
         for size_class, alike in self._by_class(ready):
@@ -200,19 +221,18 @@ class TierSpace:
             self._orders[size_class].access(alike)
 
     def reached(self, rows: Sequence[int]) -> None:
-        """A request has come to these blocks, which are in some tier; of one chain the tail comes
-        first."""
+        """A request reached these blocks, which are in some tier; the tail of a chain first."""
         states = self._catalog.columns(self.tier).states
         self.access([row for row in rows if states[row] == READY])
 
     def drop(self, rows: Sequence[int]) -> None:
         """End unpinned copies, those that follow a copy before it."""
-        self.pool.release(self._end(rows))
-
-    def _end(self, rows: Sequence[int]) -> list[Slot]:
-        """Take copies out of all that knows them; return their slots."""
         self._forget(rows)
-        return self._catalog.drop(rows, self.tier)
+        self._free(self._catalog.drop(rows, self.tier))
+
+    def _free(self, slots: list[Slot]) -> None:
+        """The copies in these slots have ended."""
+        self.pool.release(slots)
 
     def discard(self, row: int) -> None:
         """Serve a copy to nobody any more, and end it as soon as no job uses it."""
@@ -224,8 +244,7 @@ class TierSpace:
         for size_class, alike in self._by_class(rows):
             self._orders[size_class].remove(alike)
         if self.lower is not None:
-            for row in rows:
-                self.lower.forget(row)
+            self.lower.forget(rows)
 
     def unpin(self, rows: Sequence[int]) -> None:
         """Give back one pin of each copy; the last one of a doomed copy ends it."""
@@ -234,9 +253,7 @@ class TierSpace:
 
     def _drop_doomed(self, rows: Sequence[int]) -> None:
         columns = self._catalog.columns(self.tier)
-        ended = [row for row in rows if columns.states[row] == DOOMED and columns.pins[row] == 0]
-        if ended:
-            self.drop(ended)
+        self.drop([row for row in rows if columns.states[row] == DOOMED and columns.pins[row] == 0])
 
     def reset(self) -> None:
         """The weights may have changed: the copies are of no use any more, nor what was counted."""
@@ -244,15 +261,6 @@ class TierSpace:
         for row in self._catalog.rows_in(self.tier):
             if self._state(row) != DOOMED:
                 self.discard(row)
-
-    def settle_files(self, record: JobRecord, now: float) -> None:
-        """Learn how a job of files has ended, which is another tier's where this one has none."""
-
-    def learn_writes(self, record: JobRecord, now: float) -> None:
-        """Learn from a settled job that wrote copies how the tier is."""
-
-    def learn_reads(self, record: JobRecord, now: float) -> None:
-        """Learn from a settled job that read copies how the tier is."""
 
     def _state(self, row: int) -> int:
         return self._catalog.state(row, self.tier)
@@ -268,14 +276,11 @@ class TierSpace:
 
     def class_of(self, row: int) -> int:
         """Return the size class of a row's block."""
-        if len(self._orders) == 1:
-            return 0
-        return self._geometry.size_classes[group_of(self._catalog.keys[row])]
+        return 0 if len(self._orders) == 1 else self._geometry.size_classes[group_of(self._catalog.keys[row])]
 
 
 class CpuSpace(TierSpace):
-    """Slots of the arena that every rank has. A slot's segment is its size class. A slot is free at
-    once."""
+    """Slots of the arena that every rank has. A slot's segment is its size class."""
 
     def __init__(self, parts: Parts, slot_counts: Sequence[int], admission: AdmissionPolicy) -> None:
         super().__init__(parts, Tier.CPU, admission)
@@ -284,20 +289,8 @@ class CpuSpace(TierSpace):
                 self.pool.add_segment(size_class, size_class, count)
 
     def allocate(self, size_class: int, count: int, *, keep_queued: bool = False) -> list[Slot]:
-        """Take up to ``count`` slots, evicting where none is free; fewer where the rest is pinned
-        or to be demoted."""
-        short = count - self.pool.free[size_class]
-        while short > 0:
-            rows = self._victims(size_class, short, self._catalog.evictable_in(self.tier), keep_queued=keep_queued)
-            leaving = self._leaving(rows)
-            self.drop(leaving)
-            self._stats.add("evicted_blocks.cpu", len(leaving))
-            short -= len(leaving)
-            # Others may be found where some were queued, which is bounded, or where those that are
-            # may leave as well.
-            stalls = self.lower is not None and self.lower.stalls and not keep_queued
-            if not rows or (len(leaving) == len(rows) and not stalls):
-                break
+        """Take up to ``count`` slots, evicting where none is free."""
+        self._evict(size_class, count - self.pool.free[size_class], keep_queued=keep_queued)
         return self.pool.allocate(size_class, count)
 
 

@@ -19,8 +19,7 @@ from kvdisk.device.uses import USES_RECORD, UsesRecords, find_uses
 
 
 class Uses:
-    """See the module. ``is_changed``: whether ``records`` says more than when this was last set
-    back."""
+    """See the module. ``is_changed``: whether ``records`` has changed since it was set back."""
 
     def __init__(self) -> None:
         self.table: UsesRecords = np.zeros(0, USES_RECORD)
@@ -53,8 +52,7 @@ class Uses:
         self._reached.extend(rows)
 
     def count(self, now_s: int) -> None:
-        """Count the blocks that were reached since the last call. ``now_s``: seconds since the Unix
-        epoch."""
+        """Count the blocks reached since the last call. ``now_s``: seconds since the Unix epoch."""
         self._now_s = now_s
         if self._reached:
             places = self._places_of(self._reached)

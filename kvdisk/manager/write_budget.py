@@ -12,7 +12,6 @@ class WriteBudget:
     less than one block, nothing is written until it holds enough for a run of blocks.
     ``largest_bytes``: of a block, over all ranks. Failed writes are not given back: the drive may
     have written them. ``is_open``: whether blocks might be written as of the last ``refresh``.
-    ``pauses``: how often it ran dry.
     """
 
     _RUN_BLOCKS = 64
@@ -25,7 +24,6 @@ class WriteBudget:
         self._refreshed_s: float | None = None
         self.is_open = False
         self._resumed = False
-        self.pauses = 0
 
     @classmethod
     def of_day(cls, bytes_per_day: int, largest_bytes: int, day_s: float = 86_400.0) -> WriteBudget:
@@ -48,8 +46,7 @@ class WriteBudget:
         return self.is_open
 
     def affords(self, block_bytes: int) -> int:
-        """Return how many blocks of so many bytes over all ranks may be written, as of the last
-        ``refresh``."""
+        """Return how many blocks of so many bytes might be written at the last ``refresh``."""
         return int(self._bytes // block_bytes) if self.is_open else 0
 
     @property
@@ -57,13 +54,13 @@ class WriteBudget:
         """Bytes that may be written, as of the last ``refresh``."""
         return int(self._bytes)
 
-    def spend(self, count: int, block_bytes: int) -> None:
-        """Take out what is planned to be written."""
+    def spend(self, count: int, block_bytes: int) -> bool:
+        """Take out what is planned to be written; return whether that has used it up."""
         self._bytes -= count * block_bytes
         assert self._bytes >= 0, "more is written than the budget allows"
-        if self.is_open and self._bytes < self._largest:
-            self.is_open = False
-            self.pauses += 1
+        ran_dry = self.is_open and self._bytes < self._largest
+        self.is_open = self.is_open and not ran_dry
+        return ran_dry
 
     def take_resumed(self) -> bool:
         """Whether writes have resumed since this was last asked."""

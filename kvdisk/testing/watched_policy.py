@@ -4,12 +4,12 @@ changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 from kvdisk.blocks import BlockKey
 from kvdisk.context import KVCacheBlockView, SchedulerContext
-from kvdisk.manager.store_policy import AHEAD_STEPS, FreeOffer, Refusal, Spillover, StorePolicy
+from kvdisk.manager.store_policy import AHEAD_STEPS, FreeOffer, Place, Spillover, StorePolicy
 
 SHORTEST_BACK_OFF_S = 0.04
 """An offer refused for lack of room is not repeated sooner."""
@@ -34,13 +34,9 @@ class WatchedPolicy:
         self.changes = 0
         self._open: set[Name] = set()
         """Offers that wait for their answer."""
-        self._answered: dict[Name, tuple[Refusal, int, int, float] | None] = {}
-        """The last answers; None: accepted. Free blocks that were accepted only until a request
-        reaches them."""
-        self._unused: dict[Name, BlockKey] = {}
-        """Those that were refused for lack of reuse, and whose count has not risen since."""
-        self._due: set[Name] = set()
-        """Those whose count has risen."""
+        self._answered: dict[Name, tuple[int, int, float] | None] = {}
+        """The last answers; None: accepted. Forgotten of a free block when a request reaches it;
+        that a request's was accepted, when one before it is refused."""
         self._ever_free: set[BlockKey] = set()
 
     # -- questions -----------------------------------------------------------------------------
@@ -49,8 +45,7 @@ class WatchedPolicy:
         """See ``StorePolicy``."""
         assert 0 <= start < stop <= len(keys)
         for key in keys[start:stop]:
-            if self._answered.get(key, ()) is None:
-                del self._answered[key]
+            self._answered.pop(key, None)
         self.inner.reached(request_id, keys, start, stop)
 
     def offers(self, request_id: str, group: int, storable: int, released: int, now: float) -> Sequence[int]:
@@ -59,9 +54,6 @@ class WatchedPolicy:
         self._begin(request_id, group, positions, storable)
         for position in positions:
             self._check_offer((request_id, group, position), now)
-        for name in self._due:
-            left_out = name[:2] == (request_id, group) and name[2] < storable
-            assert not left_out, f"{name!r} is not offered again, whose count has risen"
         return positions
 
     def preempted(self, request_id: str, group: int, storable: int) -> Sequence[int]:
@@ -106,76 +98,53 @@ class WatchedPolicy:
         if name in self._answered:
             refused = self._answered[name]
             assert refused is not None, f"{name!r} is offered again, which was stored, or is on its way"
-            why, mark, changes, answered_s = refused
-            if why is Refusal.NOT_REUSED:
-                assert name in self._due, "an offer is repeated though the count has not risen"
-            elif mark >= 0:
+            mark, changes, answered_s = refused
+            if mark >= 0:
                 assert now - answered_s >= SHORTEST_BACK_OFF_S, "an offer is repeated without a back-off"
                 assert self.changes > changes, "an offer is repeated though no room can have come free"
-        self._due.discard(name)
 
     # -- answers -------------------------------------------------------------------------------
 
-    def accept(self, request_id: str, group: int, positions: Sequence[int]) -> None:
+    def accept(self, request_id: str, places: Sequence[Place]) -> None:
         """See ``StorePolicy``."""
-        self.inner.accept(request_id, group, positions)
-        for position in positions:
+        self.inner.accept(request_id, places)
+        for group, position in places:
             self._settle((request_id, group, position), None)
             self.on_accept(request_id, group, position)
 
-    def accept_free(self, key: BlockKey) -> None:
+    def accept_free(self, keys: Sequence[BlockKey]) -> None:
         """See ``StorePolicy``."""
-        self.inner.accept_free(key)
-        self._settle(key, None)
+        self.inner.accept_free(keys)
+        for key in keys:
+            self._settle(key, None)
 
-    def refuse(
-        self,
-        request_id: str,
-        group: int,
-        positions: Sequence[int],
-        keys: Sequence[BlockKey],
-        why: Refusal,
-        released: int,
-        now: float,
-    ) -> None:
+    def refuse(self, request_id: str, places: Sequence[Place], released: int, now: float) -> None:
         """See ``StorePolicy``."""
-        self.inner.refuse(request_id, group, positions, keys, why, released, now)
-        for position, key in zip(positions, keys, strict=True):
+        self.inner.refuse(request_id, places, released, now)
+        for group, position in places:
+            for name in [name for name in self._answered if name[:2] == (request_id, group)]:
+                if name[2] > position and self._answered[name] is None:
+                    del self._answered[name]
             name = (request_id, group, position)
             if name in self._answered or name in self._open:  # else it has not been offered yet
-                self._refuse(name, key, why, released, now)
+                self._refuse(name, released, now)
 
-    def refuse_free(self, key: BlockKey, why: Refusal, released: int, now: float) -> None:
+    def refuse_free(self, keys: Sequence[BlockKey], released: int, now: float) -> None:
         """See ``StorePolicy``."""
-        self.inner.refuse_free(key, why, released, now)
-        self._refuse(key, key, why, released, now)
+        self.inner.refuse_free(keys, released, now)
+        for key in keys:
+            self._refuse(key, released, now)
 
-    def _refuse(self, name: Name, key: BlockKey, why: Refusal, released: int, now: float) -> None:
+    def _refuse(self, name: Name, released: int, now: float) -> None:
         # A block that was taken and whose store failed waits for nothing but the back-off.
-        self._settle(name, (why, released, self.changes - (name not in self._open), now))
-        if why is Refusal.NOT_REUSED:
-            self._unused[name] = key
+        self._settle(name, (released, self.changes - (name not in self._open), now))
 
-    def _settle(self, name: Name, answer: tuple[Refusal, int, int, float] | None) -> None:
+    def _settle(self, name: Name, answer: tuple[int, int, float] | None) -> None:
         """An offer is answered, or what was answered before has another end."""
-        self._forget([name])
+        self._open.discard(name)
         self._answered[name] = answer
 
-    def _forget(self, names: Iterable[Name]) -> None:
-        for name in names:
-            self._open.discard(name)
-            self._unused.pop(name, None)
-            self._due.discard(name)
-            self._answered.pop(name, None)
-
     # -- the rest ------------------------------------------------------------------------------
-
-    def wanted_again(self, keys: Sequence[BlockKey]) -> None:
-        """See ``StorePolicy``."""
-        self.inner.wanted_again(keys)
-        for name in [name for name, key in self._unused.items() if key in keys]:
-            del self._unused[name]
-            self._due.add(name)
 
     def waits(self, request_id: str) -> bool:
         """See ``StorePolicy``."""
@@ -184,9 +153,9 @@ class WatchedPolicy:
     def request_finished(self, request_id: str) -> None:
         """See ``StorePolicy``."""
         self.inner.request_finished(request_id)
-        self._forget([name for name in self._answered if isinstance(name, tuple) and name[0] == request_id])
+        self._answered = {name: answer for name, answer in self._answered.items() if name[0] != request_id}
 
     def reset(self) -> None:
         """See ``StorePolicy``."""
         self.inner.reset()
-        self._forget([name for name in self._answered if not isinstance(name, tuple)])
+        self._answered = {name: answer for name, answer in self._answered.items() if isinstance(name, tuple)}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvdisk.blocks import Tier
 from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.header import MULTILINEAR, XXH3_128
-from kvdisk.device.probe import FILE_BYTES, nameless_file
+from kvdisk.device.probe import FILE_BYTES, GIVE_UP_S, Silence, await_batches, nameless_file
 from kvdisk.messages import Move
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.routes import Route
@@ -164,7 +164,6 @@ it to be."""
 PART_BYTES = 8 << 20
 BUDGET_S = 1.0
 _MOST_ROUNDS = 5
-_GIVE_UP_S = 5.0
 
 
 class Speed(NamedTuple):
@@ -208,10 +207,6 @@ class DirectReport:
         return f"kvdisk moves {what} straight between drive and GPU: {why or 'there was no room to try it'}"
 
 
-class _Silence(Exception):
-    """A batch has not ended in time."""
-
-
 def try_direct(fd: int, file_bytes: int, device: Device, arena: Arena, staging: GpuStaging) -> DirectReport:
     """Write and read every size of slot both ways, compare the bytes, and measure.
 
@@ -231,8 +226,8 @@ def try_direct(fd: int, file_bytes: int, device: Device, arena: Arena, staging: 
             count = min(arena.slot_counts[size_class], staging.slot_counts[size_class], file_bytes // slot_bytes)
             if count >= 2:
                 _Trial(fd, device, arena, staging, size_class, count).run(report)
-    except _Silence:
-        return DirectReport(problems=[f"the drive has not answered for {_GIVE_UP_S:.0f} s"], silent=True)
+    except Silence:
+        return DirectReport(problems=[f"the drive has not answered for {GIVE_UP_S:.0f} s"], silent=True)
     device.detach_file(fd)
     return report
 
@@ -251,7 +246,7 @@ class _Trial:
         self._random = random.Random(size_class)  # noqa: S311 - the same places for both
 
     def run(self, report: DirectReport) -> None:
-        """Add what is found to the report. Raises _Silence."""
+        """Add what is found to the report. Raises Silence."""
         problem = self._check()
         if problem:
             report.problems.append(f"of {self._slot_bytes} bytes {problem}")
@@ -286,7 +281,7 @@ class _Trial:
                 host.zero_()
             for op in (Op.WRITE, Op.READ):
                 batch = [Transfer(self._fd, 0, (self._slots(op is straight, 0, 2),))]
-                if self._await({self._device.submit(op, batch)}):
+                if await_batches(self._device, [self._device.submit(op, batch)]):
                     return f"a {op.value} that was tried failed {'straight' if op is straight else 'in host memory'}"
             if straight is Op.READ:
                 host.copy_(gpu)
@@ -310,21 +305,9 @@ class _Trial:
                 for place, slot, count in moved
             ]
             tickets.add(self._device.submit(op, batch))
-        self._await(tickets)
+        await_batches(self._device, tickets)
         return self._count * self._slot_bytes / max(time.monotonic() - began_s, 1e-9)
 
     def _slots(self, direct: bool, start: int, count: int) -> Buffer:
         memory = self._staging if direct else self._arena
         return memory.run_view(self._size_class, start, count)
-
-    def _await(self, tickets: set[int]) -> dict[int, int]:
-        """Wait for batches; return the errors of them all. Raises _Silence."""
-        errors: dict[int, int] = {}
-        deadline_s = time.monotonic() + _GIVE_UP_S
-        while tickets:
-            for outcome in self._device.poll(0.05):
-                tickets.discard(outcome.ticket)
-                errors |= outcome.errors
-            if tickets and time.monotonic() >= deadline_s:
-                raise _Silence
-        return errors

@@ -16,9 +16,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from kvdisk.device.base import Buffer
+from kvdisk.device.base import Buffer, GpuRange
 from kvdisk.device.checksum import LANES, ROW_BYTES, ROW_WORDS, WORD_BYTES, multipliers
-from kvdisk.device.pair import GpuRange
 from kvdisk.geometry import HEADER_BYTES, contiguous_runs, round_up
 from kvdisk.worker.arena import SlotMemory
 from kvdisk.worker.copier import CudaLanes, Event, Lane

@@ -5,7 +5,6 @@ memory then, in its own threads."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import random
@@ -22,12 +21,10 @@ from support.sim_direct import SimLanes
 from support.sim_drive import Weather
 
 from kvdisk.device import gds
-from kvdisk.device.base import Buffer, Device, Op, Transfer
+from kvdisk.device.base import Buffer, Device, GpuRange, Op, Transfer
 from kvdisk.device.gds import GdsDevice
-from kvdisk.device.pair import GpuRange, PairDevice
-from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import ALIGNMENT
-from kvdisk.testing.device_conformance import FilesConformance, fill, make_memory
+from kvdisk.testing.device_conformance import FilesConformance
 
 
 class ByAddress:
@@ -46,26 +43,30 @@ class ByAddress:
         return buffer if isinstance(buffer, GpuRange) else range_of(buffer)
 
 
+class Alternating(ByAddress):
+    """Every other batch is of host memory."""
+
+    batches = 0
+
+    def submit(self, op: Op, batch: Sequence[Transfer]) -> int:
+        self.batches += 1
+        return super().submit(op, batch) if self.batches % 2 else self.inner.submit(op, batch)
+
+
+class TestBothMemories(FilesConformance):
+    flags = os.O_DIRECT
+
+    def make_device(self) -> Device:
+        return Alternating(GdsDevice(3, compat=True))
+
+
 class TestGds(FilesConformance):
     flags = os.O_DIRECT
 
     def make_device(self) -> Device:
-        return ByAddress(GdsDevice(threads=3, compat=True))
+        return ByAddress(GdsDevice(3, compat=True))
 
     # What only this device promises
-
-    def test_a_batch_ends_only_when_all_its_calls_have(self) -> None:
-        """One fails at once, before the others have begun: the outcome waits for them."""
-        fd = self.attach()
-        data = self.written(fd, 24 << 20)
-        memory = self.memory(24 << 20)
-        for _ in range(5):
-            memory[:] = bytes(len(memory))
-            beyond = Transfer(fd, 64 << 20, (self.memory(ALIGNMENT),))
-            half = len(memory) // 2
-            halves = [Transfer(fd, at, (memory[at : at + half],)) for at in (0, half)]
-            assert self.run(Op.READ, beyond, *halves) == {0: errno.EIO}
-            assert memory == data
 
     def test_one_call_is_one_task_of_kvikio(self) -> None:
         """The future of a call that is cut ends with its last task, although others may still be
@@ -73,7 +74,7 @@ class TestGds(FilesConformance):
         fd = self.attach()
         data = self.written(fd, 5 * gds.PIECE_BYTES // 2)
         calls: list[tuple[int, int]] = []
-        file = self.device._cufiles[fd]
+        queues, file = self.device._gpu_files[fd]
 
         class Watched:
             def pread(self, buffer, size, offset, task_size):
@@ -83,7 +84,7 @@ class TestGds(FilesConformance):
             def close(self):
                 file.close()
 
-        self.device._cufiles[fd] = Watched()
+        self.device._gpu_files[fd] = queues, Watched()
         assert self.read(fd, 0, len(data)) == data
         assert all(size == task_size <= gds.PIECE_BYTES for size, task_size in calls)
         assert sum(size for size, _ in calls) == len(data)
@@ -91,7 +92,7 @@ class TestGds(FilesConformance):
     def test_writes_that_hang_hold_up_no_read(self) -> None:
         fd = self.attach()
         data = self.written(fd, ALIGNMENT)
-        file = self.device._cufiles[fd]
+        queues, file = self.device._gpu_files[fd]
         go = threading.Event()
 
         class Hanging:
@@ -101,7 +102,7 @@ class TestGds(FilesConformance):
                 go.wait()
                 return file.pwrite(*arguments)
 
-        self.device._cufiles[fd] = Hanging()
+        self.device._gpu_files[fd] = queues, Hanging()
         memory = self.memory(ALIGNMENT)
         for at in range(1, 9):  # more than it has threads
             self.device.submit(Op.WRITE, [Transfer(fd, at * ALIGNMENT, (memory,))])
@@ -147,24 +148,6 @@ class TestGds(FilesConformance):
             self.device.attach_file(fd)
         assert self.run(Op.READ, Transfer(fd, 0, (self.memory(ALIGNMENT),))) == {0: errno.EIO}
 
-    def test_memory_that_cannot_be_moved_is_an_error_of_its_transfer(self) -> None:
-        fd = self.attach()
-        data = self.written(fd, 2 * ALIGNMENT)
-        memory = self.memory(ALIGNMENT)
-        nowhere = GpuRange(0, ALIGNMENT, None)
-        found = self.run(Op.READ, Transfer(fd, 0, (nowhere,)), Transfer(fd, ALIGNMENT, (memory,)))
-        assert found == {0: errno.EIO}
-        assert memory == data[ALIGNMENT:]
-
-
-def test_a_slice_of_a_range_is_a_range() -> None:
-    memory = make_memory(4 * ALIGNMENT)
-    data = fill(memory, 1)
-    whole = range_of(memory)
-    part = whole[ALIGNMENT : 3 * ALIGNMENT][ALIGNMENT:]
-    assert (part.address, len(part)) == (whole.address + 2 * ALIGNMENT, ALIGNMENT)
-    assert ctypes.string_at(part.address, part.nbytes) == data[2 * ALIGNMENT : 3 * ALIGNMENT]
-
 
 @pytest.mark.parametrize("stored_straight", [True, False])
 @pytest.mark.parametrize("loaded_straight", [True, False])
@@ -172,7 +155,7 @@ def test_the_whole_way_of_a_mover(tmp_path, stored_straight, loaded_straight) ->
     """Blocks of CPU tensors, by kvikio's hands and the host's, each reading what the other
     wrote."""
     lanes = SimLanes(random.Random(1), Weather())
-    device = PairDevice(PosixDevice(), GdsDevice(compat=True))
+    device = GdsDevice(compat=True)
     route = Route(lanes, tmp_path, device, 1 << 16, 48, direct=True)
     direct = route._mover._runner._direct
     before = [layer.clone() for layer in route.layers]

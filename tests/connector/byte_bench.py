@@ -14,7 +14,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from schedulers import BLOCK_TOKENS, Bench
+from schedulers import BLOCK_TOKENS, BLOCKS, Bench, prompt_of
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -27,6 +27,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from kvdisk.blocks import Tier
 from kvdisk.connector.connector import KVDiskConnector
+from kvdisk.connector.off import WorkerOff
 from kvdisk.geometry import HEADER_BYTES, slot_offset
 from kvdisk.messages import Job, JobKind, Plan
 from kvdisk.worker.mover import Mover
@@ -126,7 +127,7 @@ class ByteBench(Bench):
         self.damage = "payload"
         self.fail_of = ""
         self.hold_rank = self.fail_rank = -1
-        self.store = Path(dict(extra or {}).get("store_dirs", "/nowhere"))
+        self._store = Path(dict(extra or {}).get("store_dirs", ""))
         self.outputs: dict[str, list[Any]] = {}
         self._texts: dict[str, Text] = {}
         self._named: dict[bytes, tuple[Text, int]] = {}
@@ -170,10 +171,6 @@ class ByteBench(Bench):
         self._named_of[request_id] = 0
         return request
 
-    def sampled(self, request_id: str) -> list[int]:
-        """Return what a request has sampled."""
-        return list(self.known[request_id].output_token_ids)
-
     # -- steps ---------------------------------------------------------------------------------
 
     def step(self) -> SchedulerOutput:
@@ -207,6 +204,16 @@ class ByteBench(Bench):
 
     def run(self, steps: int = 200) -> None:
         super().run(1 << 62 if self._threaded else steps)
+
+    def loading(self, *numbers: int, blocks: int = BLOCKS) -> list[Any]:
+        """Begin loads of these prompts, for requests "r1" and so on; not a byte has moved."""
+        self.hold = {JobKind.LOAD}
+        requests = [self.add(f"r{number}", prompt_of(number), max_tokens=3) for number in numbers]
+        assert not self.step().num_scheduled_tokens
+        for request in requests:
+            self.assert_waits(request, blocks * BLOCK_TOKENS)
+            assert not any(self.hashed(self.table(request.request_id))), "nothing is cached that is not there"
+        return requests
 
     def _is_idle(self) -> bool:
         assert time.monotonic() < self._end_s, "it never ends"
@@ -270,21 +277,10 @@ class ByteBench(Bench):
                 right = self._content(rank, group, text, end - len(found), end)
                 assert (found == right).all(), f"block {block.block_id} is cached, and its bytes are wrong"
 
-    def _model_output(self, output: SchedulerOutput, transfer: Any) -> ModelRunnerOutput:
-        sampled = []
-        for request_id in output.num_scheduled_tokens:
-            request = self.scheduler.requests[request_id]
-            done = request.num_computed_tokens
-            text = self._texts[request_id]
-            text.grow(done + 1)
-            is_last = done >= request.num_tokens + max(0, request.num_output_placeholders - 1)
-            sampled.append([text.tokens[done]] if is_last else [])
-        return ModelRunnerOutput(
-            req_ids=list(output.num_scheduled_tokens),
-            req_id_to_index={name: at for at, name in enumerate(output.num_scheduled_tokens)},
-            sampled_token_ids=sampled,
-            kv_connector_output=transfer,
-        )
+    def _next_token(self, request: Request) -> int:
+        text, done = self._texts[request.request_id], request.num_computed_tokens
+        text.grow(done + 1)
+        return text.tokens[done]
 
     # -- failures ------------------------------------------------------------------------------
 
@@ -305,7 +301,7 @@ class ByteBench(Bench):
             view = self.workers[rank].worker._parts.memory[0].view(*move.slots[Tier.CPU])
             view[place] ^= 1
         else:
-            (path,) = self.store.glob(f"homes/*/segments/{move.slots[Tier.NVME].segment}/rank{rank}.kv")
+            (path,) = self._store.glob(f"homes/*/segments/{move.slots[Tier.NVME].segment}/rank{rank}.kv")
             (slot_bytes,) = self.connector.scheduler._geometry.slot_sizes
             offset = slot_offset(slot_bytes, move.slots[Tier.NVME].index) + place
             with path.open("r+b") as file:
@@ -334,4 +330,6 @@ class ByteBench(Bench):
     def assert_quiet(self) -> None:
         """Nothing is held, pinned or remembered of any request."""
         super().assert_quiet()
-        assert all(worker.worker.mover._runner.idle and not worker.worker._loads for worker in self.workers)
+        for half in (worker.worker for worker in self.workers):
+            assert not half._loads
+            assert isinstance(half, WorkerOff) or half.mover._runner.idle

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models for the real engine, built once per test run, and what vLLM alone answers with them."""
+"""Schedulers, models for the real engine, built once per test run, and what vLLM alone answers with
+them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
@@ -15,49 +17,36 @@ from torture_rounds import answers_alone
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="session")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory: two layers of full attention, one KV-cache group."""
-    return _build("tiny-llama", tmp_path_factory)
-
-
-@pytest.fixture(scope="session")
-def tiny_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory: sliding window (64 tokens) and full attention, three KV-cache groups."""
-    return _build("tiny-gemma3", tmp_path_factory)
-
-
 @pytest.fixture
 def engines(tmp_path: Path) -> Iterator[Engines]:
-    """Makes schedulers with real workers."""
+    """Makes schedulers with real workers. All that they began has ended when the test has."""
     made = Engines(tmp_path, ByteBench)
     yield made
-    made.close()
+    made.end()
 
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Iterator[Engines]:
-    """Makes schedulers whose workers only answer."""
+    """Makes schedulers whose workers only answer, likewise."""
     made = Engines(tmp_path, Bench)
     yield made
-    made.close()
+    made.end()
 
 
-@pytest.fixture(scope="session")
-def tiny_gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory: layers whose KV differs in bytes, in one KV-cache group without the hybrid
-    manager."""
-    return _build("tiny-gemma4", tmp_path_factory)
+def _tiny(kind: str) -> Any:
+    @pytest.fixture(scope="session")
+    def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return tiny_models.build(kind, tmp_path_factory.mktemp("models") / kind, [(ROOT / "LICENSE").read_text()])
+
+    return built
 
 
-def _build(kind: str, factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.build(kind, factory.mktemp("models") / kind, [(ROOT / "LICENSE").read_text()])
-
-
-@pytest.fixture(params=["llama", "gemma3"])
-def model(request: pytest.FixtureRequest) -> Path:
-    """Each of them in turn, in tests that do not choose."""
-    return request.getfixturevalue(f"tiny_{request.param}")
+tiny_llama = _tiny("tiny-llama")
+"""A model directory: two layers of full attention, one KV-cache group."""
+tiny_gemma3 = _tiny("tiny-gemma3")
+"""One of sliding windows (64 tokens) and full attention, three KV-cache groups."""
+tiny_gemma4 = _tiny("tiny-gemma4")
+"""One whose layers' KV differs in bytes, in one KV-cache group without the hybrid manager."""
 
 
 @pytest.fixture(scope="session")
@@ -65,6 +54,12 @@ def baselines() -> dict[Path, list[list[int]]]:
     """By model. A fixture that depended on the parameter would be made anew for each of its pairs
     with another."""
     return {}
+
+
+@pytest.fixture(params=["llama", "gemma3"])
+def model(request: pytest.FixtureRequest) -> Path:
+    """Each of them in turn, in tests that do not choose."""
+    return request.getfixturevalue(f"tiny_{request.param}")
 
 
 @pytest.fixture

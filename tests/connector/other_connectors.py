@@ -10,7 +10,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 
-OTHER = "OtherConnector"
+ANOTHER = "OtherConnector"
 
 
 @dataclass
@@ -54,7 +54,4 @@ class OtherConnector(KVConnectorBase_V1, SupportsHMA):
     wait_for_layer_load = save_kv_layer = wait_for_save = start_load_kv
 
 
-def register_other() -> None:
-    """Make ``OTHER`` known to vLLM's factory."""
-    if OTHER not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(OTHER, __name__, OTHER)
+KVConnectorFactory.register_connector(ANOTHER, __name__, ANOTHER)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.live_audit import audit_manager
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -46,6 +47,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvdisk.blocks import BlockKey, JobId, Tier, make_block_key
 from kvdisk.connector.connector import KVDiskConnector, KVDiskMetadata, KVDiskWorkerMetadata
+from kvdisk.connector.off import SchedulerOff
 from kvdisk.connector.plugin import register
 from kvdisk.messages import Job, JobKind, JobResult, Plan, Reason, Report
 
@@ -66,11 +68,72 @@ MODEL = {
 
 BENCH_SETTINGS = {"cpu_bytes": "16MiB", "lookup_wait_s": 600.0, "min_load_tokens": 0, "io_deadline_s": 600.0}
 """Every hit is loaded, however short, and waited for: else the machine's speed would decide."""
+BLOCKS = 4
+TOKENS = BLOCKS * BLOCK_TOKENS + 5
+"""Of a prompt, unless a test says otherwise."""
+KVDISK = "KVDiskConnector"
 
 
-def prompt_of(number: int, tokens: int) -> list[int]:
+def prompt_of(number: int, tokens: int = TOKENS) -> list[int]:
     """Return a prompt that shares no block with another number's."""
     return [(number * 37 + at * 7 + at // 500) % 500 for at in range(tokens)]
+
+
+PROMPT, OTHER = prompt_of(1), prompt_of(2)
+
+
+def vllm_config(
+    folder: Path,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    others: Sequence[str] = (),
+    num_blocks: int = 64,
+    max_batched_tokens: int = 512,
+    max_seqs: int = 8,
+    max_model_len: int = 2048,
+    ranks: int = 1,
+    pipelined: bool = False,
+    events: bool = False,
+    prefix_caching: bool = True,
+) -> VllmConfig:
+    """Return an engine's configuration. ``extra``: kvdisk's own.
+
+    ``others``: the classes of a ``MultiConnector``'s children, kvdisk's being ``KVDISK``; none:
+    kvdisk alone. ``pipelined``: vLLM's asynchronous scheduler. ``prefix_caching``: its own.
+    """
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    mine = BENCH_SETTINGS | dict(extra or {})
+
+    def connector(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+        return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": settings}
+
+    transfer = connector(KVDISK, mine)
+    if others:
+        children = [transfer if name == KVDISK else connector(name, {}) for name in others]
+        transfer = connector("MultiConnector", {"connectors": children})
+    config = VllmConfig(
+        model_config=ModelConfig(
+            model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=max_model_len
+        ),
+        cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=max_seqs,
+            max_num_batched_tokens=max_batched_tokens,
+            max_model_len=max_model_len,
+            is_encoder_decoder=False,
+            enable_chunked_prefill=True,
+            async_scheduling=False,
+        ),
+        parallel_config=ParallelConfig(),
+        kv_transfer_config=KVTransferConfig(**transfer),
+        device_config=DeviceConfig("cpu"),
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
+    )
+    config.cache_config.num_gpu_blocks = num_blocks
+    config.parallel_config.tensor_parallel_size = ranks
+    config.scheduler_config.async_scheduling = pipelined
+    config.cache_config.enable_prefix_caching = prefix_caching
+    return config
 
 
 class Bench:
@@ -80,43 +143,24 @@ class Bench:
     wait in ``held`` until ``release``. ``fail`` maps a kind to the move positions that shall fail.
 
     ``drafter``: a group of a drafter's layers. ``window_only``: the window's group is the only one.
-    ``others``: the classes of a ``MultiConnector``'s children, kvdisk's being ``KVDiskConnector``;
-    none: kvdisk alone. ``pipelined``: vLLM's asynchronous scheduler. ``two_sizes``: the group has a
-    second layer, twice as large, of which only the workers know (``worker_groups``). ``invalid``:
-    GPU blocks that the next step reports as not loaded. With ``events`` what is published goes to
-    ``published``. ``caches``: vLLM's own prefix cache is on.
+    ``two_sizes``: the group has a second layer, twice as large, of which only the workers know
+    (``worker_groups``). ``engine`` goes to ``vllm_config``. ``invalid``: GPU blocks that the next
+    step reports as not loaded. With ``events`` what is published goes to ``published``.
     """
 
     def __init__(
         self,
         folder: Path,
         *,
-        num_blocks: int = 64,
         window_tokens: int | None = None,
-        max_batched_tokens: int = 512,
-        max_seqs: int = 8,
-        ranks: int = 1,
-        extra: Mapping[str, Any] | None = None,
-        connector: bool = True,
         window_block_tokens: int = BLOCK_TOKENS,
         window_only: bool = False,
         drafter: bool = False,
-        others: Sequence[str] = (),
-        events: bool = False,
-        pipelined: bool = False,
         two_sizes: bool = False,
-        max_model_len: int = 2048,
-        prefix_caching: bool = True,
+        **engine: Any,
     ) -> None:
         register()
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(MODEL))
-        config = vllm_config(
-            folder, num_blocks, max_batched_tokens, extra, connector, others, events, max_seqs, max_model_len
-        )
-        config.scheduler_config.async_scheduling = pipelined
-        config.parallel_config.tensor_parallel_size = ranks
-        config.cache_config.enable_prefix_caching = prefix_caching
+        self.config = vllm_config(folder, **engine)
         sizes = {"block_size": BLOCK_TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
         groups = [KVCacheGroupSpec(["full.0"], FullAttentionSpec(**sizes))]
         if window_tokens is not None:
@@ -125,7 +169,6 @@ class Bench:
             del groups[: int(window_only)]
         if drafter:
             groups.append(KVCacheGroupSpec(["draft.0"], FullAttentionSpec(**sizes), is_eagle_group=True))
-        self.config = config
         tensors = []
         if two_sizes:
             groups[0].layer_names.append("full.1")
@@ -135,47 +178,46 @@ class Bench:
         self.worker_groups = [
             KVCacheGroupSpec(list(layers), UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=layers))
         ]
-        self.cache = cache = KVCacheConfig(num_blocks, tensors, groups, hash_block_size=BLOCK_TOKENS)
+        num_blocks = self.config.cache_config.num_gpu_blocks
+        self.cache = KVCacheConfig(num_blocks, tensors, groups, hash_block_size=BLOCK_TOKENS)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
-        self.scheduler = (AsyncScheduler if pipelined else Scheduler)(
-            vllm_config=config,
-            kv_cache_config=cache,
-            structured_output_manager=StructuredOutputManager(config),
+        self.scheduler = (AsyncScheduler if self.config.scheduler_config.async_scheduling else Scheduler)(
+            vllm_config=self.config,
+            kv_cache_config=self.cache,
+            structured_output_manager=StructuredOutputManager(self.config),
             block_size=math.lcm(*(group.kv_cache_spec.block_size for group in groups)),
             hash_block_size=BLOCK_TOKENS,
             log_stats=True,
         )
-        self.ranks = ranks
+        self.ranks = self.config.parallel_config.tensor_parallel_size
         self.hold: set[JobKind] = set()
         self.held: list[Job] = []
         self.fail: dict[JobKind, tuple[int, ...]] = {}
         self.jobs: list[Job] = []
-        self.tokens: dict[str, list[int]] = {}
         self.known: dict[str, Request] = {}
         self.group_count = len(groups)
         self.invalid: set[int] = set()
         self.void: set[JobId] = set()
         self.published: list[Any] = []
-        if events:
+        if self.config.kv_events_config is not None:
             self.scheduler.kv_event_publisher.publish = lambda batch: self.published.extend(batch.events)
-
-    @property
-    def connector(self) -> Any:
-        """kvdisk's connector."""
-        connector = self.scheduler.connector
-        return next((one for one in self.children if isinstance(one, KVDiskConnector)), connector)
 
     @property
     def children(self) -> list[Any]:
         return list(getattr(self.scheduler.connector, "_connectors", ()))
 
     @property
+    def connector(self) -> Any:
+        """kvdisk's connector."""
+        return next((one for one in self.children if isinstance(one, KVDiskConnector)), self.scheduler.connector)
+
+    @property
     def pool(self) -> Any:
         return self.scheduler.kv_cache_manager.block_pool
 
     @property
-    def _manager(self) -> Any:
+    def manager(self) -> Any:
         return self.connector.scheduler._manager
 
     def counters(self) -> dict[str, int]:
@@ -203,7 +245,11 @@ class Bench:
 
     def in_tier(self, tier: Tier) -> set[BlockKey]:
         """Return the keys of the copies that can be loaded from a tier."""
-        return set(self._manager._catalog.ready_keys(tier))
+        return set(self.manager._catalog.ready_keys(tier))
+
+    def sampled(self, request_id: str) -> list[int]:
+        """Return what a request has sampled."""
+        return list(self.known[request_id].output_token_ids)
 
     def references(self) -> list[int]:
         """Return the ids of the GPU blocks that somebody holds."""
@@ -223,14 +269,29 @@ class Bench:
     def forget(self, *tiers: Tier) -> None:
         """Drop what the GPU's prefix cache has, and all copies in these tiers."""
         assert self.scheduler.reset_prefix_cache()
-        catalog = self._manager._catalog
         for tier in tiers:
-            for row in list(catalog.rows_in(tier)):
-                self._manager._tiers.get(tier).discard(row)
+            for row in list(self.manager._catalog.rows_in(tier)):
+                self.manager._tiers.get(tier).discard(row)
+
+    def warm(self, *numbers: int, tokens: int = TOKENS) -> Any:
+        """Serve these prompts, and leave their blocks in the lowest tier only; return the bench."""
+        for number in numbers:
+            self.serve(f"before {number}", prompt_of(number, tokens))
+        on_nvme = self.manager._tiers.get(Tier.NVME) is not None
+        self.forget(*([Tier.CPU] if on_nvme and self.manager._tiers.get(Tier.CPU) is not None else []))
+        self.jobs.clear()
+        return self
+
+    def finish(self, *names: str, count: int = 2) -> None:
+        """Let go what is held, and step until nothing is left to do: each of these requests has
+        sampled ``count`` tokens then."""
+        self.release()
+        self.run(steps=2000)
+        assert [len(self.sampled(name)) for name in names] == [count] * len(names)
 
     def assert_quiet(self) -> None:
         """Nothing is held, pinned or remembered of any request."""
-        scheduler, side, manager = self.scheduler, self.connector.scheduler, self._manager
+        scheduler, side = self.scheduler, self.connector.scheduler
         assert not scheduler.requests and not scheduler.running
         assert not scheduler.waiting and not scheduler.kv_holding_waiting
         assert not scheduler.finished_recving_kv_req_ids and not scheduler.failed_recving_kv_req_ids
@@ -238,10 +299,10 @@ class Bench:
         assert self.pool.get_num_free_blocks() == len(self.pool.blocks) - 1
         for one in scheduler.kv_cache_manager.coordinator.single_type_managers:
             assert not one.req_to_blocks
+        if isinstance(side, SchedulerOff):
+            return
         assert not side._requests and not side._local_tokens and not side._described
-        assert not manager._requests and len(manager._transfers) == 0
-        catalog = manager._catalog
-        assert not any(catalog.pins(row, tier) for row in catalog.rows() for tier in (Tier.CPU, Tier.NVME))
+        audit_manager(side._manager)
 
     def add(
         self, request_id: str, prompt: Iterable[int], max_tokens: int = 2, params: Any = None, **more: Any
@@ -271,13 +332,13 @@ class Bench:
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
-    def release(self, kind: JobKind | None = None) -> None:
+    def release(self) -> None:
         """Let held jobs be answered in the next step."""
-        self.hold -= {kind} if kind is not None else set(JobKind)
+        self.hold = set()
 
     def step(self) -> SchedulerOutput:
         output = self.scheduler.schedule()
-        transfer = self._work(output.kv_connector_metadata) if self.connector is not None else None
+        transfer = self._work(output.kv_connector_metadata)
         self.scheduler.update_from_output(output, self._model_output(output, transfer))
         return output
 
@@ -296,7 +357,7 @@ class Bench:
 
     def commit(self) -> None:
         """Wait until what the index was given is committed."""
-        index = self.connector.scheduler._parts.index if self.connector is not None else None
+        index = self.connector.scheduler._parts.index
         assert index is None or index.flush(600.0)
 
     def close(self) -> None:
@@ -331,7 +392,8 @@ class Bench:
             failed = {at: Reason.CHECKSUM for at in self.fail.get(job.kind, ()) if at < len(job.moves)}
             if job.id in self.void:
                 failed = dict.fromkeys(range(len(job.moves)), Reason.CANCELLED)
-            failed |= {at: Reason.ABSENT for at, move in enumerate(job.moves) if _has_no_source(job, at)}
+            if job.kind is JobKind.LOAD:
+                failed |= {at: Reason.ABSENT for at, move in enumerate(job.moves) if not move.slots}
             results[job.id] = JobResult(self.ranks, failed)
             if job.kind is JobKind.LOAD:
                 output.finished_recving.add(job.request_id)
@@ -343,80 +405,24 @@ class Bench:
             output.kv_connector_worker_meta = KVDiskWorkerMetadata(Report(results))
         return output
 
-    def _model_output(self, output: SchedulerOutput, transfer: KVConnectorOutput | None) -> ModelRunnerOutput:
-        sampled, index, pooled = [], {}, []
-        for at, request_id in enumerate(output.num_scheduled_tokens):
-            request = self.scheduler.requests[request_id]
-            done = request.num_computed_tokens >= request.num_tokens
-            token = (request.num_tokens * 7) % 500
+    def _model_output(self, output: SchedulerOutput, transfer: KVConnectorOutput) -> ModelRunnerOutput:
+        sampled: list[list[int]] = []
+        pooled: list[Any] = []
+        for request in map(self.scheduler.requests.__getitem__, output.num_scheduled_tokens):
+            is_last = request.num_computed_tokens >= request.num_tokens + max(0, request.num_output_placeholders - 1)
             pools = request.pooling_params is not None
-            sampled.append([token] if done and not pools else [])
-            pooled.append(torch.zeros(1) if done and pools else None)
-            if done:
-                self.tokens.setdefault(request_id, []).append(token)
-            index[request_id] = at
+            sampled.append([self._next_token(request)] if is_last and not pools else [])
+            pooled.append(torch.zeros(1) if is_last and pools else None)
         return ModelRunnerOutput(
-            req_ids=list(index),
-            req_id_to_index=index,
+            req_ids=list(output.num_scheduled_tokens),
+            req_id_to_index={name: at for at, name in enumerate(output.num_scheduled_tokens)},
             sampled_token_ids=sampled,
-            logprobs=None,
-            prompt_logprobs_dict={},
             pooler_output=pooled,
             kv_connector_output=transfer,
         )
 
-
-def _has_no_source(job: Job, at: int) -> bool:
-    return job.kind is JobKind.LOAD and not job.moves[at].slots
-
-
-def vllm_config(
-    folder: Path,
-    num_blocks: int,
-    max_batched_tokens: int,
-    extra: Mapping[str, Any] | None,
-    connector: bool,
-    others: Sequence[str] = (),
-    events: bool = False,
-    max_seqs: int = 8,
-    max_model_len: int = 2048,
-) -> VllmConfig:
-    mine = BENCH_SETTINGS | dict(extra or {})
-    transfer = KVTransferConfig(kv_connector="KVDiskConnector", kv_role="kv_both", kv_connector_extra_config=mine)
-    if others:
-        children = [
-            {
-                "kv_connector": name,
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": mine if name == "KVDiskConnector" else {},
-            }
-            for name in others
-        ]
-        transfer = KVTransferConfig(
-            kv_connector="MultiConnector",
-            kv_role="kv_both",
-            kv_connector_extra_config={"connectors": children},
-        )
-    config = VllmConfig(
-        model_config=ModelConfig(
-            model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=max_model_len
-        ),
-        cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=max_seqs,
-            max_num_batched_tokens=max_batched_tokens,
-            max_model_len=max_model_len,
-            is_encoder_decoder=False,
-            enable_chunked_prefill=True,
-            async_scheduling=False,
-        ),
-        parallel_config=ParallelConfig(),
-        kv_transfer_config=transfer if connector else None,
-        device_config=DeviceConfig("cpu"),
-        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
-    )
-    config.cache_config.num_gpu_blocks = num_blocks
-    return config
+    def _next_token(self, request: Request) -> int:
+        return (request.num_tokens * 7) % 500
 
 
 class Engines:
@@ -436,6 +442,17 @@ class Engines:
         self._made.append(bench)
         return bench
 
+    def end(self) -> None:
+        """Let what is left of every engine come to its end: nothing is held or remembered then."""
+        try:
+            for bench in self._made:
+                bench.fail = {}
+                bench.finish()
+                bench.assert_quiet()
+        finally:
+            self.close()
+
     def close(self) -> None:
+        """End the engines, as vLLM does."""
         while self._made:
             self._made.pop().close()

@@ -3,13 +3,40 @@
 
 from __future__ import annotations
 
-import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
-from kvdisk.connector.adapter import ADDED_HOOKS, LEFT_ALONE, vllm_minor_version
+from kvdisk.connector.adapter import vllm_minor_version
 from kvdisk.connector.connector import KVDiskConnector
 
-pytestmark = pytest.mark.vllm
+LEFT_ALONE = {
+    "bind_kv_cache_manager": "it hands the manager's pool to bind_gpu_block_pool, and kvdisk needs no more of it",
+    "clear_connector_metadata": "the base keeps the step's metadata",
+    "finish_forward": "stores begin in wait_for_save, which comes after it",
+    "get_finished": "get_transfer_results answers in its place, and says also which loads failed",
+    "get_finished_count": "None: a load has ended when every rank says so",
+    "get_kv_connector_kv_cache_events": "events come from the scheduler, by take_events",
+    "get_loaded_kv_cache_group_ids": "all groups that can be in a prefix cache: those of every kind that is accepted",
+    "get_mem_pool_context": "None: the engine allocates the KV cache as it does without a connector",
+    "get_required_kvcache_layout": "None: layer_blocks takes every layout in which a block is contiguous",
+    "has_connector_metadata": "the base keeps the step's metadata",
+    "has_pending_block_frees": "False: no transfer holds a block that a preemption could wait for",
+    "register_finished_partial_tail": "called for Mamba's state, and Mamba is refused",
+    "requires_piecewise_for_cudagraph": "False: no hook by layer does anything",
+    "reset_capture_state": "hooks by layer do nothing, so a capture changes nothing",
+    "restore_kv_caches": "called after sleep, which is refused",
+    "role": "the base keeps it",
+    "set_host_xfer_buffer_ops": "kvdisk copies the blocks itself",
+    "supports_divergent_local_hybrid_hits": "False: it is about Mamba's state, and Mamba is refused",
+    "unregister_kv_caches": "called before sleep, which is refused",
+}
+"""The hooks that kvdisk does not override, and why."""
+
+ADDED_HOOKS = {
+    "restore_kv_caches": (0, 33),
+    "supports_sleep_mode": (0, 33),
+    "unregister_kv_caches": (0, 33),
+}
+"""Hooks that not every supported version has, and the first that has them."""
 
 OWN = {"counters", "scheduler", "worker"}
 """Public names of the connector that are no hooks."""
@@ -19,7 +46,7 @@ def _public(*classes: type) -> set[str]:
     return {name for each in classes for name in vars(each) if not name.startswith("_")}
 
 
-def test_every_hook_of_vllm_is_known() -> None:
+def test_every_hook_of_vllm_is_known():
     hooks, overridden = _public(KVConnectorBase_V1, SupportsHMA), _public(KVDiskConnector) - OWN
     missing = {name for name, since in ADDED_HOOKS.items() if vllm_minor_version() < since}
     assert sorted(hooks - overridden - LEFT_ALONE.keys()) == [], "hooks that are new: override or leave alone"

@@ -10,19 +10,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-from schedulers import BLOCK_TOKENS, Engines
+from schedulers import BLOCK_TOKENS
 
 from kvdisk import assembly
 from kvdisk.device.home import Home
 from kvdisk.device.listing import list_homes, list_owners
 from kvdisk.index import lmdb_index
 from kvdisk.index.lmdb_tables import LmdbTables
-
-pytestmark = pytest.mark.vllm
 
 WAIT_S = 600.0
 PROMPT = list(range(100, 100 + 4 * BLOCK_TOKENS + 5))
@@ -44,21 +41,19 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     made.set()
 
 
-def test_an_idle_engine_rests_and_ends_though_a_commit_hangs(
-    engines: Engines, tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_engine_rests_and_ends_though_a_commit_hangs(engines, tmp_path, gate, monkeypatch):
     bench = engines.make(threaded=True, nvme=True)
     request = bench.add("a", PROMPT, max_tokens=4)
     end_s = time.monotonic() + WAIT_S
     nvme = bench.connector.scheduler._parts.nvme
-    while not (request.is_finished() and nvme.uncommitted):
+    while not (request.is_finished() and nvme.status.uncommitted):
         bench.step()
         assert time.monotonic() < end_s
     bench.connector.scheduler._manager._longest_silence_s = 0.1  # from now on, or a slow machine would be taken for it
     while bench.scheduler.has_requests():  # as a pause does, before it completes
         bench.step()
         assert time.monotonic() < end_s, "it steps for ever"
-    assert nvme.uncommitted
+    assert nvme.status.uncommitted
     writes: list[Any] = []
     monkeypatch.setattr(Home, "_write", lambda *arguments, **_: writes.append(arguments))
     engines.close()

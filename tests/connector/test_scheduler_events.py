@@ -11,20 +11,16 @@ import random
 from typing import Any
 
 import pytest
-from schedulers import BLOCK_TOKENS, Bench, Engines
+from schedulers import BLOCK_TOKENS, BLOCKS, OTHER, PROMPT, Bench, prompt_of
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 
 from kvdisk.blocks import Tier, make_block_key
 from kvdisk.connector import events, scheduler_side
 from kvdisk.manager import events as journal_room
-from kvdisk.manager.chains import TIERS
+from kvdisk.manager.catalog import TIERS
 from kvdisk.messages import JobKind
 from kvdisk.stats import TIER_WORDS
 
-pytestmark = pytest.mark.vllm
-
-BLOCKS = 4
-PROMPT = list(range(100, 100 + BLOCKS * BLOCK_TOKENS + 5))
 MEDIA = {"CPU": Tier.CPU, "STORAGE": Tier.NVME}
 
 
@@ -46,12 +42,11 @@ class View:
     def __init__(self) -> None:
         self.held: dict[Tier, set[bytes]] = {tier: set() for tier in MEDIA.values()}
 
-    def read(self, published: list[Any]) -> None:
-        for event in published:
-            if isinstance(event, AllBlocksCleared):
+    def check(self, bench: Bench) -> None:
+        """Read what was published, and compare."""
+        for event in bench.published:
+            if isinstance(event, AllBlocksCleared) or event.medium not in MEDIA:
                 continue  # the GPU's
-            if event.medium not in MEDIA:
-                continue
             held = self.held[MEDIA[event.medium]]
             keys = {make_block_key(block_hash, event.group_idx) for block_hash in event.block_hashes}
             if isinstance(event, BlockStored):
@@ -60,118 +55,108 @@ class View:
             else:
                 assert keys <= held, "gone before it was there"
                 held -= keys
-        published.clear()
-
-    def check(self, bench: Bench) -> None:
-        self.read(bench.published)
-        catalog = bench.connector.scheduler._manager._catalog
+        bench.published.clear()
         for tier, held in self.held.items():
-            assert held == set(catalog.ready_keys(tier)), tier
+            assert held == bench.in_tier(tier), tier
 
 
-def of_kvdisk(bench: Bench, kind: type) -> list[Any]:
-    return [event for event in bench.published if isinstance(event, kind) and event.medium in MEDIA]
+def told(bench: Bench, medium: str = "", group: int | None = None) -> list[Any]:
+    """Return what was published of blocks that kvdisk stored, in order."""
+    stored = [event for event in bench.published if isinstance(event, BlockStored) and event.medium in MEDIA]
+    return [event for event in stored if medium in {"", event.medium} and group in {None, event.group_idx}]
+
+
+def tell_all(bench: Bench) -> list[int]:
+    """Step until the journal is told; return how much each step told."""
+    steps = []
+    while bench.connector.scheduler._journal.waits:
+        before = len(told(bench))
+        bench.step()
+        steps.append(len(told(bench)) - before)
+    return steps
 
 
 # -- events ----------------------------------------------------------------------------------------
 
 
-def test_a_stored_block_is_told_with_its_tokens_and_its_parent(plain: Engines) -> None:
+def test_a_stored_block_is_told_with_its_tokens_and_its_parent(plain):
     bench = plain.make(nvme=True, events=True)
     request = bench.serve("a", PROMPT)
     for medium in MEDIA:
-        stored = {event.block_hashes[0]: event for event in of_kvdisk(bench, BlockStored) if event.medium == medium}
+        stored = {event.block_hashes[0]: event for event in told(bench, medium)}
         assert list(stored) == [*reversed(request.block_hashes[:BLOCKS])], "the tail is ready first"
         for at, block_hash in enumerate(request.block_hashes[:BLOCKS]):
             event = stored[block_hash]
             assert event.token_ids == PROMPT[at * BLOCK_TOKENS : (at + 1) * BLOCK_TOKENS]
-            assert event.block_size == BLOCK_TOKENS
             assert event.parent_block_hash == (request.block_hashes[at - 1] if at else None)
-            assert (event.group_idx, event.kv_cache_spec_kind) == (0, "full_attention")
+            assert (event.block_size, event.group_idx, event.kv_cache_spec_kind) == (BLOCK_TOKENS, 0, "full_attention")
             assert (event.lora_id, event.lora_name, event.locality) == (None, None, "LOCAL")
     # The engine's own events of the same blocks say the same.
-    own = [event for event in bench.published if event.medium == "GPU"]
-    assert [event.token_ids for event in own] == [PROMPT[: BLOCKS * BLOCK_TOKENS]]
-    assert own[0].block_hashes == request.block_hashes[:BLOCKS]
-    assert own[0].parent_block_hash is None
+    (own,) = [event for event in bench.published if event.medium == "GPU"]
+    assert own.token_ids == PROMPT[: BLOCKS * BLOCK_TOKENS]
+    assert own.block_hashes == request.block_hashes[:BLOCKS] and own.parent_block_hash is None
 
 
-def test_groups_with_blocks_of_different_sizes_are_told_apart(plain: Engines) -> None:
+def test_groups_with_blocks_of_different_sizes_are_told_apart(plain):
     bench = plain.make(window_tokens=3 * BLOCK_TOKENS, window_block_tokens=2 * BLOCK_TOKENS, events=True)
-    request = bench.serve("a", PROMPT)
-    window = {event.block_hashes[0]: event for event in of_kvdisk(bench, BlockStored) if event.group_idx == 1}
-    assert set(window) == {request.block_hashes[1], request.block_hashes[3]}
-    second = window[request.block_hashes[3]]
+    hashes = bench.serve("a", PROMPT).block_hashes
+    window = {event.block_hashes[0]: event for event in told(bench, group=1)}
+    assert set(window) == {hashes[1], hashes[3]}
+    second = window[hashes[3]]
     assert second.token_ids == PROMPT[2 * BLOCK_TOKENS : 4 * BLOCK_TOKENS]
-    assert second.parent_block_hash == request.block_hashes[1]
-    assert window[request.block_hashes[1]].parent_block_hash is None
+    assert (second.parent_block_hash, window[hashes[1]].parent_block_hash) == (hashes[1], None)
     assert (second.kv_cache_spec_kind, second.kv_cache_spec_sliding_window) == ("sliding_window", 3 * BLOCK_TOKENS)
 
 
-def test_blocks_of_a_salted_prompt_are_told_by_hash_alone(plain: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_a_salted_prompt_are_told_by_hash_alone(plain, monkeypatch):
     """A router that hashed the tokens would take them for blocks that everybody may have."""
     monkeypatch.delenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES")
     bench = plain.make(events=True)
     bench.serve("a", PROMPT, cache_salt="tenant")
-    stored = of_kvdisk(bench, BlockStored)
-    assert len(stored) == BLOCKS
-    assert all((event.token_ids, event.block_size) == ([], 0) for event in stored)
+    assert [(event.token_ids, event.block_size) for event in told(bench)] == [([], 0)] * BLOCKS
     (own,) = [event for event in bench.published if event.medium == "GPU"]
-    assert {event.block_hashes[0] for event in stored} == set(own.block_hashes), "numbers, as the engine's own are"
+    assert {event.block_hashes[0] for event in told(bench)} == set(own.block_hashes), "numbers, as the engine's own"
 
 
-def test_decoded_blocks_are_told_with_their_tokens(plain: Engines) -> None:
+def test_decoded_blocks_are_told_with_their_tokens(plain):
     bench = plain.make(events=True, extra={"store_decode": True})
     request = bench.serve("a", PROMPT, max_tokens=BLOCK_TOKENS + 1)
-    last = of_kvdisk(bench, BlockStored)[-1]
+    last = told(bench)[-1]
     assert last.token_ids == list(request.all_token_ids)[BLOCKS * BLOCK_TOKENS : (BLOCKS + 1) * BLOCK_TOKENS]
     assert last.parent_block_hash == request.block_hashes[BLOCKS - 1]
-    assert not bench.connector.scheduler._described, "nothing is kept of a request that is gone"
 
 
-def test_tokens_are_remembered_of_the_last_blocks_only(plain: Engines) -> None:
+def test_tokens_are_remembered_of_the_last_blocks_only(plain):
     bench = plain.make(events=True)
     bench.connector.scheduler._writer.descriptions._most = 2
     request = bench.serve("a", PROMPT)
-    described = [event for event in of_kvdisk(bench, BlockStored) if event.token_ids]
+    described = [event for event in told(bench) if event.token_ids]
     assert [event.block_hashes[0] for event in described] == request.block_hashes[3:1:-1]
     assert described[1].parent_block_hash == request.block_hashes[1]
 
 
-def test_what_a_start_finds_on_the_drive_is_told_once_and_in_pieces(
-    plain: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_start_finds_on_the_drive_is_told_once_and_in_pieces(plain, monkeypatch):
     bench = plain.make(nvme=True, events=True)
     request = bench.serve("a", PROMPT)
     plain.close()
-    monkeypatch.setattr(journal_room.Journal.take, "__defaults__", (3,))
+    monkeypatch.setattr(journal_room, "MOST_TAKEN", 3)
     bench = plain.make(nvme=True, events=True)
     assert bench.scheduler.has_requests(), "steps are asked for, until all is told"
-    steps = []
-    while bench.connector.scheduler._journal.waits:
-        before = len(of_kvdisk(bench, BlockStored))
-        bench.step()
-        steps.append(len(of_kvdisk(bench, BlockStored)) - before)
-    assert steps == [3, 1]
-    stored = of_kvdisk(bench, BlockStored)
-    assert {event.block_hashes[0] for event in stored} == set(request.block_hashes[:BLOCKS])
-    assert {(event.medium, event.block_size) for event in stored} == {("STORAGE", 0)}
-    bench.run()
+    assert tell_all(bench) == [3, 1]
+    assert {event.block_hashes[0] for event in told(bench)} == set(request.block_hashes[:BLOCKS])
+    assert {(event.medium, event.block_size) for event in told(bench)} == {("STORAGE", 0)}
     View().check(bench)
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_router_knows_what_is_there(seed: int, plain: Engines) -> None:
+def test_a_router_knows_what_is_there(seed, plain):
     """Tiny tiers: copies come and leave all the time; jobs fail, the caches are reset, the engine
     starts again."""
-    view, rng = View(), random.Random(seed)
+    rng = random.Random(seed)
     extra = {"cpu_bytes": "200KiB", "nvme_bytes": "11MiB", "segment_bytes": "256KiB"}
     for start in range(2):
-        bench = plain.make(nvme=True, events=True, extra=extra)
-        if start:
-            view = View()  # another engine's
-            while bench.connector.scheduler._journal.waits:
-                bench.step()
+        bench, view = plain.make(nvme=True, events=True, extra=extra), View()
+        tell_all(bench)
         for number in range(40):
             first = 100 * rng.randrange(8)
             bench.add(f"r{number}", range(first, first + rng.randrange(40, 9 * BLOCK_TOKENS)))
@@ -186,12 +171,12 @@ def test_a_router_knows_what_is_there(seed: int, plain: Engines) -> None:
         plain.close()
 
 
-def test_a_reset_takes_back_what_was_told_and_keeps_the_order(plain: Engines) -> None:
+def test_a_reset_takes_back_what_was_told_and_keeps_the_order(plain):
     bench, view = plain.make(nvme=True, events=True), View()
     bench.serve("a", PROMPT)
     view.check(bench)
     assert len(view.held[Tier.NVME]) == BLOCKS
-    bench.add("b", [token + 1 for token in PROMPT], max_tokens=1)
+    bench.add("b", OTHER, max_tokens=1)
     bench.hold = {JobKind.STORE, JobKind.DEMOTE}
     bench.step()
     bench.scheduler.reset_connector_cache()
@@ -204,10 +189,10 @@ def test_a_reset_takes_back_what_was_told_and_keeps_the_order(plain: Engines) ->
     view.check(bench)
     assert [len(held) for held in view.held.values()] == [BLOCKS, BLOCKS], "told again, of the new epoch"
     # The record of the old epoch leaves: the block of that key is still there.
-    manager = bench.connector.scheduler._manager
-    hidden = [row for row in manager._catalog.rows() if manager._catalog.find(manager._catalog.keys[row]) != row]
+    catalog = bench.manager._catalog
+    hidden = [row for row in catalog.rows() if catalog.find(catalog.keys[row]) != row]
     assert len(hidden) == BLOCKS
-    manager._tiers.get(Tier.NVME).drop(hidden)
+    bench.manager._tiers.get(Tier.NVME).drop(hidden)
     bench.run()
     view.check(bench)
 
@@ -215,49 +200,36 @@ def test_a_reset_takes_back_what_was_told_and_keeps_the_order(plain: Engines) ->
 # -- limits of a request ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("tokens", "blocks"), [(0, 0), (BLOCK_TOKENS - 1, 0), (2 * BLOCK_TOKENS, 2), (3 * BLOCK_TOKENS - 1, 2), (9999, 4)]
-)
-def test_so_much_is_loaded_and_stored_as_the_request_allows(tokens: int, blocks: int, plain: Engines) -> None:
+def test_so_much_is_loaded_and_stored_as_the_request_allows(plain):
     bench = plain.make(extra={"store_decode": True})
-    bench.serve("a", PROMPT, params={"max_offload_tokens": tokens})
-    assert len(bench.stored()) == blocks
-    bench.serve("b", PROMPT)
-    assert len(bench.stored()) == BLOCKS, "the next request has no such limit"
-    bench.forget()
-    bench.serve("c", PROMPT, params={"max_load_tokens": tokens})
-    assert sum(count for _, count in bench.loads()) == blocks
+    limits = {0: 0, BLOCK_TOKENS - 1: 0, 2 * BLOCK_TOKENS: 2, 3 * BLOCK_TOKENS - 1: 2, 9999: 4}
+    for number, (tokens, blocks) in enumerate(limits.items()):
+        prompt = prompt_of(number)
+        bench.jobs.clear()
+        bench.serve(f"a{number}", prompt, params={"max_offload_tokens": tokens})
+        assert len(bench.stored()) == blocks
+        bench.serve(f"b{number}", prompt)
+        assert len(bench.stored()) == BLOCKS, "the next request has no such limit"
+        bench.forget()
+        bench.serve(f"c{number}", prompt, params={"max_load_tokens": tokens})
+        assert sum(count for _, count in bench.loads()) == blocks
 
 
-def test_the_limit_of_loads_counts_from_what_is_on_the_gpu(plain: Engines) -> None:
-    bench = plain.make()
-    bench.serve("a", PROMPT)
-    bench.forget()
+def test_the_limit_of_loads_counts_from_what_is_on_the_gpu(plain):
+    bench = plain.make().warm(1)
     for name, prompt in (("b", PROMPT[: BLOCK_TOKENS + 1]), ("c", PROMPT)):
         bench.serve(name, prompt, params={"max_load_tokens": BLOCK_TOKENS})
     assert bench.loads() == [("b", 1), ("c", 1)]
 
 
-def test_a_request_that_may_not_load_waits_for_nothing(plain: Engines) -> None:
-    bench = plain.make()
-    bench.hold = {JobKind.STORE}
-    bench.add("a", PROMPT, max_tokens=1)
-    bench.step()
-    assert bench.scheduler.reset_prefix_cache()
-    bench.add("b", PROMPT, params={"max_load_tokens": 0})
-    assert bench.step().num_scheduled_tokens == {"b": len(PROMPT)}
-
-
-@pytest.mark.parametrize("value", [-1, 1.5, "64", True, [], {"a": 1}, "x" * 1000])
-def test_a_wrong_value_is_ignored_and_said_once(
-    value: object, plain: Engines, caplog: pytest.LogCaptureFixture
-) -> None:
-    bench = plain.make()
-    with caplog.at_level(logging.WARNING, "kvdisk.connector"):
-        for at in range(3):
-            params = {"max_offload_tokens": value, "max_load_tokens": 0, "do_remote_decode": False, "other": at}
-            bench.serve(f"a{at}", [token + at for token in PROMPT], params=params)
-    assert len(bench.stored()) == 3 * BLOCKS
-    said = [record.getMessage() for record in caplog.records if "max_offload_tokens" in record.getMessage()]
-    assert len(said) == 1
-    assert len(said[0]) < 200
+def test_a_wrong_value_is_ignored_and_said_once(plain, caplog):
+    for number, value in enumerate([-1, 1.5, "64", True, [], {"a": 1}, "x" * 1000]):
+        bench = plain.make()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "kvdisk.connector"):
+            for at in range(2):
+                params = {"max_offload_tokens": value, "max_load_tokens": 0, "do_remote_decode": False, "other": at}
+                bench.serve(f"a{at}", prompt_of(10 * number + at), params=params)
+        assert len(bench.stored()) == 2 * BLOCKS
+        (said,) = [line for record in caplog.records if "max_offload_tokens" in (line := record.getMessage())]
+        assert len(said) < 200

@@ -12,56 +12,30 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from byte_bench import ByteBench
-from schedulers import BLOCK_TOKENS, Engines, prompt_of
+from schedulers import BLOCK_TOKENS, BLOCKS, TOKENS, prompt_of
 from vllm.v1.request import FinishReason, RequestStatus
 
 from kvdisk.blocks import Tier
 from kvdisk.messages import JobKind
 
-pytestmark = pytest.mark.vllm
-
-BLOCKS = 4
-TOKENS = BLOCKS * BLOCK_TOKENS + 5
 SOURCES = ["cpu payload", "cpu header", "nvme payload", "nvme header", "nvme cut"]
-
-
-def warm(bench: ByteBench, *numbers: int) -> ByteBench:
-    """Let the full blocks of these prompts be in the lowest tier only."""
-    for number in numbers:
-        bench.serve(f"before {number}", prompt_of(number, TOKENS))
-    bench.forget(*([Tier.CPU] if bench.store.exists() else []))
-    bench.jobs.clear()
-    return bench
-
-
-def loading(bench: ByteBench, *numbers: int) -> list[Any]:
-    """Begin loads of these prompts, of which not a byte has moved."""
-    bench.hold = {JobKind.LOAD}
-    requests = [bench.add(f"r{number}", prompt_of(number, TOKENS), max_tokens=3) for number in numbers]
-    assert not bench.step().num_scheduled_tokens
-    for request in requests:
-        bench.assert_waits(request, BLOCKS * BLOCK_TOKENS)
-        assert not any(bench.hashed(bench.table(request.request_id))), "nothing is cached that is not there"
-    return requests
+WINDOW = 2 * BLOCK_TOKENS
 
 
 # -- one of several loads fails --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [(0, 3), (2,)], ids=str)
-@pytest.mark.parametrize("source", SOURCES)
-def test_one_of_three_fails(engines: Engines, source: str, bad: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("source", "bad"), [(source, bad) for source in SOURCES for bad in ((0, 3), (2,))])
+def test_one_of_three_fails(engines, source, bad):
     tier, damage = source.split()
-    bench = warm(engines.make(nvme=tier == "nvme"), 1, 3, 2)  # the last one's slots are the last of the file
-    requests = loading(bench, 1, 2, 3)
+    bench = engines.make(nvme=tier == "nvme").warm(1, 3, 2)  # the last one's slots are the last of the file
+    requests = bench.loading(1, 2, 3)
     bench.damage, bench.fail, bench.fail_of = damage, {JobKind.LOAD: bad}, "r2"
     bench.release()
     bench.step()
     bad = tuple(range(bad[0], BLOCKS)) if damage == "cut" else bad
     for request in requests:
-        failed = request.request_id == "r2"
-        bench.assert_waits(request, (bad[0] if failed else BLOCKS) * BLOCK_TOKENS)
+        bench.assert_waits(request, (bad[0] if request.request_id == "r2" else BLOCKS) * BLOCK_TOKENS)
         assert not any(bench.hashed(bench.table(request.request_id)))
     assert bench.scheduler.failed_recving_kv_req_ids == {"r2"}
     assert bench.scheduler.finished_recving_kv_req_ids == {"r1", "r2", "r3"}
@@ -69,54 +43,40 @@ def test_one_of_three_fails(engines: Engines, source: str, bad: tuple[int, ...])
     assert not bench.in_tier(Tier.CPU if tier == "cpu" else Tier.NVME) & {bench.keys("r2")[at] for at in bad}
     bench.fail = {}
     output = bench.step()
-    again = TOKENS - bad[0] * BLOCK_TOKENS
-    assert output.num_scheduled_tokens == {"r1": 5, "r2": again, "r3": 5}
-    assert [request.status for request in requests] == [RequestStatus.RUNNING] * 3
+    assert output.num_scheduled_tokens == {"r1": 5, "r2": TOKENS - bad[0] * BLOCK_TOKENS, "r3": 5}
     assert all(bench.hashed(bench.table("r2")[:BLOCKS])), "computed again, they are as good as any"
     assert not bench.scheduler.failed_recving_kv_req_ids and not bench.scheduler.finished_recving_kv_req_ids
-    bench.run()
+    bench.finish("r1", "r2", "r3", count=3)
     assert len(bench.jobs_of(JobKind.LOAD, "r2")) == 1, "what failed is not promised again"
     assert bench.in_tier(Tier.CPU) >= set(bench.keys("r2")[:BLOCKS]), "what was computed again is stored again"
     bench.forget()
-    bench.serve("later", prompt_of(2, TOKENS))
+    bench.serve("later", prompt_of(2))
     assert len(bench.jobs_of(JobKind.LOAD, "later")[0].moves) == BLOCKS
-    bench.assert_quiet()
 
 
-@pytest.mark.parametrize(("tier", "bad"), [("cpu", 0), ("nvme", 3), ("cpu", 5)])
-def test_with_several_groups_a_failure_takes_all_of_the_request(engines: Engines, tier: str, bad: int) -> None:
-    bench = warm(engines.make(nvme=tier == "nvme", window_tokens=2 * BLOCK_TOKENS), 1, 2)
-    other, request = loading(bench, 1, 2)
-    bench.fail, bench.fail_of = {JobKind.LOAD: (bad,)}, "r2"
+@pytest.mark.parametrize(
+    ("tier", "alone", "bad"),
+    [("cpu", False, (0,)), ("nvme", False, (3,)), ("cpu", False, (5,)), ("cpu", True, (0, 1))],
+    ids=["first", "last", "of the window", "a window and nothing else"],
+)
+def test_with_a_window_a_failure_takes_all_of_the_request(engines, tier, alone, bad):
+    """Told of blocks, vLLM would go on from the first failed one, and has no blocks for what the
+    window reaches before it."""
+    bench = engines.make(nvme=tier == "nvme", window_tokens=WINDOW, window_only=alone).warm(1, 2)
+    other, request = bench.loading(1, 2)
+    bench.fail, bench.fail_of = {JobKind.LOAD: bad}, "r2"
     bench.release()
     bench.step()
     bench.assert_waits(request, 0)
     bench.assert_waits(other, BLOCKS * BLOCK_TOKENS)
     assert bench.scheduler.failed_recving_kv_req_ids == {"r2"}
     bench.fail = {}
-    bench.run()
-    assert [len(bench.outputs[name]) for name in ("r1", "r2")] == [3, 3]
-    bench.assert_quiet()
+    bench.finish("r1", "r2", count=3)
 
 
-def test_what_is_computed_after_a_failed_block_has_its_whole_window(engines: Engines) -> None:
-    """vLLM goes on from the first failed block, and has no blocks for what the window reaches
-    before it."""
-    bench = warm(engines.make(window_tokens=2 * BLOCK_TOKENS, window_only=True), 1)
-    bench.fail = {JobKind.LOAD: (0, 1)}
-    bench.add("r1", prompt_of(1, TOKENS))
-    counts: list[int] = []
-    while bench.scheduler.requests:
-        counts += bench.step().num_scheduled_tokens.values()
-    assert bench.counters()["failed_loads"] > 0
-    assert counts[0] == TOKENS, "computed from the first token on"
-    bench.run()
-    bench.assert_quiet()
-
-
-def test_all_of_a_load_that_was_not_begun_in_time_is_computed(engines: Engines) -> None:
-    bench = warm(engines.make(nvme=True), 1)
-    (request,) = loading(bench, 1)
+def test_all_of_a_load_that_was_not_begun_in_time_is_computed(engines):
+    bench = engines.make(nvme=True).warm(1)
+    (request,) = bench.loading(1)
     bench.damage, bench.fail = "late", {JobKind.LOAD: (0,)}
     bench.release()
     bench.step()
@@ -125,17 +85,16 @@ def test_all_of_a_load_that_was_not_begun_in_time_is_computed(engines: Engines) 
     assert bench.step().num_scheduled_tokens == {"r1": TOKENS}
     bench.run()
     assert bench.in_tier(Tier.NVME) == set(bench.keys("r1")[:BLOCKS]), "its copies are none the worse for it"
-    bench.assert_quiet()
 
 
 @pytest.mark.parametrize(
-    ("tier", "first", "second"), [("cpu", 3, 0), ("nvme", 3, 0), ("nvme", 2, 2), ("cpu", 1, None), ("nvme", None, 1)]
+    ("tier", "first", "second"), [("cpu", 3, 0), ("nvme", 2, 2), ("cpu", 1, None), ("nvme", None, 1)]
 )
-def test_failures_that_come_rank_by_rank(engines: Engines, tier: str, first: int | None, second: int | None) -> None:
+def test_failures_that_come_rank_by_rank(engines, tier, first, second):
     """The second rank's answer comes steps after the first one's, which vLLM hears at once of the
     blocks alone."""
-    bench = warm(engines.make(nvme=tier == "nvme", ranks=2), 1)
-    (request,) = loading(bench, 1)
+    bench = engines.make(nvme=tier == "nvme", ranks=2).warm(1)
+    (request,) = bench.loading(1)
     bench.hold_rank, expected = 1, BLOCKS
     for rank, bad in ((0, first), (1, second)):
         bench.fail, bench.fail_rank = {JobKind.LOAD: () if bad is None else (bad,)}, rank
@@ -149,23 +108,18 @@ def test_failures_that_come_rank_by_rank(engines: Engines, tier: str, first: int
         assert bench.references() == sorted(bench.table("r1")), "kept until the last rank has answered"
     bench.fail = {}
     assert bench.step().num_scheduled_tokens == {"r1": TOKENS - expected * BLOCK_TOKENS}
-    bench.run()
-    bench.assert_quiet()
 
 
 # -- the engine's policy ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [None, 2 * BLOCK_TOKENS], ids=["one group", "two groups"])
-@pytest.mark.parametrize("bad", [(0, 3), (2,)], ids=str)
-def test_where_the_engine_fails_such_requests_nothing_of_it_is_left(
-    engines: Engines, bad: tuple[int, ...], window: int | None
-) -> None:
+@pytest.mark.parametrize(("window", "bad"), [(None, (0, 3)), (None, (2,)), (WINDOW, (0, 3)), (WINDOW, (2,))])
+def test_where_the_engine_fails_such_requests_nothing_of_it_is_left(engines, bad, window):
     """kvdisk asks engines to compute them; one that does not, ends the request with an error and no
     wrong block."""
-    bench = warm(engines.make(window_tokens=window), 1, 2)
+    bench = engines.make(window_tokens=window).warm(1, 2)
     bench.scheduler.recompute_kv_load_failures = False
-    request, other = loading(bench, 1, 2)
+    request, other = bench.loading(1, 2)
     bench.fail, bench.fail_of = {JobKind.LOAD: bad}, "r1"
     bench.release()
     bench.step()
@@ -180,30 +134,28 @@ def test_where_the_engine_fails_such_requests_nothing_of_it_is_left(
     assert set(bench.references()) == held, "its load has ended, so that its blocks are free"
     bench.run()
     for name in ("again", "and again"):
-        bench.serve(name, prompt_of(1, TOKENS))
+        bench.serve(name, prompt_of(1))
         bench.forget()
     assert bench.jobs_of(JobKind.LOAD, "and again")
-    bench.assert_quiet()
 
 
-# -- aborts and resets while a load is out ---------------------------------------------------------
+# -- aborts while a load is out --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [(), (0,), (2,)], ids=["good", "first bad", "third bad"])
-@pytest.mark.parametrize("heard", [False, True], ids=["before its end", "after its end"])
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
-def test_an_aborted_loads_blocks_are_nobodys_until_it_has_ended(
-    engines: Engines, tier: str, heard: bool, bad: tuple[int, ...]
-) -> None:
-    bench = warm(engines.make(nvme=tier == "nvme", num_blocks=8), 1)
-    loading(bench, 1)
+@pytest.mark.parametrize(
+    ("tier", "heard", "bad"),
+    [("cpu", False, ()), ("cpu", True, (0,)), ("cpu", False, (2,)), ("nvme", False, (0,)), ("nvme", True, ())],
+)
+def test_an_aborted_loads_blocks_are_nobodys_until_it_has_ended(engines, tier, heard, bad):
+    bench = engines.make(nvme=tier == "nvme", num_blocks=8).warm(1)
+    bench.loading(1)
     blocks = bench.table("r1")
     bench.fail, bench.fail_of = {JobKind.LOAD: bad}, "r1"
     if heard:
         bench.release()
         bench.step()
     bench.abort("r1")
-    next_one = bench.add("next", prompt_of(7, TOKENS), max_tokens=40)  # it needs five blocks at least, of seven
+    bench.add("next", prompt_of(7), max_tokens=40)  # it needs five blocks at least, of seven
     if not heard:
         for _ in range(3):
             assert not bench.step().num_scheduled_tokens, "the load may still write to its blocks"
@@ -211,48 +163,16 @@ def test_an_aborted_loads_blocks_are_nobodys_until_it_has_ended(
         bench.release()
         bench.step()
     assert "r1" not in bench.scheduler.requests
-    bench.run()
-    assert next_one.status is RequestStatus.FINISHED_LENGTH_CAPPED
-    bench.assert_quiet()
-
-
-@pytest.mark.parametrize("pipelined", [False, True])
-@pytest.mark.parametrize("held", [{JobKind.LOAD}, {JobKind.LOAD, JobKind.STORE}], ids=["loads", "both"])
-def test_resets_while_jobs_are_out_and_then_new_weights(engines: Engines, held: set[JobKind], pipelined: bool) -> None:
-    """What was on its way at a reset is not served again; whatever is read afterwards is of the new
-    weights."""
-    bench = warm(engines.make(nvme=True, pipelined=pipelined), 1)
-    bench.hold = held
-    bench.add("r1", prompt_of(1, TOKENS), max_tokens=8)
-    bench.add("r2", prompt_of(2, TOKENS), max_tokens=60)
-    for _ in range(3):
-        bench.step()
-    assert bench.scheduler.reset_connector_cache()
-    assert not bench.in_tier(Tier.CPU) | bench.in_tier(Tier.NVME)
-    bench.release()
-    for _ in range(4):
-        bench.step()
-    while bench.behind:
-        bench.update()
-    assert bench.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    bench.weights += 1
-    bench.run()
-    assert [len(bench.sampled(name)) for name in ("r1", "r2")] == [8, 60]
-    bench.forget()
-    for number in (1, 2):
-        bench.serve(f"later {number}", prompt_of(number, TOKENS))
-    bench.assert_quiet()
+    bench.finish("next", count=40)
 
 
 # -- promises that are not kept, or not taken ------------------------------------------------------
 
 
 @pytest.mark.parametrize("gone", [0, 2], ids=["all", "the tail"])
-def test_copies_that_go_between_lookup_and_allocation_are_computed(
-    engines: Engines, gone: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = warm(engines.make(), 1)
-    manager, allocate = bench._manager, bench.scheduler.kv_cache_manager.allocate_slots
+def test_copies_that_go_between_lookup_and_allocation_are_computed(engines, gone, monkeypatch):
+    bench = engines.make().warm(1)
+    manager, allocate = bench.manager, bench.scheduler.kv_cache_manager.allocate_slots
 
     def allocate_slots(request: Any, *arguments: Any, **more: Any) -> Any:
         for key in reversed(bench.keys("r1")[gone:BLOCKS]):
@@ -263,21 +183,17 @@ def test_copies_that_go_between_lookup_and_allocation_are_computed(
 
     with monkeypatch.context() as patch:
         patch.setattr(bench.scheduler.kv_cache_manager, "allocate_slots", allocate_slots)
-        request = bench.add("r1", prompt_of(1, TOKENS), max_tokens=3)
+        request = bench.add("r1", prompt_of(1), max_tokens=3)
         bench.step()
     bench.assert_waits(request, gone * BLOCK_TOKENS)
     assert bench.step().num_scheduled_tokens == {"r1": TOKENS - gone * BLOCK_TOKENS}
     bench.run()
     assert bench.in_tier(Tier.CPU) == set(bench.keys("r1")[:BLOCKS])
-    bench.assert_quiet()
 
 
-@pytest.mark.parametrize("local", [0, 1])
-@pytest.mark.parametrize("taken", [1, 2])
-def test_an_engine_may_take_less_than_it_was_promised(
-    engines: Engines, local: int, taken: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = warm(engines.make(), 1)
+@pytest.mark.parametrize(("local", "taken"), [(0, 1), (1, 2)])
+def test_an_engine_may_take_less_than_it_was_promised(engines, local, taken, monkeypatch):
+    bench = engines.make().warm(1)
     if local:
         bench.serve("local", prompt_of(1, local * BLOCK_TOKENS + 1))
     matched = bench.connector.get_num_new_matched_tokens
@@ -288,13 +204,10 @@ def test_an_engine_may_take_less_than_it_was_promised(
         return min(promised, taken * BLOCK_TOKENS), is_async
 
     monkeypatch.setattr(bench.connector, "get_num_new_matched_tokens", takes_less)
-    request = bench.add("r1", prompt_of(1, TOKENS), max_tokens=3)
+    request = bench.add("r1", prompt_of(1))
     bench.hold = {JobKind.LOAD}
     bench.step()
     (load,) = bench.jobs_of(JobKind.LOAD, "r1")
     bench.assert_waits(request, (local + taken) * BLOCK_TOKENS)
     assert [move.key for move in load.moves] == bench.keys("r1")[local : local + taken]
     assert [move.block for move in load.moves] == bench.table("r1")[local : local + taken]
-    bench.release()
-    bench.run()
-    bench.assert_quiet()

@@ -12,13 +12,10 @@ from typing import Any
 
 import pytest
 from byte_bench import SLOT_BYTES, ByteBench
-from schedulers import BLOCK_TOKENS, Engines, prompt_of
-from vllm.v1.request import RequestStatus
+from schedulers import BLOCK_TOKENS, prompt_of
 
 from kvdisk.blocks import Tier, group_of
 from kvdisk.messages import JobKind
-
-pytestmark = pytest.mark.vllm
 
 GROUPS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -27,6 +24,7 @@ GROUPS: dict[str, dict[str, Any]] = {
     "large blocks": {"window_tokens": 3 * BLOCK_TOKENS, "window_block_tokens": 2 * BLOCK_TOKENS},
     "drafter": {"drafter": True},
 }
+SOURCES = ["cpu", "nvme", "nvme through staging", "nvme, after a restart", "nvme, read ahead"]
 
 
 def per_group(bench: ByteBench, keys: list[bytes]) -> list[int]:
@@ -36,112 +34,95 @@ def per_group(bench: ByteBench, keys: list[bytes]) -> list[int]:
 
 # -- what is stored, and what of it is loaded ------------------------------------------------------
 
+LEFT_AND_FOUND = [
+    # tokens of the prompt and sampled, full blocks stored, with decode too, and what of them hits
+    (31, 1, 0, 0, 0),  # the last token sampled has no KV
+    (31, 2, 0, 1, 0),
+    (32, 1, 1, 1, 0),  # one token is left to compute
+    (64, 33, 2, 3, 1),
+    (100, 30, 3, 4, 3),
+    (600, 2, 18, 18, 18),  # in more than one step
+]
 
-@pytest.mark.parametrize(
-    ("prompt", "sampled", "stored", "with_decode", "hit"),
-    [
-        (31, 1, 0, 0, 0),  # the last token sampled has no KV
-        (31, 2, 0, 1, 0),
-        (32, 1, 1, 1, 0),  # one token is left to compute
-        (64, 33, 2, 3, 1),
-        (100, 30, 3, 4, 3),
-        (600, 2, 18, 18, 18),  # in more than one step
-    ],
-)
+
+@pytest.mark.parametrize("store_decode", [False, True])
 @pytest.mark.parametrize(("groups", "pipelined"), [(name, at % 2 == 0) for at, name in enumerate(GROUPS)])
-def test_what_a_prompt_leaves_and_what_the_next_one_finds(
-    engines: Engines, pipelined: bool, groups: str, prompt: int, sampled: int, stored: int, with_decode: int, hit: int
-) -> None:
-    tokens = prompt_of(prompt, prompt)
-    for store_decode, full in ((False, stored), (True, with_decode)):
-        extra = {"store_decode": store_decode}
-        bench = engines.make(pipelined=pipelined, num_blocks=256, extra=extra, **GROUPS[groups])
-        bench.serve("a", tokens, sampled)
+def test_what_a_prompt_leaves_and_what_the_next_one_finds(engines, pipelined, groups, store_decode):
+    extra = {"store_decode": store_decode}
+    bench = engines.make(pipelined=pipelined, num_blocks=256, extra=extra, **GROUPS[groups])
+    for number, (prompt, sampled, stored, with_decode, hit) in enumerate(LEFT_AND_FOUND):
+        bench.forget(Tier.CPU)
+        bench.jobs.clear()
+        bench.serve(f"a{number}", prompt_of(number, prompt), sampled)
         keys = bench.stored()
         assert len(keys) == len(set(keys)), "each once"
-        assert per_group(bench, keys)[0] == full
+        assert per_group(bench, keys)[0] == (with_decode if store_decode else stored)
         assert bench.in_tier(Tier.CPU) == set(keys)
         bench.forget()
-        bench.serve("b", tokens, sampled)
+        bench.serve(f"b{number}", prompt_of(number, prompt), sampled)
         loaded = [move.key for job in bench.jobs_of(JobKind.LOAD) for move in job.moves]
         whole = hit // 2 * 2 if groups == "large blocks" else hit
         # What a drafter's last block was computed for is another token now.
         least = whole - 1 if groups == "drafter" else whole
         assert least <= per_group(bench, loaded)[0] <= whole
         assert set(loaded) <= set(keys)
-        assert bench.sampled("b") == bench.sampled("a")
-        bench.assert_quiet()
+        assert bench.sampled(f"b{number}") == bench.sampled(f"a{number}")
 
 
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("source", ["cpu", "nvme", "nvme through staging", "nvme, after a restart", "nvme, read ahead"])
-def test_every_way_back_to_the_gpu(engines: Engines, source: str, groups: str) -> None:
-    extra = {"cpu_bytes": 0} if "staging" in source else {}
-    more = {"max_seqs": 1} if "ahead" in source else {}
-    ranks = 2 if source == "nvme" else 1
-    bench = engines.make(nvme=source != "cpu", extra=extra, ranks=ranks, **more, **GROUPS[groups])
-    prompts = {name: prompt_of(number, 290) for number, name in enumerate("abc")}
+@pytest.mark.parametrize(
+    ("source", "groups"),
+    [
+        *((source, "full") for source in SOURCES),
+        *((source, "window") for source in SOURCES),
+        *zip(SOURCES, [*list(GROUPS)[2:], "large blocks", "drafter"], strict=True),
+    ],
+)
+def test_every_way_back_to_the_gpu(engines, source, groups):
+    more: dict[str, Any] = GROUPS[groups] | {"extra": {"cpu_bytes": 0} if "staging" in source else {}}
+    more |= {"max_seqs": 1} if "ahead" in source else {"ranks": 2} if source == "nvme" else {}
+    bench = engines.make(nvme=source != "cpu", **more)
     bench.serve("first", prompt_of(9, 290))  # while it runs the first segment is made
+    prompts = {name: prompt_of(number, 290) for number, name in enumerate("abc")}
     for name, prompt in prompts.items():
         bench.serve(name, prompt, 3)
     stored = set(bench.stored())
     if "restart" in source:
         bench.assert_quiet()
-        bench.close()
-        bench = engines.make(nvme=True, extra=extra, **GROUPS[groups])
+        engines.close()
+        bench = engines.make(nvme=True, **more)
         assert bench.in_tier(Tier.NVME) == stored
     else:
         bench.forget(*([Tier.CPU] if source in {"nvme", "nvme, read ahead"} else []))
     if "ahead" in source:
         bench.add("running", prompt_of(8, 100), 8)
     for name, prompt in prompts.items():
-        for again in (
-            ("again", "third") if groups == "full" else ("again",)
-        ):  # the third waits, and hits the GPU's cache
-            bench.add(f"{name} {again}", prompt, 3)
+        bench.add(f"{name} again", prompt, 3)
+        if groups == "full":  # it waits, and hits the GPU's cache
+            bench.add(f"{name} third", prompt, 3)
     bench.run()
     loads = bench.jobs_of(JobKind.LOAD)
     assert [job.request_id for job in loads] == ["a again", "b again", "c again"]
     in_memory = source in {"cpu", "nvme, read ahead"}
     assert all((Tier.NVME not in move.slots) == in_memory for job in loads for move in job.moves)
     assert "failed_loads" not in bench.counters()
-    bench.assert_quiet()
 
 
-def test_blocks_are_stored_as_a_long_prompt_is_computed(engines: Engines) -> None:
-    bench = engines.make(max_batched_tokens=100)
-    bench.add("a", prompt_of(1, 330), max_tokens=1)
-    seen = []
-    while bench.scheduler.requests:
-        bench.step()
-        seen.append(len(bench.stored()))
-    assert seen == [3, 6, 9, 10]
-    assert bench.stored() == bench.keys("a")[:10], "none is left out between two steps"
-    bench.run()
-    bench.assert_quiet()
-
-
-def test_of_a_prefix_on_the_gpu_the_rest_is_loaded_into_the_blocks_behind_it(engines: Engines) -> None:
-    bench = engines.make()
-    bench.serve("a", prompt_of(1, 200))
-    bench.forget()
-    bench.serve("local", prompt_of(1, 70))
-    bench.hold = {JobKind.LOAD}
-    bench.add("b", prompt_of(1, 230), max_tokens=2)
-    bench.step()
-    (load,) = bench.jobs_of(JobKind.LOAD, "b")
-    assert [move.key for move in load.moves] == bench.keys("b")[2:6]
-    assert [move.block for move in load.moves] == bench.table("b")[2:6]
-    assert bench.hashed(bench.table("b")) == [True, True, False, False, False, False]
-    bench.release()
-    bench.run()
-    bench.assert_quiet()
+@pytest.mark.parametrize("groups", ["window", "drafter"])
+def test_free_blocks_of_several_groups_are_stored_as_what_they_are(engines, groups):
+    extra = {"store_policy": "spillover"}
+    bench = engines.make(num_blocks=80, extra=extra, **GROUPS[groups])
+    for number in range(9):
+        bench.serve(f"r{number}", prompt_of(number, 325))
+    keys = bench.keys("r0")[:9] + bench.keys("r0", 1)[8:9]
+    assert set(keys) <= set(bench.stored()), "the GPU has forgotten them"
+    bench.serve("again", prompt_of(0, 325))
+    assert bench.jobs_of(JobKind.LOAD, "again")
 
 
 # -- stores that are out ---------------------------------------------------------------------------
 
 
-def test_what_is_being_stored_is_not_stored_again(engines: Engines) -> None:
+def test_what_is_being_stored_is_not_stored_again(engines):
     bench = engines.make()
     bench.hold = {JobKind.STORE}
     bench.add("a", prompt_of(1, 100), max_tokens=4)
@@ -150,13 +131,11 @@ def test_what_is_being_stored_is_not_stored_again(engines: Engines) -> None:
     assert bench.step().num_scheduled_tokens == {"a": 1, "b": 4}, "a hit on the GPU"
     bench.step()
     assert len(bench.stored()) == 3
-    bench.release()
-    bench.run()
+    bench.finish("a", "b", count=4)
     assert len(bench.stored()) == 3
-    bench.assert_quiet()
 
 
-def test_a_store_counts_when_every_rank_has_answered(engines: Engines) -> None:
+def test_a_store_counts_when_every_rank_has_answered(engines):
     bench = engines.make(ranks=2)
     bench.hold, bench.hold_rank = {JobKind.STORE}, 1
     bench.add("a", prompt_of(1, 100), max_tokens=30)
@@ -166,66 +145,6 @@ def test_a_store_counts_when_every_rank_has_answered(engines: Engines) -> None:
     bench.release()
     bench.step()
     assert bench.in_tier(Tier.CPU) == set(bench.keys("a")[:3])
-    bench.run()
-    bench.assert_quiet()
-
-
-def test_a_window_that_moves_on_while_nothing_is_taken_leaves_no_wrong_copy(engines: Engines) -> None:
-    """Blocks that were refused leave the window, and their GPU blocks are soon others': none is
-    stored as what it was.
-
-    The tier is full of copies that are being written, so that there is room for nothing.
-    """
-    extra = {"cpu_bytes": 6 * SLOT_BYTES, "store_decode": True}
-    bench = engines.make(num_blocks=24, window_tokens=BLOCK_TOKENS + 1, extra=extra)
-    bench.hold = {JobKind.STORE}
-    bench.add("fills", prompt_of(1, 100), max_tokens=2)
-    bench.run_until_finished("fills")
-    bench.add("a", prompt_of(2, 100), max_tokens=150)
-    for _ in range(90):
-        bench.step()
-    bench.release()
-    bench.run()
-    bench.forget()
-    for number in (1, 2):
-        bench.serve(f"later {number}", prompt_of(number, 200))
-    bench.assert_quiet()
-
-
-@pytest.mark.parametrize("pipelined", [False, True])
-@pytest.mark.parametrize("held", [(), (JobKind.STORE,)], ids=["done", "held"])
-def test_victims_come_back_with_right_bytes(engines: Engines, held: tuple[JobKind, ...], pipelined: bool) -> None:
-    bench = engines.make(num_blocks=12, pipelined=pipelined, extra={"store_decode": True})
-    bench.hold = set(held)
-    requests = [bench.add(f"r{number}", prompt_of(number, 130), max_tokens=100) for number in range(3)]
-    for _ in range(140):
-        bench.step()
-    bench.release()
-    bench.run(steps=2000)
-    assert sum(request.num_preemptions for request in requests) > 0
-    assert [len(bench.sampled(request.request_id)) for request in requests] == [100] * 3
-    bench.assert_quiet()
-
-
-def test_a_victim_may_come_back_before_anybody_heard_of_its_stores(engines: Engines) -> None:
-    """Two steps are scheduled before the results of the first one arrive: the victim's copies are
-    still out then."""
-    bench = engines.make(pipelined=True)
-    bench.hold = {JobKind.STORE}
-    request = bench.add("a", prompt_of(1, 200), max_tokens=20)
-    for _ in range(4):
-        bench.step()
-    bench.scheduler.running.remove(request)
-    bench.scheduler._preempt_request(request, 0.0)
-    bench.release()
-    bench.schedule()
-    bench.schedule()
-    while len(bench.behind) > 1:
-        bench.update()
-    bench.run()
-    assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
-    assert len(bench.sampled("a")) == 20
-    bench.assert_quiet()
 
 
 # -- any order of all of it ------------------------------------------------------------------------
@@ -233,17 +152,20 @@ def test_a_victim_may_come_back_before_anybody_heard_of_its_stores(engines: Engi
 PLACES: list[dict[str, Any]] = [
     {},
     {"pipelined": True},
-    {"nvme": True},
+    {"nvme": True, "max_seqs": 1},
     {"nvme": True, "pipelined": True, "window_tokens": 2 * BLOCK_TOKENS},
-    {"ranks": 2, "nvme": True},
+    {"ranks": 2, "nvme": True, "num_blocks": 14},
     {"nvme": True, "extra": {"cpu_bytes": 0}, "pipelined": True},
     {"extra": {"store_policy": "on_preemption"}, "pipelined": True, "num_blocks": 14},
     {"extra": {"store_policy": "spillover"}, "drafter": True},
+    {"extra": {"cpu_bytes": 6 * SLOT_BYTES}, "window_tokens": BLOCK_TOKENS + 1, "num_blocks": 20},
+    {"pipelined": True, "max_seqs": 2, "num_blocks": 10},
 ]
+"""Pools of few blocks, where requests are preempted, and tiers of few slots."""
 
 
 @pytest.mark.parametrize("seed", range(len(PLACES)))
-def test_any_order_of_requests_failures_and_resets_leaves_right_bytes(engines: Engines, seed: int) -> None:
+def test_any_order_of_requests_failures_and_resets_leaves_right_bytes(engines, seed):
     place, rng = PLACES[seed], random.Random(seed)
     base = {"cpu_bytes": "400KiB", "store_decode": bool(seed % 2), "lookup_wait_s": 0.01}
     bench = engines.make(**{"num_blocks": 26} | place | {"extra": base | place.get("extra", {})})
@@ -260,9 +182,33 @@ def test_any_order_of_requests_failures_and_resets_leaves_right_bytes(engines: E
             bench.damage = rng.choice(["payload", "header", "late"])
         if rng.random() < 0.15:
             bench.scheduler.reset_prefix_cache(reset_connector=rng.random() < 0.1)
+        if rng.random() < 0.03:
+            change_weights(bench)
         bench.step()
-    bench.release()
     bench.fail = {}
-    bench.run(steps=2000)
-    assert bench.jobs_of(JobKind.LOAD) and bench.stored()
-    bench.assert_quiet()
+    bench.finish()
+    for name in ("computes", "loads"):
+        bench.forget()
+        bench.serve(name, prompt_of(1, 100))
+    assert bench.stored()
+    assert "store_policy" in place.get("extra", {}) or bench.jobs_of(JobKind.LOAD, "loads")
+
+
+def change_weights(bench: ByteBench) -> None:
+    """Reset everything, whatever runs and whatever is being stored, and compute with other weights
+    from here on. vLLM refuses it while requests hold blocks that were or are being loaded, and only
+    then."""
+    while bench.behind:
+        bench.update()
+    try:
+        assert bench.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    except RuntimeError:
+        assert set(bench.references()) <= {
+            block
+            for name, request in bench.scheduler.requests.items()
+            if request in bench.scheduler.kv_holding_waiting or request.is_finished()
+            for group in range(bench.group_count)
+            for block in bench.table(name, group)
+        }
+        return
+    bench.weights += 1

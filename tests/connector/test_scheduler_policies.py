@@ -3,40 +3,30 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from schedulers import BLOCK_TOKENS, Bench, Engines, prompt_of
-from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 
 from kvdisk.connector.adapter import BlockPoolContext, overwritten_blocks
 from kvdisk.errors import ConfigError
 from kvdisk.messages import JobKind
 
-pytestmark = pytest.mark.vllm
-
-
-def _stores(bench: Bench) -> list[int]:
-    """Return how many blocks each store has."""
-    return [len(job.moves) for job in bench.jobs_of(JobKind.STORE)]
-
-
 # -- on_preemption ---------------------------------------------------------------------------------
 
 
-def _preempting(plain: Engines, **more: Any) -> Bench:
+def preempting(plain: Engines, **more: Any) -> Bench:
     """Two requests whose blocks fill the pool when both have computed five full ones; the first
     then needs a sixth."""
-    bench = plain.make(num_blocks=11, extra={"store_policy": "on_preemption"}, **more)
+    bench: Bench = plain.make(num_blocks=11, extra={"store_policy": "on_preemption"}, **more)
     for at, name in enumerate("ab"):
-        bench.add(name, prompt_of(at, 4 * BLOCK_TOKENS + 5), max_tokens=60)
+        bench.add(name, prompt_of(at), max_tokens=60)
     return bench
 
 
-def _step_until_preempted(bench: Bench) -> Any:
+def step_until_preempted(bench: Bench) -> Any:
     for _ in range(60):
         output = bench.step()
         if output.preempted_req_ids:
@@ -44,42 +34,26 @@ def _step_until_preempted(bench: Bench) -> Any:
     raise AssertionError("nobody was preempted")
 
 
-def test_a_victim_is_saved_though_its_blocks_are_given_away_in_the_same_call(plain: Engines) -> None:
-    bench = _preempting(plain)
-    output = _step_until_preempted(bench)
+def test_a_victim_is_saved_though_its_blocks_are_given_away_in_the_same_call(plain):
+    bench = preempting(plain)
+    output = step_until_preempted(bench)
     assert output.preempted_req_ids == {"b"}
     (store,) = bench.jobs_of(JobKind.STORE)
     assert output.kv_connector_metadata.plan.urgent == (store.id,)
     assert bench.stored() == bench.keys("b")[:5], "all that is full, generated tokens too"
     assert [move.parent for move in store.moves] == [None, *bench.keys("b")[:4]]
     assert bench.table("a")[-1] == store.moves[-1].block, "its last block is the other request's by now"
-    bench.run()
-    assert len(bench.tokens["b"]) == 60
+    bench.finish("a", "b", count=60)
     # What was left in the GPU's cache is used, and the rest is loaded: only the last token is
     # computed again.
     loads = bench.jobs_of(JobKind.LOAD)
     assert {job.request_id for job in loads} == {"b"}
     assert bench.keys("b")[4] in {move.key for move in loads[0].moves}
-    bench.assert_quiet()
 
 
-def test_a_victim_waits_for_what_was_saved_of_it_though_it_has_once_waited_in_vain(plain: Engines) -> None:
-    bench = _preempting(plain)
-    request = bench._manager._requests["b"]
-    request.gave_up_waiting, request.wait_started_s = True, 0.0
-    bench.hold = {JobKind.STORE}
-    _step_until_preempted(bench)
-    assert set(bench.references()) == set(bench.table("a")), "what is saved holds no block"
-    bench.run_until_finished("a")
-    bench.step()
-    bench.release()
-    bench.run()
-    assert [name for name, _ in bench.loads()] == ["b"]
-
-
-def test_without_a_prefix_cache_a_victim_comes_back_to_what_was_saved(plain: Engines) -> None:
-    bench = _preempting(plain, prefix_caching=False)
-    _step_until_preempted(bench)
+def test_without_a_prefix_cache_a_victim_comes_back_to_what_was_saved(plain):
+    bench = preempting(plain, prefix_caching=False)
+    step_until_preempted(bench)
     bench.run()
     assert bench.loads() == [("b", 5)]
 
@@ -88,9 +62,7 @@ def test_without_a_prefix_cache_a_victim_comes_back_to_what_was_saved(plain: Eng
     ("policy", "window_tokens", "said"),
     [("spillover", None, "stores what leaves vLLM's prefix cache"), ("on_preemption", 64, "sliding windows")],
 )
-def test_without_a_prefix_cache_a_policy_that_is_of_no_use_is_refused(
-    policy: str, window_tokens: int | None, said: str, plain: Engines
-) -> None:
+def test_without_a_prefix_cache_a_policy_that_is_of_no_use_is_refused(policy, window_tokens, said, plain):
     chosen: dict[str, Any] = {"extra": {"store_policy": policy}, "window_tokens": window_tokens}
     with pytest.raises(ConfigError, match=said) as refusal:
         plain.make(prefix_caching=False, **chosen)
@@ -99,14 +71,14 @@ def test_without_a_prefix_cache_a_policy_that_is_of_no_use_is_refused(
     plain.make(prefix_caching=False, window_tokens=window_tokens)
 
 
-def test_what_the_step_zeroes_is_left_out(plain: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = _preempting(plain)
+def test_what_the_step_zeroes_is_left_out(plain, monkeypatch):
+    bench = preempting(plain)
     monkeypatch.setattr(bench.scheduler, "_get_new_block_ids_to_zero", lambda: [bench.table("a")[-1]])
-    _step_until_preempted(bench)
+    step_until_preempted(bench)
     assert bench.stored() == bench.keys("b")[:4]
 
 
-def test_what_a_runner_writes_first_is_read_from_the_schedulers_output() -> None:
+def test_what_a_runner_writes_first_is_read_from_the_schedulers_output():
     output: Any = SimpleNamespace(new_block_ids_to_zero=[3, 4], kv_cache_block_copies=[KVCacheBlockCopy(5, 6)])
     assert overwritten_blocks(output) == {3, 4, 6}
     output = SimpleNamespace(new_block_ids_to_zero=None, kv_cache_block_copies=None)
@@ -114,14 +86,14 @@ def test_what_a_runner_writes_first_is_read_from_the_schedulers_output() -> None
 
 
 @pytest.mark.parametrize("new_weights", [False, True])
-def test_victims_of_a_reset_are_saved_unless_the_weights_are_new(plain: Engines, new_weights: bool) -> None:
-    bench = _preempting(plain)
+def test_victims_of_a_reset_are_saved_unless_the_weights_are_new(plain, new_weights):
+    bench = preempting(plain)
     for _ in range(3):
         bench.step()
     assert bench.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=new_weights)
     output = bench.step()
     assert output.preempted_req_ids == {"a", "b"}
-    assert _stores(bench) == ([] if new_weights else [4, 4])
+    assert [len(job.moves) for job in bench.jobs_of(JobKind.STORE)] == ([] if new_weights else [4, 4])
     assert set(output.kv_connector_metadata.plan.urgent) == {job.id for job in bench.jobs}
 
 
@@ -131,55 +103,52 @@ def test_victims_of_a_reset_are_saved_unless_the_weights_are_new(plain: Engines,
 @pytest.fixture
 def lazy(plain: Engines) -> Bench:
     """At most 2 * (2 + 8) blocks at the front of the free queue are looked at."""
-    return plain.make(max_batched_tokens=64, extra={"store_policy": "spillover"})
+    made: Bench = plain.make(max_batched_tokens=64, extra={"store_policy": "spillover"})
+    return made
 
 
-def _serve(bench: Bench, *numbers: int, **more: Any) -> None:
+def serve(bench: Bench, *numbers: int) -> None:
     for number in numbers:
-        bench.serve(f"r{number}", prompt_of(number, 10 * BLOCK_TOKENS + 5), **more)
+        bench.serve(f"r{number}", prompt_of(number, 10 * BLOCK_TOKENS + 5))
 
 
-def _serve_until_stored(bench: Bench) -> None:
-    bench.hold = {JobKind.STORE}
-    for number in range(1, 10):
-        bench.add(f"r{number}", prompt_of(number, 10 * BLOCK_TOKENS + 5))
-        while bench.scheduler.requests:
-            bench.step()
-            if bench.held:
-                return
+def context_of(bench: Bench) -> BlockPoolContext:
+    context: BlockPoolContext = bench.manager._stores._context
+    return context
 
 
-def _context(bench: Bench) -> BlockPoolContext:
-    return bench._manager._stores._context
-
-
-def test_blocks_are_stored_shortly_before_the_gpu_forgets_them(lazy: Bench) -> None:
-    _serve(lazy, 1)
+def test_blocks_are_stored_shortly_before_the_gpu_forgets_them(lazy):
+    serve(lazy, 1)
     first = lazy.keys("r1")[:10]
-    known = [block.key for block in _context(lazy).iter_free_blocks() if block.key is not None]
+    known = [block.key for block in context_of(lazy).iter_free_blocks() if block.key is not None]
     assert [*reversed(known)] == first, "the tail of the chain comes first"
     assert not lazy.stored(), "its blocks are at the end of the queue"
-    _serve(lazy, *range(2, 9))
+    serve(lazy, *range(2, 9))
     assert set(first) <= set(lazy.stored())
     assert all(lazy.pool.get_cached_block(key[:-2], [0]) is None for key in first)
     parents = {move.key: move.parent for job in lazy.jobs for move in job.moves}
     assert [parents[key] for key in first] == [None, *first[:-1]]
     assert len(lazy.stored()) == len(set(lazy.stored())), "each was stored once"
-    _serve(lazy, 1)
+    serve(lazy, 1)
     assert lazy.loads() == [("r1", 10)]
-    lazy.assert_quiet()
 
 
-def test_what_is_stored_is_free_and_still_the_first_to_be_reused(lazy: Bench) -> None:
+def test_what_is_stored_is_free_and_still_the_first_to_be_reused(lazy):
     """At the queue's end it would let others come to the front, until all of the queue were
     stored."""
-    context = _context(lazy)
-    _serve_until_stored(lazy)
+    context = context_of(lazy)
+    lazy.hold = {JobKind.STORE}
+    number = 0
+    while not lazy.held:
+        if not lazy.scheduler.requests:
+            number += 1
+            assert number < 10
+            lazy.add(f"r{number}", prompt_of(number, 10 * BLOCK_TOKENS + 5))
+        lazy.step()
     moves = [move for job in lazy.held for move in job.moves]
     assert moves and all(context.get_block(move.block).key == move.key for move in moves)
     assert not set(lazy.references()) & {move.block for move in moves}
-    lazy.release()
-    lazy.run()
+    lazy.finish()
     queue = [block.block_id for block in context.iter_free_blocks()]
     count = len(lazy.stored())
     assert count <= 2 * context.step_blocks == 20, "no more than what the cursor passes"
@@ -190,83 +159,42 @@ def test_what_is_stored_is_free_and_still_the_first_to_be_reused(lazy: Bench) ->
     assert [block.block_id for block in context.iter_free_blocks()] == queue
 
 
-def test_nothing_of_before_a_reset_is_stored(lazy: Bench) -> None:
-    _serve(lazy, 1, 2, 3)
-    before = set(lazy.stored())
-    assert lazy.connector.reset_cache()  # the engine keeps its hashes where it could not reset its own cache
-    _serve(lazy, 4, 5, 6, 7)
-    old = {key for number in (1, 2, 3) for key in lazy.keys(f"r{number}")}
-    assert not (set(lazy.stored()) - before) & old
-
-
-def test_blocks_of_an_adapter_are_not_stored(lazy: Bench) -> None:
-    _serve(lazy, *range(1, 10), lora_request=LoRARequest("adapter", 1, "/nowhere"))
-    assert not lazy.stored()
-
-
-def test_a_free_block_whose_store_failed_is_offered_again(lazy: Bench) -> None:
-    lazy.fail = {JobKind.STORE: tuple(range(64))}
-    _serve(lazy, 1, 2, 3, 4, 5, 6)
-    failed = set(lazy.stored())
-    at_front = {block.key for block in list(_context(lazy).iter_free_blocks())[:20]} & failed
-    assert at_front
-    lazy.jobs.clear()
-    lazy.fail = {}
-    time.sleep(0.06)  # the first back-off
-    for _ in range(10):
-        lazy.step()
-    assert at_front <= set(lazy.stored())
-    assert lazy.counters()["failed_stores"] == len(failed)
-
-
 # -- on_compute: blocks that are refused
 # ---------------------------------------------------------------
 
 
-def _offers(bench: Bench, patch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Return a list to which each offer's positions go."""
-    offers: list[list[int]] = []
-    planner = bench._manager._stores
-    answer = planner._answer
-    patch.setattr(planner, "_answer", lambda *given: (offers.append(list(given[2])), answer(*given))[1])
-    return offers
-
-
-def test_a_block_refused_for_lack_of_reuse_is_offered_when_its_count_rises(
-    plain: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = plain.make(max_batched_tokens=2 * BLOCK_TOKENS, extra={"cpu_admission": "reuse(2)"})
-    demand = bench._manager._stores._demand
-    bench.add("a", prompt_of(1, 6 * BLOCK_TOKENS + 1), max_tokens=12)
-    keys = bench.keys("a")
-    for position in (0, 3, 4, 5):
-        demand.count_demand((keys[position],), "somebody else")
-    offers = _offers(bench, monkeypatch)
-    for step in range(8):
-        if step == 5:
-            for position in (1, 2):
-                demand.count_demand((keys[position],), "somebody else")
-        bench.step()
-    assert [offer for offer in offers if offer] == [[0, 1], [2, 3], [4, 5], [1, 2]]
-    assert set(bench.stored()) == set(keys)
-
-
-def test_without_room_a_block_is_offered_when_room_came_free_and_not_every_step(
-    plain: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_room_a_block_is_offered_when_room_came_free_and_not_every_step(plain, monkeypatch):
     bench = plain.make(max_batched_tokens=2 * BLOCK_TOKENS)
     clock = SimpleNamespace(monotonic=lambda: clock.now, time=lambda: 0.0, now=100.0)
     monkeypatch.setattr("kvdisk.connector.scheduler_side.time", clock)
-    planner = bench._manager._stores
+    planner = bench.manager._stores
     bench.add("a", prompt_of(1, 4 * BLOCK_TOKENS + 1), max_tokens=12)
-    offers = _offers(bench, monkeypatch)
+    offers: list[list[int]] = []
+    store = planner._store
+    monkeypatch.setattr(
+        planner,
+        "_store",
+        lambda found, *more, **how: (offers.append([at.position for at in found]), store(found, *more, **how))[1],
+    )
     with monkeypatch.context() as patch:
-        patch.setattr(planner, "_allocate", lambda *_: [])
+        patch.setattr(planner, "_take_slots", lambda *_: [])
         for _ in range(6):
             clock.now += 0.03
             bench.step()
     planner._state.released += 1
     clock.now += 0.03
     bench.step()
-    assert [offer for offer in offers if offer] == [[0, 1], [0, 1, 2, 3]], "the head first"
+    assert offers == [[0, 1], [0, 1, 2, 3]], "the head first"
     assert set(bench.stored()) == set(bench.keys("a")[:4])
+
+
+def test_what_one_request_is_not_admitted_with_the_next_one_stores(plain):
+    bench = plain.make(extra={"cpu_admission": "reuse(2)"})
+    prompt = prompt_of(1, 6 * BLOCK_TOKENS + 1)
+    bench.add("a", prompt, max_tokens=12)
+    bench.step()
+    assert not bench.stored()
+    bench.add("b", prompt, max_tokens=2)
+    for _ in range(3):
+        bench.step()
+    assert bench.stored() == bench.keys("a")[:6], "though the GPU had its blocks cached"

@@ -9,15 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from schedulers import BLOCK_TOKENS, Bench, Engines
+from schedulers import BLOCK_TOKENS, BLOCKS, PROMPT, Bench, Engines, prompt_of
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from kvdisk.messages import JobKind
-
-pytestmark = pytest.mark.vllm
-
-PROMPT = list(range(100, 100 + 4 * BLOCK_TOKENS + 5))
 
 
 class Core(EngineCoreProc):
@@ -55,9 +51,8 @@ class Core(EngineCoreProc):
 
 @pytest.fixture
 def bench(plain: Engines) -> Bench:
-    made: Bench = plain.make()
-    made.serve("a", PROMPT)
-    assert made.scheduler.reset_prefix_cache(), "drained: kvdisk keeps what it has"
+    """An engine that has drained, and whose prompt lies in kvdisk's memory alone."""
+    made: Bench = plain.make().warm(1)
     return made
 
 
@@ -72,51 +67,47 @@ def loading(bench: Bench) -> Bench:
 
 
 def hits(bench: Bench) -> int:
-    """Serve the prompt once more; return the tokens that kvdisk gives."""
+    """Serve the prompt once more; return how many blocks kvdisk gives."""
     before = bench.counters().get("hit_tokens.cpu", 0)
     bench.serve("again", PROMPT)
-    return bench.counters().get("hit_tokens.cpu", 0) - before
+    return (bench.counters().get("hit_tokens.cpu", 0) - before) // BLOCK_TOKENS
 
 
-def test_a_reset_of_the_gpus_cache_leaves_the_tiers(bench: Bench) -> None:
-    assert bench.scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert hits(bench) == 4 * BLOCK_TOKENS
+@pytest.mark.parametrize(
+    ("on_reset", "reset", "kept"),
+    [
+        ("epoch", {"reset_running_requests": True}, BLOCKS),
+        ("epoch", {"reset_running_requests": True, "reset_connector": True}, 0),
+        ("keep", {"reset_connector": True}, BLOCKS),
+    ],
+    ids=["of the GPU alone", "of the connector too", "with weights that stay"],
+)
+def test_what_is_served_after_a_reset(on_reset, reset, kept, plain):
+    bench = plain.make(extra={"on_reset": on_reset}).warm(1)
+    bench.serve("other", prompt_of(2))
+    assert bench.scheduler.reset_prefix_cache(**reset)
+    assert hits(bench) == kept
 
 
-def test_a_reset_of_the_connector_too_serves_nothing_from_before(bench: Bench) -> None:
-    assert bench.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    assert hits(bench) == 0
-
-
-def test_where_the_user_says_that_the_weights_stay_the_tiers_stay(plain: Engines) -> None:
-    bench = plain.make(extra={"on_reset": "keep"})
-    bench.serve("a", PROMPT)
-    assert bench.scheduler.reset_prefix_cache(reset_connector=True)
-    assert hits(bench) == 4 * BLOCK_TOKENS
-
-
-def test_with_a_load_out_a_plain_reset_says_no_and_resets_the_connector(loading: Bench) -> None:
+def test_with_a_load_out_a_plain_reset_says_no_and_resets_the_connector(loading):
     assert not loading.scheduler.reset_prefix_cache(reset_connector=True)
-    loading.release()
-    loading.run()
-    assert loading.counters()["failed_loads"] == 4, "what was on its way is not served either"
+    loading.finish()
+    assert loading.counters()["failed_loads"] == BLOCKS, "what was on its way is not served either"
     assert loading.scheduler.reset_prefix_cache()
-    assert hits(loading) == 4 * BLOCK_TOKENS, "what was computed since"
+    assert hits(loading) == BLOCKS, "what was computed since"
 
 
-def test_with_a_load_out_a_reset_that_preempts_raises_and_resets_nothing(loading: Bench) -> None:
+def test_with_a_load_out_a_reset_that_preempts_raises_and_resets_nothing(loading):
     with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
         loading.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    loading.release()
-    loading.run()
+    loading.finish()
     assert not loading.counters().get("failed_loads"), "kvdisk was not asked to forget anything"
 
 
 @pytest.mark.parametrize("ended", [False, True], ids=["load on its way", "load ended, request not resumed"])
-def test_pause_keep_with_a_clear_raises_while_a_request_waits_for_its_load(loading: Bench, ended: bool) -> None:
-    if ended:
-        loading.release()
-        loading.step()
+def test_pause_keep_with_a_clear_raises_while_a_request_waits_for_its_load(loading, ended):
+    loading.hold -= {JobKind.LOAD} if ended else set()
+    loading.step()
     core = Core(loading)
     loading.release()
     with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
@@ -130,7 +121,7 @@ def test_pause_keep_with_a_clear_raises_while_a_request_waits_for_its_load(loadi
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])
-def test_pauses_that_drain_clear_though_a_load_was_out(loading: Bench, mode: str) -> None:
+def test_pauses_that_drain_clear_though_a_load_was_out(loading, mode):
     core = Core(loading)
     done = core.pause_scheduler(mode, True)
     assert isinstance(done, Future) and not done.done(), "the load is waited for"
@@ -141,15 +132,16 @@ def test_pauses_that_drain_clear_though_a_load_was_out(loading: Bench, mode: str
     assert hits(loading) == 0
 
 
-def test_pause_abort_in_the_callers_process_raises_with_a_load_out(loading: Bench) -> None:
+def test_pause_abort_in_the_callers_process_raises_with_a_load_out(loading):
     core = Core(loading)
     with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
         EngineCore.pause_scheduler(core, "abort", True)
     with pytest.raises(ValueError, match="inproc"):
         EngineCore.pause_scheduler(core, "wait", True)
+    core.resume_scheduler()
 
 
-def test_a_pause_without_a_clear_and_sleep_of_level_0_keep_everything(loading: Bench) -> None:
+def test_a_pause_without_a_clear_and_sleep_of_level_0_keep_everything(loading):
     core = Core(loading)
     loading.release()
     done = core.pause_scheduler("keep", False)
@@ -157,7 +149,7 @@ def test_a_pause_without_a_clear_and_sleep_of_level_0_keep_everything(loading: B
     assert done is None or done.result(0) is None
     assert core.scheduler.pause_state is PauseState.PAUSED_ALL
     core.resume_scheduler()
-    loading.run()
-    assert len(loading.tokens["b"]) == 2 and not loading.counters().get("failed_loads")
+    loading.finish("b")
+    assert not loading.counters().get("failed_loads")
     assert loading.scheduler.reset_prefix_cache()
-    assert hits(loading) == 4 * BLOCK_TOKENS
+    assert hits(loading) == BLOCKS

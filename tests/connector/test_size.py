@@ -16,16 +16,13 @@ from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
-    KVCacheGroupSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
 from kvdisk.assembly import describe_geometry
-from kvdisk.cli.model_kv import group_layers, read_model
+from kvdisk.cli.model_kv import read_model
 from kvdisk.connector.adapter import geometry_of
-
-pytestmark = pytest.mark.vllm
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 6, "hidden_size": 256,
@@ -34,8 +31,6 @@ LLAMA = {
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "one head each": {"num_key_value_heads": 1},
-    "llama, many heads": {"num_key_value_heads": 8, "head_dim": 64},
     "qwen2": {
         "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 512,
         "use_sliding_window": False,
@@ -74,7 +69,7 @@ def written(path: Path, case: str) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_heads_layers_and_bytes_are_those_of_vllm(tmp_path: Path, case: str) -> None:
+def test_heads_layers_and_bytes_are_those_of_vllm(tmp_path, case):
     path = written(tmp_path / "model", case)
     config = get_config(path, trust_remote_code=False)
     text = get_hf_text_config(config)
@@ -96,13 +91,3 @@ def test_heads_layers_and_bytes_are_those_of_vllm(tmp_path: Path, case: str) -> 
         geometry = geometry_of(SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=ranks)), cache)
         assert describe_geometry(ours.geometry(ranks, 16)) == describe_geometry(geometry)
         assert ours.geometry(ranks, 16).replicated == geometry.replicated
-
-
-@pytest.mark.parametrize("counts", [(4, 2), (2, 4), (12, 13), (10, 52), (5, 7), (3, 3), (31, 7)])
-def test_groups_of_layers_are_those_of_vllm(counts: tuple[int, int]) -> None:
-    sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float16}
-    specs = [FullAttentionSpec(**sizes)] * counts[0] + [SlidingWindowSpec(**sizes, sliding_window=64)] * counts[1]
-    theirs = _get_kv_cache_groups_uniform_page_size({f"layer.{at}": spec for at, spec in enumerate(specs)})
-    found = [(len(group.layer_names), getattr(group.kv_cache_spec, "sliding_window", None)) for group in theirs]
-    assert group_layers((None,) * counts[0] + (64,) * counts[1]) == found
-    assert all(isinstance(group, KVCacheGroupSpec) for group in theirs)

@@ -9,20 +9,19 @@ from copy import deepcopy
 from dataclasses import replace
 
 import pytest
-from other_connectors import OTHER, register_other
-from schedulers import BLOCK_TOKENS, Bench, Engines
+from other_connectors import ANOTHER
+from schedulers import BLOCK_TOKENS, KVDISK, PROMPT, Bench
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvdisk.blocks import Tier
+from kvdisk.config import Config
 from kvdisk.connector.adapter import handshake_groups
 from kvdisk.connector.connector import KVDiskHandshake
+from kvdisk.connector.scheduler_side import SchedulerSide
 from kvdisk.errors import ConfigError
 from kvdisk.messages import JobKind
 
-pytestmark = pytest.mark.vllm
-
-PROMPT = list(range(100, 100 + 4 * BLOCK_TOKENS + 5))
 # Keys and values of 32-bit numbers, two heads: of 32 in one layer, of 64 in the other.
 ONE_LAYER = 2 * 4 * BLOCK_TOKENS * 2 * 32
 BOTH = 3 * ONE_LAYER
@@ -40,20 +39,20 @@ def tell(bench: Bench, *told: KVConnectorHandshakeMetadata) -> None:
     bench.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, at): one for at, one in enumerate(told)})
 
 
-def test_the_sizes_are_those_of_the_workers(plain: Engines) -> None:
-    bench = plain.make(two_sizes=True)
-    tell(bench, handshake(bench), handshake(bench))
+@pytest.mark.parametrize("others", [(), (KVDISK, ANOTHER)], ids=["alone", "in a MultiConnector"])
+def test_the_sizes_are_those_of_the_workers(plain, others):
+    bench = plain.make(two_sizes=True, others=others)
+    tell(bench, *[handshake(bench)] * (1 if others else 2))
     (group,) = bench.connector.scheduler._geometry.groups
     assert group.payload_bytes == BOTH
-    slots = bench.connector.scheduler._manager._tiers.get(Tier.CPU).pool.total
-    assert slots == [(16 << 20) // group.slot_bytes]
+    assert bench.manager._tiers.get(Tier.CPU).pool.total == [(16 << 20) // group.slot_bytes]
     for name in ("a", "b"):
         bench.serve(name, PROMPT)
         bench.forget()
     assert [job.kind for job in bench.jobs] == [JobKind.STORE, JobKind.LOAD]
 
 
-def test_without_what_the_workers_have_to_tell_nothing_starts(plain: Engines) -> None:
+def test_without_what_the_engine_has_to_tell_nothing_starts(plain):
     bench = plain.make(two_sizes=True)
     with pytest.raises(ConfigError, match="no handshake came"):
         bench.add("a", PROMPT)
@@ -61,9 +60,15 @@ def test_without_what_the_workers_have_to_tell_nothing_starts(plain: Engines) ->
         tell(bench)
     with pytest.raises(ConfigError, match="list it first"):
         tell(bench, KVConnectorHandshakeMetadata())
+    side = SchedulerSide(Config(), bench.config, bench.cache)
+    with pytest.raises(ConfigError, match="block pool"):
+        side.bind_pool(object())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="block pool"):
+        side.has_pending_work()
+    plain.close()
 
 
-def test_workers_that_differ_are_refused(plain: Engines) -> None:
+def test_workers_that_differ_are_refused(plain):
     bench = plain.make(two_sizes=True)
     other = deepcopy(handshake(bench))
     specs = other.groups[0].kv_cache_spec.kv_cache_specs
@@ -72,21 +77,10 @@ def test_workers_that_differ_are_refused(plain: Engines) -> None:
         tell(bench, handshake(bench), other)
 
 
-def test_a_worker_that_differs_from_a_scheduler_that_was_certain_is_refused(plain: Engines) -> None:
-    bench = plain.make()
-    tell(bench)
-    with pytest.raises(ConfigError, match=rf"\[{ONE_LAYER}\] bytes.*\[{BOTH}\]"):
-        tell(bench, handshake(bench))
-
-
-def test_a_multi_connector_passes_on_what_is_told(plain: Engines) -> None:
-    register_other()
-    bench = plain.make(two_sizes=True, others=("KVDiskConnector", OTHER))
-    tell(bench, handshake(bench))
-    assert bench.connector.scheduler._geometry.groups[0].payload_bytes == BOTH
-
-
-def test_a_worker_keeps_silent_where_the_scheduler_knows(plain: Engines) -> None:
+def test_where_the_scheduler_is_certain_workers_keep_silent_or_are_refused(plain):
     """Of a ``MultiConnector`` only the first child that says something is heard."""
     bench = plain.make()
     assert bench.connector.get_handshake_metadata() is None
+    tell(bench)
+    with pytest.raises(ConfigError, match=rf"\[{ONE_LAYER}\] bytes.*\[{BOTH}\]"):
+        tell(bench, handshake(bench))

@@ -1,69 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long, seeded runs of one real vLLM engine under many configurations: the tokens are those of vLLM
-alone.
-
-The other long runs, of several engines, ranks and starts, are in ``test_torture_engines.py``.
-"""
+"""Long, seeded runs of a real vLLM engine under many configurations: the tokens are those of vLLM
+alone."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_child import EngineChild
+from engine_child import STEADY, EngineChild
 from torture_rounds import GPU, HERE, MIB, ROUNDS, SEED, run_round, verify_store
 
-pytestmark = [pytest.mark.vllm, pytest.mark.torture]
+pytestmark = pytest.mark.torture
 
+FEW_BLOCKS = {"num_gpu_blocks_override": 45, "max_num_seqs": 8}
+STORE = {"nvme_bytes": 14 * MIB, "segment_bytes": MIB}
 WORKLOADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "tiny GPU pool, preemptions": (
-        {"num_gpu_blocks_override": 45, "max_num_seqs": 8},
-        {"cpu_bytes": "4MiB", "store_decode": True},
-    ),
+    "tiny GPU pool, preemptions": (FEW_BLOCKS, {"cpu_bytes": "4MiB", "store_decode": True}),
     "tiny CPU tier, a full backlog": (
         {"async_scheduling": False},
-        {"cpu_bytes": 800_000, "nvme_bytes": 16 * MIB, "segment_bytes": "1MiB", "store_decode": True},
+        STORE | {"cpu_bytes": 800_000, "store_decode": True},
     ),
     "tiny segments, evictions": ({}, {"cpu_bytes": "2MiB", "nvme_bytes": 12 * MIB, "segment_bytes": 300_000}),
-    "no CPU tier": ({}, {"cpu_bytes": 0, "nvme_bytes": 12 * MIB, "segment_bytes": "1MiB", "store_decode": True}),
+    "no CPU tier": ({}, STORE | {"cpu_bytes": 0, "store_decode": True}),
     "no prefix cache on the GPU, admission by reuse": (
         {"enable_prefix_caching": False, "max_num_batched_tokens": 2048},
-        {
-            "cpu_bytes": "3MiB",
-            "nvme_bytes": 14 * MIB,
-            "segment_bytes": "1MiB",
-            "cpu_admission": "reuse(2)",
-            "nvme_admission": "reuse(2)",
-        },
+        STORE | {"cpu_bytes": "3MiB", "cpu_admission": "reuse(2)", "nvme_admission": "reuse(2)"},
     ),
-    "victims saved, tiny GPU pool": (
-        {"num_gpu_blocks_override": 45, "max_num_seqs": 8},
-        {"cpu_bytes": "4MiB", "store_policy": "on_preemption"},
-    ),
+    "victims saved, tiny GPU pool": (FEW_BLOCKS, {"cpu_bytes": "4MiB", "store_policy": "on_preemption"}),
     "victims saved, no CPU tier": (
-        {"num_gpu_blocks_override": 45, "max_num_seqs": 8, "async_scheduling": False},
-        {"cpu_bytes": 0, "nvme_bytes": 16 * MIB, "segment_bytes": "1MiB", "store_policy": "on_preemption"},
+        FEW_BLOCKS | {"async_scheduling": False},
+        STORE | {"cpu_bytes": 0, "store_policy": "on_preemption"},
     ),
-    "spillover": (
-        {},
-        {
-            "cpu_bytes": "3MiB",
-            "nvme_bytes": 14 * MIB,
-            "segment_bytes": "1MiB",
-            "store_decode": True,
-            "store_policy": "spillover",
-        },
-    ),
+    "spillover": ({}, STORE | {"cpu_bytes": "3MiB", "store_decode": True, "store_policy": "spillover"}),
     "no waiting, few pins, least staging": (
         {"async_scheduling": False},
-        {
-            "cpu_bytes": "3MiB",
-            "nvme_bytes": 14 * MIB,
-            "segment_bytes": "1MiB",
-            "lookup_wait_s": 0,
-            "staging_bytes": 0,
-        },
+        STORE | {"cpu_bytes": "3MiB", "lookup_wait_s": 0, "staging_bytes": 0},
     ),
 }
 
@@ -78,7 +51,7 @@ BOTH = [
 
 
 @pytest.mark.parametrize(("model", "name"), BOTH, indirect=["model"])
-def test_workload(name: str, model: Path, expected: list[list[int]], tmp_path: Path) -> None:
+def test_workload(name, model, expected, tmp_path):
     limits, extra = WORKLOADS[name]
     store = tmp_path / "store"
     extra = extra | ({"store_dirs": str(store)} if "nvme_bytes" in extra else {})
@@ -94,9 +67,57 @@ def test_workload(name: str, model: Path, expected: list[list[int]], tmp_path: P
                 if "nvme_bytes" in extra:
                     assert verify_store(store, extra["nvme_bytes"]) + facts["dropped_puts"] >= facts["nvme_blocks"]
                 if at == 0 and start == 0:
-                    assert engine.call("engine_acts:reset", True), "with the connector's cache"
+                    assert engine.call("engine_acts:reset_all")
             # What is saved of a victim is mostly still in the engine's own cache when it comes
             # back.
             assert counters.get("stored_blocks" if name.startswith("victims") else "loaded_blocks", 0) > 0
         if "nvme_bytes" in extra:
             verify_store(store, extra["nvme_bytes"])
+
+
+@pytest.mark.parametrize("model", ["gemma3"], indirect=True)
+def test_two_of_them_in_a_multi_connector(model, expected, tmp_path):
+    """The first one that has something loads it; the other one is not chosen, and stores all the
+    same."""
+    store = STORE | {"cpu_bytes": "2MiB", "store_dirs": str(tmp_path / "store")}
+    children = [
+        {"kv_connector": "KVDiskConnector", "kv_role": "kv_both", "kv_connector_extra_config": STEADY | extra}
+        for extra in (store, {"cpu_bytes": "4MiB"})
+    ]
+    transfer = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": children},
+    }
+    with EngineChild(model, tmp_path / "log", env=HERE, **GPU, kv_transfer_config=transfer) as engine:
+        for at in range(ROUNDS):
+            run_round(engine, SEED + at, expected)
+            first, second = engine.call("engine_acts:audit")["connectors"]
+        assert first["counters"]["loaded_blocks"] > 0
+        assert second["counters"]["stored_blocks"] > 0
+        for name in ("stored_blocks", "loaded_blocks"):
+            total = sum(facts["counters"].get(name, 0) for facts in (first, second))
+            assert engine.metrics()[f"kvdisk_{name}"] == total, "vLLM adds up what both count"
+
+
+TWO_RANKS = {"max_model_len": 512, "num_gpu_blocks_override": 72}
+PREEMPTED = [random.Random(seed).choices(range(10, 500), k=45 + 3 * seed) for seed in range(24)]
+
+
+@pytest.fixture(scope="module")
+def expected_of_two_ranks(tiny_gemma3: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    log = tmp_path_factory.mktemp("expected") / "log"
+    with EngineChild(tiny_gemma3, log, layout="tp2", **TWO_RANKS) as engine:
+        return [answer.tokens for answer in engine.generate(PREEMPTED, 100)]
+
+
+@pytest.mark.parametrize("policy", ["on_compute", "on_preemption", "spillover"])
+def test_preemptions_on_two_ranks(policy, tiny_gemma3, expected_of_two_ranks, tmp_path):
+    """Several groups, two ranks: what one rank has not copied in time is a miss on both."""
+    extra = {"cpu_bytes": "64MiB", "store_policy": policy, "store_decode": True}
+    with EngineChild(tiny_gemma3, tmp_path / "log", extra_config=extra, layout="tp2", **TWO_RANKS) as engine:
+        for _ in range(2):
+            answers = [answer.tokens for answer in engine.generate(PREEMPTED, 100)]
+            assert answers == expected_of_two_ranks, policy
+            engine.reset()
+        assert engine.metrics()["num_preemptions"] >= 15

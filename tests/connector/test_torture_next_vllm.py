@@ -16,7 +16,7 @@ import pytest
 
 from kvdisk.connector.adapter import SUPPORTED_VERSIONS, vllm_minor_version
 
-pytestmark = [pytest.mark.vllm, pytest.mark.torture]
+pytestmark = pytest.mark.torture
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = ("0.33.0",)
@@ -60,14 +60,14 @@ def lay_python(folder: Path, version: str) -> None:
         python.rename(folder)
 
 
-def test_every_supported_version_is_tested() -> None:
+def test_every_supported_version_is_tested():
     minors = {tuple(int(number) for number in version.split(".")[:2]) for version in VERSIONS}
     assert minors | {vllm_minor_version()} == set(SUPPORTED_VERSIONS)
     assert len(minors) == len(VERSIONS)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_what_needs_only_the_python_of_another_vllm(version: str, tmp_path: Path) -> None:
+def test_what_needs_only_the_python_of_another_vllm(version, tmp_path):
     folder = ROOT / "build" / f"vllm-{version}-python"
     lay_python(folder, version)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}

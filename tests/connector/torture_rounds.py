@@ -18,12 +18,17 @@ from engine_child import EngineChild
 
 from kvdisk.cli import verify
 from kvdisk.cli.survey import survey_store
+from kvdisk.geometry import HEADER_BYTES
 
 BLOCK_TOKENS = 32
+SLOT_BYTES = 32768 + HEADER_BYTES
+"""Of two of the tiny models: 32 tokens, two layers of a group, two heads of 32, keys and values,
+four bytes."""
 LONGEST = 360
 MOST_TOKENS = 32
 SEED = int(os.environ.get("KVDISK_TORTURE_SEED", "0"))
-HERE = {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))}
+_FOLDER = Path(__file__).parent
+HERE = {"PYTHONPATH": os.pathsep.join(filter(None, [str(_FOLDER), str(_FOLDER.parent), os.environ.get("PYTHONPATH")]))}
 
 
 def _length(rng: random.Random) -> int:
@@ -48,7 +53,7 @@ def make_prompts(seed: int, count: int) -> list[list[int]]:
 
 
 def make_requests(seed: int, prompts: list[list[int]], count: int) -> list[dict[str, Any]]:
-    """Requests of one round, see ``engine_acts.run_requests``; ``which`` is the prompt."""
+    """Requests of one round, see ``engine_acts.run_requests``; ``which``: number of the prompt."""
     rng = random.Random(seed)
     requests = []
     for _ in range(count):
@@ -87,14 +92,14 @@ def answers_alone(model: Path, log: Path) -> list[list[int]]:
 
 def run_round(engine: EngineChild, seed: int, expected: list[list[int]], count: int = 40) -> None:
     requests = make_requests(seed, PROMPTS, count)
-    result = engine.call("engine_acts:run_requests", requests, seed)
-    for at, samples in result["ended"].items():
+    ended = engine.call("engine_acts:run_requests", requests)
+    for at, samples in ended.items():
         request = requests[int(at)]
         for tokens in samples:
             wanted = expected[request["which"]][: request["max_tokens"]]
             assert tokens == wanted, f"seed {seed}, request {at}: wrong tokens, {len(request['prompt'])} in the prompt"
     for request, at in zip(requests, range(count), strict=True):
-        assert request["abort"] is not None or str(at) in result["ended"], f"seed {seed}: request {at} has no answer"
+        assert request["abort"] is not None or str(at) in ended, f"seed {seed}: request {at} has no answer"
 
 
 def verify_store(store: Path, cap_bytes: int) -> int:

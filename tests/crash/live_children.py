@@ -22,9 +22,6 @@ from kvdisk.device.paths import allocated_bytes
 WAIT_S = 600.0
 """What takes so long hangs, on however busy a machine: even a process that has torch to import."""
 SEED = int(os.environ.get("KVDISK_TORTURE_SEED", "0"))
-CAP_IS_EXACT = True
-"""Whether the cap holds at every instant, orphans included. Today kept orphans are charged to who
-starts last."""
 
 
 def wait_for(condition: Callable[[], Any], what: str) -> None:

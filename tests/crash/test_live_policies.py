@@ -39,19 +39,3 @@ def test_requests_are_preempted_and_read_the_right_bytes(
         assert engine.counting.jobs[JobKind.LOAD] > 0
     finally:
         engine.close()
-
-
-def test_a_cpu_tier_of_one_slot_feeds_the_drive(quick_path: Path) -> None:
-    model = LiveModel()
-    cpu_bytes = model.geometry.slot_sizes[0] * model.ranks
-    assert model.geometry.cpu_slots(cpu_bytes) == (1,)
-    config = model.config(str(quick_path / "store"), blocks=64, store_decode=True, cpu_bytes=cpu_bytes)
-    engine = LiveEngine(config, model, block_count=30)
-    load = LiveLoad(engine, SEED + 8, SHAPE)
-    try:
-        load.run_requests(100)
-        audit(engine)
-        assert engine.counting.jobs[JobKind.LOAD] > 0
-        assert engine.manager.stats.counts["demoted_blocks"] > 1
-    finally:
-        engine.close()

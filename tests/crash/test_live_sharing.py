@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from live_children import CAP_IS_EXACT, SEED, Child, SpaceWatch, wait_for
+from live_children import SEED, Child, SpaceWatch, wait_for
 from support.live_process import ProcessSettings
 
 
@@ -56,7 +56,7 @@ def share(directory: Path, seed: int, seconds: float) -> None:
             child.end()
         wait_for(lambda: watch.samples > 10, "looks at the space")
     excess = f"{watch.most_bytes} bytes at most, {watch.worst} more than the {owners} caps of {cap_bytes}"
-    assert watch.worst <= 0 or not CAP_IS_EXACT, excess
+    assert watch.worst <= 0, excess
     with Child(directory, replace(settings, seed=seed + 4, blocks=200, requests=50, audit=True)) as last:
         last.end()
 

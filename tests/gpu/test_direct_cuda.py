@@ -12,7 +12,6 @@ import torch
 
 from kvdisk.blocks import JobId, Slot, Tier, make_block_key
 from kvdisk.device.gds import GdsDevice, gds_unavailable
-from kvdisk.device.pair import PairDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import Geometry, GroupGeometry, slot_offset
 from kvdisk.messages import HomeSpec, Job, JobKind, Move, Plan, Reason, SegmentSpec
@@ -35,7 +34,7 @@ def make_lanes():
 
 
 def make_device(direct: bool):
-    return PairDevice(PosixDevice(), GdsDevice()) if direct else PosixDevice()
+    return GdsDevice() if direct else PosixDevice()
 
 
 class OneFile:

@@ -7,10 +7,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
+from typing import Any
 
 import pytest
 from support import ENVIRONMENT
 from support.simulator import SHAPES, Simulation, run_seeds
+
+from kvdisk.worker.direct import Direct
+from kvdisk.worker.slot_headers import SlotHeaders
 
 SEEDS = 100
 SHIFT = 10_000 * int(os.environ.get("KVDISK_TORTURE_SEED", "0"))
@@ -43,8 +48,9 @@ MUST_HAPPEN = (
 
 @pytest.mark.torture
 @pytest.mark.parametrize("first", range(0, 500, 100))
-def test_for_long(first: int) -> None:
-    run_seeds(SHIFT + SEEDS + first, 100)
+@pytest.mark.parametrize("straight", [False, True])
+def test_for_long(first: int, straight: bool) -> None:
+    run_seeds(SHIFT + SEEDS + first, 30 if straight else 100, straight=straight)
 
 
 @pytest.mark.parametrize("seed", [3, 4])
@@ -59,9 +65,36 @@ def test_a_seed_is_a_run(seed: int) -> None:
     assert first.digest in shown
 
 
-def test_a_failure_says_how_to_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Simulation, "_end", lambda self: 1 / 0)
-    with pytest.raises(ZeroDivisionError) as caught:
-        run_seeds(5, 1)
-    assert "PYTHONPATH=tests python -m support.simulator --trace --seed 5" in caught.value.__notes__[0]
-    assert len(caught.value.__notes__[1].splitlines()) > 10
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """What became of moves that might go straight."""
+    counts: Counter[str] = Counter()
+    route, failures, check = Direct.route, Direct.note_failures, SlotHeaders.check
+
+    def routed(self: Direct, wanted: Any, *rest: Any) -> Any:
+        found = route(self, wanted, *rest)
+        counts[found.name] += 1
+        return found
+
+    def failed(self: Direct, count: int) -> bool:
+        counts["failed straight"] += count
+        return failures(self, count)
+
+    def checked(*parts: Any) -> Any:
+        bad, unknown = check(*parts)
+        counts.update(reason.name for reason in bad.values() if parts[1].route.direct)
+        counts["sealed by a host"] += len(unknown)
+        return bad, unknown
+
+    monkeypatch.setattr(Direct, "route", routed)
+    monkeypatch.setattr(Direct, "note_failures", failed)
+    monkeypatch.setattr(SlotHeaders, "check", checked)
+    return counts
+
+
+def test_blocks_that_go_straight_between_drive_and_gpu_in_some_processes(seen: Counter[str]) -> None:
+    total = run_seeds(20, 40, straight=True)
+    wanted = ("LOAD_DIRECT", "LOAD_STAGED", "STORE_DIRECT", "STORE_STAGED", "failed straight", "sealed by a host")
+    missing = [what for what in (*wanted, "HEADER", "CHECKSUM") if not seen[what]]
+    missing += [what for what in ("LOAD late", "STORE late", "a kill", "a restart") if not total[what]]
+    assert not missing, f"it never happened, so nothing is shown about it: {missing}"

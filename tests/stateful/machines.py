@@ -18,7 +18,7 @@ from support.manager_parts import ManagerParts, Sizes, is_neighbours
 
 from kvdisk.blocks import Tier
 from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.jobs import JobRecord, Transfers
+from kvdisk.manager.jobs import Transfers
 from kvdisk.messages import JobKind
 
 EXAMPLES_FOR_A_BUG = (100, 1500)
@@ -106,7 +106,7 @@ def tolerate_missing_pins(patch: Patch) -> None:
 def forget_late(patch: Patch, kind: JobKind) -> None:
     """Let jobs of a kind be settled as if nothing of them were late."""
 
-    def absorb(original: Any, self: Transfers, report: Any) -> list[JobRecord]:
+    def absorb(original: Any, self: Transfers, report: Any) -> Any:
         known = {**self._records, **self._zombies}
         for job_id in [job_id for job_id in report.released if job_id not in known or known[job_id].job.kind is kind]:
             del report.released[job_id]

@@ -47,7 +47,7 @@ BUGS = {
             for position, reason in result.failed.items():""",
         (on.CPU_ONLY, on.NVME_ONLY),
     ),
-    "source reused before its copy has ended": Bug(jobs, "return tuple(found)", "return ()"),
+    "source reused before its copy has ended": Bug(jobs, "        return found\n", "        return ()\n"),
     "fence forgotten for a window that moves on": Bug(
         jobs,
         "self._context.watch(blocks)",
@@ -101,11 +101,11 @@ BUGS = {
     "pins of late moves given back twice": Bug(
         settlement,
         """
-        if not late:
-            self._tiers[tier]""",
+            if not late:
+                spent""",
         """
-        if True:
-            self._tiers[tier]""",
+            if True:
+                spent""",
         pins=True,
     ),
     "pins of late moves never given back": Bug(
@@ -114,11 +114,11 @@ BUGS = {
     "neighbour's segment closed under a late read": Bug(
         settlement,
         """
-            if not late:
-                self._neighbours""",
+        if not late:
+            self._neighbours""",
         """
-            if True:
-                self._neighbours""",
+        if True:
+            self._neighbours""",
         (on.REUSE_CPU, on.NVME_ONLY),
     ),
     "failed promotion left ready": Bug(
@@ -131,12 +131,12 @@ BUGS = {
     ),
     "source of a failed promotion kept": Bug(
         settlement,
-        "if reason in _SOURCE_IS_BAD and (",
-        "if record.job.kind is JobKind.LOAD and reason in _SOURCE_IS_BAD and (",
+        "if self._is_bad(row, tier, reason):",
+        "if record.job.kind is JobKind.LOAD and self._is_bad(row, tier, reason):",
         on.QUEUE_SIZES,
     ),
     # -- loads and reading ahead --
-    "load without a pin": Bug(loads, "catalog.pin(rows, tier)", "pass", pins=True),
+    "read without a pin": Bug(loads, "catalog.pin((row,), source)", "pass", (on.ONE_GROUP, *on.QUEUE_SIZES), pins=True),
     "waiting for an answer without end": Bug(loads, "if not self._is_over(request, now):", "if True:"),
     "waiting for a load without end": Bug(
         loads,
@@ -145,52 +145,45 @@ BUGS = {
         (on.NVME_ONLY, on.QUEUE_WINDOW),
     ),
     "neighbour's block kept under a generation of its own": Bug(
-        loads, "catalog.add(block.key, block.generation,", "catalog.add(block.key, block.generation + 1,"
+        loads, "catalog.add(read.key, read.generation,", "catalog.add(read.key, read.generation + 1,"
     ),
     "lookup remembered after an eviction": Bug(
-        lookup, "losses = (catalog.losses, hint_changes)", "losses = (0, hint_changes)", (on.ONE_GROUP,)
+        lookup,
+        "held = (local_tokens, catalog.losses, hint_changes)",
+        "held = (local_tokens, 0, hint_changes)",
+        (on.ONE_GROUP,),
     ),
-    "promotion without a pin": Bug(prefetch, "catalog.pin((row,), source)", "pass", on.QUEUE_SIZES, pins=True),
     "reading ahead without bound": Bug(
-        prefetch, "total // PREFETCH_DIVISOR for total", "total for total", on.QUEUE_SIZES
+        prefetch, "total[size_class] // PREFETCH_DIVISOR", "total[size_class]", on.QUEUE_SIZES
     ),
     "reading ahead for those that run": Bug(prefetch, "self._waiting.pop(request, None)", "pass", on.QUEUE_SIZES),
-    "slots ahead never given back": Bug(prefetch, "self._taken[size_class] -= count", "pass", on.QUEUE_SIZES),
-    "reading ahead what the tier refuses": Bug(
-        prefetch, "if self._landing.admission.admits((key,))[0]:", "if True:", (on.QUEUE_REUSE,)
+    "slots ahead never given back": Bug(
+        prefetch, "self._taken.subtract(self._ahead.pop(request.request_id, Counter()))", "pass", on.QUEUE_SIZES
     ),
-    "block read a second time": Bug(prefetch, "return kind", "return None", on.QUEUE_SIZES),
-    "read that has ended still waited for": Bug(prefetch, "del rows_of[key]", "pass", on.QUEUE_SIZES),
-    "block loaded a second time": Bug(prefetch, "if self._enabled:", "if False:", (on.NVME_ONLY,)),
+    "reading ahead what the tier refuses": Bug(
+        prefetch, "if self._landing.admission.admits((read.key,))[0]:", "if True:", (on.QUEUE_REUSE,)
+    ),
+    "block read a second time": Bug(loads, "states[row] == WRITING", "False", on.QUEUE_SIZES),
+    "block loaded a second time": Bug(loads, "if self._enabled:", "if False:", (on.NVME_ONLY,)),
     "load that has ended still waited for": Bug(
-        prefetch, "job = self._jobs.pop(job_id, None)", "job = None", on.QUEUE_SIZES
+        loads, "job = self._jobs.pop(job_id, None)", "job = None and self._jobs", on.QUEUE_SIZES
     ),
     # -- stores and their policies --
     "refused block skipped by the watermark": Bug(
-        store_policy, "self._no_room[position] = refusal", "pass", (on.NVME_ONLY, on.NVME_REUSE, on.WINDOW)
+        store_policy,
+        "watermark.frontiers[group] = min(position, watermark.frontiers.get(group, 0))",
+        "pass",
+        (on.NVME_ONLY, on.NVME_REUSE, on.WINDOW),
     ),
     "refused block offered every step": Bug(
-        store_policy, "return released > self.released and now >= self.retry_s", "return True"
+        store_policy, "return released <= self.released or now < self.retry_s", "return False"
     ),
-    "wanted block not offered again": Bug(
-        store_policy, "self._risen.append(position)", "pass", (on.NVME_REUSE, on.REUSE_CPU)
-    ),
-    "unwanted block offered again": Bug(
-        store_policy,
-        "self.unused.update(zip(keys, positions, strict=True))",
-        "self.unused.update(zip(keys, positions, strict=True)); self._risen.extend(positions)",
-        (on.REUSE_CPU,),
-    ),
-    "stored block offered again": Bug(
-        store_policy,
-        "return watermark.candidates(storable, released, now)",
-        "watermark.candidates(storable, released, now); return range(storable)",
-    ),
+    "stored block offered again": Bug(store_policy, "return range(start, storable)", "return range(storable)"),
     "refused free block offered every step": Bug(
         store_policy,
-        "            self._unused[key] = block\n",
-        "            self._due[key] = block\n",
-        (on.SPILLOVER_REUSE,),
+        "if self._refused and not self._back_off.holds(released, now):",
+        "if self._refused:",
+        (on.SPILLOVER,),
     ),
     "free blocks stored and not watched": Bug(
         stores, "if watched:", "if watched and request is not None:", on.SPILLOVER_SIZES
@@ -201,10 +194,10 @@ BUGS = {
     "blocks saved that are not full": Bug(
         stores,
         """
-        if request.stale or not table.block_ids:""",
+        if request.stale or not request.held_blocks:""",
         """
-        table = table._replace(computed_tokens=table.computed_tokens + 2)
-        if request.stale or not table.block_ids:""",
+        request.held_tokens += 2
+        if request.stale or not request.held_blocks:""",
         on.ON_PREEMPTION_SIZES,
     ),
     "victim's blocks copied after they were overwritten": Bug(

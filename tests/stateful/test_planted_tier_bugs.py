@@ -101,30 +101,25 @@ def head_evicted_before_its_tail(patch: Patch) -> None:
 @shows_in(*on.ON_COMPUTE_SIZES)
 def parent_not_found_again_after_a_gap(patch: Patch) -> None:
     def add(original: Any, self: Catalog, key: BlockKey, *args: Any) -> Any:
-        self._placeholders.pop(key, None)
+        if self.find(key) < 0:
+            self._rows.pop(key, None)
         return original(self, key, *args)
 
     wrap(patch, Catalog, "add", add)
 
 
-@shows_in(on.NVME_ONLY)
-def late_slot_of_a_load_freed_at_settlement(patch: Patch) -> None:
-    forget_late(patch, JobKind.LOAD)
+def late_slot_freed_at_settlement(kind: JobKind) -> Callable[[Patch], None]:
+    def planted(patch: Patch) -> None:
+        forget_late(patch, kind)
+
+    planted.__name__ = f"late_slot_of_a_{kind.name.lower()}_freed_at_settlement"
+    return planted
 
 
-@shows_in(*on.ON_COMPUTE_SIZES)
-def late_slot_of_a_demotion_freed_at_settlement(patch: Patch) -> None:
-    forget_late(patch, JobKind.DEMOTE)
-
-
-@shows_in(on.NVME_REUSE)
-def late_slot_of_a_store_freed_at_settlement(patch: Patch) -> None:
-    forget_late(patch, JobKind.STORE)
-
-
-@shows_in(*on.QUEUE_SIZES)
-def late_slot_of_a_promotion_freed_at_settlement(patch: Patch) -> None:
-    forget_late(patch, JobKind.PROMOTE)
+shows_in(on.NVME_ONLY)(late_slot_freed_at_settlement(JobKind.LOAD))
+shows_in(*on.ON_COMPUTE_SIZES)(late_slot_freed_at_settlement(JobKind.DEMOTE))
+shows_in(on.NVME_REUSE)(late_slot_freed_at_settlement(JobKind.STORE))
+shows_in(*on.QUEUE_SIZES)(late_slot_freed_at_settlement(JobKind.PROMOTE))
 
 
 @shows_in(on.REUSE_CPU)

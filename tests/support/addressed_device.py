@@ -8,8 +8,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import cast
 
-from kvdisk.device.base import Buffer, Device, Op, Outcome, Transfer
-from kvdisk.device.pair import GpuRange
+from kvdisk.device.base import Buffer, Device, GpuRange, Op, Outcome, Transfer
 
 
 def range_of(buffer: Buffer) -> GpuRange:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from enum import Enum
-from typing import Protocol
 
 from kvdisk.blocks import BlockKey
 from kvdisk.geometry import Geometry, GroupGeometry
@@ -33,8 +32,8 @@ class Phase(Enum):
     COMPUTED = "computed"
 
 
-class Watch(Protocol):
-    """What a test wants to see of an engine's dealings with the manager."""
+class Watch:
+    """What a test wants to see of an engine's dealings with the manager; this one, nothing."""
 
     def answered(self, request: FakeRequest, local_tokens: int, answer: int | None, now: float) -> None:
         """A lookup was answered."""
@@ -73,7 +72,7 @@ class FakeEngine:
         self.pool = FakePool(block_count, self._check_reuse)
         self._tables = BlockTables(geometry, self.pool)
         self.manager: TierManager
-        self.watch: Watch
+        self.watch = Watch()
         self.most_running = most_running
         self.now = 0.0
         self.weights = 0
@@ -394,9 +393,7 @@ class FakeEngine:
 
     @property
     def queued(self) -> list[FakeRequest]:
-        """Requests that have not ended."""
         return self.running + self.waiting
 
     def holders(self, block_id: int) -> int:
-        """Return how many requests hold a block."""
         return sum(table.count(block_id) for request in self.requests.values() for table in request.table)

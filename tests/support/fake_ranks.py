@@ -80,7 +80,6 @@ class FakeRank:
             self.end_late()
 
     def work_off(self) -> None:
-        """Run all jobs to their ends."""
         while self.runnable:
             self.run_job(self.runnable[0])
 
@@ -182,7 +181,6 @@ class FakeRank:
         self._finish_if_done(work)
 
     def run_job(self, job_id: JobId) -> None:
-        """Run all that is left of a job."""
         while job_id in self._works:
             self.run_leg(job_id)
 
@@ -250,7 +248,6 @@ class FakeRank:
         self.drive[slot] = self.drive[slot]._replace(payload=ROTTEN)
 
     def opens_home(self, job_id: JobId) -> bool:
-        """Whether a job under way opens the home."""
         return self._works[job_id].job.kind is JobKind.OPEN_HOME
 
     def readers_of(self, block_id: int) -> list[JobId]:

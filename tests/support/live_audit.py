@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvdisk.blocks import GROUP_BYTES, Tier, group_of
+from kvdisk.blocks import GROUP_BYTES, group_of
 from kvdisk.device.header import read_header
 from kvdisk.device.paths import allocated_bytes
 from kvdisk.geometry import FILE_EPOCH, HEADER_BYTES, Namespace, segment_file_bytes, slot_offset
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from support.live_engine import STUCK_S, LiveEngine
 from support.live_model import LiveModel
+from support.pool_check import check_pool
 
 SHORT_FLUSH_S = 0.5
 
@@ -43,7 +44,7 @@ def audit(engine: LiveEngine, *, records_hold: bool = True, files_hold: bool = T
         pending = engine.manager.has_pending_work(engine.now)
         assert not pending or time.monotonic() < end_s, f"stuck: {engine.describe()}"
     _audit_pool(engine)
-    _audit_manager(engine.manager)
+    audit_manager(engine.manager)
     if index is None or home is None:
         return 0
     records, segments = list(index.blocks()), list(index.segments())
@@ -59,14 +60,16 @@ def _audit_pool(engine: LiveEngine) -> None:
     assert not held, f"GPU blocks are held that nobody uses: {held}"
 
 
-def _audit_manager(manager: Any) -> None:
+def audit_manager(manager: Any) -> None:
+    """Assert what must hold of a manager without requests, with nothing under way."""
+    assert not manager._requests and not manager._urgent and not manager._void
     assert len(manager._transfers) == 0, "jobs are on their way"
+    assert not manager._reads.to_gpu.any and not manager._stores._tables
     assert not len(manager._sources), "blocks are watched that nobody copies from"
-    catalog = manager._catalog
-    for tier, space in ((Tier.CPU, manager._tiers.get(Tier.CPU)), (Tier.NVME, manager._tiers.get(Tier.NVME))):
-        if space is not None:
-            space.pool.check()
-            assert not [row for row in catalog.rows() if catalog.pins(row, tier)], f"copies stay pinned in {tier.name}"
+    for space in manager._tiers:
+        check_pool(space.pool)
+        pinned = [row for row in manager._catalog.rows() if manager._catalog.pins(row, space.tier)]
+        assert not pinned, f"copies stay pinned in {space.tier.name}"
 
 
 def audit_files(segments_path: Path, segments: list[SegmentRecord], parts: int) -> None:

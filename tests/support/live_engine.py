@@ -17,9 +17,8 @@ from typing import cast
 from kvdisk.assembly import SchedulerParts, assemble_scheduler
 from kvdisk.config import Config
 from kvdisk.messages import JobKind, Plan, Report
-from support.fake_engine import FakeEngine, Phase
+from support.fake_engine import FakeEngine, Phase, Watch
 from support.fake_ranks import FakeRank
-from support.fake_requests import FakeRequest
 from support.live_model import HashedRequest, LiveModel
 from support.live_rank import LiveRank, LocalRank, StepReply, StepWork
 
@@ -28,30 +27,17 @@ STUCK_S = 600.0
 """What takes so long hangs, on however busy a machine."""
 
 
-class _Counting:
-    """``Watch`` that counts what was planned."""
+class _Counting(Watch):
+    """Counts what was planned."""
 
     def __init__(self) -> None:
         self.jobs = dict.fromkeys(JobKind, 0)
         self.preempted = 0
 
-    def answered(self, request: FakeRequest, local_tokens: int, answer: int | None, now: float) -> None:
-        """See ``Watch``."""
-
-    def offered(self, request: FakeRequest, computed_tokens: int) -> None:
-        """See ``Watch``."""
-
     def planned(self, plan: Plan, preempted: Sequence[str]) -> None:
-        """See ``Watch``."""
         self.preempted += len(preempted)
         for job in plan.jobs:
             self.jobs[job.kind] += 1
-
-    def settled(self, report: Report) -> None:
-        """See ``Watch``."""
-
-    def note_settled(self) -> None:
-        """See ``Watch``."""
 
 
 class _Mailbox:
@@ -62,7 +48,6 @@ class _Mailbox:
         self.reply = StepReply()
 
     def take_report(self) -> tuple[Report, dict[str, list[int]]]:
-        """Return the last step's report and ended loads."""
         return self.reply.report, self.reply.loads
 
 
@@ -85,10 +70,9 @@ class LiveEngine(FakeEngine):
     ) -> None:
         self.model = model
         self._clock = clock
-        self.counting = _Counting()
         self._mailboxes = [_Mailbox(rank) for rank in range(model.ranks)]
         super().__init__(model.geometry, block_count, cast("list[FakeRank]", self._mailboxes))
-        self.watch = self.counting
+        self.watch = self.counting = _Counting()
         self.parts: SchedulerParts = assemble_scheduler(
             config, model.geometry, self.pool, model.fingerprint, {"model": model.name}
         )

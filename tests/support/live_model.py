@@ -35,7 +35,6 @@ class HashedRequest(FakeRequest):
     """A request whose hashes are of the length that vLLM's have."""
 
     def hash_of(self, end_tokens: int) -> bytes:
-        """Return the hash of a beginning."""
         return _digest(self.tokens[:end_tokens])
 
 
@@ -69,7 +68,6 @@ class LiveModel:
 
     @property
     def fingerprint(self) -> bytes:
-        """Of the namespace."""
         return sha256(repr(self).encode()).digest()
 
     def layer_bytes(self, group: int) -> tuple[int, ...]:
@@ -135,7 +133,6 @@ class PromptTree:
         self._most_tokens = most_tokens
 
     def draw(self, rng: random.Random) -> str:
-        """Return a prompt."""
         length = rng.randrange(1, self._most_tokens + 1)
         if rng.random() < 0.5:  # beside a whole number of blocks
             length = max(1, length // HASH_TOKENS * HASH_TOKENS + rng.choice((-1, 0, 1)))

@@ -71,7 +71,6 @@ class ProcessSettings:
     log: str = ""
 
     def live_model(self) -> LiveModel:
-        """Return the model that these settings name."""
         return LiveModel(self.model, self.ranks, self.windowed, self.payload_bytes, self.replicated)
 
     def config(self) -> Config:
@@ -88,7 +87,6 @@ class ProcessSettings:
         )
 
     def shape(self) -> LoadShape:
-        """Return the load's shape."""
         return LoadShape(width=self.width, at_once=self.at_once, resets=self.resets)
 
 
@@ -239,7 +237,6 @@ def read_lines(log: str | Path, what: str = "") -> list[dict[str, Any]]:
 
 
 def main() -> NoReturn:
-    """Be the command line."""
     _SERVER.set_forkserver_preload(["support.live_process"])
     parser = argparse.ArgumentParser(description=__doc__)
     for one in fields(ProcessSettings):

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -77,28 +76,14 @@ class StepReply:
     wrong: str = ""
 
 
-class LiveRank(Protocol):
-    """What a live engine wants of a rank. ``start`` and ``finish`` come in turn, once each in a
-    step."""
-
-    def start(self, work: StepWork) -> None:
-        """Begin a step."""
-
-    def finish(self) -> StepReply:
-        """End it. Raises WrongBytesError."""
-
-    def close(self) -> None:
-        """Finish what the device has started, and end."""
-
-
 def make_worker(config: Config, model: LiveModel, rank: int, layers: list[list[torch.Tensor]]) -> WorkerParts:
     """Build a rank's wing as the connector does."""
     return assemble_worker(config, model.geometry, rank, layers)
 
 
 class LocalRank:
-    """``LiveRank`` in the caller's process, its mover on a thread of its own, unless ``make``
-    builds another.
+    """A rank in the caller's process, its mover on a thread of its own, unless ``make`` builds
+    another. ``start`` and ``finish`` come in turn, once each in a step.
 
     ``turned``: the mover has no thread, and is turned here until nothing happens any more.
     """
@@ -128,7 +113,7 @@ class LocalRank:
         self._reply = StepReply()
 
     def start(self, work: StepWork) -> None:
-        """See ``LiveRank``; does all of the step."""
+        """Do all of the step."""
         self.before_forward(work)
         self.forward(work)
         self.after_forward(work)
@@ -169,7 +154,7 @@ class LocalRank:
             self._parts.mover.submit(Plan(stores), self._parts.mover.compute_done())
 
     def finish(self) -> StepReply:
-        """See ``LiveRank``."""
+        """Return what the rank finished. Raises WrongBytesError."""
         reply, self._reply = self._reply, StepReply()
         return reply
 
@@ -184,7 +169,6 @@ class LocalRank:
         return out - len(self._out)
 
     def close(self) -> None:
-        """See ``LiveRank``."""
         self._parts.close()
 
     def _collect(self) -> None:
@@ -221,28 +205,28 @@ class LocalRank:
 
 
 class RemoteRank:
-    """``LiveRank`` at the other end of a pipe. ``pid``: of its process."""
+    """A ``LocalRank`` at the other end of a pipe. ``pid``: of its process."""
 
     def __init__(self, connection: Connection, pid: int) -> None:
         self.pid = pid
         self._connection = connection
 
     def start(self, work: StepWork) -> None:
-        """See ``LiveRank``."""
         self._connection.send(work)
 
     def finish(self) -> StepReply:
-        """See ``LiveRank``."""
         reply: StepReply = self._connection.recv()
         if reply.wrong:
             raise WrongBytesError(reply.wrong)
         return reply
 
     def close(self) -> None:
-        """See ``LiveRank``: the rank says when it has closed."""
         self._connection.send(None)
-        self._connection.recv()
+        self._connection.recv()  # the rank says when it has closed
         self._connection.close()
+
+
+LiveRank = LocalRank | RemoteRank
 
 
 def serve_rank(connection: Connection, config: Config, model: LiveModel, rank: int, block_count: int) -> None:

@@ -26,18 +26,17 @@ from support.fake_engine import FakeEngine, Phase
 from support.fake_legs import ROTTEN, TORN
 from support.fake_neighbours import FakeHome, FakeNeighbours
 from support.fake_ranks import FakeRank
+from support.life import LONGEST_QUARANTINE_S, Life
 from support.manager_parts import ManagerParts, Sizes
 from support.manager_sizes import RANKS
 from support.manager_watch import ManagerWatch
 
 MOST_REQUESTS = 4
 BUDGET_TOKENS = 8
-QUIET_ROUNDS = 80
 PATIENCE_ROUNDS = 12
 MOST_PEACE_STEPS = 5
 """Steps of the engine between two rare events, at least."""
 LONGEST_BACK_OFF_S = 61.0
-LONGEST_QUARANTINE_S = 3601.0
 NEIGHBOUR_SLOTS = 4
 
 _picks = st.integers(0, 7)
@@ -58,10 +57,12 @@ class Event(Enum):
     QUIET = "everything works, and all requests end"
 
 
-class ManagerMachine(RuleBasedStateMachine):
+class ManagerMachine(Life, RuleBasedStateMachine):
     """See the module. ``sizes``: of the manager."""
 
     sizes: ClassVar[Sizes]
+    budget_tokens = BUDGET_TOKENS
+    quiet_rounds = 80
 
     @initialize()
     def start(self) -> None:
@@ -186,12 +187,6 @@ class ManagerMachine(RuleBasedStateMachine):
         self.engine.schedule(budget)
         self._finish_step()
 
-    def _finish_step(self) -> None:
-        if self.engine.phase is Phase.SCHEDULED:
-            self.engine.forward()
-        if self.engine.phase is Phase.COMPUTED:
-            self.engine.update()
-
     # -- ranks ---------------------------------------------------------------------------------
 
     @precondition(lambda self: any(rank.runnable for rank in self.ranks))
@@ -309,10 +304,6 @@ class ManagerMachine(RuleBasedStateMachine):
         """Time passes."""
         self._advance(seconds)
 
-    def _advance(self, seconds: float) -> None:
-        self.now += seconds
-        self.engine.now = self.now
-
     # -- catastrophes, and their opposite ------------------------------------------------------
 
     @precondition(lambda self: self.engine.step_count - self.last_event >= MOST_PEACE_STEPS)
@@ -351,45 +342,21 @@ class ManagerMachine(RuleBasedStateMachine):
         self._advance(LONGEST_QUARANTINE_S)
         for _ in range(PATIENCE_ROUNDS):
             self._round()
-        if self.parts.cpu is not None or (self.parts.nvme is not None and self.parts.nvme.is_open):
+        if self.parts.cpu is not None or (self.parts.nvme is not None and self.parts.nvme.status.is_open):
             self.watch.check_stored()
 
     def _run_until_quiet(self) -> None:
-        """Everything works, and every request ends: then nothing is left of them.
-
-        First with what the devices still do not end, for which nobody waits, and then without.
-        """
-        for request in self.engine.requests.values():
-            request.finishing = True
+        """Everything works, and every request ends: first with what the devices still do not end,
+        for which nobody waits, and then without."""
         self._rest()
-        self.watch.check_quiet()
         if any(rank.late for rank in self.ranks):
             self._end_all_late()
             self._step(BUDGET_TOKENS)
             self._rest()
-            self.watch.check_quiet()
-
-    def _rest(self) -> None:
-        """Step until nothing is pending."""
-        self.index.refuse_puts = False
-        for _ in range(QUIET_ROUNDS):
-            self.parts.manager.commit()  # as the connector does before it asks
-            self.watch.note_progress()
-            if not self.engine.requests and not self.parts.manager.has_pending_work(self.now):
-                break
-            self._round()
-        else:
-            left = list(self.engine.requests.values())
-            raise AssertionError(f"it never becomes quiet: {left}, {len(self.parts.transfers)} jobs")
 
     def _round(self) -> None:
-        for rank in self.ranks:
-            rank.work_off()
         self.neighbours.answer()
-        self.index.refuse_puts = False
-        self.index.commit()
-        self._advance(2.5)
-        self._step(BUDGET_TOKENS)
+        super()._round()
 
     @invariant()
     def holds(self) -> None:
@@ -399,6 +366,4 @@ class ManagerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Let every example that has not failed end in quiet."""
         if sys.exc_info()[0] is None and hasattr(self, "watch"):
-            self._finish_step()
             self._run_until_quiet()
-            self.watch.check()

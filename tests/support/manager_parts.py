@@ -133,8 +133,7 @@ class WatchedCpuSpace(CpuSpace):
         ]
         before = ready_copies(catalog, Tier.CPU)
         lower = self.lower
-        queued = 0 if lower is None else lower.count(size_class)
-        waiting = lower._queued.first(queued, size_class) if lower is not None and queued else []
+        waiting = [] if lower is None else list(lower._queued.walk(size_class))
         short = count - self.pool.free[size_class]
         slots = super().allocate(size_class, count, keep_queued=keep_queued)
         kept = lower is None or all(map(lower.is_queued, waiting))
@@ -161,6 +160,10 @@ class ManagerParts:
     cpu: CpuSpace | None
     nvme: NvmeSpace | None
     policy: WatchedPolicy
+
+    def neighbour_has(self, key: BlockKey) -> bool:
+        """Whether a neighbour is thought to have a block."""
+        return self.manager._neighbours.holds(key, Tier.NVME)
 
     @property
     def demotions(self) -> Demotions | None:

@@ -16,14 +16,13 @@ from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import CopyState
 from kvdisk.manager.demotions import MAX_DEMOTE_JOBS
 from kvdisk.manager.lookup import first_needed
-from kvdisk.manager.pool import SlotPool
+from kvdisk.manager.pool import USED, SlotPool
 from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
-from support.budget_watch import BudgetWatch
-from support.fake_engine import FakeEngine
+from support.fake_engine import FakeEngine, Watch
 from support.fake_ranks import FakeRank
 from support.fake_requests import FakeRequest, Status, key_of, value_of
-from support.manager_parts import ManagerParts, Sizes, WatchedCpuSpace, is_neighbours
-from support.policy_watch import PolicyWatch
+from support.manager_parts import DAY_S, ManagerParts, Sizes, WatchedCpuSpace, is_neighbours
+from support.pool_check import check_pool
 from support.read_watch import ReadWatch
 
 _BAD_COPY = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
@@ -34,7 +33,7 @@ FIRST_BACK_OFF_S = 1.0
 
 
 @dataclass
-class ManagerWatch:
+class ManagerWatch(Watch):
     """``Watch`` of one manager's life; ``check`` after every event, ``check_quiet`` when nothing is
     under way.
 
@@ -54,6 +53,9 @@ class ManagerWatch:
     _stored: set[tuple[str, BlockKey]] = field(default_factory=set)
     """Blocks of live requests that were seen in some tier, or on their way there, since they were
     offered."""
+    _not_admitted: set[tuple[str, BlockKey]] = field(default_factory=set)
+    """Blocks that too few requests had wanted when their request offered them: others store
+    them."""
     _progress: tuple[int, bool] = (0, True)
     _planned_s: float = 0.0
     _bad_copies: set[tuple[BlockKey, int, Tier, Slot | None]] = field(default_factory=set)
@@ -65,20 +67,22 @@ class ManagerWatch:
     _write_failed_s: float = -FIRST_BACK_OFF_S
     _first_paused: int = 0
     _wants: dict[BlockKey, set[str]] = field(default_factory=dict)
-    _policy: PolicyWatch = field(init=False)
+    _saved: dict[str, set[BlockKey]] = field(default_factory=dict)
+    """By victim, the blocks whose stores were urgent, and have not failed."""
+    _allowed_bytes: float = 0.0
+    """Of the budget of written bytes: an hour's at most, none at the start."""
 
     def __post_init__(self) -> None:
-        self._budget = BudgetWatch(self.sizes, self.engine.now)
+        self._budget_filled_s = self.engine.now
         self.engine.manager, self.engine.watch = self.parts.manager, self
         self.reads = ReadWatch(self.sizes, self.parts, self.engine)
         self.parts.policy.on_accept, self.parts.policy.before_free = self._accepted, self.note_progress
-        self._policy = PolicyWatch(self.sizes, self.parts, self.engine)
         if isinstance(self.parts.cpu, WatchedCpuSpace):
             self.parts.cpu.wanted = self._is_wanted_on_nvme
 
     def _is_wanted_on_nvme(self, key: BlockKey) -> bool:
         nvme = self.parts.nvme
-        if nvme is None or not nvme.is_open or self.parts.manager.neighbour_has(key):
+        if nvme is None or not nvme.status.is_open or self.parts.neighbour_has(key):
             return False
         return self._is_admitted(self.sizes.config.nvme_admission, key)
 
@@ -92,6 +96,10 @@ class ManagerWatch:
         needed = int(admission[6:-1]) if "(" in admission else 0 if ":" in admission else by_name[admission]
         return len(self._wants.get(key, set()).union(hopes)) >= needed
 
+    @property
+    def _first_admission(self) -> str:
+        return self.sizes.config.cpu_admission if self.sizes.has_cpu else self.sizes.config.nvme_admission
+
     # -- what the engine saw -------------------------------------------------------------------
 
     def answered(self, request: FakeRequest, local_tokens: int, answer: int | None, now: float) -> None:
@@ -100,11 +108,11 @@ class ManagerWatch:
 
         A victim gets what was saved of it.
         """
-        self._policy.answered(request, local_tokens, answer, self._load_limits.get(request.id))
         self.reads.answered(request, answer, now)
         if answer is None:
             return
         limit = self._load_limits.get(request.id)
+        self._check_victim(request, local_tokens, answer, limit)
         assert limit is None or answer == 0 or local_tokens + answer <= limit, "what failed to load is promised again"
         if answer:
             end = local_tokens + answer
@@ -118,16 +126,19 @@ class ManagerWatch:
         have the block."""
         row, catalog = self.parts.catalog.find(key), self.parts.catalog
         own = row >= 0 and (catalog.readable(row, Tier.CPU) or catalog.readable(row, Tier.NVME))
-        return own or self.parts.manager.neighbour_has(key)
+        return own or self.parts.neighbour_has(key)
 
     def offered(self, request: FakeRequest, computed_tokens: int) -> None:
         """Note which of the request's blocks some tier has or gets."""
         if not self.sizes.config.store_decode:
             computed_tokens = min(computed_tokens, request.prompt_tokens)
         for key in self._held_keys(request, computed_tokens):
-            self._wants.setdefault(key, set()).add(request.id)
+            is_new = request.id not in self._wants.setdefault(key, set())
+            self._wants[key].add(request.id)
             if self._is_held(key):
                 self._stored.add((request.id, key))
+            elif is_new and not self._is_admitted(self._first_admission, key):
+                self._not_admitted.add((request.id, key))
 
     def _accepted(self, request_id: str, group: int, position: int) -> None:
         key = key_of(self.engine.requests[request_id], self.sizes.geometry.groups[group], position)
@@ -145,7 +156,7 @@ class ManagerWatch:
     def _is_held(self, key: BlockKey) -> bool:
         """Whether a tier has or gets a block, or, without a CPU tier, another home is thought to
         have it."""
-        if not self.sizes.has_cpu and self.parts.manager.neighbour_has(key):
+        if not self.sizes.has_cpu and self.parts.neighbour_has(key):
             return True
         row, catalog = self.parts.catalog.find(key), self.parts.catalog
         return row >= 0 and any(
@@ -158,7 +169,7 @@ class ManagerWatch:
         self.reads.planned(preempted)
         for job in plan.jobs:
             self._note_job(job)
-        self._policy.planned(plan, preempted)
+        self._check_stores(plan, preempted)
         self.reads.check_bounds([job for job, _ in self._jobs.values()])
         kinds = [job.kind for job, _ in self._jobs.values()]
         assert kinds.count(JobKind.DEMOTE) <= MAX_DEMOTE_JOBS
@@ -186,8 +197,7 @@ class ManagerWatch:
         paused = self.engine.now < self._write_failed_s + FIRST_BACK_OFF_S and job.id >= self._first_paused
         assert not (writes and paused), "a write during a back-off"
         if writes:
-            slot_bytes = [self.sizes.slot_bytes_of(move.key) for move in job.moves]
-            self._budget.spend(sum(slot_bytes) * len(self.ranks), self.engine.now)
+            self._spend(sum(self.sizes.slot_bytes_of(move.key) for move in job.moves) * len(self.ranks))
         for move in job.moves:
             self._bad_copies.discard(_target(job, move))
             if job.kind in _READS:
@@ -201,6 +211,59 @@ class ManagerWatch:
                 hopes: Collection[str] = () if writes else self.reads.hopes.get(move.key, ())
                 may_enter = admission == "adaptive" or self._is_admitted(admission, move.key, hopes)
                 assert may_enter, "a block has entered a tier that does not admit it"
+
+    def _spend(self, written_bytes: int) -> None:
+        """A second account of the bytes written to NVMe, beside the product's."""
+        bytes_per_day, now = self.sizes.config.nvme_write_bytes_per_day, self.engine.now
+        if bytes_per_day is not None:
+            burst = max(bytes_per_day / 24, self.sizes.largest_bytes)
+            filled = (now - self._budget_filled_s) * (bytes_per_day - burst) / DAY_S
+            self._allowed_bytes = min(burst, self._allowed_bytes + filled) - written_bytes
+            self._budget_filled_s = now
+            assert self._allowed_bytes >= -1.0, "the budget of written bytes is overdrawn"
+
+    def _check_stores(self, plan: Plan, preempted: Sequence[str]) -> None:
+        """Only what the policy is there for is stored."""
+        name = self.sizes.config.store_policy
+        assert name == "on_preemption" or not plan.urgent
+        for job in [job for job in plan.jobs if job.kind is JobKind.STORE]:
+            if name == "on_preemption":
+                self._check_saved(job, plan, preempted)
+            elif name == "spillover":
+                for move in job.moves:
+                    block = self.engine.pool.get_block(move.block)
+                    assert block.key == move.key, "a block is stored under another name than it has"
+                    assert block.ref_cnt == 0, "a block is stored that was not free"
+
+    def _check_saved(self, job: Job, plan: Plan, preempted: Sequence[str]) -> None:
+        owner = self.parts.transfers._records[job.id].request_id
+        assert owner is not None and owner in preempted and job.id in plan.urgent, "stored, and nobody was preempted"
+        request = self.engine.requests[owner]
+        computed, table = self.engine.victims[owner]
+        for move in job.moves:
+            group = self.sizes.geometry.groups[group_of(move.key)]
+            places = {
+                key_of(request, group, at): table[group.group][at] for at in range(computed // group.block_tokens)
+            }
+            assert move.key in places, "a block is stored that the victim had not computed"
+            # 0: the window has left it behind in the very step that preempts, and nobody has
+            # written to it yet.
+            assert places[move.key] in {0, move.block}, "a block is stored that the victim did not hold"
+        self._saved.setdefault(owner, set()).update(move.key for move in job.moves)
+
+    def _check_victim(self, request: FakeRequest, local_tokens: int, answer: int, limit: int | None) -> None:
+        """A victim that comes back is promised what was saved of it."""
+        saved, groups = self._saved.get(request.id), self.sizes.geometry.groups
+        if not saved or len(groups) > 1:
+            return
+        most = len(request.tokens) - 1 if limit is None else min(len(request.tokens) - 1, limit)
+        catalog, end = self.parts.catalog, local_tokens
+        while end + groups[0].block_tokens <= most:
+            key = key_of(request, groups[0], end // groups[0].block_tokens)
+            if key not in saved or catalog.readable_tier(catalog.find(key)) is None:
+                break
+            end += groups[0].block_tokens
+        assert local_tokens + answer >= end, f"{request.id} does not get what was saved of it"
 
     def settled(self, report: Report) -> None:
         """Note failed loads and stores, and that room may have come free."""
@@ -221,7 +284,6 @@ class ManagerWatch:
                 late = self._late[job_id][1] if self._late_ranks[job_id] else ()
                 for position, reason in self._failures.pop(job_id, {}).items():
                     self._note_failure(job, owner, position, reason, position in late)
-                    self._policy.failed(job, position)
         for job_id in [job_id for job_id in self._late if job_id not in self._jobs and not self._late_ranks[job_id]]:
             del self._late[job_id], self._late_ranks[job_id]
 
@@ -240,6 +302,9 @@ class ManagerWatch:
                 self._io_errors.append(move)
         if owner is not None and job.kind in {JobKind.STORE, JobKind.LOAD}:
             self._stored.discard((owner, move.key))
+            if job.kind is JobKind.STORE:
+                for keys in self._saved.values():
+                    keys.discard(move.key)
             if job.kind is JobKind.LOAD:
                 limit = len(move.key) - 2 - self.sizes.geometry.groups[group_of(move.key)].block_tokens
                 self._load_limits[owner] = min(limit, self._load_limits.get(owner, limit))
@@ -258,9 +323,10 @@ class ManagerWatch:
 
     def reset(self, epoch: int, weights: int) -> None:
         """The weights have changed: everything has to be stored again."""
-        self._policy.reset()
+        self._saved.clear()
         self.weights[epoch] = weights
         self._stored.clear()
+        self._not_admitted.clear()
         self.reads.reset()
         self._wants.clear()
 
@@ -271,13 +337,13 @@ class ManagerWatch:
         parts = self.parts
         for tier, space in ((Tier.CPU, parts.cpu), (Tier.NVME, parts.nvme)):
             if space is not None:
-                space.pool.check()
+                check_pool(space.pool)
                 self._check_slots(tier, space.pool)
         self._check_copies()
         self._check_records()
         self._check_zombies()
         nvme, now = parts.nvme, self.engine.now
-        if nvme is not None and not (len(parts.transfers) or nvme.uncommitted or nvme.refresh_writable(now)):
+        if nvme is not None and not (len(parts.transfers) or nvme.status.uncommitted or nvme.refresh_writable(now)):
             assert not parts.manager.has_pending_work(now), "an idle engine steps although nothing may be written"
         if parts.demotions is not None:
             for size_class, count in enumerate(self.sizes.cpu_slots):
@@ -293,7 +359,8 @@ class ManagerWatch:
             Slot(segment, index)
             for segment in {slot.segment for slot in held} | _segments_of(self.sizes, self.parts, tier)
             if pool.has_segment(segment)
-            for index in pool.used_indices(segment)
+            for index, state in enumerate(pool.states[segment])
+            if state == USED
         }
         assert used == in_service, "a used slot without a copy, or a copy without its slot"
         for total, free, limbo in zip(pool.total, pool.free, pool.limbo, strict=True):
@@ -345,7 +412,6 @@ class ManagerWatch:
             tokens = request.computed
             if not self.sizes.config.store_decode:
                 tokens = min(tokens, request.prompt_tokens)
-            admission = self.sizes.config.cpu_admission if self.sizes.has_cpu else self.sizes.config.nvme_admission
             for key in self._held_keys(request, tokens):
                 group = self.sizes.geometry.groups[group_of(key)]
                 slots = (
@@ -353,8 +419,8 @@ class ManagerWatch:
                 )
                 if slots is not None and (len(key) - 2) // group.block_tokens > slots:
                     continue
-                stored = (request.id, key) in self._stored
-                assert stored or not self._is_admitted(admission, key), f"{key!r} of {request.id} is never stored"
+                stored = (request.id, key) in self._stored | self._not_admitted
+                assert stored, f"{key!r} of {request.id} is never stored"
 
     def check_quiet(self) -> None:
         """Assert what holds when nothing is under way but late moves of settled jobs: invariants 4,
@@ -363,7 +429,7 @@ class ManagerWatch:
         zombies = self._zombie_pins()
         assert len(parts.transfers) == 0 and not self._jobs, "a job is out"
         self.reads.check_quiet()
-        assert self._late or not parts.manager.neighbour_segments, "another home's segment stays open"
+        assert self._late or not parts.manager._neighbours._open, "another home's segment stays open"
         for row in catalog.rows():
             for tier in (Tier.CPU, Tier.NVME):
                 state = catalog.state(row, tier)

@@ -153,6 +153,8 @@ class ReadWatch:
     def check_quiet(self) -> None:
         """Assert that nothing is left when nothing is under way."""
         promotions = self.parts.manager._promotions
-        assert not self._reads and not promotions._reads.any, "a read that has ended is still waited for"
-        assert not promotions._reads.to_gpu.any, "a load that has ended is still waited for"
-        assert not promotions._waiting and not any(promotions._taken), "one that has ended is still read ahead for"
+        assert not self._reads
+        assert not self.parts.manager._gpu_loads.any, "a load that has ended is still waited for"
+        assert not promotions._waiting and not any(promotions._taken.values()), (
+            "one that has ended is still read ahead for"
+        )

@@ -159,7 +159,6 @@ class _DescriptorDevice(MemoryDevice):
     def attach_file(self, fd: int) -> None:
         """See ``Device``."""
         self._files[fd] = self._descriptors[fd]
-        self._lengths[fd] = len(self._descriptors[fd])
         super().attach_file(fd)
 
 

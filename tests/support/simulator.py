@@ -23,7 +23,7 @@ from kvdisk.blocks import Tier, group_of, make_block_key
 from kvdisk.geometry import HEADER_BYTES
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import CopyState
-from support.fake_engine import Phase
+from support.life import LONGEST_QUARANTINE_S, Life
 from support.live_model import PromptTree
 from support.manager_parts import ManagerParts
 from support.sim_drive import SimDrive, Weather
@@ -34,8 +34,6 @@ RANKS = 2
 ACTIONS = 120
 BUDGET_TOKENS = 16
 MOST_REQUESTS = 5
-QUIET_ROUNDS = 120
-LONGEST_QUARANTINE_S = 3601.0
 _TAIL = 40
 
 
@@ -49,10 +47,14 @@ class Outcome:
     counts: Counter[str]
 
 
-class Simulation:
+class Simulation(Life):
     """One run. ``on_event`` sees each event of the trace. ``straight``: processes move some sizes
     of blocks straight between drive and GPU, and others not.
     """
+
+    budget_tokens = BUDGET_TOKENS
+    quiet_rounds = 120
+    watch: ByteWatch
 
     def __init__(self, seed: int, on_event: Callable[[str], None] | None = None, *, straight: bool = False) -> None:
         self.seed = seed
@@ -72,7 +74,7 @@ class Simulation:
         self._pace = self._rng.choice((2, 4, 8, 16))
         self._faults = self._draw_faults()
         self._drives = [SimDrive() for _ in range(RANKS)]
-        self._index = MemoryIndex(max_queued=8)
+        self.index = MemoryIndex(max_queued=8)
         self._lives = self._requests = 0
         self.counts[self._shape] += 1
         self._note(f"{self._shape}, pace {self._pace}, faults {self._faults}")
@@ -102,8 +104,8 @@ class Simulation:
         self.engine = SimEngine(sizes.geometry, sizes.block_count, self.ranks, self._drift)
         self.engine.now = self.now
         limited = replace(sizes, segments=segments)
-        self.parts = ManagerParts.make(limited, self.engine, self._index, self._lives * 10_000)
-        self.watch = ByteWatch(sizes, self.parts, self.engine, self.ranks, self._index, self._model, self._note)
+        self.parts = ManagerParts.make(limited, self.engine, self.index, self._lives * 10_000)
+        self.watch = ByteWatch(sizes, self.parts, self.engine, self.ranks, self.index, self._model, self._note)
 
     # -- the run -------------------------------------------------------------------------------
 
@@ -153,20 +155,20 @@ class Simulation:
         for _ in range(4):
             loaded = self._serve(prompt)
         nvme = self.parts.nvme
-        if self.parts.cpu is not None or (nvme is not None and nvme.is_open):
+        if self.parts.cpu is not None or (nvme is not None and nvme.status.is_open):
             assert loaded, f"nothing is stored or loaded any more: {prompt}"
 
     def _must_survive_a_restart(self) -> None:
         """What the index names is loaded by the next process."""
-        if self.parts.nvme is None or not self.parts.nvme.is_open or self.engine.weights:
+        if self.parts.nvme is None or not self.parts.nvme.status.is_open or self.engine.weights:
             return
         prompt = "".join(self._rng.choices("uvwxy", k=17))
         for _ in range(2):
             self._serve(prompt)
         self._end_process()
-        self._index = self._index.reopened()
+        self.index = self.index.reopened()
         self._live(self._sizes.segments)
-        keys = {record.key for record in self._index.blocks()}
+        keys = {record.key for record in self.index.blocks()}
         named = all(
             make_block_key(prompt[:end].encode(), group.group) in keys
             for group in self._sizes.geometry.groups
@@ -187,38 +189,12 @@ class Simulation:
         return self.parts.manager.stats.counts.get("loaded_blocks", 0) - before
 
     def _run_until_quiet(self) -> None:
-        self._finish_step()
-        for request in self.engine.requests.values():
-            request.finishing = True
-        self._index.refuse_puts = False
         # Movers without threads have stood still, and nothing may have been heard of them for long.
-        self._round()
-        for _ in range(QUIET_ROUNDS):
-            self.parts.manager.commit()  # as the connector does before it asks
-            self.watch.note_progress()
-            if not self.engine.requests and not self.parts.manager.has_pending_work(self.now):
-                break
-            self._round()
-        else:
-            left = list(self.engine.requests.values())
-            raise AssertionError(f"it never becomes quiet: {left}, {len(self.parts.transfers)} jobs")
-        self.watch.check()
-        self.watch.check_quiet()
-
-    def _round(self) -> None:
-        for rank in self.ranks:
-            rank.work_off()
-        self._index.refuse_puts = False
-        self._index.commit()
-        self._advance(2.5)
-        self.engine.schedule(BUDGET_TOKENS)
         self._finish_step()
+        self._round()
+        self._rest()
 
     # -- time ----------------------------------------------------------------------------------
-
-    def _advance(self, seconds: float) -> None:
-        self.now += seconds
-        self.engine.now = self.now
 
     def _drift(self) -> None:
         """Let movers, devices and copies go on a little."""
@@ -229,13 +205,6 @@ class Simulation:
         """Run a step of the engine."""
         self.engine.schedule(self._rng.choice((4, BUDGET_TOKENS, BUDGET_TOKENS)))
         self._finish_step()
-
-    def _finish_step(self) -> None:
-        if self.engine.phase is Phase.SCHEDULED:
-            self.engine.forward()
-        if self.engine.phase is Phase.COMPUTED:
-            self._drift()
-            self.engine.update()
 
     def _wait(self) -> None:
         self._advance(self._rng.choice((0.01, 0.06, 0.3, 1.0, 2.5, 6.0, 6.0, 61.0)))
@@ -280,9 +249,9 @@ class Simulation:
 
     def _commit(self) -> None:
         fails = self._rng.random() < 0.1
-        self._index.commit(self._rng.randrange(1, 6), fail=fails)
+        self.index.commit(self._rng.randrange(1, 6), fail=fails)
         if not fails:
-            self._index.refuse_puts = False
+            self.index.refuse_puts = False
 
     def _damage(self) -> None:
         """A bit of a copy changes, or on a drive another block arrives in its place, and nobody
@@ -325,7 +294,7 @@ class Simulation:
         commits."""
         for rank in self.ranks:
             rank.close()
-        assert self._index.flush(0.0)
+        assert self.index.flush(0.0)
         self._count_life()
 
     def _restart(self) -> None:
@@ -340,7 +309,7 @@ class Simulation:
 
     def _go_on(self) -> None:
         """Another process finds what is on the drives; its cap may be smaller."""
-        self._index = self._index.reopened()
+        self.index = self.index.reopened()
         self._live(max(1, self._sizes.segments - self._rng.randrange(2)))
 
     def _count_life(self) -> None:

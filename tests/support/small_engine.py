@@ -59,12 +59,10 @@ class SmallEngine:
         self.index.commit()
 
     def serve(self, prompt: str) -> None:
-        """Run a request to its end."""
         self.add(prompt)
         self.finish()
 
     def finish(self) -> None:
-        """Run all requests to their end."""
         for _ in range(100):
             for request in self.engine.queued:
                 request.finishing = True

@@ -21,21 +21,9 @@ def wait_for(condition) -> None:
         time.sleep(0.005)
 
 
-def test_functions_are_called_at_their_intervals_and_once_more_at_the_end(monkeypatch):
+def test_functions_are_called_at_once_at_their_intervals_and_at_the_end(monkeypatch, caplog):
     monkeypatch.setattr(background, "CLOSE_TIMEOUT_S", WAIT_S)
-    often, rarely = [], []
-    thread = Background([(0.01, lambda: often.append(1)), (600, lambda: rarely.append(1))])
-    wait_for(lambda: len(often) >= 3)
-    assert not rarely
-    thread.close()
-    assert not thread._thread.is_alive(), "nothing is called any more"
-    assert len(rarely) == 1
-    thread.close()
-    assert len(rarely) == 1
-
-
-def test_a_function_that_fails_is_called_again_and_one_with_a_bug_is_not(caplog):
-    failed, broken, fine = [], [], []
+    failed, broken, often, rarely = [], [], [], []
 
     def fails() -> None:
         failed.append(1)
@@ -46,10 +34,14 @@ def test_a_function_that_fails_is_called_again_and_one_with_a_bug_is_not(caplog)
         raise ZeroDivisionError
 
     with caplog.at_level(logging.ERROR, logger="kvdisk"):
-        thread = Background([(0.01, fails), (0.01, breaks), (0.01, lambda: fine.append(1))])
-        wait_for(lambda: len(failed) >= 3 and len(fine) >= 3)
+        jobs = [(0.01, fails), (0.01, breaks), (0.01, lambda: often.append(1)), (600, lambda: rarely.append(1))]
+        thread = Background(jobs)
+        wait_for(lambda: len(failed) >= 3 and len(often) >= 3)
+        assert len(rarely) == 1
         thread.close()
-    assert len(broken) == 1
+    assert not thread._thread.is_alive(), "nothing is called any more"
+    thread.close()
+    assert len(rarely) == 2 and len(broken) == 1
     assert [record.levelname for record in caplog.records] == ["ERROR"], "a bug is told once, a full disk is not"
 
 

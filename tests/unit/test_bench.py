@@ -6,16 +6,16 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from unittest.mock import Mock
 
 import bench_tiers
 import pytest
-from bench_peer import Case, Layout
+from bench_tiers import Case, Layout
 from cli_stores import COMMAND, run_here
 
 from kvdisk.cli import bench
 from kvdisk.device.base import Op
 from kvdisk.device.memory import MemoryDevice
-from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import FILE_BYTES
 from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
 from kvdisk.worker.arena import Arena
@@ -54,30 +54,21 @@ def test_a_run_has_everything_needs_no_torch_and_leaves_nothing(tmp_path):
     assert "straight between drive and GPU" in found["straight_to_gpu"]
 
 
-def test_wrong_usage_is_refused_in_one_line(tmp_path):
+def test_wrong_usage_and_a_drive_without_room_are_refused_in_one_line(tmp_path, monkeypatch):
+    real, free_bytes = os.statvfs, bench.LEFT_FREE_BYTES + FILE_BYTES - 1
+    full = Mock(f_frsize=1, f_bavail=free_bytes)
     for arguments, words in (
         ((tmp_path, "-b", "5000"), "multiple of 4 KiB"),
         ((tmp_path, "-b", "lots"), "--block-size must be a size"),
         ((tmp_path / "absent",), "is not a directory"),
+        ((tmp_path, "-b", "64K"), "and leaves 1.0 GiB free"),
     ):
+        monkeypatch.setattr(os, "statvfs", lambda path: full if path == tmp_path else real(path))
         done = run_here("bench", *arguments)
         assert done.exit_code == 2
         assert words in done.stderr and done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_a_drive_without_room_is_not_filled(tmp_path, monkeypatch):
-    real, free_bytes = os.statvfs, bench.LEFT_FREE_BYTES + FILE_BYTES
-
-    class Status:
-        f_frsize = 1
-        f_bavail = free_bytes - 1
-
-    monkeypatch.setattr(os, "statvfs", lambda path: Status() if path == tmp_path else real(path))
-    done = run_here("bench", tmp_path, "-b", "64K")
-    assert done.exit_code == 2 and "free" in done.stderr
-    assert not list(tmp_path.iterdir())
-    Status.f_bavail = free_bytes
+    full.f_bavail += 1
     done = run_here("bench", tmp_path, "-b", "64K")
     assert done.exit_code == 0
     (line,) = [line.split() for line in done.stdout.splitlines() if line.startswith("68 KiB  ")]
@@ -85,12 +76,16 @@ def test_a_drive_without_room_is_not_filled(tmp_path, monkeypatch):
     assert "\ndevice: auto would use posix-" in done.stdout
 
 
-def test_a_drive_that_fails_while_it_is_measured_is_an_exit_code(tmp_path, monkeypatch):
-    failing = FaultPlan(full=True)
-    monkeypatch.setattr(bench, "PosixDevice", lambda: FaultyDevice(PosixDevice(), failing))
+@pytest.mark.parametrize(
+    ("plan", "said"), [(FaultPlan(full=True), "errno 28"), (FaultPlan(hold=True), "nothing was heard of it for 0.05 s")]
+)
+def test_a_drive_that_fails_or_hangs_while_it_is_measured_is_an_exit_code(tmp_path, monkeypatch, plan, said):
+    monkeypatch.setattr(bench, "SILENT_S", 0.05)
+    monkeypatch.setattr(bench, "_given_up", [])
+    monkeypatch.setattr(bench, "PosixDevice", lambda: FaultyDevice(MemoryDevice(), plan))
     done = run_here("bench", tmp_path, "-b", "64K")
-    assert done.exit_code == 1 and done.stderr.startswith("kvdisk: the drive failed: ")
-    assert not list(tmp_path.iterdir())
+    assert done.exit_code == 1 and done.stderr.startswith("kvdisk: the drive failed: ") and said in done.stderr
+    assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
 # --- Our comparison with fio and vLLM's files. ---

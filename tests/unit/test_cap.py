@@ -131,17 +131,6 @@ def test_a_live_home_never_goes_and_its_index_counts_as_it_may_become(path):
     mine.leave()
 
 
-def test_a_segment_that_is_made_makes_the_room_that_was_missing(path):
-    dies = Engine(path, b"a" * 32)
-    lives = Engine(path, b"b" * 32)
-    dies.fill()
-    lives.make()
-    dies.leave()
-    lives.make()
-    assert ids(path) == {lives.home.id}
-    lives.leave()
-
-
 def test_a_start_deletes_what_does_not_fit_and_no_more(path):
     left = []
     engines = [Engine(path, name * 32, cap_bytes=4 * MIB, now=now) for now, name in enumerate((b"a", b"b", b"c"))]
@@ -155,22 +144,6 @@ def test_a_start_deletes_what_does_not_fit_and_no_more(path):
     assert left[1] in ids(path), "one to be cut to its cap does not take more than its cap from others"
     again.leave()
     new.leave()
-
-
-def test_what_a_deletion_that_was_killed_left_on_a_drive_goes_before_any_home(tmp_path):
-    dirs = [tmp_path / "a", tmp_path / "b"]
-    orphan = Engine(dirs, b"o" * 32)
-    orphan.make()
-    orphan.leave()
-    engine = Engine(dirs, b"a" * 32)
-    left = dirs[1] / "homes" / ("d" * 32)
-    left.mkdir()
-    (left / "rank0.kv").write_bytes(bytes(5 * MIB))
-    for _ in range(5):
-        engine.make()
-    assert not left.exists()
-    assert ids(dirs[0]) == {orphan.home.id, engine.home.id}
-    engine.leave()
 
 
 def test_a_segment_that_took_more_than_it_has_is_undone(path, monkeypatch):

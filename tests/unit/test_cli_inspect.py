@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``kvdisk inspect`` finds in stores in use, left behind, copied and damaged."""
+"""What ``kvdisk inspect`` finds in stores in use, left behind, copied and damaged, and what people
+see of it."""
 
 from __future__ import annotations
 
@@ -7,31 +8,46 @@ import json
 import os
 import shutil
 import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_stores import CAP, HYBRID, PLAIN, SLOTS, Owner, drop_power, fill_home, inspect_json, leave_home, run, run_here
+from mass_stores import Layer, key
 
 from kvdisk import __version__
-from kvdisk.blocks import Slot, make_block_key
+from kvdisk.blocks import Slot
 from kvdisk.cli.indexes import read_homes
 from kvdisk.cli.survey import survey_store
 from kvdisk.device.home import Home
+from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
 from kvdisk.geometry import segment_file_bytes
-from kvdisk.index.base import BlockRecord
+from kvdisk.index.base import BlockRecord, SegmentRecord
+from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
+from kvdisk.messages import SegmentSpec
+
+HOUR_S, DAY_S = 3600, 86400
+SLOT_BYTES = PLAIN.geometry.groups[0].slot_bytes
 
 
-def files_below(path: Path) -> dict[str, tuple[int, int, bytes]]:
-    """Mode, time of change and bytes of everything; LMDB's readers are known by their mark in
-    lock.mdb."""
-    found = {}
-    for item in sorted(path.rglob("*")):
-        if item.name != "lock.mdb":
-            status = item.lstat()
-            found[str(item)] = (status.st_mode, status.st_mtime_ns, item.read_bytes() if item.is_file() else b"")
-    return found
+def has(found: Any, expected: Any) -> None:
+    """Fail where a part of the JSON is not as expected; what is not expected may be anything."""
+    if isinstance(expected, dict):
+        for name, value in expected.items():
+            has(found[name], value)
+    elif isinstance(expected, list) and expected:
+        assert len(found) == len(expected), (found, expected)
+        for each, one in zip(found, expected, strict=True):
+            has(each, one)
+    else:
+        assert found == expected
+
+
+# -- what is there -----------------------------------------------------------------------------
 
 
 def test_the_json_has_what_was_stored(path: Path) -> None:
@@ -40,54 +56,130 @@ def test_the_json_has_what_was_stored(path: Path) -> None:
     done = run("inspect", path, "--json")
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
-    assert found["json_version"] == 2 and found["kvdisk_version"] == __version__ and found["problems"] == []
-    assert found["store"] | {"store_id": "", "created_s": 2000} == found["store"] | {"store_id": ""}
-    slot_plain, slot_wide = (group.slot_bytes for group in HYBRID.geometry.groups)
-    assert found["totals"] == {
-        "namespaces": 2,
-        "homes": 2,
-        "live_homes": 0,
-        "unreadable_homes": 0,
-        "blocks": 25,
-        "slots": 5 * SLOTS,
-        "used_bytes": 15 * slot_plain * 2 + 5 * slot_plain + 5 * slot_wide,
-        "allocated_bytes": sum(home["allocated_bytes"] for home in found["homes"]),
-        "cap_bytes": None,
-        "oldest_stored_s": 1900,
-        "newest_stored_s": 8904,
-    }
-    first, second = found["namespaces"]
-    assert (first["homes"], second["homes"]) == ([hybrid], [plain]), "the last used comes first"
-    assert (first["fingerprint"], first["model"], first["kv_dtype"]) == ("9b" * 32, "/models/of/hybrid-1B", "fp8")
-    assert (second["tensor_parallel"], second["ranks"], second["hash_tokens"]) == (2, 2, 16)
-    assert [(group["block_tokens"], group["window_tokens"], group["blocks"]) for group in first["groups"]] == [
-        (16, None, 5),
-        (32, 1024, 5),
+    wide = HYBRID.geometry.groups[1].slot_bytes
+    totals = {"namespaces": 2, "homes": 2, "live_homes": 0, "unreadable_homes": 0, "blocks": 25, "slots": 5 * SLOTS}
+    totals |= {"used_bytes": 35 * SLOT_BYTES + 5 * wide, "oldest_stored_s": 1900, "newest_stored_s": 8904}
+    totals |= {"allocated_bytes": sum(home["allocated_bytes"] for home in found["homes"]), "cap_bytes": None}
+    groups = [{"block_tokens": 16, "window_tokens": None, "blocks": 5}]
+    groups += [{"block_tokens": 32, "window_tokens": 1024, "blocks": 5}]
+    epochs = [{"epoch": 0, "blocks": 10}, {"epoch": 77, "blocks": 5}]
+    lengths = [{"rank": rank, "length_bytes": segment_file_bytes(SLOT_BYTES, SLOTS)} for rank in (0, 1)]
+    segment = {"segment": 2, "drive": 0, "indexed": True, "slot_bytes": SLOT_BYTES, "slots": SLOTS, "used_slots": 5}
+    segment |= {"used_bytes": 10 * SLOT_BYTES, "fill": 5 / SLOTS, "free_slots": 3, "free_runs": 1, "files": lengths}
+    segment |= {"longest_free_run_slots": 3, "fragmentation": 1.0, "read_run_blocks": 1.0}
+    home = {"id": plain, "owner": "orphan", "clean": True, "cap_bytes": CAP, "blocks": 15, "slots": 3 * SLOTS}
+    home |= {"used_bytes": 30 * SLOT_BYTES, "fill": 30 * SLOT_BYTES / CAP, "last_use_s": 2000, "problems": []}
+    last_used = {"homes": [hybrid], "fingerprint": "9b" * 32, "model": "/models/of/hybrid-1B", "kv_dtype": "fp8"}
+    other = {"homes": [plain], "tensor_parallel": 2, "ranks": 2, "hash_tokens": 16, "epochs": epochs}
+    has(found, {"json_version": 2, "kvdisk_version": __version__, "problems": [], "store": {"created_s": 2000}})
+    has(found["totals"], totals)
+    has(found["namespaces"], [last_used | {"groups": groups}, other])
+    has(found["homes"], [{"id": hybrid, "clean": False}, home | {"segments": [{}, {}, segment]}])
+    assert found["reuse"]["blocks"] is None, "no engine has written USES"
+    assert found["homes"][1]["allocated_bytes"] > 3 * 2 * SLOTS * SLOT_BYTES
+
+
+def shared(path: Path) -> None:
+    """Leave a store where abc is shared by de and by fg, which hi and j follow; xy is alone."""
+    layer = Layer(path, PLAIN)
+    for names, parent, first in (("abc", None, 0), ("de", "c", 3), ("fg", "c", 5), ("hi", "g", 7), ("j", "g", 20)):
+        layer.put_chain(names, parent, first=first)
+    layer.put_chain("xy", first=30)
+    layer.write_uses(dict(zip("abcdefghijxy", (9, 9, 9, 1, 0, 5, 5, 3, 3, 0, 0, 0), strict=True)))
+    layer.leave()
+
+
+def lines(tree: list[dict[str, Any]], depth: int = 0) -> Iterator[tuple[Any, ...]]:
+    """Depth, first letter of the key, start, tokens, chains, uses of first and last block."""
+    names = ("start_tokens", "tokens", "chains", "first_uses", "last_uses")
+    for prefix in tree:
+        yield depth, bytes.fromhex(prefix["key"])[:1].decode(), *(prefix[name] for name in names)
+        yield from lines(prefix["tree"], depth + 1)
+
+
+def test_the_tree_of_prefixes(path: Path) -> None:
+    shared(path)
+    prefixes = inspect_json(path)["namespaces"][0]["prefixes"]
+    assert list(lines(prefixes["tree"])) == [
+        (0, "a", 0, 48, 3, 9, 9),
+        (1, "f", 48, 32, 2, 5, 5),
+        (2, "h", 80, 32, 1, 3, 3),
+        (1, "d", 48, 32, 1, 1, 0),
     ]
-    assert second["epochs"] == [{"epoch": 0, "blocks": 10}, {"epoch": 77, "blocks": 5}]
-    home = found["homes"][1]
-    expected = {"id": plain, "owner": "orphan", "clean": True, "cap_bytes": CAP, "blocks": 15, "slots": 3 * SLOTS}
-    expected |= {"used_bytes": 30 * slot_plain, "fill": 30 * slot_plain / CAP, "last_use_s": 2000, "problems": []}
-    assert home | expected == home
-    assert home["allocated_bytes"] > 3 * 2 * SLOTS * slot_plain
-    assert found["homes"][0]["clean"] is False
-    length = segment_file_bytes(slot_plain, SLOTS)
-    segment = home["segments"][2]
-    assert [(file["rank"], file["length_bytes"]) for file in segment.pop("files")] == [(0, length), (1, length)]
-    assert segment == {
-        "segment": 2,
-        "drive": 0,
-        "indexed": True,
-        "slot_bytes": slot_plain,
-        "slots": SLOTS,
-        "used_slots": 5,
-        "used_bytes": 10 * slot_plain,
-        "fill": 5 / SLOTS,
-        "free_slots": 3,
-        "free_runs": 1,
-        "longest_free_run_slots": 3,
-        "fragmentation": 1.0,
-        "read_run_blocks": 1.0,
+    has(prefixes, {"total": 6, "shared": 4, "roots": 2, "chains": 4, "hidden_roots": 1, "hidden_blocks": 3})
+    head = prefixes["tree"][0]
+    has(head, {"below_blocks": 7, "below_bytes": 14 * SLOT_BYTES, "children": 2})
+    assert abs(head["last_use_s"] - time.time() + 2 * HOUR_S) < 60
+    assert head["tree"][0]["hidden_children"] == 1, "nobody shares or used j"
+    shown = run_here("inspect", path, "--prefixes", "3").stdout
+    ends = {letter: key(letter)[:4].hex() for letter in "afh"}
+    table = [line.rstrip() for line in shown.splitlines() if any(end in line for end in ends.values())]
+    assert [line.split()[0] for line in table] == [ends["a"], f"└─{ends['f']}", "└─" + ends["h"]]
+    assert table[2].startswith("  └─") and "9" in table[0].split()
+    assert "and 3 other pieces of 4 chains: 5 blocks in 80.0 KiB" in shown
+    assert run_here("inspect", path, "--prefixes", "-1").exit_code == 2
+
+
+def test_ages_and_reuse(path: Path) -> None:
+    layer = Layer(path, PLAIN)
+    for at, (name, age_s) in enumerate(zip("abcdef", (10, 300, 1800, 2 * HOUR_S, 8 * DAY_S, 90 * DAY_S), strict=True)):
+        layer.put(name, None, at, age_s=age_s)
+    layer.write_uses({"a": 0, "b": 1, "c": 2, "d": 4, "e": 70}, generation_of={"c": 99})
+    layer.leave()
+    found = inspect_json(path)
+    # The slot of c held another block; nothing is known of f.
+    ages = {"stored": [1, 1, 1, 1, 0, 0, 1, 1], "used": [0, 0, 0, 3, 0, 0, 0, 0], "never_used": 1, "unknown": 2}
+    has(found["ages"], ages)
+    has(found["reuse"], {"bounds": [0, 1, 2, 4, 8, 16, 32, 64], "blocks": [1, 1, 0, 1, 0, 0, 0, 0, 1], "unknown": 2})
+    shown = run_here("inspect", path).stdout
+    assert "not known yet" in shown and "> 64" in shown
+
+
+def test_free_runs_and_reads(path: Path) -> None:
+    layer = Layer(path, HYBRID, slots=600)
+    layer.put_chain("abcd")  # one read
+    layer.put_chain("ef", "d", first=300)  # another
+    layer.put("g", "f", 302, group=0)
+    layer.put("h", "f", 310)
+    layer.leave()
+    segment, empty = inspect_json(path)["homes"][0]["segments"]
+    has(segment, {"free_slots": 592, "free_runs": 3, "longest_free_run_slots": 296})
+    assert segment["fragmentation"] == pytest.approx(7 / 592), "2 MiB are 256 slots: the other runs are longer"
+    assert segment["read_run_blocks"] == pytest.approx(8 / 3)
+    assert (empty["fragmentation"], empty["read_run_blocks"]) == (0.0, None)
+
+
+def test_drives(path: Path, tmp_path: Path) -> None:
+    further = tmp_path / "further"
+    home = Store.open([path, further]).acquire_home(PLAIN.fingerprint, PLAIN.description, CAP)
+    index = LmdbIndex(home.index_path, map_bytes=map_bytes_for(100))
+    for segment, drive in ((0, 0), (1, 1), (2, 1)):
+        for rank in range(2):
+            spec = SegmentSpec(segment, SLOT_BYTES, 8, drive)
+            create_segment(home.folder(drive), spec, rank, 2, PLAIN.fingerprint).close()
+        index.put_segment(SegmentRecord(segment, SLOT_BYTES, 8, drive))
+    index.put([BlockRecord(0, key(name), Slot(segment, 0), 1) for segment, name in enumerate("abc")])
+    index.close()
+    home.close(clean=True)
+    first = {"path": str(path), "segments": 1, "slots": 8, "blocks": 1, "used_bytes": 2 * SLOT_BYTES}
+    second = {"path": str(further), "segments": 2, "slots": 16, "blocks": 2, "used_bytes": 4 * SLOT_BYTES}
+    has(json.loads(run_here("inspect", path, further, "--json").stdout)["drives"], [first, second])
+    printed = run_here("inspect", path, further).stdout.splitlines()
+    # A long path goes on in the first column of the next line, wherever it was cut.
+    assert str(further) in "".join(line.split()[0] for line in printed if line.strip())
+    has(inspect_json(path, code=1)["drives"], [{"path": str(path), "segments": 1}, {"path": None, "segments": 2}])
+
+
+# -- in use, and copied ------------------------------------------------------------------------
+
+
+def files_below(path: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Mode, time of change and bytes of everything; LMDB's readers are known by their mark in
+    lock.mdb."""
+    items = {item: item.lstat() for item in path.rglob("*") if item.name != "lock.mdb"}
+    return {
+        str(item): (status.st_mode, status.st_mtime_ns, item.read_bytes() if item.is_file() else b"")
+        for item, status in items.items()
     }
 
 
@@ -96,35 +188,28 @@ def test_a_store_in_use(path: Path, owner: Owner) -> None:
     before = files_below(path)
     found = inspect_json(path)
     assert files_below(path) == before
-    live = found["homes"][0]
-    assert (live["id"], live["owner"], live["clean"], live["blocks"]) == (owner.home_id, "alive", False, 5)
-    assert (found["totals"]["cap_bytes"], found["totals"]["live_homes"], found["totals"]["homes"]) == (CAP, 1, 2)
+    has(found["homes"][0], {"id": owner.home_id, "owner": "alive", "clean": False, "blocks": 5})
+    has(found["totals"], {"cap_bytes": CAP, "live_homes": 1, "homes": 2})
     assert owner.put_one() == "True 0", "the owner goes on"
     assert inspect_json(path)["homes"][0]["blocks"] == 6
     owner.kill()
-    left = inspect_json(path)["homes"][0]
-    assert (left["owner"], left["clean"], left["blocks"]) == ("orphan", False, 6)
+    has(inspect_json(path)["homes"][0], {"owner": "orphan", "clean": False, "blocks": 6})
 
 
 def test_a_copy_in_a_read_only_directory(path: Path, tmp_path: Path, owner: Owner) -> None:
-    original = inspect_json(path)
     copy = tmp_path / "copy"
     shutil.copytree(path, copy)
     (copy / "homes" / owner.home_id / "index" / "lock.mdb").unlink()
-    inspect_json(copy)
-    names = [str(item.relative_to(copy)) for item in copy.rglob("*")]
-    assert not any(name.endswith("lock.mdb") for name in names), "no file is made in a copy"
-    for item in (*copy.rglob("*"), copy):
+    names = sorted(copy.rglob("*"))
+    for item in (*names, copy):
         item.chmod(0o500 if item.is_dir() else 0o400)
     assert subprocess.run(["touch", copy / "homes" / "x"], check=False, preexec_fn=drop_power).returncode  # noqa: S607
     done = run("inspect", copy, "--json", obey_modes=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert [str(item.relative_to(copy)) for item in copy.rglob("*")] == names
-    for item in (copy, *copy.rglob("*")):
+    for item in (copy, *names):
         item.chmod(0o700)
-    (home,), (source,) = json.loads(done.stdout)["homes"], original["homes"]
-    assert (home["owner"], source["owner"]) == ("orphan", "alive"), "a copy has no owner"
-    assert (home["blocks"], home["segments"][0]["files"][0]["rank"]) == (source["blocks"], 0)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(copy.rglob("*")) == names, "no file is made in a copy"
+    has(json.loads(done.stdout)["homes"], [{"owner": "orphan", "blocks": 5}])
 
 
 def test_a_home_that_is_taken_over_meanwhile(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,51 +230,98 @@ def test_a_home_that_is_taken_over_meanwhile(path: Path, monkeypatch: pytest.Mon
 
 # -- what is wrong -----------------------------------------------------------------------------
 
+WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
+    "index cut short": (
+        lambda home: os.truncate(home / "index/data.mdb", 2 * 4096),  # reading it kills the process
+        "index cannot be read",
+    ),
+    "index missing": (lambda home: (home / "index/data.mdb").unlink(), "index is missing"),
+    "file missing": (lambda home: (home / "segments/1/rank1.kv").unlink(), "segment 1 of rank 1 is missing"),
+    "file overwritten": (lambda home: (home / "segments/1/rank1.kv").write_bytes(b"junk" * 9999), "no magic"),
+    "HOME overwritten": (lambda home: (home / "HOME").write_bytes(b"junk"), "its HOME file cannot be read"),
+}
 
-@pytest.mark.parametrize("how", ["cut short", "missing"])
-def test_an_index_that_cannot_be_read_is_one_homes_problem(path: Path, how: str) -> None:
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_one_homes_problem(path: Path, case: str) -> None:
     bad = leave_home(path, PLAIN, 2, last_use_s=2000)
     good = leave_home(path, HYBRID, 2, last_use_s=1000)
-    data = path / "homes" / bad / "index" / "data.mdb"
-    os.truncate(data, 2 * 4096) if how == "cut short" else data.unlink()  # reading it kills the process
+    damage, expected = WRONG[case]
+    damage(path / "homes" / bad)
     found = inspect_json(path, code=1)
-    first, second = found["homes"]
-    assert (first["id"], first["index_readable"], first["blocks"], first["used_bytes"]) == (bad, False, None, None)
-    assert (second["id"], second["index_readable"], second["blocks"], second["problems"]) == (good, True, 10, [])
+    first, second = sorted(found["homes"], key=lambda home: home["id"] == good)
     (problem,) = first["problems"]
-    assert "index is missing" in problem if how == "missing" else "index cannot be read" in problem
-    segment = first["segments"][1]
-    assert (segment["slots"], segment["slot_bytes"], segment["used_slots"]) == (SLOTS, 8192, None), "from its header"
-    assert (found["totals"]["blocks"], found["totals"]["unreadable_homes"]) == (10, 1)
+    assert expected in problem and found["problems"] == [f"engine store {bad}: {problem}"]
+    has(second, {"id": good, "index_readable": True, "blocks": 10, "problems": []})
+    is_lost = case.startswith("index")
+    has(first, {"id": bad, "index_readable": not is_lost, "blocks": None if is_lost else 10})
+    has(first["segments"][0], {"slots": SLOTS, "slot_bytes": SLOT_BYTES, "used_slots": None if is_lost else 5})
+    has(found["totals"], {"blocks": 10 if is_lost else 20, "unreadable_homes": int(is_lost)})
     shown = run_here("inspect", path)
-    assert shown.exit_code == 1
-    assert f"engine store {bad}: its index" in shown.stdout and "some/model-7B" in shown.stdout
-
-
-@pytest.mark.parametrize("how", ["gone", "overwritten"])
-def test_a_segment_file_that_is_wrong(path: Path, how: str) -> None:
-    home_id = leave_home(path, PLAIN, 2, last_use_s=2000)
-    file = path / "homes" / home_id / "segments" / "1" / "rank1.kv"
-    if how == "gone":
-        file.unlink()
-    else:
-        with file.open("r+b") as stream:
-            stream.write(b"junk")
-    (home,) = inspect_json(path, code=1)["homes"]
-    (problem,) = home["problems"]
-    assert {"gone": "segment 1 of rank 1 is missing", "overwritten": "no magic"}[how] in problem
-    assert home["blocks"] == 10
+    assert shown.exit_code == 1 and f"engine store {bad}: {problem}" in shown.stdout
 
 
 def test_records_that_no_segment_has(path: Path) -> None:
     home = Store.open(path).acquire_home(PLAIN.fingerprint, PLAIN.description, CAP)
     index = fill_home(home, PLAIN, 1)
-    index.put([BlockRecord(0, make_block_key(b"far" * 9, 0), Slot(0, SLOTS), 9)])
-    index.put([BlockRecord(0, make_block_key(b"lost" * 9, 0), Slot(4, 0), 9)])
+    index.put([BlockRecord(0, key("far"), Slot(0, SLOTS), 9), BlockRecord(0, key("lost"), Slot(4, 0), 9)])
     index.close()
     home.close(clean=True)
     (found,) = inspect_json(path, code=1)["homes"]
-    assert found["problems"] == [
-        "1 blocks are in segments that the index does not have",
-        f"segment 0 has {SLOTS} slots, and the index has a block in slot {SLOTS}",
-    ]
+    assert found["problems"] == ["2 blocks lie where its segments have no slots"]
+
+
+# -- what people see ---------------------------------------------------------------------------
+
+
+def lines_with(shown: str, *words: str) -> list[list[str]]:
+    """The lines that have all these words, each cut at spaces."""
+    return [line.split() for line in shown.splitlines() if set(words) <= set(line.split())]
+
+
+def test_the_tables_fit_and_have_the_facts(path: Path, owner: Owner) -> None:
+    crashed = leave_home(path, HYBRID, 19, last_use_s=int(time.time()) - 3 * DAY_S - 60, clean=False, used=8)
+    for columns in (80, 100):
+        done = run("inspect", path, COLUMNS=str(columns))
+        assert (done.returncode, done.stderr) == (0, "")
+        assert max(map(len, done.stdout.splitlines())) <= columns
+        assert "\x1b" not in done.stdout, "no colours where nobody sees them"
+        assert "2 (1 in use, 1 of stopped engines) in 2 namespaces" in done.stdout
+        (in_use,) = lines_with(done.stdout, owner.home_id[:8], "alive")
+        assert in_use[1:4] == ["3f" * 4, "alive", "5"]
+        (stopped,) = lines_with(done.stdout, crashed[:8], "9b" * 4)
+        assert (stopped[2:4], stopped[-3:]) == (["crashed", "152"], ["3", "d", "ago"])
+        assert f"{CAP >> 20}.0 MiB" in " ".join(stopped)
+        (one,) = lines_with(done.stdout, "9b" * 4, "fp8")
+        assert one[2:10] == ["fp8", "1", "16/32", "0", "+1", "own", "1", "152"]
+        (first,) = lines_with(done.stdout, crashed[:8], "x")
+        wide = ["-", "1.0"] if columns >= 100 else []
+        assert " ".join(first[1:]) == " ".join(["0 0 8.0 KiB 8 8 ████████ 100 %", *wide, "1 x 68.0 KiB"])
+        assert lines_with(done.stdout, "more") == [["3", "more", "(see", "--all)"]]
+    assert not lines_with(run_here("inspect", path, "--all").stdout, "more")
+
+
+def test_what_a_terminal_gets(path: Path) -> None:
+    hostile = {"model": "\x1b[31mred\x07[bold]b[/]", "tensor_parallel": []}
+    leave_home(path, PLAIN._replace(description=PLAIN.description | hostile), 1, last_use_s=2000)
+    shown = run("inspect", path, COLUMNS="120").stdout
+    assert "\x1b" not in shown and "\x07" not in shown
+    assert "[31mred\N{REPLACEMENT CHARACTER}[bold]b[/]" in shown, "a name from a file steers no terminal"
+    assert "\x1b[" in run("inspect", path, FORCE_COLOR="1", TERM="xterm").stdout
+    plain = run("inspect", path, PYTHONIOENCODING="ascii")
+    assert plain.returncode == 0 and "red" in plain.stdout
+
+
+def test_neither_vllm_nor_torch_is_needed(path: Path, tmp_path: Path) -> None:
+    leave_home(path, PLAIN, 1, last_use_s=2000)
+    for name in ("torch", "vllm", "pyarrow", "matplotlib"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('this must not be loaded')")
+    first = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    script = (
+        f"import sys\nfrom kvdisk.cli.main import app\napp(['inspect', {str(path)!r}], standalone_mode=False)\n"
+        "print('loaded', sorted({'torch', 'vllm', 'pyarrow'} & set(sys.modules)))\n"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": first})
+    assert "some/model-7B" in done.stdout and done.stdout.splitlines()[-1] == "loaded []"
+    assert run("--version", PYTHONPATH=first).stdout == f"kvdisk {__version__}\n"

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from cli_stores import HYBRID, PLAIN, leave_home, run_here
 from mass_stores import Layer, key
+from pyarrow import parquet
 from rebuild_stores import GEOMETRY, MINE, RANKS, home_path, key_of, make_store, start
 
+from kvdisk.cli import export
 from kvdisk.device.control import USES_FILE
 from kvdisk.geometry import HEADER_BYTES, slot_offset
 
@@ -50,36 +52,25 @@ def said(*arguments: object) -> str:
 
 def test_one_block_with_record_slots_chain_and_uses(path: Path) -> None:
     name = key_of(2).hex()
-    found = block_json(path, name)
+    found = block_json(path, name[:12].upper())
     (block,) = found["blocks"]
     assert (block["key"], block["group"], found["groups"], block["epoch"]) == (name, 0, [0], 0)
     assert (block["fingerprint"], block["model"]) == (MINE.hex(), "m")
     assert (block["position"], block["start_tokens"], block["block_tokens"], block["children"]) == (2, 32, 16, 1)
     assert block["chain"] == [key_of(number)[:-2].hex() for number in range(3)]
     (copy,) = block["copies"]
-    assert {name: copy[name] for name in ("segment", "slot", "drive", "generation", "parent", "stored_s")} == {
-        "segment": 0,
-        "slot": 2,
-        "drive": 0,
-        "generation": 1_700_000_000_000_000_003,
-        "parent": key_of(1).hex(),
-        "stored_s": 1_700_000_000,
-    }
-    assert (copy["owner"], copy["uses"], copy["last_use_s"]) == ("orphan", 3, 1_700_000_500)
-    assert [(rank["rank"], rank["offset"], rank["problems"]) for rank in copy["ranks"]] == [
-        (rank, slot_offset(SLOT[0], 2), []) for rank in range(RANKS)
+    expected = {"segment": 0, "slot": 2, "drive": 0, "generation": 1_700_000_000_000_000_003, "owner": "orphan"}
+    expected |= {"parent": key_of(1).hex(), "stored_s": 1_700_000_000, "uses": 3, "last_use_s": 1_700_000_500}
+    assert copy | expected == copy
+    assert [(rank["rank"], rank["offset"], rank["problems"], Path(rank["file"]).name) for rank in copy["ranks"]] == [
+        (rank, slot_offset(SLOT[0], 2), [], f"rank{rank}.kv") for rank in range(RANKS)
     ]
-    assert [Path(rank["file"]).name for rank in copy["ranks"]] == ["rank0.kv", "rank1.kv"]
     header = copy["ranks"][1]["header"]
-    assert (header["key"], header["parent"], header["payload_bytes"]) == (name, key_of(1).hex(), 4000)
-    assert (header["rank"], header["rank_count"], header["fingerprint"]) == (1, RANKS, MINE.hex())
+    expected = {"key": name, "parent": key_of(1).hex(), "payload_bytes": 4000, "rank": 1, "rank_count": RANKS}
+    assert header | expected | {"fingerprint": MINE.hex()} == header
     assert len(header["checksum"]) == 32
-
-
-def test_a_beginning_of_the_key_is_enough_where_it_is_clear(path: Path) -> None:
-    name = key_of(104, 1).hex()
-    assert block_json(path, name[:8].upper())["blocks"][0]["key"] == name
-    assert block_json(path, name[:11])["blocks"][0]["start_tokens"] == 4 * 32
+    shown = run_here("inspect", path, name).stdout
+    assert "32 up to 48 of a prompt" in shown and "3 times" in shown and shown.count("✓") == RANKS
     assert "no block of this store has a key that begins with ffffffff" in said("inspect", path, "ffffffff")
     assert "has 8 hex digits or more" in said("inspect", path, "ffff")
 
@@ -97,119 +88,92 @@ def test_the_same_hash_in_two_groups_and_namespaces(tmp_path: Path) -> None:
     other = block_json(store, key("b", 1).hex(), code=1)
     assert (other["groups"], other["blocks"][0]["start_tokens"]) == ([1], 32)
     done = run_here("inspect", store, key("a")[:-2].hex())
-    assert "also in 1: give the whole key" in done.stdout and "0 up to 16 of a prompt" in done.stdout
+    assert "also in 1: give the whole key" in done.stdout
     assert done.exit_code == 1 and "its header is all zeros" in done.stdout, "nothing was ever written there"
 
 
 def test_a_chain_over_two_homes_and_one_without_its_head(tmp_path: Path) -> None:
     store = tmp_path / "store"
     head, tail = Layer(store, PLAIN), Layer(store, PLAIN)
-    head.put_chain("abc")
-    tail.put_chain("xyz", "c")
+    head.put_chain("abcdefghijklmno")
+    tail.put_chain("xyz", "o")
     tail.put("a", None, 9)
-    tail.put("m", "lost", 10)
+    tail.put("m", "lost", 10, epoch=7)
     head.leave()
     tail.leave()
     (block,) = block_json(store, key("y").hex(), code=1)["blocks"]
-    assert (block["position"], block["chain"]) == (4, [key(name)[:-2].hex() for name in "abcxy"])
+    assert (block["position"], block["chain"]) == (16, [key(name)[:-2].hex() for name in "abcdefghijklmnoxy"])
+    shown = [run_here("inspect", store, key("y").hex(), *options).stdout for options in ([], ["--all"])]
+    assert ["5 more" in text for text in shown] == [True, False]
+    assert [key("g")[:12].hex() in text for text in shown] == [False, True]
     (block,) = block_json(store, key("a").hex(), code=1)["blocks"]
     assert {copy["home"] for copy in block["copies"]} == {head.home.id, tail.home.id}
-    (block,) = block_json(store, key("m").hex(), code=1)["blocks"]
-    assert (block["position"], block["start_tokens"], len(block["chain"])) == (None, None, 1)
+    first, lost = block_json(store, key("m").hex(), code=1)["blocks"]
+    assert (first["epoch"], first["position"]) == (0, 12)
+    assert (lost["epoch"], lost["position"], lost["start_tokens"], len(lost["chain"])) == (7, None, None, 1)
     shown = " ".join(run_here("inspect", store, key("m").hex()).stdout.split())
     assert "the head of its chain is not here" in shown and "… a block that is not here" in shown
 
 
-@pytest.mark.parametrize("how", ["header", "payload", "other block", "missing"])
+@pytest.mark.parametrize("how", ["payload", "missing"])
 def test_a_slot_that_does_not_hold_the_block(path: Path, how: str) -> None:
     file = home_path(path) / "segments" / "0" / "rank1.kv"
-    offset = slot_offset(SLOT[0], 2)
     data = bytearray(file.read_bytes())
-    if how == "header":
-        data[offset + 30] ^= 1
-    elif how == "payload":
-        data[offset + HEADER_BYTES + 10] ^= 1
-    elif how == "other block":
-        data[offset : offset + SLOT[0]] = data[offset + SLOT[0] : offset + 2 * SLOT[0]]
-    file.unlink()
-    if how != "missing":
-        file.write_bytes(data)
-    found = block_json(path, key_of(2).hex(), code=1)
-    first, second = found["blocks"][0]["copies"][0]["ranks"]
-    assert first["problems"] == []
-    expected = {
-        "header": "checksum of the header does not match",
-        "payload": "its payload does not have the checksum that its header names",
-        "other block": f"its header names the key {key_of(3).hex()}, not {key_of(2).hex()}",
-        "missing": "there is no such file",
-    }[how]
-    assert any(expected in problem for problem in second["problems"])
-    assert (second["header"] is None) == (how in {"header", "missing"})
+    data[slot_offset(SLOT[0], 2) + HEADER_BYTES + 10] ^= 1
+    file.write_bytes(data) if how == "payload" else file.unlink()
+    first, second = block_json(path, key_of(2).hex(), code=1)["blocks"][0]["copies"][0]["ranks"]
+    wrong = "its payload does not have the checksum that its header names"
+    assert (first["problems"], second["problems"]) == ([], [wrong if how == "payload" else "there is no such file"])
+    assert (second["header"] is None) == (how == "missing")
     assert "✗" in run_here("inspect", path, key_of(2).hex()).stdout
 
 
 # -- export ------------------------------------------------------------------------------------
 
-EXPECTED_FIRST = {
-    "namespace": MINE.hex(),
-    "epoch": "0",
-    "key": key_of(0).hex(),
-    "group": "0",
-    "segment": "0",
-    "slot": "0",
-    "drive": "0",
-    "generation": "1700000000000000001",
-    "parent": "",
-    "position": "0",
-    "tokens": "16",
-    "bytes": str(RANKS * SLOT[0]),
-    "stored_s": "1700000000",
-    "uses": "0",
-    "last_use_s": "",
-}
+
+def csv_rows(target: Path) -> list[dict[str, str]]:
+    with target.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
-def test_every_block_is_a_row(path: Path, tmp_path: Path) -> None:
+def test_every_block_is_a_row(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "_ROWS_AT_ONCE", 6)
     target = tmp_path / "blocks.csv"
     done = run_here("inspect", path, "--export", target)
     assert (done.exit_code, done.stderr) == (0, "")
     assert done.stdout.startswith(f"20 blocks of 1 engine store in {target} (")
-    with target.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = {row["key"]: row for row in csv_rows(target)}
     assert len(rows) == 20
-    (first,) = [row for row in rows if row["key"] == key_of(0).hex()]
-    assert first == EXPECTED_FIRST | {"home": home_path(path).name}
-    (used,) = [row for row in rows if row["key"] == key_of(2).hex()]
-    assert (used["uses"], used["last_use_s"], used["parent"]) == ("3", "1700000500", key_of(1).hex())
-    (last,) = [row for row in rows if row["key"] == key_of(304, 1).hex()]
-    assert (last["position"], last["tokens"], last["segment"], last["group"]) == ("4", "32", "3", "1")
-    assert "exists; --force replaces it" in said("inspect", path, "--export", target)
+    expected = {"home": home_path(path).name, "namespace": MINE.hex(), "epoch": "0", "key": key_of(0).hex()}
+    expected |= {"group": "0", "segment": "0", "slot": "0", "drive": "0", "generation": "1700000000000000001"}
+    expected |= {"parent": "", "position": "0", "tokens": "16", "bytes": str(RANKS * SLOT[0])}
+    assert rows[key_of(0).hex()] == expected | {"stored_s": "1700000000", "uses": "0", "last_use_s": ""}
+    used = {"uses": "3", "last_use_s": "1700000500", "parent": key_of(1).hex()}
+    assert rows[key_of(2).hex()] | used == rows[key_of(2).hex()]
+    last = {"position": "4", "tokens": "32", "segment": "3", "group": "1"}
+    assert rows[key_of(304, 1).hex()] | last == rows[key_of(304, 1).hex()]
+    assert run_here("inspect", path, "--export", tmp_path / "blocks.parquet").exit_code == 0
+    table = parquet.read_table(tmp_path / "blocks.parquet").to_pylist()
+    assert [{name: "" if value is None else str(value) for name, value in row.items()} for row in table] == csv_rows(
+        target
+    )
     (home_path(path) / USES_FILE).unlink()
     again = run_here("inspect", path, "--export", target, "--force", "--json")
     assert json.loads(again.stdout) | {"rows": 20, "homes": 1, "problems": []} == json.loads(again.stdout)
-    with target.open(newline="") as file:
-        assert {row["uses"] for row in csv.DictReader(file)} == {""}
-    assert sorted(item.name for item in tmp_path.iterdir()) == ["blocks.csv", "store"]
-
-
-def test_parquet_has_the_same_rows(path: Path, tmp_path: Path) -> None:
-    from pyarrow import parquet
-
-    for suffix in ("csv", "parquet"):
-        assert run_here("inspect", path, "--export", tmp_path / f"b.{suffix}").exit_code == 0
-    with (tmp_path / "b.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    table = parquet.read_table(tmp_path / "b.parquet").to_pylist()
-    assert [{name: "" if value is None else str(value) for name, value in row.items()} for row in table] == rows
-    assert table[0]["uses"] is not None and isinstance(table[0]["stored_s"], int)
+    assert {row["uses"] for row in csv_rows(target)} == {""}
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["blocks.csv", "blocks.parquet", "store"]
 
 
 def test_what_export_refuses(path: Path, tmp_path: Path) -> None:
-    assert "takes a file whose name ends with .csv or .parquet, not 'b.xlsx'" in said(
-        "inspect", path, "--export", tmp_path / "b.xlsx"
-    )
     (tmp_path / "d.csv").mkdir()
-    assert "is a directory" in said("inspect", path, "--export", tmp_path / "d.csv", "--force")
+    (tmp_path / "old.csv").touch()
+    for name, force, expected in (
+        ("b.xlsx", [], "takes a file whose name ends with .csv or .parquet, not 'b.xlsx'"),
+        ("d.csv", ["--force"], "cannot be written (Is a directory)"),
+        ("old.csv", [], "exists; --force replaces it"),
+        ("no/b.csv", [], "cannot be written (No such file or directory)"),
+    ):
+        assert expected in said("inspect", path, "--export", tmp_path / name, *force)
     assert "takes no KEY" in said("inspect", path, "0" * 16, "--export", tmp_path / "b.csv")
     assert not (tmp_path / "b.csv").exists()
 
@@ -220,4 +184,4 @@ def test_a_damaged_index_leaves_the_others_rows(path: Path, tmp_path: Path) -> N
     done = run_here("inspect", path, "--export", tmp_path / "b.csv")
     assert done.exit_code == 1
     assert f"engine store {bad}: its index cannot be read" in done.stderr
-    assert len((tmp_path / "b.csv").read_text().splitlines()) == 21
+    assert len(csv_rows(tmp_path / "b.csv")) == 20

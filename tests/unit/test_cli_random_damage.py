@@ -34,18 +34,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def wound(path: Path, chosen: random.Random) -> None:
     how = chosen.choice(["flip", "flip", "flip", "cut", "junk", "remove", "directory", "pipe", "link"])
-    if path.is_dir() and how in {"flip", "cut", "junk"}:
-        return
-    if how == "flip":
-        data = bytearray(path.read_bytes())
-        for _ in range(chosen.choice([1, 3, 50]) if data else 0):
-            data[chosen.randrange(min(len(data), chosen.choice([200, 8192, len(data)])))] ^= 1 << chosen.randrange(8)
-        path.write_bytes(data)
-    elif how == "cut":
-        os.truncate(path, chosen.randrange(path.stat().st_size + 1))
-    elif how == "junk":
-        path.write_bytes(chosen.randbytes(chosen.randrange(9000)))
-    else:
+    if how in {"remove", "directory", "pipe", "link"}:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
         if how == "directory":
             path.mkdir()
@@ -53,6 +42,13 @@ def wound(path: Path, chosen: random.Random) -> None:
             os.mkfifo(path)
         elif how == "link":
             path.symlink_to("elsewhere")
+    elif path.is_file():
+        data = bytearray(path.read_bytes())
+        for _ in range(chosen.choice([1, 3, 50]) if data and how == "flip" else 0):
+            data[chosen.randrange(min(len(data), chosen.choice([200, 8192, len(data)])))] ^= 1 << chosen.randrange(8)
+        if how == "cut":
+            del data[chosen.randrange(len(data) + 1) :]
+        path.write_bytes(chosen.randbytes(chosen.randrange(9000)) if how == "junk" else data)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk size``: known models' bytes a token, what is refused, and that it counts as an engine
-does."""
+"""``kvdisk size``: what is refused, and that it counts as an engine does. That it reads a
+configuration as vLLM does: ``tests/connector/test_size.py``."""
 
 from __future__ import annotations
 
@@ -24,12 +24,8 @@ GIB = 1 << 30
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}
 LLAMA |= {"num_key_value_heads": 8, "torch_dtype": "bfloat16", "max_position_embeddings": 131072}
-QWEN = LLAMA | {"model_type": "qwen2", "num_hidden_layers": 28, "sliding_window": 131072}
-DEEPSEEK = {"model_type": "deepseek_v3", "num_hidden_layers": 61, "num_attention_heads": 128, "hidden_size": 7168}
-DEEPSEEK |= {"num_key_value_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
-DEEPSEEK |= {"v_head_dim": 128, "torch_dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}
-GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16}
-GEMMA |= {"head_dim": 128, "hidden_size": 5376, "sliding_window": 1024, "sliding_window_pattern": 6}
+DEEPSEEK = LLAMA | {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128}
+GEMMA = LLAMA | {"model_type": "gemma3_text", "head_dim": 128, "sliding_window": 1024, "sliding_window_pattern": 6}
 GEMMA = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": GEMMA}
 
 
@@ -39,61 +35,58 @@ def written(path: Path, config: dict[str, Any]) -> Path:
     return path
 
 
-def sized(*arguments: object) -> dict[str, Any]:
-    done = run_here("size", *arguments, "--json")
-    assert (done.exit_code, done.stderr) == (0, "")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-# -- bytes a token -----------------------------------------------------------------------------
-
-
-def test_kinds_of_numbers():
-    assert model_of(LLAMA, kv_dtype="fp8").element_bytes == 1
-    assert model_of(LLAMA, dtype="float32").element_bytes == 4
-    assert model_of(LLAMA, dtype="float32", kv_dtype="float16").element_bytes == 2
-    for config in (LLAMA | {"torch_dtype": "float32"}, {name: LLAMA[name] for name in LLAMA if name != "torch_dtype"}):
-        known = model_of(config)
-        assert known.element_bytes == 2 and "16 bit" in known.notes[0]
-    assert model_of(DEEPSEEK, kv_dtype="fp8").geometry(1, 64).groups[0].payload_bytes == 61 * 576 * 64
-
-
-def test_which_layers_slide():
-    """How vLLM makes groups of them, and what else it makes of a configuration:
-    ``tests/connector/test_size.py``."""
-    gemma2 = {"model_type": "gemma2", "sliding_window": 4096, "head_dim": 128}
-    assert model_of(LLAMA | gemma2).windows[:3] == (4096, None, 4096)
-    some = model_of(QWEN | {"use_sliding_window": True, "max_window_layers": 14})
-    assert group_layers(some.windows) == [(14, None), (14, 131072)]
-    unknown = model_of(LLAMA | {"model_type": "newest", "sliding_window": 4096})
-    assert group_layers(unknown.windows) == [(32, None)] and "all are taken for full attention" in unknown.notes[0]
+@pytest.mark.parametrize(
+    ("changes", "options", "element_bytes", "groups", "assumed"),
+    [
+        ({}, {"kv_dtype": "fp8"}, 1, [(32, None)], ""),
+        ({}, {"dtype": "float32"}, 4, [(32, None)], ""),
+        ({}, {"dtype": "float32", "kv_dtype": "float16"}, 2, [(32, None)], ""),
+        ({"torch_dtype": "float32"}, {}, 2, [(32, None)], "16 bit"),
+        ({"torch_dtype": None}, {}, 2, [(32, None)], "16 bit"),
+        ({"model_type": "gemma2", "sliding_window": 4096}, {}, 2, [(16, 4096), (16, None)], ""),
+        ({"model_type": "qwen2", "max_window_layers": 16, "sliding_window": 512}, {}, 2, [(16, None), (16, 512)], ""),
+        ({"model_type": "newest", "sliding_window": 4096}, {}, 2, [(32, None)], "all are taken for full attention"),
+    ],
+)
+def test_what_a_configuration_says(changes, options, element_bytes, groups, assumed):
+    known = model_of(LLAMA | changes, **options)
+    assert (known.element_bytes, group_layers(known.windows)) == (element_bytes, groups)
+    assert assumed in " ".join(known.notes) and bool(known.notes) == bool(assumed)
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("config", "arguments", "words"),
     [
-        ({"layer_types": ["linear_attention", "full_attention"] * 16}, "layers of the kind linear_attention"),
-        ({"mamba_d_state": 16}, "Mamba layers"),
-        ({"per_layer_config": {"5": {"head_dim": 512}}}, "layers of different sizes"),
-        ({"is_encoder_decoder": True}, "an encoder"),
-        ({"kv_lora_rank": 256, "qk_rope_head_dim": 32}, "latent attention"),
-        ({"v_head_dim": 64, "head_dim": 128}, "values and keys of different sizes"),
-        ({"model_type": "qwen3", "num_key_value_heads": None}, "does not say num_key_value_heads"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers in this model's configuration (llama) cannot be 0"),
-        ({"hidden_size": 4097}, "does not say head_dim"),
-        ({"sliding_window": -1}, "sliding_window in this model's configuration (llama) cannot be -1"),
-        ({"quantization_config": {"kv_cache_scheme": {"type": "float"}}}, "say which with --kv-dtype"),
+        ({"layer_types": ["linear_attention", "full_attention"] * 16}, [], "layers of the kind linear_attention"),
+        ({"mamba_d_state": 16}, [], "Mamba layers"),
+        ({"is_encoder_decoder": True}, [], "an encoder"),
+        ({"kv_lora_rank": 256, "qk_rope_head_dim": 32}, [], "latent attention"),
+        ({"v_head_dim": 64, "head_dim": 128}, [], "values and keys of different sizes"),
+        ({"model_type": "qwen3", "num_key_value_heads": None}, [], "does not say num_key_value_heads"),
+        ({"num_hidden_layers": 0}, [], "num_hidden_layers in this model's configuration (llama) cannot be 0"),
+        ({"hidden_size": 4097}, [], "does not say head_dim"),
+        ({"sliding_window": -1}, [], "sliding_window in this model's configuration (llama) cannot be -1"),
+        ({"quantization_config": {"kv_cache_scheme": {"type": "float"}}}, [], "say which with --kv-dtype"),
+        ({}, ["--tp", "3"], "--tp 3 does not divide the model's 32 attention heads."),
+        ({}, ["--nvme", "1MiB"], "--nvme leaves "),
+        ({}, ["--cpu", "1MiB"], "--cpu 1048576 holds no block of each kind"),
+        ({}, ["--kv-dtype", "int3"], "--kv-dtype is one of"),
+        ({}, ["--write-rate", "/nowhere"], "/nowhere does not exist."),
+        (None, [], "cannot be read: No such file or directory"),
+        ([], [], "holds no object"),
     ],
 )
-def test_what_is_not_counted_is_refused(tmp_path, changes, words):
-    done = run_here("size", "--model", written(tmp_path / "model", LLAMA | changes), "--nvme", "1TB")
+def test_what_is_refused_in_one_sentence(tmp_path, config, arguments, words):
+    (tmp_path / "model").mkdir()
+    if config is not None:
+        written(tmp_path / "model", LLAMA | config if isinstance(config, dict) else config)
+    done = run_here("size", "--model", tmp_path / "model", *arguments)
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith("kvdisk: ") and done.stderr.endswith(".\n") and done.stderr.count("\n") == 1
     assert words in done.stderr
 
 
-# -- what fits ---------------------------------------------------------------------------------
+# -- what fits, and what a store wrote ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(("config", "ranks"), [(LLAMA, 1), (GEMMA, 2), (DEEPSEEK, 4)])
@@ -102,7 +95,7 @@ def test_what_fits_is_what_an_engine_has_room_for(tmp_path, config, ranks):
     fit, cpu = fit_nvme(geometry, 40 * GIB, 1), fit_cpu(geometry, 8 * GIB)
     given = {"store_dirs": str(tmp_path / "store"), "nvme_bytes": 40 * GIB, "cpu_bytes": 8 * GIB}
     parts = assemble_scheduler(Config.from_mapping(given), geometry, NoPool(), b"\x01" * 32, {"model": "m"})
-    slots = parts.nvme.most_slots
+    slots = sum(parts.nvme.capacity)
     parts.close()
     assert 0 <= slots - fit.blocks <= slots * 0.05
     assert fit.used_bytes == round(fit.tokens * token_bytes(geometry, geometry.part_count)) <= 40 * GIB
@@ -118,10 +111,9 @@ def test_the_report_and_its_json(tmp_path):
     absent.mkdir()
     for name in ("torch", "vllm", "transformers"):
         (absent / f"{name}.py").write_text("raise ImportError('this must not be loaded')")
-    path = os.pathsep.join([str(absent), *filter(None, sys.path)])
     arguments = ["--model", model, "--tp", "4", "--nvme", "1TiB", "--cpu", "64GiB"]
     arguments += ["--write-rate", "2TB", "--drive-endurance", "1.2PBW"]
-    done = run("size", *arguments, "--json", PYTHONPATH=path)
+    done = run("size", *arguments, "--json", PYTHONPATH=os.pathsep.join([str(absent), *filter(None, sys.path)]))
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
     assert (found["json_version"], found["tensor_parallel"], found["block_tokens"]) == (1, 4, 16)
@@ -136,64 +128,29 @@ def test_the_report_and_its_json(tmp_path):
         "llama: 32 layers, 8 KV heads of 128, bfloat16",
         "128.0 KiB a token, 32.0 KiB on each of 4 ranks",
         "16 tokens, full attention: 512.0 KiB in a slot of 516.0 KiB",
-        "NVMe 1.0 TiB 8,",
+        "NVMe 1.0 TiB (payload 99 %): 8,",
         "after 600 days (1.6 years)",
         "blocks of 16 tokens are assumed; see --block-size",
     ):
         assert words in said, said
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--tp", "3"], "--tp 3 does not divide the model's 32 attention heads."),
-        (["--tp", "0"], "--tp must be 1 to 1,024, not 0."),
-        (["--nvme", "1MiB"], "--nvme leaves "),
-        (["--cpu", "1MiB"], "--cpu 1048576 holds no block of each kind"),
-        (["--kv-dtype", "int3"], "--kv-dtype is one of"),
-        (["--write-rate", "/nowhere"], "/nowhere does not exist."),
-    ],
-)
-def test_wrong_figures_are_refused(tmp_path, arguments, words):
-    done = run_here("size", "--model", written(tmp_path / "model", LLAMA), *arguments)
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert words in done.stderr and done.stderr.count("\n") == 1
-
-
-def test_what_is_no_configuration(tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "list.json").write_text("[]")
-    (tmp_path / "text").write_text("no")
-    for name, words in (
-        ("gone", "does not exist"),
-        ("empty", "has no config.json"),
-        ("list.json", "holds no object"),
-        ("text", "it is no JSON"),
-    ):
-        done = run_here("size", "--model", tmp_path / name)
-        assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-        assert words in done.stderr
-    assert run_here("size").exit_code == 2
-
-
-# -- what a store wrote ------------------------------------------------------------------------
-
-
 def test_the_rate_of_a_store_in_use(tmp_path):
     path, model = tmp_path / "store", written(tmp_path / "model", LLAMA)
     make_store(path)
-    done = run_here("size", "--model", model, "--write-rate", path)
+    arguments = ["size", "--model", model, "--write-rate", path, "--drive-endurance", "1TB"]
+    done = run_here(*arguments)
     assert done.exit_code == 2 and "nothing was written to" in done.stderr, "its blocks are years old"
     now_s = int(time.time())
     home_id = stamp(path, lambda slot: now_s - (3600 if slot.segment < 3 else 30 * 3600))
     file = path / "homes" / home_id / "HOME"
+    recent = 2 * (2 * 5 * 8192 + 5 * 16384)
     for age_s, factor in ((12 * 3600, 2), (100 * 86400, 1)):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"created_s": now_s - age_s}))
-        found = sized("--model", model, "--write-rate", path, "--drive-endurance", "1TB")
-        recent = 2 * (2 * 5 * 8192 + 5 * 16384)
-        assert found["writes"]["at_least"] and abs(found["writes"]["measured_s"] - min(age_s, 86400)) < 60
-        assert abs(found["writes"]["bytes_per_day"] - factor * recent) < recent / 100
+        writes = json.loads(run_here(*arguments, "--json").stdout)["writes"]
+        assert writes["at_least"] and abs(writes["measured_s"] - min(age_s, 86400)) < 60
+        assert abs(writes["bytes_per_day"] - factor * recent) < recent / 100
     parts = start(path)
-    shown = run_here("size", "--model", model, "--write-rate", path, "--drive-endurance", "1TB").stdout
-    assert "at least, since what has left is not counted" in " ".join(shown.split()) and "at most" in shown
+    said = " ".join(run_here(*arguments).stdout.split())
+    assert "at least, since what has left is not counted" in said and "at most" in said
     end(parts)

@@ -24,6 +24,7 @@ from kvdisk.cli.top import Frame, TopReader, draw
 from kvdisk.device.home import Home
 from kvdisk.device.store import Store
 from kvdisk.device.telemetry_file import FIGURES_FILE, write_telemetry
+from kvdisk.stats import ROUTES
 
 T0 = 1_800_000_000.0
 MIB = 1 << 20
@@ -85,8 +86,7 @@ def engines(tmp_path: Path) -> Iterator[Engines]:
 
 
 def json_of(frame: Frame) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps(as_json(frame)))
-    return found
+    return json.loads(json.dumps(as_json(frame)))
 
 
 def shown(frame: Frame, width: int = 120, note: str = "") -> str:
@@ -99,10 +99,9 @@ def shown(frame: Frame, width: int = 120, note: str = "") -> str:
 def test_rates_are_differences_of_two_figures(engines):
     home, reader = engines.start(), engines.reader()
     write_telemetry(home, figures(T0 - 0.5, 100))
-    first = reader.read()
-    assert first.engines[0].seconds is None
-    assert json_of(first)["engines"][0]["bytes_per_s"] is None
-    assert json_of(first)["drives"][0]["written_bytes_per_s"] is None
+    first = json_of(reader.read())
+    assert (first["engines"][0]["seconds"], first["engines"][0]["bytes_per_s"]) == (None, None)
+    assert first["drives"][0]["written_bytes_per_s"] is None
     engines.now += 4
     # All that was asked for since is a hit in memory.
     then = figures(T0 + 3.5, 140)
@@ -112,14 +111,7 @@ def test_rates_are_differences_of_two_figures(engines):
     found = json_of(reader.read())
     (engine,) = found["engines"]
     assert engine["seconds"] == 4.0 and not engine["idle"]
-    assert engine["bytes_per_s"] == {
-        "gpu_to_cpu": 10 * MIB,
-        "cpu_to_gpu": 0,
-        "cpu_to_nvme": 10 * MIB,
-        "nvme_to_cpu": 0,
-        "gpu_to_nvme": 0,
-        "nvme_to_gpu": 0,
-    }
+    assert engine["bytes_per_s"] == {route: 10 * MIB * (route in ("gpu_to_cpu", "cpu_to_nvme")) for route in ROUTES}
     assert engine["tiers"]["cpu"] == {
         "used_bytes": 30 * MIB,
         "capacity_bytes": 40 * MIB,
@@ -137,12 +129,12 @@ def test_rates_are_differences_of_two_figures(engines):
 
 
 def test_an_engine_that_has_told_nothing_new_for_a_while_is_idle(engines):
-    home, reader = engines.start(), engines.reader()
-    write_telemetry(home, figures(T0 - 90, 5))
-    (engine,) = json_of(reader.read())["engines"]
+    write_telemetry(engines.start(), figures(T0 - 90, 5))
+    frame = engines.reader().read()
+    (engine,) = json_of(frame)["engines"]
     assert engine["idle"] and set(engine["bytes_per_s"].values()) == {0.0}
     assert engine["tiers"]["nvme"]["hit_rate"] == 3 / 8 and engine["tiers"]["nvme"]["hit_rate_now"] is None
-    assert "idle for 1 min 30 s" in shown(reader.read())
+    assert "idle for 1 min 30 s" in shown(frame)
 
 
 def test_engines_come_and_go_and_one_that_starts_anew_has_no_rates_from_before(engines):
@@ -154,32 +146,24 @@ def test_engines_come_and_go_and_one_that_starts_anew_has_no_rates_from_before(e
     assert [engine.pid for engine in reader.read().engines] == [1, 2]
     engines.now += 1
     write_telemetry(first, figures(T0 + 1, 3, pid=3, started_s=T0 + 0.5))
-    write_telemetry(second, figures(T0 + 1, 8, pid=2, started_s=T0 - 50))
-    found = {engine.pid: engine for engine in reader.read().engines}
+    drives = [
+        {"path": f"/nvme/{name}", "read_bytes": 5, "written_bytes": 8 * MIB, "quarantined": name == "one"}
+        for name in ("one", "two")
+    ]
+    write_telemetry(second, figures(T0 + 1, 8, pid=2, started_s=T0 - 50, drives=drives))
+    frame = reader.read()
+    found = {engine.pid: engine for engine in frame.engines}
     assert found[3].seconds is None, "a new engine has begun to count"
     assert found[2].tiers["nvme"].hit_rate_now == 3 / 8
+    one, two = json_of(frame)["drives"]
+    assert (one["path"], one["engines"], one["quarantined"], two["engines"]) == ("/nvme/one", 2, 1, 1)
+    assert (one["written_bytes"], one["written_bytes_per_s"]) == ((3 + 8) * MIB, MIB), "of those whose rates are known"
+    assert "left alone by 1 of 2" in shown(frame)
     engines.held[1].close(clean=True)
     frame = reader.read()
     assert [engine.pid for engine in frame.engines] == [3]
     assert [orphan.home for orphan in frame.orphans] == [second.name]
     assert second.name[:8] in shown(frame)
-
-
-def test_drives_are_summed_over_engines(engines):
-    homes, reader = [engines.start() for _ in range(2)], engines.reader()
-
-    def drive(path: str, read_bytes: int, written_bytes: int, quarantined: bool = False) -> dict[str, Any]:
-        return {"path": path, "read_bytes": read_bytes, "written_bytes": written_bytes, "quarantined": quarantined}
-
-    for at, read in ((0, 0), (1, 5 * MIB)):
-        both = drive("/nvme/one", read, 20), drive("/nvme/two", read, 2, True)
-        write_telemetry(homes[0], figures(T0 + at, drives=both))
-        write_telemetry(homes[1], figures(T0 + at, drives=both[1:]))
-        frame = reader.read()
-    one, two = json_of(frame)["drives"]
-    assert (one["path"], one["engines"], one["read_bytes_per_s"]) == ("/nvme/one", 1, 5 * MIB)
-    assert (two["engines"], two["quarantined"], two["written_bytes"], two["read_bytes_per_s"]) == (2, 2, 4, 10 * MIB)
-    assert "left alone by 2 of 2" in shown(frame)
 
 
 def test_damaged_figures_hide_nobody_else_and_failures_are_named(engines):

@@ -48,17 +48,11 @@ def test_lines_go_where_those_of_vllm_go_once_each(set_up):
     assert shown.lines == ["chosen", "deeper"]
 
 
-@pytest.mark.parametrize("whose", ["root", "ours"])
-def test_what_somebody_has_set_up_stays(set_up, whose):
+@pytest.mark.parametrize("whose", ["root", "ours", None])
+def test_what_somebody_has_set_up_stays_and_so_does_an_engine_without_a_log(set_up, whose):
     shown, other = Shown(), Shown()
-    set_up(theirs=[shown], **{whose: [other]})
+    set_up(**({whose: [other], "theirs": [shown]} if whose else {}))
     join_log()
     OURS.warning("theirs to show")
-    assert (shown.lines, other.lines) == ([], ["theirs to show"])
-    assert OURS.level == logging.NOTSET
-
-
-def test_without_vllms_logging_nothing_changes(set_up):
-    set_up()
-    join_log()
-    assert not OURS.hasHandlers()
+    assert (shown.lines, other.lines) == ([], ["theirs to show"] if whose else [])
+    assert OURS.level == logging.NOTSET and (whose or not OURS.hasHandlers())

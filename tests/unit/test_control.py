@@ -6,16 +6,13 @@ from __future__ import annotations
 import json
 import os
 import stat
-from dataclasses import fields as dataclass_fields
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from kvdisk.device import paths
-from kvdisk.device.control import HomeRecord, read_record, read_store, write_record
-from kvdisk.device.listing import list_homes
+from kvdisk.device.control import DriveName, HomeRecord, read_record, write_record
 from kvdisk.device.store import Store
 from kvdisk.errors import ConfigError, CorruptRecord
 
@@ -40,140 +37,84 @@ def test_directories_are_0700_and_files_0600_whatever_the_umask(tmp_path, umask)
     home.close(clean=True)
 
 
-def _symlink(path, patch):
-    path.with_name("real").mkdir(0o700)
-    path.symlink_to(path.with_name("real"))
-
-
-def _foreign(path, patch):
-    path.mkdir(0o700)
-    patch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
-
-
-def _writable(bits):
-    def make(path, patch):
-        path.mkdir()
-        path.chmod(0o700 | bits)
-
-    return make
-
-
-def _occupied(path, patch):
-    path.mkdir(0o700)
-    (path / "thesis.txt").write_text("mine")
-
-
-def _homes_alone(path, patch):
-    (path / "homes" / ("a" * 32)).mkdir(parents=True)
-
-
-def _newer(path, patch):
-    Store.open(path)
-    (path / "STORE").write_text(json.dumps({"format_version": 2}))
-
-
-def _homes_elsewhere(path, patch):
+def _homes_elsewhere(path):
     Store.open(path)
     (path / "homes").rename(path.parent / "elsewhere")
     (path / "homes").symlink_to(path.parent / "elsewhere")
 
 
-def _file(path, patch):
-    path.write_text("a file")
-
-
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (_symlink, "symbolic link"),
-        (_foreign, "belongs to user"),
-        (_writable(0o020), "can be written by others"),
-        (_writable(0o002), "can be written by others"),
-        (_occupied, "thesis.txt"),
-        (_homes_alone, "is not a kvdisk store"),
-        (_newer, "newer"),
+        (lambda path: path.symlink_to(path.parent), "symbolic link"),
+        (lambda path: (path.mkdir(), path.chmod(0o720)), "can be written by others"),
+        (lambda path: (path.mkdir(), path.chmod(0o702)), "can be written by others"),
+        (lambda path: (path / "thesis").mkdir(parents=True), "holds other files .thesis"),
+        (lambda path: (path / "homes" / ("a" * 32)).mkdir(parents=True), "is not a kvdisk store"),
+        (lambda path: (Store.open(path), (path / "STORE").write_text('{"format_version": 2}')), "newer"),
         (_homes_elsewhere, "symbolic link"),
-        (_file, "is not a directory"),
+        (lambda path: path.write_text("a file"), "is not a directory"),
     ],
 )
-def test_what_is_not_fit_is_refused_in_one_sentence_and_left_alone(tmp_path, monkeypatch, make, why):
+def test_what_is_not_fit_is_refused_in_one_sentence_and_left_alone(tmp_path, make, why):
     path = tmp_path / "store"
-    make(path, monkeypatch)
+    make(path)
     before = sorted(tmp_path.rglob("*"))
     for create in (True, False):
         with pytest.raises(ConfigError, match=why) as caught:
             Store.open(path, create=create)
-        assert str(path) in str(caught.value)
-        assert "\n" not in str(caught.value)
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_store_is_made_only_when_asked_and_only_where_there_is_a_place(tmp_path):
-    with pytest.raises(ConfigError, match="not a directory"):
-        Store.open(tmp_path / "absent", create=False)
-    with pytest.raises(ConfigError, match=str(tmp_path / "absent")):
-        Store.open(tmp_path / "absent" / "store")
-    (tmp_path / "empty").mkdir(0o755)
-    with pytest.raises(ConfigError, match="not a kvdisk store"):
-        Store.open(tmp_path / "empty", create=False)
-    assert not list((tmp_path / "empty").iterdir())
-    Store.open(tmp_path / "empty")
-    assert stat.S_IMODE((tmp_path / "empty").stat().st_mode) == 0o700
+def test_a_store_is_made_only_when_asked_and_only_in_a_place_of_ones_own(tmp_path, monkeypatch):
+    for name, create in (("absent", False), ("absent/store", True), ("", False)):
+        with pytest.raises(ConfigError):
+            Store.open(tmp_path / name, create=create)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="belongs to user"):
+        Store.open(tmp_path)
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=40),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=12), inner, max_size=3),
-    max_leaves=8,
-)
-FIELDS = [field.name for field in dataclass_fields(HomeRecord)]
+@pytest.mark.parametrize("field", [field.name for field in fields(HomeRecord)])
+def test_whatever_home_says_it_decodes_or_is_corrupt(tmp_path, field):
+    record = HomeRecord(1, MINE, {}, "", True, CAP, 1, 1, 0, "", (DriveName("a" * 32, ""),))
+    write_record(tmp_path, record, durable=False)
+    good = json.loads((tmp_path / "HOME").read_text())
+    for value in (None, True, -1, 0, 1 << 70, 1.5, "", "x", "é" * 32, [], [None], [[]], [{}], {}, {"folder": []}):
+        (tmp_path / "HOME").write_text(json.dumps(good | {field: value}))
+        try:
+            record = read_record(tmp_path)
+        except CorruptRecord:
+            continue
+        write_record(tmp_path, record, durable=False)
+        assert read_record(tmp_path) == record
 
 
-@given(changes=st.dictionaries(st.sampled_from(FIELDS), JSON, min_size=1, max_size=3))
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_home_says_it_decodes_or_is_corrupt(tmp_path, changes):
-    store = Store.open(tmp_path / "store")
-    if not list_homes(store.path):
-        store.acquire_home(MINE, {}, CAP).close(clean=True)
-    (home,) = (store.path / "homes").iterdir()
-    good = json.loads((home / "HOME").read_text())
-    (home / "HOME").write_text(json.dumps(good | changes))
-    try:
-        record = read_record(home)
-    except CorruptRecord:
-        pass
-    else:
-        write_record(home, record, durable=False)
-        assert read_record(home) == record
-    finally:
-        (home / "HOME").write_text(json.dumps(good))
+# -- a control file ----------------------------------------------------------------------------
 
 
-@given(raw=st.binary(max_size=200) | st.just(b"[" * 200_000))
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_bytes_store_has_it_is_refused_in_words(tmp_path, raw):
-    (tmp_path / "STORE").write_bytes(raw)
-    with pytest.raises((CorruptRecord, ConfigError)):
-        read_store(tmp_path)
+def write(path: Path, number: int, long: str = "") -> None:
+    paths.write_control(path, {"number": number, "long": long}, durable=True)
 
 
 @pytest.fixture
 def written(tmp_path):
     """A control file that was written twice: what it was before lies beside it."""
     for number in range(2):
-        paths.write_control(tmp_path / "HOME", {"number": number, "long": "x" * 100}, durable=True)
+        write(tmp_path / "HOME", number, "x" * 100)
     return tmp_path / "HOME"
 
 
-def test_a_control_file_is_written_over_what_it_was_before(written):
+def test_it_is_written_over_what_it_was_before_and_needs_no_room(written):
     inodes = {written.stat().st_ino, written.with_name("HOME.tmp").stat().st_ino}
     length = written.stat().st_size
     for number in range(2, 5):
-        paths.write_control(written, {"number": number}, durable=True)
-        assert paths.read_control(written) == {"number": number}
-        assert written.stat().st_size == length, "no byte is allocated or freed"
+        write(written, number)
+        assert (paths.read_control(written)["number"], written.stat().st_size) == (number, length)
     assert inodes == {written.stat().st_ino, written.with_name("HOME.tmp").stat().st_ino}
-    paths.write_control(written, {"number": 5, "long": "y" * 10_000}, durable=True)
+    write(written, 5, "y" * 10_000)
     assert paths.read_control(written) == {"number": 5, "long": "y" * 10_000}
 
 
@@ -182,42 +123,33 @@ def test_a_control_file_has_its_name_after_its_bytes_are_on_the_drive(written, m
     done, sync, exchange = [], os.fsync, paths._exchange
     monkeypatch.setattr(os, "fsync", lambda fd: (done.append(os.readlink(f"/proc/self/fd/{fd}")), sync(fd)))
     monkeypatch.setattr(paths, "_exchange", lambda *names: (done.append("named"), exchange(*names))[1])
-    paths.write_control(written, {"number": 2}, durable=True)
+    write(written, 2)
     assert done == [f"{written}.tmp", "named", str(written.parent)]
 
 
-def test_a_copy_by_hard_links_keeps_its_control_file(written, tmp_path):
+def test_who_reads_it_by_another_name_or_slowly_reads_one_state(written, tmp_path, monkeypatch):
     (tmp_path / "copy").hardlink_to(written)
-    for number in range(2, 5):
-        paths.write_control(written, {"number": number}, durable=True)
-    assert paths.read_control(tmp_path / "copy")["number"] == 1
-    assert paths.read_control(written) == {"number": 4}
-
-
-def test_a_slow_reader_reads_again_what_may_have_been_written_over(written, monkeypatch):
     real, numbers = os.fdopen, iter(range(2, 5))
 
     def slow(fd, *how):
         for number in numbers:
-            paths.write_control(written, {"number": number}, durable=True)
+            write(written, number)
         return real(fd, *how)
 
     monkeypatch.setattr(paths.os, "fdopen", slow)
-    assert paths.read_control(written) == {"number": 4}, "of 3 it might have seen a part"
+    assert paths.read_control(written)["number"] == 4, "of 3 it might have seen a part"
+    assert paths.read_control(tmp_path / "copy")["number"] == 1
 
 
-def _to_symlink(path):
-    path.rename(path.with_name("elsewhere"))
-    path.symlink_to("elsewhere")
-
-
-@pytest.mark.parametrize("damage", [os.mkfifo, _to_symlink, lambda path: path.write_bytes(bytes(1 << 20))])
-def test_whatever_lies_beside_a_control_file_does_not_matter(written, damage):
+@pytest.mark.parametrize(
+    "damage",
+    [os.mkfifo, lambda path: path.symlink_to("elsewhere"), lambda path: path.write_bytes(bytes(1 << 20))],
+)
+def test_whatever_lies_beside_it_does_not_matter(written, damage):
     beside = written.with_name("HOME.tmp")
-    if damage is not _to_symlink:
-        beside.unlink()
+    beside.rename(beside.with_name("elsewhere"))
     damage(beside)
     for number in range(2, 5):
-        paths.write_control(written, {"number": number}, durable=True)
-        assert paths.read_control(written) == {"number": number}
+        write(written, number)
+        assert paths.read_control(written)["number"] == number
     assert not beside.is_symlink() and beside.stat().st_size < 1000

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from support.fake_pool import FakePool
-from tier_bench import TierBench
+from support.pool_check import check_pool
 
-from kvdisk.blocks import BlockKey, Tier
+from kvdisk.blocks import BlockKey
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager.admission import AdmitAll
@@ -18,12 +20,10 @@ GEOMETRY = Geometry((GroupGeometry(0, 16, 4096),), 1, 16)
 
 
 class Queue:
-    """A tier below that takes up to half of eight copies, of those that are wanted there."""
+    """A tier below that wants nothing but what is queued."""
 
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-        self.wanted: set[int] = set()
-        self.stalls = False
+    stalls = False
+    rows: Sequence[int] = ()
 
     def is_queued(self, row: int) -> bool:
         return row in self.rows
@@ -32,16 +32,10 @@ class Queue:
         return len(self.rows)
 
     def keeps(self, row: int) -> bool:
-        kept = row in self.wanted and row not in self.rows and len(self.rows) < 4
-        self.rows += [row] * kept
-        return kept
+        return False
 
-    def forget(self, row: int) -> None:
-        if row in self.rows:
-            self.rows.remove(row)
-
-    def offer(self, rows) -> int:
-        return 0
+    def forget(self, rows) -> None:
+        self.rows = [row for row in self.rows if row not in rows]
 
 
 class Memory:
@@ -62,7 +56,7 @@ class Memory:
 
     def left(self) -> set[int]:
         """Which of the blocks have left, by number; and what else must hold then."""
-        self.cpu.pool.check()
+        check_pool(self.cpu.pool)
         held = {int.from_bytes(self.catalog.keys[row][:32], "big") for row in self.catalog.rows()}
         assert self.parts.stats["evicted_blocks.cpu"] == 8 - len(held)
         return set(range(8)) - held
@@ -76,22 +70,3 @@ def test_queued_copies_leave_only_while_none_is_written_and_nothing_else_can(sta
     assert memory.left() == {4, 5, 6, 7}
     assert memory.cpu.allocate(0, 5, keep_queued=True)[4:] == []
     assert len(memory.cpu.allocate(0, 1)) == stalls
-
-
-def test_what_the_next_tier_wants_waits_and_others_leave_as_long_as_there_is_place():
-    memory = Memory()
-    memory.queue.wanted = {*memory.rows[:6]}
-    assert len(memory.cpu.allocate(0, 2)) == 2
-    assert (memory.left(), len(memory.queue.rows)) == ({4, 5}, 4)
-
-
-def test_copies_on_nvme_wait_for_a_next_tier_too():
-    bench = TierBench((), (8,), nvme_admission="all")
-    bench.serve("abcdefghijkl")
-    nvme, queue, rows = bench.parts.nvme, Queue(), bench.catalog.rows_in(Tier.NVME)
-    head = next(row for row in rows if bench.catalog.parent(row) is None)
-    second = bench.catalog.chains.first(head, Tier.NVME)
-    assert len(rows) > 3
-    nvme.lower, queue.rows, queue.wanted = queue, [head], {second}
-    nvme.make_room(bench.engine.now, [8])
-    assert set(bench.catalog.rows_in(Tier.NVME)) == set(queue.rows) == {head, second}

@@ -10,9 +10,8 @@ import pytest
 from ranks import CpuLanes
 from support.addressed_device import AddressedDevice
 
-from kvdisk.device.base import Op
+from kvdisk.device.base import GpuRange, Op
 from kvdisk.device.memory import MemoryDevice
-from kvdisk.device.pair import GpuRange
 from kvdisk.geometry import HEADER_BYTES
 from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
 from kvdisk.worker import direct as directs

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -69,9 +68,7 @@ def test_what_may_not_be_a_directory_of_a_store(dirs, tmp_path):
     Store.open(tmp_path / "own")
     for wrong, why in [
         ([dirs[1]], "cannot be the first"),
-        ([dirs[1], dirs[0]], "cannot be the first"),
         ([dirs[0], dirs[1], dirs[1]], "listed twice"),
-        ([dirs[0], dirs[0]], "listed twice"),
         ([dirs[0], tmp_path / "own"], "store of its own"),
         ([tmp_path / "own", dirs[1]], "part of another store"),
         ([dirs[0], tmp_path / "x" / "y"], "is not a directory"),
@@ -104,25 +101,6 @@ def test_a_takeover_renames_in_the_first_directory_only_and_adds_new_drives(dirs
     assert beside.fresh, "a drive of the other is missing"
     assert {summary.id for summary in list_homes(dirs)} == {home.id, beside.id}
     beside.close(clean=True)
-
-
-def test_a_drive_that_a_rank_cannot_open_fails_only_its_segments(dirs, tmp_path):
-    home = acquire(dirs)
-    files = joined(dirs, home)
-    for drive in range(3):
-        files.open_segment(SPEC._replace(segment=drive, drive=drive))
-    files.close()
-    dirs[1].rename(tmp_path / "away")
-    files = joined(dirs, home, known=(0, 1, 2))
-    files.open_segment(SPEC._replace(segment=0, drive=0, create=False))
-    files.open_segment(SPEC._replace(segment=2, drive=2, create=False))
-    with pytest.raises(DeviceError) as caught:
-        files.open_segment(SPEC._replace(segment=1, drive=1, create=False))
-    assert caught.value.errno == errno.ENODEV
-    files.open_segment(SPEC._replace(segment=5, drive=2))
-    files.close()
-    (tmp_path / "away").rename(dirs[1])
-    home.close(clean=True)
 
 
 def test_a_neighbours_segment_is_on_a_drive_of_our_own_list(dirs):
@@ -186,17 +164,6 @@ def test_folders_that_no_home_names_are_removed_at_a_start_unless_a_live_home_is
     assert home.folder(1).path.exists() and beside.folder(1).path.exists()
     for one in (home, beside, third):
         one.close(clean=True)
-
-
-def test_a_clean_end_syncs_every_drive(dirs, monkeypatch):
-    home = acquire(dirs)
-    for drive in range(3):
-        create_segment(home.folder(drive), SPEC, 0, 1, MINE).close()
-    synced = []
-    real = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd)))
-    home.close(clean=True)
-    assert {str(home.folder(drive).segments_path / "3" / "rank0.kv") for drive in range(3)} <= set(synced)
 
 
 # -- other engines' homes ----------------------------------------------------------------------

@@ -26,16 +26,6 @@ def proc_with(tmp_path, *names):
     return tmp_path
 
 
-def test_without_kvikio_it_says_so(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert gds_unavailable() == "kvikio is not installed"
-
-
-def test_a_missing_proc_modules_is_seen_before_kvikio_is_touched(installed, monkeypatch, tmp_path):
-    monkeypatch.setattr(gds, "_ask_kvikio", lambda *_: pytest.fail("kvikio was asked"))
-    assert "hangs" in gds_unavailable(tmp_path)
-
-
 def test_without_the_kernel_module_or_the_driver(installed, monkeypatch, tmp_path):
     monkeypatch.setattr(gds, "_ask_kvikio", lambda *_: pytest.fail("kvikio was asked"))
     assert "nvidia-fs" in gds_unavailable(proc_with(tmp_path, "modules"))

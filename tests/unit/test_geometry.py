@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdisk.blocks import group_of, make_block_key
 from kvdisk.geometry import (
     ALIGNMENT,
     Geometry,
@@ -17,13 +16,6 @@ from kvdisk.geometry import (
     slot_offset,
     slots_per_segment,
 )
-
-
-@given(st.binary(min_size=1, max_size=40), st.integers(0, 65535))
-def test_a_key_knows_its_group(block_hash, group):
-    key = make_block_key(block_hash, group)
-    assert group_of(key) == group
-    assert key[:-2] == block_hash
 
 
 @given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 5))

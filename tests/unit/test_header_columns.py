@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many headers, and many records, say what the same say one by one, whatever the bytes are."""
+"""Many headers say what the same say one by one, whatever the bytes are."""
 
 from __future__ import annotations
 

@@ -123,33 +123,15 @@ def test_a_clean_home_is_taken_over_under_a_new_id(store, clock):
     home.close(clean=True)
 
 
-def test_the_fullest_orphan_is_taken_over(store):
-    left = {byte_count: leave(store, MINE, byte_count) for byte_count in (2 * MIB, 5 * MIB, 3 * MIB)}
-    home = store.acquire_home(MINE, GEOMETRY, CAP)
-    assert (home.segments_path / "0" / "rank0.kv").stat().st_size == 5 * MIB
-    assert ids(store) == {home.id, left[2 * MIB], left[3 * MIB]}
-    home.close(clean=True)
-
-
-@pytest.mark.parametrize("what", ["fingerprint", "geometry"])
-def test_a_home_of_other_contents_is_kept_and_not_taken_over(store, what):
-    leave(store, OTHER if what == "fingerprint" else MINE, MIB)
-    geometry = GEOMETRY if what == "fingerprint" else {"geometry": {"blocks": [1, 3]}}
-    home = store.acquire_home(MINE, geometry, CAP)
-    assert home.fresh
-    assert len(ids(store)) == 2
-    home.close(clean=True)
-
-
-def test_what_is_not_complete_goes_and_what_is_of_another_boot_stays(store, clock):
-    dirty = leave(store, MINE, MIB, clean=False, description=GEOMETRY)
-    foreign = leave(store, OTHER, MIB, clean=False)
-    later = Store.open(store.path, boot_id="boot-2", clock=clock)
-    home = later.acquire_home(MINE, GEOMETRY, CAP)
+def test_the_fullest_orphan_that_fits_is_taken_over(store, clock):
+    """Whatever its boot; those of other contents stay."""
+    left = {byte_count: leave(store, MINE, byte_count, clean=False) for byte_count in (2 * MIB, 5 * MIB, 3 * MIB)}
+    others = {leave(store, OTHER, 6 * MIB), leave(store, MINE, 7 * MIB, description={"geometry": {"blocks": [1, 3]}})}
+    home = Store.open(store.path, boot_id="boot-2", clock=clock).acquire_home(MINE, GEOMETRY, CAP)
     assert not home.fresh
-    assert ids(store) == {home.id, foreign}
-    assert dirty not in ids(store)
-    home.close(clean=False)
+    assert (home.segments_path / "0" / "rank0.kv").stat().st_size == 5 * MIB
+    assert ids(store) == {home.id, left[2 * MIB], left[3 * MIB], *others}
+    home.close(clean=True)
 
 
 @pytest.fixture
@@ -210,7 +192,7 @@ def test_a_note_of_use_that_is_late_does_not_undo_the_clean_end(store, indexed, 
     assert list_homes(store.path)[0].record == summary.record
 
 
-@pytest.mark.parametrize("how", ["absent", "symlink", "index symlink"])
+@pytest.mark.parametrize("how", ["absent", "index symlink"])
 def test_what_is_no_index_is_not_sound_and_is_replaced(store, indexed, tmp_path, how):
     home = taken(store, "boot-1")
     data = home.index_path / "data.mdb"
@@ -218,9 +200,7 @@ def test_what_is_no_index_is_not_sound_and_is_replaced(store, indexed, tmp_path,
     precious.mkdir()
     (precious / "data.mdb").write_bytes(b"index")
     data.unlink()
-    if how == "symlink":
-        data.symlink_to(precious / "data.mdb")
-    elif how == "index symlink":
+    if how == "index symlink":
         home.index_path.rmdir()
         home.index_path.symlink_to(precious)
     assert not home.index_is_sound()
@@ -244,9 +224,7 @@ def test_what_is_no_index_is_not_sound_and_is_replaced(store, indexed, tmp_path,
     [
         lambda path: (path / "HOME").unlink(),
         lambda path: (path / "lock").unlink(),
-        lambda path: (path / "HOME").write_text("{"),
         lambda path: ((path / "HOME").unlink(), os.mkfifo(path / "HOME")),
-        lambda path: ((path / "lock").unlink(), (path / "lock").symlink_to("/")),
     ],
 )
 def test_a_home_that_is_not_complete_is_deleted_once_nobody_holds_it(store, damage):
@@ -275,12 +253,9 @@ def test_deletion_follows_no_symlink(store, tmp_path):
     home = store.acquire_home(MINE, GEOMETRY, CAP)
     assert ids(store) == {home.id, "d" * 32, "notes"}
     assert (tmp_path / "precious" / "file").read_text() == "kept"
-    for names in [("d" * 32, "file"), ("notes", "..")]:
+    for names in [("d" * 32, "file"), ("notes", ".."), ("a/b",)]:
         with pytest.raises((OSError, AssertionError)):
             paths.remove_anything(store.path / "homes", *names, first="HOME")
-    for name in ["..", ".", "", "a/b", "/tmp"]:  # noqa: S108 - refused
-        with pytest.raises(AssertionError):
-            paths.remove_anything(store.path / "homes", name, first="HOME")
     paths.remove_anything(store.path / "homes", "d" * 32, first="HOME")
     assert (tmp_path / "precious" / "file").read_text() == "kept"
     home.close(clean=True)
@@ -354,18 +329,3 @@ def test_clean_is_said_after_all_bytes_are_synced(store, monkeypatch):
     before = {name for name, clean in synced if not clean}
     assert {"segments/0/rank0.kv", "segments/0", "index/data.mdb", "index", "HOME.tmp"} <= before
     assert synced[-1] == (".", True)
-
-
-def test_a_home_that_cannot_be_synced_is_released_and_not_clean(store, monkeypatch):
-    home = store.acquire_home(MINE, GEOMETRY, CAP)
-
-    def fails(fd):
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fails)
-        with pytest.raises(DeviceError) as caught:
-            home.close(clean=True)
-    assert caught.value.errno == errno.EIO
-    (summary,) = list_homes(store.path)
-    assert (summary.alive, summary.record.clean) == (False, False)

@@ -29,23 +29,9 @@ print(json.dumps({"id": home.id, "fresh": home.fresh}), flush=True)
 for line in sys.stdin:
     if line == "mark\\n":
         (home.index_path / "mark").write_text(home.id)
-    elif line == "child\\n":
-        import subprocess
-        child = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, close_fds=False)
-        print(child.pid, flush=True)
-        continue
     else:
         home.close(clean=True)
     print("done", flush=True)
-"""
-
-RANK = """
-import sys
-from kvdisk.device.store import Store
-path, home_id, fingerprint = sys.argv[1:]
-home = Store.open(path, create=False).join_home(home_id, bytes.fromhex(fingerprint))
-print("joined", flush=True)
-sys.stdin.read()
 """
 
 
@@ -118,30 +104,6 @@ def test_a_living_owner_is_left_alone_and_a_killed_ones_home_is_taken_over(path,
         home.close(clean=True)
 
 
-def test_a_rank_that_outlives_its_scheduler_keeps_the_home_from_others(path, start):
-    scheduler, said = owner(start, path)
-    rank = start(RANK, path, said["id"], MINE.hex())
-    assert rank.answer() == "joined"
-    scheduler.kill()
-    assert alive(path) == {said["id"]: True}
-    store = Store.open(path)
-    beside = store.acquire_home(MINE, GEOMETRY, CAP)
-    assert beside.fresh
-    beside.close(clean=True)
-    rank.kill()
-    assert alive(path)[said["id"]] is False
-
-
-def test_what_an_owner_starts_does_not_hold_its_home(path, start):
-    process, said = owner(start, path)
-    child = int(process.ask("child"))
-    process.kill()
-    try:
-        assert alive(path) == {said["id"]: False}
-    finally:
-        os.kill(child, signal.SIGKILL)
-
-
 def test_engines_that_start_at_once_get_homes_of_their_own(path, start):
     first, _ = owner(start, path)
     first.ask("mark")
@@ -198,31 +160,25 @@ def test_a_process_stopped_with_the_store_lock_holds_nobody_up(tmp_path):
 STOPS_ONCE = """
 import os, signal, sys
 from kvdisk.device.store import Store
-place, name = Store, {"looking": "measure", "taking": "_take_over"}[sys.argv[4]]
-real = getattr(place, name)
+real = Store.measure
 def stop_once(*arguments):
-    setattr(place, name, real)
+    Store.measure = real
     os.kill(os.getpid(), signal.SIGSTOP)
     return real(*arguments)
-setattr(place, name, stop_once)
+Store.measure = stop_once
 home = Store.open(sys.argv[1:3]).acquire_home(bytes.fromhex(sys.argv[3]), {"geometry": {"ranks": 2}}, 64 << 20)
 print(home.folder(1).path, flush=True)
 sys.stdin.readline()
 """
 
 
-def stopped_once(start, dirs, at: str) -> Process:
-    process = start(STOPS_ONCE, *dirs, MINE.hex(), at)
-    _, status = os.waitpid(process.child.pid, os.WUNTRACED)
-    assert os.WIFSTOPPED(status)
-    return process
-
-
 def test_who_was_stopped_while_it_looked_at_the_homes_looks_again(path, tmp_path, start):
     """Else the folders of a home that was made meanwhile would be nobody's, and go."""
     dirs = [path, str(tmp_path / "further")]
     first = Store.open(dirs).acquire_home(MINE, GEOMETRY, CAP)
-    stopped = stopped_once(start, dirs, "looking")
+    stopped = start(STOPS_ONCE, *dirs, MINE.hex())
+    _, status = os.waitpid(stopped.child.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
     second = Store.open(dirs).acquire_home(MINE, GEOMETRY, CAP)
     os.kill(stopped.child.pid, signal.SIGCONT)
     third = Path(stopped.answer())

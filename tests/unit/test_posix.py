@@ -53,7 +53,7 @@ def short(real, most_bytes):
     return call
 
 
-@pytest.mark.parametrize("most_bytes", [ALIGNMENT, 2 * ALIGNMENT, 3 * ALIGNMENT])
+@pytest.mark.parametrize("most_bytes", [ALIGNMENT, 3 * ALIGNMENT])
 def test_a_call_that_stops_short_is_continued(device, fd, monkeypatch, most_bytes):
     monkeypatch.setattr(os, "preadv", short(os.preadv, most_bytes))
     monkeypatch.setattr(os, "pwritev", short(os.pwritev, most_bytes))
@@ -71,17 +71,6 @@ def test_a_call_that_stops_short_is_continued(device, fd, monkeypatch, most_byte
 def test_a_call_that_stops_between_blocks_is_an_io_error(device, fd, monkeypatch, most_bytes):
     monkeypatch.setattr(os, "pwritev", short(os.pwritev, most_bytes))
     assert run(device, Op.WRITE, Transfer(fd, 0, (make_memory(2 * ALIGNMENT),))) == {0: errno.EIO}
-
-
-def test_a_full_drive_is_its_errno(device, fd):
-    full = os.open("/dev/full", os.O_RDWR)
-    try:
-        device.attach_file(full)
-        memory = make_memory(2 * ALIGNMENT)
-        batch = [Transfer(full, 0, (memory[:ALIGNMENT],)), Transfer(fd, 0, (memory[ALIGNMENT:],))]
-        assert run(device, Op.WRITE, *batch) == {0: errno.ENOSPC}
-    finally:
-        os.close(full)
 
 
 def test_a_call_that_python_refuses_is_an_error_and_the_threads_live_on(device, fd, monkeypatch):

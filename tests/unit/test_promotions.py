@@ -11,8 +11,8 @@ from support.small_engine import SmallEngine
 from kvdisk.blocks import BlockKey, Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager import prefetch
 from kvdisk.manager.catalog import CopyState
+from kvdisk.manager.requests import RequestLimits
 from kvdisk.messages import Job, JobKind
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
@@ -103,52 +103,27 @@ def test_what_the_tier_has_of_a_hit_stays_while_the_rest_is_read_ahead():
     queue.finish()
 
 
-def test_one_whose_turn_comes_waits_for_its_promotion_and_nothing_more_is_promoted(monkeypatch):
-    monkeypatch.setattr(prefetch, "MAX_PROMOTE_MOVES", 2)
-    monkeypatch.setattr(prefetch, "MAX_PROMOTE_JOBS", 1)
-    queue = Queue()
-    queue.add(PROMPTS[0])
-    (job,) = queue.promoted(work=False)
-    queue.first.finishing = True
-    queue.step(work=False)
-    monkeypatch.setattr(prefetch, "MAX_PROMOTE_JOBS", 4)
-    for _ in range(3):
-        assert queue.promoted(work=False) == []
-    queue.work()
-    queue.step()  # hears of it
-    plan = queue.step()
-    (load,) = [job for job in plan.jobs if job.kind is JobKind.LOAD]
-    assert [Tier.NVME in move.slots for move in load.moves] == [False, False, True, True], "the rest it reads itself"
-    assert job.id < load.id
-    queue.finish()
-
-
 def test_each_wait_has_its_own_bound():
     """One that waits for GPU memory meets reads again and again; the engine could have taken its
     hit in between."""
     queue = Queue(lookup_wait_s=2.0)
-    manager, reads = queue.parts.manager, queue.parts.manager._promotions._reads
-    request, key = queue.add(PROMPTS[0]), keys_of(PROMPTS[0])[1]
-    row = queue.parts.catalog.find(key)
+    manager, request = queue.parts.manager, queue.add(PROMPTS[0])
 
     def looked_up(seconds: float) -> int | None:
         return manager.lookup(request.id, 0, len(request.tokens), 5000.0 + seconds)
 
-    reads.begin(JobKind.LOAD, (key,), (row,))
+    queue.promoted(work=False)
     assert [looked_up(seconds) for seconds in (0.0, 1.9)] == [None, None]
-    reads.end(JobKind.LOAD, (key,), (row,))
+    queue.work()
+    queue.step()
     assert looked_up(1.95) == 8
-    reads.begin(JobKind.PROMOTE, (key,), (row,))
+    for key in keys_of(PROMPTS[0]):
+        queue.parts.cpu.discard(queue.parts.catalog.find(key))  # type: ignore[union-attr]
+    manager._promotions.enqueue(manager._requests[request.id])
+    queue.promoted(work=False)
     assert [looked_up(seconds) for seconds in (2.5, 4.4)] == [None, None]
     assert looked_up(4.6) == 8
     assert manager.stats["wait_timeouts"] == 1
-
-
-def test_nothing_is_read_ahead_where_the_user_says_so():
-    queue = Queue(prefetch=False)
-    queue.add(PROMPTS[0])
-    assert queue.promoted() == []
-    queue.finish()
 
 
 def test_no_more_is_read_ahead_than_the_request_may_load(monkeypatch):
@@ -156,5 +131,5 @@ def test_no_more_is_read_ahead_than_the_request_may_load(monkeypatch):
     blocks = keys_of(PROMPTS[0])
     monkeypatch.setattr(queue.engine.pool, "is_cached", lambda key: key == blocks[0])
     request = queue.add(PROMPTS[0])
-    queue.parts.manager._requests[request.id].most_load_tokens = 4
+    queue.parts.manager._requests[request.id].limits = RequestLimits(4)
     assert keys(queue.promoted()) == [blocks[1:3]], "behind what the GPU has"

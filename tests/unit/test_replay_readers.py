@@ -52,13 +52,13 @@ def test_mooncake(tmp_path):
 
 
 def test_packed_or_limited_it_is_the_same(tmp_path):
-    plain = read(tmp_path, lines(*MOONCAKE))
-    assert read(tmp_path, gzip.compress(lines(*MOONCAKE).encode())).requests == plain.requests
-    assert read(tmp_path, "\n" + lines(*MOONCAKE) + "\n\n").requests == plain.requests
-    assert read(tmp_path, "\ufeff" + lines(*MOONCAKE)).requests == plain.requests
-    whole = read(tmp_path, lines(*MOONCAKE), whole=True).requests
+    text = lines(*MOONCAKE)
+    plain = read(tmp_path, text)
+    for same in (gzip.compress(text.encode()), f"\n{text}\n\n", f"\ufeff{text}"):
+        assert read(tmp_path, same).requests == plain.requests
+    assert read(tmp_path, text + "damaged", limit=2).requests == plain.requests
+    whole = read(tmp_path, text, whole=True).requests
     assert [(len(request.hashes), request.tokens) for request in whole] == [(2, 1024), (3, 1536)]
-    assert read(tmp_path, lines(*MOONCAKE) + "damaged", limit=2).requests == plain.requests
 
 
 def test_azure_shares_no_block(tmp_path):
@@ -72,29 +72,17 @@ def test_azure_shares_no_block(tmp_path):
     assert (first.tokens, first.output_tokens, second.tokens) == (4800, 10, 0)
 
 
-def test_generic_blocks(tmp_path):
-    trace = read(
-        tmp_path,
-        lines(
-            {"time_s": 1.5, "blocks": ["a", 7], "output_tokens": 3},
-            {"blocks": ["a", "7"], "prompt_tokens": 17},
-            {"blocks": ["b", 7]},
-        ),
-    )
+def test_generic(tmp_path):
+    named = {"time_s": 1.5, "blocks": ["a", 7], "output_tokens": 3}
+    trace = read(tmp_path, lines(named, {"blocks": ["a", "7"], "prompt_tokens": 17}, {"blocks": ["b", 7]}))
     first, second, third = trace.requests
     assert (trace.form, first.time_s, first.tokens, second.tokens, first.output_tokens) == ("jsonl", 1.5, 32, 17, 3)
     assert first.hashes[0] == second.hashes[0]
     assert len({*first.hashes, *second.hashes, *third.hashes}) == 5, "behind another block it is another block"
-
-
-def test_generic_tokens_and_prompts_are_cut_into_full_blocks(tmp_path):
-    trace = read(
-        tmp_path,
-        lines({"tokens": list(range(40))}, {"tokens": list(range(32))}, {"prompt": "x" * 64 * 2}, {"prompt": "y" * 63}),
-    )
-    assert [len(request.hashes) for request in trace.requests] == [2, 2, 2, 0]
-    assert trace.requests[0].hashes == trace.requests[1].hashes
-    assert trace.notes == (BYTES_FOR_TOKENS,)
+    tokens = [{"tokens": list(range(40))}, {"tokens": list(range(32))}]
+    trace = read(tmp_path, lines(*tokens, {"prompt": "x" * 64 * 2}, {"prompt": "y" * 63}))
+    assert [len(request.hashes) for request in trace.requests] == [2, 2, 2, 0], "full blocks only"
+    assert trace.requests[0].hashes == trace.requests[1].hashes and trace.notes == (BYTES_FOR_TOKENS,)
     assert read(tmp_path, lines({"tokens": [1] * 40}), block_tokens=20).references == 2
 
 
@@ -115,7 +103,7 @@ def test_generic_tokens_and_prompts_are_cut_into_full_blocks(tmp_path):
         (lines({"prompt": 7}), "line 1: prompt must be text"),
         (AZURE + "yesterday,1,1\n", "line 5: TIMESTAMP must be a date and a time, not 'yesterday'"),
         (AZURE + "2024-05-10 00:00:00,-1,1\n", "line 5: ContextTokens must be a whole number of tokens, not '-1'"),
-        (AZURE + "2024-05-10 00:00:00,12\n", "line 5: 2 values, where the header has more"),
+        (AZURE + "2024-05-10 00:00:00,12\n", "line 5: GeneratedTokens must be a whole number of tokens, not missing"),
         (AZURE + '2024-05-10 00:00:00,"12,1\n', "line 5: not a line of CSV"),
         (b"\xff\xfe\x00", "line 1: not text in UTF-8"),
         (gzip.compress(b"x" * 1000, mtime=0)[:-20], "damaged gzip file"),
@@ -128,14 +116,11 @@ def test_what_is_wrong_is_said_in_one_sentence_that_names_the_line(tmp_path, tex
     assert said.startswith(str(tmp_path)) and "\n" not in said
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_files_and_forms_that_cannot_be_read(tmp_path):
     with pytest.raises(TraceError, match="cannot be read: No such file"):
         read_trace(tmp_path / "none")
     with pytest.raises(TraceError, match="cannot be read: Is a directory"):
         read_trace(tmp_path)
-
-
-def test_a_line_that_the_form_does_not_have(tmp_path):
     with pytest.raises(TraceError, match="line 1: not a JSON object"):
         read(tmp_path, AZURE, form=Form.JSONL)
 

@@ -6,38 +6,28 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.fake_engine import FakeEngine
-from support.fake_ranks import FakeRank
-from support.manager_parts import ManagerParts
 from support.manager_sizes import ON_PREEMPTION_WINDOW
-from support.manager_watch import ManagerWatch
+from support.small_engine import SmallEngine
 
 from kvdisk.blocks import make_block_key
-from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.admission import AdmitAll
-from kvdisk.messages import JobKind, Plan
+from kvdisk.messages import JobKind
 
-SIZES = replace(ON_PREEMPTION_WINDOW, cpu_slots=(8, 8))
+_GEOMETRY = replace(ON_PREEMPTION_WINDOW.geometry, rank_count=1)
+SIZES = replace(ON_PREEMPTION_WINDOW, geometry=_GEOMETRY, cpu_slots=(8, 8), block_count=30)
 
 
-class Place:
+class Place(SmallEngine):
     """An engine with a window of 4 tokens in its second group, and what its plans stored."""
 
     def __init__(self) -> None:
-        index, ranks = MemoryIndex(max_queued=6), [FakeRank(rank) for rank in range(2)]
-        self.engine = FakeEngine(SIZES.geometry, 30, ranks)
-        parts = ManagerParts.make(SIZES, self.engine, index, 1)
-        ManagerWatch(SIZES, parts, self.engine, ranks, index)
-        self.planner = parts.manager._stores
+        super().__init__(SIZES)
+        self.planner = self.manager._stores
         self.stored: list[bytes] = []
-        self.plan = Plan()
 
-    def step(self, budget: int = 20) -> None:
-        self.engine.schedule(budget)
-        self.plan = self.engine._plan
-        self.stored += [move.key for job in self.plan.jobs if job.kind is JobKind.STORE for move in job.moves]
-        self.engine.forward()
-        self.engine.update()
+    def run(self) -> None:
+        plan = self.step(work=False)
+        self.stored += [move.key for job in plan.jobs if job.kind is JobKind.STORE for move in job.moves]
 
     def preempt(self) -> None:
         """As for lack of room, in the next step."""
@@ -54,7 +44,7 @@ def place():
 @pytest.mark.parametrize("given_away", [False, True])
 def test_a_block_that_the_window_left_behind_is_saved_if_nobody_has_it(place, given_away):
     request = place.engine.add("a", "aabbccdd", 4)
-    place.step()
+    place.run()
     assert request.computed == 8
     # A step in which the engine looks at the request, takes what is behind its window, and does not
     # schedule it.
@@ -67,7 +57,7 @@ def test_a_block_that_the_window_left_behind_is_saved_if_nobody_has_it(place, gi
     place.preempt()
     if given_away:
         place.engine.pool.free_blocks(left)
-    place.step()
+    place.run()
     window = [make_block_key(text.encode(), 1) for text in ("aa", "aabb", "aabbcc", "aabbccdd")]
     assert [key in place.stored for key in window] == [not given_away, not given_away, True, True]
 
@@ -89,10 +79,10 @@ def test_admission_is_told_who_wants_a_generated_block_before_it_is_asked(place,
 
     admission = Told()
     monkeypatch.setattr(place.planner._target, "admission", admission)
-    monkeypatch.setattr(place.planner._demand, "_first", admission)
+    monkeypatch.setattr(place.planner._demand, "_counting", [admission])
     place.engine.add("a", "aabbccddt", 4)
     for _ in range(4):
-        place.step()
+        place.run()
     place.preempt()
-    place.step()
+    place.run()
     assert make_block_key(b"aabbccddtzzz", 0) in place.stored

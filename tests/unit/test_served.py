@@ -20,105 +20,58 @@ from kvdisk.stats import Stats
 ONE = Geometry((GroupGeometry(0, 4, 4096),), 1, 4)
 TWO = Geometry((GroupGeometry(0, 4, 4096), GroupGeometry(1, 2, 4096, window_tokens=5)), 1, 2)
 SMALL = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
-CPU, NVME, NOWHERE = "cpu", "nvme", "nowhere"
+CPU, NVME = Tier.CPU, Tier.NVME
 
 
-def counted(stats: Stats) -> dict[str, int]:
-    """Return hits and misses, without the zeros."""
-    names = ("hit_tokens", "missed_tokens", "hit_blocks", "missed_blocks", "lookup_tokens")
-    return {series: count for series, count in stats.counts.items() if series.startswith(names)}
+NOTHING = (0, 0)
+COUNTED = ("hit_tokens", "hit_blocks", "missed_tokens", "missed_blocks")
+"""Of memory and NVMe each; before them ``lookup_tokens``."""
 
 
-class Desk:
-    """A request at position ``local`` whose lookups are answered by hand."""
-
-    def __init__(self, geometry: Geometry = ONE, *, has_cpu: bool = True, has_nvme: bool = True) -> None:
-        self.stats = Stats()
-        tiers = [tier for tier, there in ((Tier.CPU, has_cpu), (Tier.NVME, has_nvme)) if there]
-        self.counts = HitCounts(geometry, self.stats, tiers)
-        self.request = RequestState("r", [], 100, geometry)
-
-    def load(self, local: int, external: int, sources: list[tuple[int, int, str]]) -> None:
-        """Plan a load whose blocks (group, position) come from these sources."""
-        where = {CPU: Tier.CPU, NVME: Tier.NVME, NOWHERE: None}
-        details = [MoveDetail(0, group, position, where[source]) for group, position, source in sources]
-        self.counts.loaded(self.request, local, external, details)
-
-
-def test_a_hit_that_is_partly_on_the_gpu_in_memory_and_on_nvme():
-    desk = Desk()
-    desk.request.asked = (8, 27, 12)
-    desk.load(8, 12, [(0, 2, CPU), (0, 3, NVME), (0, 4, CPU)])
-    assert desk.request.hit_tokens == {Tier.CPU: 8, Tier.NVME: 4}
-    assert counted(desk.stats) == {
-        "lookup_tokens": 16,  # from 8 to 24, the last multiple of a block
-        "hit_tokens.cpu": 8,
-        "hit_blocks.cpu": 2,
-        "missed_tokens.cpu": 8,
-        "missed_blocks.cpu": 2,
-        "hit_tokens.nvme": 4,
-        "hit_blocks.nvme": 1,
-        "missed_tokens.nvme": 4,
-        "missed_blocks.nvme": 1,
-    }
-    desk.counts.passed_over(desk.request)
-    assert desk.stats["lookup_tokens"] == 16, "it was counted when its load was planned"
-
-
-def test_a_miss_counts_when_the_request_runs_and_not_each_time_it_asks():
-    desk = Desk()
-    for _ in range(5):
-        desk.request.asked = (0, 17, 0)
-    assert counted(desk.stats) == {}
-    for _ in range(3):
-        desk.counts.passed_over(desk.request)
-    assert counted(desk.stats) == {
-        "lookup_tokens": 16,
-        "missed_tokens.cpu": 16,
-        "missed_blocks.cpu": 4,
-        "missed_tokens.nvme": 16,
-        "missed_blocks.nvme": 4,
-    }
-
-
-def test_a_promise_that_the_engine_did_not_take_is_no_miss():
-    desk = Desk()
-    desk.request.asked = (0, 17, 8)
-    desk.counts.passed_over(desk.request)
-    assert counted(desk.stats) == {}
-
-
-@pytest.mark.parametrize(("tier", "other"), [("cpu", "nvme"), ("nvme", "cpu")])
-def test_a_tier_that_does_not_exist_is_not_asked_and_serves_nothing(tier, other):
-    """A window's blocks that the engine did not want have no move, and are still tokens of the
-    hit."""
-    desk = Desk(has_cpu=tier == "cpu", has_nvme=tier == "nvme")
-    desk.request.asked = (0, 21, 12)
-    desk.load(0, 12, [(0, 1, tier), (0, 2, NOWHERE)])
-    assert desk.request.hit_tokens == {Tier[tier.upper()]: 12, Tier[other.upper()]: 0}
-    assert not [series for series in counted(desk.stats) if series.endswith(other)]
-    assert (desk.stats[f"hit_tokens.{tier}"], desk.stats[f"missed_tokens.{tier}"]) == (12, 8)
-
-
-def test_with_several_groups_a_token_is_of_the_farthest_tier_that_one_of_its_blocks_came_from():
-    desk = Desk(TWO)
-    desk.request.asked = (4, 17, 8)
-    desk.load(4, 8, [(0, 1, CPU), (0, 2, CPU), (1, 4, NVME), (1, 5, CPU)])
-    assert desk.request.hit_tokens == {Tier.CPU: 6, Tier.NVME: 2}
-    # Missed are the block from 12 on and, of the window group, those that reach what a hit up to 16
-    # needs.
-    assert (desk.stats["missed_blocks.nvme"], desk.stats["missed_tokens.nvme"]) == (1 + 2, 4)
-    assert (desk.stats["hit_blocks.cpu"], desk.stats["hit_blocks.nvme"]) == (3, 1)
+@pytest.mark.parametrize(
+    ("geometry", "tiers", "asked", "load", "sources", "expected"),
+    [
+        # Partly on the GPU, in memory and on NVMe; the last multiple of a block is asked for.
+        (ONE, (CPU, NVME), (8, 27, 12), (8, 12), "0.2 cpu 0.3 nvme 0.4 cpu", (16, (8, 4), (2, 1), (8, 4), (2, 1))),
+        # A window's blocks that the engine did not want have no move, and are tokens of the hit.
+        (ONE, (NVME,), (0, 21, 12), (0, 12), "0.1 nvme 0.2 none", (20, (0, 12), (0, 1), (0, 8), (0, 2))),
+        # Of several groups a token is of the slowest tier that one of its blocks came from.
+        (
+            *(TWO, (CPU, NVME), (4, 17, 8), (4, 8), "0.1 cpu 0.2 cpu 1.4 nvme 1.5 cpu"),
+            (12, (6, 2), (3, 1), (6, 4), (4, 3)),
+        ),
+        # A miss; and a promise that the engine did not take, which is none.
+        (ONE, (CPU, NVME), (0, 17, 0), None, "", (16, NOTHING, NOTHING, (16, 16), (4, 4))),
+        (ONE, (CPU, NVME), (0, 17, 8), None, "", (0, NOTHING, NOTHING, NOTHING, NOTHING)),
+    ],
+)
+def test_each_token_and_block_of_a_hit_is_counted_for_one_tier(geometry, tiers, asked, load, sources, expected):
+    stats, words = Stats(), sources.split()
+    counts, request = HitCounts(geometry, stats, tiers), RequestState("r", [], 100, geometry)
+    request.asked = asked
+    if load is not None:
+        places = [tuple(map(int, place.split("."))) for place in words[::2]]
+        froms = [{"cpu": CPU, "nvme": NVME}.get(word) for word in words[1::2]]
+        details = [MoveDetail(0, *place, tier) for place, tier in zip(places, froms, strict=True)]
+        counts.loaded(request, *load, details)
+        assert (request.hit_tokens[CPU], request.hit_tokens[NVME]) == expected[1]
+    for _ in range(2):
+        counts.passed_over(request)
+    assert (
+        stats["lookup_tokens"],
+        *((stats[f"{name}.cpu"], stats[f"{name}.nvme"]) for name in COUNTED),
+    ) == expected
 
 
 def test_a_wait_is_measured_once_from_its_first_answer_to_the_last():
-    desk = Desk()
+    stats = Stats()
+    counts, request = HitCounts(ONE, stats, [CPU]), RequestState("r", [], 100, ONE)
     for now in (10.0, 10.5, 11.0):
-        desk.counts.waits(desk.request, now)
-    desk.counts.waited(desk.request, 12.5)
-    assert desk.request.waited_since_s is None
-    samples = desk.stats.samples["wait_seconds"]
-    assert (samples.count, samples.total, desk.stats["lookup_waits"]) == (1, 2.5, 3)
+        counts.waits(request, now)
+    for now in (12.5, 20.0):
+        counts.waited(request, now)
+    samples = stats.samples["wait_seconds"]
+    assert (samples.count, samples.total, stats["lookup_waits"]) == (1, 2.5, 3)
 
 
 def test_gauges_and_hits_of_an_engine():
@@ -131,10 +84,10 @@ def test_gauges_and_hits_of_an_engine():
         small.engine.pool.forget_all()
         before = dict(stats.counts)
         small.serve(text)
-        found = {name: count - before.get(name, 0) for name, count in counted(stats).items()}
-        return {name: count for name, count in found.items() if count}
+        found = {name: count - before.get(name, 0) for name, count in stats.counts.items()}
+        return {name: count for name, count in found.items() if count and name.startswith(("lookup_tokens", *COUNTED))}
 
-    missed = {f"missed_{what}.{tier}": count for what, count in (("tokens", 4), ("blocks", 2)) for tier in (CPU, NVME)}
+    missed = {f"missed_{what}.{tier}": n for what, n in (("tokens", 4), ("blocks", 2)) for tier in ("cpu", "nvme")}
     assert serve("aabbx") == {"lookup_tokens": 4, **missed}
     assert serve("aabbx") == {"lookup_tokens": 4, "hit_tokens.cpu": 4, "hit_blocks.cpu": 2}
     serve("ccddx"), serve("eeffx")
@@ -163,7 +116,7 @@ def test_what_is_asked_for_again_stays(cold):
 
     def held(text: str) -> list[bool]:
         rows = [catalog.find(make_block_key(text[:end].encode(), 0)) for end in (2, 4)]
-        return [row >= 0 and catalog.is_ready(row) for row in rows]
+        return [catalog.readable_tier(row) is not None for row in rows]
 
     for text in ("aabbx", "ccddx", "eeffx", "gghhx"):
         small.serve(text)

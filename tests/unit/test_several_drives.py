@@ -6,17 +6,14 @@ from __future__ import annotations
 
 import pytest
 from support.fake_engine import FakeEngine
-from support.fake_legs import Content
-from support.fake_neighbours import FakeHome, FakeNeighbours
+from support.fake_neighbours import FakeNeighbours
 from support.fake_ranks import FakeRank
-from support.fake_requests import value_of
 from support.manager_parts import ManagerParts, Sizes
 from support.manager_watch import ManagerWatch
 
 from kvdisk.blocks import Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.index.base import SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import CopyState
 from kvdisk.messages import JobKind, Reason
@@ -84,7 +81,7 @@ def test_a_drive_that_is_left_alone_does_not_keep_the_others_full():
     served = Served(drives=2, segments=2)
     served.serve("aabbccddx")
     assert served.on_nvme("aabbccdd") == [0, 0, 1, 1]
-    served.parts.nvme.segments.drives.read_failed(1, served.engine.now, hangs=True)
+    served.parts.nvme.segments.drives.read(1, served.engine.now, hangs=True)
     served.serve("eeffx")
     served.steps(4)
     assert served.on_nvme("eeff") == [0, 0]
@@ -102,25 +99,13 @@ def test_a_segment_that_is_never_made_does_not_keep_old_copies():
     assert served.on_nvme("ccdd") == [0, 0]
 
 
-def test_nobody_steps_for_a_segment_that_is_never_made():
-    served = Served(drives=2, segments=2)
-    served.serve("aabbx")
-    served.hung = {JobKind.OPEN_SEGMENT}
-    served.serve("ccddx")
-    assert served.manager.has_pending_work(served.engine.now)
-    served.engine.now += 1000.0
-    served.steps(4)
-    served.engine.now += 1000.0
-    assert not served.manager.has_pending_work(served.engine.now)
-
-
 @pytest.mark.parametrize("full", [False, True], ids=["a record", "room that a deletion would give"])
 def test_nobody_steps_for_a_commit_that_never_ends(full):
     served = Served(drives=1, segments=1 if full else 2)
     served.serve("aabbx")
     served.commits = False
     served.serve("ccddx")
-    assert served.parts.nvme.uncommitted and bool(served.parts.demotions.count(0)) is full
+    assert served.parts.nvme.status.uncommitted and bool(served.parts.demotions.count(0)) is full
     assert served.manager.has_pending_work(served.engine.now)
     served.engine.now += 1000.0
     assert not served.manager.has_pending_work(served.engine.now)
@@ -134,31 +119,3 @@ def test_nobody_steps_for_a_commit_that_never_ends(full):
     served.steps(4)
     assert served.on_nvme("ccdd") == [0, 0]
     assert not served.manager.has_pending_work(served.engine.now)
-
-
-@pytest.mark.parametrize("read_ahead", [False, True])
-def test_what_waits_for_files_that_do_not_open_is_bounded(read_ahead, monkeypatch):
-    monkeypatch.setattr("kvdisk.manager.neighbours.MOST_FILE_JOBS", 4)
-    served = Served(drives=1, segments=1)
-    texts = [2 * letter for letter in "abcdefghijkl"]
-    home = FakeHome("1" * 32, SegmentRecord(3, GEOMETRY.slot_sizes[0], len(texts)))
-    for slot, text in enumerate(texts):
-        key = make_block_key(text.encode(), 0)
-        value = value_of(key, 0, 0)
-        home.put(key, slot, 5, [Content(0, key, 5, value, value)])
-    served.neighbours.homes.append(home)
-    served.steps(2)
-    served.hung = {JobKind.OPEN_SEGMENT, JobKind.DROP_SEGMENT}
-    if read_ahead:
-        served.engine.most_running = 0
-    for number, text in enumerate(texts):
-        if read_ahead:
-            request = served.engine.add(f"waiting {number}", f"{text}x", 1)
-            served.neighbours.answer()
-            served.steps(2)
-            served.engine.abort(request)
-        else:
-            served.serve(f"{text}x")
-    assert served.manager.stats["failed_promotions" if read_ahead else "failed_loads"]
-    transfers = served.parts.transfers
-    assert transfers.count(JobKind.OPEN_SEGMENT) + transfers.count(JobKind.DROP_SEGMENT) <= 5

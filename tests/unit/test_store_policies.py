@@ -8,6 +8,8 @@ import types
 from typing import ClassVar
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.fake_pool import FakePool
 from support.manager_parts import Sizes
 from support.small_engine import SmallEngine
@@ -19,10 +21,9 @@ from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager.admission import AdmitAll
 from kvdisk.manager.store_policy import (
     AHEAD_STEPS,
+    BackOff,
     NoStores,
     OnCompute,
-    OnPreemption,
-    Refusal,
     Spillover,
     make_store_policy,
 )
@@ -45,37 +46,51 @@ class Queue:
         return [offer.block for offer in self.policy.free_offers(self.pool, room, now)]
 
     def accept(self, *blocks: int) -> None:
-        for block in blocks:
-            self.policy.accept_free(KEYS[block - 1])
+        self.policy.accept_free([KEYS[block - 1] for block in blocks])
 
     @property
     def ahead(self) -> int:
         return AHEAD_STEPS * self.pool.step_blocks
 
 
-def test_on_preemption_offers_a_victims_blocks_and_nothing_else():
-    policy = OnPreemption()
-    assert not policy.offers("a", 0, 5, 9, 9.0)
-    assert list(policy.preempted("a", 0, 3)) == [0, 1, 2]
-    policy.refuse("a", 0, (1,), KEYS[1:2], Refusal.NO_ROOM, 0, 0.0)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 16), st.booleans()), max_size=30))
+def test_on_compute_skips_nothing_for_good_and_offers_from_the_head(steps):
+    """In each step some blocks are computed, and of those offered so many find room; or all were
+    taken, and the first fails."""
+    policy, limits, taken = OnCompute(), [0, 0], set()
+    for number, (growth, room, fails) in enumerate(steps):
+        released, now = 2 * number, 10.0 * number
+        limits = [limits[0] + growth, limits[1] + growth // 2]
+        offered = [(group, at) for group in (0, 1) for at in policy.offers("a", group, limits[group], released, now)]
+        done, refused = offered[:room], offered[room:]
+        policy.accept("a", done)
+        taken.update(done)
+        if refused:
+            policy.refuse("a", refused, released, now)
+            assert policy.waits("a")
+            assert not policy.offers("a", 0, limits[0], released, now + 60.0), "no room came free"
+            assert not policy.offers("a", 1, limits[1], released + 1, now + 0.04), "too soon"
+        elif fails and taken:
+            taken.remove(lost := min(taken))
+            policy.refuse("a", [lost], -1, 0.0)
+    for group in (0, 1):
+        taken.update((group, at) for at in policy.offers("a", group, limits[group], 99, 999.0))
+    assert taken == {(group, at) for group in (0, 1) for at in range(limits[group])}
     assert not policy.waits("a")
-    assert list(policy.preempted("a", 0, 3)) == [0, 1, 2], "and at the next preemption all of them"
-    assert OnPreemption.saves_victims
-    assert not OnCompute.saves_victims
-    assert not OnCompute().preempted("a", 0, 3)
 
 
-def test_a_failed_load_ends_the_wait_for_a_count():
-    """Another request has stored the block since it was refused, and it could not be read back."""
-    policy = OnCompute()
-    policy.offers("a", 0, 1, 0, 0.0)
-    policy.refuse("a", 0, (0,), KEYS[:1], Refusal.NOT_REUSED, 0, 0.0)
-    policy.refuse("a", 0, (0,), KEYS[:1], Refusal.NO_ROOM, -1, 0.0)
-    assert list(policy.offers("a", 0, 1, 0, 1.0)) == [0]
-    policy.accept("a", 0, (0,))
-    policy.wanted_again(KEYS[:1])
-    assert not policy.waits("a")
-    assert not policy.offers("a", 0, 1, 0, 1.0)
+def test_the_back_off_doubles_while_nothing_is_taken():
+    back_off, now = BackOff(), 100.0
+    for seconds in (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0):
+        back_off.refuse(7, now)
+        back_off.refuse(7, now)
+        assert back_off.holds(8, now + seconds - 0.001)
+        assert back_off.holds(7, now + 60.0)
+        now += seconds + 0.001
+        assert not back_off.holds(8, now)
+    back_off.accept()
+    back_off.refuse(7, now)
+    assert not back_off.holds(8, now + 0.051)
 
 
 def test_the_cursor_costs_what_has_changed(monkeypatch):
@@ -101,31 +116,18 @@ def test_the_cursor_costs_what_has_changed(monkeypatch):
         assert len(seen) <= taken + 2, "the head, and what came before the cursor"
 
 
-def test_what_is_refused_together_comes_again_together_and_the_back_off_grows_only_where_that_fails():
+def test_what_is_refused_is_offered_again_if_it_is_still_there():
     queue = Queue(blocks=4)
     assert queue.offers() == [1, 2, 3, 4]
-    for key in KEYS[:4]:
-        queue.policy.refuse_free(key, Refusal.NO_ROOM, 1, 10.0)
+    queue.accept(1)
+    queue.policy.refuse_free(KEYS[1:4], 1, 10.0)
     assert queue.offers(room=2, now=10.04) == []
-    assert queue.offers(room=2, now=10.06) == [1, 2, 3, 4]
-    for key in KEYS[:4]:
-        queue.policy.refuse_free(key, Refusal.NO_ROOM, 2, 10.06)
-    assert queue.offers(room=3, now=10.12) == []
-    assert queue.offers(room=3, now=10.17) == [1, 2, 3, 4]
-    queue.accept(1, 2, 3)
-    queue.policy.refuse_free(KEYS[3], Refusal.NO_ROOM, 3, 10.17)
-    assert queue.offers(room=4, now=10.23) == [4]
-
-
-def test_a_refused_block_whose_place_another_has_taken_is_not_offered_by_its_number():
-    queue = Queue(blocks=4)
-    assert queue.offers() == [1, 2, 3, 4]
-    queue.policy.refuse_free(KEYS[1], Refusal.NO_ROOM, 1, 0.0)
-    queue.accept(1, 3, 4)
+    assert queue.offers(room=1, now=10.06) == []
     queue.pool.forget(2)
     queue.pool.cache(KEYS[30], 2)
-    queue.policy.reached("b", KEYS, 30, 31)
-    assert queue.offers(room=2, now=1.0) == []
+    assert queue.offers(room=2, now=10.06) == [3, 4]
+    queue.accept(3, 4)
+    assert queue.offers(room=9, now=99.0) == []
 
 
 def test_only_blocks_that_requests_have_reached_are_offered_with_their_parents():
@@ -169,27 +171,12 @@ class Lacking:
 
     saves_victims = False
 
-    def accept(self, request_id, group, positions):
-        pass
-
 
 class Failing(EveryOther):
     """Cannot be built."""
 
     def __init__(self, size):
         self.size = size
-
-
-@pytest.fixture
-def own(monkeypatch):
-    module = types.ModuleType("my_policies")
-    vars(module).update(EveryOther=EveryOther, Lacking=Lacking, Failing=Failing, number=1)
-    monkeypatch.setitem(sys.modules, "my_policies", module)
-    return "my_policies"
-
-
-def test_a_class_of_the_users_own(own):
-    assert isinstance(make_store_policy(f"{own}:EveryOther"), EveryOther)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +189,11 @@ def test_a_class_of_the_users_own(own):
         ("my_policies:Failing", "cannot be built without arguments"),
     ],
 )
-def test_what_is_wrong_with_it_is_said_in_one_sentence(own, name, said):
+def test_what_is_wrong_with_a_class_of_the_users_own_is_said_in_one_sentence(name, said, monkeypatch):
+    module = types.ModuleType("my_policies")
+    vars(module).update(EveryOther=EveryOther, Lacking=Lacking, Failing=Failing, number=1)
+    monkeypatch.setitem(sys.modules, "my_policies", module)
+    assert isinstance(make_store_policy("my_policies:EveryOther"), EveryOther)
     with pytest.raises(ConfigError, match=said) as error:
         make_store_policy(name)
     assert "\n" not in str(error.value)
@@ -220,8 +211,8 @@ class Pruning(NoStores):
         self.done[request_id] = storable
         return self.due
 
-    def accept(self, request_id, group, positions):
-        for position in list(positions):
+    def accept(self, request_id, places):
+        for _, position in places:
             self.due.remove(position)
 
 

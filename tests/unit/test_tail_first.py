@@ -7,15 +7,16 @@ from hypothesis import strategies as st
 
 from kvdisk.blocks import BlockKey, Slot, Tier
 from kvdisk.config import EVICTIONS
-from kvdisk.manager.catalog import Catalog, CopyState
-from kvdisk.manager.chains import NONE
+from kvdisk.manager.catalog import NONE, Catalog
 from kvdisk.manager.eviction import TailFirst, make_eviction
 
-KEYS = [BlockKey(b"key %d" % number) for number in range(8)]
+
+def key_of(number: int) -> BlockKey:
+    return BlockKey(b"key %d" % number)
 
 
 class Copies:
-    """Copies of blocks in one tier, of which ``PARENTS`` says who follows whom."""
+    """Copies of blocks in one tier. ``parents``: by number, who follows whom."""
 
     def __init__(self, eviction: str, parents: list[int]) -> None:
         self.catalog = Catalog()
@@ -23,50 +24,43 @@ class Copies:
         self.parents = parents
         self.stored = 0
 
-    def store(self, number: int) -> None:
-        parent = self.parents[number]
-        row = self.catalog.find(KEYS[number])
+    def store(self, number: int) -> int:
+        parent, row = self.parents[number], self.catalog.find(key_of(number))
         if row < 0:
             self.stored += 1
-            row = self.catalog.add(KEYS[number], self.stored, 0, KEYS[parent] if parent >= 0 else None)
-        if self.catalog.state(row, Tier.CPU) == CopyState.ABSENT:
+            row = self.catalog.add(key_of(number), self.stored, 0, key_of(parent) if parent >= 0 else None)
             self.catalog.begin((row,), Tier.CPU, (Slot(0, number),))
             self.catalog.finish((row,), Tier.CPU)
             self.order.insert((row,))
+        return row
 
     def drop(self, row: int) -> None:
         self.order.remove((row,))
         self.catalog.drop((row,), Tier.CPU)
 
     def ready(self) -> dict[int, int]:
-        found = {number: self.catalog.find(key) for number, key in enumerate(KEYS)}
-        return {
-            number: row
-            for number, row in found.items()
-            if row >= 0 and self.catalog.state(row, Tier.CPU) == CopyState.READY
-        }
+        found = {number: self.catalog.find(key_of(number)) for number in range(len(self.parents))}
+        return {number: row for number, row in found.items() if row >= 0}
 
-    def followers(self, number: int) -> set[int]:
-        return {child for child in self.ready() if self.parents[child] == number}
+    def victims(self, count: int) -> list[int]:
+        return self.order.victims(count, self.catalog.evictable_in(Tier.CPU))
 
     def evict(self, count: int) -> int:
-        numbers = {row: number for number, row in self.ready().items()}
-        rows = self.order.victims(count, self.catalog.evictable_in(Tier.CPU))
+        rows = self.victims(count)
         assert len(rows) == len(set(rows)) <= count
         for row in rows:
-            assert not self.followers(numbers[row]), "a head leaves before its tail"
-            assert self.catalog.chains.first(row, Tier.CPU) == NONE
+            assert self.catalog.columns(Tier.CPU).first_child[row] == NONE, "a head leaves before its tail"
             self.drop(row)
         return len(rows)
 
     def held(self) -> set[int]:
         """What may not leave: what is pinned, and what that follows."""
-        pinned = {number for number, row in self.ready().items() if self.catalog.pins(row, Tier.CPU)}
-        while True:
-            before = {self.parents[number] for number in pinned} & self.ready().keys()
-            if before <= pinned:
-                return pinned
-            pinned |= before
+        ready = self.ready()
+        found = {number for number, row in ready.items() if self.catalog.pins(row, Tier.CPU)}
+        for number in range(len(self.parents) - 1, -1, -1):  # parents come before their children
+            if number in found and self.parents[number] in ready:
+                found.add(self.parents[number])
+        return found
 
 
 parents_of = st.tuples(*(st.integers(-1, number - 1) for number in range(8))).map(list)
@@ -102,48 +96,29 @@ def test_of_any_tree_the_tails_leave_first_and_nothing_is_stuck(eviction, parent
     assert len(copies.catalog._vacant) == len(copies.catalog.generations), "a row is lost"
 
 
-def long_chain(eviction: str, length: int) -> tuple[Catalog, TailFirst, list[int]]:
-    catalog = Catalog()
-    order = TailFirst(make_eviction(eviction, catalog.keys), catalog, Tier.NVME)
-    rows = []
-    for number in range(length):
-        row = catalog.add(BlockKey(b"%d" % number), number, 0, BlockKey(b"%d" % (number - 1)) if number else None)
-        catalog.begin((row,), Tier.NVME, (Slot(0, number),))
-        catalog.finish([row], Tier.NVME)
-        order.insert((row,))
-        rows.append(row)
-    return catalog, order, rows
-
-
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_the_tail_of_a_chain_longer_than_a_search_is_found_in_the_end(eviction, monkeypatch):
     monkeypatch.setattr(TailFirst, "MAX_STEPS", 64)
-    catalog, order, rows = long_chain(eviction, 300)
-    asked = []
+    copies = Copies(eviction, list(range(-1, 299)))
+    rows, left, asked = [copies.store(number) for number in range(300)], [], []
 
     def evictable(row: int) -> bool:
         asked.append(row)
-        return catalog.evictable_in(Tier.NVME)(row)
+        return copies.catalog.evictable_in(Tier.CPU)(row)
 
-    left: list[int] = []
     for _ in range(400):
-        before = len(asked)
-        for row in order.victims(2, evictable):
-            order.remove((row,))
-            catalog.drop((row,), Tier.NVME)
+        asked.clear()
+        for row in copies.order.victims(2, evictable):
+            copies.drop(row)
             left.append(row)
-        assert len(asked) - before < 100
+        assert len(asked) < 100
     assert left == rows[::-1]
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_a_chain_in_use_does_not_keep_others_from_leaving(eviction, monkeypatch):
     monkeypatch.setattr(TailFirst, "MAX_SKIPPED", 16)
-    catalog, order, rows = long_chain(eviction, 200)
-    catalog.pin((rows[-1],), Tier.NVME)
-    other = catalog.add(BlockKey(b"other"), 1000, 0, None)
-    catalog.begin((other,), Tier.NVME, (Slot(0, 1000),))
-    catalog.finish([other], Tier.NVME)
-    order.insert((other,))
-    calls = (order.victims(1, catalog.evictable_in(Tier.NVME)) for _ in range(400))
-    assert next(filter(None, calls)) == [other]
+    copies = Copies(eviction, [*range(-1, 199), -1])
+    rows = [copies.store(number) for number in range(201)]
+    copies.catalog.pin((rows[199],), Tier.CPU)
+    assert next(filter(None, (copies.victims(1) for _ in range(400)))) == rows[200:]

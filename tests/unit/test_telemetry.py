@@ -9,86 +9,54 @@ import logging
 import os
 import stat
 import time
-from pathlib import Path
 
 import pytest
-from support.fake_engine import FakeEngine
-from support.fake_ranks import FakeRank
-from support.manager_parts import ManagerParts, Sizes
-from support.manager_watch import ManagerWatch
+from tier_bench import GEOMETRY, TierBench
 
-from kvdisk.config import Config
 from kvdisk.device.telemetry_file import FIGURES_FILE, read_telemetry, write_telemetry
 from kvdisk.errors import CorruptRecord
-from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.stats import Stats
 from kvdisk.telemetry import Telemetry
 
-GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 SLOT = GEOMETRY.slot_sizes[0]
 
 
-class Told:
+class Told(TierBench):
     """An engine with both tiers, and all that it has told."""
 
     def __init__(self) -> None:
-        config = Config(store_dirs=(Path("/nowhere"),), nvme_bytes=1, cpu_bytes=4, nvme_admission="all", prefetch=False)
-        sizes = Sizes(GEOMETRY, config, 40, (4,), (8,), 1, ())
-        self.rank, self.index = FakeRank(0), MemoryIndex()
-        self.engine = FakeEngine(GEOMETRY, sizes.block_count, [self.rank])
-        self.parts = ManagerParts.make(sizes, self.engine, self.index, 0)
-        ManagerWatch(sizes, self.parts, self.engine, [self.rank], self.index)
-        self.stats = self.parts.manager.stats
-        gauges = self.parts.manager.gauges
+        super().__init__((4,), (8,), nvme_admission="all", prefetch=False)
         self.files: list[dict] = []
         self.telemetry = Telemetry(
             self.stats,
-            gauges,
+            self.manager.gauges,
             model="some/model",
             ranks=1,
             drives=["/one"],
             write_file=self.files.append,
         )
-        self.now = 100.0
-        for _ in range(4):  # until the home and its first segment are open
-            self.step()
-        self.finish()
+        self.finish()  # until the home and its first segment are open
         self.telemetry.take(self.now)
 
-    def step(self, *, work: bool = True) -> None:
-        self.now += 0.01
-        self.engine.now = self.now
-        self.engine.schedule(8)
-        self.engine.forward()
-        while work and self.rank.runnable:
-            self.rank.run_job(self.rank.runnable[0])
-        self.engine.update()
-        if work:
-            self.index.commit()
+    @property
+    def now(self) -> float:
+        return self.engine.now
 
     def finish(self) -> None:
         """Step until there is nothing left to do."""
-        self.step()
-        while self.engine.requests or self.parts.manager.has_pending_work(self.now):
+        while self.engine.requests:
             self.step()
-
-    def add(self, text: str) -> None:
-        self.engine.add(f"{text} {self.now}", text, 1).finishing = True
+        self.idle()
 
 
-def test_an_engine_that_does_nothing_tells_nothing():
+def test_under_way_it_tells_once_a_second_and_at_the_end_at_once():
     told = Told()
     told.telemetry.write()
     for _ in range(3):
         told.step()
-        assert told.telemetry.take(told.now + 100) is None
+        assert told.telemetry.take(told.now + 100) is None, "an engine that does nothing tells nothing"
         told.telemetry.write()
     assert len(told.files) == 1 and not told.telemetry.is_due
-
-
-def test_under_way_it_tells_now_and_then_and_at_the_end_at_once():
-    told = Told()
     told.add("aabbx")
     told.step(work=False)
     at = told.now + 10
@@ -96,12 +64,9 @@ def test_under_way_it_tells_now_and_then_and_at_the_end_at_once():
     assert first is not None and first.gauges["queued_jobs.store"] == 1 and first["missed_tokens.cpu"] == 4
     told.add("ccx")
     told.step(work=False)
-    assert told.telemetry.take(at + 0.2) is None
-    second = told.telemetry.take(at + 0.3)
-    assert second is not None and not second.gauges and second["lookup_tokens"] == 2
-    assert told.telemetry.take(at + 0.6) is None, "nothing has changed"
-    third = told.telemetry.take(at + 1.1)
-    assert third is not None and third.gauges["queued_jobs.store"] == 2 and not third.counts
+    assert told.telemetry.take(at + 0.9) is None
+    second = told.telemetry.take(at + 1.1)
+    assert second is not None and second.gauges["queued_jobs.store"] == 2 and second["lookup_tokens"] == 2
     told.finish()
     assert told.telemetry.is_due
     last = told.telemetry.take(at + 1.11)
@@ -120,10 +85,9 @@ def test_all_that_was_told_adds_up_to_the_totals():
         if at % 3 == 0:
             told.add(("aabbx", "ccx", "ddeex")[at % 9 // 3])
         told.step(work=at % 4 > 0)
-        fresh = told.telemetry.take(told.now + at * 0.1)
-        total.merge(fresh or Stats())
+        total.merge(told.telemetry.take(told.now + at * 0.4) or Stats())
     told.finish()
-    total.merge(told.telemetry.take(told.now + 100) or Stats())
+    total.merge(told.telemetry.take_rest())
     assert {name: before.get(name, 0) + total[name] for name in told.stats.counts} == told.stats.counts
     jobs = total.samples["job_seconds.store"]
     assert len(jobs.values) == jobs.count == told.stats.samples["job_seconds.store"].count > 0
@@ -153,29 +117,26 @@ def test_the_file_says_what_was_counted_and_how_it_is(tmp_path):
     assert os.listdir(tmp_path) == [FIGURES_FILE]
 
 
-def _changed(**fields: object) -> str:
-    told = Told()
-    told.telemetry.write()
-    return json.dumps(told.files[-1] | fields)
-
-
 DAMAGES = {
-    "nothing": lambda: "",
-    "half": lambda: _changed()[:100],
-    "another version": lambda: _changed(json_version=2),
-    "a truth for a number": lambda: _changed(ranks=True),
-    "no number": lambda: _changed(time_s=float("nan")),
-    "a fraction of a block": lambda: _changed(totals={"stored_blocks": 0.5}),
-    "far too much": lambda: _changed(gauges={"backlog_blocks": 0}).replace(": 0}", ": " + "9" * 5000 + "}"),
-    "a histogram without a sum": lambda: _changed(histograms={"wait_seconds": {"count": 1}}),
-    "a deep one": lambda: "[" * 100_000,
+    "half": lambda text: text[:100],
+    "another version": lambda text: text.replace('"json_version": 1', '"json_version": 2'),
+    "a truth for a number": lambda text: text.replace('"ranks": 1', '"ranks": true'),
+    "no number": lambda text: text.replace('"pid": ', '"pid": NaN, "was": '),
+    "a fraction of a block": lambda text: text.replace('"totals": {', '"totals": {"stored_blocks": 0.5, '),
+    "far too much": lambda text: text.replace('"gauges": {', f'"gauges": {{"backlog_blocks": {"9" * 5000}, '),
+    "a histogram without a sum": lambda text: text.replace('"histograms": {', '"histograms": {"x": {"count": 1}, '),
+    "a deep one": lambda _: "[" * 100_000,
 }
 
 
 @pytest.mark.parametrize("how", DAMAGES)
 def test_a_damaged_file_is_damaged_and_no_wrong_number(tmp_path, how):
     assert read_telemetry(tmp_path) is None
-    (tmp_path / FIGURES_FILE).write_text(DAMAGES[how]())
+    told = Told()
+    told.telemetry.write()
+    text = json.dumps(told.files[-1])
+    assert DAMAGES[how](text) != text
+    (tmp_path / FIGURES_FILE).write_text(DAMAGES[how](text))
     with pytest.raises(CorruptRecord):
         read_telemetry(tmp_path)
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from kvdisk.manager.chains import NONE
 from tier_bench import TierBench
 
 from kvdisk.blocks import BlockKey, Tier
 from kvdisk.manager.catalog import CommittedCopies
-from kvdisk.manager.chains import NONE
 from kvdisk.manager.demotions import MAX_DEMOTE_JOBS, MAX_DEMOTE_MOVES
 from kvdisk.manager.prefetch import MOST_SEEN
 from kvdisk.messages import JobKind
@@ -49,7 +49,7 @@ def make_bench() -> TierBench:
 
 def test_demotions_take_from_a_long_backlog_no_more_than_they_move():
     bench = make_bench()
-    while not bench.parts.nvme.has_room(0):
+    while not bench.parts.nvme.free_slots(0):
         bench.parts.nvme.make_room(bench.engine.now, [1])
         bench.step()
     cpu, catalog, demotions = bench.parts.cpu, bench.catalog, bench.parts.demotions

@@ -7,74 +7,58 @@ import os
 import sys
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from kvdisk.cli.output import Exit, print_json, refusal, report_console
-from kvdisk.cli.replay.readers import Form
+from kvdisk.cli.output import AsJson, Exit, print_json, refusal, report_console
+from kvdisk.cli.replay import run
+from kvdisk.cli.replay.capacity import parse_room, split
+from kvdisk.cli.replay.readers import Form, read_trace
+from kvdisk.cli.replay.table import print_replayed
+from kvdisk.cli.replay.tiers import Setting, make_geometry
+from kvdisk.cli.replay.trace import Trace
 from kvdisk.config import Config, parse_bytes
 from kvdisk.errors import ConfigError, KvdiskError
-
-if TYPE_CHECKING:
-    from kvdisk.cli.replay.tiers import Setting
-    from kvdisk.cli.replay.trace import Trace
 
 _DEFAULTS = Config()
 _TOKEN_BYTES = 128 << 10
 """Of a model with 32 layers and 8 KV heads of 128 in 16 bits."""
 _RUNS_A_CPU = 3
 """More than one: runs that share CPUs end at about the same time, and none is left alone on one."""
-
-TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="The trace: plain or gzip.", show_default=False)]
-TraceForm = Annotated[Form, typer.Option("--form", help="How it is written; auto: known by its first line.")]
-BlockTokens = Annotated[
-    int | None, typer.Option("--block-tokens", min=1, help="Tokens of a block; by default 512 for mooncake, else 16.")
-]
-BlockBytes = Annotated[
-    str | None, typer.Option("--block-bytes", metavar="SIZE", help="Bytes of a block; by default 128 KiB a token.")
-]
-Limit = Annotated[int | None, typer.Option("--requests", min=1, metavar="N", help="Only the first N requests.")]
-Whole = Annotated[bool, typer.Option("--whole-blocks", help="Leave out the partial blocks at the ends of prompts.")]
-Nvme = Annotated[
-    list[str],
-    typer.Option("--nvme", metavar="ROOM,...", help="NVMe tier: blocks, % of the distinct blocks, or a size; 0: none."),
-]
-Cpu = Annotated[list[str], typer.Option("--cpu", metavar="ROOM,...", help="CPU tier, likewise.")]
-Gpu = Annotated[int, typer.Option("--gpu", min=0, metavar="BLOCKS", help="A prefix cache in front of the tiers, LRU.")]
-Evictions = Annotated[list[str], typer.Option("--eviction", metavar="NAME,...", help="As in the configuration.")]
-NvmeAdmissions = Annotated[
-    list[str], typer.Option("--nvme-admission", metavar="NAME,...", help="As in the configuration.")
-]
-CpuAdmissions = Annotated[
-    list[str], typer.Option("--cpu-admission", metavar="NAME,...", help="As in the configuration.")
-]
-StorePolicies = Annotated[
-    list[str], typer.Option("--store-policy", metavar="NAME,...", help="As in the configuration.")
-]
-Processes = Annotated[
-    int | None,
-    typer.Option("--processes", min=1, metavar="N", help="Runs at a time; by default all, up to three a CPU."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+_Names = Annotated[list[str], typer.Option(metavar="NAME,...", help="As in the configuration.")]
 
 
 def replay(
-    path: TraceFile,
-    form: TraceForm = Form.AUTO,
-    block_tokens: BlockTokens = None,
-    block_bytes: BlockBytes = None,
-    limit: Limit = None,
-    whole: Whole = False,
-    nvme: Nvme = ["1%,5%,10%,25%,50%"],  # noqa: B006 - typer copies it
-    cpu: Cpu = ["0"],  # noqa: B006
-    gpu: Gpu = 0,
-    evictions: Evictions = [_DEFAULTS.eviction],  # noqa: B006
-    nvme_admissions: NvmeAdmissions = [_DEFAULTS.nvme_admission],  # noqa: B006
-    cpu_admissions: CpuAdmissions = [_DEFAULTS.cpu_admission],  # noqa: B006
-    store_policies: StorePolicies = [_DEFAULTS.store_policy],  # noqa: B006
-    processes: Processes = None,
+    path: Annotated[Path, typer.Argument(metavar="TRACE", help="The trace: plain or gzip.", show_default=False)],
+    form: Annotated[Form, typer.Option("--form", help="How it is written; auto: known by its first line.")] = Form.AUTO,
+    block_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a block; by default 512 for mooncake, else 16.")
+    ] = None,
+    block_bytes: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Bytes of a block; by default 128 KiB a token.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--requests", min=1, metavar="N", help="Only the first N requests.")
+    ] = None,
+    whole: Annotated[
+        bool, typer.Option("--whole-blocks", help="Leave out the partial blocks at the ends of prompts.")
+    ] = False,
+    nvme: Annotated[
+        list[str],
+        typer.Option(metavar="ROOM,...", help="NVMe tier: blocks, % of the distinct blocks, or a size; 0: none."),
+    ] = ["1%,5%,10%,25%,50%"],  # noqa: B006 - typer copies it
+    cpu: Annotated[list[str], typer.Option(metavar="ROOM,...", help="CPU tier, likewise.")] = ["0"],  # noqa: B006
+    gpu: Annotated[int, typer.Option(min=0, metavar="BLOCKS", help="A prefix cache in front of the tiers, LRU.")] = 0,
+    eviction: _Names = [_DEFAULTS.eviction],  # noqa: B006
+    nvme_admission: _Names = [_DEFAULTS.nvme_admission],  # noqa: B006
+    cpu_admission: _Names = [_DEFAULTS.cpu_admission],  # noqa: B006
+    store_policy: _Names = [_DEFAULTS.store_policy],  # noqa: B006
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Runs at a time; by default all, up to three a CPU."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Take a trace of requests through the tiers without the model: what hits, and what is written.
@@ -88,14 +72,9 @@ def replay(
 
     [cyan]2[/cyan]  nothing was replayed: a damaged trace, or wrong usage
     """
-    from kvdisk.cli.replay.capacity import split
-    from kvdisk.cli.replay.readers import read_trace
-    from kvdisk.cli.replay.run import replay as run
-    from kvdisk.cli.replay.table import print_replayed
-
     console = report_console()
     try:
-        policies = [split(each) for each in (evictions, cpu_admissions, nvme_admissions, store_policies)]
+        policies = [split(each) for each in (eviction, cpu_admission, nvme_admission, store_policy)]
         _check_policies(policies)
         trace = read_trace(path, form, block_tokens, limit, whole=whole)
         size = _TOKEN_BYTES * trace.block_tokens if block_bytes is None else parse_bytes("--block-bytes", block_bytes)
@@ -103,7 +82,7 @@ def replay(
             raise ConfigError("--block-bytes must be more than 0.")
         settings = _settings(trace, size, split(cpu), split(nvme), gpu, policies)
         at_once = processes or _RUNS_A_CPU * len(os.sched_getaffinity(0))
-        replayed = run(trace, settings, size, at_once, lambda done: _watch(done, len(settings)))
+        replayed = run.replay(trace, settings, size, at_once, lambda done: _watch(done, len(settings)))
     except KvdiskError as error:
         raise refusal(f"{str(error).removesuffix('.')}.", Exit.NOTHING_DONE) from None
     if as_json:
@@ -125,9 +104,6 @@ def _check_policies(policies: list[list[str]]) -> None:
 def _settings(
     trace: Trace, block_bytes: int, cpu: list[str], nvme: list[str], gpu: int, policies: list[list[str]]
 ) -> list[Setting]:
-    from kvdisk.cli.replay.capacity import parse_room
-    from kvdisk.cli.replay.tiers import Setting, make_geometry
-
     geometry = make_geometry(trace, block_bytes)
     cpu_rooms = [parse_room("--cpu", text, trace, geometry, on_nvme=False) for text in cpu]
     nvme_rooms = [parse_room("--nvme", text, trace, geometry, on_nvme=True) for text in nvme]

@@ -9,7 +9,6 @@ stored. Every job ends well in the step that plans it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import groupby
 
 from kvdisk.blocks import Tier, make_block_keys
@@ -27,25 +26,18 @@ _MOST_WAITING_STEPS = 64
 _DONE, _NOTHING = JobResult(), Report()
 
 
-@dataclass(slots=True)
-class Counts:
-    """What an engine counts. ``written``, ``read``: blocks."""
-
-    hit_tokens: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
-    hit_blocks: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
-    written: int = 0
-    read: int = 0
-
-
 class Engine:
     """See the module. ``pool`` has room for the longest prompt twice.
 
-    The clock is the trace's; a step takes ``STEP_S``.
+    The clock is the trace's; a step takes ``STEP_S``. ``written``, ``read``: blocks, to and from
+    NVMe.
     """
 
     def __init__(self, trace: Trace, manager: TierManager, pool: GpuPool) -> None:
         self.manager = manager
-        self.counts = Counts()
+        self.hit_tokens = dict.fromkeys(Tier, 0)
+        self.hit_blocks = dict.fromkeys(Tier, 0)
+        self.written = self.read = 0
         self._trace = trace
         self._pool = pool
         self._block_tokens = trace.block_tokens
@@ -115,8 +107,8 @@ class Engine:
 
     def _count(self, request: TracedRequest, tier: Tier, first: int, last: int) -> None:
         """Count a prompt's blocks from ``first`` to before ``last`` as hits of a tier."""
-        self.counts.hit_blocks[tier] += last - first
-        self.counts.hit_tokens[tier] += self._trace.token_span(request, first, last)
+        self.hit_blocks[tier] += last - first
+        self.hit_tokens[tier] += self._trace.token_span(request, first, last)
 
     def _wait_for_room(self, request_id: str, request: TracedRequest, blocks: list[int]) -> None:
         """Take some of the steps in which a request generates, while blocks of it wait for room."""
@@ -132,9 +124,9 @@ class Engine:
         for job in plan.jobs:
             on_drive = sum(Tier.NVME in move.slots for move in job.moves)
             if job.kind in {JobKind.STORE, JobKind.DEMOTE}:
-                self.counts.written += on_drive
+                self.written += on_drive
             elif job.kind in {JobKind.LOAD, JobKind.PROMOTE}:
-                self.counts.read += on_drive
+                self.read += on_drive
         self._now += STEP_S
         results = dict.fromkeys([job.id for job in plan.jobs], _DONE)
         report = Report(results, stats=_NOTHING.stats) if results else _NOTHING

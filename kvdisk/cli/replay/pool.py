@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 
 from kvdisk.blocks import BlockKey
 
@@ -61,15 +61,6 @@ class GpuPool:
         reused, self._reused = self._reused, []
         return reused
 
-    def touch(self, block_ids: Sequence[int]) -> None:
-        """Take one reference on each block."""
-        blocks, free = self._blocks, self._free
-        for block_id in block_ids:
-            block = blocks[block_id]
-            if not block.ref_cnt:
-                del free[block_id]
-            block.ref_cnt += 1
-
     def free_blocks(self, block_ids: Iterable[int]) -> None:
         """Give back one reference on each block, in this order."""
         blocks, free = self._blocks, self._free
@@ -111,14 +102,13 @@ class GpuPool:
         return taken
 
     def hit(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Return the blocks of the longest prefix that the cache has, taken."""
-        found: list[int] = []
-        for key in keys:
-            block_id = self._cached.get(key)
-            if block_id is None:
-                break
-            found.append(block_id)
-        self.touch(found)
+        """Return the blocks of the longest prefix in the cache, and take a reference on each."""
+        found = [self._cached[key] for key in takewhile(self._cached.__contains__, keys)]
+        for block_id in found:
+            block = self._blocks[block_id]
+            if not block.ref_cnt:
+                del self._free[block_id]
+            block.ref_cnt += 1
         return found
 
     def cache(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:

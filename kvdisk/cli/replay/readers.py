@@ -47,6 +47,9 @@ NO_IDENTITY = (
 )
 BYTES_FOR_TOKENS = f"prompts are text: {_BYTES_PER_TOKEN} bytes stand for a token."
 
+Row = Mapping[str, Any]
+"""A line, by field or column. What CSV gives is text."""
+
 
 class Form(StrEnum):
     """Of a trace; AUTO: known by its first line."""
@@ -72,6 +75,7 @@ def read_trace(
     """Read a trace, or its first ``limit`` requests. ``whole``: leave partial blocks out. Raises
     TraceError."""
     lines = _Lines()
+    wrong = ""
     try:
         with path.open("rb") as raw:
             packed = raw.read(2) == b"\x1f\x8b"
@@ -79,11 +83,16 @@ def read_trace(
             source = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if packed else raw
             return _read(path, lines.of(source), form, block_tokens, limit, whole)
     except _Damaged as damage:
-        raise TraceError(f"{path}, line {lines.number}: {damage}") from None
+        wrong = str(damage)
+    except UnicodeDecodeError:
+        wrong = "not text in UTF-8"
+    except csv.Error as error:
+        wrong = f"not a line of CSV ({error})"
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise TraceError(f"{path} is a damaged gzip file: {error}") from None
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror or error}") from None
+    raise TraceError(f"{path}, line {lines.number}: {wrong}")
 
 
 class _Lines:
@@ -94,11 +103,7 @@ class _Lines:
     def of(self, source: Iterable[bytes]) -> Iterator[str]:
         """Yield the lines."""
         for self.number, raw in enumerate(source, start=1):
-            try:
-                line = raw.decode("utf-8-sig" if self.number == 1 else "utf-8").strip()
-            except UnicodeDecodeError:
-                raise _Damaged("not text in UTF-8") from None
-            if line:
+            if line := raw.decode("utf-8-sig" if self.number == 1 else "utf-8").strip():
                 yield line
 
 
@@ -112,15 +117,13 @@ def _read(
         form = _form_of(first)
     if block_tokens is None:
         block_tokens = DEFAULT_BLOCK_TOKENS.get(form.value, _OTHER_BLOCK_TOKENS)
+    lines = chain((first,), lines)
     parser = _Parser(block_tokens)
+    rows: Iterable[Row] = map(_object, lines)
     if form is Form.AZURE:
-        columns = _columns(first)
-        parser.notes[NO_IDENTITY] = None
-        requests = (parser.azure(line, columns) for line in lines)
-    else:
-        parse = parser.mooncake if form is Form.MOONCAKE else parser.generic
-        requests = (parse(_object(line)) for line in chain((first,), lines))
-    found = list(islice(requests, limit))
+        rows = csv.DictReader(lines, skipinitialspace=True, strict=True)
+    parse = {Form.AZURE: parser.azure, Form.MOONCAKE: parser.mooncake}.get(form, parser.generic)
+    found = [parse(row) for row in islice(rows, limit)]
     if whole:
         found = [
             request._replace(hashes=request.hashes[:full], tokens=full * block_tokens)
@@ -135,22 +138,13 @@ def _read(
 def _form_of(line: str) -> Form:
     if line.startswith("{"):
         return Form.MOONCAKE if "hash_ids" in _object(line) else Form.JSONL
-    if set(_AZURE_COLUMNS) <= set(_cells(line)):
+    if all(name in line for name in _AZURE_COLUMNS):
         return Form.AZURE
     raise _Damaged(f"neither a JSON object nor a header with {', '.join(_AZURE_COLUMNS)}; see --form")
 
 
-def _columns(header: str) -> list[int]:
-    """Return where the columns are that are read."""
-    names = _cells(header)
-    missing = [name for name in _AZURE_COLUMNS if name not in names]
-    if missing:
-        raise _Damaged(f"the header has no column {missing[0]}")
-    return [names.index(name) for name in _AZURE_COLUMNS]
-
-
 class _Parser:
-    """Makes requests of lines. ``notes``: what a reader of the figures has to know, as keys."""
+    """Makes requests of rows. ``notes``: what a reader of the figures has to know, as keys."""
 
     def __init__(self, block_tokens: int) -> None:
         self.notes: dict[str, None] = {}
@@ -158,62 +152,51 @@ class _Parser:
         self._chain = Chain()
         self._serial = 0
 
-    def mooncake(self, found: Mapping[str, Any]) -> TracedRequest:
+    def mooncake(self, row: Row) -> TracedRequest:
         """See the module."""
-        time_ms = _number(found, "timestamp")
-        tokens = _whole_number(found, "input_length")
-        output_tokens = _whole_number(found, "output_length") if "output_length" in found else 0
-        return self._named(time_ms / 1000, _names(found, "hash_ids"), tokens, output_tokens)
+        names, tokens = _packed(row, "hash_ids"), _whole_number(row, "input_length")
+        return self._request(_number(row, "timestamp") / 1000, names, tokens, _whole_number(row, "output_length", 0))
 
-    def azure(self, line: str, columns: list[int]) -> TracedRequest:
+    def azure(self, row: Row) -> TracedRequest:
         """See the module."""
-        cells = _cells(line)
-        if len(cells) <= max(columns):
-            raise _Damaged(f"{len(cells)} values, where the header has more")
-        time, context, generated = (cells[column] for column in columns)
+        self.notes[NO_IDENTITY] = None
         try:
-            when = datetime.fromisoformat(time)
+            when = datetime.fromisoformat(row["TIMESTAMP"].strip())
             time_s = (when if when.tzinfo is not None else when.replace(tzinfo=UTC)).timestamp()
-        except (ValueError, OverflowError):
-            raise _Damaged(f"TIMESTAMP must be a date and a time, not {_shown(time)}") from None
-        count = _count_of("ContextTokens", context) // self._block_tokens
-        output_tokens = _count_of("GeneratedTokens", generated)
+        except (KeyError, AttributeError, ValueError, OverflowError):
+            raise _Damaged(f"TIMESTAMP must be a date and a time, not {_shown(row.get('TIMESTAMP'))}") from None
+        count = _whole_number(row, "ContextTokens") // self._block_tokens
         head = self._serial.to_bytes(8, "big")
         self._serial += 1
-        return self._full(time_s, [head + at.to_bytes(8, "big") for at in range(count)], output_tokens)
+        contents = [head + at.to_bytes(8, "big") for at in range(count)]
+        return self._request(time_s, contents, None, _whole_number(row, "GeneratedTokens"))
 
-    def generic(self, found: Mapping[str, Any]) -> TracedRequest:
+    def generic(self, row: Row) -> TracedRequest:
         """See the module."""
-        time_s = _number(found, "time_s") if "time_s" in found else 0.0
-        output_tokens = _whole_number(found, "output_tokens") if "output_tokens" in found else 0
-        given = [name for name in ("blocks", "tokens", "prompt") if name in found]
+        given = [name for name in ("blocks", "tokens", "prompt") if name in row]
         if len(given) != 1:
             also = f", not {' and '.join(given)}" if given else ""
             raise _Damaged(f"must have one of blocks, tokens and prompt{also}")
+        time_s, output_tokens = _number(row, "time_s", 0.0), _whole_number(row, "output_tokens", 0)
         if given == ["blocks"]:
-            names = _names(found, "blocks")
-            if "prompt_tokens" not in found:
-                return self._full(time_s, names, output_tokens)
-            return self._named(time_s, names, _whole_number(found, "prompt_tokens"), output_tokens)
+            tokens = _whole_number(row, "prompt_tokens") if "prompt_tokens" in row else None
+            return self._request(time_s, _packed(row, "blocks", words=True), tokens, output_tokens)
         if given == ["tokens"]:
-            data, width = _token_bytes(found["tokens"]), 8
+            data, width = b"".join(token[1:] for token in _packed(row, "tokens")), 8
         else:
-            if not isinstance(found["prompt"], str):
+            if not isinstance(row["prompt"], str):
                 raise _Damaged("prompt must be text")
-            data, width = found["prompt"].encode("utf-8", "surrogatepass"), _BYTES_PER_TOKEN
+            data, width = row["prompt"].encode("utf-8", "surrogatepass"), _BYTES_PER_TOKEN
             self.notes[BYTES_FOR_TOKENS] = None
         size = width * self._block_tokens
         last = len(data) // size * size
-        return self._full(time_s, [data[at : at + size] for at in range(0, last, size)], output_tokens)
+        return self._request(time_s, [data[at : at + size] for at in range(0, last, size)], None, output_tokens)
 
-    def _full(self, time_s: float, contents: list[bytes], output_tokens: int) -> TracedRequest:
-        """Return a request all of whose blocks are full."""
-        tokens = len(contents) * self._block_tokens
-        return TracedRequest(time_s, self._chain.hashes(contents), tokens, output_tokens)
-
-    def _named(self, time_s: float, contents: list[bytes], tokens: int, output_tokens: int) -> TracedRequest:
-        """Return a request whose last block may be partial."""
+    def _request(self, time_s: float, contents: list[bytes], tokens: int | None, output_tokens: int) -> TracedRequest:
+        """Return a request. ``tokens``: where the last block may be partial; None: all are full."""
         count, each = len(contents), self._block_tokens
+        if tokens is None:
+            tokens = count * each
         if not (count - 1) * each < tokens <= count * each and (tokens or contents):
             raise _Damaged(f"{count} blocks of {each} tokens cannot be a prompt of {tokens}; see --block-tokens")
         return TracedRequest(time_s, self._chain.hashes(contents), tokens, output_tokens)
@@ -222,26 +205,7 @@ class _Parser:
 # -- values ------------------------------------------------------------------------------------
 
 
-def _cells(line: str) -> list[str]:
-    try:
-        return [cell.strip() for cell in next(csv.reader([line], strict=True))]
-    except csv.Error as error:
-        raise _Damaged(f"not a line of CSV ({error})") from None
-
-
-def _count_of(name: str, text: str) -> int:
-    if text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= _MOST_TOKENS:
-        return int(text)
-    raise _Damaged(f"{name} must be a whole number of tokens, not {_shown(text)}")
-
-
-def _token_bytes(tokens: Any) -> bytes:
-    if isinstance(tokens, list) and all(type(token) is int and 0 <= token < 1 << 64 for token in tokens):
-        return b"".join(token.to_bytes(8, "big") for token in tokens)
-    raise _Damaged("tokens must be a list of token ids, whole numbers that are not negative")
-
-
-def _object(line: str) -> Mapping[str, Any]:
+def _object(line: str) -> Row:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -251,35 +215,30 @@ def _object(line: str) -> Mapping[str, Any]:
     return found
 
 
-def _names(found: Mapping[str, Any], key: str) -> list[bytes]:
-    """Return what names each block as bytes; a number and a word never look alike."""
-    names = found.get(key)
-    if isinstance(names, list):
-        try:
-            return [_name(name) for name in names]
-        except (OverflowError, TypeError, UnicodeEncodeError):
-            pass
-    kinds = "whole numbers below 2**64" if key == "hash_ids" else "whole numbers below 2**64, or words"
-    raise _Damaged(f"{key} must be a list of {kinds}")
+def _packed(row: Row, key: str, *, words: bool = False) -> list[bytes]:
+    """Return a list of numbers, or of words too, as bytes; a number and a word never look alike."""
+    values = row.get(key)
+    try:
+        if isinstance(values, list) and (words or not any(isinstance(value, str) for value in values)):
+            return [
+                b"'" + value.encode() if isinstance(value, str) else b"#" + value.to_bytes(8, "big") for value in values
+            ]
+    except (AttributeError, OverflowError, UnicodeEncodeError):
+        pass
+    raise _Damaged(f"{key} must be a list of whole numbers below 2**64{', or words' if words else ''}")
 
 
-def _name(name: Any) -> bytes:
-    if type(name) is int:
-        return b"#" + name.to_bytes(8, "big")
-    if isinstance(name, str):
-        return b"'" + name.encode()
-    raise TypeError
-
-
-def _number(found: Mapping[str, Any], key: str) -> float:
-    value = found.get(key)
+def _number(row: Row, key: str, default: float | None = None) -> float:
+    value = row.get(key, default)
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2.0**53:  # nor NaN
         return float(value)
     raise _Damaged(f"{key} must be a number, not {_shown(value)}")
 
 
-def _whole_number(found: Mapping[str, Any], key: str) -> int:
-    value = found.get(key)
+def _whole_number(row: Row, key: str, default: int | None = None) -> int:
+    value = row.get(key, default)
+    if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit() and len(value) < 20:
+        value = int(value)
     if type(value) is int and 0 <= value <= _MOST_TOKENS:
         return value
     raise _Damaged(f"{key} must be a whole number of tokens, not {_shown(value)}")

@@ -62,12 +62,6 @@ class TraceFacts:
     longest_prompt_blocks: int
     notes: tuple[str, ...]
 
-    @classmethod
-    def of(cls, trace: Trace) -> TraceFacts:
-        """Return the facts of a trace."""
-        counts = len(trace.requests), trace.references, trace.tokens, trace.distinct, trace.longest
-        return cls(trace.name, trace.form, trace.block_tokens, *counts, trace.notes)
-
 
 @dataclass
 class Replayed:
@@ -95,22 +89,21 @@ def run_setting(trace: Trace, slot_bytes: int, setting: Setting) -> Run:
     for number, request in enumerate(trace.requests):
         engine.serve(number, request)
     seconds = time.perf_counter() - began_s
-    counts, stats = engine.counts, engine.manager.stats
-    nvme_hits = counts.hit_blocks[Tier.NVME]
+    stats, nvme_hits = engine.manager.stats, engine.hit_blocks[Tier.NVME]
     return Run(
         policy=setting.name,
         setting=setting,
         room=setting.room,
-        hit_rate=sum(counts.hit_tokens.values()) / trace.tokens,
-        hit_blocks_rate=sum(counts.hit_blocks.values()) / trace.references,
-        hit_tokens=_by_tier(counts.hit_tokens),
-        hit_blocks=_by_tier(counts.hit_blocks),
-        written_blocks=counts.written,
-        written_bytes=counts.written * slot_bytes,
-        read_blocks=counts.read,
-        read_bytes=counts.read * slot_bytes,
-        write_amplification=counts.written / trace.distinct,
-        written_per_hit=counts.written / nvme_hits if nvme_hits else None,
+        hit_rate=sum(engine.hit_tokens.values()) / trace.tokens,
+        hit_blocks_rate=sum(engine.hit_blocks.values()) / trace.references,
+        hit_tokens=_by_tier(engine.hit_tokens),
+        hit_blocks=_by_tier(engine.hit_blocks),
+        written_blocks=engine.written,
+        written_bytes=engine.written * slot_bytes,
+        read_blocks=engine.read,
+        read_bytes=engine.read * slot_bytes,
+        write_amplification=engine.written / trace.distinct,
+        written_per_hit=engine.written / nvme_hits if nvme_hits else None,
         evicted_blocks={"cpu": stats["evicted_blocks.cpu"], "nvme": stats["evicted_blocks.nvme"]},
         refused={why: stats[f"refused_blocks.{why}"] for why in REFUSALS}
         | {f"left_cpu_{why}": stats[f"left_blocks.{why}"] for why in REFUSALS},
@@ -139,7 +132,8 @@ def replay(
     """
     slot_bytes = make_geometry(trace, block_bytes).slot_sizes[0]
     processes = min(processes, len(settings))
-    facts = TraceFacts.of(trace)
+    counts = len(trace.requests), trace.references, trace.tokens, trace.distinct, trace.longest
+    facts = TraceFacts(trace.name, trace.form, trace.block_tokens, *counts, trace.notes)
     runs = []
     _shared[:] = [(trace, slot_bytes)]
     gc.collect()

@@ -31,9 +31,10 @@ h2 { margin: 0 0 2px; font-size: 16px; } h3 { margin: 16px 0 6px; font-size: 13p
 .meter { height: 6px; border-radius: 3px; background: var(--free); margin: 6px 0 2px; overflow: hidden; }
 .meter i { display: block; height: 100%; background: var(--accent); }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 8px 40px; }
-svg { display: block; width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; fill: var(--soft); }
-.bar { fill: var(--accent); } .bar.other { fill: var(--soft); opacity: .55; } .axis { stroke: var(--line); }
-svg .value { fill: var(--text); font-weight: 600; } svg .none { opacity: .5; }
+.chart div { display: flex; align-items: center; font-size: 11px; line-height: 21px; font-weight: 600; }
+.chart span { flex: 0 0 74px; padding-right: 8px; text-align: right; font-weight: 400; color: var(--soft); }
+.chart i { height: 15px; min-width: 1px; margin-right: 6px; border-radius: 0 2px 2px 0; background: var(--accent); }
+.chart .other { background: var(--soft); opacity: .55; }
 .cells { display: flex; flex-wrap: wrap; gap: 3px; margin: 4px 0 10px; }
 .cell { flex: 1 1 14px; max-width: 28px; height: 36px; border-radius: 2px; overflow: hidden; display: flex;
   flex-direction: column; background: var(--free); }
@@ -43,16 +44,18 @@ svg .value { fill: var(--text); font-weight: 600; } svg .none { opacity: .5; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 16px; color: var(--soft); font-size: 12.5px; margin: 4px 0 8px; }
 .legend i { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 5px;
   vertical-align: -1px; }
-.tree g { cursor: pointer; } .tree rect { stroke: var(--edge); stroke-width: 1; }
-.tree .thin rect { stroke: none; }
-.tree text { pointer-events: none; fill: var(--on-pale); font-size: 11px; }
-.tree .r5 text, .tree .r6 text { fill: var(--on-deep); }
-.tree .r4 text { fill: #ffffff; } .tree g:focus { outline: none; }
-.tree g:hover rect, .tree g:focus rect { stroke: var(--text); stroke-width: 1.5; }
-.r0 rect, .k0 { fill: var(--r0); background: var(--r0); } .r1 rect, .k1 { fill: var(--r1); background: var(--r1); }
-.r2 rect, .k2 { fill: var(--r2); background: var(--r2); } .r3 rect, .k3 { fill: var(--r3); background: var(--r3); }
-.r4 rect, .k4 { fill: var(--r4); background: var(--r4); } .r5 rect, .k5 { fill: var(--r5); background: var(--r5); }
-.r6 rect, .k6 { fill: var(--r6); background: var(--r6); } .all rect { fill: var(--line); }
+.tree .node { display: flex; flex-wrap: wrap; align-items: flex-start; align-content: flex-start; overflow: hidden; }
+.tree p { flex: 0 0 100%; height: 26px; margin: 0; padding-left: 5px; overflow: hidden; white-space: nowrap;
+  border: solid var(--edge); border-width: 0 1px 1px 0; border-radius: 2px; cursor: pointer; color: var(--on-pale);
+  font-size: 11px; line-height: 25px; }
+.tree .small > p { padding: 0; color: transparent; } .tree .thin > p { border: 0; }
+.tree p:hover, .tree p:focus { outline: 1.5px solid var(--text); outline-offset: -1.5px; }
+.tree .gone { display: none; } .tree .whole { width: 100% !important; }
+.tree .all { background: var(--line); }
+.tree .k4 { color: #ffffff; } .tree .k5, .tree .k6 { color: var(--on-deep); }
+.k0 { background: var(--r0); } .k1 { background: var(--r1); } .k2 { background: var(--r2); }
+.k3 { background: var(--r3); } .k4 { background: var(--r4); } .k5 { background: var(--r5); }
+.k6 { background: var(--r6); }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: 13px; }
 th, td { text-align: left; padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th { color: var(--soft); font-weight: 500; } td.n, th.n { text-align: right; }
@@ -69,26 +72,25 @@ footer { color: var(--soft); margin-top: 18px; font-size: 12.5px; }
 """
 
 SCRIPT = """
-for (const tree of document.querySelectorAll('svg.tree')) {
-  const width = tree.viewBox.baseVal.width, nodes = [...tree.querySelectorAll('g')];
-  const show = (start, share) => {
+for (const tree of document.querySelectorAll('.tree')) {
+  const nodes = [...tree.querySelectorAll('.node')];
+  const show = chosen => {
     for (const node of nodes) {
-      const x = (node.dataset.x - start) / share * width, w = node.dataset.w / share * width;
-      const left = Math.max(0, x), right = Math.min(width, x + w);
-      const rect = node.firstElementChild, text = node.lastElementChild;
-      node.style.display = right - left > 0.05 ? '' : 'none';
-      node.classList.toggle('thin', right - left < 4);
-      rect.setAttribute('x', left); rect.setAttribute('width', Math.max(0, right - left));
-      text.setAttribute('x', left + 5);
-      const room = right - left;
-      text.textContent = room > 8 * node.dataset.long.length ? node.dataset.long : room > 62 ? node.dataset.short : '';
+      const above = node.contains(chosen);
+      node.classList.toggle('whole', above);
+      node.classList.toggle('gone', !above && !chosen.contains(node));
     }
+    const widths = nodes.map(node => node.offsetWidth);
+    nodes.forEach((node, at) => {
+      node.classList.toggle('small', widths[at] < 62);
+      node.classList.toggle('thin', widths[at] < 4);
+    });
   };
-  const zoom = node => show(+node.dataset.x, +node.dataset.w);
   for (const node of nodes) {
-    node.addEventListener('click', () => zoom(node));
-    node.addEventListener('keydown', event => { if (event.key === 'Enter') zoom(node); });
+    node.firstElementChild.addEventListener('click', () => show(node));
+    node.firstElementChild.addEventListener('keydown', event => { if (event.key === 'Enter') show(node); });
   }
-  document.addEventListener('keydown', event => { if (event.key === 'Escape') show(0, 1); });
+  document.addEventListener('keydown', event => { if (event.key === 'Escape') show(nodes[0]); });
+  show(nodes[0]);
 }
 """

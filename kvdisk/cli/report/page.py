@@ -39,10 +39,8 @@ REUSE_STEPS = ((0, "not reused"), (1, "1"), (3, "2-3"), (8, "4-8"), (32, "9-32")
 """Up to how many uses of a prefix's blocks, in the mean, have a colour."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'"
 _APART = {"never", "not known"}
-_WIDTH = 1150.0
-_ROW, _GAP = 26, 1
-_THIN = 4
-"""Narrower pieces have no edge: there would be nothing else to see."""
+_LONGEST_PERCENT = 62
+"""Of a chart's width: the longest bar, beside its label and its count."""
 
 
 def page(survey: Survey) -> str:
@@ -156,37 +154,15 @@ def _bars(name: str, labels: Sequence[str], counts: Sequence[int] | None) -> str
     """Return a bar chart of blocks by class."""
     if counts is None:
         return '<p class="soft">Not known: no home has a USES file yet.</p>'
-    rows = [row for row in zip(labels, counts, strict=True) if row[0] != "not known" or row[1]]
-    width, row_height, left, right = 360.0, 21.0, 74.0, 52.0
-    highest, height = max(1, *counts), row_height * len(rows)
-    parts = [
-        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{escaped(name)}" '
-        f'data-chart="{escaped(name)}">',
-        f'<line class="axis" x1="{left:.0f}" x2="{left:.0f}" y1="0" y2="{height:.0f}"/>',
-    ]
-    for at, (label, count) in enumerate(rows):
-        long = max((width - left - right) * count / highest, 1.5) if count else 0.0
-        top = at * row_height
-        parts.append(
-            f"<g><title>{escaped(label)}: {plural(count, 'block')}</title>"
-            f'<text x="{left - 8:.0f}" y="{top + 14.5:.1f}" text-anchor="end">{escaped(label)}</text>'
-            f'<rect class="{"bar other" if label in _APART else "bar"}" data-label="{escaped(label)}" '
-            f'data-count="{count}" x="{left:.0f}" y="{top + 3:.1f}" width="{long:.1f}" '
-            f'height="{row_height - 6:.0f}" rx="2"/>'
-            f'<text class="{"value" if count else "none"}" x="{left + long + 6:.1f}" y="{top + 14.5:.1f}">'
-            f"{short(count)}</text></g>"
-        )
-    return "".join(parts) + "</svg>"
-
-
-def short(count: int) -> str:
-    """Return a count in few letters: ``812``, ``8.1k``, ``81k``, ``8.1M``."""
-    value, unit = float(count), ""
-    for unit in ("", "k", "M", "G"):
-        if value < 999.5 or unit == "G":
-            break
-        value /= 1000
-    return f"{value:.1f}{unit}" if unit and value < 9.95 else f"{value:.0f}{unit}"
+    longest = max(1, *counts)
+    rows = (
+        f'<div title="{escaped(label)}: {plural(count, "block")}"><span>{escaped(label)}</span>'
+        f'<i class="{"other" if label in _APART else ""}" data-label="{escaped(label)}" data-count="{count}" '
+        f'style="width:{_LONGEST_PERCENT * count / longest:.2f}%"></i>{number(count)}</div>'
+        for label, count in zip(labels, counts, strict=True)
+        if label != "not known" or count
+    )
+    return f'<div class="chart" data-chart="{escaped(name)}">{"".join(rows)}</div>'
 
 
 # -- occupancy ---------------------------------------------------------------------------------
@@ -289,43 +265,32 @@ def _legend(listed: Sequence[Prefix]) -> str:
 
 def _icicle(tree: PrefixTree, now_s: int) -> str:
     """Return the tree: a row for each depth, widths by bytes of a prefix and all below it."""
-    depths = [depth for depth, _ in each_prefix(tree.tree)]
     total = sum(prefix.bytes for _, prefix in each_prefix(tree.tree)) + tree.hidden_bytes
-    height = (2 + max(depths, default=-1)) * _ROW
     everything = f"all {plural(tree.chains, 'chain')}, {size(total)}"
-    return "".join(
-        [
-            f'<svg class="tree" viewBox="0 0 {_WIDTH:.0f} {height}" role="img" aria-label="prefix tree">',
-            _piece("all", 0.0, 1.0, 0, everything, everything, everything, f'data-bytes="{total}"'),
-            *_pieces(tree.tree, 0.0, 1, max(1, total), now_s),
-            "</svg>",
-        ]
-    )
-
-
-def _pieces(prefixes: Iterable[Prefix], start: float, row: int, total: int, now_s: int) -> Iterator[str]:
-    """Yield prefixes side by side from ``start`` on, each with those that follow it below it."""
-    for prefix in prefixes:
-        width = (prefix.bytes + prefix.below_bytes) / total
-        key = prefix.key[:ID_LETTERS]
-        long = key if prefix.tokens is None else f"{key} · {number(prefix.tokens)} tokens"
-        data = f'data-bytes="{prefix.bytes}" data-below="{prefix.below_bytes}" data-key="{escaped(prefix.key)}"'
-        told = "\n".join(html.escape(line) for line in _told(prefix, now_s))
-        yield _piece(f"r{_colour(prefix)}", start, width, row, key, long, told, data)
-        yield from _pieces(prefix.tree, start, row + 1, total, now_s)
-        start += width
-
-
-def _piece(kind: str, start: float, width: float, row: int, key: str, long: str, told: str, data: str) -> str:
-    x, w = start * _WIDTH, width * _WIDTH
-    kind += " thin" if w < _THIN else ""
-    text = long if w > 8 * len(long) else key if w > 62 else ""
+    pieces = "".join(_pieces(tree.tree, max(1, total), now_s))
     return (
-        f'<g class="{kind}" tabindex="0" data-x="{start:.6f}" data-w="{width:.6f}" data-short="{escaped(key)}" '
-        f'data-long="{escaped(long)}" {data}>'
-        f'<rect x="{x:.2f}" y="{row * _ROW}" width="{w:.2f}" height="{_ROW - _GAP}" rx="2"/>'
-        f'<title>{told}</title><text x="{x + 5:.2f}" y="{row * _ROW + 17}">{escaped(text)}</text></g>'
+        f'<div class="tree"><div class="node"><p class="all" tabindex="0" data-bytes="{total}">{everything}</p>'
+        f"{pieces}</div></div>"
     )
+
+
+def _pieces(prefixes: Iterable[Prefix], around_bytes: int, now_s: int) -> Iterator[str]:
+    """Yield prefixes side by side, each with those that follow it below it. ``around_bytes``: what
+    is as wide as the place that they have."""
+    for prefix in prefixes:
+        whole_bytes = prefix.bytes + prefix.below_bytes
+        # Never rounded up: together they would be wider than their place, and the last be below.
+        percent = int(1e6 * whole_bytes / around_bytes) / 1e4
+        tokens = "" if prefix.tokens is None else f" · {number(prefix.tokens)} tokens"
+        told = "\n".join(html.escape(line) for line in _told(prefix, now_s))
+        yield (
+            f'<div class="node" style="width:{percent}%">'
+            f'<p class="k{_colour(prefix)}" tabindex="0" title="{told}" data-key="{escaped(prefix.key)}" '
+            f'data-bytes="{prefix.bytes}" data-below="{prefix.below_bytes}">'
+            f"{escaped(prefix.key[:ID_LETTERS])}{tokens}</p>"
+        )
+        yield from _pieces(prefix.tree, whole_bytes, now_s)
+        yield "</div>"
 
 
 def _told(prefix: Prefix, now_s: int) -> Iterator[str]:
