@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from kvdisk.manager.chains import NONE
 from tier_bench import TierBench
 
 from kvdisk.blocks import BlockKey, Tier
-from kvdisk.manager.catalog import CommittedCopies
+from kvdisk.manager.catalog import NONE, CommittedCopies
 from kvdisk.manager.demotions import MAX_DEMOTE_JOBS, MAX_DEMOTE_MOVES
 from kvdisk.manager.prefetch import MOST_SEEN
 from kvdisk.messages import JobKind
