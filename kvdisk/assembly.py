@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvdisk.worker.arena import Arena
-    from kvdisk.worker.copier import Lanes
+    from kvdisk.worker.copier import CudaLanes
     from kvdisk.worker.direct import Direct
     from kvdisk.worker.gpu_staging import GpuStaging
     from kvdisk.worker.mover import Mover
@@ -151,7 +151,7 @@ def assemble_scheduler(
     telemetry = _make_telemetry(manager, geometry, home, str(description.get("model", "")))
     jobs = [(WRITE_S, telemetry.write), (LOG_S, telemetry.log)]
     if home is not None and nvme is not None:
-        jobs.append((USES_S, _uses_writer(nvme, home)))
+        jobs += [(USES_S, _uses_writer(nvme, home)), (_UPKEEP_INTERVAL_S, partial(_keep_up, store, home))]
     return SchedulerParts(manager, index, home, neighbours, nvme, telemetry, Background(jobs))
 
 
@@ -195,22 +195,24 @@ def _make_budget(config: Config, geometry: Geometry) -> WriteBudget | None:
 
 
 def _meet_neighbours(store: Store, home: Home, description: dict[str, Any]) -> NeighbourReader:
-    """Read the store's other homes. Now and then note that this one is in use, and trim orphans.
-
-    An owner may die, and its cap with it; what it leaves is spared for a while, because it may be
-    starting again.
-    """
+    """Read the store's other homes."""
 
     def find_homes() -> list[Neighbour]:
         return [Neighbour(*other) for other in readable_indexes(store, home.fingerprint, description, home.id)]
 
-    def upkeep() -> None:
-        try:
-            home.mark_used()
-        finally:  # a full drive, which cannot take the note, is what trimming helps against
-            store.trim(home.fingerprint, unused_s=ORPHAN_SPARED_S)
+    return NeighbourReader(find_homes)
 
-    return NeighbourReader(find_homes, upkeep, upkeep_interval_s=_UPKEEP_INTERVAL_S)
+
+def _keep_up(store: Store, home: Home) -> None:
+    """Note that the home is in use, and trim orphans.
+
+    An owner may die, and its cap with it; what it leaves is spared for a while, because it may be
+    starting again.
+    """
+    try:
+        home.mark_used()
+    finally:  # a full drive, which cannot take the note, is what trimming helps against
+        store.trim(home.fingerprint, unused_s=ORPHAN_SPARED_S)
 
 
 def _take_home(
@@ -353,7 +355,7 @@ def _staging_slots(byte_count: int | None, geometry: Geometry) -> list[int]:
 
 
 def _pair_with_gpu(
-    config: Config, geometry: Geometry, lanes: Lanes | None, disk: PosixDevice
+    config: Config, geometry: Geometry, lanes: CudaLanes | None, disk: PosixDevice
 ) -> tuple[Device, Direct | None]:
     """Return the device for all of a worker's memory, and what of it goes straight between drive
     and GPU.

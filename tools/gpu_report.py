@@ -48,7 +48,7 @@ from kvdisk.worker.mover import Mover
 from kvdisk.worker.routes import OpenFile, Resources
 
 if TYPE_CHECKING:
-    from kvdisk.worker.copier import Lanes
+    from kvdisk.worker.copier import CudaLanes as Lanes
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_GPU = "gpu_report: there is no CUDA GPU here (torch finds none), so there is nothing to report."

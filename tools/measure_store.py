@@ -301,7 +301,7 @@ def show_neighbours(path: Path, block_count: int, rounds: int) -> None:
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # out of the system's memory
     os.close(fd)
-    with contextlib.closing(NeighbourReader(lambda: [Neighbour("0" * 32, path)], lambda: None)) as reader:
+    with contextlib.closing(NeighbourReader(lambda: [Neighbour("0" * 32, path)])) as reader:
         first, *cold = [ask(reader, batch) for batch in batches]
         warm = [ask(reader, batch) for batch in batches]
     say("other home: first answer, index not in memory, with the start of the child, ms", [1e3 * first.answer_s], 1)

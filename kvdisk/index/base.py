@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, starmap
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -55,6 +55,19 @@ class BlockColumns(NamedTuple):
         """Return the parents as an object each, empty where there is none."""
         ends = list(accumulate(self.parent_bytes.tolist(), initial=0))
         return [self.parents[start:end] for start, end in pairwise(ends)]
+
+    def records(self) -> Iterator[BlockRecord]:
+        """Yield the blocks one by one."""
+        rows = zip(
+            self.epochs.tolist(),
+            self.keys,
+            map(Slot, self.segments.tolist(), self.indices.tolist()),
+            self.generations.tolist(),
+            (BlockKey(parent) if parent else None for parent in self.each_parent()),
+            self.stored_s.tolist(),
+            strict=True,
+        )
+        return starmap(BlockRecord, rows)
 
 
 class SegmentRecord(NamedTuple):

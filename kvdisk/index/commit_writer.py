@@ -5,16 +5,15 @@ commit fails."""
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-from kvdisk.errors import KvdiskError
+from kvdisk.errors import KvdiskError, QuietLog
 from kvdisk.index.base import IndexState, Progress
+from kvdisk.index.records import Table
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +23,6 @@ SMALL_TRANSACTION = 16
 """Operations of one transaction after a failure, so that a small reserve of space is enough."""
 FIRST_BACK_OFF_S = 0.1
 LAST_BACK_OFF_S = 5.0
-WARNING_INTERVAL_S = 60.0
-
-
-class Table(IntEnum):
-    """What a record is of."""
-
-    BLOCKS = 0
-    SEGMENTS = 1
 
 
 class Operation(NamedTuple):
@@ -55,11 +46,8 @@ class Operation(NamedTuple):
 class Tables(Protocol):
     """Where transactions go. The writer's thread calls both methods."""
 
-    def commit(self, operations: Sequence[Operation]) -> bool:
-        """Apply all in order in one transaction, or nothing and raise a KvdiskError.
-
-        Return whether there is room for more puts.
-        """
+    def commit(self, operations: Sequence[Operation]) -> None:
+        """Apply all in order in one transaction, or nothing and raise a KvdiskError."""
 
     def recover(self) -> None:
         """After a failed commit, do what makes a retry promising. Raises KvdiskError where that
@@ -74,12 +62,8 @@ class CommitWriter:
     have gathered. When a commit fails, the droppable operations of the batch are turned into
     deletions of their keys (a put may have been meant to replace a record whose slot is then
     reused), and all is tried again in small transactions. What fails again is held and retried with
-    back-off, before anything else. Where puts were dropped, or something is held, the state is
-    REFUSING.
-
-    REFUSING ends when puts have been committed, or anything has after the end of the back-off and
-    there is room. For the case that nothing but puts would come, ``admits_put`` lets one call of
-    them through after each back-off.
+    back-off, before anything else. The state is REFUSING until the back-off is over and nothing is
+    held; the next back-off is longer unless puts have been committed meanwhile.
 
     One lock guards the queue and the conditions of waiting; it is never held during a transaction.
     ``progress`` is replaced as a whole and read without the lock. ``clock`` gives seconds; only
@@ -102,8 +86,7 @@ class CommitWriter:
         self._held: list[Operation] = []
         self._back_off_s = 0.0
         self._retry_at_s = 0.0
-        self._probe_at_s = math.inf
-        self._warn_at_s = 0.0
+        self._log = QuietLog(clock, logger)
         self._thread = threading.Thread(target=self._run, name="kvdisk-index", daemon=True)
         self._thread.start()
 
@@ -114,15 +97,10 @@ class CommitWriter:
         """Operations not yet dealt with."""
         return self._submitted_count - self._dealt_count
 
-    def admits_put(self) -> bool:
-        """Whether puts are taken now. True while REFUSING means a probe: the caller must submit one
-        call of puts."""
-        if self.progress.state is IndexState.WRITABLE:
-            return True
-        if self._clock() < self._probe_at_s:
-            return False
-        self._probe_at_s = math.inf
-        return True
+    @property
+    def takes_puts(self) -> bool:
+        """Whether a put has a chance."""
+        return self.progress.state is IndexState.WRITABLE
 
     def submit(self, operations: Sequence[Operation]) -> None:
         """Queue operations, all of one call."""
@@ -177,14 +155,18 @@ class CommitWriter:
         finally:
             # Also when a bug has ended the loop: nothing more will be committed, so nothing more
             # may be stored.
-            self._probe_at_s = math.inf
             self._publish(self.progress._replace(state=IndexState.REFUSING))
 
     def _take(self) -> list[Operation]:
-        """Wait for a batch and return it; an empty one when the thread is to stop."""
+        """Wait for a batch and return it; an empty one at the end of a back-off, or when the thread
+        is to stop."""
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._stopping)
-            self._changed.wait_for(self._batch_is_due, self._commit_s)
+            rest_s = None if self.takes_puts else max(0.0, self._retry_at_s - self._clock())
+            self._changed.wait_for(lambda: self._queue or self._stopping, rest_s)
+            if not self.takes_puts and self._clock() >= self._retry_at_s:
+                self._publish(self.progress._replace(state=IndexState.WRITABLE))
+            if self._queue:
+                self._changed.wait_for(self._batch_is_due, self._commit_s)
             return [self._queue.popleft() for _ in range(min(len(self._queue), MAX_TRANSACTION))]
 
     def _batch_is_due(self) -> bool:
@@ -199,15 +181,14 @@ class CommitWriter:
 
     def _deal(self, operations: list[Operation]) -> None:
         try:
-            has_room = self._tables.commit(operations)
+            self._tables.commit(operations)
         except KvdiskError as error:
             self._deal_without_puts(operations, error)
         else:
             self._held = []
-            self._return_to_writable(has_room, any(operation.droppable for operation in operations))
+            if any(operation.droppable for operation in operations):
+                self._back_off_s = self._retry_at_s = 0.0
             self._advance(operations)
-        if self.progress.state is IndexState.REFUSING:
-            self._probe_at_s = math.inf if self._held else self._retry_at_s
 
     def _deal_without_puts(self, operations: list[Operation], error: KvdiskError) -> None:
         dropped_count = sum(operation.droppable for operation in operations)
@@ -233,19 +214,9 @@ class CommitWriter:
         if now >= self._retry_at_s:  # what was queued before the failure must not lengthen the back-off
             self._back_off_s = min(max(2 * self._back_off_s, FIRST_BACK_OFF_S), LAST_BACK_OFF_S)
             self._retry_at_s = now + self._back_off_s
-        if self.progress.state is IndexState.WRITABLE and now >= self._warn_at_s:
-            self._warn_at_s = now + WARNING_INTERVAL_S
-            logger.warning("index takes no new blocks until a commit succeeds again: %s", error)
-        self._probe_at_s = math.inf
+        self._log.warn("commit", f"index takes no new blocks until a commit succeeds again: {error}")
         dropped_puts = self.progress.dropped_puts + dropped_count
         self._publish(self.progress._replace(state=IndexState.REFUSING, dropped_puts=dropped_puts))
-
-    def _return_to_writable(self, has_room: bool, puts_succeeded: bool) -> None:
-        if puts_succeeded:
-            self._back_off_s = 0.0
-        promising = puts_succeeded or (has_room and self._clock() >= self._retry_at_s)
-        if self.progress.state is IndexState.REFUSING and promising:
-            self.progress = self.progress._replace(state=IndexState.WRITABLE)
 
     def _advance(self, operations: Sequence[Operation]) -> None:
         self._dealt_count += len(operations)

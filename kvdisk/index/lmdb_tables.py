@@ -9,8 +9,8 @@ rebuilds the index from the slot headers.
 LMDB has no checksums, and in a damaged file it can end the process (an assertion of its own,
 SIGBUS). So that this happens once and not at every start, an owner leaves a mark while it has the
 index open; one that finds the mark of an owner which did not close lets a child process read the
-index first. Started as a module, this file is that child. Damage that a commit meets makes another
-mark of that one: by a rename, which takes no room and asks nothing of LMDB.
+index first (``try_tables``). Damage that a commit meets makes another mark of that one: by a
+rename, which takes no room and asks nothing of LMDB.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ import errno
 import logging
 import os
 import stat
-import subprocess
-import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -30,7 +28,8 @@ from pathlib import Path
 import lmdb
 
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError, StoreLocked
-from kvdisk.index.commit_writer import MAX_TRANSACTION, Operation, Table
+from kvdisk.index.commit_writer import MAX_TRANSACTION, Operation
+from kvdisk.index.records import Table
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,6 @@ may."""
 _DAMAGED_MARK = "damaged"
 """What it becomes when a commit meets damage: nobody opens the index to write any more (also in
 ``device.home``)."""
-_PROBE_S = 300.0
 _PART_RECORDS = 16384
 _UNIT_BYTES = 4096
 """What LMDB allocates in, on machines with memory in units of 4 KiB."""
@@ -89,11 +87,15 @@ class LmdbTables:
     """The environment and its two named databases; the only class that does I/O. LMDB's errors end
     here.
 
+    ``readonly``: for another process than the owner's. It makes no file; where there is no lock
+    file, or it cannot be opened (a copy in a read-only directory), it reads without a lock, which
+    is safe only while nobody writes. ``map_bytes``: of the owner.
+
     The thread that opens it scans and closes; ``commit`` and ``recover`` are for the writer's
     thread.
     """
 
-    def __init__(self, path: Path, map_bytes: int, readonly: bool) -> None:
+    def __init__(self, path: Path, map_bytes: int = 0, *, readonly: bool = False) -> None:
         self._path = path
         self._map_bytes = map_bytes
         self._readonly = readonly
@@ -101,25 +103,24 @@ class LmdbTables:
         self._planned_bytes = 0
         self.damaged = False
         """Whether a commit has met damage, which is noted for the next owner."""
-        try:
+        with _translating(path):
             if not readonly:
                 path.mkdir(mode=0o700, exist_ok=True)
             _check_files(path, readonly)
             if not readonly:
                 _leave_mark(path)
             self._open()
-        except (lmdb.Error, OSError) as error:
-            raise _translated(error, path) from error
 
     @property
     def complete(self) -> bool:
-        """Whether the tables exist."""
+        """Whether the owner had made the tables when this was opened to read; else open it again
+        later."""
         return bool(self._databases)
 
     @contextmanager
     def _reading(self) -> Iterator[lmdb.Transaction[bytes]]:
         """A read transaction; LMDB's errors in it are ours outside."""
-        try:
+        with _translating(self._path):
             try:
                 txn = self._environment.begin()
             except lmdb.MapResizedError:  # the owner has opened it anew with a larger map
@@ -127,8 +128,6 @@ class LmdbTables:
                 txn = self._environment.begin()
             with txn:
                 yield txn
-        except lmdb.Error as error:
-            raise _translated(error, self._path) from error
 
     def get(self, table: Table, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return the value of each key, None where there is none, in one read transaction."""
@@ -148,7 +147,7 @@ class LmdbTables:
             while part := list(islice(keys, _PART_RECORDS)):
                 yield part, list(islice(values, _PART_RECORDS))
 
-    def commit(self, operations: Sequence[Operation]) -> bool:
+    def commit(self, operations: Sequence[Operation]) -> None:
         """See ``Tables.commit``."""
         try:
             with self._environment.begin(write=True) as txn:
@@ -158,9 +157,8 @@ class LmdbTables:
                         txn.delete(operation.key, db=database)
                     else:
                         txn.put(operation.key, operation.value, db=database)
-                has_room = self._has_room(txn)
                 record_count = sum(txn.stat(database)["entries"] for database in self._databases.values())
-                if not has_room and any(operation.droppable for operation in operations):
+                if any(operation.droppable for operation in operations) and not self._has_room(txn):
                     raise lmdb.MapFullError("map full, but for what is kept for deletions")
         except lmdb.Error as error:
             if not isinstance(self._last_error, lmdb.PanicError):
@@ -168,23 +166,20 @@ class LmdbTables:
             self._note_damage(error)
             raise _translated(error, self._path) from error
         self._allocate(record_count)
-        return has_room
 
-    def append(self, table: Table, keys: Sequence[bytes], values: Sequence[bytes]) -> None:
+    def append(self, table: Table, items: Iterable[tuple[bytes, bytes]]) -> None:
         """Commit many records, ascending, that come after all that the table has; the fastest way
         into a new one.
 
         The caller has nothing of value in these files until all is in them. Raises DeviceError.
         """
-        try:
-            for start in range(0, len(keys), _PART_RECORDS):
-                end = start + _PART_RECORDS
+        left, count = iter(items), 0
+        with _translating(self._path):
+            while part := list(islice(left, _PART_RECORDS)):
                 with self._environment.begin(write=True) as txn:
-                    cursor = txn.cursor(self._databases[table])
-                    cursor.putmulti(zip(keys[start:end], values[start:end], strict=True), append=True)
-        except lmdb.Error as error:
-            raise _translated(error, self._path) from error
-        self._allocate(len(keys))
+                    txn.cursor(self._databases[table]).putmulti(part, append=True)
+                count += len(part)
+        self._allocate(count)
 
     def recover(self) -> None:
         """See ``Tables.recover``."""
@@ -257,7 +252,7 @@ class LmdbTables:
 
     def _allocate(self, record_count: int) -> None:
         """Make the file as long as so many records can need, so that it grows with them and never
-        by replacements.
+        by replacements: on a full drive blocks can still leave for others.
 
         Where the drive refuses that, the file grows as LMDB writes it; the next step is tried
         again.
@@ -341,41 +336,26 @@ def _check_files(path: Path, readonly: bool) -> None:
             raise CorruptRecord(f"index {path}: {name} is not a file")
 
 
+def was_left_open(path: Path) -> bool:
+    """Whether there is an index whose last owner did not close it."""
+    return (path / _MARK).exists() and (path / "data.mdb").exists()
+
+
 def _leave_mark(path: Path) -> None:
-    """Leave the mark of an owner. Raises CorruptRecord where one has left it and the index cannot
-    be read."""
+    """Leave the mark of an owner. Raises CorruptRecord where one has found the index damaged."""
     mark = path / _MARK
     if (path / _DAMAGED_MARK).exists():
         raise CorruptRecord(f"index {path}: it was found to be damaged")
-    if mark.exists() and (path / "data.mdb").exists():
-        _probe(path)
     with suppress(FileNotFoundError):
         (path / _NO_MARK).rename(mark)
         return
     os.close(os.open(mark, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600))
 
 
-def _probe(path: Path) -> None:
-    try:
-        child = subprocess.run(  # noqa: S603 - this same module, in this same interpreter
-            [sys.executable, "-m", __name__, str(path)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            check=False,
-            timeout=_PROBE_S,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"},
-        )
-    except subprocess.TimeoutExpired:
-        raise CorruptRecord(f"index {path}: reading it does not end") from None
-    if child.returncode:
-        said = child.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"status {child.returncode}"]
-        how = f"signal {-child.returncode}" if child.returncode < 0 else said[0]
-        raise CorruptRecord(f"index {path}: the file is damaged, reading it ended in {how}")
-
-
-def main(path: Path) -> None:
-    """Be the child: read all, and go through the motions of a write. Whatever is raised says that
-    it is damaged."""
+def try_tables(path: Path) -> None:
+    """Read all, and go through the motions of a write, in a process that may end over it. Whatever
+    is raised says that the index is damaged."""
+    _check_files(path, readonly=False)
     environment = _open_environment(path, 0, readonly=False)
     databases = [environment.open_db(name, create=False) for name in _TABLE_NAMES.values()]
     with environment.begin() as txn:
@@ -386,6 +366,15 @@ def main(path: Path) -> None:
         for number in range(100):
             txn.put(number.to_bytes(16, "big"), bytes(100), db=databases[0])
     txn.abort()
+    environment.close()
+
+
+@contextmanager
+def _translating(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (lmdb.Error, OSError) as error:
+        raise _translated(error, path) from error
 
 
 def _translated(error: lmdb.Error | OSError, path: Path) -> KvdiskError:
@@ -401,7 +390,3 @@ def _translated(error: lmdb.Error | OSError, path: Path) -> KvdiskError:
         return DeviceError(errno.ENOSPC, what)
     code = getattr(error, "code", 0)
     return DeviceError(code if code > 0 else errno.EIO, what)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

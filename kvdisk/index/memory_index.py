@@ -5,23 +5,14 @@ is told to."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from kvdisk.blocks import BlockKey
-from kvdisk.index.base import BlockColumns, BlockRecord, IndexState, Progress, SegmentRecord
-from kvdisk.index.columns import decode_blocks
-from kvdisk.index.commit_writer import Table
-from kvdisk.index.records import (
-    decode_block,
-    decode_segment,
-    encode_block,
-    encode_block_key,
-    encode_segment,
-    encode_segment_key,
-)
+from kvdisk.index.base import IndexState, Progress
+from kvdisk.index.record_index import Item, RecordIndex, Scan
+from kvdisk.index.records import Table
 
 
-class MemoryIndex:
+class MemoryIndex(RecordIndex):
     """See ``Index``. Nothing is committed but by ``commit``, ``flush`` and ``close``.
 
     So a test can hold commits back, or stop between any two. One thread calls everything; there is
@@ -33,57 +24,24 @@ class MemoryIndex:
 
     def __init__(self, *, max_queued: int = 65536, refuse_puts: bool = False) -> None:
         assert max_queued > 0
+        super().__init__()
         self.refuse_puts = refuse_puts
         self._max_queued = max_queued
         self._tables: dict[Table, dict[bytes, bytes]] = {table: {} for table in Table}
-        self._queue: deque[tuple[Table, Sequence[tuple[bytes, bytes | None]]]] = deque()
-        """Calls: keys with values, None to delete."""
+        self._calls: deque[tuple[Table, Sequence[Item]]] = deque()
         self._queued_count = 0
-        self._last_ticket = 0
         self._dropped_puts = 0
         self._closed = False
 
     @property
     def pending_calls(self) -> int:
         """Calls that are queued and not yet dealt with."""
-        return len(self._queue)
-
-    def segments(self) -> Iterator[SegmentRecord]:
-        """See ``Index.segments``."""
-        return iter([decode_segment(*item) for item in self._items(Table.SEGMENTS)])
-
-    def blocks(self) -> Iterator[BlockRecord]:
-        """See ``Index.blocks``."""
-        return iter([decode_block(*item) for item in self._items(Table.BLOCKS)])
-
-    def block_columns(self) -> BlockColumns:
-        """See ``Index.block_columns``."""
-        items = self._items(Table.BLOCKS)
-        return decode_blocks([key for key, _ in items], [value for _, value in items])
-
-    def put(self, records: Sequence[BlockRecord]) -> int | None:
-        """See ``Index.put``."""
-        items = [encode_block(record) for record in records]
-        if records and (self.refuse_puts or self._queued_count >= self._max_queued):
-            return None
-        return self._submit(Table.BLOCKS, items)
-
-    def delete(self, keys: Sequence[tuple[int, BlockKey]]) -> int:
-        """See ``Index.delete``."""
-        return self._submit(Table.BLOCKS, [(encode_block_key(epoch, key), None) for epoch, key in keys])
-
-    def put_segment(self, record: SegmentRecord) -> int:
-        """See ``Index.put_segment``."""
-        return self._submit(Table.SEGMENTS, [encode_segment(record)])
-
-    def delete_segment(self, segment: int) -> int:
-        """See ``Index.delete_segment``."""
-        return self._submit(Table.SEGMENTS, [(encode_segment_key(segment), None)])
+        return len(self._calls)
 
     def poll(self) -> Progress:
         """See ``Index.poll``."""
         state = IndexState.REFUSING if self.refuse_puts else IndexState.WRITABLE
-        return Progress(self._last_ticket - len(self._queue), state, self._dropped_puts)
+        return Progress(self._last_ticket - len(self._calls), state, self._dropped_puts)
 
     def flush(self, timeout_s: float) -> bool:
         """See ``Index.flush``; takes no time."""
@@ -102,8 +60,8 @@ class MemoryIndex:
         ``fail``: as if the drive were full: puts are dropped (with the records that they were to
         replace), the other operations are committed, and ``refuse_puts`` is set.
         """
-        for _ in range(len(self._queue) if call_count is None else min(call_count, len(self._queue))):
-            table, items = self._queue.popleft()
+        for _ in range(len(self._calls) if call_count is None else min(call_count, len(self._calls))):
+            table, items = self._calls.popleft()
             self._queued_count -= len(items)
             for key, value in items:
                 dropped = fail and value is not None and table is Table.BLOCKS
@@ -121,14 +79,15 @@ class MemoryIndex:
         survivor._tables = {table: dict(items) for table, items in self._tables.items()}
         return survivor
 
-    def _items(self, table: Table) -> list[tuple[bytes, bytes]]:
+    def _scan(self, table: Table) -> Scan:
         assert not self._closed
-        return sorted(self._tables[table].items())
+        items = sorted(self._tables[table].items())
+        return [([key for key, _ in items], [value for _, value in items])]
 
-    def _submit(self, table: Table, items: Sequence[tuple[bytes, bytes | None]]) -> int:
+    def _takes_puts(self) -> bool:
+        return not self.refuse_puts and self._queued_count < self._max_queued
+
+    def _queue(self, table: Table, items: Sequence[Item]) -> None:
         assert not self._closed
-        if items:
-            self._queue.append((table, items))
-            self._queued_count += len(items)
-            self._last_ticket += 1
-        return self._last_ticket
+        self._calls.append((table, items))
+        self._queued_count += len(items)

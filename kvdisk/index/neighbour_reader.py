@@ -37,36 +37,21 @@ class Neighbour(NamedTuple):
     index_path: Path
 
 
-class _Asked(NamedTuple):
-    ticket: int
-    epoch: int
-    keys: tuple[BlockKey, ...]
-
-
 class NeighbourReader:
     """See ``Neighbours`` and the module.
 
     ``find_homes``: the homes to ask, at this moment; called on the reader's thread, every
-    LOOK_INTERVAL_S. ``upkeep``: called there too, every so often, for what has to wait
-    for the disk. Neither may raise anything but a KvdiskError or an OSError.
+    LOOK_INTERVAL_S. It may raise a KvdiskError or an OSError.
     """
 
-    def __init__(
-        self,
-        find_homes: Callable[[], Sequence[Neighbour]],
-        upkeep: Callable[[], object],
-        *,
-        upkeep_interval_s: float = 30.0,
-    ) -> None:
+    def __init__(self, find_homes: Callable[[], Sequence[Neighbour]]) -> None:
         self._find_homes = find_homes
-        self._upkeep = upkeep
-        self._upkeep_interval_s = upkeep_interval_s
-        self._upkept_s = time.monotonic()
         self._reader = ReaderProcess()
         self._left_alone: dict[str, float] = {}
         self._look_at_s = 0.0
         self._homes: tuple[Neighbour, ...] = ()
-        self._questions: deque[_Asked] = deque()
+        self._questions: deque[tuple[int, int, tuple[BlockKey, ...]]] = deque()
+        """Ticket, epoch and keys."""
         self._answers: deque[Answer] = deque()
         self._wake = threading.Event()
         self._stopping = False
@@ -85,7 +70,7 @@ class NeighbourReader:
         """See ``Neighbours.ask``."""
         if len(self._questions) >= MOST_QUESTIONS or self._stopping:
             return False
-        self._questions.append(_Asked(ticket, epoch, tuple(keys)))
+        self._questions.append((ticket, epoch, tuple(keys)))
         self._wake.set()
         return True
 
@@ -111,8 +96,7 @@ class NeighbourReader:
                 self._wake.clear()
                 self._refresh()
                 while self._questions and not self._stopping:
-                    self._answer(self._questions.popleft())
-                self._upkeep_now()
+                    self._answer(*self._questions.popleft())
         finally:
             self._homes = ()
             self._reader.stop()
@@ -138,11 +122,11 @@ class NeighbourReader:
             except KvdiskError as error:
                 logger.debug("the reader of other homes: %s", error)
 
-    def _answer(self, asked: _Asked) -> None:
+    def _answer(self, ticket: int, epoch: int, keys: tuple[BlockKey, ...]) -> None:
         copies: dict[BlockKey, list[ForeignCopy]] = {}
         for home in self._homes:
             try:
-                segments, found = self._reader.find(home.index_path, asked.epoch, asked.keys, ANSWER_TIMEOUT_S)
+                segments, found = self._reader.find(home.index_path, epoch, keys, ANSWER_TIMEOUT_S)
             except KvdiskError as error:
                 self._leave_alone(home, error)
                 continue
@@ -150,20 +134,11 @@ class NeighbourReader:
                 segment = segments.get(record.slot.segment)
                 if segment is not None:
                     foreign = ForeignCopy(home.home_id, segment, record.slot.index, record.generation)
-                    copies.setdefault(asked.keys[position], []).append(foreign)
-        self._answers.append(Answer(asked.ticket, {key: tuple(found) for key, found in copies.items()}))
+                    copies.setdefault(keys[position], []).append(foreign)
+        self._answers.append(Answer(ticket, {key: tuple(found) for key, found in copies.items()}))
 
     def _leave_alone(self, home: Neighbour, error: KvdiskError) -> None:
         if home.index_path.exists():
             logger.warning("kvdisk does not read home %s for %.0f s: %s", home.home_id, LEFT_ALONE_S, error)
         self._left_alone[home.home_id] = time.monotonic() + LEFT_ALONE_S
         self._homes = tuple(other for other in self._homes if other.home_id != home.home_id)
-
-    def _upkeep_now(self) -> None:
-        now = time.monotonic()
-        if now - self._upkept_s >= self._upkeep_interval_s:
-            self._upkept_s = now
-            try:
-                self._upkeep()
-            except (KvdiskError, OSError) as error:
-                logger.debug("upkeep of the store: %s", error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of index records, and with ``columns`` the only code that knows them.
+"""The bytes of index records: the only code that knows them. Blocks are decoded many at once.
 
 Blocks table, key: epoch (8 bytes, big-endian) and block key. Value, big-endian: version u8, segment
 u32, slot index u32, generation u64, stored_s u32, length of the parent key u8 (0: none), parent
@@ -14,26 +14,41 @@ A record has exactly one encoding. A change of layout takes a new version byte.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import cast
 
-from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey, Slot
+import numpy as np
+
+from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey
 from kvdisk.errors import CorruptRecord
-from kvdisk.index.base import BlockRecord, SegmentRecord
+from kvdisk.index.base import BlockColumns, BlockRecord, SegmentRecord
 
 RECORD_VERSION = 1
 
-EPOCH_BYTES = 8
-EPOCH_LIMIT = 2**63
-BLOCK_VALUE = struct.Struct(">BIIQIB")
+_EPOCH_BYTES = 8
+_EPOCH_LIMIT = 2**63
+_BLOCK = struct.Struct(">BIIQIB")
+_FIELDS = ("version", "segment", "index", "generation", "stored_s", "parent_bytes")
+_BLOCKS = np.dtype(list(zip(_FIELDS, ("u1", ">u4", ">u4", ">u8", ">u4", "u1"), strict=True)))
+"""``_BLOCK`` of many."""
 _SEGMENT_KEY = struct.Struct(">I")
 _SEGMENT = struct.Struct(">BQIH")
+
+
+class Table(IntEnum):
+    """What a record is of."""
+
+    BLOCKS = 0
+    SEGMENTS = 1
 
 
 def encode_block_key(epoch: int, key: BlockKey) -> bytes:
     """Return the key bytes of a block's record. An epoch or key that a record cannot hold is a
     programmer's error."""
-    assert 0 <= epoch < EPOCH_LIMIT, epoch
+    assert 0 <= epoch < _EPOCH_LIMIT, epoch
     assert GROUP_BYTES <= len(key) <= MAX_KEY_BYTES, len(key)
-    return epoch.to_bytes(EPOCH_BYTES, "big") + key
+    return epoch.to_bytes(_EPOCH_BYTES, "big") + key
 
 
 def encode_block(record: BlockRecord) -> tuple[bytes, bytes]:
@@ -42,28 +57,47 @@ def encode_block(record: BlockRecord) -> tuple[bytes, bytes]:
     parent = record.parent or b""
     assert record.parent is None or GROUP_BYTES <= len(parent) <= MAX_KEY_BYTES, len(parent)
     segment, index = record.slot
-    fixed = BLOCK_VALUE.pack(RECORD_VERSION, segment, index, record.generation, record.stored_s, len(parent))
+    fixed = _BLOCK.pack(RECORD_VERSION, segment, index, record.generation, record.stored_s, len(parent))
     return encode_block_key(record.epoch, record.key), fixed + parent
 
 
-def decode_block(key: bytes, value: bytes) -> BlockRecord:
-    """Return the record of these key and value bytes. Raises CorruptRecord for bytes that no record
-    encodes to."""
-    if not EPOCH_BYTES + GROUP_BYTES <= len(key) <= EPOCH_BYTES + MAX_KEY_BYTES:
-        raise CorruptRecord(f"block record: key of {len(key)} bytes")
-    if len(value) < BLOCK_VALUE.size:
-        raise CorruptRecord(f"block record: value of {len(value)} bytes")
-    version, segment, index, generation, stored_s, parent_bytes = BLOCK_VALUE.unpack_from(value)
-    _check_version("block", version)
-    if len(value) != BLOCK_VALUE.size + parent_bytes:
-        raise CorruptRecord(f"block record: value of {len(value)} bytes with a parent key of {parent_bytes}")
-    if parent_bytes and not GROUP_BYTES <= parent_bytes <= MAX_KEY_BYTES:
-        raise CorruptRecord(f"block record: parent key of {parent_bytes} bytes")
-    epoch = int.from_bytes(key[:EPOCH_BYTES], "big")
-    if epoch >= EPOCH_LIMIT:
-        raise CorruptRecord(f"block record: epoch {epoch}")
-    parent = BlockKey(value[BLOCK_VALUE.size :]) if parent_bytes else None
-    return BlockRecord(epoch, BlockKey(key[EPOCH_BYTES:]), Slot(segment, index), generation, parent, stored_s)
+def decode_blocks(keys: Sequence[bytes], values: Sequence[bytes]) -> BlockColumns:
+    """Return the records of these key and value bytes, in their order.
+
+    That of ``BlockColumns`` is the caller's to see to. Raises CorruptRecord for the first bytes
+    that no record encodes to.
+    """
+    key_bytes = np.fromiter(map(len, keys), np.int64, len(keys))
+    value_bytes = np.fromiter(map(len, values), np.int64, len(values))
+    # What is cut short reads as version 0.
+    fixed = np.frombuffer(b"".join([value[: _BLOCK.size].ljust(_BLOCK.size, b"\0") for value in values]), _BLOCKS)
+    heads = b"".join([key[:_EPOCH_BYTES].ljust(_EPOCH_BYTES, b"\0") for key in keys])
+    epochs = np.frombuffer(heads, ">u8").astype(np.uint64)
+    parent_bytes = fixed["parent_bytes"].astype(np.int64)
+    sound = (
+        (fixed["version"] == RECORD_VERSION)
+        & (epochs < _EPOCH_LIMIT)
+        & (key_bytes >= _EPOCH_BYTES + GROUP_BYTES)
+        & (key_bytes <= _EPOCH_BYTES + MAX_KEY_BYTES)
+        & (value_bytes == _BLOCK.size + parent_bytes)
+        & ((parent_bytes == 0) | ((parent_bytes >= GROUP_BYTES) & (parent_bytes <= MAX_KEY_BYTES)))
+    )
+    if not sound.all():
+        bad = int(np.argmin(sound))
+        raise CorruptRecord(
+            f"block record: version {fixed['version'][bad]} (this kvdisk knows {RECORD_VERSION}), epoch {epochs[bad]}, "
+            f"key of {key_bytes[bad]} bytes, value of {value_bytes[bad]} with a parent key of {parent_bytes[bad]}"
+        )
+    return BlockColumns(
+        epochs,
+        cast("list[BlockKey]", [key[_EPOCH_BYTES:] for key in keys]),
+        fixed["segment"].astype(np.uint32),
+        fixed["index"].astype(np.uint32),
+        fixed["generation"].astype(np.uint64),
+        b"".join([value[_BLOCK.size :] for value in values]),
+        parent_bytes,
+        fixed["stored_s"].astype(np.uint32),
+    )
 
 
 def encode_segment_key(segment: int) -> bytes:
@@ -84,11 +118,7 @@ def decode_segment(key: bytes, value: bytes) -> SegmentRecord:
     if len(key) != _SEGMENT_KEY.size or len(value) != _SEGMENT.size:
         raise CorruptRecord(f"segment record: key of {len(key)} and value of {len(value)} bytes")
     version, slot_bytes, slot_count, drive = _SEGMENT.unpack(value)
-    _check_version("segment", version)
+    if version != RECORD_VERSION:
+        raise CorruptRecord(f"segment record: version {version}, this kvdisk knows {RECORD_VERSION}")
     (segment,) = _SEGMENT_KEY.unpack(key)
     return SegmentRecord(segment, slot_bytes, slot_count, drive)
-
-
-def _check_version(what: str, version: int) -> None:
-    if version != RECORD_VERSION:
-        raise CorruptRecord(f"{what} record: version {version}, this kvdisk knows {RECORD_VERSION}")

@@ -9,42 +9,31 @@ move in one transfer. ``torch`` is imported only where a tensor or pinning is as
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
-import logging
 import mmap
 import os
-import platform
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvdisk.device.base import Buffer
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES
 
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger("kvdisk.worker")
 
-
-class Arena:
-    """One private anonymous mapping with a region of slots for each size class.
+class SlotMemory(ABC):
+    """A region of slots for each size class, one behind the other; in host memory or on a GPU.
 
     ``slot_sizes``: bytes of a slot by size class, multiples of 4096. ``slot_counts``: slots of each
-    class; 0 is allowed. ``pin``: register the mapping with CUDA, which touches all of it; otherwise
-    memory is taken as slots are first written. Pinned memory comes from the NUMA node of the
-    process's current GPU, where the machine has several.
-
-    The arena owns the memory until ``close``; a view or tensor that outlives it keeps the mapping
-    alive, never dangling. What lies in a slot belongs to the mover, and to the device while a batch
-    names it. Any thread may ask for views. Raises ConfigError when the memory cannot be had, or
-    ``pin`` is asked for and CUDA is absent or refuses.
+    class; 0 is allowed. ``total_bytes``: at least 4096.
     """
 
-    def __init__(self, slot_sizes: Sequence[int], slot_counts: Sequence[int], pin: bool) -> None:
+    def __init__(self, slot_sizes: Sequence[int], slot_counts: Sequence[int]) -> None:
         assert len(slot_sizes) == len(slot_counts) > 0
         assert all(size > HEADER_BYTES and size % ALIGNMENT == 0 for size in slot_sizes)
         assert all(count >= 0 for count in slot_counts)
@@ -57,6 +46,40 @@ class Arena:
             total_bytes += size * count
         # An empty mapping is an error to the kernel, an empty tier is not one to us.
         self.total_bytes = max(total_bytes, ALIGNMENT)
+
+    @property
+    @abstractmethod
+    def memory(self) -> Buffer:
+        """All of it, for ``Device.attach_memory``."""
+
+    @abstractmethod
+    def tensor(self, size_class: int) -> torch.Tensor:
+        """Return all slots of a size class as uint8, shape (slot_count, slot_bytes), sharing the
+        memory."""
+
+    def run_view(self, size_class: int, index: int, count: int) -> Buffer:
+        """Return ``count`` neighbouring slots from ``index`` on, as one view."""
+        assert 0 <= index <= self.slot_counts[size_class] - count, (size_class, index, count)
+        slot_bytes = self.slot_sizes[size_class]
+        start = self._offsets[size_class] + index * slot_bytes
+        return self.memory[start : start + count * slot_bytes]
+
+
+class Arena(SlotMemory):
+    """One private anonymous mapping.
+
+    ``pin``: register the mapping with CUDA, which touches all of it; otherwise memory is taken as
+    slots are first written. Pinned memory comes from the NUMA node of the process's current GPU,
+    where the machine has several.
+
+    The arena owns the memory until ``close``; a view or tensor that outlives it keeps the mapping
+    alive, never dangling. What lies in a slot belongs to the mover, and to the device while a batch
+    names it. Any thread may ask for views. Raises ConfigError when the memory cannot be had, or
+    ``pin`` is asked for and CUDA is absent or refuses.
+    """
+
+    def __init__(self, slot_sizes: Sequence[int], slot_counts: Sequence[int], pin: bool) -> None:
+        super().__init__(slot_sizes, slot_counts)
         # mmap's default for fd -1 is MAP_SHARED, for which MADV_HUGEPAGE does nothing.
         try:
             mapping = mmap.mmap(-1, self.total_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -71,24 +94,6 @@ class Arena:
         if pin:
             self._pin()
 
-    def _come_near(self, gpu: int) -> None:
-        """Let the memory come from the NUMA node of a GPU, before it is touched. Where it cannot,
-        it is only slower."""
-        import torch
-
-        properties = torch.cuda.get_device_properties(gpu)
-        if not hasattr(properties, "pci_bus_id"):
-            return  # an older torch, or not a CUDA device
-        node = node_of(properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
-        if node is None:
-            return
-        try:
-            prefer_node(self._address, self.total_bytes, node)
-        except OSError as error:
-            logger.warning("kvdisk could not take host memory from NUMA node %d, near its GPU: %s", node, error)
-        else:
-            logger.info("kvdisk takes %d bytes of host memory from NUMA node %d, near its GPU.", self.total_bytes, node)
-
     @property
     def _address(self) -> int:
         assert self._mapping is not None
@@ -96,7 +101,7 @@ class Arena:
 
     @property
     def memory(self) -> memoryview:
-        """The whole mapping, for ``Device.attach_memory``."""
+        """See ``SlotMemory``."""
         assert self._memory is not None, "the arena is closed"
         return self._memory
 
@@ -105,17 +110,8 @@ class Arena:
         KiB-aligned."""
         return self.run_view(size_class, index, 1)
 
-    def run_view(self, size_class: int, index: int, count: int) -> memoryview:
-        """Return ``count`` neighbouring slots from ``index`` on, as one view."""
-        assert self._memory is not None, "the arena is closed"
-        assert 0 <= index <= self.slot_counts[size_class] - count, (size_class, index, count)
-        slot_bytes = self.slot_sizes[size_class]
-        start = self._offsets[size_class] + index * slot_bytes
-        return self._memory[start : start + count * slot_bytes]
-
     def tensor(self, size_class: int) -> torch.Tensor:
-        """Return all slots of a size class as uint8, shape (slot_count, slot_bytes), sharing the
-        memory."""
+        """See ``SlotMemory``."""
         assert self._mapping is not None, "the arena is closed"
         if size_class not in self._tensors:
             import torch
@@ -153,9 +149,11 @@ class Arena:
             raise ConfigError("pinned host memory needs torch with CUDA") from error
         if not torch.cuda.is_available():
             raise ConfigError("pinned host memory needs CUDA, and torch finds no CUDA device")
-        self._come_near(torch.cuda.current_device())
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         address = self._address
-        status = int(torch.cuda.cudart().cudaHostRegister(address, self.total_bytes, 0))
+        with running_on(processors_near(properties)):
+            np.frombuffer(self._mapping, np.uint8)[::ALIGNMENT] = 0  # memory comes from where it is first touched
+            status = int(torch.cuda.cudart().cudaHostRegister(address, self.total_bytes, 0))
         if status != 0:
             raise ConfigError(f"CUDA cannot pin {self.total_bytes} bytes of host memory (error {status})")
         self._pinned_address = address
@@ -164,37 +162,31 @@ class Arena:
 # -- memory near a GPU ---------------------------------------------------------------------------
 
 SYS = Path("/sys")
-_MBIND = {"x86_64": 237, "aarch64": 235}
-_PREFERRED = 1
-_WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
-def node_of(domain: int, bus: int, device: int, sys: Path = SYS) -> int | None:
-    """Return the NUMA node of a PCI device; None where that is not known, or there is one node."""
-    if len(list((sys / "devices/system/node").glob("node[0-9]*"))) < 2:
-        return None
+def processors_near(properties: Any, sys: Path = SYS) -> set[int]:
+    """Return the processors on the NUMA node of a GPU, as torch describes it; empty where that is
+    not known."""
+    if not hasattr(properties, "pci_bus_id"):
+        return set()  # an older torch, or not a CUDA device
+    place = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     try:
-        node = int((sys / f"bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/numa_node").read_text())
+        ranges = (sys / f"bus/pci/devices/{place}/local_cpulist").read_text().strip().split(",")
+        ends = [[int(end) for end in each.split("-")] for each in ranges]
     except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
+        return set()
+    return {number for each in ends for number in range(each[0], each[-1] + 1)}
 
 
-def prefer_node(start: int, byte_count: int, node: int) -> None:
-    """Let memory that has not been touched come from a node while that has any, and from others
-    then.
-
-    ``start``: an address, as a mapping begins. Raises OSError where the kernel refuses.
-    """
-    number = _MBIND.get(platform.machine())
-    if number is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    words = (ctypes.c_ulong * (node // _WORD_BITS + 1))()
-    words[node // _WORD_BITS] = 1 << node % _WORD_BITS
-    libc = ctypes.CDLL(None, use_errno=True)
-    # The kernel looks at one bit fewer than it is told that there are.
-    bits = ctypes.c_ulong(_WORD_BITS * len(words) + 1)
-    arguments = (ctypes.c_void_p(start), ctypes.c_ulong(byte_count), ctypes.c_int(_PREFERRED), words, bits)
-    if libc.syscall(ctypes.c_long(number), *arguments, ctypes.c_uint(0)) != 0:
-        found = ctypes.get_errno()
-        raise OSError(found, os.strerror(found))
+@contextlib.contextmanager
+def running_on(processors: set[int]) -> Iterator[None]:
+    """Run this thread on these processors, as far as it may; on those that it is on, where it may
+    on none."""
+    before = os.sched_getaffinity(0)
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, processors & before or before)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, before)

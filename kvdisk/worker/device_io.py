@@ -1,166 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts at the device: a second try where one fails, and those that do not end in time.
+"""Parts at the device. Neighbouring slots travel as one transfer, and fail together.
 
-Neighbouring slots travel as one transfer. When such a transfer fails, each of its slots is tried
-once more alone, so that one bad sector costs one block. A batch that hangs is given up, and stays
-known until the device has ended it: until then it may touch memory and drive.
+A batch that hangs is given up, and stays known until the device has ended it: until then it may
+touch memory and drive.
 """
 
 from __future__ import annotations
 
 import errno
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvdisk.device.base import Device, Op, Outcome, Transfer
 from kvdisk.errors import QuietLog
 from kvdisk.geometry import contiguous_runs, slot_offset
 from kvdisk.messages import Reason
 from kvdisk.stats import Stats
-from kvdisk.worker.routes import OpenFile, Part
+from kvdisk.worker.routes import Leg, OpenFile, Part
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A part's batch at the device. ``members``: positions of the moves in each transfer.
-
-    ``sent_s``: when the first try began, on the mover's clock.
-    """
-
-    part: Part
-    op: Op
-    transfers: list[Transfer]
-    members: list[list[int]]
-    sent_s: float
-    failed: dict[int, Reason] = field(default_factory=dict)
 
 
 class DeviceIo:
     """Moves parts between memory and segment files. The mover's thread calls everything.
 
-    ``reads``: read batches under way that are not late; ``late``: by drive and direction, batches
-    that were given up, and that the device has not ended. ``stats`` is the caller's; counted are
-    bytes, seconds and failed transfers. ``clock`` as the mover's.
+    ``stats`` is the caller's; failed transfers are counted.
     """
 
-    def __init__(self, device: Device, stats: Stats, log: QuietLog, clock: Callable[[], float]) -> None:
+    def __init__(self, device: Device, stats: Stats, log: QuietLog) -> None:
         self._device = device
         self._stats = stats
         self._log = log
-        self._clock = clock
-        self._flights: dict[int, _Flight] = {}
-        self.reads = 0
-        self.late: Counter[tuple[int, Op]] = Counter()
+        self._parts: dict[int, Part] = {}
+        """Under way, late or not, by ticket."""
 
     def uses(self, segment: int) -> bool:
         """Whether a batch under way, late or not, names the segment."""
         return any(
             part.route.far_slot(part.work.job.moves[position]).segment == segment
-            for part in (flight.part for flight in self._flights.values())
+            for part in self._parts.values()
             for position in part.positions
         )
 
     @property
     def busy(self) -> bool:
         """Whether a batch is under way."""
-        return bool(self._flights)
+        return bool(self._parts)
 
-    def send(self, part: Part, op: Op, open_files: Mapping[int, OpenFile], now_s: float) -> dict[int, Reason]:
+    def send(self, part: Part, files: Mapping[int, OpenFile]) -> dict[int, Reason]:
         """Start a part's batch. Returns the moves that fail at once, for the caller to drop.
 
-        ``open_files``: by segment. With at least one move left, ``ended`` will yield the part;
-        until then the device owns its slots.
+        ``files``: the open ones, by segment. With at least one move left, ``ended`` will yield the
+        part; until then the device owns its slots.
         """
-        transfers, members, unopened = transfers_of(part, open_files)
+        transfers, part.batch, unopened = transfers_of(part, files)
         if unopened:
             self._log.warn("segment", f"{len(unopened)} blocks are in a segment that is not open")
         if transfers:
-            self._submit(_Flight(part, op, transfers, members, now_s))
+            op = Op.READ if part.leg is Leg.READ else Op.WRITE
+            self._parts[self._device.submit(op, transfers)] = part
         return dict.fromkeys(unopened, Reason.IO_ERROR)
 
     def poll(self, wait_s: float) -> list[Outcome]:
         """Return the batches that have ended, for ``ended``; wait for the first up to
         ``wait_s``."""
-        return self._device.poll(wait_s) if self._flights else []
+        return self._device.poll(wait_s) if self._parts else []
 
     def drain(self) -> list[Outcome]:
         """As ``poll``, waiting for all."""
         return self._device.drain()
 
     def ended(self, outcomes: Sequence[Outcome]) -> Iterator[tuple[Part, dict[int, Reason]]]:
-        """Yield the parts that have ended, with failed moves; others are on their second try.
-
-        A late part is through whatever became of it: its moves have failed long ago.
-        """
+        """Yield the parts that have ended, with failed moves; of a late one these have failed long
+        ago."""
         for outcome in outcomes:
-            flight = self._flights.pop(outcome.ticket)
-            part = flight.part
-            if part.late:
-                self.late[part.drive, flight.op] -= 1
-                yield part, {}
-                continue
-            self.reads -= flight.op is Op.READ
-            if outcome.errors and self._try_again(flight, outcome.errors):
-                continue
-            self._count(flight)
-            yield part, flight.failed
+            part = self._parts.pop(outcome.ticket)
+            failed: dict[int, Reason] = {}
+            for at, number in {} if part.late else outcome.errors.items():
+                failed |= dict.fromkeys(part.batch[at], self._reason_of(part, at, number))
+            part.batch = []
+            yield part, failed
 
-    def _count(self, flight: _Flight) -> None:
-        """Count what a batch has moved, if anything, and how long that took, a second try
-        included."""
-        part, reads = flight.part, flight.op is Op.READ
-        moved_bytes = (len(part.positions) - len(flight.failed)) * part.slot_bytes
-        if moved_bytes:
-            memory = "gpu" if part.route.direct else "cpu"
-            route = f"nvme_to_{memory}" if reads else f"{memory}_to_nvme"
-            self._stats.observe(f"transfer_bytes.{route}", moved_bytes)
-            self._stats.observe(f"transfer_seconds.{route}", max(0.0, self._clock() - flight.sent_s))
-            counter = "drive_read_bytes" if reads else "drive_written_bytes"
-            self._stats.add(f"{counter}.{part.drive}", moved_bytes)
-
-    def overdue(self, sent_before_s: float) -> list[tuple[Part, dict[int, Reason]]]:
-        """Give up the batches that were sent before then: return their parts, which are late now.
-
-        With each part why its moves failed: DEADLINE where the device may still touch their slots,
-        the reason of their first try elsewhere. ``ended`` yields the part once more.
-        """
-        found = []
-        for flight in self._flights.values():
-            part = flight.part
-            if part.late or flight.sent_s >= sent_before_s:
-                continue
-            part.late = True
-            self.late[part.drive, flight.op] += 1
-            self.reads -= flight.op is Op.READ
-            found.append((part, {**dict.fromkeys(part.positions, Reason.DEADLINE), **flight.failed}))
-        return found
-
-    def _submit(self, flight: _Flight) -> None:
-        self._flights[self._device.submit(flight.op, flight.transfers)] = flight
-        self.reads += flight.op is Op.READ
-
-    def _try_again(self, flight: _Flight, errors: dict[int, int]) -> bool:
-        """Note failed transfers; retry the slots of merged ones alone; return whether any were."""
-        again: list[Transfer] = []
-        alone: list[list[int]] = []
-        for at, number in errors.items():
-            members = flight.members[at]
-            self._stats.add(f"io_errors.{flight.op.value}")
-            name = errno.errorcode.get(number, str(number))
-            self._log.warn(f"{flight.op.value} {name}", f"a {flight.op.value} of {len(members)} blocks failed: {name}")
-            if number in NO_SPACE:
-                flight.failed.update(dict.fromkeys(members, Reason.NO_SPACE))
-            elif len(members) == 1:
-                flight.failed[members[0]] = Reason.IO_ERROR
-            else:
-                again += split_transfer(flight.transfers[at], flight.part.slot_bytes, len(members))
-                alone += [[position] for position in members]
-        if again:
-            self._submit(_Flight(flight.part, flight.op, again, alone, flight.sent_s, flight.failed))
-        return bool(again)
+    def _reason_of(self, part: Part, at: int, number: int) -> Reason:
+        """Count and log a failed transfer."""
+        what = part.leg.name.lower()
+        name = errno.errorcode.get(number, str(number))
+        self._stats.add(f"io_errors.{what}")
+        self._log.warn(f"{what} {name}", f"a {what} of {len(part.batch[at])} blocks failed: {name}")
+        return Reason.NO_SPACE if number in NO_SPACE else Reason.IO_ERROR
 
 
 def transfers_of(part: Part, files: Mapping[int, OpenFile]) -> tuple[list[Transfer], list[list[int]], list[int]]:
@@ -187,21 +113,10 @@ def transfers_of(part: Part, files: Mapping[int, OpenFile]) -> tuple[list[Transf
             assert file.slot_bytes == part.slot_bytes, "slots of another size"
             assert first + end - start <= file.slot_count, "a slot behind the segment's last"
             buffers = tuple(
-                part.arena.run_view(part.size_class, slots[start + at], count)
+                part.memory.run_view(part.size_class, slots[start + at], count)
                 for at, count in contiguous_runs(slots[start:end], end - start)
             )
             transfers.append(Transfer(file.fd, slot_offset(file.slot_bytes, first), buffers))
             members.append(positions[start:end])
         start = end
     return transfers, members, unopened
-
-
-def split_transfer(transfer: Transfer, slot_bytes: int, count: int) -> list[Transfer]:
-    """Cut a transfer of ``count`` slots into one for each slot."""
-    views = [
-        buffer[start : start + slot_bytes]
-        for buffer in transfer.buffers
-        for start in range(0, buffer.nbytes, slot_bytes)
-    ]
-    assert len(views) == count
-    return [Transfer(transfer.fd, transfer.offset + at * slot_bytes, (view,)) for at, view in enumerate(views)]

@@ -23,7 +23,7 @@ from kvdisk.worker.arena import Arena
 from kvdisk.worker.routes import Route
 
 if TYPE_CHECKING:
-    from kvdisk.worker.copier import Lanes
+    from kvdisk.worker.copier import CudaLanes
     from kvdisk.worker.gpu_staging import GpuStaging
 
 MOST_FAILURES = 32
@@ -104,7 +104,7 @@ def choose_direct(
     directory: Path,
     slot_sizes: Sequence[int],
     slot_counts: Sequence[int],
-    lanes: Lanes,
+    lanes: CudaLanes,
     make_device: Callable[[], Device],
     *,
     always: bool,

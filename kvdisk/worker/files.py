@@ -9,13 +9,12 @@ calls nothing but ``SegmentFiles``: the device hears of a file on the mover's th
 from __future__ import annotations
 
 import errno
-import queue
 import resource
-import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from kvdisk.blocks import Tier
 from kvdisk.device import segment as segments
@@ -149,19 +148,11 @@ def _allow_files() -> None:
 FILE_KINDS = frozenset({JobKind.OPEN_HOME, JobKind.OPEN_SEGMENT, JobKind.DROP_SEGMENT})
 
 
-class _Done(NamedTuple):
-    """What became of a job. ``file``: the segment that it opened."""
-
-    file: OpenFile | None = None
-    error: BaseException | None = None
-
-
 class FileJobs:
     """Runs the jobs in the order of ``add``; the mover's thread calls everything.
 
     ``open``: the segment files that can be used, by segment. ``uses(segment)``: whether a batch at
-    the device names it: its drop waits for that. ``ended``: how many jobs have ended; the n-th that
-    was added has number n. ``threaded``: False: they run within ``turn``.
+    the device names it: its drop waits for that. ``threaded``: False: they run within ``turn``.
     """
 
     def __init__(
@@ -171,83 +162,77 @@ class FileJobs:
         self._device = device
         self._log = log
         self._uses = uses
-        self._threaded = threaded
         self.open: dict[int, OpenFile] = {}
-        self.ended = 0
-        self._jobs: deque[Job] = deque()
-        """Those that have not ended, in order; the thread has the first ``_handed``."""
-        self._handed = 0
-        self._tasks: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[_Done | None] = queue.SimpleQueue()
-        """In the order of the jobs; None: it was not started, for the mover closes."""
-        self._stopping = False
-        self._thread: threading.Thread | None = None
+        self._waiting: deque[Job] = deque()
+        self._handed: deque[tuple[Job, Future[OpenFile | None]]] = deque()
+        """Those that the thread has, in order."""
+        self._executor = ThreadPoolExecutor(1, "kvdisk-files") if threaded else None
 
     def add(self, job: Job) -> None:
         """Queue a job."""
         assert job.kind in FILE_KINDS
-        self._jobs.append(job)
+        self._waiting.append(job)
 
-    def needed_by(self, job: Job) -> int:
-        """Return the number of the last job that opens or drops a segment of ``job``; 0: none."""
-        last = 0
-        if self._jobs:
-            named = {move.slots[Tier.NVME].segment for move in job.moves if Tier.NVME in move.slots}
-            for number, other in enumerate(self._jobs, self.ended + 1):
-                if other.segment is not None and other.segment.segment in named:
-                    last = number
-        return last
+    def delay(self, job: Job) -> bool:
+        """Whether a job that has not ended opens or drops a segment of ``job``."""
+        pending = {
+            other.segment.segment
+            for other in (*(handed for handed, _ in self._handed), *self._waiting)
+            if other.segment is not None
+        }
+        return bool(pending) and any(
+            move.slots[Tier.NVME].segment in pending for move in job.moves if Tier.NVME in move.slots
+        )
 
     def turn(self) -> list[tuple[Job, Reason | None]]:
         """Start what can start; return the jobs that have ended, and why they failed."""
         ended: list[tuple[Job, Reason | None]] = []
-        happened = True
-        while happened:
-            while self._handed and not self._done.empty():
-                ended.append(self._end(self._done.get()))
-            happened = self._hand_over()
-        return ended
+        while True:
+            if self._handed and self._handed[0][1].done():
+                ended.append(self._end(*self._handed.popleft()))
+            elif not self._hand_over():
+                return ended
 
     def stop(self) -> list[tuple[Job, Reason | None]]:
         """End what has started, however long it takes; return all jobs left, others as
         CANCELLED."""
-        self._stopping = True
-        ended = [self._end(self._done.get()) for _ in range(self._handed)]
-        ended += [(job, Reason.CANCELLED) for job in self._jobs]
-        self.ended += len(self._jobs)
-        self._jobs.clear()
+        for _, task in self._handed:
+            task.cancel()
+        ended = [self._end(job, task) for job, task in self._handed]
+        ended += [(job, Reason.CANCELLED) for job in self._waiting]
+        self._handed.clear()
+        self._waiting.clear()
         return ended
 
     def close(self) -> None:
         """End the thread after what has started, and close the files. No batch is under way."""
-        self._stopping = True
-        if self._thread is not None:
-            self._tasks.put(None)
-            self._thread.join()
-            self._thread = None
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
         for segment in list(self.open):
             self._detach(segment)
         self._files.close()
 
     def _hand_over(self) -> bool:
         """Give the thread one more job; return whether there was one that has not to wait."""
-        if self._handed == len(self._jobs):
+        if not self._waiting:
             return False
-        job = self._jobs[self._handed]
+        job = self._waiting[0]
         if job.kind is JobKind.DROP_SEGMENT:
             assert job.segment is not None
             # It waits for batches of its segment, and for its opening.
             if self._handed or self._uses(job.segment.segment):
                 return False
             self._detach(job.segment.segment)
-        self._handed += 1
-        if not self._threaded:
-            self._done.put(self._run(job))
-            return True
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="kvdisk-files", daemon=True)
-            self._thread.start()
-        self._tasks.put(job)
+        task: Future[OpenFile | None]
+        if self._executor is not None:
+            task = self._executor.submit(self._run, job)
+        else:
+            task = Future()
+            try:
+                task.set_result(self._run(job))
+            except KvdiskError as error:
+                task.set_exception(error)
+        self._handed.append((self._waiting.popleft(), task))
         return True
 
     def _detach(self, segment: int) -> None:
@@ -255,42 +240,31 @@ class FileJobs:
         if opened is not None:
             self._device.detach_file(opened.fd)
 
-    def _end(self, done: _Done | None) -> tuple[Job, Reason | None]:
-        job = self._jobs.popleft()
-        self._handed -= 1
-        self.ended += 1
-        if done is None:
+    def _end(self, job: Job, task: Future[OpenFile | None]) -> tuple[Job, Reason | None]:
+        if task.cancelled():
             return job, Reason.CANCELLED
-        if isinstance(done.error, KvdiskError):
-            self._log.warn(job.kind.name, f"{job.kind.name} failed: {done.error}")
-            return job, _reason_of(done.error)
-        if done.error is not None:
-            raise done.error
-        if done.file is not None:
+        try:
+            file = task.result()
+        except KvdiskError as error:
+            self._log.warn(job.kind.name, f"{job.kind.name} failed: {error}")
+            return job, _reason_of(error)
+        if file is not None:
             assert job.segment is not None
-            self._device.attach_file(done.file.fd)
-            self.open[job.segment.segment] = done.file
+            self._device.attach_file(file.fd)
+            self.open[job.segment.segment] = file
         return job, None
 
-    # -- the thread ----------------------------------------------------------------------------
-
-    def _work(self) -> None:
-        while (job := self._tasks.get()) is not None:
-            self._done.put(None if self._stopping else self._run(job))
-
-    def _run(self, job: Job) -> _Done:
-        try:
-            if job.kind is JobKind.OPEN_HOME:
-                assert job.home is not None
-                self._files.open_home(job.home)
-                return _Done()
-            assert job.segment is not None
-            if job.kind is JobKind.OPEN_SEGMENT:
-                return _Done(self._files.open_segment(job.segment))
-            self._files.drop_segment(job.segment)
-            return _Done()
-        except BaseException as error:  # the mover's thread tells failures from errors of ours
-            return _Done(error=error)
+    def _run(self, job: Job) -> OpenFile | None:
+        """Run a job, on the thread; return the file that it opened."""
+        if job.kind is JobKind.OPEN_HOME:
+            assert job.home is not None
+            self._files.open_home(job.home)
+            return None
+        assert job.segment is not None
+        if job.kind is JobKind.OPEN_SEGMENT:
+            return self._files.open_segment(job.segment)
+        self._files.drop_segment(job.segment)
+        return None
 
 
 def _reason_of(error: KvdiskError) -> Reason:

@@ -18,8 +18,9 @@ import torch
 
 from kvdisk.device.base import Buffer, GpuRange
 from kvdisk.device.checksum import LANES, ROW_BYTES, ROW_WORDS, WORD_BYTES, multipliers
-from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, contiguous_runs, round_up
-from kvdisk.worker.copier import Event, Lane, Lanes
+from kvdisk.geometry import HEADER_BYTES, contiguous_runs, round_up
+from kvdisk.worker.arena import SlotMemory
+from kvdisk.worker.copier import CudaLanes, Event, Lane
 
 SCRATCH_BYTES = 8 << 20
 """GPU memory in which sums are computed, for each lane; never less than one slot's payload."""
@@ -77,11 +78,11 @@ def _on_device(numbers: np.ndarray[Any, np.dtype[np.uint64]], device: torch.devi
     return torch.from_numpy(numbers.view(np.int64).copy()).to(device)
 
 
-class GpuStaging:
-    """Registered staging of one rank on its GPU: for a ``Part`` what an ``Arena`` is, but for
-    addresses only.
+class GpuStaging(SlotMemory):
+    """Registered staging of one rank on its GPU; its buffers are addresses only, in truth
+    ``GpuRange``.
 
-    ``slot_sizes``, ``slot_counts``: as an ``Arena``'s. ``lanes``: those of the copier, whose
+    ``lanes``: those of the copier, whose
     streams the work here goes to: sums of what was gathered to STORE, of what was read to LOAD. On
     a CPU (tests) it is host memory.
 
@@ -90,16 +91,12 @@ class GpuStaging:
     much left.
     """
 
-    def __init__(self, slot_sizes: Sequence[int], slot_counts: Sequence[int], lanes: Lanes) -> None:
-        assert len(slot_sizes) == len(slot_counts) > 0
-        assert all(size > HEADER_BYTES and size % ALIGNMENT == 0 for size in slot_sizes)
-        self.slot_sizes = tuple(slot_sizes)
-        self.slot_counts = tuple(slot_counts)
+    def __init__(self, slot_sizes: Sequence[int], slot_counts: Sequence[int], lanes: CudaLanes) -> None:
+        super().__init__(slot_sizes, slot_counts)
         self._lanes = lanes
         device = lanes.device
         on_gpu = device.type == "cuda"
-        total_bytes = sum(size * count for size, count in zip(slot_sizes, slot_counts, strict=True))
-        self.total_bytes = max(round_up(total_bytes, _GPU_ALIGNMENT), _GPU_ALIGNMENT)
+        self.total_bytes = round_up(self.total_bytes, _GPU_ALIGNMENT)
         # cuFile registers the whole allocation that an address lies in: it must not be one that
         # torch shares out.
         self._pool: Any = torch.cuda.MemPool() if on_gpu else None
@@ -111,13 +108,10 @@ class GpuStaging:
         whole = raw[skipped : skipped + self.total_bytes]
         self._address = whole.data_ptr()
         self._owner: object = raw
-        self._offsets: list[int] = []
-        self._tensors: list[torch.Tensor] = []
-        start = 0
-        for size, count in zip(slot_sizes, slot_counts, strict=True):
-            self._offsets.append(start)
-            self._tensors.append(whole[start : start + size * count].view(count, size))
-            start += size * count
+        self._tensors = [
+            whole[start : start + size * count].view(count, size)
+            for start, size, count in zip(self._offsets, slot_sizes, slot_counts, strict=True)
+        ]
 
         def on_host(shape: Callable[[int], tuple[int, ...]], dtype: torch.dtype) -> list[torch.Tensor]:
             return [torch.zeros(shape(count), dtype=dtype, pin_memory=on_gpu) for count in slot_counts]
@@ -133,19 +127,12 @@ class GpuStaging:
 
     @property
     def memory(self) -> Buffer:
-        """All of it, for ``Device.attach_memory``."""
-        return self._range(0, self.total_bytes)
-
-    def run_view(self, size_class: int, index: int, count: int) -> Buffer:
-        """Return ``count`` neighbouring slots from ``index`` on, as a buffer of transfers: in truth
-        a ``GpuRange``."""
-        assert 0 <= index <= self.slot_counts[size_class] - count, (size_class, index, count)
-        slot_bytes = self.slot_sizes[size_class]
-        return self._range(self._offsets[size_class] + index * slot_bytes, count * slot_bytes)
+        """See ``SlotMemory``."""
+        assert self._owner is not None, "the staging is closed"
+        return cast(Buffer, GpuRange(self._address, self.total_bytes, self._owner))
 
     def tensor(self, size_class: int) -> torch.Tensor:
-        """Return all slots of a size class as uint8, shape (slot_count, slot_bytes), sharing the
-        memory."""
+        """See ``SlotMemory``."""
         return self._tensors[size_class]
 
     def header(self, size_class: int, index: int) -> memoryview:
@@ -186,7 +173,3 @@ class GpuStaging:
         self._tensors, self._owner, self._pool = [], None, None
         self._sums.clear()
         self._payload_sums.clear()
-
-    def _range(self, start: int, byte_count: int) -> Buffer:
-        assert self._owner is not None, "the staging is closed"
-        return cast(Buffer, GpuRange(self._address + start, byte_count, self._owner))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from kvdisk.blocks import JobId
 from kvdisk.geometry import FINGERPRINT_BYTES
 from kvdisk.messages import JobResult, Plan, Reason, Report
 from kvdisk.worker.routes import Resources
-from kvdisk.worker.runner import PART_BYTES, Gate, Runner
+from kvdisk.worker.runner import PART_BYTES, Runner
 
 if TYPE_CHECKING:
     from kvdisk.worker.copier import Event
@@ -57,11 +56,8 @@ class Mover:
         self._io_deadline_s = io_deadline_s
         self._clock = clock
         self._changed = threading.Condition()
-        self._gate = Gate()
-        self._given_up = self._gate.given_up
         self._runner = Runner(
             resources,
-            self._gate,
             fingerprint=fingerprint,
             io_deadline_s=io_deadline_s,
             clock=clock,
@@ -78,15 +74,17 @@ class Mover:
         self._out: dict[JobId, int] = {}
         """Moves of each job that was submitted and not yet polled for."""
         self._void: set[JobId] = set()
+        """Loads of which no byte may be served: what ``poll`` returns of them is CANCELLED."""
         self._report = Report()
         self._error: BaseException | None = None
         self._raised = False
         self._closing = False
         self._ended = False
-        self._attached = False
         self._thread = threading.Thread(target=self._run, name="kvdisk-mover", daemon=True) if threaded else None
         if self._thread is not None:
             self._thread.start()
+        else:
+            self._runner.attach()
 
     # -- the model's thread --------------------------------------------------------------------
 
@@ -105,15 +103,11 @@ class Mover:
             twice = [job.id for job in plan.jobs if job.id in self._out]
             assert not twice, f"jobs {twice} were submitted twice"
             self._out.update((job.id, len(job.moves)) for job in plan.jobs)
-            for job_id in plan.void:
-                if job_id in self._out:
-                    self._void.add(job_id)
-                    if job_id in self._report.results:  # it has ended, but nobody was told
-                        self._report.results[job_id] = self._cancelled(job_id, self._report.results[job_id])
+            self._void.update(self._out.keys() & set(plan.void))
             if self._ended:
                 self._cancel_rest()
             else:
-                self._inbox.append((plan, after, self._clock() + self._io_deadline_s))
+                self._inbox.append((plan, after, self._clock()))
                 self._fenced.update(job_id for job_id in (*plan.urgent, *plan.fence) if job_id in self._out)
             self._changed.notify_all()
 
@@ -139,7 +133,7 @@ class Mover:
                 self._changed.wait_for(lambda: not self._fenced, 0.0 if self._hangs else FENCE_S)
                 self._hangs = bool(self._fenced)
                 unbegun, self._fenced = self._fenced, set()
-            self._gate.give_up(unbegun)
+            self._runner.give_up(unbegun)
         self._copier.hold_model()
         with self._changed:
             self._report.stats.observe("fence_seconds", max(0.0, self._clock() - started_s))
@@ -159,7 +153,7 @@ class Mover:
         with self._changed:
             self._runner.halt()
             self._changed.notify_all()
-        self._gate.give_up(self.out)
+        self._runner.give_up(self.out)
         self._copier.hold_model()
 
     def poll(self) -> Report:
@@ -169,10 +163,12 @@ class Mover:
                 self._raised = True
                 raise self._error
             report, self._report = self._report, Report()
-            for job_id in report.results:
+            for job_id, result in report.results.items():
+                if job_id in self._void:
+                    report.results[job_id] = self._cancelled(job_id, result)
                 del self._out[job_id]
             self._void.difference_update(report.results)
-            self._given_up.difference_update(report.results)
+            self._runner.given_up.difference_update(report.results)
             return report
 
     def wait_any(self, timeout_s: float) -> bool:
@@ -208,19 +204,14 @@ class Mover:
         raises is an error of ours. ``wait_s``: longest wait for the device where there is nothing
         else to do. ``now_s``: the time, where it is not the clock's.
         """
-        if not self._attached:
-            self._attached = True
-            self._runner.attach()
         with self._changed:
             inbox, self._inbox = self._inbox, []
-        for plan, after, deadline_s in inbox:
+        for plan, after, submitted_s in inbox:
             for job in plan.jobs:
-                if job.id in plan.urgent:
-                    self._runner.add(job, after, deadline_s - self._io_deadline_s + URGENT_S, urgent=True)
-                else:
-                    self._runner.add(job, after, deadline_s)
+                urgent = job.id in plan.urgent
+                deadline_s = submitted_s + (URGENT_S if urgent else self._io_deadline_s)
+                self._runner.add(job, after, deadline_s, urgent=urgent)
             self._runner.fence(plan.fence)
-            self._runner.void(plan.void)
         happened = self._runner.turn(self._clock() if now_s is None else now_s, wait_s) or bool(inbox)
         self._publish()
         return happened
@@ -228,6 +219,7 @@ class Mover:
     def _run(self) -> None:
         try:
             with self._copier.thread():
+                self._runner.attach()
                 self._turn_until_closed()
         except BaseException as error:  # whatever it is, the model's thread shall hear of it
             self._error = error
@@ -261,8 +253,6 @@ class Mover:
             # may never end.
             self._runner.await_copies()
             self._answer_rest()
-            with contextlib.suppress(Exception):
-                self._runner.abandon()
         try:
             self._runner.close()
         except BaseException as error:
@@ -292,8 +282,6 @@ class Mover:
         if report.empty:
             return
         with self._changed:
-            for job_id in self._void.intersection(report.results):
-                report.results[job_id] = self._cancelled(job_id, report.results[job_id])
             self._report.merge(report)
             if report.results:
                 self._changed.notify_all()

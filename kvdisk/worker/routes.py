@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, NamedTuple, cast
+from itertools import zip_longest
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvdisk.blocks import Slot, Tier, group_of
 from kvdisk.device.base import Buffer, Device
 from kvdisk.geometry import Geometry
 from kvdisk.messages import Job, JobKind, JobResult, Move, Reason
-from kvdisk.worker.arena import Arena
+from kvdisk.worker.arena import Arena, SlotMemory
 
 if TYPE_CHECKING:
     from kvdisk.worker.copier import Copier, Event
@@ -68,12 +69,11 @@ class Leg(IntEnum):
 
 
 class Memory(Enum):
-    """In which memory the slots of a route lie, on their way or for good."""
+    """Where the slots of a route lie. Of GPU staging only the headers are ever in host memory."""
 
     CPU_TIER = 1
     STAGING = 2
     GPU_STAGING = 3
-    """Only the header of a slot is ever in host memory."""
 
 
 class Route(Enum):
@@ -137,11 +137,10 @@ class Work:
     """A job under way. ``left``: moves that have not ended. ``after``: the model's work to wait
     for.
 
-    ``deadline_s``: on the mover's clock; what has not started then fails. ``void``: starts nothing
-    more. ``late``: moves that have failed, and that the device has not ended; ``late_parts``: how
-    many parts they are. ``waits_for``: number of the last job of files that has to end first.
-    ``urgent``: before all that is not; ``fenced``: what of it cannot start at once fails.
-    ``copied``: it was reported that nothing of it reads the GPU any more.
+    ``deadline_s``: on the mover's clock; what has not started then fails. ``late``: moves that have
+    failed, and that the device has not ended; ``late_parts``: how many parts they are. ``urgent``:
+    before all that is not; ``fenced``: what of it cannot start at once fails. ``copied``: it was
+    reported that nothing of it reads the GPU any more.
     """
 
     job: Job
@@ -149,10 +148,8 @@ class Work:
     deadline_s: float
     left: int = 0
     failed: dict[int, Reason] = field(default_factory=dict)
-    void: bool = False
     late: set[int] = field(default_factory=set)
     late_parts: int = 0
-    waits_for: int = 0
     urgent: bool = False
     fenced: bool = False
     copied: bool = False
@@ -167,11 +164,13 @@ class Part:
     """Moves of one job that go together, by one route and, of one group, to or from one drive.
 
     ``positions``: moves that have not failed, in the order of their slots. ``slots``: where in
-    ``arena`` each of them lies; none before staging is lent. ``staging``: slots to give back.
+    ``memory`` each of them lies; none before staging is lent. ``staging``: slots to give back.
     ``drive``: see ``OpenFile``; NO_DRIVE where the route has none, or the segments are not open. On
-    a direct route ``arena`` is GPU staging, which has of an arena what copier and device need.
-    ``leg``: legs begun. ``late``: its moves have failed, and the device still owns its slots.
-    ``end``, ``began_s``: of its last copy.
+    a direct route ``memory`` is GPU staging.
+
+    ``begun``: number of legs begun. Of the one under way, ``began_s``: since when; ``copy``: its
+    end, where it is a copy; ``batch``: the positions of the moves in each transfer, where it is at
+    the device. ``late``: its moves have failed, and the device still owns its slots.
     """
 
     work: Work
@@ -179,19 +178,25 @@ class Part:
     group: int
     drive: int
     size_class: int
-    arena: Arena
+    memory: SlotMemory
     positions: list[int]
     slots: list[int] = field(default_factory=list)
     staging: list[int] = field(default_factory=list)
-    leg: int = 0
-    late: bool = False
-    end: Event | None = None
+    begun: int = 0
     began_s: float = 0.0
+    copy: Event | None = None
+    batch: list[list[int]] = field(default_factory=list)
+    late: bool = False
+
+    @property
+    def leg(self) -> Leg:
+        """The leg under way, or the last one."""
+        return self.route.legs[self.begun - 1]
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one of its slots."""
-        return self.arena.slot_sizes[self.size_class]
+        return self.memory.slot_sizes[self.size_class]
 
     @property
     def urgency(self) -> tuple[int, int]:
@@ -234,9 +239,9 @@ class PartCutter:
         self._resources = resources
         # To the nearest, since the header makes slots a little longer than a power of two.
         self._slots = [max(1, round(part_bytes / size)) for size in resources.geometry.slot_sizes]
-        self._staging: dict[Memory, Arena] = {Memory.STAGING: resources.staging}
+        self._staging: dict[Memory, SlotMemory] = {Memory.STAGING: resources.staging}
         if resources.direct is not None:
-            self._staging[Memory.GPU_STAGING] = cast("Arena", resources.direct.staging)
+            self._staging[Memory.GPU_STAGING] = resources.direct.staging
         self._free = {
             memory: [list(range(count)) for count in staging.slot_counts] for memory, staging in self._staging.items()
         }
@@ -251,7 +256,7 @@ class PartCutter:
         """
         resources, moves = self._resources, work.job.moves
         geometry, direct = resources.geometry, resources.direct
-        found: dict[tuple[Route, int], list[int]] = {}
+        found: dict[tuple[Route, int, int], list[int]] = {}
         others = 0
         for position, move in enumerate(moves):
             route = route_of(work.job.kind, move)
@@ -263,37 +268,35 @@ class PartCutter:
                 group = 0 if len(geometry.groups) == 1 else group_of(move.key)
                 if direct is not None and route.staged:
                     route = direct.route(route, geometry.size_classes[group], move)
-                found.setdefault((route, group), []).append(position)
+                file = None if route.far is None else files.get(route.far_slot(move).segment)
+                drive = NO_DRIVE if file is None else file.drive
+                found.setdefault((route, group, drive), []).append(position)
         work.left = len(moves) - len(work.failed) - others
-        return [
-            part
-            for (route, group), positions in found.items()
-            for part in self._cut_route(work, route, group, _by_drive(route, positions, moves, files))
-        ]
+        lanes = [self._cut_lane(work, *lane, positions) for lane, positions in found.items()]
+        return [part for turn in zip_longest(*lanes) for part in turn if part is not None]
 
     def cut_by_host(self, part: Part, positions: list[int]) -> list[Part]:
         """Return parts that load some moves of a direct part through host memory."""
-        return self._cut_route(part.work, Route.LOAD_STAGED, part.group, {part.drive: positions})
+        return self._cut_lane(part.work, Route.LOAD_STAGED, part.group, part.drive, positions)
 
-    def _cut_route(self, work: Work, route: Route, group: int, of_drives: Mapping[int, list[int]]) -> list[Part]:
-        size_class = self._resources.geometry.size_classes[group]
+    def _cut_lane(self, work: Work, route: Route, group: int, drive: int, positions: list[int]) -> list[Part]:
+        """Return parts of one route, group and drive, in the order of their slots."""
+        moves, size_class = work.job.moves, self._resources.geometry.size_classes[group]
         count = self._slots[size_class]
         if route.staged:
-            arena = self._staging[route.memory]
-            assert arena.slot_counts[size_class], "there is no staging for this size of slot"
-            count = min(count, max(1, arena.slot_counts[size_class] // (8 if route.writes else 4)))
+            memory: SlotMemory = self._staging[route.memory]
+            assert memory.slot_counts[size_class], "there is no staging for this size of slot"
+            count = min(count, max(1, memory.slot_counts[size_class] // (8 if route.writes else 4)))
         else:
             assert self._resources.arena is not None, "a move names a CPU slot, and there is no CPU tier"
-            arena = self._resources.arena
+            memory = self._resources.arena
+        ordered = sorted(positions, key=lambda at: moves[at].slots[route.far or Tier.CPU])
         parts = []
-        for start in range(0, max(map(len, of_drives.values())), count):
-            for drive, mine in of_drives.items():
-                positions = mine[start : start + count]
-                if positions:
-                    part = Part(work, route, group, drive, size_class, arena, positions)
-                    if not route.staged:
-                        part.slots = [work.job.moves[position].slots[Tier.CPU].index for position in positions]
-                    parts.append(part)
+        for start in range(0, len(ordered), count):
+            part = Part(work, route, group, drive, size_class, memory, ordered[start : start + count])
+            if not route.staged:
+                part.slots = [moves[position].slots[Tier.CPU].index for position in part.positions]
+            parts.append(part)
         return parts
 
     def lend(self, part: Part) -> bool:
@@ -312,23 +315,3 @@ class PartCutter:
             free = self._free[part.route.memory][part.size_class]
             free.extend(part.staging)
             free.sort()  # so that parts find neighbours
-
-    @property
-    def all_given_back(self) -> bool:
-        """Whether no staging is in use."""
-        return all(
-            tuple(map(len, self._free[memory])) == staging.slot_counts for memory, staging in self._staging.items()
-        )
-
-
-def _by_drive(
-    route: Route, positions: list[int], moves: Sequence[Move], files: Mapping[int, OpenFile]
-) -> dict[int, list[int]]:
-    """Return positions by the drive that their slots are on, in the order of the slots."""
-    if route.far is None:
-        return {NO_DRIVE: sorted(positions, key=lambda at: moves[at].slots[Tier.CPU])}
-    found: dict[int, list[int]] = {}
-    for position in sorted(positions, key=lambda at: route.far_slot(moves[at])):
-        file = files.get(route.far_slot(moves[position]).segment)
-        found.setdefault(NO_DRIVE if file is None else file.drive, []).append(position)
-    return found

@@ -12,16 +12,15 @@ import logging
 import math
 import threading
 from bisect import insort
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING
 
 from kvdisk.blocks import JobId
-from kvdisk.device.base import Op, Outcome
+from kvdisk.device.base import Outcome
 from kvdisk.errors import QuietLog
 from kvdisk.messages import Job, JobKind, Reason, Report
 from kvdisk.stats import Stats
@@ -55,33 +54,17 @@ _COUNTED = {
 }
 
 
-@dataclass(slots=True)
-class Gate:
-    """``given_up``: stores of which no copy from the GPU may begin any more. One begins within
-    ``lock``."""
-
-    given_up: set[JobId] = field(default_factory=set)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def give_up(self, job_ids: Iterable[JobId]) -> None:
-        """Give stores up; when it returns, each of their copies from the GPU has begun, or never
-        will."""
-        self.given_up.update(job_ids)
-        with self.lock:
-            pass
-
-
 class Runner:
-    """See the module. One thread calls everything.
+    """See the module. One thread calls everything but ``give_up`` and ``halt``.
 
     ``fingerprint``: of the namespace until a home is named. ``io_deadline_s``: how long a batch may
     be at the device. ``part_bytes``: aim for the size of a part. ``threaded``: see ``FileJobs``.
+    ``given_up``: stores of which no copy from the GPU may begin any more.
     """
 
     def __init__(
         self,
         resources: Resources,
-        gate: Gate,
         *,
         fingerprint: bytes,
         io_deadline_s: float,
@@ -89,15 +72,17 @@ class Runner:
         part_bytes: int,
         threaded: bool,
     ) -> None:
+        self.given_up: set[JobId] = set()
+        self._gathering = threading.Lock()
+        """Held while a copy from the GPU begins."""
         self._resources = resources
-        self._gate = gate
         self._clock = clock
         self._io_deadline_s = io_deadline_s
         self._headers = SlotHeaders(resources.geometry, resources.rank, fingerprint, resources.direct)
         self._report = Report()
         self._stats = Stats()
         self._log = QuietLog(clock, logger)
-        self._device_io = DeviceIo(resources.device, self._stats, self._log, clock)
+        self._device_io = DeviceIo(resources.device, self._stats, self._log)
         self._files = FileJobs(
             resources.files, resources.device, self._log, uses=self._device_io.uses, threaded=threaded
         )
@@ -108,10 +93,10 @@ class Runner:
         """No job's deadline that has not been looked at is sooner."""
         self._waiting: list[Work] = []
         """Jobs that name a segment which is being opened or dropped."""
+        self._under_way: list[Part] = []
+        """Parts that have started and not ended, late ones too."""
         self._parts = PartCutter(resources, part_bytes)
         self._direct = resources.direct
-        self._copies = Copies(resources, self._stats, clock)
-        self._writes = 0
         self._stopping = False
 
     def attach(self) -> None:
@@ -131,8 +116,7 @@ class Runner:
                 self._headers.fingerprint = job.home.fingerprint
             self._files.add(job)
             return
-        work.waits_for = self._files.needed_by(job)
-        if work.waits_for:
+        if self._files.delay(job):
             self._waiting.append(work)
         else:
             self._admit(work)
@@ -155,15 +139,6 @@ class Runner:
             work not in self._waiting and not any(part.work is work and part.route.gathers for part in self.queued)
         )
 
-    def void(self, job_ids: Iterable[JobId]) -> None:
-        """End these loads as failed, and start nothing more of them. Ended ones stay as they
-        are."""
-        for job_id in job_ids:
-            work = self._works.get(job_id)
-            if work is not None and work.job.kind is JobKind.LOAD:
-                work.void = True
-        self._fail_queued(lambda part: part.work.void, Reason.CANCELLED)
-
     def _admit(self, work: Work) -> None:
         parts = self._parts.cut(work, self._files.open)
         if work.left == 0:
@@ -173,7 +148,7 @@ class Runner:
     def _enqueue(self, parts: Iterable[Part]) -> None:
         """Let parts wait for their turn, unless nothing of their job may start any more."""
         for part in parts:
-            if part.work.void or self._stopping:
+            if self._stopping:
                 self._fail(part.work, dict.fromkeys(part.positions, Reason.CANCELLED))
             else:
                 insort(self._queues.setdefault((part.route, part.work.urgent), []), part, key=_urgency)
@@ -189,7 +164,7 @@ class Runner:
             if self._direct is not None and job.segment is not None:
                 self._direct.note_changed(job.segment.segment)
             self._finish(work)
-        for work in [work for work in self._waiting if work.waits_for <= self._files.ended]:
+        for work in [work for work in self._waiting if happened and not self._files.delay(work.job)]:
             self._waiting.remove(work)
             self._admit(work)
         return happened
@@ -214,7 +189,7 @@ class Runner:
     @property
     def copying(self) -> bool:
         """Whether a copy has to be asked for its end."""
-        return self._copies.busy
+        return any(part.copy is not None for part in self._under_way)
 
     def turn(self, now_s: float, wait_s: float = 0.0) -> bool:
         """Note what has ended, and start one part at most. Return whether anything happened.
@@ -225,7 +200,7 @@ class Runner:
         self._reap(outcomes)
         happened = bool(outcomes) | self._reap_copies()
         happened |= self._note_files(self._files.turn())
-        happened |= self._give_up(now_s)
+        happened |= self._give_up_late(now_s)
         happened |= self._expire(now_s)
         return (self._cancel_unstarted() if self._stopping else self._start()) or happened
 
@@ -238,6 +213,13 @@ class Runner:
     def halt(self) -> None:
         """Begin no leg any more; what has begun ends, the rest is CANCELLED. Any thread."""
         self._stopping = True
+
+    def give_up(self, job_ids: Iterable[JobId]) -> None:
+        """Give stores up. Any thread. When it returns, each of their copies from the GPU has begun,
+        or never will."""
+        self.given_up.update(job_ids)
+        with self._gathering:
+            pass
 
     def _cancel_unstarted(self) -> bool:
         waiting = list(self._waiting)
@@ -258,14 +240,16 @@ class Runner:
     def await_copies(self) -> None:
         """After an error of ours: wait until no copy touches the GPU's blocks. Does not raise."""
         self.halt()
-        self._copies.abandon()
-
-    def abandon(self) -> None:
-        """After ``await_copies``: wait for the device. Nothing is reported any more."""
-        self._resources.device.drain()
+        for part in self._under_way:
+            with suppress(Exception):  # a GPU that fails copies nothing any more
+                if part.copy is not None:
+                    part.copy.synchronize()
 
     def close(self) -> None:
-        """Close device and files, when ``idle`` or after ``abandon``."""
+        """Close device and files, when ``idle`` or after ``await_copies``: then what is at the
+        device is waited for, and reported no more."""
+        with suppress(Exception):
+            self._resources.device.drain()
         self._files.close()
         self._resources.device.close()
 
@@ -274,29 +258,32 @@ class Runner:
         route."""
         for part in sorted((parts[0] for parts in self._queues.values() if parts), key=_urgency):
             route, work = part.route, part.work
-            if self._has_room(part) and self._parts.lend(part):
+            if self._has_room(route, work.urgent) and self._parts.lend(part):
                 self._queues[route, work.urgent].pop(0)
-                self._writes += route.writes
+                self._under_way.append(part)
                 self._advance(part)
                 return True
-            if work.fenced or (route.gathers and work.job.id in self._gate.given_up):
+            if work.fenced or (route.gathers and work.job.id in self.given_up):
                 return self._fail_queued(partial(is_, part), Reason.OVERWRITTEN)
         return False
 
-    def _has_room(self, part: Part) -> bool:
-        """Whether one more part of its route may be under way."""
-        route = part.route
-        most_reads = MOST_READS // 2 if route is Route.PROMOTE else MOST_READS
+    def _has_room(self, route: Route, urgent: bool) -> bool:
+        """Whether one more part of a route may be under way."""
+        others = [part for part in self._under_way if not part.late]
+        reads = sum(part.leg is Leg.READ for part in others)
+        writes = sum(part.route.writes for part in others)
+        of_stores = sum(part.route.gathers and part.copy is not None for part in others)
+        of_loads = sum(part.route.scatters and part.copy is not None for part in others)
         return (
-            not (route.reads and self._device_io.reads >= most_reads)
-            and not (route.writes and self._writes >= MOST_WRITES)
-            and not (route.gathers and self._copies.of_stores >= MOST_GATHERS and not part.work.urgent)
-            and not (route.scatters and self._copies.of_loads >= MOST_SCATTERS)
+            not (route.reads and reads >= (MOST_READS // 2 if route is Route.PROMOTE else MOST_READS))
+            and not (route.writes and writes >= MOST_WRITES)
+            and not (route.gathers and of_stores >= MOST_GATHERS and not urgent)
+            and not (route.scatters and of_loads >= MOST_SCATTERS)
         )
 
     def _expire(self, now_s: float) -> bool:
         """Fail what has not started by its deadline, and what its drive would not take."""
-        stuck = {(drive, op is Op.WRITE) for drive, _ in self._device_io.late for op in Op if self._is_stuck(drive, op)}
+        stuck = self._stuck()
         if not stuck and now_s <= self._soonest_s:
             return False  # the usual case, in which nothing that grows with the queue is looked at
         waiting = [work for work in self._waiting if work.deadline_s < now_s]
@@ -311,82 +298,138 @@ class Runner:
             self._log.warn("deadline", "the drive or the copies cannot keep up: moves were given up unstarted")
         return failed or bool(waiting)
 
-    def _is_stuck(self, drive: int, op: Op) -> bool:
-        late = self._device_io.late
-        return late[drive, Op.READ] >= MOST_LATE or (op is Op.WRITE and late[drive, op] >= MOST_WRITES)
+    def _stuck(self) -> set[tuple[int, bool]]:
+        """Return the drives that are given no more reads (False) or writes (True)."""
+        late = Counter((part.drive, part.leg is Leg.WRITE) for part in self._under_way if part.late)
+        found: set[tuple[int, bool]] = set()
+        for (drive, writes), count in late.items():
+            if count >= (MOST_WRITES if writes else MOST_LATE):
+                found |= {(drive, writes), (drive, True)}
+        return found
 
-    def _give_up(self, now_s: float) -> bool:
+    def _give_up_late(self, now_s: float) -> bool:
         """Fail the moves of batches that are too long at the device. Their memory stays taken."""
-        found = self._device_io.overdue(now_s - self._io_deadline_s)
-        for part, failed in found:
-            late = [position for position, reason in failed.items() if reason is Reason.DEADLINE]
+        overdue = [
+            part
+            for part in self._under_way
+            if part.batch and not part.late and part.began_s < now_s - self._io_deadline_s
+        ]
+        for part in overdue:
+            late = dict.fromkeys(part.positions, Reason.DEADLINE)
             self._log.warn("late", f"a drive has not moved {len(late)} blocks in {self._io_deadline_s:g} s")
             self._stats.add("late_moves", len(late))
-            self._writes -= part.route.writes
+            part.late = True
             part.work.late.update(late)
             part.work.late_parts += 1
-            self._fail(part.work, failed)
-        return bool(found)
+            self._fail(part.work, late)
+        return bool(overdue)
 
     # -- legs ----------------------------------------------------------------------------------
 
     def _advance(self, part: Part) -> None:
         """Take a part from leg to leg until it waits for copier or device, or has ended.
 
-        ``part.leg``: legs begun. What has started ends as usual; when stopping, or void, no further
-        leg starts.
+        What has started ends as usual; when stopping, no further leg starts.
         """
         legs, direct = part.route.legs, part.route.direct
-        while part.positions and part.leg < len(legs):
-            if part.leg == 1 and part.route.gathers:
+        while part.positions and part.begun < len(legs):
+            if part.begun == 1 and part.route.gathers:
                 self._note_copied(part.work)
-            leg = legs[part.leg]
-            part.leg += 1
-            if leg is Leg.CHECK:
+            part.begun += 1
+            part.began_s = self._clock()
+            if part.leg is Leg.CHECK:
                 self._check(part)
-            elif leg is Leg.SEAL and not direct:
+            elif part.leg is Leg.SEAL and not direct:
                 self._headers.seal(part)
-            elif part.leg > 1 and (self._stopping or part.work.void):
+            elif part.begun > 1 and self._stopping:
                 self._drop(part, dict.fromkeys(part.positions, Reason.CANCELLED))
-            elif leg in {Leg.READ, Leg.WRITE}:
-                self._drop(part, self._send(part, Op.READ if leg is Leg.READ else Op.WRITE))
-                if part.positions:
-                    return
-            else:
-                if leg is Leg.SEAL:
-                    self._headers.seal(part)
-                if not (self._gather(part) if leg is Leg.GATHER else self._copies.start(part, leg)):
-                    return
+            elif self._send(part) if part.leg in {Leg.READ, Leg.WRITE} else self._copy(part):
+                return
         self._end(part)
 
-    def _gather(self, part: Part) -> bool:
-        """Start a part's copy from the GPU, unless its store was given up; return whether that has
-        ended."""
-        with self._gate.lock:
-            if part.work.job.id not in self._gate.given_up:
-                return self._copies.start(part, Leg.GATHER)
-        self._drop(part, dict.fromkeys(part.positions, Reason.OVERWRITTEN))
+    def _send(self, part: Part) -> bool:
+        """Send a part to the device; return whether it is there."""
+        if (part.drive, part.leg is Leg.WRITE) in self._stuck():
+            self._drop(part, dict.fromkeys(part.positions, Reason.DEADLINE))
+        else:
+            self._drop(part, self._device_io.send(part, self._files.open))
+        return bool(part.positions)
+
+    def _copy(self, part: Part) -> bool:
+        """Start a leg on copier or GPU; return whether it is under way. What was given up gathers
+        nothing."""
+        with self._gathering if part.leg is Leg.GATHER else nullcontext():
+            if part.leg is Leg.GATHER and part.work.job.id in self.given_up:
+                self._drop(part, dict.fromkeys(part.positions, Reason.OVERWRITTEN))
+                return False
+            part.copy = copy = self._copy_begun(part)
+        return not self._has_copied(part, copy)
+
+    def _copy_begun(self, part: Part) -> Event:
+        from kvdisk.worker.copier import Lane, Slots  # imports torch
+
+        copier, work = self._resources.copier, part.work
+        if part.leg in {Leg.SUM, Leg.SEAL}:
+            assert self._direct is not None
+            staging = self._direct.staging
+            if part.leg is Leg.SEAL:
+                self._headers.seal(part)
+                return staging.start_headers(part.size_class, part.slots)
+            lane = Lane.STORE if part.route.gathers else Lane.LOAD
+            return staging.start_sums(part.size_class, part.slots, self._payload_bytes(part), lane)
+        blocks = [work.job.moves[position].block for position in part.positions]
+        slots = Slots(part.memory, part.size_class, part.slots)
+        if part.leg is Leg.GATHER:
+            return copier.gather(part.group, blocks, slots, work.after)
+        return copier.scatter(part.group, slots, blocks, work.after)
+
+    def _has_copied(self, part: Part, copy: Event, *, wait: bool = False) -> bool:
+        """Note a copy that has ended. ``wait``: until it has."""
+        if not wait and not copy.query():
+            return False
+        copy.synchronize()
+        part.copy = None
+        self._count(part, len(part.positions))
         return True
 
-    def _send(self, part: Part, op: Op) -> dict[int, Reason]:
-        if self._is_stuck(part.drive, op):
-            return dict.fromkeys(part.positions, Reason.DEADLINE)
-        return self._device_io.send(part, op, self._files.open, self._clock())
+    def _reap_copies(self, *, wait: bool = False) -> bool:
+        copying = [(part, part.copy) for part in self._under_way if part.copy is not None]
+        ended = [part for part, copy in copying if self._has_copied(part, copy, wait=wait)]
+        for part in ended:
+            self._advance(part)
+        return bool(ended)
 
     def _reap(self, outcomes: Sequence[Outcome]) -> None:
         for part, failed in self._device_io.ended(outcomes):
             if part.late:
                 self._end_late(part)
-            else:
-                self._drop(part, self._note_direct(part, failed) if failed and part.route.direct else failed)
-                self._advance(part)
-
-    def _reap_copies(self, *, wait: bool = False) -> bool:
-        ended = False
-        for part in self._copies.ended(wait=wait):
-            ended = True
+                continue
+            self._count(part, len(part.positions) - len(failed))
+            self._drop(part, self._note_direct(part, failed) if failed and part.route.direct else failed)
             self._advance(part)
-        return ended
+
+    def _count(self, part: Part, moved: int) -> None:
+        """Count the moves that a leg has made between two kinds of memory, and how long that
+        took."""
+        memory = "gpu" if part.route.direct else "cpu"
+        at_device = part.leg in {Leg.READ, Leg.WRITE}
+        if not moved or (part.route.direct and not at_device):
+            return
+        route = {
+            Leg.GATHER: "gpu_to_cpu",
+            Leg.SCATTER: "cpu_to_gpu",
+            Leg.READ: f"nvme_to_{memory}",
+            Leg.WRITE: f"{memory}_to_nvme",
+        }[part.leg]
+        moved_bytes = moved * (part.slot_bytes if at_device else self._payload_bytes(part))
+        self._stats.observe(f"transfer_bytes.{route}", moved_bytes)
+        self._stats.observe(f"transfer_seconds.{route}", max(0.0, self._clock() - part.began_s))
+        if at_device:
+            counter = "drive_read_bytes" if part.leg is Leg.READ else "drive_written_bytes"
+            self._stats.add(f"{counter}.{part.drive}", moved_bytes)
+
+    def _payload_bytes(self, part: Part) -> int:
+        return self._resources.geometry.groups[part.group].payload_bytes
 
     def _check(self, part: Part) -> None:
         bad, unknown = self._headers.check(part)
@@ -414,11 +457,10 @@ class Runner:
 
     def _load_by_host(self, part: Part, positions: Sequence[int]) -> None:
         """Take moves out of a part, and load them through host memory."""
-        if not positions:
-            return
         positions = [position for position in part.positions if position in positions]  # in the order of their slots
-        part.drop(dict.fromkeys(positions, Reason.IO_ERROR))
-        self._enqueue(self._parts.cut_by_host(part, positions))
+        if positions:
+            part.drop(dict.fromkeys(positions, Reason.IO_ERROR))
+            self._enqueue(self._parts.cut_by_host(part, positions))
 
     # -- endings -------------------------------------------------------------------------------
 
@@ -429,12 +471,13 @@ class Runner:
             self._fail(part.work, failed)
 
     def _end(self, part: Part) -> None:
+        self._under_way.remove(part)
         self._parts.give_back(part)
-        self._writes -= part.route.writes
         self._close_moves(part.work, len(part.positions))
 
     def _end_late(self, part: Part) -> None:
         """The device has ended a late part: its slots are free to be used."""
+        self._under_way.remove(part)
         self._parts.give_back(part)
         work = part.work
         work.late_parts -= 1
@@ -483,7 +526,10 @@ class Runner:
         """Report once that nothing of a store to the drive reads the GPU any more."""
         if work.job.kind is not JobKind.STORE or work.copied or self._resources.arena is not None:
             return
-        if self.has_launched(work.job.id) and not self._copies.gathers(work):
+        gathering = any(
+            part.work is work and part.leg is Leg.GATHER and part.copy is not None for part in self._under_way
+        )
+        if self.has_launched(work.job.id) and not gathering:
             work.copied = True
             self._report.copied[work.job.id] = 1
 
@@ -498,99 +544,3 @@ _urgency = attrgetter("urgency")
 
 def _is_of(work: Work, part: Part) -> bool:
     return part.work is work
-
-
-class Copies:
-    """Copies under way on copier and GPU. The mover's thread calls everything.
-
-    ``clock``: as the mover's. A copy takes from its start, which waits for the model's work before
-    it, to its end.
-    """
-
-    def __init__(self, resources: Resources, stats: Stats, clock: Callable[[], float]) -> None:
-        self._resources = resources
-        self._stats = stats
-        self._clock = clock
-        self._under_way: tuple[deque[Part], ...] = (deque(), deque())
-        """Of stores and of loads. The order of each kind is kept: they are a lane of the GPU
-        each."""
-
-    @property
-    def of_stores(self) -> int:
-        """Number of parts that were gathered, or are just being."""
-        return len(self._under_way[0])
-
-    @property
-    def of_loads(self) -> int:
-        """Number of parts that are being verified on the GPU, or scattered."""
-        return len(self._under_way[1])
-
-    def gathers(self, work: Work) -> bool:
-        """Whether a copy of a store reads the GPU's blocks."""
-        return any(part.work is work and part.leg == 1 for part in self._under_way[0])
-
-    @property
-    def busy(self) -> bool:
-        """Whether a copy has to be asked for its end."""
-        return any(self._under_way)
-
-    def start(self, part: Part, leg: Leg) -> bool:
-        """Start a leg of a part; return whether it has ended already. If not, ``ended`` yields
-        it."""
-        part.began_s = self._clock()
-        part.end = self._begin(part, leg)
-        copies = self._under_way[not part.route.gathers]
-        copies.append(part)
-        if len(copies) > 1 or not part.end.query():
-            return False
-        self._count(copies.popleft())
-        return True
-
-    def ended(self, *, wait: bool = False) -> Iterator[Part]:
-        """Yield the parts whose copies have ended. ``wait``: for all of them."""
-        for copies in self._under_way:
-            while copies and (wait or _end_of(copies[0]).query()):
-                part = copies.popleft()
-                _end_of(part).synchronize()
-                self._count(part)
-                yield part
-
-    def abandon(self) -> None:
-        """After an error of ours: wait for each copy under way, and forget it. Does not raise."""
-        for copies in self._under_way:
-            while copies:
-                with suppress(Exception):  # a GPU that fails copies nothing any more
-                    _end_of(copies[0]).synchronize()
-                copies.popleft()
-
-    def _count(self, part: Part) -> None:
-        """Count what a copy has moved between GPU and host memory, if anything."""
-        if not part.route.direct:
-            route = "gpu_to_cpu" if part.route.gathers else "cpu_to_gpu"
-            self._stats.observe(f"transfer_bytes.{route}", len(part.positions) * self._payload_bytes(part))
-            self._stats.observe(f"transfer_seconds.{route}", max(0.0, self._clock() - part.began_s))
-
-    def _payload_bytes(self, part: Part) -> int:
-        return self._resources.geometry.groups[part.group].payload_bytes
-
-    def _begin(self, part: Part, leg: Leg) -> Event:
-        from kvdisk.worker.copier import Lane, Slots  # imports torch
-
-        copier, moves, after = self._resources.copier, part.work.job.moves, part.work.after
-        if leg is Leg.SUM or leg is Leg.SEAL:
-            assert self._resources.direct is not None
-            staging = self._resources.direct.staging
-            if leg is Leg.SEAL:
-                return staging.start_headers(part.size_class, part.slots)
-            lane = Lane.STORE if part.route.gathers else Lane.LOAD
-            return staging.start_sums(part.size_class, part.slots, self._payload_bytes(part), lane)
-        blocks = [moves[position].block for position in part.positions]
-        slots = Slots(part.arena, part.size_class, part.slots)
-        if leg is Leg.GATHER:
-            return copier.gather(part.group, blocks, slots, after)
-        return copier.scatter(part.group, slots, blocks, after)
-
-
-def _end_of(part: Part) -> Event:
-    assert part.end is not None, "no copy of it is under way"
-    return part.end

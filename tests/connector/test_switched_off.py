@@ -251,7 +251,7 @@ def test_a_store_whose_source_may_be_overwritten_is_not_written(engines, tmp_pat
     assert entered.wait(WAIT_S)
     Plant("scheduler", "plan").put(bench, monkeypatch)
     mover = bench.workers[0].worker.mover
-    letting_go = threading.Thread(target=lambda: (_wait_until(lambda: mover._given_up), gate.set()))
+    letting_go = threading.Thread(target=lambda: (_wait_until(lambda: mover._runner.given_up), gate.set()))
     letting_go.start()
     bench.step()
     assert gate.is_set(), "the step has waited for the copy"

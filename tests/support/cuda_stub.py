@@ -13,44 +13,16 @@ import platform
 import struct
 from pathlib import Path
 
-_NAMES = [
-    "MemHostAlloc",
-    "MemFreeHost",
-    "MemHostRegister",
-    "MemHostUnregister",
-    "MemcpyHtoDAsync",
-    "MemcpyDtoHAsync",
-    "MemcpyAsync",
-    "MemcpyBatchAsync",
-    "PointerGetAttribute",
-    "PointerGetAttributes",
-    "CtxCreate",
-    "CtxDestroy",
-    "CtxPushCurrent",
-    "CtxPopCurrent",
-    "CtxGetCurrent",
-    "CtxGetDevice",
-    "MemGetAddressRange",
-    "GetErrorName",
-    "GetErrorString",
-    "DeviceGet",
-    "DeviceGetCount",
-    "DeviceGetAttribute",
-    "DevicePrimaryCtxRetain",
-    "DevicePrimaryCtxRelease",
-    "StreamSynchronize",
-    "StreamCreate",
-    "StreamDestroy",
-    "EventSynchronize",
-    "EventCreate",
-    "EventDestroy",
-    "EventRecord",
-    "EventQuery",
-    "LaunchHostFunc",
-    "Init",
-]
+_NAMES = """
+MemHostAlloc MemFreeHost MemHostRegister MemHostUnregister MemcpyHtoDAsync MemcpyDtoHAsync
+MemcpyAsync MemcpyBatchAsync PointerGetAttribute PointerGetAttributes CtxCreate CtxDestroy
+CtxPushCurrent CtxPopCurrent CtxGetCurrent CtxGetDevice MemGetAddressRange GetErrorName
+GetErrorString DeviceGet DeviceGetCount DeviceGetAttribute DevicePrimaryCtxRetain
+DevicePrimaryCtxRelease StreamSynchronize StreamCreate StreamDestroy EventSynchronize
+EventCreate EventDestroy EventRecord EventQuery LaunchHostFunc Init
+"""
 _VERSION = "cuDriverGetVersion"
-_REFUSING = [f"cu{name}{version}" for name in _NAMES for version in ("", "_v2", "_v3", "_v4")]
+_REFUSING = [f"cu{name}{version}" for name in _NAMES.split() for version in ("", "_v2", "_v3", "_v4")]
 
 _MACHINE = 62  # x86-64
 _REFUSE = "b803000000c3"  # mov eax, 3; ret

@@ -4,28 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey, Slot, Tier
 from kvdisk.messages import Job, JobKind, Move
+from kvdisk.worker.routes import Leg, route_of
 
 EMPTY = ""
 TORN = "torn"
 """What a write that failed leaves."""
 ROTTEN = "rotten"
 """What a drive that lost a block leaves."""
-
-
-class Leg(IntEnum):
-    """A stretch of a route, as in the worker wing."""
-
-    GATHER = 1
-    SEAL = 2
-    WRITE = 3
-    READ = 4
-    CHECK = 5
-    SCATTER = 6
 
 
 DEVICE_LEGS = frozenset({Leg.WRITE, Leg.READ})
@@ -46,23 +35,10 @@ class Content(NamedTuple):
         return self[:4] == (epoch, key, generation, value) and self.payload in {value, ROTTEN}
 
 
-_STORES = {True: (Leg.GATHER, Leg.SEAL), False: (Leg.GATHER, Leg.SEAL, Leg.WRITE)}
-"""By whether the move names a CPU slot."""
-
-
 def legs_of(kind: JobKind, move: Move) -> tuple[Leg, ...]:
     """Return a move's route; empty where it has no source."""
-    if kind is JobKind.STORE:
-        assert (Tier.CPU not in move.slots) != (Tier.NVME not in move.slots), "a store has one target"
-        return _STORES[Tier.CPU in move.slots]
-    if kind is JobKind.LOAD:
-        if Tier.NVME in move.slots:
-            return Leg.READ, Leg.CHECK, Leg.SCATTER
-        return () if Tier.CPU not in move.slots else (Leg.CHECK, Leg.SCATTER)
-    if kind is JobKind.PROMOTE:
-        return () if Tier.NVME not in move.slots else (Leg.READ, Leg.CHECK)
-    assert kind is JobKind.DEMOTE and Tier.CPU in move.slots and Tier.NVME in move.slots
-    return (Leg.WRITE,)
+    route = route_of(kind, move)
+    return () if route is None else route.legs
 
 
 class LateLeg(NamedTuple):

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from kvdisk.blocks import JobId, Slot, Tier
 from kvdisk.messages import Job, JobKind, JobResult, Move, Plan, Reason, Report, SegmentSpec
-from support.fake_legs import DEVICE_LEGS, ROTTEN, TORN, Content, LateLeg, Leg, check_late, legs_of
+from kvdisk.worker.routes import Leg
+from support.fake_legs import DEVICE_LEGS, ROTTEN, TORN, Content, LateLeg, check_late, legs_of
 from support.fake_neighbours import FakeHome, FakeNeighbours
 
 

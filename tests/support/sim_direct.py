@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvdisk.geometry import Geometry
-from kvdisk.worker.copier import Event, Lane
+from kvdisk.worker.copier import CudaLanes, Event, Lane
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.gpu_staging import GpuStaging
 from support.sim_drive import Weather
@@ -35,8 +35,8 @@ class _SlowEvent:
         self._ended = True
 
 
-class SimLanes:
-    """``Lanes`` of a CPU. What they are given is done at once, and known to be done later."""
+class SimLanes(CudaLanes):
+    """Those of a CPU. What they are given is done at once, and known to be done later."""
 
     device = torch.device("cpu")
 
@@ -45,18 +45,18 @@ class SimLanes:
         self._weather = weather
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
-        """See ``Lanes``."""
+        """See ``CudaLanes``."""
         return nullcontext()
 
     def record(self, lane: Lane | None) -> Event:
-        """See ``Lanes``."""
+        """See ``CudaLanes``."""
         return _SlowEvent(self._rng, self._weather)
 
     def wait(self, lane: Lane | None, event: Event) -> None:
-        """See ``Lanes``."""
+        """See ``CudaLanes``."""
 
     def numbers(self, values: Any) -> torch.Tensor:
-        """See ``Lanes``."""
+        """See ``CudaLanes``."""
         return torch.tensor(values)
 
 

@@ -19,7 +19,7 @@ from kvdisk.messages import Job, JobKind, Report
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.copier import Event, HostCopier, LayerBlocks, Passed, Slots
 from kvdisk.worker.mover import Mover
-from kvdisk.worker.routes import Resources
+from kvdisk.worker.routes import PartCutter, Resources
 from support.addressed_device import AddressedDevice
 from support.live_model import LiveModel
 from support.live_rank import LocalRank, StepWork
@@ -30,6 +30,13 @@ from support.sim_drive import Note, SimDevice, SimDrive, SimFiles, Weather
 STAGING_SLOTS = 3
 PART_SLOTS = 2
 TURNS_OF_WORK = 10_000
+
+
+def staging_is_free(cutter: PartCutter) -> bool:
+    """Whether no part has staging."""
+    return all(
+        tuple(map(len, cutter._free[memory])) == staging.slot_counts for memory, staging in cutter._staging.items()
+    )
 
 
 class World(NamedTuple):
@@ -275,5 +282,5 @@ class SimRank(LocalRank):
         runner = self.mover._runner
         assert not self._jobs, f"rank {self.rank} has not reported {sorted(self._jobs)}"
         assert runner.idle and not runner.at_device and not runner.copying
-        assert not runner._device_io.late.total() and runner._device_io.reads == 0 and runner._writes == 0
-        assert runner._parts.all_given_back, f"staging of rank {self.rank} is not given back"
+        assert not runner._under_way
+        assert staging_is_free(runner._parts), f"staging of rank {self.rank} is not given back"

@@ -9,6 +9,7 @@ import threading
 
 import torch
 from support.addressed_device import AddressedDevice, view_of
+from support.sim_rank import staging_is_free
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier, make_block_key
 from kvdisk.device.memory import MemoryDevice
@@ -18,7 +19,7 @@ from kvdisk.messages import HomeSpec, Job, JobKind, JobResult, Move, Plan, Segme
 from kvdisk.stats import Stats
 from kvdisk.testing.faulty_device import FaultyDevice
 from kvdisk.worker.arena import Arena
-from kvdisk.worker.copier import HostCopier, Lane, LayerBlocks
+from kvdisk.worker.copier import CudaLanes, HostCopier, Lane, LayerBlocks
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.gpu_staging import GpuStaging
 from kvdisk.worker.mover import Mover
@@ -83,8 +84,8 @@ class Now:
         pass
 
 
-class CpuLanes:
-    """``Lanes`` whose work is done when it is given; notes which lane it was."""
+class CpuLanes(CudaLanes):
+    """Whose work is done when it is given; notes which lane it was."""
 
     device = torch.device("cpu")
 
@@ -236,7 +237,7 @@ class Rank:
         self.device.plan.hold = False
         self.device.release()
         self.mover.close()
-        assert self.mover._runner._parts.all_given_back, "staging is lost"
+        assert staging_is_free(self.mover._runner._parts), "staging is lost"
 
     def cpu(self, group: int, index: int) -> Slot:
         return Slot(self.classes[group], index)

@@ -3,8 +3,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import mmap
-import weakref
 
 import numpy as np
 import pytest
@@ -65,19 +63,6 @@ def test_what_outlives_the_arena_never_dangles():
     gc.collect()
     assert bytes(view[:3]) == b"kkk"
     assert int(tensor[0, 0]) == ord("k")
-
-
-def test_close_gives_the_memory_back():
-    arena = Arena(SIZES, COUNTS, pin=False)
-    mapping = arena.memory.obj
-    assert isinstance(mapping, mmap.mmap)
-    arena.tensor(0).fill_(1)
-    arena.close()
-    gone = weakref.ref(arena)
-    del arena
-    gc.collect()
-    assert gone() is None
-    assert mapping.closed
 
 
 def test_what_cannot_be_mapped_is_one_sentence():

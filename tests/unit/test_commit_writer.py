@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import errno
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,8 @@ import pytest
 
 from kvdisk.errors import DeviceError
 from kvdisk.index.base import IndexState, Progress
-from kvdisk.index.commit_writer import CommitWriter, Operation, Table
+from kvdisk.index.commit_writer import CommitWriter, Operation
+from kvdisk.index.records import Table
 
 ONLY_WHEN_TOLD_S = 3600.0
 WAIT_S = 60.0
@@ -25,14 +25,8 @@ class FakeTables:
         self.sizes: list[int] = []
         self.recoveries = 0
         self.fails: Callable[[Sequence[Operation]], bool] = lambda operations: False
-        self.has_room = True
-        self.gate = threading.Event()
-        self.entered = threading.Event()
-        self.gate.set()
 
-    def commit(self, operations: Sequence[Operation]) -> bool:
-        self.entered.set()
-        assert self.gate.wait(WAIT_S)
+    def commit(self, operations: Sequence[Operation]) -> None:
         if self.fails(operations):
             raise DeviceError(errno.ENOSPC, "full")
         self.sizes.append(len(operations))
@@ -41,7 +35,6 @@ class FakeTables:
                 self.content.pop((operation.table, operation.key), None)
             else:
                 self.content[operation.table, operation.key] = operation.value
-        return self.has_room
 
     def recover(self) -> None:
         self.recoveries += 1
@@ -54,7 +47,6 @@ def running(commit_s: float = ONLY_WHEN_TOLD_S) -> Iterator[tuple[CommitWriter, 
     try:
         yield writer, tables
     finally:
-        tables.gate.set()
         assert writer.stop(0, WAIT_S)
 
 
@@ -83,31 +75,22 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_a_batch_is_committed_after_its_time_without_being_told() -> None:
     with running(commit_s=0.01) as (writer, tables):
-        writer.submit([put(1, b"a")])
-        until(lambda: writer.progress.committed == 1)
-        writer.submit([put(2, b"b")])
-        until(lambda: writer.progress.committed == 2)
+        for ticket in (1, 2):
+            writer.submit([put(ticket, b"a")])
+            until(lambda ticket=ticket: writer.progress.committed == ticket)
         assert tables.sizes == [1, 1]
 
 
-def test_failed_puts_are_dropped_and_the_rest_of_the_batch_is_committed() -> None:
+def test_failed_puts_are_dropped_with_what_they_were_to_replace_and_the_rest_is_committed() -> None:
     with running() as (writer, tables):
         tables.content[Table.BLOCKS, b"old"] = b"old"
+        tables.content[Table.BLOCKS, b"new"] = b"names a slot that is reused when this call is dealt with"
         tables.fails = has_puts
         writer.submit([put(1, b"new"), deletion(2, b"old"), segment(3, b"s"), put(4, b"new 2")])
         assert writer.flush(4, WAIT_S)
         assert tables.content == {(Table.SEGMENTS, b"s"): b"value"}
-        assert writer.progress == Progress(4, IndexState.REFUSING, 2)
+        assert (writer.progress.committed, writer.progress.dropped_puts) == (4, 2)
         assert tables.recoveries == 1
-
-
-def test_a_dropped_put_takes_the_record_that_it_was_to_replace() -> None:
-    with running() as (writer, tables):
-        tables.content[Table.BLOCKS, b"key"] = b"names a slot that is reused when this call is dealt with"
-        tables.fails = has_puts
-        writer.submit([put(1, b"key", b"names another slot")])
-        assert writer.flush(1, WAIT_S)
-        assert tables.content == {}
 
 
 def test_deletions_and_segments_that_fail_again_are_held_in_order_until_they_succeed() -> None:
@@ -115,47 +98,36 @@ def test_deletions_and_segments_that_fail_again_are_held_in_order_until_they_suc
         tables.fails = lambda operations: True
         writer.submit([put(1, b"p"), segment(2, b"s", b"first"), deletion(3, b"d")])
         assert not writer.flush(3, 0.0)
-        until(lambda: writer.progress.state is IndexState.REFUSING)
+        until(lambda: not writer.takes_puts)
         writer.submit([segment(4, b"s", b"second")])
         until(lambda: tables.recoveries >= 2)  # a back-off has passed
         assert writer.progress == Progress(0, IndexState.REFUSING, 1)
         assert writer.waiting == 4
-        assert not writer.admits_put(), "no probe while deletions are held"
         tables.fails = lambda operations: False
         assert writer.flush(4, WAIT_S)
         assert tables.content == {(Table.SEGMENTS, b"s"): b"second"}
 
 
-def test_a_probe_brings_the_state_back_when_nothing_but_puts_would_come() -> None:
-    with running(commit_s=0.001) as (writer, tables):
-        tables.fails = has_puts
-        writer.submit([put(1, b"a")])
-        assert writer.flush(1, WAIT_S)
-        assert writer.progress.state is IndexState.REFUSING
-        until(writer.admits_put)
-        assert not writer.admits_put(), "one probe at a time"
-        writer.submit([put(2, b"b")])
-        until(lambda: writer.progress == Progress(2, IndexState.REFUSING, 2))
-        until(writer.admits_put)
-        tables.fails = lambda operations: False
-        writer.submit([put(3, b"c")])
-        until(lambda: writer.progress == Progress(3, IndexState.WRITABLE, 2))
-        assert writer.admits_put()
-        assert tables.content == {(Table.BLOCKS, b"c"): b"value"}
-
-
-@pytest.mark.parametrize("has_room", [True, False])
-def test_deletions_bring_the_state_back_when_there_is_room(has_room: bool) -> None:
-    with running(commit_s=0.001) as (writer, tables):
-        tables.fails = has_puts
-        tables.has_room = has_room
-        writer.submit([put(1, b"a")])
-        assert writer.flush(1, WAIT_S)
-        until(writer.admits_put)  # the back-off is over; the probe is never sent
-        writer.submit([deletion(2, b"a")])
-        assert writer.flush(2, WAIT_S)
-        expected = IndexState.WRITABLE if has_room else IndexState.REFUSING
-        assert writer.progress == Progress(2, expected, 1)
+def test_puts_are_taken_again_after_a_back_off_which_grows_until_they_succeed() -> None:
+    now_s = 100.0
+    tables = FakeTables()
+    tables.fails = has_puts
+    writer = CommitWriter(tables, 0.001, lambda: now_s)
+    waits = []
+    for ticket in range(1, 4):
+        writer.submit([put(ticket, b"a")])
+        assert writer.flush(ticket, WAIT_S)
+        assert not writer.takes_puts
+        waits.append(writer._retry_at_s - now_s)
+        now_s = writer._retry_at_s
+        writer.submit([deletion(ticket, b"wakes it")])
+        until(lambda: writer.takes_puts)
+    assert waits == pytest.approx([0.1, 0.2, 0.4])
+    tables.fails = lambda operations: False
+    writer.submit([put(4, b"c")])
+    until(lambda: writer.progress == Progress(4, IndexState.WRITABLE, 3))
+    assert tables.content == {(Table.BLOCKS, b"c"): b"value"}
+    assert writer.stop(4, WAIT_S)
 
 
 def test_a_bug_that_ends_the_thread_stops_new_puts_and_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -164,44 +136,24 @@ def test_a_bug_that_ends_the_thread_stops_new_puts_and_is_said(caplog: pytest.Lo
     writer = CommitWriter(tables, ONLY_WHEN_TOLD_S)
     writer.submit([put(1, b"a")])
     assert not writer.flush(1, 0.0)
-    until(lambda: writer.progress.state is IndexState.REFUSING)
-    assert caplog.text.count("kvdisk stores nothing more on NVMe") == 1 and "ZeroDivisionError" in caplog.text
+    until(lambda: not writer.takes_puts)
+    assert "kvdisk stores nothing more on NVMe" in caplog.text and "ZeroDivisionError" in caplog.text
     assert writer.progress == Progress(0, IndexState.REFUSING, 0)
-    assert not writer.admits_put()
     assert writer.stop(0, WAIT_S)
 
 
-def test_a_commit_that_hangs_is_reported_by_stop() -> None:
-    tables = FakeTables()
-    tables.gate.clear()
-    writer = CommitWriter(tables, 0.0)
-    writer.submit([put(1, b"a")])
-    assert tables.entered.wait(WAIT_S)
-    assert not writer.stop(1, 0.01)
-    tables.gate.set()
-    assert writer.stop(1, WAIT_S)
-
-
-def test_a_flush_gives_up_when_tries_fail_and_not_only_when_time_is_over():
-    tables = FakeTables()
-    tables.fails = lambda operations: True
-    writer = CommitWriter(tables, 0.0)
-    writer.submit([segment(1, b"one")])
-    assert not writer.flush(1, ONLY_WHEN_TOLD_S)
-    assert writer.stop(1, WAIT_S), "the thread ends, with what it could not commit"
-    assert writer.progress.committed == 0
-
-
-def test_a_flush_outlives_one_failure():
+@pytest.mark.parametrize("failures", [2, 1000])
+def test_a_flush_outlives_one_failure_and_gives_up_at_the_second(failures: int) -> None:
     tables = FakeTables()
     tries = []
 
-    def fails_once(operations: Sequence[Operation]) -> bool:
+    def fails(operations: Sequence[Operation]) -> bool:
         tries.append(operations)
-        return len(tries) <= 2  # a try is a batch, and then its deletions in small transactions
+        return len(tries) <= failures  # a try is a batch, and then its deletions in small transactions
 
-    tables.fails = fails_once
+    tables.fails = fails
     writer = CommitWriter(tables, ONLY_WHEN_TOLD_S)
     writer.submit([segment(1, b"one")])
-    assert writer.flush(1, WAIT_S)
-    assert writer.stop(1, WAIT_S)
+    assert writer.flush(1, WAIT_S) == (failures == 2)
+    assert writer.stop(1, WAIT_S), "the thread ends, with what it could not commit"
+    assert writer.progress.committed == (failures == 2)

@@ -9,7 +9,7 @@ import pytest
 from ranks import FINGERPRINT, NamedFiles, Rank, move, segment_of
 
 from kvdisk.blocks import Tier
-from kvdisk.messages import HomeSpec, JobKind, Reason
+from kvdisk.messages import HomeSpec, JobKind, Plan, Reason
 
 WAIT_S = 600.0
 SLOW = segment_of(0)._replace(segment=7)
@@ -62,13 +62,14 @@ def test_a_job_that_waits_for_a_segment_is_given_up_in_time(rank):
 
 
 def test_close_ends_the_file_under_way_and_starts_no_other(rank):
-    make = rank.submit(JobKind.OPEN_SEGMENT, segment=SLOW)
-    after = rank.submit(JobKind.OPEN_SEGMENT, segment=SLOW._replace(segment=8))
+    jobs = [rank.job(JobKind.OPEN_SEGMENT, segment=SLOW._replace(segment=segment)) for segment in (7, 8)]
+    make, after = (job.id for job in jobs)
+    rank.mover.submit(Plan(tuple(jobs)))
     waits = rank.submit(JobKind.STORE, [slow_move(2)])
     assert rank.files.opening.wait(WAIT_S)
     closer = threading.Thread(target=rank.mover.close)
     closer.start()
-    while not rank.mover._runner._files._stopping:
+    while not any(task.cancelled() for _, task in list(rank.mover._runner._files._handed)):
         closer.join(0.001)
     assert not rank.files.closed
     rank.files.slow[7].set()

@@ -32,27 +32,6 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_made_once_opened_again_dropped(tmp_path, home, spec):
-    before = open_files()
-    files = HomeFiles(tmp_path, 0, 2)
-    files.open_home(spec)
-    file = files.open_segment(SPEC)
-    assert os.fstat(file.fd).st_size == os.path.getsize(home.segments_path / "3" / "rank0.kv")
-    files.close()
-    files.close()
-    assert open_files() == before
-
-    again = HomeFiles(tmp_path, 0, 2)
-    again.open_home(spec)
-    again.open_segment(SPEC._replace(create=False))
-    joined = open_files()
-    again.drop_segment(SPEC)
-    assert open_files() == joined - 1
-    assert os.listdir(home.segments_path) == []
-    again.drop_segment(SPEC)  # gone already
-    again.close()
-
-
 def test_files_that_the_index_does_not_know_are_removed(tmp_path, home, spec):
     for rank in range(2):
         files = HomeFiles(tmp_path, rank, 2)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from support.fake_pool import FakePool
-from tier_bench import TierBench
 
 from kvdisk.blocks import BlockKey, Slot, Tier, make_block_key
 from kvdisk.config import EVICTIONS, Config
@@ -103,16 +102,3 @@ def test_blocks_that_were_there_at_the_start(eviction):
         return walked()
 
     assert opened(3) - opened(1) < ALLOWED
-
-
-def test_copies_in_memory_that_wait_for_a_drive():
-    bench = TierBench((3 * SLOTS,), (8,), nvme_admission="all")
-    slots = bench.parts.cpu.allocate(0, 2 * SLOTS)
-    before = walked()
-    for start in range(0, SLOTS, CHAIN):
-        numbers = range(start, start + CHAIN)
-        rows = [bench.catalog.add(key_of(number), number + 1, 0, parent_of(number)) for number in numbers]
-        bench.catalog.begin(rows, Tier.CPU, slots[start : start + CHAIN])
-        bench.parts.cpu.finish(rows[::-1], 1000)
-        assert bench.parts.demotions.enqueue(rows) == CHAIN
-    assert walked() - before < ALLOWED

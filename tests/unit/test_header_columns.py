@@ -11,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey, group_of
+from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey, Slot, group_of
 from kvdisk.device.header import CHECKSUM_KINDS, SlotHeader, read_header, write_header
 from kvdisk.device.rebuild import _BLOCK, Blocks, HomeShape, Shape, agreed, decode_headers, newest
 from kvdisk.errors import KvdiskError
 from kvdisk.geometry import HEADER_BYTES, Namespace
+from kvdisk.index.base import BlockRecord
+from kvdisk.index.columns import _RUN_GENERATIONS, ascending
+from kvdisk.recovery import _as_records
 
 FINGERPRINT = b"\x5a" * 32
 SIZES = (4000, -1, 9000)
@@ -123,6 +126,60 @@ def test_what_two_ranks_agree_on(blocks, data):
     assert rows(agreed(decoded(blocks), decoded(others))) == sorted(both, key=lambda told: told.index)
 
 
-def test_of_one_block_the_newest_copy_stays():
-    copies = [(0, 0, 1, 5, b"a", b""), (0, 1, 1, 9, b"a", b""), (0, 2, 2, 1, b"a", b""), (1, 0, 1, 9, b"a", b"")]
-    assert newest(np.array(copies, _BLOCK))["index"].tolist() == [1, 2]
+@st.composite
+def segments_of_blocks(draw) -> list[tuple[int, list[Told]]]:
+    numbers = draw(st.lists(st.integers(0, 5), unique=True, max_size=4))
+    names = st.sampled_from([bytes([number]) * 8 + bytes(2) for number in range(6)]) | short_keys
+    blocks = st.builds(
+        Told,
+        st.sampled_from([0, 0, 0, 1, 2**62]),
+        names,
+        st.just(0),
+        st.integers(1, 20) | st.integers(10**18, 10**18 + 9000) | st.integers(0, 2**64 - 1),
+        st.just(b"") | names,
+    )
+    return [
+        (number, [told._replace(index=at) for at, told in enumerate(draw(st.lists(blocks, max_size=8)))])
+        for number in numbers
+    ]
+
+
+def in_columns(segments: list[tuple[int, list[Told]]]) -> Blocks:
+    found = [(n, told.index, told.epoch, told.generation, told.key, told.parent) for n, ts in segments for told in ts]
+    return np.array(found, _BLOCK)
+
+
+def records_one_by_one(segments: list[tuple[int, list[Told]]], now_s: int) -> list[BlockRecord]:
+    """Return the newest block of each name as a record."""
+    best: dict[tuple[int, bytes], tuple[int, Told]] = {}
+    for segment, blocks in segments:
+        for told in blocks:
+            known = best.get((told.epoch, told.key))
+            if known is None or known[1].generation < told.generation:
+                best[told.epoch, told.key] = segment, told
+    places = {(segment, told): at for at, (segment, told) in enumerate((s, t) for s, ts in segments for t in ts)}
+    records, times, last_s = [], {}, 0
+    for segment, told in sorted(best.values(), key=lambda block: (block[1].generation, places[block])):
+        stored_s, generation = times.get((told.epoch, told.parent), (0, 0)) if told.parent else (0, 0)
+        if not stored_s or told.generation - generation > _RUN_GENERATIONS:
+            stored_s = last_s = min(now_s, max(last_s + 1, told.generation // 10**9))
+        times[told.epoch, told.key] = stored_s, told.generation
+        parent = BlockKey(told.parent) if told.parent else None
+        slot = Slot(segment, told.index)
+        records.append(BlockRecord(told.epoch, BlockKey(told.key), slot, told.generation, parent, stored_s))
+    return sorted(records, key=lambda record: (record.epoch, record.key))
+
+
+@settings(max_examples=100, deadline=None)
+@given(segments_of_blocks(), st.sampled_from([3, 1_700_000_000]))
+def test_the_newest_become_records_as_they_would_one_by_one(segments, now_s):
+    columns = _as_records(newest(in_columns(segments)), now_s)
+    expected = records_one_by_one(segments, now_s)
+    assert list(columns.records()) == expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.binary(min_size=2, max_size=12) | short_keys)))
+def test_rows_ascend_as_their_bytes_do(names):
+    epochs = np.array([epoch for epoch, _ in names], np.uint64)
+    order = ascending(epochs, [key for _, key in names]).tolist()
+    assert [names[row] for row in order] == sorted(names)

@@ -35,13 +35,13 @@ def test_one_drive_is_read_in_the_order_of_its_slots():
 def test_drives_are_read_in_turn_a_part_at_a_time():
     slots = [Slot(segment, index) for segment in (7, 4) for index in range(5)] + [Slot(9, 0), Slot(8, 1)]
     assert [(drive, taken) for _, drive, taken in cut(slots, s4=0, s7=1, s8=1)] == [
-        (0, [Slot(4, 0), Slot(4, 1)]),
         (1, [Slot(7, 0), Slot(7, 1)]),
+        (0, [Slot(4, 0), Slot(4, 1)]),
         (NO_DRIVE, [Slot(9, 0)]),
-        (0, [Slot(4, 2), Slot(4, 3)]),
         (1, [Slot(7, 2), Slot(7, 3)]),
-        (0, [Slot(4, 4)]),
+        (0, [Slot(4, 2), Slot(4, 3)]),
         (1, [Slot(7, 4), Slot(8, 1)]),
+        (0, [Slot(4, 4)]),
     ]
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import subprocess
 import sys
 import time
@@ -16,9 +15,10 @@ import lmdb
 import pytest
 
 from kvdisk.errors import CorruptRecord, StoreLocked
-from kvdisk.index.base import BlockRecord, IndexState, SegmentRecord
+from kvdisk.index.base import IndexState, SegmentRecord
 from kvdisk.index.commit_writer import CommitWriter
 from kvdisk.index.lmdb_index import MIN_MAP_BYTES, LmdbIndex
+from kvdisk.index.lmdb_tables import LmdbTables
 from kvdisk.testing.index_conformance import found_blocks, key_of, put_all, record_of
 
 WAIT_S = 600.0
@@ -49,12 +49,11 @@ def fill(index: LmdbIndex, rng: random.Random, batch: int) -> None:
         assert index.flush(WAIT_S)
 
 
-def write_records(path: Path, count: int) -> list[BlockRecord]:
+def write_records(path: Path, count: int) -> None:
     records = [record_of(number) for number in range(count)]
     with opened(path) as index:
         put_all(index, records)
         index.put_segment(SegmentRecord(1, 8192, 4))
-    return records
 
 
 # A full map.
@@ -63,10 +62,7 @@ def write_records(path: Path, count: int) -> list[BlockRecord]:
 def test_a_full_map_drops_puts_deletes_and_comes_back(tmp_path: Path) -> None:
     with opened(tmp_path / "index", MIN_MAP_BYTES, commit_s=0.001) as index:
         fill(index, random.Random(1), batch=20)
-        progress = index.poll()
-        assert progress.state is IndexState.REFUSING
-        assert progress.dropped_puts == 20
-        assert index.put([record_of(1)]) is None
+        assert index.poll().dropped_puts == 20
         kept = sorted(found_blocks(index))
         assert len(kept) > 500
         segment_ticket = index.put_segment(SegmentRecord(9, 8192, 4))
@@ -75,9 +71,7 @@ def test_a_full_map_drops_puts_deletes_and_comes_back(tmp_path: Path) -> None:
         assert sorted(found_blocks(index)) == kept[400:]
         assert list(index.segments()) == [SegmentRecord(9, 8192, 4)]
 
-        until(lambda: index.put([record_of(1)]) is not None)
-        until(lambda: index.poll().state is IndexState.WRITABLE)
-        put_all(index, [record_of(2)])
+        until(lambda: index.put([record_of(1), record_of(2)]) is not None)
         assert index.flush(WAIT_S)
         assert found_blocks(index).keys() == {*kept[400:], (0, key_of(1)), (0, key_of(2))}
         assert index.poll().dropped_puts == 20
@@ -88,12 +82,16 @@ def test_a_full_index_can_always_delete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, batch: int, deletions: int
 ) -> None:
     back_offs: list[CommitWriter] = []  # one begins when deletions have failed, alone and in small transactions
-    monkeypatch.setattr(CommitWriter, "_back_off", back_offs.append)
+
+    def note(writer: CommitWriter) -> None:
+        back_offs.append(writer)
+
+    monkeypatch.setattr(CommitWriter, "_back_off", note)
     rng = random.Random(f"{order} {batch} {deletions}")
     # Puts of one record fill a map to the last unit that they may have.
     with opened(tmp_path / "index", MIN_MAP_BYTES if batch == 1 else 2 << 20) as index:
         for _ in range(2):
-            until(lambda: index.put([record_of(0)]) is not None)  # in the second round, the probe
+            until(lambda: index.put([record_of(0)]) is not None)  # in the second round, after a back-off
             assert index.flush(WAIT_S)
             fill(index, rng, batch)
             names = sorted(found_blocks(index))
@@ -112,8 +110,9 @@ def test_deletions_wait_for_a_foreign_reader_and_go_on_when_it_is_killed(tmp_pat
         fill(index, random.Random(4), batch=20)
         names = sorted(found_blocks(index))
         program = (
-            "import sys; from kvdisk.index.lmdb_index import LmdbIndex\n"
-            "blocks = LmdbIndex(sys.argv[1], readonly=True).blocks()\n"
+            "import sys; from pathlib import Path\n"
+            "from kvdisk.index.lmdb_tables import LmdbTables, Table\n"
+            "blocks = LmdbTables(Path(sys.argv[1]), readonly=True).scan(Table.BLOCKS)\n"
             "next(blocks); print('reading', flush=True); sys.stdin.read()"
         )
         command = [sys.executable, "-c", program, str(path)]
@@ -134,28 +133,6 @@ def test_deletions_wait_for_a_foreign_reader_and_go_on_when_it_is_killed(tmp_pat
 
 
 # Errors of the system.
-
-
-def test_a_write_error_stops_puts_and_the_state_comes_back(tmp_path: Path) -> None:
-    path = tmp_path / "index"
-    with opened(path, commit_s=0.001) as index:
-        records = [record_of(number) for number in range(1000)]
-        put_all(index, records)
-        assert index.flush(WAIT_S)
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 12, hard))
-        try:
-            put_all(index, [record_of(number) for number in range(1000, 2000)])
-            until(lambda: index.poll().state is IndexState.REFUSING)
-            assert index.put([record_of(5000)]) is None
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert index.flush(WAIT_S)
-        assert index.poll().dropped_puts == 1000
-        until(lambda: index.put([record_of(5000)]) is not None)
-        until(lambda: index.poll().state is IndexState.WRITABLE)
-        expected = {(0, record.key): record for record in [*records, record_of(5000)]}
-        assert found_blocks(index) == expected
 
 
 class _Failing:
@@ -196,9 +173,8 @@ def test_an_environment_that_has_panicked_is_opened_anew(tmp_path: Path) -> None
 def test_one_process_cannot_open_it_twice(tmp_path: Path) -> None:
     with opened(tmp_path / "index") as index:
         put_all(index, [record_of(1)])
-        for readonly in (False, True):
-            with pytest.raises(StoreLocked):
-                LmdbIndex(tmp_path / "index", map_bytes=MIN_MAP_BYTES, readonly=readonly)
+        with pytest.raises(StoreLocked):
+            LmdbTables(tmp_path / "index", readonly=True)
         assert index.flush(WAIT_S)
         assert list(index.blocks()) == [record_of(1)]
 
@@ -227,6 +203,3 @@ def test_a_record_that_does_not_decode_is_corrupt(tmp_path: Path, table: str) ->
         txn.put(b"\0" * 4, b"nonsense", db=environment.open_db(table.encode(), txn=txn))
     with opened(tmp_path) as index, pytest.raises(CorruptRecord):
         list(index.blocks() if table == "blocks" else index.segments())
-
-
-# Read-only.

@@ -7,9 +7,9 @@ from ranks import FINGERPRINT, GPU_BLOCKS, GROUPS, Rank, move, segment_of
 
 from kvdisk.device.header import read_header
 from kvdisk.geometry import Namespace
-from kvdisk.messages import JobKind, Plan, Reason
+from kvdisk.messages import JobKind, Plan
 from kvdisk.worker.routes import Part, Route
-from kvdisk.worker.runner import MOST_READS, MOST_WRITES, Runner
+from kvdisk.worker.runner import MOST_WRITES, Runner
 
 WAIT_S = 600.0
 BLOCKS = [5, 1, 2, 3, 40, 17, 16, 47]
@@ -38,51 +38,20 @@ def test_without_a_cpu_slot_through_staging_to_the_drive_and_back(rank):
     assert rank.stats.sum_of(f"transfer_bytes.nvme_to_{memory}") == on_drive
 
 
-def test_demote_load_into_a_cpu_slot_and_promote(rank):
-    before = {block: rank.payload(1, block) for block in BLOCKS}
-    places = {block: (rank.cpu(1, at), 40 - at) for at, block in enumerate(BLOCKS)}
-    rank.do(JobKind.STORE, [move(b, 1, b, cpu) for b, (cpu, _) in places.items()])
-    assert rank.do(JobKind.DEMOTE, [move(b, 1, cpu=cpu, nvme=at) for b, (cpu, at) in places.items()]) == {}
-
-    for at in range(8):
-        rank.arena.view(rank.classes[1], at)[:] = bytes(GROUPS[1].slot_bytes)
-    half = BLOCKS[:4]
-    rank.erase()
-    assert rank.do(JobKind.LOAD, [move(b, 1, b, *places[b]) for b in half]) == {}
-    assert rank.do(JobKind.PROMOTE, [move(b, 1, cpu=places[b][0], nvme=places[b][1]) for b in BLOCKS[4:]]) == {}
-    assert all(rank.is_erased(1, block) == (block not in half) for block in BLOCKS)
-    rank.erase()
-    assert rank.do(JobKind.LOAD, [move(b, 1, b, places[b][0]) for b in BLOCKS]) == {}
-    assert {block: rank.payload(1, block) for block in BLOCKS} == before
-
-
 def test_neighbouring_slots_are_one_transfer(rank):
-    rank.do(JobKind.STORE, [move(at, 0, at, rank.cpu(0, 10 + at)) for at in range(4)])
-    # Named in another order than they lie in; the fourth is no neighbour on the drive.
-    moves = [move(at, 0, cpu=rank.cpu(0, 10 + at), nvme=(4, 5, 6, 9)[at]) for at in (2, 0, 3, 1)]
+    """On the drive; in memory they may lie anywhere."""
+    before = {at: rank.payload(0, at) for at in range(4)}
+    in_memory, on_drive = (10, 13, 11, 20), (4, 5, 6, 9)
+    rank.do(JobKind.STORE, [move(at, 0, at, rank.cpu(0, in_memory[at])) for at in range(4)])
+    # Named in another order than they lie in; the fourth is no neighbour.
+    moves = [move(at, 0, cpu=rank.cpu(0, in_memory[at]), nvme=on_drive[at]) for at in (2, 0, 3, 1)]
     rank.do(JobKind.DEMOTE, moves)
     (_, batch), *others = rank.device.submitted
     assert not others
     assert [length // GROUPS[0].slot_bytes for _, _, length in batch] == [3, 1]
-
-
-def test_jobs_without_moves_or_with_no_source_end(rank):
-    assert rank.do(JobKind.LOAD) == {}
-    assert rank.do(JobKind.LOAD, [move(1, 0, 1)]) == {0: Reason.ABSENT}
-    assert rank.do(JobKind.PROMOTE, [move(1, cpu=rank.cpu(0, 0))]) == {0: Reason.ABSENT}
-    assert rank.do(JobKind.DEMOTE, [move(1, nvme=0)]) == {0: Reason.ABSENT}
-
-
-def test_the_next_reads_are_under_way_while_one_is_awaited(rank):
-    rank.do(JobKind.STORE, [move(b, 0, b, nvme=b) for b in range(GPU_BLOCKS)])
-    count = len(rank.device.submitted)
-    rank.device.plan.hold = True
-    job_id = rank.submit(JobKind.LOAD, [move(b, 0, b, nvme=b) for b in range(GPU_BLOCKS)])
-    assert job_id not in rank.run()
-    assert len(rank.device.submitted) == count + MOST_READS
-    rank.device.plan.hold = False
-    rank.device.release()
-    assert rank.run()[job_id].failed == {}
+    rank.erase()
+    assert rank.do(JobKind.LOAD, [move(at, 0, at, nvme=on_drive[at]) for at in range(4)]) == {}
+    assert {at: rank.payload(0, at) for at in range(4)} == before
 
 
 def test_a_turn_looks_at_the_heads_of_the_queues(rank, monkeypatch):
@@ -116,20 +85,6 @@ def test_fenced_stores_go_before_all_else(rank):
     while rank.mover.turn():
         order += [job_id for job_id in rank.poll() if job_id in {*stores, load} - set(order)]
     assert order == [stores[2], stores[3], load, stores[0], stores[1]]
-
-
-def test_promotions_and_demotions_come_last(rank):
-    rank.do(JobKind.STORE, [move(b, 0, b, rank.cpu(0, b)) for b in range(4)])
-    rank.do(JobKind.DEMOTE, [move(b, cpu=rank.cpu(0, b), nvme=b) for b in range(4)])
-    demote = rank.submit(JobKind.DEMOTE, [move(3, cpu=rank.cpu(0, 3), nvme=30)])
-    promote = rank.submit(JobKind.PROMOTE, [move(2, cpu=rank.cpu(0, 20), nvme=2)])
-    store = rank.submit(JobKind.STORE, [move(9, 0, 9, rank.cpu(0, 9))])
-    load = rank.submit(JobKind.LOAD, [move(1, 0, 1, nvme=1)])
-    order: list[int] = []
-    while rank.mover.turn():
-        order += [job_id for job_id in rank.poll() if job_id in {load, store, promote, demote} - set(order)]
-    assert order[-2:] == [promote, demote]
-    assert set(order[:2]) == {load, store}
 
 
 def test_loads_of_requests_that_arrived_earlier_go_first(rank):

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import logging
 
-import pytest
-from ranks import GPU_BLOCKS, NamedFiles, Rank, keeping, move, segment_of
+from ranks import GPU_BLOCKS, Rank, keeping, move, segment_of
 
 from kvdisk.messages import JobKind, Move, Reason
 from kvdisk.worker.runner import MOST_LATE, MOST_WRITES
@@ -102,35 +101,6 @@ def test_loads_go_on_beside_writes_that_hang(rank):
     assert rank.do(JobKind.STORE, [move(1, 0, 1, nvme=1)]) == {}
 
 
-def test_a_second_try_counts_from_the_first(rank):
-    moves = rank.stored(2)
-    first = rank.device._transfers + 1
-    rank.device.plan.fail = {first: 5}
-    rank.device.plan.hang = {first + 1, first + 2}
-    rank.device.plan.hold = True
-    load = rank.submit(JobKind.LOAD, moves)
-    rank.run()
-    rank.now_s += DEADLINE_S - 1.0
-    rank.device.release()
-    rank.run()
-    assert rank.device.hanging == 1
-    rank.now_s += 2.0
-    assert rank.run()[load].late == {0, 1}
-
-
-def test_close_waits_for_late_batches_and_answers_for_them():
-    rank = Rank(files=NamedFiles())
-    moves = rank.stored(1)
-    hang_next(rank)
-    load = rank.submit(JobKind.LOAD, moves)
-    pass_deadline(rank)
-    rank.mover.close()
-    rank.poll()
-    assert rank.device.hanging == 0
-    assert rank.released == {load: 1}
-    assert rank.files.closed
-
-
 # -- several drives ------------------------------------------------------------------------------
 
 GOOD, BAD = 0, 1
@@ -148,19 +118,6 @@ def hang_from(rank: Rank, offset: int) -> None:
     """Let every transfer after so many more hang."""
     first = rank.device._transfers + 1 + offset
     rank.device.plan.hang = set(range(first, first + 1000))
-
-
-@pytest.mark.parametrize("kept", [False, True], ids=["through staging", "into CPU slots"])
-def test_only_what_is_on_a_drive_that_hangs_is_late(rank, kept):
-    moves = on_drives(rank, [GOOD, BAD])
-    if kept:
-        moves = [keeping(each, rank.cpu(0, at)) for at, each in enumerate(moves)]
-    hang_from(rank, 1)
-    load = rank.submit(JobKind.LOAD, moves)
-    pass_deadline(rank)
-    assert rank.results[load].failed == {1: Reason.DEADLINE}
-    assert rank.results[load].late == {1}
-    assert not rank.is_erased(0, 0)
 
 
 def test_the_others_go_on_when_one_takes_nothing_more(rank):

@@ -54,23 +54,6 @@ def test_with_a_thread_the_wait_is_bounded(held, monkeypatch):
     rank.mover.close()
 
 
-def test_the_end_of_the_mover_ends_the_wait(monkeypatch):
-    monkeypatch.setattr("kvdisk.worker.mover.FENCE_S", WAIT_S)
-    rank = Rank(threaded=True)
-    rank.mover.close()
-    assert not rank.mover._fenced
-    waiting = Rank(threaded=True, staging_slots=8)
-    waiting.device.plan.hold = True  # its clock stands still, so that no deadline comes
-    job = waiting.job(JobKind.STORE, [move(block, 0, block, nvme=block) for block in BLOCKS])
-    saver = threading.Thread(target=waiting.mover.protect, args=(Plan((job,), urgent=(job.id,)),))
-    saver.start()
-    until(lambda: waiting.mover._fenced)
-    assert saver.is_alive()
-    waiting.mover.close()
-    saver.join(WAIT_S)
-    assert not saver.is_alive()
-
-
 def fence(rank: Rank, *jobs: int) -> None:
     rank.mover.protect(Plan(fence=jobs), rank.mover.compute_done())
 

@@ -18,17 +18,9 @@ from kvdisk.index import neighbour_reader
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader
-from kvdisk.index.reader_process import ReaderFailed, ReaderProcess, read_indexes
 
 WAIT_S = 600.0
 SEGMENT = SegmentRecord(3, 8192, 100, 0)
-HOLDS_A_TRANSACTION = """
-import lmdb, sys, time
-environment = lmdb.Environment(sys.argv[1], max_dbs=2, create=False, lib_version=0)
-with environment.begin(write=True) as txn:
-    print("in", flush=True)
-    time.sleep(600)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +53,8 @@ def home(path, names=()):
 
 
 @contextmanager
-def reader(homes, **options):
-    found = NeighbourReader(lambda: list(homes), options.pop("upkeep", lambda: None), **options)
+def reader(homes):
+    found = NeighbourReader(lambda: list(homes))
     try:
         yield found
     finally:
@@ -114,21 +106,11 @@ def test_homes_come_and_go(tmp_path) -> None:
             pass
 
 
-def damage_index(tmp_path, damage: str) -> None:
+def test_a_damaged_index_is_left_alone_and_the_others_are_read(tmp_path, caplog) -> None:
     with home(tmp_path / "good", keys(3)), home(tmp_path / "bad", keys(500)):
         pass
     data = tmp_path / "bad" / "data.mdb"
-    if damage == "garbage":
-        length = data.stat().st_size
-        data.write_bytes(data.read_bytes()[:8192] + os.urandom(length - 8192))
-    else:
-        data.unlink()
-        data.mkdir()
-
-
-@pytest.mark.parametrize("damage", ["garbage", "directory"])
-def test_a_damaged_index_is_left_alone_and_the_others_are_read(tmp_path, damage: str, caplog) -> None:
-    damage_index(tmp_path, damage)
+    data.write_bytes(data.read_bytes()[:8192] + os.urandom(data.stat().st_size - 8192))
     with reader([Neighbour("bad", tmp_path / "bad"), Neighbour("good", tmp_path / "good")]) as found:
         assert set(answer(found, keys(3))) == set(keys(3))
         for _ in range(3):
@@ -142,20 +124,6 @@ def test_an_index_that_was_made_anew_is_read_anew(tmp_path) -> None:
             with home(tmp_path / "one", names):
                 assert set(answer(found, keys(10))) == set(names)
             (tmp_path / "one" / "data.mdb").unlink()
-
-
-def test_an_owner_stopped_inside_a_write_transaction_holds_nobody_up(tmp_path) -> None:
-    with home(tmp_path / "one", keys(3)):
-        pass
-    owner = subprocess.Popen([sys.executable, "-c", HOLDS_A_TRANSACTION, str(tmp_path / "one")], stdout=subprocess.PIPE)
-    try:
-        assert owner.stdout.readline() == b"in\n"
-        os.kill(owner.pid, signal.SIGSTOP)
-        with reader([Neighbour("one", tmp_path / "one")]) as found:
-            assert set(answer(found, keys(3))) == set(keys(3))
-    finally:
-        owner.kill()
-        owner.wait()
 
 
 def test_the_child_is_started_anew_when_it_was_killed(tmp_path) -> None:
@@ -177,26 +145,12 @@ def test_questions_are_bounded_and_closing_ends_the_child(tmp_path) -> None:
         assert not found.any
 
 
-def test_an_answer_that_is_none_of_ours(tmp_path, monkeypatch) -> None:
-    """As where something prints while Python starts."""
-    (tmp_path / "sitecustomize.py").write_text("import os\nos.write(1, b'a line on standard output')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    reader = ReaderProcess()
-    with pytest.raises(ReaderFailed, match="no sound answer"):
-        reader.find(tmp_path / "index", 0, [], WAIT_S)
-    (content,) = read_indexes([tmp_path / "index"])
-    assert content.problem == "the process that reads it gave no sound answer"
-    (tmp_path / "sitecustomize.py").write_text("")
-    assert not reader.find(tmp_path / "index", 0, [], WAIT_S).records, "another process answers"
-    reader.stop()
-
-
 def test_the_child_ends_with_its_parent(tmp_path) -> None:
     code = (
         "import sys, os, time\n"
         "from pathlib import Path\n"
         "from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader\n"
-        "found = NeighbourReader(lambda: [Neighbour('one', Path(sys.argv[1]))], lambda: None)\n"
+        "found = NeighbourReader(lambda: [Neighbour('one', Path(sys.argv[1]))])\n"
         "found.ask(1, 0, [b'x' * 34])\n"
         "while not found.poll(): time.sleep(0.01)\n"
         "print(found._reader._process.pid, flush=True)\n"
@@ -210,20 +164,6 @@ def test_the_child_ends_with_its_parent(tmp_path) -> None:
         while time.monotonic() < deadline and _lives(child):
             time.sleep(0.01)
         assert not _lives(child)
-
-
-def test_the_store_is_tended_now_and_then(tmp_path) -> None:
-    tended = []
-
-    def upkeep() -> None:
-        tended.append(1)
-        raise OSError("a drive that is gone")
-
-    with reader([], upkeep=upkeep, upkeep_interval_s=0.0):
-        deadline = time.monotonic() + WAIT_S
-        while time.monotonic() < deadline and len(tended) < 3:
-            time.sleep(0.01)
-        assert len(tended) >= 3
 
 
 def _lives(pid: int) -> bool:

@@ -10,7 +10,6 @@ import random
 import shutil
 import subprocess
 import sys
-from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -40,6 +39,7 @@ from kvdisk.geometry import slot_offset
 from kvdisk.index.base import BlockRecord
 from kvdisk.index.lmdb_index import LmdbIndex
 from kvdisk.index.lmdb_tables import LmdbTables
+from kvdisk.index.reader_process import IndexContent, read_indexes
 
 
 @pytest.fixture
@@ -62,8 +62,9 @@ def test_whatever_happened_to_the_index_the_blocks_are_served(path, damage, clea
     assert "rebuil" not in caplog.text, "once is enough"
 
 
-def hold_index(path: Path) -> closing[LmdbIndex]:
-    return closing(LmdbIndex(home_path(path) / "index", readonly=True))
+def content_of(path: Path) -> IndexContent:
+    (content,) = read_indexes([home_path(path) / "index"])
+    return content
 
 
 def test_in_the_same_boot_the_index_decides(path):
@@ -97,14 +98,12 @@ def test_parents_epochs_and_times_are_kept_in_order(path):
     home = hold(path)
     write_block(home, Slot(0, 6), key_of(900), 7, parent=key_of(3), epoch=42)
     home.close(clean=False)
-    with hold_index(path) as index:
-        before = {record.key: record for record in index.blocks()}
+    before = {record.key: record for record in content_of(path).blocks.records()}
     shutil.rmtree(home_path(path) / "index")
     home = hold(path)
     done = recovery.rebuild_index(home, 8 << 20)
     assert (done.blocks, done.segments, dict(done.lost_segments)) == (21, 4, {})
-    with hold_index(path) as index:
-        after = {record.key: record for record in index.blocks()}
+    after = {record.key: record for record in content_of(path).blocks.records()}
     private = after.pop(key_of(900))
     assert (private.epoch, private.parent, private.slot, private.generation) == (42, key_of(3), Slot(0, 6), 7)
     assert {key: record._replace(stored_s=0) for key, record in after.items()} == {
@@ -255,8 +254,7 @@ def test_a_drive_none_of_whose_segments_can_be_read_loses_none(tmp_path, monkeyp
                 start(dirs)
     assert served(dirs) == expected
     if number == errno.EMFILE:
-        with hold_index(dirs[0]) as index:
-            assert [record.drive for record in index.segments()] == [0, 0, 1, 1]
+        assert [record.drive for record in content_of(dirs[0]).segments] == [0, 0, 1, 1]
 
 
 # -- cut to the cap ----------------------------------------------------------------------------

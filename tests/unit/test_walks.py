@@ -4,13 +4,16 @@ it."""
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 from tier_bench import TierBench
 
 from kvdisk.blocks import BlockKey, Tier
+from kvdisk.manager.catalog import NONE, CommittedCopies
 from kvdisk.manager.demotions import MAX_DEMOTE_JOBS, MAX_DEMOTE_MOVES
 from kvdisk.manager.prefetch import MOST_SEEN
 from kvdisk.messages import JobKind
@@ -75,3 +78,28 @@ def test_reading_ahead_looks_at_the_head_of_the_line():
     promotions.enqueue(bench.manager._requests[f"request {MANY - 1}"], first=True)
     assert waiting is promotions._waiting and waiting.steps == before, "a victim goes to the head at no cost"
     assert next(iter(waiting)).request_id == f"request {MANY - 1}"
+
+
+def calls_of(act: Callable[[], object]) -> int:
+    """Return how many calls of Python functions, generators' steps among them, an act takes."""
+    count = 0
+
+    def note(_frame: object, event: str, _argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_reset_does_not_look_at_each_copy():
+    bench, numbers = make_bench(), np.arange(MANY)
+    keys = [BlockKey(number.to_bytes(32, "big") + bytes(2)) for number in range(MANY)]
+    slots = (numbers // 50).astype(np.uint32), (numbers % 50).astype(np.uint32)
+    heads = np.full(MANY, NONE, np.int32)
+    bench.catalog.fill(Tier.NVME, CommittedCopies(keys, heads, {}, numbers.astype(np.uint64), *slots), 0)
+    assert calls_of(lambda: bench.manager.reset(7)) < MANY // 10
