@@ -64,7 +64,7 @@ def audit_manager(manager: Any) -> None:
     """Assert what must hold of a manager without requests, with nothing under way."""
     assert not manager._requests and not manager._urgent and not manager._void
     assert len(manager._transfers) == 0, "jobs are on their way"
-    assert not manager._reads.to_gpu.any and not manager._stores._tables
+    assert not manager._gpu_loads.any
     assert not len(manager._sources), "blocks are watched that nobody copies from"
     for space in manager._tiers:
         check_pool(space.pool)

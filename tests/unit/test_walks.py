@@ -13,7 +13,8 @@ import numpy as np
 from tier_bench import TierBench
 
 from kvdisk.blocks import BlockKey, Tier
-from kvdisk.manager.catalog import NONE, CommittedCopies
+from kvdisk.index.base import BlockColumns
+from kvdisk.manager.catalog import NONE
 from kvdisk.manager.demotions import MAX_DEMOTE_JOBS, MAX_DEMOTE_MOVES
 from kvdisk.manager.prefetch import MOST_SEEN
 from kvdisk.messages import JobKind
@@ -98,8 +99,16 @@ def calls_of(act: Callable[[], object]) -> int:
 
 def test_a_reset_does_not_look_at_each_copy():
     bench, numbers = make_bench(), np.arange(MANY)
-    keys = [BlockKey(number.to_bytes(32, "big") + bytes(2)) for number in range(MANY)]
-    slots = (numbers // 50).astype(np.uint32), (numbers % 50).astype(np.uint32)
-    heads = np.full(MANY, NONE, np.int32)
-    bench.catalog.fill(Tier.NVME, CommittedCopies(keys, heads, {}, numbers.astype(np.uint64), *slots), 0)
+    nothing = np.zeros(MANY, np.uint32)
+    blocks = BlockColumns(
+        epochs=nothing.astype(np.uint64),
+        keys=[BlockKey(number.to_bytes(32, "big") + bytes(2)) for number in range(MANY)],
+        segments=(numbers // 50).astype(np.uint32),
+        indices=(numbers % 50).astype(np.uint32),
+        generations=numbers.astype(np.uint64),
+        parents=b"",
+        parent_bytes=nothing.astype(np.int64),
+        stored_s=nothing,
+    )
+    bench.catalog.fill(Tier.NVME, blocks, np.full(MANY, NONE, np.int32), {})
     assert calls_of(lambda: bench.manager.reset(7)) < MANY // 10
