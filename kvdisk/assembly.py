@@ -151,8 +151,11 @@ def assemble_scheduler(
     telemetry = _make_telemetry(manager, geometry, home, str(description.get("model", "")))
     jobs = [(WRITE_S, telemetry.write), (LOG_S, telemetry.log)]
     if home is not None and nvme is not None:
-        jobs += [(USES_S, _uses_writer(nvme, home)), (_UPKEEP_INTERVAL_S, partial(_keep_up, store, home))]
-    return SchedulerParts(manager, index, home, neighbours, nvme, telemetry, Background(jobs))
+        jobs.append((USES_S, _uses_writer(nvme, home)))
+    last = [job for _, job in jobs]
+    if home is not None:
+        jobs.append((_UPKEEP_INTERVAL_S, partial(_keep_up, store, home)))
+    return SchedulerParts(manager, index, home, neighbours, nvme, telemetry, Background(jobs, last))
 
 
 def _uses_writer(nvme: NvmeSpace, home: Home) -> Callable[[], None]:

@@ -20,22 +20,26 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class Background:
-    """Calls each function at once, then at its interval, and at the end, on one thread.
+    """Calls each of ``jobs`` at once and then at its interval, in seconds, and each of ``last`` at
+    the end, on one thread.
 
     A KvdiskError or an OSError of one is logged for whoever debugs, and the function is called
     again the next time; any other error is a bug of ours, is logged as one, and ends that
     function's calls alone.
     """
 
-    def __init__(self, jobs: Sequence[tuple[float, Callable[[], None]]]) -> None:
+    def __init__(
+        self, jobs: Sequence[tuple[float, Callable[[], None]]], last: Sequence[Callable[[], None]] = ()
+    ) -> None:
         assert all(interval_s > 0 for interval_s, _ in jobs)
         self._jobs = list(jobs)
+        self._last = list(last)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvdisk-background", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Call every function a last time and end the thread. Idempotent.
+        """Call what is to be called last and end the thread. Idempotent.
 
         Does not wait for a disk that hangs. After CLOSE_TIMEOUT_S the thread is left to itself:
         what it calls must do no harm then.
@@ -55,9 +59,8 @@ class Background:
                 else:
                     del due_s[position]
         self._stopping.wait()
-        for position, (_, job) in enumerate(self._jobs):
-            if position in due_s:
-                self._call(job)
+        for job in self._last:
+            self._call(job)
 
     @staticmethod
     def _call(job: Callable[[], None]) -> bool:
