@@ -75,7 +75,7 @@ class SchedulerParts:
     neighbours: NeighbourReader | None
     nvme: NvmeSpace | None
     telemetry: Telemetry
-    background: Background
+    backgrounds: Sequence[Background]
 
     def close(self) -> None:
         """Commit what is queued, note a clean end, and release the home. The workers are gone
@@ -86,7 +86,8 @@ class SchedulerParts:
                 self.nvme.uses.count(int(time.time()))
             except Exception:  # after an error of ours anything may be left behind; the home is closed all the same
                 logger.exception("kvdisk could not count the last uses of its blocks")
-        self.background.close()
+        for background in self.backgrounds:
+            background.close()
         if self.neighbours is not None:
             self.neighbours.close()
         try:
@@ -152,10 +153,10 @@ def assemble_scheduler(
     jobs = [(WRITE_S, telemetry.write), (LOG_S, telemetry.log)]
     if home is not None and nvme is not None:
         jobs.append((USES_S, _uses_writer(nvme, home)))
-    last = [job for _, job in jobs]
-    if home is not None:
-        jobs.append((_UPKEEP_INTERVAL_S, partial(_keep_up, store, home)))
-    return SchedulerParts(manager, index, home, neighbours, nvme, telemetry, Background(jobs, last))
+    backgrounds = [Background(jobs, last=[job for _, job in jobs])]
+    if home is not None:  # on a thread of its own, which any of the drives may hold up
+        backgrounds.append(Background([(_UPKEEP_INTERVAL_S, partial(_keep_up, store, home))]))
+    return SchedulerParts(manager, index, home, neighbours, nvme, telemetry, backgrounds)
 
 
 def _uses_writer(nvme: NvmeSpace, home: Home) -> Callable[[], None]:

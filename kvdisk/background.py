@@ -52,6 +52,8 @@ class Background:
         while due_s and not self._stopping.wait(max(0.0, min(due_s.values()) - time.monotonic())):
             for position in [position for position, at_s in due_s.items() if at_s <= time.monotonic()]:
                 interval_s, job = self._jobs[position]
+                if self._stopping.is_set():
+                    break
                 if self._call(job):
                     # From the end of the call: what takes longer than its interval leaves the
                     # others their time.

@@ -338,7 +338,8 @@ def _check_files(path: Path, readonly: bool) -> None:
 
 def was_left_open(path: Path) -> bool:
     """Whether there is an index whose last owner did not close it."""
-    return (path / _MARK).exists() and (path / "data.mdb").exists()
+    with _translating(path):
+        return (path / _MARK).exists() and (path / "data.mdb").exists()
 
 
 def _leave_mark(path: Path) -> None:
@@ -356,17 +357,18 @@ def try_tables(path: Path) -> None:
     """Read all, and go through the motions of a write, in a process that may end over it. Whatever
     is raised says that the index is damaged."""
     _check_files(path, readonly=False)
-    environment = _open_environment(path, 0, readonly=False)
-    databases = [environment.open_db(name, create=False) for name in _TABLE_NAMES.values()]
-    with environment.begin() as txn:
-        for database in databases:
-            deque(txn.cursor(database), maxlen=0)  # as fast as it can be gone through
-    txn = environment.begin(write=True)
-    with suppress(lmdb.MapFullError):  # an index may be full
-        for number in range(100):
-            txn.put(number.to_bytes(16, "big"), bytes(100), db=databases[0])
-    txn.abort()
-    environment.close()
+    with _translating(path):
+        environment = _open_environment(path, 0, readonly=False)
+        databases = [environment.open_db(name, create=False) for name in _TABLE_NAMES.values()]
+        with environment.begin() as txn:
+            for database in databases:
+                deque(txn.cursor(database), maxlen=0)  # as fast as it can be gone through
+        txn = environment.begin(write=True)
+        with suppress(lmdb.MapFullError):  # an index may be full
+            for number in range(100):
+                txn.put(number.to_bytes(16, "big"), bytes(100), db=databases[0])
+        txn.abort()
+        environment.close()
 
 
 @contextmanager

@@ -17,8 +17,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -140,12 +141,13 @@ class ReaderProcess:
         is_new = self._process is None
         if is_new:
             self._start()
-        assert self._pipe is not None
+        assert self._pipe is not None and self._process is not None
         try:
             if is_new:
                 _received(self._pipe, max(START_S, timeout_s))
-            self._pipe.send(question)
-            problem, answer = _received(self._pipe, timeout_s)
+            with _killed_after(self._process, 2 * timeout_s):
+                self._pipe.send(question)
+                problem, answer = _received(self._pipe, timeout_s)
         except TimeoutError as error:
             self.stop()
             raise ReaderFailed(f"the process that reads it did not answer within {timeout_s:g} s") from error
@@ -177,6 +179,19 @@ class ReaderProcess:
                 raise DeviceError(error.errno or errno.EIO, "the process that reads indexes cannot start") from error
             self._pipe, self._said = ours, said
             undo.pop_all()
+
+
+@contextmanager
+def _killed_after(process: subprocess.Popen[bytes], limit_s: float) -> Iterator[None]:
+    """Kill a process that takes longer: writing to it, and reading what has begun to come, have no
+    limit of their own."""
+    timer = threading.Timer(min(limit_s, threading.TIMEOUT_MAX), process.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _received(pipe: Connection, timeout_s: float) -> Any:

@@ -20,7 +20,7 @@ from itertools import compress
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier
 from kvdisk.manager.admission import Demand
-from kvdisk.manager.catalog import ABSENT, NONE, READY, WRITING
+from kvdisk.manager.catalog import ABSENT, NONE, READY
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.lookup import Lookups, first_needed
 from kvdisk.manager.neighbours import NeighbourCopies
@@ -205,6 +205,7 @@ class Reader(Room):
                 read.row = catalog.add(read.key, read.generation, self._state.epoch, read.parent)
             read.target, read.slots[landing.tier] = landing.tier, slot
         catalog.begin([read.row for read in reads], landing.tier, slots)
+        self._state.landing.update([read.key for read in reads])
 
 
 class LoadPlanner(Room):
@@ -259,7 +260,7 @@ class LoadPlanner(Room):
             being_read = self._is_being_read(request, local_tokens, hit)
             comes = coming > hit or asking or being_read or loader is not None
             if comes and self._may_wait(request, now):
-                self._state.read_awaited |= being_read
+                self._state.read_awaited |= being_read and self._transfers.count(JobKind.PROMOTE) > 0
                 self._hits.waits(request, now)
                 return None
         tokens = hit - local_tokens
@@ -282,15 +283,10 @@ class LoadPlanner(Room):
 
     def _is_being_read(self, request: RequestState, local_tokens: int, hit: int) -> bool:
         """Whether a block of a hit is just being read into memory: once is enough."""
-        landing, count = self._tiers.landing, self._transfers.count
-        if landing is None or hit <= local_tokens or not (count(_LOAD) or count(JobKind.PROMOTE)):
+        landing = self._state.landing
+        if not landing or hit <= local_tokens:
             return False
-        states = self._catalog.columns(landing.tier).states
-        return any(
-            row >= 0 and states[row] == WRITING
-            for keys in self._needed_keys(request, local_tokens, hit)
-            for row in self._catalog.find_all(keys)
-        )
+        return not all(map(landing.isdisjoint, self._needed_keys(request, local_tokens, hit)))
 
     def _loader_of(self, request: RequestState, local_tokens: int, hit: int, now: float) -> JobId | None:
         """Return the load of another request after which the GPU will have a part of a hit, if

@@ -280,6 +280,7 @@ class TierManager(Room):
         """
         assert epoch not in {FILE_EPOCH, self._state.epoch}
         self._state.epoch = epoch
+        self._state.landing.clear()
         self._neighbours.stop()
         self._forget_computed()
         self._urgent.clear()

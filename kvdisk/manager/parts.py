@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvdisk.blocks import BlockKey
 from kvdisk.config import Config
 from kvdisk.context import SchedulerContext
 from kvdisk.geometry import FILE_EPOCH, Geometry
@@ -17,12 +18,14 @@ from kvdisk.stats import Stats
 class StepState:
     """``epoch``: of what is stored now. ``released``: rises when room may have come free.
 
-    ``read_awaited``: whether a scheduled request waits in this step for a read into memory.
+    ``read_awaited``: whether a scheduled request waits in this step for a prefetch. ``landing``:
+    keys of the epoch that are just being read into memory.
     """
 
     epoch: int = FILE_EPOCH
     released: int = 0
     read_awaited: bool = False
+    landing: set[BlockKey] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)

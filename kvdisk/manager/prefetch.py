@@ -27,8 +27,10 @@ MAX_PROMOTE_MOVES = 64
 PREFETCH_DIVISOR = 2
 """Of each size class's CPU slots, one in so many may hold, or get, blocks read ahead for requests
 that still wait."""
-MOST_SEEN = 4
-"""Requests at the head of the queue that one step looks at."""
+MOST_SEEN = 16
+"""Requests at the head of the queue that one step passes over or looks at."""
+MOST_FOUND = 4
+"""Requests whose hits one step looks for."""
 
 
 _Wanted = deque[Read]
@@ -92,10 +94,12 @@ class Promotions(Room):
             return
         if not any(space.status.is_open for space in self._tiers if space is not self._landing):
             return
+        found = 0
         for request, wanted in list(islice(self._waiting.items(), MOST_SEEN)):
             if wanted is None:
-                if self._neighbours.is_asking(request):
+                if found == MOST_FOUND or self._neighbours.is_asking(request):
                     continue
+                found += 1
                 wanted = self._waiting[request] = self._find_wanted(request)  # noqa: PLW2901
             while wanted:
                 if self._transfers.count(JobKind.PROMOTE) >= MAX_PROMOTE_JOBS:

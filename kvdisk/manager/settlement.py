@@ -152,6 +152,8 @@ class Settlement(Room):
         self._end_sources(record)
         landed = [at for at, detail in enumerate(record.details) if detail.target is not None]
         self._stats.add("promoted_blocks", sum(at not in record.failed for at in landed))
+        if record.job.epoch == self._state.epoch:
+            self._state.landing.difference_update([record.job.moves[at].key for at in landed])
         ready = sum(map(len, self._end_targets(record, now_s).values()))
         if record.job.kind is JobKind.PROMOTE:
             failed = sum(reason is not Reason.CANCELLED for reason in record.failed.values())
@@ -175,6 +177,7 @@ class Settlement(Room):
 
     def _end_sources(self, record: JobRecord) -> None:
         """Give back the pins of sources, drop the bad ones, and note that the others were used."""
+        sound: dict[Tier, list[int]] = {space.tier: [] for space in self._tiers}
         used: dict[Tier, list[int]] = {space.tier: [] for space in self._tiers}
         spent: dict[Tier, list[int]] = {space.tier: [] for space in self._tiers}
         for at in reversed(range(len(record.details))):
@@ -193,9 +196,11 @@ class Settlement(Room):
             if self._is_bad(row, tier, reason):
                 self._tiers[tier].discard(row)
             elif self._catalog.state(row, tier) == READY:
-                used[tier].append(row)
+                sound[tier].append(row)
+                if reason is None:
+                    used[tier].append(row)
         for space in self._tiers:
-            self._offer_lower(used[space.tier], space.tier)  # their counts rose when the load was planned
+            self._offer_lower(sound[space.tier], space.tier)  # their counts rose when the load was planned
             space.unpin(spent[space.tier])
             space.access(used[space.tier])
 

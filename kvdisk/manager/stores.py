@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
-from itertools import compress, takewhile
+from itertools import compress
 from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey, JobId, Slot, group_of
@@ -283,9 +283,10 @@ class StorePlanner(Room):
         """Plan a job for the offers that are missing and admitted, from the first on, as far as
         there is room.
 
-        A hit needs the blocks of all groups, and what follows a gap serves nobody: from the first
-        on that has no slot, or whose old copy is just being dropped, all are refused. Returns the
-        job, None: there is none, and those refused. ``watched``: see ``_queue``.
+        A hit needs the blocks of all groups, and what follows a gap serves nobody: of a request's,
+        all are refused from the first on that has no slot. One whose old copy is just being dropped
+        is refused alone: a drive that hangs may hold it for long. Returns the job, None: there is
+        none, and those refused. ``watched``: see ``_queue``.
         """
         missing = self._missing(offers)
         answers = self._target.admission.admits([offer.key for offer, _ in missing])
@@ -295,17 +296,18 @@ class StorePlanner(Room):
         if not admitted:
             return None, []
         states = self._catalog.columns(self._target.tier).states
-        storable = takewhile(lambda one: one[1] < 0 or states[one[1]] == ABSENT, admitted)
-        taken = self._take_slots([offer for offer, _ in storable], now)
-        refused = [offer for offer, _ in admitted[len(taken) :]]
+        storable = [offer for offer, row in admitted if row < 0 or states[row] == ABSENT]
+        taken = self._take_slots(storable, now, in_order=request is not None)
+        with_slots = {offer.key for offer, _ in taken}
+        refused = [offer for offer, _ in admitted if offer.key not in with_slots]
         if refused:
             self._stats.add(f"refused_blocks.{'budget' if self._target.status.is_spent else 'room'}", len(refused))
         return self._queue(taken, request, watched=watched), refused
 
     # -- slots and jobs ------------------------------------------------------------------------
 
-    def _take_slots(self, wanted: Sequence[_Offer], now: float) -> list[tuple[_Offer, Slot]]:
-        """Take slots for offers, up to the first that gets none.
+    def _take_slots(self, wanted: Sequence[_Offer], now: float, *, in_order: bool) -> list[tuple[_Offer, Slot]]:
+        """Take slots for offers; with ``in_order`` up to the first that gets none.
 
         What is stored right before them is pinned meanwhile, where that is the only copy: it does
         not leave for these.
@@ -320,12 +322,15 @@ class StorePlanner(Room):
         free = {size_class: deque(target.allocate(size_class, count)) for size_class, count in Counter(classes).items()}
         catalog.unpin(tails, target.tier)
         left = Counter({size_class: len(slots) for size_class, slots in free.items()})
-        count = 0
-        while count < len(wanted) and left[classes[count]]:
-            left[classes[count]] -= 1
-            count += 1
+        served: list[_Offer] = []
+        for offer, size_class in zip(wanted, classes, strict=True):
+            if left[size_class]:
+                left[size_class] -= 1
+                served.append(offer)
+            elif in_order:
+                break
         # Of one group the slots lie beside each other.
-        by_group = sorted(wanted[:count], key=lambda offer: offer.group)
+        by_group = sorted(served, key=lambda offer: offer.group)
         taken = [(offer, free[self._class_of(offer)].popleft()) for offer in by_group]
         for size_class, surplus in free.items():
             if surplus:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts at the device. Neighbouring slots travel as one transfer, and fail together.
+"""Parts at the device. Neighbouring slots travel as one transfer; what could not be read together
+is read again alone.
 
 A batch that hangs is given up, and stays known until the device has ended it: until then it may
 touch memory and drive.
@@ -8,7 +9,7 @@ touch memory and drive.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvdisk.device.base import Device, Op, Outcome, Transfer
 from kvdisk.errors import QuietLog
@@ -32,6 +33,8 @@ class DeviceIo:
         self._log = log
         self._parts: dict[int, Part] = {}
         """Under way, late or not, by ticket."""
+        self._read_again: set[int] = set()
+        """Those of them whose slots are read a second time, each alone."""
 
     def uses(self, segment: int) -> bool:
         """Whether a batch under way, late or not, names the segment."""
@@ -69,16 +72,38 @@ class DeviceIo:
         """As ``poll``, waiting for all."""
         return self._device.drain()
 
-    def ended(self, outcomes: Sequence[Outcome]) -> Iterator[tuple[Part, dict[int, Reason]]]:
+    def ended(
+        self, outcomes: Sequence[Outcome], files: Mapping[int, OpenFile]
+    ) -> Iterator[tuple[Part, dict[int, Reason]]]:
         """Yield the parts that have ended, with failed moves; of a late one these have failed long
-        ago."""
+        ago.
+
+        Not those that read again, each slot alone, what could not be read: one bad place on a drive
+        costs one block.
+        """
         for outcome in outcomes:
             part = self._parts.pop(outcome.ticket)
             failed: dict[int, Reason] = {}
             for at, number in {} if part.late else outcome.errors.items():
                 failed |= dict.fromkeys(part.batch[at], self._reason_of(part, at, number))
+            if failed and part.leg is Leg.READ and outcome.ticket not in self._read_again:
+                self._read_alone(part, failed, files)
+                continue
+            self._read_again.discard(outcome.ticket)
             part.batch = []
             yield part, failed
+
+    def _read_alone(self, part: Part, positions: Iterable[int], files: Mapping[int, OpenFile]) -> None:
+        slots = dict(zip(part.positions, part.slots, strict=True))
+        part.batch = [[position] for position in positions]
+        transfers = []
+        for (position,) in part.batch:
+            segment, index = part.route.far_slot(part.work.job.moves[position])
+            buffer = part.memory.run_view(part.size_class, slots[position], 1)
+            transfers.append(Transfer(files[segment].fd, slot_offset(part.slot_bytes, index), (buffer,)))
+        ticket = self._device.submit(Op.READ, transfers)
+        self._parts[ticket] = part
+        self._read_again.add(ticket)
 
     def _reason_of(self, part: Part, at: int, number: int) -> Reason:
         """Count and log a failed transfer."""

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from kvdisk.worker.copier import CudaLanes
     from kvdisk.worker.gpu_staging import GpuStaging
 
-MOST_FAILURES = 32
-"""With so many moves that the drive failed on the GPU's way, all go the host's way again."""
+MOST_FAILURES = 16
+"""With so many parts in which the drive failed on the GPU's way, all go the host's way again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,10 +79,10 @@ class Direct:
         """A segment was opened or dropped: what its number said is nothing of the next one's."""
         self._of_hosts.discard(segment)
 
-    def note_failures(self, count: int) -> bool:
-        """The drive has failed so many moves this way; return whether this was too much."""
+    def note_failure(self) -> bool:
+        """The drive has failed in a part this way; return whether this was too much."""
         before = self.given_up
-        self._failures += count
+        self._failures += 1
         return self.given_up and not before
 
 

@@ -12,8 +12,10 @@ import errno
 import resource
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
+from queue import SimpleQueue
+from threading import Thread
 from typing import Protocol
 
 from kvdisk.blocks import Tier
@@ -166,7 +168,11 @@ class FileJobs:
         self._waiting: deque[Job] = deque()
         self._handed: deque[tuple[Job, Future[OpenFile | None]]] = deque()
         """Those that the thread has, in order."""
-        self._executor = ThreadPoolExecutor(1, "kvdisk-files") if threaded else None
+        self._tasks: SimpleQueue[tuple[Job, Future[OpenFile | None]] | None] = SimpleQueue()
+        self._thread: Thread | None = None
+        if threaded:  # a daemon, as a file system that hangs must not hold up the end of the process
+            self._thread = Thread(target=self._work, name="kvdisk-files", daemon=True)
+            self._thread.start()
 
     def add(self, job: Job) -> None:
         """Queue a job."""
@@ -206,8 +212,9 @@ class FileJobs:
 
     def close(self) -> None:
         """End the thread after what has started, and close the files. No batch is under way."""
-        if self._executor is not None:
-            self._executor.shutdown(cancel_futures=True)
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread.join()
         for segment in list(self.open):
             self._detach(segment)
         self._files.close()
@@ -223,17 +230,24 @@ class FileJobs:
             if self._handed or self._uses(job.segment.segment):
                 return False
             self._detach(job.segment.segment)
-        task: Future[OpenFile | None]
-        if self._executor is not None:
-            task = self._executor.submit(self._run, job)
+        task: Future[OpenFile | None] = Future()
+        self._handed.append((self._waiting.popleft(), task))
+        if self._thread is not None:
+            self._tasks.put((job, task))
         else:
-            task = Future()
+            self._fulfil(job, task)
+        return True
+
+    def _work(self) -> None:
+        while (handed := self._tasks.get()) is not None:
+            self._fulfil(*handed)
+
+    def _fulfil(self, job: Job, task: Future[OpenFile | None]) -> None:
+        if task.set_running_or_notify_cancel():
             try:
                 task.set_result(self._run(job))
-            except KvdiskError as error:
+            except BaseException as error:  # whoever asks for the result gets it
                 task.set_exception(error)
-        self._handed.append((self._waiting.popleft(), task))
-        return True
 
     def _detach(self, segment: int) -> None:
         opened = self.open.pop(segment, None)

@@ -400,7 +400,7 @@ class Runner:
         return bool(ended)
 
     def _reap(self, outcomes: Sequence[Outcome]) -> None:
-        for part, failed in self._device_io.ended(outcomes):
+        for part, failed in self._device_io.ended(outcomes, self._files.open):
             if part.late:
                 self._end_late(part)
                 continue
@@ -448,7 +448,7 @@ class Runner:
         """
         assert self._direct is not None
         mine = [position for position, reason in failed.items() if reason is Reason.IO_ERROR]
-        if self._direct.note_failures(len(mine)):
+        if mine and self._direct.note_failure():
             self._log.warn("direct", "GPUDirect has failed too often: all blocks go through host memory from now on")
         if not part.route.reads:
             return failed

@@ -185,7 +185,8 @@ class TurnedEngine(LiveEngine):
             "store_decode": True,
         } | config
         super().__init__(model.config(str(store), **values), model, turned_rank(hook), clock=self._look)
-        self.parts.background.close()  # what it would do depends on the time
+        for background in self.parts.backgrounds:  # what they would do depends on the time
+            background.close()
 
     def _look(self) -> float:
         self.time_s += 0.01

@@ -69,16 +69,16 @@ def test_a_seed_is_a_run(seed: int) -> None:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """What became of moves that might go straight."""
     counts: Counter[str] = Counter()
-    route, failures, check = Direct.route, Direct.note_failures, SlotHeaders.check
+    route, failures, check = Direct.route, Direct.note_failure, SlotHeaders.check
 
     def routed(self: Direct, wanted: Any, *rest: Any) -> Any:
         found = route(self, wanted, *rest)
         counts[found.name] += 1
         return found
 
-    def failed(self: Direct, count: int) -> bool:
-        counts["failed straight"] += count
-        return failures(self, count)
+    def failed(self: Direct) -> bool:
+        counts["failed straight"] += 1
+        return failures(self)
 
     def checked(*parts: Any) -> Any:
         bad, unknown = check(*parts)
@@ -87,7 +87,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return bad, unknown
 
     monkeypatch.setattr(Direct, "route", routed)
-    monkeypatch.setattr(Direct, "note_failures", failed)
+    monkeypatch.setattr(Direct, "note_failure", failed)
     monkeypatch.setattr(SlotHeaders, "check", checked)
     return counts
 

@@ -92,8 +92,9 @@ def test_slots_that_a_gpu_cannot_verify_are_read_again_and_their_segment_by_the_
 def test_a_way_that_keeps_failing_is_not_gone_any_more(rank, caplog):
     moves, before = store(rank)
     with caplog.at_level(logging.WARNING, "kvdisk.worker"):
-        for _ in range(MOST_FAILURES // 2):
-            rank.device.plan.fail = {rank.device._transfers + 1: errno.EIO}
+        for _ in range(MOST_FAILURES):
+            together_and_alone = range(rank.device._transfers + 1, rank.device._transfers + 4)
+            rank.device.plan.fail = dict.fromkeys(together_and_alone, errno.EIO)
             assert rank.do(JobKind.LOAD, moves[:2]) == {}
     assert rank.direct.given_up
     assert sum("GPUDirect has failed too often" in record.message for record in caplog.records) == 1

@@ -7,7 +7,9 @@ from __future__ import annotations
 import pytest
 from tier_bench import TierBench
 
+from kvdisk.blocks import Tier, make_block_key
 from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.manager.catalog import DOOMED, READY
 
 ONE = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 SAME_SIZE = Geometry((GroupGeometry(0, 2, 4096), GroupGeometry(1, 2, 4096)), 1, 2)
@@ -29,3 +31,17 @@ def test_a_prompt_longer_than_the_tier_fills_it_with_its_head_in_all_groups(geom
     hashes = [PROMPT[:end].encode() for end in range(2, len(PROMPT) + 1, 2)]
     bench.manager.new_request("asks", hashes, len(PROMPT))
     assert bench.manager.lookup("asks", 0, len(PROMPT) + 1, bench.engine.now) == blocks * 2
+
+
+def test_a_copy_that_a_drive_holds_for_long_keeps_no_other_block_out():
+    """It is refused alone; what lies behind it is stored all the same."""
+    bench = TierBench((20,))
+    bench.serve("aabb")
+    row = bench.catalog.find(make_block_key(b"aabb", 0))
+    bench.catalog.pin((row,), Tier.CPU)  # as a late move does
+    bench.parts.cpu.discard(row)
+    bench.serve("aabbccdd", cold=True)
+    states = bench.catalog.columns(Tier.CPU).states
+    stored = [bench.catalog.find(make_block_key("aabbccdd"[:end].encode(), 0)) for end in (2, 6, 8)]
+    assert all(states[one] == READY for one in stored) and states[row] == DOOMED
+    bench.parts.cpu.unpin((row,))
