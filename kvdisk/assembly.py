@@ -155,7 +155,8 @@ def assemble_scheduler(
         jobs.append((USES_S, _uses_writer(nvme, home)))
     backgrounds = [Background(jobs, last=[job for _, job in jobs])]
     if home is not None:  # on a thread of its own, which any of the drives may hold up
-        backgrounds.append(Background([(_UPKEEP_INTERVAL_S, partial(_keep_up, store, home))]))
+        upkeep = (_UPKEEP_INTERVAL_S, partial(_keep_up, store, home))
+        backgrounds.append(Background([upkeep], first_s=_UPKEEP_INTERVAL_S))
     return SchedulerParts(manager, index, home, neighbours, nvme, telemetry, backgrounds)
 
 

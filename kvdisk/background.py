@@ -20,8 +20,8 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class Background:
-    """Calls each of ``jobs`` at once and then at its interval, in seconds, and each of ``last`` at
-    the end, on one thread.
+    """Calls each of ``jobs`` after ``first_s`` and then at its interval, in seconds, and each of
+    ``last`` at the end, on one thread.
 
     A KvdiskError or an OSError of one is logged for whoever debugs, and the function is called
     again the next time; any other error is a bug of ours, is logged as one, and ends that
@@ -29,11 +29,16 @@ class Background:
     """
 
     def __init__(
-        self, jobs: Sequence[tuple[float, Callable[[], None]]], last: Sequence[Callable[[], None]] = ()
+        self,
+        jobs: Sequence[tuple[float, Callable[[], None]]],
+        last: Sequence[Callable[[], None]] = (),
+        *,
+        first_s: float = 0.0,
     ) -> None:
         assert all(interval_s > 0 for interval_s, _ in jobs)
         self._jobs = list(jobs)
         self._last = list(last)
+        self._first_s = first_s
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvdisk-background", daemon=True)
         self._thread.start()
@@ -48,7 +53,7 @@ class Background:
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
-        due_s = dict.fromkeys(range(len(self._jobs)), time.monotonic())
+        due_s = dict.fromkeys(range(len(self._jobs)), time.monotonic() + self._first_s)
         while due_s and not self._stopping.wait(max(0.0, min(due_s.values()) - time.monotonic())):
             for position in [position for position, at_s in due_s.items() if at_s <= time.monotonic()]:
                 interval_s, job = self._jobs[position]

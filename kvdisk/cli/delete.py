@@ -257,10 +257,11 @@ def _find_namespace(homes: Sequence[ReadHome], wanted: str) -> bytes:
     """
     records = [one.record for one in by_namespace(homes) if one.record is not None]
     names = {record.fingerprint: str(record.description.get("model", "")) for record in records}
+    end = f"/{wanted.rstrip('/')}"
     found = [
         fingerprint
         for fingerprint, name in names.items()
-        if wanted and (fingerprint.hex().startswith(wanted.lower()) or f"/{name.rstrip('/')}".endswith(f"/{wanted}"))
+        if wanted.strip("/") and (fingerprint.hex().startswith(wanted.lower()) or f"/{name.rstrip('/')}".endswith(end))
     ]
     if not found:
         raise ConfigError(f"no namespace of this store begins with, or is of a model named, {wanted}.")
@@ -439,10 +440,14 @@ def _cut_to(home: HomeState, among: set[int], excess_bytes: float) -> HomePlan |
 def carry_out(store: Store, plan: Plan) -> None:
     """Delete what is planned, and what a crash left in folders that no engine store names.
 
-    Raises StoreLocked and DeviceError before anything is deleted; what is wrong with one engine
-    store is its result.
+    Raises StoreLocked and DeviceError before anything is deleted, where anything is planned; what
+    is wrong with one engine store is its result.
     """
-    store.tidy()
+    try:
+        store.tidy()
+    except (StoreLocked, DeviceError):
+        if plan.homes:
+            raise
     for home in plan.homes:
         home.result, home.why = _delete_of_home(store, home, plan.keys.get(home.id, []))
 

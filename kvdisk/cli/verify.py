@@ -319,8 +319,9 @@ class HomeCheck:
         (index,) = read_indexes([self._home.summary.index_path]) if self._suspects else [IndexContent()]
         now = Records(index.blocks)
         there = {now[row][:4] for row, key in enumerate(now.columns.keys) if key in keys}
+        unclear = index.problem or not (index.exists or self.mine.gone)
         for finding, rows in self._suspects:
-            still = len(rows) if index.problem else sum(records[row][:4] in there for row in rows)
+            still = len(rows) if unclear else sum(records[row][:4] in there for row in rows)
             self.mine.changed_slots += len(rows) - still
             if still or not rows:
                 yield replace(finding, slots=still)

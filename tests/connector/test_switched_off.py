@@ -22,6 +22,7 @@ from kvdisk.connector.connector import KVDiskWorkerMetadata
 from kvdisk.connector.off import SchedulerOff, WorkerOff
 from kvdisk.device.header import MAGIC
 from kvdisk.device.listing import list_homes
+from kvdisk.errors import ConfigError
 from kvdisk.manager.admission import AdmitAll
 from kvdisk.manager.store_policy import OnCompute
 from kvdisk.messages import JobKind, Plan, Report
@@ -337,3 +338,21 @@ def test_a_worker_is_told_by_the_plan(engines, caplog):
     assert worker.build_connector_worker_meta() is None, "the scheduler knows"
     worker.clear_connector_metadata()
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_is_to_end_the_engine_does(plain, error, monkeypatch):
+    bench = plain.make()
+
+    def interrupt(*arguments: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(bench.connector.scheduler, "plan", interrupt)
+    bench.add("a", PROMPT)
+    with pytest.raises(error):
+        bench.step()
+
+
+def test_a_wrong_configuration_still_ends_the_start(plain):
+    with pytest.raises(ConfigError, match="cpu_bytes"):
+        plain.make(extra={"cpu_bytes": 1})

@@ -163,7 +163,7 @@ BUGS = {
     "reading ahead what the tier refuses": Bug(
         prefetch, "if self._landing.admission.admits((read.key,))[0]:", "if True:", (on.QUEUE_REUSE,)
     ),
-    "block read a second time": Bug(loads, "states[row] == WRITING", "False", on.QUEUE_SIZES),
+    "block read a second time": Bug(loads, "if not landing or hit <= local_tokens:", "if True:", on.QUEUE_SIZES),
     "block loaded a second time": Bug(loads, "if self._enabled:", "if False:", (on.NVME_ONLY,)),
     "load that has ended still waited for": Bug(
         loads, "job = self._jobs.pop(job_id, None)", "job = None and self._jobs", on.QUEUE_SIZES

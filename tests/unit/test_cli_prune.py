@@ -42,7 +42,9 @@ def refused(*arguments: object, code: int = 2, command: str = "prune") -> str:
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    return {str(item): item.read_bytes() for item in path.rglob("*") if item.is_file() and item.name != "lock.mdb"}
+    return {
+        str(item): item.read_bytes() for item in path.rglob("*") if item.is_file() and not item.name.startswith("lock")
+    }
 
 
 def allocated(path: Path) -> int:

@@ -45,3 +45,10 @@ def test_a_copy_that_a_drive_holds_for_long_keeps_no_other_block_out():
     stored = [bench.catalog.find(make_block_key("aabbccdd"[:end].encode(), 0)) for end in (2, 6, 8)]
     assert all(states[one] == READY for one in stored) and states[row] == DOOMED
     bench.parts.cpu.unpin((row,))
+
+
+def test_a_cpu_tier_of_one_slot_feeds_the_drive():
+    bench = TierBench((1,), (32,))
+    for prompt in ("aabb", "ccdd", "eeff"):
+        bench.serve(prompt)
+    assert bench.stats["demoted_blocks"] > 1

@@ -112,6 +112,20 @@ def _damage_free_list(path: Path) -> None:
         file.write(bytes(UNIT_BYTES))
 
 
+def _cut_to_nothing(path: Path) -> None:
+    os.truncate(path / "data.mdb", 0)
+
+
+@pytest.mark.parametrize("damage", [_cut_to_nothing, _damage_free_list])
+def test_damage_that_ends_the_child_in_an_exception_is_damage(tmp_path, damage):
+    _write(tmp_path / "index")
+    assert _own(tmp_path / "index", "killed")[0] == -signal.SIGKILL
+    damage(tmp_path / "index")
+    code, said = _own(tmp_path / "index")
+    assert code == 1
+    assert said.startswith("CorruptRecord"), said
+
+
 def test_damage_that_a_commit_meets_is_noted_for_the_next_owner(tmp_path: Path) -> None:
     _write(tmp_path / "index")
     index = LmdbIndex(tmp_path / "index", map_bytes=8 << 20, commit_s=0.0)

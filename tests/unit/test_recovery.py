@@ -12,7 +12,9 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
+import lmdb
 import pytest
 from rebuild_stores import (
     GEOMETRY,
@@ -91,6 +93,29 @@ def test_an_index_that_was_emptied_is_made_anew_in_the_same_boot(path, caplog, c
     assert served(path) == expected
     assert caplog.text.count("rebuilds the index of home") == 1
     assert served(path) == expected
+
+
+def test_damage_that_a_running_engine_meets_is_repaired_by_the_next_start(path, caplog):
+    """The first commit fails and the others do not: at the end all looks well."""
+    expected = make_store(path)
+    parts = start(path)
+    index, healed = parts.index._tables, []
+    commit = index._environment.begin
+
+    def begin(**how):
+        if how.get("write") and not healed:
+            healed.append(True)
+            raise lmdb.CorruptedError("a page of the wrong type")
+        return commit(**how)
+
+    index._environment = SimpleNamespace(
+        begin=begin, close=index._environment.close, sync=index._environment.sync, reader_check=lambda: 0
+    )
+    parts.index.put([BlockRecord(0, key_of(0), Slot(0, 7), 1)])
+    assert parts.index.flush(600)
+    parts.close()
+    assert served(path) == expected
+    assert "rebuilds the index of home" in caplog.text
 
 
 def test_parents_epochs_and_times_are_kept_in_order(path):
