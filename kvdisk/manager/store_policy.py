@@ -25,8 +25,8 @@ LAST_BACK_OFF_S = 2.0
 class BackOff:
     """How long nothing is offered after a refusal: until room came free, and some time passed.
 
-    ``released``: the number at the last refusal. ``retry_s``: when its time is over. ``seconds``:
-    how long that was. A refusal that follows soon holds twice as long as the one before.
+    ``released``: the number at the last refusal. ``seconds``: how long the last one held, twice as
+    long as the one before; 0: an offer was taken since, so that the next one is short again.
     """
 
     released: int = -1
@@ -39,12 +39,14 @@ class BackOff:
 
     def refuse(self, released: int, now: float) -> None:
         """Offers were refused. Those that are refused while it holds count as one refusal."""
-        if now >= self.retry_s + LAST_BACK_OFF_S:
-            self.seconds = FIRST_BACK_OFF_S
-        elif now >= self.retry_s:
+        if now >= self.retry_s:
             self.seconds = min(self.seconds * 2, LAST_BACK_OFF_S) or FIRST_BACK_OFF_S
         self.released = max(self.released, released)
-        self.retry_s = max(self.retry_s, now + self.seconds)
+        self.retry_s = max(self.retry_s, now + (self.seconds or FIRST_BACK_OFF_S))
+
+    def accept(self) -> None:
+        """An offer was taken."""
+        self.seconds = 0.0
 
 
 class FreeOffer(NamedTuple):
@@ -175,6 +177,10 @@ class OnCompute(NoStores):
         start = watermark.frontiers.get(group, 0)
         watermark.frontiers[group] = max(start, storable)
         return range(start, storable)
+
+    def accept(self, request_id: str, places: Sequence[Place]) -> None:  # noqa: ARG002
+        """Begin with a short back-off again."""
+        self._watermarks[request_id].back_off.accept()
 
     def refuse(self, request_id: str, places: Sequence[Place], released: int, now: float) -> None:
         """Draw the watermark back."""
@@ -318,6 +324,10 @@ class Spillover(NoStores):
         self._offered.update(offers)
         self._refused.difference_update(offers)
         return list(offers.values())
+
+    def accept_free(self, keys: Sequence[BlockKey]) -> None:  # noqa: ARG002
+        """Begin with a short back-off again."""
+        self._back_off.accept()
 
     def refuse_free(self, keys: Sequence[BlockKey], released: int, now: float) -> None:
         """Offer the blocks again when the back-off is over, if they are there then."""

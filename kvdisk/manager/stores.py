@@ -234,7 +234,9 @@ class StorePlanner(Room):
             free = [_Offer(offer.key, offer.parent, offer.block, group_of(offer.key)) for offer in found]
             _, refused = self._store(free, None, now)
             lacking = {offer.key for offer in refused}
-            self._store_policy.accept_free([offer.key for offer in free if offer.key not in lacking])
+            done = [offer.key for offer in free if offer.key not in lacking]
+            if done:
+                self._store_policy.accept_free(done)
             if refused:
                 self._store_policy.refuse_free([offer.key for offer in refused], self._state.released, now)
 

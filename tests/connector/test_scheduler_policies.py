@@ -177,7 +177,7 @@ def test_without_room_a_block_is_offered_when_room_came_free_and_not_every_step(
         lambda found, *more, **how: (offers.append([at.position for at in found]), store(found, *more, **how))[1],
     )
     with monkeypatch.context() as patch:
-        patch.setattr(planner, "_take_slots", lambda *_: [])
+        patch.setattr(planner, "_take_slots", lambda *_, **__: [])
         for _ in range(6):
             clock.now += 0.03
             bench.step()

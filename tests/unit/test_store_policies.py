@@ -21,7 +21,6 @@ from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager.admission import AdmitAll
 from kvdisk.manager.store_policy import (
     AHEAD_STEPS,
-    LAST_BACK_OFF_S,
     BackOff,
     NoStores,
     OnCompute,
@@ -89,7 +88,7 @@ def test_the_back_off_doubles_while_nothing_is_taken():
         assert back_off.holds(7, now + 60.0)
         now += seconds + 0.001
         assert not back_off.holds(8, now)
-    now += LAST_BACK_OFF_S
+    back_off.accept()
     back_off.refuse(7, now)
     assert not back_off.holds(8, now + 0.051)
 
