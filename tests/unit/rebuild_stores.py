@@ -6,6 +6,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -171,7 +172,11 @@ def home_path(path: Path) -> Path:
 
 
 def allocated(*paths: Path) -> int:
-    return sum(file.lstat().st_blocks * 512 for path in paths for file in [path, *path.rglob("*")] if path.exists())
+    total = 0
+    for file in [file for path in paths if path.exists() for file in [path, *path.rglob("*")]]:
+        with suppress(FileNotFoundError):  # such as FIGURES.tmp, which an engine has just renamed
+            total += file.lstat().st_blocks * 512
+    return total
 
 
 def hold(path: Path | Sequence[Path]) -> Home:
