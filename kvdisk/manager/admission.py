@@ -47,15 +47,14 @@ class ReuseTable:
         self._counts = bytearray(places)
         self._requests = array("I", [0]) * (places * self._known)
 
-    def want(self, keys: Sequence[BlockKey], request_id: str) -> tuple[list[BlockKey], list[int]]:
-        """Count a request once per key. Return the keys that others had wanted, and whose counts
-        have risen; and of each key's second request how many keys were met since the first."""
+    def want(self, keys: Sequence[BlockKey], request_id: str) -> list[int]:
+        """Count a request once per key. Return of each key's second request how many keys were met
+        since the first."""
         request = _tag_of(request_id)
         tags, counts, times, requests = self._tags, self._counts, self._times, self._requests
         known, most, mask, now = self._known, self.most, self._mask, self.now
-        risen: list[BlockKey] = []
         ages: list[int] = []
-        for key, name in zip(keys, map(number_of, keys), strict=True):  # all in one: it is done for every block
+        for name in map(number_of, keys):  # all in one: it is done for every block
             tag, place = name >> 32 | 1, name & mask
             if tags[place] != tag:
                 other = name >> 22 & mask
@@ -74,12 +73,11 @@ class ReuseTable:
                 if count < known:
                     requests[first + count] = request
                 counts[place] = count + 1
-                risen.append(key)
             if count == 1 and most > 1:
                 ages.append(now - times[place] & _BITS)
             times[place] = now & _BITS
         self.now = now
-        return risen, ages
+        return ages
 
     def known(self, keys: Sequence[BlockKey]) -> list[tuple[int, float]]:
         """Return of each key how many distinct requests wanted it, at most ``most``, and a number
@@ -116,14 +114,9 @@ class AdmissionPolicy:
         """Whether ``admits`` would now return True for any block: then it is not asked."""
         return True
 
-    def want(self, keys: Sequence[BlockKey], request_id: str) -> Sequence[BlockKey]:  # noqa: ARG002
+    def want(self, keys: Sequence[BlockKey], request_id: str) -> None:
         """A request wanted these blocks (offered them, or was served from them). May be told again
-        for the same one.
-
-        Returns those of which ``admits`` may answer otherwise than before: where they were refused
-        they are offered again.
-        """
-        return ()
+        for the same one."""
 
     def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Return of each block whether it may enter now."""
@@ -152,9 +145,9 @@ class AdmitReused(AdmissionPolicy):
         """Return False."""
         return False
 
-    def want(self, keys: Sequence[BlockKey], request_id: str) -> Sequence[BlockKey]:
+    def want(self, keys: Sequence[BlockKey], request_id: str) -> None:
         """Count a request once per key."""
-        return self.table.want(keys, request_id)[0]
+        self.table.want(keys, request_id)
 
     def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Return of each block whether enough distinct requests wanted it."""
@@ -196,13 +189,11 @@ class AdmitAdaptive(AdmitReused):
         """Return whether there is room, or all requests have their new blocks admitted."""
         return not self._is_full or self.share >= 1.0
 
-    def want(self, keys: Sequence[BlockKey], request_id: str) -> Sequence[BlockKey]:
+    def want(self, keys: Sequence[BlockKey], request_id: str) -> None:
         """Count a request once per key, and learn from the second."""
-        risen, ages = self.table.want(keys, request_id)
-        for age in ages:
+        for age in self.table.want(keys, request_id):
             self._seconds = min(self._seconds + 1, self._MEMORY)
             self.distance += (age - self.distance) / self._seconds
-        return risen
 
     def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Return True while open, and for what two wanted, or the first if it is of the share."""
