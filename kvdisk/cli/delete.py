@@ -440,8 +440,8 @@ def _cut_to(home: HomeState, among: set[int], excess_bytes: float) -> HomePlan |
 def carry_out(store: Store, plan: Plan) -> None:
     """Delete what is planned, and what a crash left in folders that no engine store names.
 
-    Raises StoreLocked and DeviceError before anything is deleted, where anything is planned; what
-    is wrong with one engine store is its result.
+    Raises StoreLocked and DeviceError before anything is deleted; what is wrong with one engine
+    store is its result. Where nothing is planned, nothing is to be deleted, and neither is raised.
     """
     try:
         store.tidy()

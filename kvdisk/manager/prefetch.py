@@ -87,7 +87,7 @@ class Promotions(Room):
     def plan(self) -> None:
         """Plan promotions for the requests that wait, as far as the bounds allow.
 
-        Plans nothing while a scheduled request waits for a read, to let that finish first.
+        Plans nothing while a scheduled request waits for a prefetch, to let that finish first.
         """
         awaited, self._state.read_awaited = self._state.read_awaited, False
         if self._landing is None or awaited or not self._waiting:
