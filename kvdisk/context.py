@@ -18,10 +18,6 @@ class KVCacheBlockView(Protocol):
         """Position in the KV-cache tensors; 0 is the null block."""
 
     @property
-    def ref_cnt(self) -> int:
-        """Requests and touches that hold the block."""
-
-    @property
     def key(self) -> BlockKey | None:
         """What the engine's prefix cache knows the block by: a full block of its group; None: it
         does not know it."""
@@ -67,6 +63,5 @@ class SchedulerContext(Protocol):
     def is_cached(self, key: BlockKey) -> bool:
         """Whether the engine's own prefix cache has a block now."""
 
-    def iter_free_blocks(self, after: int | None = None) -> Iterator[KVCacheBlockView]:
-        """Yield the blocks of the free queue, the next to be reused first; with ``after``, those
-        behind that one."""
+    def iter_free_blocks(self) -> Iterator[KVCacheBlockView]:
+        """Yield the blocks of the free queue, the next to be reused first."""

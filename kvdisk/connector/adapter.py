@@ -302,11 +302,6 @@ class PooledBlock(NamedTuple):
         return self.block.block_id  # type: ignore[no-any-return]
 
     @property
-    def ref_cnt(self) -> int:
-        """See ``KVCacheBlockView``."""
-        return self.block.ref_cnt  # type: ignore[no-any-return]
-
-    @property
     def key(self) -> BlockKey | None:
         """See ``KVCacheBlockView``: vLLM appends the group to the hash in four bytes, kvdisk in
         two.
@@ -379,10 +374,9 @@ class BlockPoolContext:
         """Whether the prefix cache has a block now."""
         return self._pool.get_cached_block(key[:-GROUP_BYTES], [group_of(key)]) is not None
 
-    def iter_free_blocks(self, after: int | None = None) -> Iterator[KVCacheBlockView]:
+    def iter_free_blocks(self) -> Iterator[KVCacheBlockView]:
         """See ``SchedulerContext``."""
-        cursor = None if after is None else self._pool.blocks[after]
-        for block in self._pool.free_block_queue.iter_blocks_after(cursor):
+        for block in self._pool.free_block_queue.iter_blocks_after(None):
             yield PooledBlock(block, self._geometry)
 
 

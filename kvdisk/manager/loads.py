@@ -347,6 +347,7 @@ class LoadPlanner(Room):
         moves, details = [read.move for read in reads], [read.detail for read in reads]
         request.loading = True
         request.wait_started_s = None
+        self._state.taken_blocks += len(reads)
         self._hits.loaded(request, local_tokens, external_tokens, details)
         record = self._transfers.add(
             _LOAD, moves, details, epoch=self._state.epoch, request_id=request.request_id, arrival=request.arrival

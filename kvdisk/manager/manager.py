@@ -62,6 +62,7 @@ class TierManager(Room):
         self._longest_silence_s = LONGEST_SILENCE * parts.config.io_deadline_s
         self._arrivals = 0
         self._tiers = tiers
+        self._store_policy = store_policy
         self._heard_tickets = [(0, 0)] * len(tiers)
         self._gpu_loads = GpuLoads(enabled=parts.context.caches)
         self._neighbours = NeighbourCopies(parts, neighbours)
@@ -71,12 +72,12 @@ class TierManager(Room):
         self._sources = StoreSources(parts.context)
         self._threshold = LoadThreshold(parts.config.min_load_tokens, parts.geometry.step_tokens)
         self._hits = HitCounts(parts.geometry, parts.stats, [space.tier for space in tiers])
-        self._settlement = Settlement(parts, tiers, store_policy, self._requests, self._neighbours, self._gpu_loads)
         self._promotions = Promotions(parts, tiers, demand, self._neighbours, self._gpu_loads)
         self._loads = LoadPlanner(parts, tiers, self._hits, demand, self._neighbours, self._gpu_loads, self._threshold)
         self._stores = StorePlanner(
             parts, tiers, store_policy, demand, self._sources, self._neighbours, first_generation
         )
+        self._settlement = Settlement(parts, tiers, self._stores, self._requests, self._neighbours, self._gpu_loads)
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -102,7 +103,7 @@ class TierManager(Room):
         if request is not None:
             request.prompt_tokens = prompt_tokens
             if request.forget_changed_keys():
-                self._stores.restarted(request)
+                self._stores.forget(request)
 
     def request_finished(self, request_id: str) -> bool:
         """Forget a request; return whether its GPU blocks may be freed now: always, since the fence
@@ -110,7 +111,7 @@ class TierManager(Room):
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._promotions.leave(request)
-            self._stores.finished(request)
+            self._stores.forget(request)
             self._gpu_loads.end(request.load_job)  # the engine does not keep what it brings
         return True
 
@@ -147,7 +148,7 @@ class TierManager(Room):
         request = self._requests[request_id]
         if request.stale:  # the engine asks for requests without computed tokens only: this one starts again
             request.stale = False
-            self._stores.restarted(request)
+            self._stores.forget(request)
         return self._loads.lookup(request, local_tokens, total_tokens, now)
 
     def plan_load(
@@ -205,10 +206,12 @@ class TierManager(Room):
             self._state.released += space.refresh(now, now_s)
             space.admission.note_room(*space.free_and_total)
         self._neighbours.absorb(now)
-        self._tiers.first.make_room(now, [1] * len(self._geometry.slot_sizes))
+        self._make_room(now)
         for demotions in self._demotions:
             demotions.plan(now)
         self._promotions.plan()
+        # A token takes a block at most in each group.
+        self._state.taken_blocks += step_tokens * len(self._geometry.groups)
         self._stores.plan_free(now)
         void, self._void = tuple(self._void), []
         fence = self._sources.take_fence(overwritten)
@@ -218,6 +221,10 @@ class TierManager(Room):
         self._threshold.stepped(now, step_tokens)
         urgent, self._urgent = tuple(self._urgent), []
         return Plan(jobs, fence, void, idle and self.has_pending_work(now), urgent)
+
+    def _make_room(self, now: float) -> None:
+        """Have room for a block at least of each size where stores go."""
+        self._tiers.first.make_room(now, [1] * len(self._geometry.slot_sizes))
 
     def settle(self, report: Report, now: float, now_s: int) -> None:
         """Take in what the ranks finished. ``now_s``: seconds since the Unix epoch, for the index's
@@ -233,6 +240,8 @@ class TierManager(Room):
             self._settlement.settle(record, now, now_s)
             if record.job.kind is JobKind.LOAD:
                 self._threshold.settled(record, now)
+            elif record.job.kind is JobKind.OPEN_HOME:
+                self._make_room(now)  # for the first request to come, though it ends in one step
         for record in ended.released:
             self._settlement.release(record)
 
@@ -251,7 +260,7 @@ class TierManager(Room):
     def _forget_computed(self) -> None:
         """What requests have computed may be wrong: what they compute from now on is stored
         again."""
-        self._stores.reset()
+        self._store_policy.reset()
         for request in self._requests.values():
             request.holds_nothing()
 
@@ -300,8 +309,7 @@ class TierManager(Room):
     # -- questions of the engine ---------------------------------------------------------------
 
     def has_pending_work(self, now: float) -> bool:
-        """Whether steps are needed: for a job, a commit, a demotion, or a store that has waited for
-        room.
+        """Whether steps are needed: for a job, a commit, or a demotion.
 
         Not for zombies, nor where jobs and commits have been silent for long: a drive or a file
         system that never answers must not keep an idle engine stepping.
@@ -311,8 +319,7 @@ class TierManager(Room):
             self._heard_tickets, self._heard_s = tickets, now
         silent = now - self._heard_s >= self._longest_silence_s
         return (
-            self._stores.has_leftovers(now)
-            or self._transfers.any_queued
+            self._transfers.any_queued
             or any(demotions.can_go_on(now, silent=silent) for demotions in self._demotions)
             or (not silent and self.gauges.busy)
         )

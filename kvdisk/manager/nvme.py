@@ -117,15 +117,11 @@ class NvmeSpace(TierSpace):
     def status(self) -> TierStatus:
         """How the tier stands now."""
         is_open, is_spent = self.segments.home_open, self._budget is not None and not self._budget.is_open
-        # There is room, or it is in a segment that is being made or opened, or is the first of its
-        # kind.
-        comes = self.segments.is_opening or not all(self.pool.total) or all(self.pool.free)
         # Stepping would not help an index that fails. A drop without a ticket waits for a job,
         # which is pending itself, or for a zombie, which nobody waits for.
         dropping = any(drop.ticket is not None for drop in self._drops.values())
         uncommitted = self._index_writable and (self._ticket > self._committed or dropping)
-        has_room_soon = comes and is_open and not is_spent
-        return TierStatus(is_open, is_spent, has_room_soon, uncommitted, (self._ticket, self._committed))
+        return TierStatus(is_open, is_spent, uncommitted, (self._ticket, self._committed))
 
     def refresh(self, now: float, now_s: int) -> bool:
         """Learn of commits, drives and budget. Return whether room may have come free."""

@@ -18,12 +18,14 @@ from kvdisk.stats import Stats
 class StepState:
     """``epoch``: of what is stored now. ``released``: rises when room may have come free.
 
-    ``read_awaited``: whether a scheduled request waits in this step for a prefetch. ``landing``:
-    keys of the epoch that are just being read into memory.
+    ``taken_blocks``: how many GPU blocks the engine may have taken since free ones were last
+    offered. ``read_awaited``: whether a scheduled request waits in this step for a prefetch.
+    ``landing``: keys of the epoch that are just being read into memory.
     """
 
     epoch: int = FILE_EPOCH
     released: int = 0
+    taken_blocks: int = 0
     read_awaited: bool = False
     landing: set[BlockKey] = field(default_factory=set)
 

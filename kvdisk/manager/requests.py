@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the manager keeps of a live request, and counts of what requests found. Scheduler thread
-only.
-
-Store watermarks are not here: they are the store policy's.
-"""
+only."""
 
 from __future__ import annotations
 
@@ -35,6 +32,38 @@ class RequestLimits(NamedTuple):
 
 NO_LIMITS = RequestLimits()
 
+FIRST_BACK_OFF_S = 0.05
+LAST_BACK_OFF_S = 2.0
+
+
+@dataclass(slots=True)
+class BackOff:
+    """How long nothing is offered after a refusal: until room came free, and some time passed.
+
+    ``released``: the number at the last refusal. ``seconds``: how long the last one held, twice as
+    long as the one before; 0: an offer was taken since, so that the next one is short again.
+    """
+
+    released: int = -1
+    retry_s: float = 0.0
+    seconds: float = 0.0
+
+    def holds(self, released: int, now: float) -> bool:
+        """Whether it is too early to offer anything."""
+        return released <= self.released or now < self.retry_s
+
+    def refuse(self, released: int, now: float) -> None:
+        """Offers were refused. Those that are refused while it holds count as one refusal."""
+        if now >= self.retry_s:
+            self.seconds = min(self.seconds * 2, LAST_BACK_OFF_S) or FIRST_BACK_OFF_S
+        self.released = max(self.released, released)
+        self.retry_s = max(self.retry_s, now + (self.seconds or FIRST_BACK_OFF_S))
+
+    def accept(self) -> None:
+        """An offer was taken."""
+        self.seconds = 0.0
+
+
 _Asked = tuple[int, int, int]
 """A lookup, in tokens: what the GPU had, where the longest hit would have ended, what was promised
 beyond the GPU's."""
@@ -65,6 +94,12 @@ class RequestState:
     """Its GPU blocks by group at its last step, 0 where it needs none, and how many tokens were
     computed in them: a victim is named when they have been freed. Of a group with a window the
     engine may have taken blocks since that lie wholly before the window."""
+    reached: list[int] = field(default_factory=list)
+    """By group, up to where its blocks were full and computed at its last step."""
+    due: list[tuple[int, int]] = field(default_factory=list)
+    """Blocks that the store policy offers and no tier has taken yet, by group and position."""
+    back_off: BackOff = field(default_factory=BackOff)
+    """Of its offers."""
     load_limit_tokens: int | None = None
     """No external hit reaches beyond this any more, because a load failed there; None: any may."""
     loading: bool = False
@@ -87,6 +122,7 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.keys = tuple([[] for _ in self.geometry.groups])
+        self.holds_nothing()
 
     def update_keys(self) -> None:
         """Extend ``keys`` to what the engine has hashed by now: one key per full block and
@@ -101,8 +137,10 @@ class RequestState:
             keys.extend(make_block_keys(hashes, group.group))
 
     def holds_nothing(self) -> None:
-        """Its GPU blocks are gone, or may hold what is wrong."""
+        """Its GPU blocks are gone, or may hold what is wrong: it reaches again what it computes."""
         self.held_tokens, self.held_blocks = 0, ()
+        self.reached = [0] * len(self.geometry.groups)
+        self.due = []
 
     def limit_loads(self, tokens: int) -> None:
         """Let no hit reach beyond this position any more, because a load failed there."""

@@ -17,7 +17,7 @@ from kvdisk.manager.loads import GpuLoads
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import Parts, Room
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.store_policy import StorePolicy
+from kvdisk.manager.stores import StorePlanner
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind, Move, Reason
 
@@ -27,21 +27,21 @@ copy."""
 
 
 class Settlement(Room):
-    """Ends jobs: gives back pins and slots, and tells tiers, requests and the store policy what
+    """Ends jobs: gives back pins and slots, and tells tiers and requests what
     came of them."""
 
     def __init__(
         self,
         parts: Parts,
         tiers: Tiers,
-        store_policy: StorePolicy,
+        stores: StorePlanner,
         requests: dict[str, RequestState],
         neighbours: NeighbourCopies,
         gpu_loads: GpuLoads,
     ) -> None:
         super().__init__(parts)
         self._tiers = tiers
-        self._store_policy = store_policy
+        self._stores = stores
         self._requests = requests
         self._neighbours = neighbours
         self._gpu_loads = gpu_loads
@@ -99,16 +99,7 @@ class Settlement(Room):
             elif reason is not Reason.CANCELLED:
                 self._stats.add("failed_stores")
         if record.failed:
-            # Their slots are free again: only the back-off stands before the next offer.
-            self._refuse(record, self._state.released - 1, now)
-
-    def _refuse(self, record: JobRecord, released: int, now: float) -> None:
-        """Have the blocks of failed moves offered again."""
-        if record.request_id is None:
-            self._store_policy.refuse_free([record.job.moves[at].key for at in record.failed], released, now)
-        else:
-            places = [(record.details[at].group, record.details[at].position) for at in record.failed]
-            self._store_policy.refuse(record.request_id, places, released, now)
+            self._stores.offer_again(record, self._requests.get(record.request_id or ""), now)
 
     def _end_demotion(self, record: JobRecord, now: float, now_s: int) -> None:
         written = self._end_targets(record, now_s)
@@ -172,8 +163,6 @@ class Settlement(Room):
         for at in record.failed:
             detail = record.details[at]
             request.limit_loads(detail.position * self._geometry.groups[detail.group].block_tokens)
-        if record.failed:
-            self._refuse(record, -1, 0.0)
 
     def _end_sources(self, record: JobRecord) -> None:
         """Give back the pins of sources, drop the bad ones, and note that the others were used."""

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is stored: offers of the store policy are answered, and a job is planned for those taken.
+"""What is stored: the store policy's offers are answered, and a job is planned for those taken.
 
 Offers come from three sides: what a running request has computed (``plan``), what a preemption
 takes away (``save``), and free blocks of the engine's cache (``plan_free``). ``_store`` answers
-them all. Scheduler thread only.
+them all. What finds no room is offered again after a back-off. Scheduler thread only.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -17,24 +17,18 @@ from kvdisk.blocks import BlockKey, JobId, Slot, group_of
 from kvdisk.geometry import GroupGeometry
 from kvdisk.manager.admission import Demand
 from kvdisk.manager.catalog import ABSENT, NONE
-from kvdisk.manager.jobs import MoveDetail, StoreSources
+from kvdisk.manager.jobs import JobRecord, MoveDetail, StoreSources
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import Parts, Room
-from kvdisk.manager.requests import RequestState
+from kvdisk.manager.requests import BackOff, RequestState
 from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind, Move
 
-MOST_LEFT = 4096
-"""Blocks of requests that have ended which wait for a segment; the first that came are forgotten
-first."""
-MOST_LEFT_OFFERS = 256
-"""Of these, how many are offered in a step."""
-
 
 class _Offer(NamedTuple):
-    """A block that is offered. ``position``: in its group of its request; -1: it is no
-    request's."""
+    """A block that is offered. ``position``: in its group of its request; -1: it is no request's,
+    or not to be offered again."""
 
     key: BlockKey
     parent: BlockKey | None
@@ -68,11 +62,8 @@ class StorePlanner(Room):
         self._neighbours = neighbours
         self._generation = first_generation
         self._min_block_tokens = min(group.block_tokens for group in parts.geometry.groups)
-        self._left: deque[_Offer] = deque(maxlen=MOST_LEFT)
-        """Blocks that waited for room when their requests ended, by request in the order of the
-        prompt."""
-        self._left_at = -1
-        """The number of ``released`` when these were last offered."""
+        self._free_back_off = BackOff()
+        """Of offers of free blocks."""
 
     # -- what requests have computed ------------------------------------------------------------
 
@@ -83,23 +74,38 @@ class StorePlanner(Room):
         if not self._store_policy.saves_victims:
             computed_tokens = self._storable_tokens(request, computed_tokens)
         new_blocks = computed_tokens // self._min_block_tokens > request.held_tokens // self._min_block_tokens
-        return new_blocks or self._store_policy.waits(request.request_id)
+        return new_blocks or bool(request.due)
 
     def plan(self, request: RequestState, computed_tokens: int, block_ids: Sequence[Sequence[int]], now: float) -> None:
-        """See ``TierManager.plan_store``."""
+        """See ``TierManager.plan_store``.
+
+        Where blocks find no room nothing behind them is offered before they are: without them it
+        serves nobody.
+        """
         if request.loading or request.stale:
             return
         request.update_keys()
-        known_tokens = request.held_tokens
         request.held_tokens, request.held_blocks = computed_tokens, block_ids
         storable_tokens = self._storable_tokens(request, computed_tokens)
-        offers: list[_Offer] = []
         for group in self._geometry.groups:
-            storable = self._full_blocks(request, group, storable_tokens)
-            self._count_reached(request, group, min(known_tokens // group.block_tokens, storable), storable)
-            positions = self._store_policy.offers(request.request_id, group.group, storable, self._state.released, now)
-            offers += self._offers(request, group, positions, block_ids[group.group])
-        self._answer(request, offers, now)
+            start, stop = request.reached[group.group], self._full_blocks(request, group, storable_tokens)
+            request.reached[group.group] = stop
+            if start < stop:
+                keys = request.keys[group.group]
+                self._count_reached(keys[start:stop], request.request_id)
+                positions = self._store_policy.reached(request.request_id, keys, start, stop)
+                request.due += [(group.group, at) for at in positions]
+        if not request.due or request.back_off.holds(self._state.released, now):
+            return
+        # Of what was offered before the request may hold less by now.
+        due = {(group, at) for group, at in request.due if at < request.reached[group]}
+        offers = self._offers(request, due, block_ids)
+        _, refused = self._store(offers, request, now)
+        request.due = [(offer.group, offer.position) for offer in refused]
+        if len(refused) < len(offers):
+            request.back_off.accept()
+        if refused:
+            request.back_off.refuse(self._state.released, now)
 
     def _storable_tokens(self, request: RequestState, computed_tokens: int) -> int:
         if request.limits.store_limit_tokens is not None:
@@ -113,17 +119,14 @@ class StorePlanner(Room):
         known = min(len(request.keys[group.group]), len(request.held_blocks[group.group]))
         return min(final_tokens // group.block_tokens, known)
 
-    def _count_reached(self, request: RequestState, group: GroupGeometry, start: int, stop: int) -> None:
+    def _count_reached(self, keys: Sequence[BlockKey], request_id: str) -> None:
         """Record that a request reached these blocks: count the demand and refresh recency.
 
         Offer those that a tier has to the next one again: their count may have risen.
         """
-        if start == stop:
-            return
-        keys, catalog = request.keys[group.group], self._catalog
-        self._store_policy.reached(request.request_id, keys, start, stop)
-        self._demand.count_demand(keys[start:stop], request.request_id)
-        used = [row for row in catalog.find_all(keys[start:stop]) if catalog.is_coming(row)]
+        catalog = self._catalog
+        self._demand.count_demand(keys, request_id)
+        used = [row for row in catalog.find_all(keys) if catalog.is_coming(row)]
         if not used:
             return
         for space in self._tiers:
@@ -133,42 +136,24 @@ class StorePlanner(Room):
         for space in self._tiers:
             space.reached(used)
 
-    def restarted(self, request: RequestState) -> None:
-        """Forget what a request has computed: it begins anew."""
+    def forget(self, request: RequestState) -> None:
+        """Forget what a request has computed: it has ended, or begins anew."""
         request.holds_nothing()
         self._store_policy.request_finished(request.request_id)
 
-    def finished(self, request: RequestState) -> None:
-        """Forget a request; what of it waits for a segment may still be stored while the engine has
-        it cached.
+    def offer_again(self, record: JobRecord, request: RequestState | None, now: float) -> None:
+        """Have the blocks of a store's failed moves offered again; ``request``: whose they are, if
+        it still lives.
 
-        Not what waits for a budget, or for others to leave: that room is for the requests that
-        live.
+        Their slots are free again: only the back-off stands before the next offer.
         """
-        can_wait = not request.loading and not request.stale
-        if self._target.status.has_room_soon and can_wait and self._store_policy.waits(request.request_id):
-            self._left.extend(self._unstored(request))
-            self._left_at = -1
-        self.restarted(request)
-
-    def _unstored(self, request: RequestState) -> list[_Offer]:
-        """Return a request's blocks that no tier has or gets, in the order of its prompt."""
-        found = []
-        storable_tokens = self._storable_tokens(request, request.held_tokens)
-        for group in self._geometry.groups if request.held_blocks else ():
-            count = self._full_blocks(request, group, storable_tokens)
-            found += self._offers(request, group, range(count), request.held_blocks[group.group])
-        missing = [offer for offer, row in self._missing(found)]
-        return [offer._replace(position=-1) for offer in sorted(missing, key=self._end_tokens)]
-
-    def has_leftovers(self, now: float) -> bool:
-        """Whether blocks of requests that have ended wait for room, and some may have come free."""
-        return bool(self._left) and self._state.released > self._left_at and self._target.refresh_writable(now)
-
-    def reset(self) -> None:
-        """Forget what requests have left in the engine's cache: it may be wrong."""
-        self._left.clear()
-        self._store_policy.reset()
+        released = self._state.released - 1
+        if record.request_id is None:
+            self._refuse_free([record.job.moves[at].key for at in record.failed], released, now)
+        elif request is not None:
+            details = [record.details[at] for at in record.failed]
+            request.due += [(detail.group, detail.position) for detail in details if detail.position >= 0]
+            request.back_off.refuse(released, now)
 
     # -- preemption ----------------------------------------------------------------------------
 
@@ -181,22 +166,26 @@ class StorePlanner(Room):
         """
         if request.stale or not request.held_blocks:
             return None
-        offers: list[_Offer] = []
         storable_tokens = request.held_tokens
         if request.limits.store_limit_tokens is not None:
             storable_tokens = min(storable_tokens, request.limits.store_limit_tokens)
+        places: list[tuple[int, int]] = []
+        tables: list[list[int]] = []
         for group in self._geometry.groups:
             keys = request.keys[group.group]
             blocks = [0 if block in overwritten else block for block in request.held_blocks[group.group]]
             self._leave_out_what_has_gone(group, keys, blocks, request.held_tokens)
+            tables.append(blocks)
             storable = self._full_blocks(request, group, storable_tokens)
             positions = self._store_policy.preempted(request.request_id, group.group, storable)
             # Generated tokens too, whose demand was not counted without ``store_decode``.
             self._demand.count_demand([keys[position] for position in positions], request.request_id)
-            offers += self._offers(request, group, positions, blocks)
+            places += [(group.group, at) for at in positions]
+        # Never offered again: they are overwritten before room comes free.
+        offers = [offer._replace(position=-1) for offer in self._offers(request, places, tables)]
         request.holds_nothing()
         # The copies come before all else of the step: nobody has to watch the blocks.
-        return self._answer(request, offers, now, watched=False)
+        return self._store(offers, request, now, watched=False)[0]
 
     def _leave_out_what_has_gone(
         self, group: GroupGeometry, keys: Sequence[BlockKey], blocks: list[int], computed_tokens: int
@@ -215,58 +204,47 @@ class StorePlanner(Room):
     # -- free blocks ---------------------------------------------------------------------------
 
     def plan_free(self, now: float) -> None:
-        """Store free blocks that the store policy offers, and those left by requests that ended
-        before there was room.
+        """Store free blocks that the store policy offers.
 
-        The latter only where room may have come free since they were refused.
+        It is asked when the engine may have taken as many blocks as a step can since the last time,
+        so that an ordinary step does not look at the free queue.
         """
-        if self._left and self._state.released > self._left_at:
-            left, block_of = self._left, self._context.get_block
-            offers = [left.popleft() for _ in range(min(MOST_LEFT_OFFERS, len(left)))]
-            # One request may have left what another has left, too.
-            cached = {offer.key: offer for offer in offers if block_of(offer.gpu_block).key == offer.key}
-            _, refused = self._store(list(cached.values()), None, now)
-            left.extendleft(reversed(refused))
-            if refused:
-                self._left_at = self._state.released
-        found = self._store_policy.free_offers(self._context, self._state.released, now)
-        if found:
-            free = [_Offer(offer.key, offer.parent, offer.block, group_of(offer.key)) for offer in found]
-            _, refused = self._store(free, None, now)
-            lacking = {offer.key for offer in refused}
-            done = [offer.key for offer in free if offer.key not in lacking]
-            if done:
-                self._store_policy.accept_free(done)
-            if refused:
-                self._store_policy.refuse_free([offer.key for offer in refused], self._state.released, now)
+        if self._state.taken_blocks < self._context.step_blocks or self._free_back_off.holds(self._state.released, now):
+            return
+        self._state.taken_blocks = 0
+        found = self._store_policy.free_offers(self._context)
+        if not found:
+            return
+        _, refused = self._store(
+            [_Offer(each.key, each.parent, each.block, group_of(each.key)) for each in found], None, now
+        )
+        if len(refused) < len(found):
+            self._free_back_off.accept()
+        if refused:
+            self._refuse_free([offer.key for offer in refused], self._state.released, now)
+
+    def _refuse_free(self, keys: Sequence[BlockKey], released: int, now: float) -> None:
+        """Have free blocks offered again, after a back-off."""
+        self._free_back_off.refuse(released, now)
+        self._store_policy.refuse_free(keys)
+        self._state.taken_blocks = self._context.step_blocks  # ask as soon as that is over
 
     # -- answers -------------------------------------------------------------------------------
 
     def _offers(
-        self, request: RequestState, group: GroupGeometry, positions: Sequence[int], gpu_blocks: Sequence[int]
+        self, request: RequestState, places: Iterable[tuple[int, int]], gpu_blocks: Sequence[Sequence[int]]
     ) -> list[_Offer]:
-        keys, number = request.keys[group.group], group.group
-        return [_Offer(keys[at], keys[at - 1] if at else None, gpu_blocks[at], number, at) for at in positions]
+        """Return a request's blocks, by group and position, in the order of its prompt over all
+        groups."""
+        offers = []
+        for group, at in places:
+            keys = request.keys[group]
+            offers.append(_Offer(keys[at], keys[at - 1] if at else None, gpu_blocks[group][at], group, at))
+        offers.sort(key=self._place_in_prompt)
+        return offers
 
-    def _answer(self, request: RequestState, offers: list[_Offer], now: float, *, watched: bool = True) -> JobId | None:
-        """Store what can be of a request's offers, and tell the policy; return the job, if there
-        is one."""
-        if not offers:
-            return None
-        if len(self._geometry.groups) > 1:
-            offers.sort(key=self._end_tokens)
-        job_id, refused = self._store(offers, request, now, watched=watched)
-        lacking = {offer.key for offer in refused}
-        done = [(offer.group, offer.position) for offer in offers if offer.key not in lacking]
-        if done:
-            self._store_policy.accept(request.request_id, done)
-        if refused:
-            places = [(offer.group, offer.position) for offer in refused]
-            self._store_policy.refuse(request.request_id, places, self._state.released, now)
-        return job_id
-
-    def _end_tokens(self, offer: _Offer) -> int:
-        return (offer.position + 1) * self._geometry.groups[offer.group].block_tokens
+    def _place_in_prompt(self, offer: _Offer) -> tuple[int, int]:
+        return (offer.position + 1) * self._geometry.groups[offer.group].block_tokens, offer.group
 
     def _missing(self, offers: Sequence[_Offer]) -> list[tuple[_Offer, int]]:
         """Return, with their rows, the blocks on the GPU that no tier has or gets, nor a neighbour

@@ -28,14 +28,13 @@ class TierStatus(NamedTuple):
     """How a tier stands; the defaults are those of one that can always be written.
 
     ``is_open``: False once the tier is off for good. ``is_spent``: whether it was a budget that
-    forbade writing at the last ``refresh_writable``. ``has_room_soon``: whether room is to come
-    that nobody has to leave for. ``uncommitted``: whether steps are needed until a commit.
-    ``tickets``: of the last change that is to be committed, and of the last that is known to be.
+    forbade writing at the last ``refresh_writable``. ``uncommitted``: whether steps are needed
+    until a commit. ``tickets``: of the last change that is to be committed, and of the last that is
+    known to be.
     """
 
     is_open: bool = True
     is_spent: bool = False
-    has_room_soon: bool = False
     uncommitted: bool = False
     tickets: tuple[int, int] = (0, 0)
 

@@ -118,7 +118,6 @@ def _audit_connector(connector: Any) -> dict[str, Any]:
     manager = side._manager
     assert not side._requests and not side._local_tokens, (side._requests, side._local_tokens)
     audit_manager(manager)
-    assert not getattr(manager._stores._store_policy, "_watermarks", None)
     catalog, nvme = manager._catalog, manager._tiers.get(Tier.NVME)
     assert nvme is None or not (nvme._drops or nvme.segments._attaching or any(nvme.pool.limbo))
     on_nvme = [] if nvme is None else list(catalog.ready_keys(Tier.NVME))

@@ -4,10 +4,8 @@ of a fresh store."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from schedulers import BLOCK_TOKENS, BLOCKS, OTHER, PROMPT, Bench, prompt_of
+from schedulers import BLOCK_TOKENS, BLOCKS, OTHER, PROMPT, prompt_of
 from vllm.lora.request import LoRARequest
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
@@ -141,14 +139,13 @@ def test_a_drafters_last_block_is_not_what_its_hash_says(plain, stored_of, asked
         assert [move.key for move in load.moves if group_of(move.key) == group] == bench.keys("a", group)[:loaded]
 
 
-# -- what has ended before a fresh store had room for it -------------------------------------------
-
-FRESH: dict[str, Any] = {"nvme": True, "extra": {"cpu_bytes": 0}}
+# -- a fresh store ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("max_tokens", "window"), [(1, None), (8, None), (1, 2 * BLOCK_TOKENS)])
 def test_the_first_requests_of_a_fresh_store_are_stored(plain, max_tokens, window):
-    bench = plain.make(**FRESH, window_tokens=window)
+    bench = plain.make(nvme=True, extra={"cpu_bytes": 0}, window_tokens=window)
+    bench.run()  # an engine that has just started makes the first segment
     bench.add("a", PROMPT, max_tokens)
     bench.add("b", OTHER, max_tokens)
     bench.run()
@@ -157,16 +154,3 @@ def test_the_first_requests_of_a_fresh_store_are_stored(plain, max_tokens, windo
     for name in "ab":
         bench.serve(f"again {name}", bench.known[name].prompt_token_ids)
     assert bench.counters()["hit_tokens.nvme"] == 2 * BLOCKS * BLOCK_TOKENS
-
-
-@pytest.mark.parametrize("reset", ["reset_prefix_cache", "reset_connector_cache"])
-def test_what_is_gone_before_there_is_room_is_not_stored(plain, reset):
-    bench: Bench = plain.make(**FRESH)
-    bench.hold = {JobKind.OPEN_SEGMENT}
-    bench.add("a", PROMPT, max_tokens=1)
-    for _ in range(4):
-        bench.step()
-    assert getattr(bench.scheduler, reset)()
-    bench.release()
-    bench.run()
-    assert bench.stored() == []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -288,10 +288,10 @@ def _wait_until(condition: Callable[[], object]) -> None:
 class BrokenPolicy(OnCompute):
     """Raises when the second request is served."""
 
-    def reached(self, request_id: str, *arguments: Any) -> None:
+    def reached(self, request_id: str, *arguments: Any) -> Sequence[int]:
         if request_id == "second":
             raise Planted("policy")
-        super().reached(request_id, *arguments)
+        return super().reached(request_id, *arguments)
 
 
 class BrokenAdmission(AdmitAll):

@@ -12,7 +12,7 @@ from machines import must_catch_a_bug, plant, tolerate_missing_pins
 from support import manager_sizes as on
 from support.manager_parts import Sizes
 
-from kvdisk.manager import jobs, loads, lookup, manager, neighbours, prefetch, settlement, store_policy, stores
+from kvdisk.manager import jobs, loads, lookup, manager, neighbours, prefetch, requests, settlement, stores
 
 
 class Bug(NamedTuple):
@@ -169,21 +169,23 @@ BUGS = {
         loads, "job = self._jobs.pop(job_id, None)", "job = None and self._jobs", on.QUEUE_SIZES
     ),
     # -- stores and their policies --
-    "refused block skipped by the watermark": Bug(
-        store_policy,
-        "watermark.frontiers[group] = min(position, watermark.frontiers.get(group, 0))",
-        "pass",
+    "refused block never offered again": Bug(
+        stores,
+        "request.due = [(offer.group, offer.position) for offer in refused]",
+        "request.due = []",
         (on.NVME_ONLY, on.NVME_REUSE, on.WINDOW),
     ),
-    "refused block offered every step": Bug(
-        store_policy, "return released <= self.released or now < self.retry_s", "return False"
+    "block of a failed store never offered again": Bug(
+        stores, "request.due += [(detail.group, detail.position) for detail in details if detail.position >= 0]", "pass"
     ),
-    "stored block offered again": Bug(store_policy, "return range(start, storable)", "return range(storable)"),
+    "block offered that a request has not computed again": Bug(
+        stores, "if at < request.reached[group]}", "}", (*on.ON_COMPUTE_SIZES,)
+    ),
+    "refused block offered every step": Bug(
+        requests, "return released <= self.released or now < self.retry_s", "return False"
+    ),
     "refused free block offered every step": Bug(
-        store_policy,
-        "if self._refused and not self._back_off.holds(released, now):",
-        "if self._refused:",
-        (on.SPILLOVER,),
+        stores, "or self._free_back_off.holds(self._state.released, now)", "", (on.SPILLOVER,)
     ),
     "free blocks stored and not watched": Bug(
         stores, "if watched:", "if watched and request is not None:", on.SPILLOVER_SIZES

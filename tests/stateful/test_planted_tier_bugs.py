@@ -164,14 +164,13 @@ def idle_engine_that_waits_for_the_budget(patch: Patch) -> None:
 
 @shows_in(*on.ON_PREEMPTION_SIZES)
 def blocks_stored_though_nobody_was_preempted(patch: Patch) -> None:
-    patch.setattr(OnPreemption, "offers", lambda self, request_id, group, storable, *_: range(storable))
+    patch.setattr(OnPreemption, "reached", lambda self, request_id, keys, start, stop: range(start, stop))
 
 
 @shows_in(*on.SPILLOVER_SIZES)
 def free_block_offered_again_though_nobody_reached_it(patch: Patch) -> None:
     def free_offers(original: Any, self: Spillover, *args: Any) -> Any:
         self._offered.clear()
-        self._front = type(self._front)()
         return original(self, *args)
 
     wrap(patch, Spillover, "free_offers", free_offers)

@@ -88,13 +88,9 @@ class FakePool:
         """See ``SchedulerContext``."""
         return self.find(key) is not None
 
-    def iter_free_blocks(self, after: int | None = None) -> Iterator[FakeBlock]:
+    def iter_free_blocks(self) -> Iterator[FakeBlock]:
         """See ``SchedulerContext``."""
-        queue = iter(self._free)
-        if after is not None:
-            assert after in self._free, "the cursor has left the queue"
-            next(block_id for block_id in queue if block_id == after)
-        for block_id in queue:
+        for block_id in self._free:
             yield self._blocks[block_id]
 
     # -- the engine's side ---------------------------------------------------------------------

@@ -159,7 +159,6 @@ class ManagerParts:
     transfers: Transfers
     cpu: CpuSpace | None
     nvme: NvmeSpace | None
-    policy: WatchedPolicy
 
     def neighbour_has(self, key: BlockKey) -> bool:
         """Whether a neighbour is thought to have a block."""
@@ -196,7 +195,7 @@ class ManagerParts:
             nvme.restore(HOME_ID, FINGERPRINT)
         tiers = Tiers(cpu, nvme)
         manager = TierManager(parts, tiers, policy, first_generation, neighbours if sizes.has_nvme else None)
-        return cls(manager, parts.catalog, parts.transfers, cpu, nvme, policy)
+        return cls(manager, parts.catalog, parts.transfers, cpu, nvme)
 
 
 def _layout(sizes: Sizes) -> NvmeLayout:

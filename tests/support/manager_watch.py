@@ -7,9 +7,11 @@ design, as assertions.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.index.memory_index import MemoryIndex
@@ -17,6 +19,7 @@ from kvdisk.manager.catalog import CopyState
 from kvdisk.manager.demotions import MAX_DEMOTE_JOBS
 from kvdisk.manager.lookup import first_needed
 from kvdisk.manager.pool import USED, SlotPool
+from kvdisk.manager.requests import RequestState
 from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
 from support.fake_engine import FakeEngine, Watch
 from support.fake_ranks import FakeRank
@@ -28,6 +31,8 @@ from support.read_watch import ReadWatch
 _BAD_COPY = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
 _READS = frozenset({JobKind.LOAD, JobKind.PROMOTE})
 _BAD_WRITE = frozenset({Reason.NO_SPACE, Reason.IO_ERROR})
+SHORTEST_BACK_OFF_S = 0.04
+"""An offer refused for lack of room is not repeated sooner."""
 FIRST_BACK_OFF_S = 1.0
 """Nothing is written to NVMe for so long after a write has failed."""
 
@@ -53,6 +58,10 @@ class ManagerWatch(Watch):
     _stored: set[tuple[str, BlockKey]] = field(default_factory=set)
     """Blocks of live requests that were seen in some tier, or on their way there, since they were
     offered."""
+    _refused: dict[tuple[str, BlockKey], tuple[int, float]] = field(default_factory=dict)
+    """Offers that found no room, by request: ``_changes`` then, and when."""
+    _changes: int = 0
+    """Rises whenever room may have come free."""
     _not_admitted: set[tuple[str, BlockKey]] = field(default_factory=set)
     """Blocks that too few requests had wanted when their request offered them: others store
     them."""
@@ -76,7 +85,8 @@ class ManagerWatch(Watch):
         self._budget_filled_s = self.engine.now
         self.engine.manager, self.engine.watch = self.parts.manager, self
         self.reads = ReadWatch(self.sizes, self.parts, self.engine)
-        self.parts.policy.on_accept, self.parts.policy.before_free = self._accepted, self.note_progress
+        self._store = self.parts.manager._stores._store
+        self.parts.manager._stores._store = self._watched_store  # type: ignore[method-assign]
         if isinstance(self.parts.cpu, WatchedCpuSpace):
             self.parts.cpu.wanted = self._is_wanted_on_nvme
 
@@ -140,10 +150,24 @@ class ManagerWatch(Watch):
             elif is_new and not self._is_admitted(self._first_admission, key):
                 self._not_admitted.add((request.id, key))
 
-    def _accepted(self, request_id: str, group: int, position: int) -> None:
-        key = key_of(self.engine.requests[request_id], self.sizes.geometry.groups[group], position)
-        if self._is_held(key):
-            self._stored.add((request_id, key))
+    def _watched_store(self, offers: Any, request: RequestState | None, now: float, **how: Any) -> Any:
+        """Offers are answered: what was refused is offered again only where something has changed.
+
+        ``how``: of a victim's blocks, which are gone when there is room.
+        """
+        owner = "" if request is None else request.request_id
+        if request is None:
+            self.note_progress()
+        for offer in offers if not how else ():
+            changes, refused_s = self._refused.pop((owner, offer.key), (-1, -math.inf))
+            assert now - refused_s >= SHORTEST_BACK_OFF_S, "an offer is repeated without a back-off"
+            assert self._changes > changes, "an offer is repeated though no room can have come free"
+        job_id, refused = self._store(offers, request, now, **how)
+        for offer in refused if not how else ():
+            self._refused[owner, offer.key] = self._changes, now
+        lacking = {offer.key for offer in refused}
+        self._stored |= {(owner, each.key) for each in offers if each.key not in lacking and self._is_held(each.key)}
+        return job_id, refused
 
     def _held_keys(self, request: FakeRequest, tokens: int) -> list[BlockKey]:
         return [
@@ -176,10 +200,10 @@ class ManagerWatch(Watch):
 
     def note_progress(self) -> None:
         """Note that room may have come free: call when the manager has looked at the index."""
-        nvme, policy = self.parts.nvme, self.parts.policy
+        nvme = self.parts.nvme
         progress = (self.index.poll().committed, nvme is None or nvme.refresh_writable(self.engine.now))
         # Within a second, a failed write's back-off can have begun and ended.
-        policy.changes += progress != self._progress or self.engine.now >= self._planned_s + 1.0
+        self._changes += progress != self._progress or self.engine.now >= self._planned_s + 1.0
         self._progress, self._planned_s = progress, self.engine.now
 
     def _note_job(self, job: Job) -> None:
@@ -269,7 +293,7 @@ class ManagerWatch(Watch):
         """Note failed loads and stores, and that room may have come free."""
         for job_id, ranks in report.released.items():
             self._late_ranks[job_id] -= ranks
-            self.parts.policy.changes += 1
+            self._changes += 1
         for job_id, result in report.results.items():
             job, owner = self._jobs[job_id]
             self._late_ranks[job_id] += result.late_ranks
@@ -280,7 +304,7 @@ class ManagerWatch(Watch):
             if self._ranks_left[job_id] == 0:
                 del self._jobs[job_id], self._ranks_left[job_id]
                 self.reads.settled(job)
-                self.parts.policy.changes += 1
+                self._changes += 1
                 late = self._late[job_id][1] if self._late_ranks[job_id] else ()
                 for position, reason in self._failures.pop(job_id, {}).items():
                     self._note_failure(job, owner, position, reason, position in late)

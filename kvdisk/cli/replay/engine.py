@@ -62,11 +62,12 @@ class Engine:
         blocks += pool.take(count - done)
         pool.cache(keys[local:done], blocks[local:done])
         while True:
-            done = min(count, done + self._step_blocks)
+            step_blocks = min(count - done, self._step_blocks)
+            done += step_blocks
             tokens = done * self._block_tokens
             if manager.may_offer(request_id, tokens):
                 manager.plan_store(request_id, tokens, [blocks], self._now)
-            self._step()
+            self._step(step_blocks * self._block_tokens)
             if done == count:
                 break
         pool.cache(keys, blocks)
@@ -119,8 +120,9 @@ class Engine:
             self.manager.plan_store(request_id, tokens, [blocks], self._now)
             self._step()
 
-    def _step(self, *, idle: bool = False) -> Plan:
-        plan = self.manager.take_plan(self._now, idle=idle)
+    def _step(self, tokens: int = 0, *, idle: bool = False) -> Plan:
+        """Run a step that computes so many tokens of a prompt."""
+        plan = self.manager.take_plan(self._now, idle=idle, step_tokens=tokens)
         for job in plan.jobs:
             on_drive = sum(Tier.NVME in move.slots for move in job.moves)
             if job.kind in {JobKind.STORE, JobKind.DEMOTE}:

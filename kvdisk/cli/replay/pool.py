@@ -75,12 +75,9 @@ class GpuPool:
         """See ``SchedulerContext``."""
         return key in self._cached
 
-    def iter_free_blocks(self, after: int | None = None) -> Iterator[GpuBlock]:
+    def iter_free_blocks(self) -> Iterator[GpuBlock]:
         """See ``SchedulerContext``."""
-        queue = iter(self._free)
-        if after is not None:
-            next(block_id for block_id in queue if block_id == after)
-        return map(self._blocks.__getitem__, queue)
+        return map(self._blocks.__getitem__, self._free)
 
     # -- the engine's side ---------------------------------------------------------------------
 
