@@ -139,7 +139,7 @@ class GpuLoads:
         return self._loaders.get(key)
 
     def presences(self, keys: Sequence[BlockKey]) -> bytes:
-        """Return, as ``Catalog.presences``: READY for what is on its way to the GPU."""
+        """As ``Catalog.presences``: READY is what is on its way to the GPU."""
         return bytes(map(self._loaders.__contains__, keys)).replace(b"\1", _READY)
 
 
@@ -300,7 +300,7 @@ class LoadPlanner(Room):
             return None
         if loads.is_out(awaited) and not request.gave_up_waiting and not self._is_over(request, now):
             return awaited
-        end = Lookups().find(loads, self._geometry, request.keys, local_tokens, hit).ready
+        end = Lookups().find(loads.presences, self._geometry, request.keys, local_tokens, hit).ready
         if end <= local_tokens or not self._is_worth(request, local_tokens, end):
             return None
         return loads.loader_of(next(keys[0] for keys in self._needed_keys(request, local_tokens, end) if keys))
@@ -348,7 +348,7 @@ class LoadPlanner(Room):
         request.loading = True
         request.wait_started_s = None
         self._state.taken_blocks += len(reads)
-        self._hits.loaded(request, local_tokens, external_tokens, details)
+        self._hits.scheduled(request, external_tokens, details)
         record = self._transfers.add(
             _LOAD, moves, details, epoch=self._state.epoch, request_id=request.request_id, arrival=request.arrival
         )

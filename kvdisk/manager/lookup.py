@@ -4,8 +4,8 @@ only."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey
 from kvdisk.geometry import Geometry, GroupGeometry
@@ -17,12 +17,9 @@ _READY = bytes([Presence.READY])
 _WITHOUT_COMING = bytes(NOWHERE if presence == COMING else presence for presence in range(256))
 
 
-class Presences(Protocol):
-    """Says of blocks whether they can be loaded, or are on their way: a ``Catalog``,
-    ``GpuLoads``."""
-
-    def presences(self, keys: Sequence[BlockKey]) -> bytes:
-        """Return the ``Presence`` of each key of a chain as a byte."""
+Presences = Callable[[Sequence[BlockKey]], bytes]
+"""Returns the ``Presence`` of each key of a chain as a byte: can it be loaded, or is it on its
+way?"""
 
 
 class Hits(NamedTuple):
@@ -47,21 +44,20 @@ def first_needed(group: GroupGeometry, local_tokens: int, hit_tokens: int) -> in
     return start // group.block_tokens
 
 
-class Reachable:
-    """What can be loaded: what the catalog has, and ``hints``, the keys that neighbours are thought
-    to have."""
+def reachable(catalog: Catalog, hints: Collection[BlockKey]) -> Presences:
+    """Return the presences of what the catalog has, and of ``hints``, the keys that neighbours are
+    thought to have: those are READY."""
+    if not hints:
+        return catalog.presences
 
-    def __init__(self, catalog: Catalog, hints: Collection[BlockKey]) -> None:
-        self._catalog = catalog
-        self._hints = hints
-
-    def presences(self, keys: Sequence[BlockKey]) -> bytes:
-        """Return each key's ``Presence``; what is hinted at is READY."""
-        found = self._catalog.presences(keys)
-        if self._hints and found.strip(_READY):
-            hinted = bytes(map(self._hints.__contains__, keys)).replace(b"\1", _READY)
+    def presences(keys: Sequence[BlockKey]) -> bytes:
+        found = catalog.presences(keys)
+        if found.strip(_READY):
+            hinted = bytes(map(hints.__contains__, keys)).replace(b"\1", _READY)
             found = bytes(map(max, found, hinted))
         return found
+
+    return presences
 
 
 class Lookups:
@@ -101,19 +97,19 @@ class Lookups:
             if held != self._held:
                 self._ends, self._held = {}, held
             self._asked = asked
-            self._hits = self.find(Reachable(catalog, hints), geometry, keys, local_tokens, limit_tokens)
+            self._hits = self.find(reachable(catalog, hints), geometry, keys, local_tokens, limit_tokens)
         return self._hits
 
     def find(
         self,
-        source: Presences,
+        presences: Presences,
         geometry: Geometry,
         keys: Sequence[Sequence[BlockKey]],
         local_tokens: int,
         limit_tokens: int,
     ) -> Hits:
         """As ``hits``, but looks even where nothing has changed; of new ``Lookups`` in any
-        source."""
+        ``presences``."""
         step = geometry.step_tokens
         for group in geometry.groups:
             limit_tokens = min(limit_tokens, len(keys[group.group]) * group.block_tokens)
@@ -126,23 +122,23 @@ class Lookups:
             first, last = local_tokens // group.block_tokens, coming // group.block_tokens
             if group.volatile_last:  # the block after a hit must be there: then the hit's last one was not the last
                 last = min(last + 1, len(keys[group.group]))
-            ends = self._extend(source, group.group, keys[group.group], first, last)
+            ends = self._extend(presences, group.group, keys[group.group], first, last)
             ready = min(ready, (ends[0] - group.volatile_last) * group.block_tokens // step * step)
             coming = min(coming, (ends[1] - group.volatile_last) * group.block_tokens // step * step)
         windows: list[_Window] = []
         for group in geometry.groups if coming > local_tokens else ():
             if group.window_tokens is not None:
                 local = local_tokens // group.block_tokens
-                rest = source.presences(keys[group.group][local : coming // group.block_tokens])
+                rest = presences(keys[group.group][local : coming // group.block_tokens])
                 windows.append((group, _READY * local + rest))
-        loadable = [(group, presences.translate(_WITHOUT_COMING)) for group, presences in windows]
+        loadable = [(group, found.translate(_WITHOUT_COMING)) for group, found in windows]
         return Hits(
             _shorten(loadable, local_tokens, ready, step),
             _shorten(windows, local_tokens, coming, step),
         )
 
     def _extend(
-        self, source: Presences, group: int, keys: Sequence[BlockKey], first: int, last: int
+        self, presences: Presences, group: int, keys: Sequence[BlockKey], first: int, last: int
     ) -> tuple[int, int]:
         """Return up to where, at most ``last``, a full-attention group's blocks from ``first`` on
         are ready, or coming.
@@ -152,7 +148,7 @@ class Lookups:
         ready = position = min(self._ends.get(group, first), last)
         is_ready = True
         while position < last:
-            span = source.presences(keys[position : min(position + _SPAN, last)])
+            span = presences(keys[position : min(position + _SPAN, last)])
             if is_ready:
                 count = len(span) - len(span.lstrip(_READY))
                 ready += count

@@ -177,8 +177,7 @@ class TierManager(Room):
         if request is None:
             return False
         self._promotions.leave(request)
-        if request.asked is not None:
-            self._hits.passed_over(request)
+        self._hits.scheduled(request)
         return self._stores.may_offer(request, computed_tokens)
 
     def plan_store(self, request_id: str, computed_tokens: int, block_ids: Sequence[Sequence[int]], now: float) -> None:

@@ -14,7 +14,7 @@ from kvdisk.blocks import BlockKey, Slot, group_of
 from kvdisk.manager.admission import Demand
 from kvdisk.manager.catalog import ABSENT, READY
 from kvdisk.manager.loads import GpuLoads, Read, Reader
-from kvdisk.manager.lookup import Lookups, Reachable, first_needed
+from kvdisk.manager.lookup import Lookups, first_needed, reachable
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import Parts, Room
 from kvdisk.manager.requests import RequestState
@@ -115,10 +115,10 @@ class Promotions(Room):
         request.update_keys()
         known = max(request.prompt_tokens, len(request.hashes) * self._geometry.hash_tokens)
         limit = known - 1 if request.load_limit_tokens is None else min(known - 1, request.load_limit_tokens)
-        catalog, source = self._catalog, Reachable(self._catalog, self._neighbours.usable_hints)
+        catalog, presences = self._catalog, reachable(self._catalog, self._neighbours.usable_hints)
         # To the end of what is there or on its way: behind a block that is just being stored there
         # may be others.
-        hit = Lookups().find(source, self._geometry, request.keys, 0, limit).coming
+        hit = Lookups().find(presences, self._geometry, request.keys, 0, limit).coming
         found: list[tuple[int, Read]] = []
         held: list[int] = []
         for group in self._geometry.groups:

@@ -187,7 +187,6 @@ class HitCounts:
         self._geometry = geometry
         self._stats = stats
         self._tiers = tiers
-        self._nothing = dict.fromkeys(tiers, 0)
 
     def waits(self, request: RequestState, now: float) -> None:
         """Count a lookup that was answered 'not yet'."""
@@ -201,61 +200,43 @@ class HitCounts:
             self._stats.observe("wait_seconds", max(0.0, now - request.waited_since_s))
             request.waited_since_s = None
 
-    def _asked(self, request: RequestState) -> _Asked | None:
-        """Return the last lookup, which is dealt with from here on."""
+    def scheduled(self, request: RequestState, loaded_tokens: int = 0, details: Sequence[MoveDetail] = ()) -> None:
+        """Count what came of a request's last lookup, once: it runs, or a load is planned. Note in
+        ``request.hit_tokens`` how that divides between the tiers.
+
+        A promise that the engine did not take is none, and is not counted.
+        """
         asked, request.asked = request.asked, None
-        if asked is None:
-            return None
-        local_tokens, limit_tokens, promised_tokens = asked
+        if asked is None or asked[2] != loaded_tokens:
+            return
+        start_tokens, limit_tokens, _ = asked
         step = self._geometry.step_tokens
-        return local_tokens, max(local_tokens, limit_tokens // step * step), promised_tokens
-
-    def passed_over(self, request: RequestState) -> None:
-        """Count the misses of a request that runs and was promised nothing."""
-        asked = self._asked(request)
-        if asked is not None and asked[2] == 0:
-            self._count(asked, asked[0], self._nothing, self._nothing)
-
-    def loaded(
-        self, request: RequestState, local_tokens: int, external_tokens: int, details: Sequence[MoveDetail]
-    ) -> None:
-        """Count a planned load; note in ``request.hit_tokens`` how it divides between the tiers."""
-        end_tokens = local_tokens + external_tokens
-        asked = self._asked(request) or (local_tokens, end_tokens, external_tokens)
+        end_tokens, hit_end_tokens = max(start_tokens, limit_tokens // step * step), start_tokens + loaded_tokens
+        tokens = request.hit_tokens = self._tokens_by_tier(start_tokens, loaded_tokens, details)
         sources = [detail.source for detail in details]
-        blocks = {tier: sources.count(tier) for tier in self._tiers}
-        # A token is of the slowest tier that a block of its groups is in.
+        missed_tokens, missed_blocks = max(0, end_tokens - hit_end_tokens), 0
+        for group in self._geometry.groups:
+            first = max(first_needed(group, start_tokens, end_tokens), hit_end_tokens // group.block_tokens)
+            missed_blocks += max(0, end_tokens // group.block_tokens - first)
+        self._stats.add("lookup_tokens", max(end_tokens, hit_end_tokens) - start_tokens)
+        for tier in reversed(self._tiers):  # what a slower one has, those before it have missed
+            found = {"hit_tokens": tokens[tier], "hit_blocks": sources.count(tier)}
+            missed = {"missed_tokens": missed_tokens, "missed_blocks": missed_blocks}
+            for name, count in (found | missed).items():
+                self._stats.add(f"{name}.{tier.name.lower()}", count)
+            missed_tokens += found["hit_tokens"]
+            missed_blocks += found["hit_blocks"]
+
+    def _tokens_by_tier(self, start_tokens: int, tokens: int, details: Sequence[MoveDetail]) -> dict[Tier, int]:
+        """Return how a load divides: a token is of the slowest tier that a block of its groups is
+        in."""
         groups = self._geometry.groups
         grain = math.gcd(*(group.block_tokens for group in groups))
-        slowest = np.full(external_tokens // grain, self._tiers[0], np.uint8)
+        slowest = np.full(tokens // grain, self._tiers[0], np.uint8)
         for detail in details:
             if detail.source is not None and detail.source is not self._tiers[0]:
                 block_tokens = groups[detail.group].block_tokens
-                first = detail.position * block_tokens - local_tokens
+                first = detail.position * block_tokens - start_tokens
                 part = slowest[max(0, first) // grain : (first + block_tokens) // grain]
                 np.maximum(part, np.uint8(detail.source), out=part)
-        tokens = {tier: int(np.count_nonzero(slowest == tier)) * grain for tier in self._tiers}
-        request.hit_tokens = {tier: tokens.get(tier, 0) for tier in TIERS}
-        self._count(asked, end_tokens, tokens, blocks)
-
-    def _count(self, asked: _Asked, hit_end_tokens: int, tokens: dict[Tier, int], blocks: dict[Tier, int]) -> None:
-        """Count hits and misses. ``hit_end_tokens``: up to where the request has its KV now."""
-        start_tokens, end_tokens, _ = asked
-        asked_tokens, hit_tokens = end_tokens - start_tokens, sum(tokens.values())
-        missed_tokens, missed_blocks = max(0, asked_tokens - hit_tokens), 0
-        if end_tokens > hit_end_tokens:
-            for group in self._geometry.groups:
-                first = max(first_needed(group, start_tokens, end_tokens), hit_end_tokens // group.block_tokens)
-                missed_blocks += max(0, end_tokens // group.block_tokens - first)
-        stats = self._stats
-        stats.add("lookup_tokens", max(asked_tokens, hit_tokens))
-        for tier in reversed(self._tiers):  # what a slower one has, those before it have missed
-            name = tier.name.lower()
-            if tokens[tier] or blocks[tier]:
-                stats.add(f"hit_tokens.{name}", tokens[tier])
-                stats.add(f"hit_blocks.{name}", blocks[tier])
-            if missed_tokens or missed_blocks:
-                stats.add(f"missed_tokens.{name}", missed_tokens)
-                stats.add(f"missed_blocks.{name}", missed_blocks)
-            missed_tokens += tokens[tier]
-            missed_blocks += blocks[tier]
+        return {tier: int(np.count_nonzero(slowest == tier)) * grain for tier in TIERS}

@@ -55,18 +55,6 @@ def keys(jobs: list[Job]) -> list[list[BlockKey]]:
     return [[move.key for move in job.moves] for job in jobs]
 
 
-def test_requests_are_read_ahead_in_order_of_arrival():
-    queue = Queue()
-    for prompt in PROMPTS[2::-1]:
-        queue.add(prompt)
-    assert keys(queue.promoted()) == [keys_of(prompt) for prompt in PROMPTS[2::-1]]
-    assert queue.promoted() == []
-    assert all(queue.on_cpu(PROMPTS[0]))
-    assert queue.parts.manager.stats["prefetched_blocks"] == 12
-    queue.finish()
-    assert queue.parts.manager.stats["hit_tokens.nvme"] == 0
-
-
 def test_a_victim_is_read_ahead_before_those_that_came_later():
     queue = Queue()
     queue.first.finishing = True

@@ -10,19 +10,26 @@ from support.manager_sizes import ON_PREEMPTION_WINDOW
 from support.small_engine import SmallEngine
 
 from kvdisk.blocks import make_block_key
-from kvdisk.manager.admission import AdmitAll
 from kvdisk.messages import JobKind
-
-_GEOMETRY = replace(ON_PREEMPTION_WINDOW.geometry, rank_count=1)
-SIZES = replace(ON_PREEMPTION_WINDOW, geometry=_GEOMETRY, cpu_slots=(8, 8), block_count=30)
 
 
 class Place(SmallEngine):
-    """An engine with a window of 4 tokens in its second group, and what its plans stored."""
+    """An engine with a window of 4 tokens in its second group, and what its plans stored.
+
+    A block must be wanted before it is let in.
+    """
 
     def __init__(self) -> None:
-        super().__init__(SIZES)
-        self.planner = self.manager._stores
+        sizes = ON_PREEMPTION_WINDOW
+        super().__init__(
+            replace(
+                sizes,
+                geometry=replace(sizes.geometry, rank_count=1),
+                config=replace(sizes.config, cpu_admission="reuse(1)"),
+                cpu_slots=(8, 8),
+                block_count=30,
+            )
+        )
         self.stored: list[bytes] = []
 
     def run(self) -> None:
@@ -36,13 +43,9 @@ class Place(SmallEngine):
         self.engine._preempted.append(victim.id)
 
 
-@pytest.fixture
-def place():
-    return Place()
-
-
 @pytest.mark.parametrize("given_away", [False, True])
-def test_a_block_that_the_window_left_behind_is_saved_if_nobody_has_it(place, given_away):
+def test_a_block_that_the_window_left_behind_is_saved_if_nobody_has_it(given_away):
+    place = Place()
     request = place.engine.add("a", "aabbccdd", 4)
     place.run()
     assert request.computed == 8
@@ -62,24 +65,9 @@ def test_a_block_that_the_window_left_behind_is_saved_if_nobody_has_it(place, gi
     assert [key in place.stored for key in window] == [not given_away, not given_away, True, True]
 
 
-def test_admission_is_told_who_wants_a_generated_block_before_it_is_asked(place, monkeypatch):
-    told: set[tuple[bytes, str]] = set()
-
-    class Told(AdmitAll):
-        """Lets in what it was told of."""
-
-        is_open = False
-
-        def want(self, keys, request_id):
-            told.update((key, request_id) for key in keys)
-            return ()
-
-        def admits(self, keys):
-            return [(key, "a") in told for key in keys]
-
-    admission = Told()
-    monkeypatch.setattr(place.planner._target, "admission", admission)
-    monkeypatch.setattr(place.planner._demand, "_counting", [admission])
+def test_admission_is_told_who_wants_a_generated_block_before_it_is_asked(monkeypatch):
+    place = Place()
+    monkeypatch.setattr(place.watch, "_is_admitted", lambda *_: True)  # it hears of prompts alone
     place.engine.add("a", "aabbccddt", 4)
     for _ in range(4):
         place.run()
