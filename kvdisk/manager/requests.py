@@ -60,7 +60,8 @@ class BackOff:
         self.retry_s = max(self.retry_s, now + (self.seconds or FIRST_BACK_OFF_S))
 
     def accept(self) -> None:
-        """An offer was taken."""
+        """An offer was taken: there was room. One that needs none, or is not admitted, says nothing
+        of it."""
         self.seconds = 0.0
 
 

@@ -100,9 +100,9 @@ class StorePlanner(Room):
         # Of what was offered before the request may hold less by now.
         due = {(group, at) for group, at in request.due if at < request.reached[group]}
         offers = self._offers(request, due, block_ids)
-        _, refused = self._store(offers, request, now)
+        job_id, refused = self._store(offers, request, now)
         request.due = [(offer.group, offer.position) for offer in refused]
-        if len(refused) < len(offers):
+        if job_id is not None:
             request.back_off.accept()
         if refused:
             request.back_off.refuse(self._state.released, now)
@@ -215,10 +215,10 @@ class StorePlanner(Room):
         found = self._store_policy.free_offers(self._context)
         if not found:
             return
-        _, refused = self._store(
+        job_id, refused = self._store(
             [_Offer(each.key, each.parent, each.block, group_of(each.key)) for each in found], None, now
         )
-        if len(refused) < len(found):
+        if job_id is not None:
             self._free_back_off.accept()
         if refused:
             self._refuse_free([offer.key for offer in refused], self._state.released, now)

@@ -39,6 +39,23 @@ def test_the_back_off_doubles_while_nothing_is_taken():
     assert not back_off.holds(8, now + 0.051)
 
 
+@pytest.mark.parametrize(("is_taken", "most"), [(False, 7), (True, 60)])
+def test_a_full_tier_is_asked_ever_less_often_until_something_is_taken(is_taken, most, monkeypatch):
+    """In each step of 10 ms some room came free; of what is offered one block needs none, or is
+    taken, and the rest is refused."""
+    config = Config(cpu_bytes=1, store_decode=True)
+    small = SmallEngine(Sizes(GEOMETRY, config, 400, (4,), (), 0, (), most_outputs=600))
+    planner, asked = small.manager._stores, []
+    monkeypatch.setattr(
+        planner, "_store", lambda offers, *_: (asked.append(1) or (1 if is_taken else None), offers[1:])
+    )
+    small.engine.add("one", "aabbcc", 600)
+    for _ in range(200):
+        planner._state.released += 1
+        small.step()
+    assert most // 2 < len(asked) <= most
+
+
 # -- spillover -------------------------------------------------------------------------------------
 
 
