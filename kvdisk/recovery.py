@@ -11,7 +11,7 @@ import errno
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,21 +55,17 @@ def open_index(home: Home, *, index_bytes: int, class_bytes: Mapping[int, int], 
     if not home.index_is_sound():
         rebuild_index(home, index_bytes)
     index = _open(home, index_bytes, commit_s)
-    try:
+    with ExitStack() as held:
+        held.callback(index.close)
         dropped = _excess(home, list(index.segments()), class_bytes)
-        too_long = (home.index_path / "data.mdb").stat().st_size > index_bytes
-        if not dropped and not too_long:
+        too_long = (home.index_path / INDEX_FILE).stat().st_size > index_bytes
+        if dropped or too_long:
+            _cut(home, index, dropped)
+        if not too_long:
+            held.pop_all()
             return index
-        _cut(home, index, dropped)
-        if too_long:
-            segments, blocks = list(index.segments()), index.block_columns()
-    except BaseException:
-        index.close()
-        raise
-    if not too_long:
-        return index
-    index.close()  # LMDB's file never shrinks
-    home.remove_index()
+        segments, blocks = list(index.segments()), index.block_columns()
+    home.remove_index()  # LMDB's file never shrinks
     _write_index(home, segments, blocks, index_bytes)
     return LmdbIndex(home.index_path, map_bytes=index_bytes, commit_s=commit_s)
 
@@ -112,20 +108,17 @@ def rebuild_index(home: Home, index_bytes: int) -> Rebuilt:
 
 def _as_records(found: Blocks, now_s: int) -> BlockColumns:
     """Return blocks that a rebuild found as index records, in their order."""
+    found = found[ascending(found["epoch"], found["key"].tolist())]
     keys, parents = found["key"].tolist(), found["parent"].tolist()
-    times = stored_times(found["epoch"], keys, parents, found["generation"], now_s)
-    order = ascending(found["epoch"], keys)
-    found, times = found[order], times[order]
-    parents = found["parent"].tolist()
     return BlockColumns(
         found["epoch"].copy(),
-        found["key"].tolist(),
+        keys,
         found["segment"].copy(),
         found["index"].copy(),
         found["generation"].copy(),
         b"".join(parents),
         np.fromiter(map(len, parents), np.int64, len(parents)),
-        times,
+        stored_times(found["epoch"], keys, parents, found["generation"], now_s),
     )
 
 
