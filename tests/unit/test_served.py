@@ -4,8 +4,6 @@ up."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from support.manager_parts import Sizes
 from support.small_engine import SmallEngine
@@ -72,39 +70,6 @@ def test_a_wait_is_measured_once_from_its_first_answer_to_the_last():
         counts.waited(request, now)
     samples = stats.samples["wait_seconds"]
     assert (samples.count, samples.total, stats["lookup_waits"]) == (1, 2.5, 3)
-
-
-def test_gauges_and_hits_of_an_engine():
-    """An engine with four blocks in memory and eight on NVMe, through its real manager."""
-    config = Config(store_dirs=(Path("/nowhere"),), nvme_bytes=1, cpu_bytes=4, nvme_admission="all", prefetch=False)
-    small = SmallEngine(Sizes(SMALL, config, 40, (4,), (8,), 1, ()))
-    gauges, stats, slot_bytes = small.manager.gauges, small.manager.stats, SMALL.slot_sizes[0]
-
-    def serve(text: str) -> dict[str, int]:
-        small.engine.pool.forget_all()
-        before = dict(stats.counts)
-        small.serve(text)
-        found = {name: count - before.get(name, 0) for name, count in stats.counts.items()}
-        return {name: count for name, count in found.items() if count and name.startswith(("lookup_tokens", *COUNTED))}
-
-    missed = {f"missed_{what}.{tier}": n for what, n in (("tokens", 4), ("blocks", 2)) for tier in ("cpu", "nvme")}
-    assert serve("aabbx") == {"lookup_tokens": 4, **missed}
-    assert serve("aabbx") == {"lookup_tokens": 4, "hit_tokens.cpu": 4, "hit_blocks.cpu": 2}
-    serve("ccddx"), serve("eeffx")
-    of_cpu = {"missed_tokens.cpu": 4, "missed_blocks.cpu": 2}
-    assert serve("aabbx") == {"lookup_tokens": 4, **of_cpu, "hit_tokens.nvme": 4, "hit_blocks.nvme": 2}
-    read = gauges.read()
-    assert (read["used_bytes.nvme"], read["capacity_bytes.nvme"]) == (6 * slot_bytes, 8 * slot_bytes)
-    assert (read["held_blocks.cpu"], read["used_bytes.cpu"]) == (4, 4 * slot_bytes)
-    assert read["uncommitted_changes"] == read["backlog_blocks"] == read["queued_jobs.load"] == 0
-    assert not gauges.busy
-    small.parts.nvme.drop(small.parts.catalog.rows_in(Tier.NVME, 0)[:1])
-    read = gauges.read()
-    assert (read["held_blocks.nvme"], read["limbo_blocks"], read["uncommitted_changes"]) == (5, 1, 1)
-    assert gauges.busy
-    small.add("gghhx")
-    small.engine.schedule(8)
-    assert gauges.read()["queued_jobs.store"] == 1
 
 
 @pytest.mark.parametrize("cold", [False, True], ids=["in the GPU's cache", "in the tier"])
