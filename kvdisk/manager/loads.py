@@ -46,33 +46,29 @@ class LoadThreshold:
     """How long a hit must be to be worth a load.
 
     ``fixed_tokens``: given by the user; None: learn. ``step_tokens``: those of the largest block.
+    ``most_tokens``: a hit of so many is always loaded.
     """
 
     def __init__(self, fixed_tokens: int | None, step_tokens: int) -> None:
-        self._fixed_tokens = fixed_tokens
+        self.most_tokens = MOST_BLOCKS * step_tokens if fixed_tokens is None else fixed_tokens
+        self._is_fixed = fixed_tokens is not None
         self._step_tokens = step_tokens
         self._rate = 0.0
         """Tokens computed per second; 0: not known."""
         self._seconds: dict[Tier, float] = {}
         self._last_step: tuple[float, int] | None = None
 
-    def may_refuse(self, tokens: int) -> bool:
-        """Whether a hit is so short that ``is_worth`` has to be asked."""
-        bound = MOST_BLOCKS * self._step_tokens if self._fixed_tokens is None else self._fixed_tokens
-        return tokens < bound
-
     def is_worth(self, tokens: int, tier: Tier, arrival: int) -> bool:
         """Whether to load a hit. ``tier``: the slowest that it comes from; ``arrival``: the
         request's number."""
-        tried = self._fixed_tokens is None and arrival % TRIED_ANYWAY == 0
-        return tried or tokens >= self.least_tokens(tier)
+        return tokens >= self.least_tokens(tier) or (not self._is_fixed and arrival % TRIED_ANYWAY == 0)
 
     def least_tokens(self, tier: Tier) -> int:
         """Return the shortest hit that is loaded from a tier."""
-        if self._fixed_tokens is not None:
-            return self._fixed_tokens
-        blocks = self._rate * self._seconds.get(tier, 0.0) / self._step_tokens
-        return int(min(blocks, MOST_BLOCKS)) * self._step_tokens
+        if self._is_fixed:
+            return self.most_tokens
+        blocks = int(self._rate * self._seconds.get(tier, 0.0) / self._step_tokens)
+        return min(blocks * self._step_tokens, self.most_tokens)
 
     def stepped(self, now: float, tokens: int) -> None:
         """Learn the engine's rate: a step begins that computes so many tokens."""
@@ -307,7 +303,7 @@ class LoadPlanner(Room):
 
     def _is_worth(self, request: RequestState, local_tokens: int, hit: int) -> bool:
         """Whether a hit is long enough to be worth its load."""
-        if not self._threshold.may_refuse(hit - local_tokens):
+        if hit - local_tokens >= self._threshold.most_tokens:
             return True
         slowest = self._tiers.first.tier
         for keys in self._needed_keys(request, local_tokens, hit):

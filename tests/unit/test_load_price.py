@@ -42,7 +42,7 @@ def test_the_least_hit_is_what_is_computed_while_the_quickest_recent_load_takes_
     assert blocks(price) == (2, 0)
     load(price, 3600.0, NVME)
     assert blocks(price) == (2, MOST_BLOCKS)
-    assert not price.may_refuse(MOST_BLOCKS * BLOCK)
+    assert price.most_tokens == MOST_BLOCKS * BLOCK
     assert [price.is_worth(size * BLOCK, CPU, arrival=1) for size in (1, 2)] == [False, True]
     tried = [arrival for arrival in range(3 * TRIED_ANYWAY) if price.is_worth(BLOCK, NVME, arrival)]
     assert len(tried) == 3, "a short hit is loaded now and then"
@@ -66,4 +66,4 @@ def test_what_the_user_gave_is_what_counts():
     price = compute(LoadThreshold(100, BLOCK))
     load(price, 0.0021, CPU)
     assert [price.is_worth(tokens, CPU, arrival=0) for tokens in (99, 100)] == [False, True]
-    assert not LoadThreshold(0, BLOCK).may_refuse(1)
+    assert LoadThreshold(0, BLOCK).most_tokens == 0
