@@ -197,7 +197,7 @@ class TierManager(Room):
     ) -> Plan:
         """Return the step's plan.
 
-        ``step_tokens``: what the step computes; 0: not known, and nothing is learnt from it.
+        ``step_tokens``: what the step computes, which may take as many GPU blocks; 0: nothing.
         ``now_s``: seconds since the Unix epoch, for the uses of blocks; 0: as before.
         ``overwritten``: see ``preempt``.
         """
