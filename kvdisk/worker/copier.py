@@ -50,37 +50,6 @@ class Slots(NamedTuple):
     indices: Sequence[int]
 
 
-class Copier(Protocol):
-    """Moves whole blocks between vLLM's tensors and slots of an arena.
-
-    ``group``: KV-cache group. ``blocks``: GPU block ids. ``slots``: one for each block; only their
-    payload takes part, though a gather may overwrite their headers. ``after``: the copy begins when
-    this point in the model's work has passed. From the call until the event that it returns has
-    passed, the copier owns the slots and blocks. ``compute_done`` and ``hold_model`` are called on
-    the model's thread, all else on the mover's.
-    """
-
-    def thread(self) -> AbstractContextManager[Any]:
-        """Return what the mover's thread runs within: its GPU is the current one, and it may write
-        what vLLM made in inference mode."""
-
-    def compute_done(self) -> Event | None:
-        """Return the end of the model's work launched so far, for ``after``; None: it has ended."""
-
-    def hold_model(self) -> None:
-        """Let the model's next work begin after every gather that was started so far.
-
-        On the device; does not wait on the host.
-        """
-
-    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:
-        """Start copying blocks to slots."""
-
-    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event:
-        """Start copying slots to blocks. A forward pass launched once the copy is done sees
-        them."""
-
-
 class Stack(NamedTuple):
     """Layers at a regular distance: uint8 (num_blocks, layer count, layer_bytes).
 
@@ -171,28 +140,36 @@ def _runs(slots: Slots) -> Iterator[tuple[slice, torch.Tensor]]:
 
 
 class HostCopier:
-    """The copier of the CPU platform: copies at once, on the mover's thread.
+    """Moves whole blocks between vLLM's tensors and slots of an arena. This one is the CPU
+    platform's: it copies at once, on the mover's thread.
 
-    ``groups``: the blocks of each KV-cache group, in order of their index, in host memory.
+    ``groups``: the blocks of each KV-cache group, in order of their index. Only the payload of
+    slots takes part, though a gather may overwrite their headers. From a call until the event that
+    it returns has passed, the copier owns the slots and blocks. ``compute_done`` and ``hold_model``
+    are called on the model's thread, all else on the mover's.
     """
 
     def __init__(self, groups: Sequence[LayerBlocks]) -> None:
         self._groups = tuple(groups)
 
     def thread(self) -> AbstractContextManager[Any]:
-        """See ``Copier``."""
+        """Return what the mover's thread runs within: its GPU is the current one, and it may write
+        what vLLM made in inference mode."""
         mode: AbstractContextManager[Any] = torch.inference_mode()
         return mode
 
     def compute_done(self) -> Event | None:
-        """See ``Copier``. The CPU platform's forward pass has ended when it returns."""
+        """Return the end of the model's work launched so far, for ``after``; None: it has ended."""
         return None
 
     def hold_model(self) -> None:
-        """See ``Copier``. A gather has ended when it returns."""
+        """Let the model's next work begin after every gather that was started so far.
+
+        On the device; does not wait on the host.
+        """
 
     def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:  # noqa: ARG002
-        """See ``Copier``."""
+        """Start copying GPU blocks, by their ids, to as many slots, once ``after`` has passed."""
         at = torch.tensor(blocks)
         for run, target in _runs(slots):
             for stack in self._groups[group].stacks:
@@ -200,7 +177,10 @@ class HostCopier:
         return Passed()
 
     def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event:  # noqa: ARG002
-        """See ``Copier``."""
+        """Start copying slots to as many GPU blocks, once ``after`` has passed.
+
+        A forward pass launched once the copy is done sees them.
+        """
         at = np.array(blocks)
         for run, source in _runs(slots):
             for stack in self._groups[group].stacks:
@@ -252,17 +232,17 @@ class CudaLanes:
         return torch.tensor(values, pin_memory=True).to(self.device, non_blocking=True)
 
 
-class CudaCopier:
+class CudaCopier(HostCopier):
     """The copier of an accelerator: pinned arena, vLLM's blocks, and scratch between them.
 
-    ``groups``: as for ``HostCopier``, on ``lanes.device``. ``gpu_scratch_bytes``: device memory for
+    ``groups``: on ``lanes.device``. ``gpu_scratch_bytes``: device memory for
     scratch, half for each lane, though never less than one slot of the largest group. The scratch
     holds whole slots, so that neighbours in the arena move in one copy. A request larger than the
     scratch goes in parts: a lane keeps their order, so that no part overwrites one still in use.
     """
 
     def __init__(self, groups: Sequence[LayerBlocks], lanes: CudaLanes, gpu_scratch_bytes: int) -> None:
-        self._groups = tuple(groups)
+        super().__init__(groups)
         self._lanes = lanes
         largest = max(HEADER_BYTES + round_up(group.payload_bytes, ALIGNMENT) for group in groups)
         self.scratch_bytes = max(gpu_scratch_bytes // 2, largest)
@@ -274,21 +254,21 @@ class CudaCopier:
 
     @contextmanager
     def thread(self) -> Iterator[None]:
-        """See ``Copier``."""
+        """See ``HostCopier``."""
         device = self._lanes.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), torch.inference_mode():
             yield
 
     def compute_done(self) -> Event | None:
-        """See ``Copier``."""
+        """See ``HostCopier``."""
         return self._lanes.record(None)
 
     def hold_model(self) -> None:
-        """See ``Copier``."""
+        """See ``HostCopier``."""
         self._lanes.wait(None, self._lanes.record(Lane.STORE))
 
     def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:
-        """See ``Copier``."""
+        """See ``HostCopier``."""
         layers = self._groups[group]
         with self._lanes.on(Lane.STORE):
             if after is not None:
@@ -303,7 +283,7 @@ class CudaCopier:
             return self._lanes.record(Lane.STORE)
 
     def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event:
-        """See ``Copier``. The blocks' earlier owner has ended with ``after``."""
+        """See ``HostCopier``. The blocks' earlier owner has ended with ``after``."""
         layers = self._groups[group]
         with self._lanes.on(Lane.LOAD):
             at = self._lanes.numbers(blocks)

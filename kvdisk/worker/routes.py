@@ -16,7 +16,7 @@ from kvdisk.messages import Job, JobKind, JobResult, Move, Reason
 from kvdisk.worker.arena import Arena, SlotMemory
 
 if TYPE_CHECKING:
-    from kvdisk.worker.copier import Copier, Event
+    from kvdisk.worker.copier import Event, HostCopier
     from kvdisk.worker.direct import Direct
     from kvdisk.worker.files import SegmentFiles
 
@@ -35,7 +35,7 @@ class Resources:
     rank: int
     arena: Arena | None
     staging: Arena
-    copier: Copier
+    copier: HostCopier
     device: Device
     files: SegmentFiles
     direct: Direct | None = None
