@@ -17,10 +17,9 @@ from kvdisk.worker.runner import PART_BYTES, Runner
 if TYPE_CHECKING:
     from kvdisk.worker.copier import Event
 
-_DEVICE_WAIT_S = 0.001
-"""Longest look at the device before new plans are looked for."""
+_WAIT_S = 0.001
+"""Longest wait for the device, or for files, before new plans are looked for."""
 _COPY_WAIT_S = 0.0002
-_FILES_WAIT_S = 0.001
 URGENT_S = 0.25
 """How long copies of what a preemption takes away may take to begin, while the engine's step
 waits."""
@@ -228,13 +227,12 @@ class Mover:
     def _turn_until_closed(self) -> None:
         happened = True
         while not self._closing:
+            wait_s = _COPY_WAIT_S if self._runner.copying else _WAIT_S
             if happened or self._runner.at_device:
-                wait_s = _COPY_WAIT_S if self._runner.copying else _DEVICE_WAIT_S
                 happened = self.turn(0.0 if happened else wait_s)
                 continue
             with self._changed:
                 if not self._inbox and not self._closing:
-                    wait_s = _COPY_WAIT_S if self._runner.copying else _FILES_WAIT_S
                     self._changed.wait(None if self._runner.idle else wait_s)
             happened = True
 

@@ -6,16 +6,15 @@ is in ``test_mover*.py``."""
 from __future__ import annotations
 
 import errno
-import logging
 
 import pytest
 from ranks import FINGERPRINT, GROUPS, CpuLanes, Rank, move, segment_of
 
+from kvdisk.blocks import Slot, Tier
 from kvdisk.device.base import Op
 from kvdisk.device.header import MULTILINEAR, XXH3_128, SlotIdentity, check_slot, read_header
 from kvdisk.geometry import HEADER_BYTES, Namespace, slot_offset
-from kvdisk.messages import JobKind
-from kvdisk.worker.direct import MOST_FAILURES
+from kvdisk.messages import JobKind, Reason
 from kvdisk.worker.routes import Route
 
 STORED = range(6)
@@ -89,21 +88,20 @@ def test_slots_that_a_gpu_cannot_verify_are_read_again_and_their_segment_by_the_
     assert rank.direct.route(Route.LOAD_STAGED, rank.classes[0], moves[0]) is Route.LOAD_DIRECT
 
 
-def test_a_way_that_keeps_failing_is_not_gone_any_more(rank, caplog):
+def test_what_the_drive_fails_goes_through_host_memory_from_then_on(rank):
     moves, before = store(rank)
-    with caplog.at_level(logging.WARNING, "kvdisk.worker"):
-        for _ in range(MOST_FAILURES):
-            together_and_alone = range(rank.device._transfers + 1, rank.device._transfers + 4)
-            rank.device.plan.fail = dict.fromkeys(together_and_alone, errno.EIO)
-            assert rank.do(JobKind.LOAD, moves[:2]) == {}
-    assert rank.direct.given_up
-    assert sum("GPUDirect has failed too often" in record.message for record in caplog.records) == 1
-    rank.erase()
-    rank.device.plan.fail = {}
-    assert rank.do(JobKind.LOAD, moves) == {}
-    assert {b: rank.payload(0, b) for b in STORED} == before
-    assert not arena_untouched(rank)
-    assert rank.do(JobKind.STORE, [move(30, 0, 30, nvme=30)]) == {}
+    elsewhere = moves[0]._replace(slots={Tier.NVME: Slot(7, 0)})
+    together_and_alone = range(rank.device._transfers + 1, rank.device._transfers + 4)
+    rank.device.plan.fail = dict.fromkeys(together_and_alone, errno.EIO)
+    assert rank.do(JobKind.LOAD, moves[:2]) == {}, "read again"
+    assert {b: rank.payload(0, b) for b in range(2)} == {b: before[b] for b in range(2)}
+    straight = [rank.direct.route(Route.LOAD_STAGED, rank.classes[0], each) for each in (moves[0], elsewhere)]
+    assert straight == [Route.LOAD_STAGED, Route.LOAD_DIRECT], "its segment alone"
+    rank.device.plan.fail = {rank.device._transfers + 1: errno.EIO}
+    written = [move(30, 0, 30, nvme=30)]
+    assert rank.do(JobKind.STORE, written) == {0: Reason.IO_ERROR}
+    assert rank.do(JobKind.STORE, written) == {}
+    assert rank.direct.route(Route.STORE_STAGED, rank.classes[0], written[0]) is Route.STORE_STAGED
     assert read_header(slot_on_drive(rank, 0, 30)).checksum_kind == MULTILINEAR, "a later start may read it straight"
 
 
