@@ -26,13 +26,8 @@ LAST_BACK_OFF_S = 5.0
 
 
 class Operation(NamedTuple):
-    """One record to put, or to delete where ``value`` is None.
+    """One record to put, or to delete where ``value`` is None."""
 
-    ``ticket``: that of the call that it belongs to, on the last operation of the call; 0 on the
-    others.
-    """
-
-    ticket: int
     table: Table
     key: bytes
     value: bytes | None
@@ -78,8 +73,7 @@ class CommitWriter:
         self._changed = threading.Condition()
         self._queue: deque[Operation] = deque()
         self._submitted_count = 0  # written by the caller's thread only
-        self._dealt_count = 0  # written by the writer's thread only
-        self._flush_ticket = 0
+        self._flush_count = 0
         self._failures = 0  # tries after which operations were still held
         self._retry_now = False
         self._stopping = False
@@ -95,7 +89,7 @@ class CommitWriter:
     @property
     def waiting(self) -> int:
         """Operations not yet dealt with."""
-        return self._submitted_count - self._dealt_count
+        return self._submitted_count - self.progress.committed
 
     @property
     def takes_puts(self) -> bool:
@@ -103,7 +97,7 @@ class CommitWriter:
         return self.progress.state is IndexState.WRITABLE
 
     def submit(self, operations: Sequence[Operation]) -> None:
-        """Queue operations, all of one call."""
+        """Queue operations."""
         self._submitted_count += len(operations)
         with self._changed:
             queued = len(self._queue)
@@ -113,26 +107,24 @@ class CommitWriter:
             if queued == 0 or queued < MAX_TRANSACTION <= len(self._queue):
                 self._changed.notify_all()
 
-    def flush(self, ticket: int, timeout_s: float, tries: int = 2) -> bool:
-        """Wait until the call with this ticket, and all before it, have been dealt with.
+    def flush(self, timeout_s: float, tries: int = 2) -> bool:
+        """Wait until all that was submitted has been dealt with.
 
         False after the time, or when so many ``tries`` have failed since this was called. Wakes the
         writer at once, once out of a back-off too.
         """
         with self._changed:
-            self._flush_ticket = ticket
+            self._flush_count = self._submitted_count
             self._retry_now = True
             self._changed.notify_all()
             most_failures = self._failures + tries
-            self._changed.wait_for(
-                lambda: self.progress.committed >= ticket or self._failures >= most_failures, timeout_s
-            )
-            return self.progress.committed >= ticket
+            self._changed.wait_for(lambda: not self.waiting or self._failures >= most_failures, timeout_s)
+            return not self.waiting
 
-    def stop(self, ticket: int, timeout_s: float) -> bool:
+    def stop(self, timeout_s: float) -> bool:
         """Flush, and end the thread. False when it hangs in a commit: then the tables must not be
         closed."""
-        if not self.flush(ticket, timeout_s, tries=1):
+        if not self.flush(timeout_s, tries=1):
             logger.warning("index: stopped with %d operations not committed", self.waiting)
         with self._changed:
             self._stopping = True
@@ -170,7 +162,7 @@ class CommitWriter:
             return [self._queue.popleft() for _ in range(min(len(self._queue), MAX_TRANSACTION))]
 
     def _batch_is_due(self) -> bool:
-        flushing = self._flush_ticket > self.progress.committed
+        flushing = self._flush_count > self.progress.committed
         return len(self._queue) >= MAX_TRANSACTION or flushing or self._stopping
 
     def _back_off(self) -> None:
@@ -219,9 +211,7 @@ class CommitWriter:
         self._publish(self.progress._replace(state=IndexState.REFUSING, dropped_puts=dropped_puts))
 
     def _advance(self, operations: Sequence[Operation]) -> None:
-        self._dealt_count += len(operations)
-        committed = max(self.progress.committed, *(operation.ticket for operation in operations))
-        self._publish(self.progress._replace(committed=committed))
+        self._publish(self.progress._replace(committed=self.progress.committed + len(operations)))
 
     def _publish(self, progress: Progress) -> None:
         with self._changed:

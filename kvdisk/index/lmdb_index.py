@@ -81,7 +81,7 @@ class LmdbIndex(RecordIndex):
 
     def flush(self, timeout_s: float) -> bool:
         """See ``Index.flush``. Wakes the writer at once, out of a back-off too (once)."""
-        return self._writer.flush(self._last_ticket, timeout_s)
+        return self._writer.flush(timeout_s)
 
     def close(self) -> None:
         """See ``Index.close``; at the end the files are synced.
@@ -92,9 +92,9 @@ class LmdbIndex(RecordIndex):
         if self._closed:
             return
         self._closed = True
-        if not self._writer.stop(self._last_ticket, CLOSE_TIMEOUT_S):
+        if not self._writer.stop(CLOSE_TIMEOUT_S):
             raise DeviceError(errno.ETIMEDOUT, "index: the last commit has not ended, the environment stays open")
-        self._tables.close(in_order=self._writer.progress.committed >= self._last_ticket)
+        self._tables.close(in_order=not self._writer.waiting)
         if self.damaged:
             raise CorruptRecord("index: a commit found it damaged")
 
@@ -107,6 +107,4 @@ class LmdbIndex(RecordIndex):
 
     def _queue(self, table: Table, items: Sequence[Item]) -> None:
         assert not self._closed
-        operations = [Operation(0, table, key, value) for key, value in items]
-        operations[-1] = operations[-1]._replace(ticket=self._last_ticket)
-        self._writer.submit(operations)
+        self._writer.submit([Operation(table, key, value) for key, value in items])

@@ -41,7 +41,7 @@ class MemoryIndex(RecordIndex):
     def poll(self) -> Progress:
         """See ``Index.poll``."""
         state = IndexState.REFUSING if self.refuse_puts else IndexState.WRITABLE
-        return Progress(self._last_ticket - len(self._calls), state, self._dropped_puts)
+        return Progress(self._last_ticket - self._queued_count, state, self._dropped_puts)
 
     def flush(self, timeout_s: float) -> bool:
         """See ``Index.flush``; takes no time."""
