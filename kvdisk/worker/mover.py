@@ -87,17 +87,14 @@ class Mover:
 
     # -- the model's thread --------------------------------------------------------------------
 
-    def compute_done(self) -> Event | None:
-        """Note the model's work launched so far, for ``submit``."""
-        return self._copier.compute_done()
-
-    def submit(self, plan: Plan, after: Event | None = None) -> None:
+    def submit(self, plan: Plan) -> None:
         """Take over a plan. Each job is reported exactly once. Not after ``close``.
 
-        A job with late moves is released once, too. ``after``: copies from and to the GPU's blocks
-        begin when this work of the model has ended.
+        A job with late moves is released once, too. Copies from and to the GPU's blocks begin when
+        the model's work that was launched so far has ended.
         """
         assert not self._closing, "the mover is closed"
+        after = self._copier.compute_done()
         with self._changed:
             twice = [job.id for job in plan.jobs if job.id in self._out]
             assert not twice, f"jobs {twice} were submitted twice"
@@ -110,7 +107,7 @@ class Mover:
                 self._fenced.update(job_id for job_id in (*plan.urgent, *plan.fence) if job_id in self._out)
             self._changed.notify_all()
 
-    def protect(self, plan: Plan, after: Event | None = None) -> None:
+    def protect(self, plan: Plan) -> None:
         """Take over a plan, and let the model's next work wait for the copies of its fenced stores.
 
         ``plan``: ``Plan.fence`` and ``Plan.urgent``, with those of their jobs that are new. Waits,
@@ -121,7 +118,7 @@ class Mover:
         drives, is not waited for.
         """
         started_s = self._clock()
-        self.submit(plan, after)
+        self.submit(plan)
         if self._thread is None:
             now_s = started_s
             while self._fenced:

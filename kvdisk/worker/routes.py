@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvdisk.blocks import Slot, Tier, group_of
 from kvdisk.device.base import Buffer, Device
 from kvdisk.geometry import Geometry
-from kvdisk.messages import Job, JobKind, JobResult, Move, Reason
+from kvdisk.messages import Job, JobKind, Move, Reason
 from kvdisk.worker.arena import Arena, SlotMemory
 
 if TYPE_CHECKING:
@@ -137,10 +137,9 @@ class Work:
     """A job under way. ``left``: moves that have not ended. ``after``: the model's work to wait
     for.
 
-    ``deadline_s``: on the mover's clock; what has not started then fails. ``late``: moves that have
-    failed, and that the device has not ended; ``late_parts``: how many parts they are. ``urgent``:
-    before all that is not; ``fenced``: what of it cannot start at once fails. ``copied``: it was
-    reported that nothing of it reads the GPU any more.
+    ``deadline_s``: on the mover's clock; what has not started then fails. ``urgent``: before all
+    that is not; ``fenced``: what of it cannot start at once fails. ``copied``: it was reported that
+    nothing of it reads the GPU any more.
     """
 
     job: Job
@@ -148,15 +147,9 @@ class Work:
     deadline_s: float
     left: int = 0
     failed: dict[int, Reason] = field(default_factory=dict)
-    late: set[int] = field(default_factory=set)
-    late_parts: int = 0
     urgent: bool = False
     fenced: bool = False
     copied: bool = False
-
-    def result(self) -> JobResult:
-        """Return this rank's answer."""
-        return JobResult(1, self.failed, set(self.late), 1 if self.late else 0)
 
 
 @dataclass(slots=True, eq=False)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from kvdisk.blocks import JobId
 from kvdisk.device.base import Outcome
 from kvdisk.errors import QuietLog
-from kvdisk.messages import Job, JobKind, Reason, Report
+from kvdisk.messages import Job, JobKind, JobResult, Reason, Report
 from kvdisk.stats import Stats
 from kvdisk.worker.device_io import DeviceIo
 from kvdisk.worker.files import FILE_KINDS, FileJobs
@@ -313,8 +313,6 @@ class Runner:
             self._log.warn("late", f"a drive has not moved {len(late)} blocks in {self._io_deadline_s:g} s")
             self._stats.add("late_moves", len(late))
             part.late = True
-            part.work.late.update(late)
-            part.work.late_parts += 1
             self._fail(part.work, late)
         return bool(overdue)
 
@@ -475,12 +473,12 @@ class Runner:
         """The device has ended a late part: its slots are free to be used."""
         self._under_way.remove(part)
         self._parts.give_back(part)
-        work = part.work
-        work.late_parts -= 1
-        if work.left:  # nobody has been told
-            work.late.difference_update(part.positions)
-        elif not work.late_parts:
-            self._report.released[work.job.id] = 1
+        if part.work.left == 0 and not self._late_of(part.work):
+            self._report.released[part.work.job.id] = 1
+
+    def _late_of(self, work: Work) -> set[int]:
+        """Return the moves that have failed, and that the device has not ended."""
+        return {position for part in self._under_way if part.late and part.work is work for position in part.positions}
 
     def _fail_unstarted(self, reason: Reason, wanted: Callable[[Work, Part | None], object]) -> bool:
         """Fail the jobs that wait for files (part None) and the queued parts that are ``wanted``;
@@ -532,7 +530,8 @@ class Runner:
     def _finish(self, work: Work) -> None:
         self._note_copied(work)
         del self._works[work.job.id]
-        self._report.results[work.job.id] = work.result()
+        late = self._late_of(work)
+        self._report.results[work.job.id] = JobResult(1, work.failed, late, 1 if late else 0)
 
 
 _urgency = attrgetter("urgency")

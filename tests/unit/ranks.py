@@ -157,7 +157,7 @@ class Rank:
 
     def submit(self, kind: JobKind, moves=(), **fields) -> int:
         job = self.job(kind, moves, **fields)
-        self.mover.submit(Plan((job,)), self.mover.compute_done())
+        self.mover.submit(Plan((job,)))
         return int(job.id)
 
     def run(self) -> dict[int, JobResult]:

@@ -55,7 +55,7 @@ def test_with_a_thread_the_wait_is_bounded(held, monkeypatch):
 
 
 def fence(rank: Rank, *jobs: int) -> None:
-    rank.mover.protect(Plan(fence=jobs), rank.mover.compute_done())
+    rank.mover.protect(Plan(fence=jobs))
 
 
 def test_what_cannot_begin_at_a_fence_is_given_up_at_once_and_others_are_left_alone(rank):
