@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queue between an index and its transactions: the writer thread, and what it does when a
-commit fails."""
+"""The queue between an index and its transactions: the writer thread, and failed commits."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ class Tables(Protocol):
         """Apply all in order in one transaction, or nothing and raise a KvdiskError."""
 
     def recover(self) -> None:
-        """After a failed commit, do what makes a retry promising. Raises KvdiskError where that
-        fails too."""
+        """After a failed commit, do what makes a retry promising. Raises KvdiskError."""
 
 
 class CommitWriter:
@@ -122,8 +120,7 @@ class CommitWriter:
             return not self.waiting
 
     def stop(self, timeout_s: float) -> bool:
-        """Flush, and end the thread. False when it hangs in a commit: then the tables must not be
-        closed."""
+        """Flush, and end the thread. False: it hangs in a commit; do not close the tables."""
         if not self.flush(timeout_s, tries=1):
             logger.warning("index: stopped with %d operations not committed", self.waiting)
         with self._changed:
@@ -150,8 +147,7 @@ class CommitWriter:
             self._publish(self.progress._replace(state=IndexState.REFUSING))
 
     def _take(self) -> list[Operation]:
-        """Wait for a batch and return it; an empty one at the end of a back-off, or when the thread
-        is to stop."""
+        """Wait for a batch; an empty one at the end of a back-off, or of the thread."""
         with self._changed:
             rest_s = None if self.takes_puts else max(0.0, self._retry_at_s - self._clock())
             self._changed.wait_for(lambda: self._queue or self._stopping, rest_s)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``Index`` in LMDB (``lmdb_tables``), with batched commits on one writer thread
-(``commit_writer``)."""
+"""The ``Index`` in LMDB, with batched commits on a writer thread."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ class LmdbIndex(RecordIndex):
 
     @property
     def damaged(self) -> bool:
-        """Whether a commit has met damage. It is noted beside the file, which no owner opens any
-        more."""
+        """Whether a commit has met damage: then no owner opens the file any more."""
         return self._tables.damaged
 
     def poll(self) -> Progress:

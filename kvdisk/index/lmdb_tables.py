@@ -38,11 +38,9 @@ MIN_MAP_BYTES = 1 << 20
 _MARK = "open"
 """A file beside LMDB's, there while an owner has the index open, and after one that was killed."""
 _NO_MARK = "closed"
-"""What it becomes when an owner closes, and was before: a rename takes no room, and a new file
-may."""
+"""What it becomes when an owner closes: a rename takes no room, and a new file may."""
 _DAMAGED_MARK = "damaged"
-"""What it becomes when a commit meets damage: nobody opens the index to write any more (also in
-``device.home``)."""
+"""What it becomes when a commit meets damage: no owner opens it any more (see ``device.home``)."""
 _PART_RECORDS = 16384
 _UNIT_BYTES = 4096
 """What LMDB allocates in, on machines with memory in units of 4 KiB."""
@@ -50,8 +48,7 @@ _RESERVE_UNITS = 128
 _LOCK_BYTES = 8192
 """Of LMDB's lock file: as it would make it, for 126 readers."""
 _BLOCK_RECORD_BYTES = 256
-"""Bytes to plan for a record with sha256 keys: 118-162 at first, 221 after any number of
-replacements (measured)."""
+"""For a record with sha256 keys: 118-162 bytes at first, 221 after many replacements (measured)."""
 _STEP_BYTES = 256 << 10
 _DAMAGED = (
     lmdb.InvalidError,
@@ -65,8 +62,7 @@ _TABLE_NAMES = {Table.BLOCKS: b"blocks", Table.SEGMENTS: b"segments"}
 
 
 def map_bytes_for(block_count: int) -> int:
-    """Return a map size in bytes that holds the records of ``block_count`` blocks and what is kept
-    for deletions."""
+    """Return a map size in bytes for so many blocks, and what is kept for deletions."""
     kept_units = 2 * (MAX_TRANSACTION + _RESERVE_UNITS)
     return MIN_MAP_BYTES + _UNIT_BYTES * kept_units + _BLOCK_RECORD_BYTES * block_count
 
@@ -113,8 +109,7 @@ class LmdbTables:
 
     @property
     def complete(self) -> bool:
-        """Whether the owner had made the tables when this was opened to read; else open it again
-        later."""
+        """Whether the owner had made the tables when this was opened to read."""
         return bool(self._databases)
 
     @contextmanager
@@ -206,8 +201,7 @@ class LmdbTables:
             (self._path / _MARK).rename(self._path / _DAMAGED_MARK)
 
     def close(self, *, in_order: bool = True) -> None:
-        """Sync and close; closed even where the sync raises. Not ``in_order``: the next owner looks
-        at it first."""
+        """Sync and close, even where the sync raises. Not ``in_order``: the next owner tries it."""
         try:
             if not self._readonly:
                 self._environment.sync(True)
@@ -307,8 +301,7 @@ def _open_environment(path: Path, map_bytes: int, readonly: bool) -> lmdb.Enviro
 
 
 def _make_lock_file(path: Path) -> None:
-    """Make LMDB's lock file where there is none. LMDB would map a hole, and be killed (SIGBUS) on a
-    full drive."""
+    """Make LMDB's lock file: LMDB would map a hole, and be killed (SIGBUS) on a full drive."""
     if not path.exists():
         fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
         try:
@@ -329,8 +322,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _check_files(path: Path, readonly: bool) -> None:
-    """Raise CorruptRecord where LMDB followed a symlink, or wait for ever at a pipe. A reader needs
-    no lock file."""
+    """Raise CorruptRecord where LMDB would follow a symlink, or wait for ever at a pipe."""
     for name in ("data.mdb",) if readonly else ("data.mdb", "lock.mdb"):
         if os.path.lexists(path / name) and not _is_file(path / name):
             raise CorruptRecord(f"index {path}: {name} is not a file")

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``Index`` in RAM: the reference implementation, for tests and simulations. It commits when it
-is told to."""
+"""The reference ``Index``, in RAM, for tests and simulations."""
 
 from __future__ import annotations
 
@@ -73,8 +72,7 @@ class MemoryIndex(RecordIndex):
         self.refuse_puts = self.refuse_puts or fail
 
     def reopened(self) -> MemoryIndex:
-        """Return what the next process finds after this one was killed or closed: an index of what
-        was committed."""
+        """Return an index of what was committed, as the next process finds it."""
         survivor = MemoryIndex(max_queued=self._max_queued)
         survivor._tables = {table: dict(items) for table, items in self._tables.items()}
         return survivor

@@ -99,8 +99,7 @@ class ReaderProcess:
     def find(
         self, home_id: str, index_path: Path, epoch: int, keys: Sequence[BlockKey], timeout_s: float
     ) -> dict[BlockKey, ForeignCopy]:
-        """Return the copies that a home's index names of ``keys``. One that is not there names
-        none."""
+        """Return the copies of ``keys`` in a home's index, none where there is no index."""
         found: dict[BlockKey, ForeignCopy] = (
             self.ask(timeout_s, "find", str(index_path), home_id, epoch, tuple(keys)) or {}
         )
@@ -194,8 +193,7 @@ def _received(pipe: Connection, timeout_s: float) -> Any:
 
 
 class OpenIndexes:
-    """Answers questions about indexes, by their directories. Those that keys are looked up in stay
-    open."""
+    """Answers questions about indexes. Those in which keys are looked up stay open."""
 
     def __init__(self) -> None:
         self._open: dict[str, tuple[int, LmdbTables]] = {}

@@ -54,8 +54,7 @@ class SlotMemory(ABC):
 
     @abstractmethod
     def tensor(self, size_class: int) -> torch.Tensor:
-        """Return all slots of a size class as uint8, shape (slot_count, slot_bytes), sharing the
-        memory."""
+        """Return all slots of a class, sharing the memory: uint8 (slot_count, slot_bytes)."""
 
     def run_view(self, size_class: int, index: int, count: int) -> Buffer:
         """Return ``count`` neighbouring slots from ``index`` on, as one view."""
@@ -106,8 +105,7 @@ class Arena(SlotMemory):
         return self._memory
 
     def view(self, size_class: int, index: int) -> memoryview:
-        """Return slot ``index`` of a size class: ``slot_sizes[size_class]`` writable bytes, 4
-        KiB-aligned."""
+        """Return one slot: ``slot_sizes[size_class]`` writable bytes, 4 KiB-aligned."""
         return self.run_view(size_class, index, 1)
 
     def tensor(self, size_class: int) -> torch.Tensor:
@@ -165,8 +163,7 @@ SYS = Path("/sys")
 
 
 def processors_near(properties: Any, sys: Path = SYS) -> set[int]:
-    """Return the processors on the NUMA node of a GPU, as torch describes it; empty where that is
-    not known."""
+    """Return the processors on a GPU's NUMA node; empty where torch or the system does not know."""
     if not hasattr(properties, "pci_bus_id"):
         return set()  # an older torch, or not a CUDA device
     place = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
@@ -180,8 +177,7 @@ def processors_near(properties: Any, sys: Path = SYS) -> set[int]:
 
 @contextlib.contextmanager
 def running_on(processors: set[int]) -> Iterator[None]:
-    """Run this thread on these processors, as far as it may; on those that it is on, where it may
-    on none."""
+    """Run this thread on those of these processors that it may use, if there are any."""
     before = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, processors & before or before)

@@ -21,8 +21,7 @@ from kvdisk.worker.arena import SlotMemory
 
 
 class Event(Protocol):
-    """A point in a stream of device work, such as the end of a copy (``torch.cuda.Event`` is
-    one)."""
+    """A point in a stream of device work, such as the end of a copy: a ``torch.cuda.Event``."""
 
     def query(self) -> bool:
         """Whether the device has passed it."""
@@ -131,8 +130,7 @@ def _payload_part(slots: torch.Tensor, stack: Stack) -> torch.Tensor:
 
 
 def _runs(slots: Slots) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield the runs of neighbouring slots: which of ``slots``, and their bytes (count,
-    slot_bytes)."""
+    """Yield runs of neighbouring slots: which of ``slots``, and their bytes (count, slot_bytes)."""
     every = slots.memory.tensor(slots.size_class)
     for start, count in contiguous_runs(slots.indices, len(slots.indices)):
         first = slots.indices[start]
@@ -153,8 +151,7 @@ class HostCopier:
         self._groups = tuple(groups)
 
     def thread(self) -> AbstractContextManager[Any]:
-        """Return what the mover's thread runs within: its GPU is the current one, and it may write
-        what vLLM made in inference mode."""
+        """Return what the mover's thread runs within: on its GPU, in vLLM's inference mode."""
         mode: AbstractContextManager[Any] = torch.inference_mode()
         return mode
 
@@ -189,8 +186,7 @@ class HostCopier:
 
 
 class Lane(Enum):
-    """The two streams of device work: what a lane is given runs in that order, beside the
-    other's."""
+    """The two streams of device work; each runs in order, beside the other."""
 
     STORE = "store"
     LOAD = "load"
@@ -298,8 +294,7 @@ class CudaCopier(HostCopier):
             return self._lanes.record(Lane.LOAD)
 
     def _parts(self, lane: Lane, slots: Slots) -> Iterator[tuple[slice, Slots, torch.Tensor]]:
-        """Yield as many slots as fit the scratch: which they are, and scratch (count,
-        slot_bytes)."""
+        """Yield as many slots as fit the scratch: which, and their scratch (count, slot_bytes)."""
         slot_bytes = slots.memory.slot_sizes[slots.size_class]
         most = self.scratch_bytes // slot_bytes
         for start in range(0, len(slots.indices), most):

@@ -64,8 +64,7 @@ class DeviceIo:
         return dict.fromkeys(unopened, Reason.IO_ERROR)
 
     def poll(self, wait_s: float) -> list[Outcome]:
-        """Return the batches that have ended, for ``ended``; wait for the first up to
-        ``wait_s``."""
+        """Return the batches that have ended; wait up to ``wait_s`` for the first."""
         return self._device.poll(wait_s) if self._parts else []
 
     def drain(self) -> list[Outcome]:

@@ -32,8 +32,7 @@ BUDGET_S = 1.0
 _MOST_ROUNDS = 5
 
 _given_up: list[object] = []
-"""Devices that have not ended what they hold, and its memory: kept, for the drive may still come to
-it."""
+"""Silent devices, and their memory: the drive may still come to what they hold."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,8 +74,7 @@ class Direct:
         self._by_host.update(move.slots[Tier.NVME].segment for move in moves)
 
     def store_by_host(self) -> None:
-        """Write everything through host memory from now on: the drive has failed a write this
-        way."""
+        """Write everything through host memory from now on: a write this way has failed."""
         self.stores = frozenset()
 
     def note_changed(self, segment: int) -> None:
@@ -85,8 +83,7 @@ class Direct:
 
 
 class DirectChoice(NamedTuple):
-    """``direct``: None where nothing goes that way. ``line``: what was chosen and why, for the
-    log."""
+    """``direct``: None where nothing goes that way. ``line``: what was chosen, and why."""
 
     direct: Direct | None
     line: str
@@ -218,8 +215,7 @@ class _Trial:
                 chosen.add(size_class)
 
     def _check(self, size_class: int) -> str:
-        """Return what is wrong with bytes that go the one way and come the other, "" for
-        nothing."""
+        """Return what is wrong with bytes that go one way and come the other, "" for nothing."""
         pair = self._arena.run_view(size_class, 0, 2)
         host, gpu = self._arena.tensor(size_class)[:2], self._staging.tensor(size_class)[:2]
         for straight, said in ((Op.WRITE, "written"), (Op.READ, "read")):

@@ -200,8 +200,7 @@ class FileJobs:
                 return ended
 
     def stop(self) -> list[tuple[Job, Reason | None]]:
-        """End what has started, however long it takes; return all jobs left, others as
-        CANCELLED."""
+        """End what has started, however long it takes; cancel the rest. Return all that ended."""
         for _, task in self._handed:
             task.cancel()
         ended = [self._end(job, task) for job, task in self._handed]

@@ -140,14 +140,12 @@ class GpuStaging(SlotMemory):
         return memoryview(self._heads[size_class][index].numpy())
 
     def digest(self, size_class: int, index: int) -> bytes:
-        """Return a payload's checksum of kind MULTILINEAR, once the event of ``start_sums`` has
-        passed."""
+        """Return a payload's MULTILINEAR checksum, once the event of ``start_sums`` has passed."""
         sums: bytes = self._host_sums[size_class][index].numpy().astype("<i8").tobytes()
         return sums
 
     def start_sums(self, size_class: int, slots: Sequence[int], payload_bytes: int, lane: Lane) -> Event:
-        """Compute the checksums of slots, and bring them to host memory; on lane LOAD with their
-        headers."""
+        """Bring slots' checksums to host memory, and on lane LOAD their headers, too."""
         with self._lanes.on(lane):
             for start, count in contiguous_runs(slots, len(slots)):
                 run = slice(slots[start], slots[start] + count)

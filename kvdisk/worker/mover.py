@@ -21,8 +21,7 @@ _WAIT_S = 0.001
 """Longest wait for the device, or for files, before new plans are looked for."""
 _COPY_WAIT_S = 0.0002
 URGENT_S = 0.25
-"""How long copies of what a preemption takes away may take to begin, while the engine's step
-waits."""
+"""How long a step waits for copies of what a preemption takes away to begin."""
 FENCE_S = 0.5
 """How long a step may wait for the mover's thread: what has not begun then never begins."""
 
@@ -68,8 +67,7 @@ class Mover:
         self._fenced: set[JobId] = set()
         """Jobs of which some copy from the GPU has not begun, while ``protect`` waits for them."""
         self._hangs = False
-        """``protect`` waited in vain, and no turn has ended since: the next step need not wait,
-        too."""
+        """``protect`` waited in vain, and no turn has ended since: the next step does not wait."""
         self._out: dict[JobId, int] = {}
         """Moves of each job that was submitted and not yet polled for."""
         self._void: set[JobId] = set()

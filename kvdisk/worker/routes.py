@@ -193,8 +193,7 @@ class Part:
 
     @property
     def urgency(self) -> tuple[int, int]:
-        """Its place in the queue: urgent stores, loads by the arrival of their requests, then the
-        others."""
+        """Its place in the queue: urgent stores, loads as their requests arrived, the others."""
         route, work = self.route, self.work
         rank = 0 if work.urgent else 1 if route.scatters else 2 if route.gathers else 3 if route.reads else 4
         return rank, work.job.arrival
@@ -209,8 +208,7 @@ class Part:
 
 
 class OpenFile(NamedTuple):
-    """An open segment file. ``drive``: position in the list of the home that was opened, for a
-    neighbour's file too."""
+    """An open segment file. ``drive``: by the home that was opened, for a neighbour's file too."""
 
     fd: int
     slot_bytes: int

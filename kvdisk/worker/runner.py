@@ -9,7 +9,6 @@ is verified and scattered, the next one's read is in flight. The bounds below ar
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from bisect import insort
 from collections import Counter
@@ -88,8 +87,6 @@ class Runner:
         self._works: dict[JobId, Work] = {}
         self._queues: dict[tuple[Route, bool], list[Part]] = {}
         """Parts that have not started, by route and whether they are urgent; in order in each."""
-        self._soonest_s = math.inf
-        """No job's deadline that has not been looked at is sooner."""
         self._waiting: list[Work] = []
         """Jobs that name a segment which is being opened or dropped."""
         self._under_way: list[Part] = []
@@ -108,7 +105,6 @@ class Runner:
     def add(self, job: Job, after: Event | None, deadline_s: float, *, urgent: bool = False) -> None:
         """Take a job in. It waits for earlier jobs that open or drop a segment of its own."""
         work = Work(job, after, deadline_s, urgent=urgent)
-        self._soonest_s = min(self._soonest_s, deadline_s)
         self._works[job.id] = work
         if job.kind in FILE_KINDS:
             if job.home is not None:
@@ -215,8 +211,7 @@ class Runner:
         self._stopping = True
 
     def give_up(self, job_ids: Iterable[JobId]) -> None:
-        """Give stores up. Any thread. When it returns, each of their copies from the GPU has begun,
-        or never will."""
+        """Give stores up. Any thread. Of their copies from the GPU none begins after it returns."""
         self.given_up.update(job_ids)
         with self._gathering:
             pass
@@ -240,16 +235,14 @@ class Runner:
                     part.copy.synchronize()
 
     def close(self) -> None:
-        """Close device and files, when ``idle`` or after ``await_copies``: then what is at the
-        device is waited for, and reported no more."""
+        """Close device and files. Waits for what is at the device, and reports it no more."""
         with suppress(Exception):
             self._resources.device.drain()
         self._files.close()
         self._resources.device.close()
 
     def _start(self) -> bool:
-        """Start the first part that can be. One that cannot holds up what is behind it on its
-        route."""
+        """Start the first part that can be. One that cannot holds up its route."""
         for part in sorted((parts[0] for parts in self._queues.values() if parts), key=_urgency):
             route, work = part.route, part.work
             if self._has_room(route, work.urgent) and self._parts.lend(part):
@@ -280,14 +273,12 @@ class Runner:
     def _expire(self, now_s: float) -> bool:
         """Fail what has not started by its deadline, and what its drive would not take."""
         stuck = self._stuck()
-        if not stuck and now_s <= self._soonest_s:
-            return False  # the usual case, in which nothing that grows with the queue is looked at
+        if not stuck and all(now_s <= work.deadline_s for work in self._works.values()):
+            return False  # the usual case, in which the queue is not looked at
         failed = self._fail_unstarted(
             Reason.DEADLINE,
             lambda work, part: work.deadline_s < now_s or (part and (part.drive, part.route.writes) in stuck),
         )
-        left = [part.work.deadline_s for part in self.queued] + [work.deadline_s for work in self._waiting]
-        self._soonest_s = min(left, default=math.inf)
         if failed:
             self._log.warn("deadline", "the drive or the copies cannot keep up: moves were given up unstarted")
         return failed
@@ -348,8 +339,7 @@ class Runner:
         return bool(part.positions)
 
     def _copy(self, part: Part) -> bool:
-        """Start a leg on copier or GPU; return whether it is under way. What was given up gathers
-        nothing."""
+        """Start a leg on copier or GPU, unless its store was given up; return whether it runs."""
         with self._gathering if part.leg is Leg.GATHER else nullcontext():
             if part.leg is Leg.GATHER and part.work.job.id in self.given_up:
                 self._drop(part, dict.fromkeys(part.positions, Reason.OVERWRITTEN))
@@ -401,8 +391,7 @@ class Runner:
             self._advance(part)
 
     def _count(self, part: Part, moved: int) -> None:
-        """Count the moves that a leg has made between two kinds of memory, and how long that
-        took."""
+        """Count what a leg has moved between two kinds of memory, and how long it took."""
         memory = "gpu" if part.route.direct else "cpu"
         at_device = part.leg in {Leg.READ, Leg.WRITE}
         if not moved or (part.route.direct and not at_device):
@@ -447,8 +436,7 @@ class Runner:
         return failed
 
     def _load_by_host(self, part: Part, positions: Sequence[int]) -> None:
-        """Take moves out of a part, and load them, and all of their segments, through host
-        memory."""
+        """Take moves out of a part; load them, and all of their segments, through host memory."""
         positions = [position for position in part.positions if position in positions]  # in the order of their slots
         if positions:
             assert self._direct is not None

@@ -40,8 +40,7 @@ class SlotHeaders:
         self._direct = direct
 
     def seal(self, part: Part) -> None:
-        """Write the header of every slot of a part; of a direct one to host memory, to be copied
-        from there."""
+        """Write the header of every slot of a part; of a direct one in host memory."""
         size_class, direct = part.size_class, self._direct
         kind = XXH3_128 if direct is None else direct.checksum_kind(size_class)
         for _, slot, move, identity in self._each(part):
