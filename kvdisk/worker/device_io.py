@@ -67,10 +67,6 @@ class DeviceIo:
         """Return the batches that have ended; wait up to ``wait_s`` for the first."""
         return self._device.poll(wait_s) if self._parts else []
 
-    def drain(self) -> list[Outcome]:
-        """As ``poll``, waiting for all."""
-        return self._device.drain()
-
     def ended(
         self, outcomes: Sequence[Outcome], files: Mapping[int, OpenFile]
     ) -> Iterator[tuple[Part, dict[int, Reason]]]:

@@ -199,18 +199,10 @@ class FileJobs:
             elif not self._hand_over():
                 return ended
 
-    def stop(self) -> list[tuple[Job, Reason | None]]:
-        """End what has started, however long it takes; cancel the rest. Return all that ended."""
+    def close(self) -> None:
+        """End the thread after its job at hand, and close the files. No batch is under way."""
         for _, task in self._handed:
             task.cancel()
-        ended = [self._end(job, task) for job, task in self._handed]
-        ended += [(job, Reason.CANCELLED) for job in self._waiting]
-        self._handed.clear()
-        self._waiting.clear()
-        return ended
-
-    def close(self) -> None:
-        """End the thread after what has started, and close the files. No batch is under way."""
         if self._thread is not None:
             self._tasks.put(None)
             self._thread.join()
@@ -254,8 +246,6 @@ class FileJobs:
             self._device.detach_file(opened.fd)
 
     def _end(self, job: Job, task: Future[OpenFile | None]) -> tuple[Job, Reason | None]:
-        if task.cancelled():
-            return job, Reason.CANCELLED
         try:
             file = task.result()
         except KvdiskError as error:

@@ -175,11 +175,11 @@ class Mover:
             return bool(self._report.results)
 
     def close(self) -> None:
-        """End what has started, fail the rest with CANCELLED, close device and files. Idempotent.
+        """Cancel what has not ended, and close device and files. Idempotent.
 
         Waits for the legs under way, late ones too, and for the files, however long they take:
-        nothing writes to a slot afterwards. The results and releases of all jobs can be polled for
-        then.
+        nothing writes to a slot afterwards. ``poll`` has the results of all jobs, long before that
+        where the drive takes long.
         """
         with self._changed:
             self._closing = True
@@ -232,34 +232,24 @@ class Mover:
             happened = True
 
     def _finish(self) -> None:
-        """End the runner's work, in order if it can be, and answer for all jobs."""
+        """Answer for all jobs, now and from now on: what has not ended was cancelled. Then close.
+
+        Loads and urgent stores are waited for: they are answered before the drive is, which may
+        never end.
+        """
         if self._ended:
             return
-        if self._error is None:
-            try:
-                self._runner.stop()
-                self._publish()
-            except BaseException as error:
-                self._error = error
-        if self._error is not None:
-            # Loads and urgent stores are waited for: they are answered before the drive is, which
-            # may never end.
-            self._runner.await_copies()
-            self._answer_rest()
-        try:
-            self._runner.close()
-        except BaseException as error:
-            self._error = self._error or error
-        self._answer_rest()
-
-    def _answer_rest(self) -> None:
-        """Answer for all jobs, now and from now on: what has not ended was cancelled."""
+        self._runner.await_copies()
         with self._changed:
             self._ended = True
             self._inbox.clear()
             self._fenced.clear()
             self._cancel_rest()
             self._changed.notify_all()
+        try:
+            self._runner.close()
+        except BaseException as error:
+            self._error = self._error or error
 
     def _publish(self) -> None:
         runner = self._runner

@@ -216,18 +216,8 @@ class Runner:
         with self._gathering:
             pass
 
-    def stop(self) -> None:
-        """End what is under way, however long it takes; the rest is CANCELLED. Then ``idle``."""
-        self.halt()
-        self._note_files(self._files.stop())
-        while self._device_io.busy:
-            self._reap(self._device_io.drain())
-        self._reap_copies(wait=True)
-        self._fail_unstarted(Reason.CANCELLED, lambda *_: True)
-        assert self.idle
-
     def await_copies(self) -> None:
-        """After an error of ours: wait until no copy touches the GPU's blocks. Does not raise."""
+        """Begin nothing more, and wait until no copy touches the GPU's blocks. Does not raise."""
         self.halt()
         for part in self._under_way:
             with suppress(Exception):  # a GPU that fails copies nothing any more
@@ -235,7 +225,8 @@ class Runner:
                     part.copy.synchronize()
 
     def close(self) -> None:
-        """Close device and files. Waits for what is at the device, and reports it no more."""
+        """Close device and files, after ``await_copies``. Waits for what has begun, and reports
+        nothing of it."""
         with suppress(Exception):
             self._resources.device.drain()
         self._files.close()
@@ -365,18 +356,18 @@ class Runner:
             return copier.gather(part.group, blocks, slots, work.after)
         return copier.scatter(part.group, slots, blocks, work.after)
 
-    def _has_copied(self, part: Part, copy: Event, *, wait: bool = False) -> bool:
-        """Note a copy that has ended. ``wait``: until it has."""
-        if not wait and not copy.query():
+    def _has_copied(self, part: Part, copy: Event) -> bool:
+        """Note a copy that has ended."""
+        if not copy.query():
             return False
         copy.synchronize()
         part.copy = None
         self._count(part, len(part.positions))
         return True
 
-    def _reap_copies(self, *, wait: bool = False) -> bool:
+    def _reap_copies(self) -> bool:
         copying = [(part, part.copy) for part in self._under_way if part.copy is not None]
-        ended = [part for part, copy in copying if self._has_copied(part, copy, wait=wait)]
+        ended = [part for part, copy in copying if self._has_copied(part, copy)]
         for part in ended:
             self._advance(part)
         return bool(ended)

@@ -76,8 +76,8 @@ def test_close_ends_the_file_under_way_and_starts_no_other(rank):
     closer.join(WAIT_S)
     assert rank.files.closed
     rank.poll()
-    assert rank.results[make].failed == {}
-    assert rank.results[after].failed == {-1: Reason.CANCELLED}
+    assert rank.files.calls[-1] == "open 7"
+    assert rank.results[make].failed == rank.results[after].failed == {-1: Reason.CANCELLED}
     assert rank.results[waits].failed == {0: Reason.CANCELLED}
 
 
