@@ -86,17 +86,10 @@ class Arena(SlotMemory):
             raise ConfigError(f"cannot map {self.total_bytes} bytes of host memory: {error}") from error
         with contextlib.suppress(OSError):  # a kernel without it serves as well, only slower
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        self._mapping: mmap.mmap | None = mapping
         self._memory: memoryview | None = memoryview(mapping)
-        self._tensors: dict[int, torch.Tensor] = {}
         self._pinned_address = 0
         if pin:
             self._pin()
-
-    @property
-    def _address(self) -> int:
-        assert self._mapping is not None
-        return int(np.frombuffer(self._mapping, np.uint8).ctypes.data)
 
     @property
     def memory(self) -> memoryview:
@@ -110,15 +103,12 @@ class Arena(SlotMemory):
 
     def tensor(self, size_class: int) -> torch.Tensor:
         """See ``SlotMemory``."""
-        assert self._mapping is not None, "the arena is closed"
-        if size_class not in self._tensors:
-            import torch
+        import torch
 
-            size, count = self.slot_sizes[size_class], self.slot_counts[size_class]
-            # Through numpy, whose array holds the mapping open; torch.frombuffer would not.
-            array = np.frombuffer(self._mapping, np.uint8, size * count, self._offsets[size_class])
-            self._tensors[size_class] = torch.from_numpy(array.reshape(count, size))
-        return self._tensors[size_class]
+        size, count = self.slot_sizes[size_class], self.slot_counts[size_class]
+        # Through numpy, whose array holds the mapping open; torch.frombuffer would not.
+        array = np.frombuffer(self.memory, np.uint8, size * count, self._offsets[size_class])
+        return torch.from_numpy(array.reshape(count, size))
 
     def close(self) -> None:
         """Unregister from CUDA and give the memory back, once the last view of it is gone.
@@ -126,21 +116,14 @@ class Arena(SlotMemory):
 
         The caller makes sure that no copy and no batch is in flight.
         """
-        if self._mapping is None:
-            return
         if self._pinned_address:
             import torch
 
             torch.cuda.cudart().cudaHostUnregister(self._pinned_address)
             self._pinned_address = 0
-        mapping, self._mapping = self._mapping, None
         self._memory = None
-        self._tensors.clear()
-        with contextlib.suppress(BufferError):  # someone still holds a view: the last one frees the mapping
-            mapping.close()
 
     def _pin(self) -> None:
-        assert self._mapping is not None
         try:
             import torch
         except ImportError as error:
@@ -148,13 +131,13 @@ class Arena(SlotMemory):
         if not torch.cuda.is_available():
             raise ConfigError("pinned host memory needs CUDA, and torch finds no CUDA device")
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        address = self._address
+        whole = np.frombuffer(self.memory, np.uint8)
         with running_on(processors_near(properties)):
-            np.frombuffer(self._mapping, np.uint8)[::ALIGNMENT] = 0  # memory comes from where it is first touched
-            status = int(torch.cuda.cudart().cudaHostRegister(address, self.total_bytes, 0))
+            whole[::ALIGNMENT] = 0  # memory comes from where it is first touched
+            status = int(torch.cuda.cudart().cudaHostRegister(whole.ctypes.data, self.total_bytes, 0))
         if status != 0:
             raise ConfigError(f"CUDA cannot pin {self.total_bytes} bytes of host memory (error {status})")
-        self._pinned_address = address
+        self._pinned_address = whole.ctypes.data
 
 
 # -- memory near a GPU ---------------------------------------------------------------------------
