@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``Index`` protocol: where blocks are on NVMe, durably. One index belongs to one home and one
-owner process.
+"""The ``Index`` protocol: where blocks are on NVMe, durably. An index is one home's and one
+process's.
 
 Writes are queued and committed in batches by the implementation; no call but ``flush`` and
 ``close`` waits for a disk, a commit, or a lock that either can hold.
@@ -22,8 +22,7 @@ from kvdisk.blocks import BlockKey, Slot
 class BlockRecord(NamedTuple):
     """A committed block: where it is, and what its slot headers say on every rank.
 
-    ``parent``: key of the block before it in its chain, or None. ``stored_s``: seconds since the
-    Unix epoch, whole.
+    ``parent``: the block before it in its chain. ``stored_s``: whole seconds since the Unix epoch.
     """
 
     epoch: int
@@ -35,8 +34,7 @@ class BlockRecord(NamedTuple):
 
 
 class BlockColumns(NamedTuple):
-    """Many committed blocks, a column for each field of ``BlockRecord``, all of one length: no
-    object per block.
+    """Many committed blocks, a column for each field of ``BlockRecord``: no object per block.
 
     Ascending by epoch, then by the bytes of the key; no pair of them twice. ``parents``: the
     parents' keys, joined; ``parent_bytes``: the length of each, 0 where there is none.
@@ -89,10 +87,9 @@ class ForeignCopy(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What the other homes said to a question: copies by key; a key that nobody has is not there.
+    """What the other homes said to a question: copies by key, of those that anybody has.
 
-    Committed when it was read; its owner may evict it at any time, so only the slot's header tells
-    at the load.
+    Their owners may evict them at any time: only the slot's header tells at the load.
     """
 
     ticket: int

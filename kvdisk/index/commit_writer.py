@@ -48,8 +48,7 @@ class Tables(Protocol):
 
 
 class CommitWriter:
-    """Commits operations in the order of their submission, on a thread of its own, which starts at
-    once.
+    """Commits operations in order, on a thread of its own.
 
     A batch is committed ``commit_s`` seconds after its first operation, or when MAX_TRANSACTION
     have gathered. When a commit fails, the droppable operations of the batch are turned into
@@ -59,8 +58,7 @@ class CommitWriter:
     held; the next back-off is longer unless puts have been committed meanwhile.
 
     One lock guards the queue and the conditions of waiting; it is never held during a transaction.
-    ``progress`` is replaced as a whole and read without the lock. ``clock`` gives seconds; only
-    tests need another.
+    ``progress`` is replaced as a whole and read without the lock.
     """
 
     def __init__(self, tables: Tables, commit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -106,11 +104,8 @@ class CommitWriter:
                 self._changed.notify_all()
 
     def flush(self, timeout_s: float, tries: int = 2) -> bool:
-        """Wait until all that was submitted has been dealt with.
-
-        False after the time, or when so many ``tries`` have failed since this was called. Wakes the
-        writer at once, once out of a back-off too.
-        """
+        """Wait until all that was submitted has been dealt with; False after the time, or after so
+        many failed ``tries``. Wakes the writer at once, once out of a back-off too."""
         with self._changed:
             self._flush_count = self._submitted_count
             self._retry_now = True

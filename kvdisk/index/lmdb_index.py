@@ -21,11 +21,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 def write_index(path: Path | str, segments: Sequence[SegmentRecord], columns: BlockColumns, *, map_bytes: int) -> None:
-    """Make an index of these records in the directory ``path``, which exists and is empty, and sync
-    it.
-
-    Raises DeviceError; what is in ``path`` is then of no use.
-    """
+    """Make a synced index of these records in the empty directory ``path``. Raises DeviceError."""
     tables = LmdbTables(Path(path), map_bytes)
     try:
         tables.append(Table.BLOCKS, map(encode_block, columns.records()))
@@ -35,25 +31,20 @@ def write_index(path: Path | str, segments: Sequence[SegmentRecord], columns: Bl
 
 
 class LmdbIndex(RecordIndex):
-    """See ``Index``. One environment in directory ``path``, which is made where it is missing (mode
-    0700, files 0600).
+    """See ``Index``. One environment in directory ``path``, which is made where it is missing.
 
-    ``map_bytes``: what the data file may grow to, at least MIN_MAP_BYTES. A part of it is kept for
-    deletions, so that a full index can always delete (``map_bytes_for`` says how much is enough).
-    ``commit_s``: longest time in seconds from a call to the start of its commit. ``max_queued``:
-    ``put`` is refused while that many operations or more wait.
+    ``map_bytes``: what the data file may grow to, at least MIN_MAP_BYTES; see ``map_bytes_for``. A
+    part of it is kept, so that a full index can always delete. ``commit_s``: longest time from a
+    call to the start of its commit. ``max_queued``: ``put`` is refused while so many operations
+    wait.
 
     A put that is dropped takes the record that it was to replace with it: that one may name a slot
-    of another block. Operations on segments are never dropped: they are tried until they are
-    committed. An iterator of ``segments`` or ``blocks`` is one read transaction: open, it makes the
-    file grow.
-
-    One thread calls everything; the writer's thread is inside. ``put``, ``delete``,
-    ``put_segment``, ``delete_segment`` and ``poll`` take at most a lock that is never held during
-    I/O. Not to be carried over a fork.
+    of another block. Operations on segments are tried until they are committed. An iterator of
+    ``segments`` or ``blocks`` is one read transaction: open, it makes the file grow. Not to be
+    carried over a fork.
 
     Raises StoreLocked where this process has the environment open already, CorruptRecord where the
-    files are no index (opening, ``segments`` and ``blocks``), DeviceError where the system refuses.
+    files are no index, DeviceError where the system refuses.
     """
 
     def __init__(self, path: Path | str, *, map_bytes: int, commit_s: float = 0.05, max_queued: int = 65536) -> None:
@@ -85,7 +76,7 @@ class LmdbIndex(RecordIndex):
         """See ``Index.close``; at the end the files are synced.
 
         Raises DeviceError when the sync failed or a commit hangs, CorruptRecord where a commit met
-        damage; then the caller must not set a clean flag.
+        damage: the end is not clean then.
         """
         if self._closed:
             return

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The LMDB environment under an index, and the only file that imports lmdb: transactions, errors,
-damaged files.
+"""The LMDB environment under an index: transactions, errors, damaged files.
 
 The environment runs with ``sync=False``: a commit is in the operating system's cache when it
 returns. A crash of the process does not lose it; a crash of the machine may, and then the home
@@ -68,8 +67,7 @@ def map_bytes_for(block_count: int) -> int:
 
 
 def planned_bytes(record_count: int) -> int:
-    """Return how long LMDB's file can become by replacements alone, with so many records at a time;
-    in whole steps.
+    """Return how long LMDB's file can become by replacing so many records; in whole steps.
 
     Beside the records as loosely as they come to be packed, there are the units that the last two
     transactions have freed: only the next but one can take them.
@@ -80,8 +78,7 @@ def planned_bytes(record_count: int) -> int:
 
 
 class LmdbTables:
-    """The environment and its two named databases; the only class that does I/O. LMDB's errors end
-    here.
+    """The environment and its two named databases. LMDB's errors end here.
 
     ``readonly``: for another process than the owner's. It makes no file; where there is no lock
     file, or it cannot be opened (a copy in a read-only directory), it reads without a lock, which
@@ -163,10 +160,9 @@ class LmdbTables:
         self._allocate(record_count)
 
     def append(self, table: Table, items: Iterable[tuple[bytes, bytes]]) -> None:
-        """Commit many records, ascending, that come after all that the table has; the fastest way
-        into a new one.
+        """Commit many records, ascending, that come after all that the table has: fast.
 
-        The caller has nothing of value in these files until all is in them. Raises DeviceError.
+        Nothing of value may be in these files until all is in them. Raises DeviceError.
         """
         left, count = iter(items), 0
         with _translating(self._path):
@@ -235,9 +231,8 @@ class LmdbTables:
     def _extend_file(self) -> None:
         """Make the file as long as its meta block says it is.
 
-        Reading a map beyond the end of a file that someone cut short kills the process (SIGBUS);
-        zeros are only an error. A sound file may be some units short too, so its length proves
-        nothing.
+        Reading a map beyond the end of a file that was cut short kills the process (SIGBUS); zeros
+        are only an error. A sound file may be some units short, too: its length proves nothing.
         """
         length = (self._environment.info()["last_pgno"] + 1) * self._unit_bytes
         data_file = self._path / "data.mdb"
@@ -245,11 +240,10 @@ class LmdbTables:
             os.truncate(data_file, length)
 
     def _allocate(self, record_count: int) -> None:
-        """Make the file as long as so many records can need, so that it grows with them and never
-        by replacements: on a full drive blocks can still leave for others.
+        """Make the file as long as so many records can need, so that it never grows by
+        replacements: on a full drive blocks can still leave for others.
 
-        Where the drive refuses that, the file grows as LMDB writes it; the next step is tried
-        again.
+        Where the drive refuses that, it grows as LMDB writes it; the next step is tried again.
         """
         wanted_bytes = min(planned_bytes(record_count), self._map_units * self._unit_bytes)
         if wanted_bytes <= self._planned_bytes:
@@ -265,8 +259,7 @@ class LmdbTables:
                 os.close(fd)
 
     def _has_room(self, txn: lmdb.Transaction) -> bool:
-        """Whether deletions will still find free units after this transaction, and after one more
-        of puts.
+        """Whether deletions find free units after this transaction, and one more of puts.
 
         LMDB copies what it changes, and units that a transaction frees can be taken by the next but
         one. So besides the live units there must be place for those that one transaction of full

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference ``Index``, in RAM, for tests and simulations."""
+"""The reference ``Index``, in RAM, for tests, simulations and replays."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from kvdisk.index.records import Table
 
 
 class MemoryIndex(RecordIndex):
-    """See ``Index``. Nothing is committed but by ``commit``, ``flush`` and ``close``.
-
-    So a test can hold commits back, or stop between any two. One thread calls everything; there is
-    no other.
+    """See ``Index``. Nothing is committed but by ``commit``, ``flush`` and ``close``: a test can
+    stop between any two.
 
     ``max_queued``: ``put`` is refused while that many operations or more wait. ``refuse_puts``:
     while True, the state is REFUSING and ``put`` answers None; a test may set it at any time.

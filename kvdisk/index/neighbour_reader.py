@@ -40,8 +40,8 @@ class Neighbour(NamedTuple):
 class NeighbourReader:
     """See ``Neighbours`` and the module.
 
-    ``find_homes``: the homes to ask, at this moment; called on the reader's thread, every
-    LOOK_INTERVAL_S. It may raise a KvdiskError or an OSError.
+    ``find_homes``: the homes to ask now; called on the reader's thread, every LOOK_INTERVAL_S. It
+    may raise a KvdiskError or an OSError.
     """
 
     def __init__(self, find_homes: Callable[[], Sequence[Neighbour]]) -> None:

@@ -3,10 +3,8 @@
 
 LMDB has no checksums. A damaged file can end the process that maps it (SIGBUS, SIGSEGV), and an
 owner that was stopped can hold the locks of its reader table. So neither an engine nor a tool maps
-the index of another owner: a child process does, and answers questions. It ends when its input
-does, however its parent ended.
-
-A question and its answer are pickled objects on a pipe. Both ends run this module.
+the index of another owner: a child does, and answers questions, pickled on a pipe. It ends with its
+parent, however that ended.
 """
 
 from __future__ import annotations
@@ -42,11 +40,8 @@ class ReaderFailed(KvdiskError):
 
 
 class IndexContent(NamedTuple):
-    """All that one index holds.
-
-    ``exists``: False where no index has been made yet. ``problem``: one sentence, where it cannot
-    be read. In both cases the rest is empty, and ``blocks`` is None.
-    """
+    """All that one index holds: nothing, and ``blocks`` None, where none ``exists`` yet, or where
+    ``problem`` says in one sentence why it cannot be read."""
 
     segments: tuple[SegmentRecord, ...] = ()
     blocks: BlockColumns | None = None

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots in host memory: the CPU tier of one rank, and the staging of its worker, are an ``Arena``
-each.
+"""Slots in host memory: a rank's CPU tier and its staging are an ``Arena`` each.
 
 A slot lies here as it lies on the drive, 4 KiB header and payload together, so that neighbours
 move in one transfer. ``torch`` is imported only where a tensor or pinning is asked for.
@@ -65,16 +64,11 @@ class SlotMemory(ABC):
 
 
 class Arena(SlotMemory):
-    """One private anonymous mapping.
+    """One private anonymous mapping. Any thread may ask for views.
 
-    ``pin``: register the mapping with CUDA, which touches all of it; otherwise memory is taken as
-    slots are first written. Pinned memory comes from the NUMA node of the process's current GPU,
-    where the machine has several.
-
-    The arena owns the memory until ``close``; a view or tensor that outlives it keeps the mapping
-    alive, never dangling. What lies in a slot belongs to the mover, and to the device while a batch
-    names it. Any thread may ask for views. Raises ConfigError when the memory cannot be had, or
-    ``pin`` is asked for and CUDA is absent or refuses.
+    ``pin``: take all of it from the NUMA node of the process's current GPU and register it with
+    CUDA; otherwise memory is taken as slots are first written. A view or tensor that outlives the
+    arena keeps the mapping alive. Raises ConfigError where the memory cannot be had or pinned.
     """
 
     def __init__(self, slot_sizes: Sequence[int], slot_counts: Sequence[int], pin: bool) -> None:
@@ -111,10 +105,9 @@ class Arena(SlotMemory):
         return torch.from_numpy(array.reshape(count, size))
 
     def close(self) -> None:
-        """Unregister from CUDA and give the memory back, once the last view of it is gone.
-        Idempotent.
+        """Unregister from CUDA, and give the memory back with the last view of it. Idempotent.
 
-        The caller makes sure that no copy and no batch is in flight.
+        No copy and no batch may be in flight.
         """
         if self._pinned_address:
             import torch

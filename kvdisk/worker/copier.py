@@ -8,6 +8,7 @@ stacks. Layers that do not fit a stack become stacks of their own, one operation
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
@@ -95,15 +96,13 @@ class LayerBlocks:
 
 
 def _widest_word(stacks: Sequence[Stack]) -> torch.dtype:
-    for word in (torch.int64, torch.int32, torch.int16):
-        sizes = [
-            size
-            for stack in stacks
-            for size in (stack.blocks.shape[2], stack.blocks.storage_offset(), *stack.blocks.stride()[:2])
-        ]
-        if all(size % word.itemsize == 0 for size in sizes):
-            return word
-    return torch.uint8
+    sizes = [
+        size
+        for stack in stacks
+        for size in (stack.blocks.shape[2], stack.blocks.storage_offset(), *stack.blocks.stride()[:2])
+    ]
+    words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+    return words[math.gcd(8, *sizes)]
 
 
 def _regular_count(layers: Sequence[torch.Tensor]) -> int:
@@ -160,10 +159,7 @@ class HostCopier:
         return None
 
     def hold_model(self) -> None:
-        """Let the model's next work begin after every gather that was started so far.
-
-        On the device; does not wait on the host.
-        """
+        """Let the model's next work begin after every gather so far. No wait on the host."""
 
     def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:  # noqa: ARG002
         """Start copying GPU blocks, by their ids, to as many slots, once ``after`` has passed."""
@@ -231,10 +227,9 @@ class CudaLanes:
 class CudaCopier(HostCopier):
     """The copier of an accelerator: pinned arena, vLLM's blocks, and scratch between them.
 
-    ``groups``: on ``lanes.device``. ``gpu_scratch_bytes``: device memory for
-    scratch, half for each lane, though never less than one slot of the largest group. The scratch
-    holds whole slots, so that neighbours in the arena move in one copy. A request larger than the
-    scratch goes in parts: a lane keeps their order, so that no part overwrites one still in use.
+    ``groups``: on ``lanes.device``. ``gpu_scratch_bytes``: device memory for scratch, half for each
+    lane, though never less than the largest slot. The scratch holds whole slots, so that neighbours
+    in the arena move in one copy. What is larger goes in parts, whose order a lane keeps.
     """
 
     def __init__(self, groups: Sequence[LayerBlocks], lanes: CudaLanes, gpu_scratch_bytes: int) -> None:

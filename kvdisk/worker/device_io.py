@@ -22,9 +22,9 @@ NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class DeviceIo:
-    """Moves parts between memory and segment files. The mover's thread calls everything.
+    """Moves parts between memory and segment files. ``stats``: where failures are counted.
 
-    ``stats`` is the caller's; failed transfers are counted.
+    The mover's thread calls everything.
     """
 
     def __init__(self, device: Device, stats: Stats, log: QuietLog) -> None:
@@ -70,11 +70,10 @@ class DeviceIo:
     def ended(
         self, outcomes: Sequence[Outcome], files: Mapping[int, OpenFile]
     ) -> Iterator[tuple[Part, dict[int, Reason]]]:
-        """Yield the parts that have ended, with failed moves; of a late one these have failed long
-        ago.
+        """Yield the parts that have ended, with moves that failed just now.
 
-        Not those that read again, each slot alone, what could not be read: one bad place on a drive
-        costs one block.
+        What could not be read is read again before, each slot alone: one bad place on a drive costs
+        one block.
         """
         for outcome in outcomes:
             part = self._parts.pop(outcome.ticket)

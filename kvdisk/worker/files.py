@@ -151,7 +151,7 @@ FILE_KINDS = frozenset({JobKind.OPEN_HOME, JobKind.OPEN_SEGMENT, JobKind.DROP_SE
 
 
 class FileJobs:
-    """Runs the jobs in the order of ``add``; the mover's thread calls everything.
+    """Runs the jobs in order; the mover's thread calls everything.
 
     ``open``: the segment files that can be used, by segment. ``uses(segment)``: whether a batch at
     the device names it: its drop waits for that. ``threaded``: False: they run within ``turn``.

@@ -86,10 +86,9 @@ class Mover:
     # -- the model's thread --------------------------------------------------------------------
 
     def submit(self, plan: Plan) -> None:
-        """Take over a plan. Each job is reported exactly once. Not after ``close``.
+        """Take over a plan. Each job is reported once; one with late moves is released once, too.
 
-        A job with late moves is released once, too. Copies from and to the GPU's blocks begin when
-        the model's work that was launched so far has ended.
+        Copies from and to the GPU's blocks begin when the model's work launched so far has ended.
         """
         assert not self._closing, "the mover is closed"
         after = self._copier.compute_done()
@@ -141,8 +140,7 @@ class Mover:
     def halt(self) -> None:
         """Begin nothing more, of the jobs under way either; what has begun ends.
 
-        When it returns no copy from the GPU begins, and the model waits for those that have begun,
-        as in ``protect``.
+        From then on the model waits for the copies that have begun, as in ``protect``.
         """
         with self._changed:
             self._runner.halt()
@@ -232,10 +230,9 @@ class Mover:
             happened = True
 
     def _finish(self) -> None:
-        """Answer for all jobs, now and from now on: what has not ended was cancelled. Then close.
+        """Cancel what has not ended, now and from now on; then close.
 
-        Loads and urgent stores are waited for: they are answered before the drive is, which may
-        never end.
+        Nobody who waits for a load waits for the drive, too, which may never end.
         """
         if self._ended:
             return

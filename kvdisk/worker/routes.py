@@ -134,12 +134,12 @@ def route_of(kind: JobKind, move: Move) -> Route | None:
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """A job under way. ``left``: moves that have not ended. ``after``: the model's work to wait
-    for.
+    """A job under way.
 
-    ``deadline_s``: on the mover's clock; what has not started then fails. ``urgent``: before all
-    that is not; ``fenced``: what of it cannot start at once fails. ``copied``: it was reported that
-    nothing of it reads the GPU any more.
+    ``left``: moves that have not ended. ``after``: the model's work to wait for. ``deadline_s``: on
+    the mover's clock; what has not started then fails. ``urgent``: before all that is not;
+    ``fenced``: what of it cannot start at once fails. ``copied``: it was reported that nothing of
+    it reads the GPU any more.
     """
 
     job: Job
@@ -238,8 +238,7 @@ class PartCutter:
         }
 
     def cut(self, work: Work, files: Mapping[int, OpenFile]) -> list[Part]:
-        """Cut a job into parts, in their order; moves without a source fail with ABSENT. Sets
-        ``work.left``.
+        """Cut a job into parts, and set ``work.left``; moves without a source fail with ABSENT.
 
         Where the KV is the same on every rank, what another rank writes to the drive has ended well
         here, unmoved. ``files``: by segment. What lies on several drives is taken from each in

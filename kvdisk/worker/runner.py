@@ -473,12 +473,9 @@ class Runner:
         return bool(waiting or parts)
 
     def _take_queued(self, wanted: Callable[[Part], object]) -> list[Part]:
-        taken: list[Part] = []
-        for lane, parts in self._queues.items():
-            kept: list[Part] = []
-            for part in parts:
-                (taken if wanted(part) else kept).append(part)
-            self._queues[lane] = kept
+        taken = [part for part in self.queued if wanted(part)]
+        if taken:
+            self._queues = {lane: [part for part in parts if not wanted(part)] for lane, parts in self._queues.items()}
         return taken
 
     def _fail(self, work: Work, failed: Mapping[int, Reason]) -> None:

@@ -53,8 +53,8 @@ class SlotHeaders:
     def check(self, part: Part) -> tuple[dict[int, Reason], list[int]]:
         """Verify every slot of a part; return HEADER or CHECKSUM by position of the bad ones.
 
-        Also returns the positions of sound headers with a checksum that a GPU does not compute:
-        nothing is known of their payloads. There are such on direct routes only.
+        Also returns the positions on a direct route whose checksum a GPU does not compute: nothing
+        is known of these payloads.
         """
         bad: dict[int, Reason] = {}
         unknown: list[int] = []
