@@ -32,6 +32,8 @@ from kvdisk.index.records import Table, decode_blocks, encode_block_key
 START_S = 15.0
 """What the process may take to start, on a machine that may be busy."""
 _TRY_S = 300.0
+MOST_OPEN = 64
+"""Indexes that the process keeps open. It closes the oldest first."""
 _DAMAGED = frozenset({signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT})
 
 
@@ -219,6 +221,8 @@ class OpenIndexes:
         self._close(path)
         tables = LmdbTables(Path(path), readonly=True)
         self._open[path] = (inode, tables)
+        if len(self._open) > MOST_OPEN:
+            self._close(next(iter(self._open)))
         return tables
 
     def _close(self, path: str) -> None:

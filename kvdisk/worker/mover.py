@@ -140,7 +140,7 @@ class Mover:
     def halt(self) -> None:
         """Begin nothing more, of the jobs under way either; what has begun ends.
 
-        From then on the model waits for the copies that have begun, as in ``protect``.
+        When it returns no copy from the GPU begins, and the model waits for those that have begun.
         """
         with self._changed:
             self._runner.halt()

@@ -9,6 +9,7 @@ is verified and scattered, the next one's read is in flight. The bounds below ar
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from bisect import insort
 from collections import Counter
@@ -87,6 +88,8 @@ class Runner:
         self._works: dict[JobId, Work] = {}
         self._queues: dict[tuple[Route, bool], list[Part]] = {}
         """Parts that have not started, by route and whether they are urgent; in order in each."""
+        self._soonest_s = math.inf
+        """No job's deadline that has not been looked at is sooner."""
         self._waiting: list[Work] = []
         """Jobs that name a segment which is being opened or dropped."""
         self._under_way: list[Part] = []
@@ -105,6 +108,7 @@ class Runner:
     def add(self, job: Job, after: Event | None, deadline_s: float, *, urgent: bool = False) -> None:
         """Take a job in. It waits for earlier jobs that open or drop a segment of its own."""
         work = Work(job, after, deadline_s, urgent=urgent)
+        self._soonest_s = min(self._soonest_s, deadline_s)
         self._works[job.id] = work
         if job.kind in FILE_KINDS:
             if job.home is not None:
@@ -264,12 +268,14 @@ class Runner:
     def _expire(self, now_s: float) -> bool:
         """Fail what has not started by its deadline, and what its drive would not take."""
         stuck = self._stuck()
-        if not stuck and all(now_s <= work.deadline_s for work in self._works.values()):
+        if not stuck and now_s <= self._soonest_s:
             return False  # the usual case, in which the queue is not looked at
         failed = self._fail_unstarted(
             Reason.DEADLINE,
             lambda work, part: work.deadline_s < now_s or (part and (part.drive, part.route.writes) in stuck),
         )
+        left = [part.work.deadline_s for part in self.queued] + [work.deadline_s for work in self._waiting]
+        self._soonest_s = min(left, default=math.inf)
         if failed:
             self._log.warn("deadline", "the drive or the copies cannot keep up: moves were given up unstarted")
         return failed

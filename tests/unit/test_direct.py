@@ -8,12 +8,12 @@ from __future__ import annotations
 import errno
 
 import pytest
-from ranks import FINGERPRINT, GROUPS, CpuLanes, Rank, move, segment_of
+from ranks import CpuLanes, Rank, move, segment_of
 
 from kvdisk.blocks import Slot, Tier
 from kvdisk.device.base import Op
-from kvdisk.device.header import MULTILINEAR, XXH3_128, SlotIdentity, check_slot, read_header
-from kvdisk.geometry import HEADER_BYTES, Namespace, slot_offset
+from kvdisk.device.header import MULTILINEAR, XXH3_128, read_header
+from kvdisk.geometry import slot_offset
 from kvdisk.messages import JobKind, Reason
 from kvdisk.worker.routes import Route
 
@@ -42,27 +42,6 @@ def store(rank: Rank, group: int = 0):
     assert rank.do(JobKind.STORE, moves) == {}
     rank.erase()
     return moves, before
-
-
-def arena_untouched(rank: Rank) -> bool:
-    return not any(any(bytes(rank.staging.run_view(at, 0, 8))) for at in set(rank.classes))
-
-
-@pytest.mark.parametrize("group", [0, 1])
-def test_nothing_of_it_is_in_host_memory_and_the_host_can_verify_it(rank, group):
-    moves, before = store(rank, group)
-    assert arena_untouched(rank)
-    for b in STORED:
-        slot = slot_on_drive(rank, group, b)
-        header = read_header(slot)
-        assert header.checksum_kind == MULTILINEAR
-        size = GROUPS[group].payload_bytes
-        assert check_slot(slot, SlotIdentity(Namespace(FINGERPRINT, 0), moves[b].key, 7, size, 0, 1)) is None
-        assert slot[HEADER_BYTES : HEADER_BYTES + size] == before[b]
-    assert rank.do(JobKind.LOAD, moves) == {}
-    assert arena_untouched(rank)
-    assert {b: rank.payload(group, b) for b in STORED} == before
-    assert rank.stats.sum_of("transfer_bytes.gpu_to_cpu") == rank.stats.sum_of("transfer_bytes.cpu_to_gpu") == 0
 
 
 def test_slots_that_a_gpu_cannot_verify_are_read_again_and_their_segment_by_the_host_from_then_on(rank):

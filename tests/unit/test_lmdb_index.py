@@ -14,7 +14,7 @@ from typing import Any
 import lmdb
 import pytest
 
-from kvdisk.errors import StoreLocked
+from kvdisk.errors import CorruptRecord, StoreLocked
 from kvdisk.index.base import IndexState, SegmentRecord
 from kvdisk.index.commit_writer import CommitWriter
 from kvdisk.index.lmdb_index import MIN_MAP_BYTES, LmdbIndex
@@ -172,3 +172,12 @@ def test_a_file_that_was_cut_short_is_corrupt(tmp_path: Path) -> None:
     outcome = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     assert outcome.returncode == 1
     assert "CorruptRecord" in outcome.stderr
+
+
+@pytest.mark.parametrize("table", ["blocks", "segments"])
+def test_a_record_that_does_not_decode_is_corrupt(tmp_path: Path, table: str) -> None:
+    write_records(tmp_path, 3)
+    with lmdb.open(str(tmp_path), max_dbs=2, lib_version=0) as environment, environment.begin(write=True) as txn:
+        txn.put(b"\0" * 4, b"nonsense", db=environment.open_db(table.encode(), txn=txn))
+    with opened(tmp_path) as index, pytest.raises(CorruptRecord):
+        list(index.blocks() if table == "blocks" else index.segments())
