@@ -76,10 +76,7 @@ class NeighbourReader:
 
     def poll(self) -> list[Answer]:
         """See ``Neighbours.poll``."""
-        answers = []
-        while self._answers:
-            answers.append(self._answers.popleft())
-        return answers
+        return [self._answers.popleft() for _ in range(len(self._answers))]
 
     def close(self) -> None:
         """See ``Neighbours.close``. Waits for the question under way, at most a few seconds."""
